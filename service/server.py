@@ -22,7 +22,7 @@ from service.cluster.registry import ClusterRegistry, Replica
 from service.config.settings import Settings
 from service.http.bodies import Bodies
 from service.http.connections import Connections, connection_limit
-from service.kv_reuse.manager import KvReuse
+from service.kv_reuse.manager import KvReuseManager
 from service.observability.loop_lag import watch_loop_lag
 from service.observability.metrics import Metrics
 from service.observability.readiness import Readiness
@@ -81,14 +81,14 @@ class Server:
             settings.weights.directory, settings.weights.source_directories
         )
         self.bodies = Bodies(settings.limits)
-        self.prompts = Tokenizer(engine)
+        self.tokenizer = Tokenizer(engine)
         self.prompt_kv = PromptKvManager(
             settings.kv,
             engine,
             replica_id=self._replica_id,
             active_version=lambda: self.versions.active.label,
         )
-        self.kv_reuse = KvReuse(
+        self.kv_reuse = KvReuseManager(
             engine,
             directory=settings.kv.directory,
             capacity_bytes=settings.kv.segments_bytes,
@@ -108,7 +108,7 @@ class Server:
         self.rollouts = RolloutManager(
             engine,
             self.versions,
-            self.prompts,
+            self.tokenizer,
             self.prompt_kv,
             self.fleet,
             self.adapters,
@@ -118,7 +118,7 @@ class Server:
             keep_bytes=settings.limits.keep_answers_bytes,
             group_factory=GroupFactory(
                 engine,
-                self.prompts,
+                self.tokenizer,
                 PriorityAging(overtaken_seconds=settings.limits.max_overtaken_seconds),
                 self.kv_reuse,
                 max_lease_seconds=settings.limits.max_tree_lease_seconds,
@@ -130,7 +130,7 @@ class Server:
         self.scoring = Scoring(
             engine,
             self.versions,
-            self.prompts,
+            self.tokenizer,
             self.rollouts,
             self.adapters,
             admission=self.admission,
@@ -189,7 +189,7 @@ class Server:
             await self.kv_reuse.close()
             await self.prompt_kv.close()
             await self.engine.stop()
-            self.prompts.close()
+            self.tokenizer.close()
             self.bodies.close()
             self.checkpoints.close()
             await asyncio.to_thread(self.traces.close)
@@ -265,7 +265,7 @@ class Server:
         first = self.versions.active
         self.versions.put(replace(first, path=self.engine.info.model_path))
         self.prompt_kv.open()
-        self.kv_reuse.store.open()
+        self.kv_reuse.cache.open()
         self.readiness.started = True
         await self.fleet_weights.catch_up()
         self.readiness.caught_up = True

@@ -122,7 +122,7 @@ async def chat(request: Request, server: ReadyServer, caller: Caller) -> Respons
     token_logprobs.check(server, top_logprobs=body.top_logprobs)
     chat_request = body.chat_request()
     _count_ignored(server, body.chat_template_kwargs or {})
-    prompt = await cancel_on_disconnect(request, server.prompts.chat_request(chat_request))
+    prompt = await cancel_on_disconnect(request, server.tokenizer.chat_request(chat_request))
     if prompt is None:
         return CLIENT_DISCONNECTED
     token_limit = body.max_completion_tokens or body.max_tokens
@@ -190,7 +190,7 @@ class ChatResponseBuilder:
     async def _logprobs(self, sample: SampleAnswer) -> dict[str, Any]:
         per_token = token_logprobs.sample_logprobs(self._rollout, 0, sample.index)
         name = await token_names.names(
-            self._server.prompts,
+            self._server.tokenizer,
             lambda: token_names.sample_token_ids(sample, per_token),
             as_ids=self._body.return_tokens_as_token_ids,
         )
@@ -217,7 +217,7 @@ class ChatResponseBuilder:
         chat_request = self._conversation
         if self._body.tool_choice == "none":
             chat_request = replace(chat_request, tools=())
-        chat_response = await self._server.prompts.chat_response(sample.token_ids, chat_request)
+        chat_response = await self._server.tokenizer.chat_response(sample.token_ids, chat_request)
         if not chat_response.parsed:
             self._server.metrics.replies_not_parsed.inc()
         return chat_response

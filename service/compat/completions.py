@@ -136,7 +136,7 @@ class CompletionBuilder:
         if self.body.logprobs is not None:
             as_ids = self.body.return_tokens_as_token_ids
             tokens = partial(self._tokens, drawn)
-            name = await token_names.names(server.prompts, tokens, as_ids=as_ids)
+            name = await token_names.names(server.tokenizer, tokens, as_ids=as_ids)
         if self.body.echo:
             echoed = await echo.prompt_texts(server, self.body.prompt, self.prompts)
         return replace(self, name=name, echoed=echoed)
@@ -217,7 +217,7 @@ def _stream_response(
 
     async def chunk(group: int, sample: SampleAnswer) -> dict[str, Any]:
         as_completion_logprobs = await builder.as_completion_logprobs(server, [(group, sample)])
-        text = await server.prompts.text(sample.token_ids)
+        text = await server.tokenizer.text(sample.token_ids)
         return {"choices": [as_completion_logprobs.choice(group, sample, text)]}
 
     head = _head(server, rollout.id, body)

@@ -46,7 +46,7 @@ async def prompt_texts(server: Server, given: Any, prompts: Sequence[list[int]])
         return [given]
     if isinstance(given[0], str):
         return list(given)
-    return [await server.prompts.whole_text(prompt) for prompt in prompts]
+    return [await server.tokenizer.whole_text(prompt) for prompt in prompts]
 
 
 def prompt_token_logprobs(

@@ -104,7 +104,7 @@ class _Stream:
             return {}
         if not self.options.continuous_usage_stats:
             return {"usage": None}
-        prompt = self.rollout.groups[group].prompt_token_ids
+        prompt = self.rollout.groups[group].options.prompt_token_ids
         return {"usage": token_counts(len(prompt), len(sample.token_ids))}
 
     def _error(self, problem: Problem) -> bytes:

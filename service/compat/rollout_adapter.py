@@ -39,7 +39,7 @@ from service.http.responses import (
     READINESS_ERRORS,
     declare_responses,
 )
-from service.rollouts.group_factory import CompatOptions
+from service.rollouts.options import GroupOptions
 from service.rollouts.rollout import Rollout
 from service.server import Server
 
@@ -152,16 +152,14 @@ async def tokenize_prompts(
         raise fault(error) from error
     if not 0 < len(prompts) <= MAX_GROUPS:
         raise InvalidRequest(f"between 1 and {MAX_GROUPS} prompts are taken at once")
-    return await server.prompts.all_token_ids(prompts)
+    return await server.tokenizer.all_token_ids(prompts)
 
 
 async def start(server: Server, caller: ApiKey, job: SamplingJob) -> Rollout:
-    compat_options = CompatOptions(
+    options = GroupOptions(
         cache_salt=namespaced_salt(caller, job.cache_salt), num_top_logprobs=job.num_top_logprobs
     )
-    return await server.rollouts.start(
-        job.request(), owner=caller.name, compat_options=compat_options
-    )
+    return await server.rollouts.start(job.request(), owner=caller.name, options=options)
 
 
 async def wait_for_answer(
@@ -184,7 +182,7 @@ async def json_response(build: Callable[[], object]) -> Response:
 async def decode_samples(server: Server, answer: RolloutAnswer) -> list[list[str]]:
     """Texts of all samples by group."""
     return [
-        [await server.prompts.text(sample.token_ids) for sample in group.samples]
+        [await server.tokenizer.text(sample.token_ids) for sample in group.samples]
         for group in answer.groups
     ]
 

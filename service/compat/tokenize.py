@@ -69,7 +69,7 @@ async def tokenize(request: Request, server: ReadyServer) -> Response:
         "count": len(tokens),
         "max_model_len": server.engine.info.max_context_tokens,
         "tokens": tokens,
-        "token_strs": await server.prompts.pieces(tokens) if body.return_token_strs else None,
+        "token_strs": await server.tokenizer.pieces(tokens) if body.return_token_strs else None,
     }
     return _json(answer)
 
@@ -84,7 +84,7 @@ async def detokenize(request: Request, server: ReadyServer) -> Response:
         raise InvalidRequest.of_parameter("tokens", f"at most {info.max_context_tokens}")
     if max(body.tokens, default=0) >= info.vocab_size:
         raise InvalidRequest.of_parameter("tokens", f"token ids must be below {info.vocab_size}")
-    return _json({"prompt": await server.prompts.whole_text(body.tokens)})
+    return _json({"prompt": await server.tokenizer.whole_text(body.tokens)})
 
 
 async def _tokens(server: Server, body: TokenizeBody) -> list[int]:
@@ -92,12 +92,12 @@ async def _tokens(server: Server, body: TokenizeBody) -> list[int]:
         raise InvalidRequest.of_parameter("prompt", "give either prompt or messages")
     if body.prompt is not None:
         special = body.add_special_tokens is not False
-        return await server.prompts.encoded(body.prompt, add_special_tokens=special)
+        return await server.tokenizer.encoded(body.prompt, add_special_tokens=special)
     if body.add_special_tokens:
         raise InvalidRequest.of_parameter(
             "add_special_tokens", "not with messages: the chat template writes the special tokens"
         )
-    return await server.prompts.rendered(body.chat().chat_request())
+    return await server.tokenizer.rendered(body.chat().chat_request())
 
 
 def _json(value: object) -> Response:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from engine.kv_types import ExportSlot, KvFormat
 from service.kv_reuse.anchors import Anchor
-from service.kv_reuse.span_cache import SegmentCache
+from service.kv_reuse.span_cache import SpanCache
 from service.kv_reuse.spans import PromptTemplate
 
 MAX_ANCHORS_PER_SECTION = 4
@@ -196,9 +196,9 @@ def _has_same_text(anchor: Anchor, index: int, text_digest: bytes) -> bool:
 class DistanceCache:
     """Cache of distances, and the thread that computes them; runs on one event loop."""
 
-    def __init__(self, store: SegmentCache) -> None:
-        self._store = store
-        self._cache: OrderedDict[tuple[str | None, str | None], float] = OrderedDict()
+    def __init__(self, cache: SpanCache) -> None:
+        self._spans = cache
+        self._distances: OrderedDict[tuple[str | None, str | None], float] = OrderedDict()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="texts-compared")
 
     async def get_distances(self, pairs: Iterable[Pair]) -> dict[Pair, float]:
@@ -206,8 +206,8 @@ class DistanceCache:
         distances: dict[Pair, float] = {}
         unknown = []
         for pair in dict.fromkeys(pairs):
-            if _cache_key(pair) in self._cache:
-                distances[pair] = self._cache[_cache_key(pair)]
+            if _cache_key(pair) in self._distances:
+                distances[pair] = self._distances[_cache_key(pair)]
             else:
                 unknown.append(pair)
         if unknown:
@@ -219,7 +219,7 @@ class DistanceCache:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _compute(self, pairs: Sequence[Pair]) -> list[float]:
-        view, kv_format, is_cancelled = self._store.view, self._store.kv_format, threading.Event()
+        view, kv_format, is_cancelled = self._spans.view, self._spans.kv_format, threading.Event()
 
         def compare() -> list[float]:
             return [distance(view, kv_format, *pair) for pair in pairs if not is_cancelled.is_set()]
@@ -231,9 +231,9 @@ class DistanceCache:
 
     def _remember(self, found: Mapping[Pair, float]) -> None:
         for pair, far in found.items():
-            self._cache[_cache_key(pair)] = far
-        while len(self._cache) > MAX_CACHED_PAIRS:
-            self._cache.popitem(last=False)
+            self._distances[_cache_key(pair)] = far
+        while len(self._distances) > MAX_CACHED_PAIRS:
+            self._distances.popitem(last=False)
 
 
 def distance(view: memoryview, kv_format: KvFormat, text: ExportSlot, other: ExportSlot) -> float:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from engine.errors import EngineError
-from service.kv_reuse.span_cache import CacheEntry, CacheKey, SegmentCache
+from service.kv_reuse.span_cache import CacheEntry, CacheKey, SpanCache
 from service.kv_reuse.spans import PromptTemplate, Scope
 
 MAX_ANCHORS_PER_CONTEXT = 20
@@ -54,13 +54,13 @@ class AnchorStore:
     `num_by_outcome` counts anchors by what became of them.
     """
 
-    def __init__(self, store: SegmentCache) -> None:
-        self._store = store
+    def __init__(self, cache: SpanCache) -> None:
+        self._cache = cache
         self._contexts: OrderedDict[AnchorContext, list[Anchor]] = OrderedDict()
         self._settle_tasks: set[asyncio.Task[None]] = set()
         self.num_by_outcome: Counter[AnchorOutcome] = Counter()
-        store.evict_anchor = self._evict_idle
-        store.drop_outdated_anchors = self._drop_outdated
+        cache.evict_anchor = self._evict_idle
+        cache.drop_outdated_anchors = self._drop_outdated
 
     @property
     def num_anchors(self) -> int:
@@ -77,7 +77,7 @@ class AnchorStore:
         if context in self._contexts:
             self._contexts.move_to_end(context)
         existing = self._contexts.get(context, ())
-        return [a for a in existing if all(map(self._store.is_committed, a.cached()))]
+        return [a for a in existing if all(map(self._cache.is_committed, a.cached()))]
 
     def begin(
         self, scope: Scope, template: PromptTemplate, bases: Mapping[int, CacheEntry]
@@ -91,7 +91,7 @@ class AnchorStore:
         key = CacheKey(
             scope, context.epoch, "", template.context
         )  # differs from the keys of spans, whose names are not empty
-        real = self._store.reserve(template.num_tokens, key)
+        real = self._cache.reserve(template.num_tokens, key)
         if real is None:
             return None
         if len(self._contexts.get(context, ())) >= MAX_ANCHORS_PER_CONTEXT:
@@ -111,7 +111,7 @@ class AnchorStore:
         """
         existing = self._contexts.get(self._context(scope, template), ())
         is_there = any(a.template.sections == template.sections for a in existing)
-        return not is_there and all(k.key.epoch == self._store.epoch for k in bases.values())
+        return not is_there and all(k.key.epoch == self._cache.epoch for k in bases.values())
 
     def used(self, anchors: Sequence[Anchor]) -> None:
         for anchor in anchors:
@@ -119,7 +119,7 @@ class AnchorStore:
 
     def end(self, anchor: Anchor) -> None:
         """Complete an anchor whose writing request has left the engine."""
-        if self._store.is_committed(anchor.real):
+        if self._cache.is_committed(anchor.real):
             self._on_write_end(anchor, is_written=True)
             return
         task = asyncio.create_task(self._settle(anchor))
@@ -144,7 +144,7 @@ class AnchorStore:
 
     async def _settle(self, anchor: Anchor) -> None:
         try:
-            is_written = await self._store.finish_write(anchor.real)
+            is_written = await self._cache.finish_write(anchor.real)
         except EngineError:
             return  # the engine is gone, so the bytes are not needed again
         self._on_write_end(anchor, is_written=is_written)
@@ -156,7 +156,7 @@ class AnchorStore:
             self.num_by_outcome["made"] += 1
         else:
             self._drop(anchor, "failed")
-        self._store.unpin(anchor.real, settled=True)
+        self._cache.unpin(anchor.real, settled=True)
 
     def _evict_idle(self) -> bool:
         """Evict one unused anchor, of the least recently requested context that has any."""
@@ -170,7 +170,7 @@ class AnchorStore:
         return False
 
     def _drop_outdated(self) -> bool:
-        epoch = self._store.epoch
+        epoch = self._cache.epoch
         outdated = [
             anchor
             for context, anchors in self._contexts.items()
@@ -191,10 +191,10 @@ class AnchorStore:
             del self._contexts[anchor.context]
         self.num_by_outcome[fate] += 1
         for cached in anchor.cached():
-            self._store.unpin(cached, settled=True)
+            self._cache.unpin(cached, settled=True)
 
     def _context(self, scope: Scope, template: PromptTemplate) -> AnchorContext:
-        return AnchorContext(scope, self._store.epoch, template.context)
+        return AnchorContext(scope, self._cache.epoch, template.context)
 
 
 def least_used_of_oldest(anchors: Sequence[Anchor]) -> Anchor:

@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from coppice.wire.reuse import ReuseAnswer, ReuseMode, ReuseReason
 from service.kv_reuse.anchors import AnchorOutcome, AnchorStore
-from service.kv_reuse.span_cache import SegmentCache
+from service.kv_reuse.span_cache import SpanCache
 from service.kv_reuse.spans import APPROXIMATE_MODES
 
 TOKEN_KINDS = ("reused", "computed", "prepared")
@@ -61,10 +61,10 @@ class KvReuseMetrics:
             self._tokens.labels(reuse.mode, kind).inc(getattr(reuse, f"tokens_{kind}"))
         self._round_trips.labels(reuse.mode).inc(reuse.round_trips)
 
-    def update(self, store: SegmentCache, anchors: AnchorStore) -> None:
+    def update(self, cache: SpanCache, anchors: AnchorStore) -> None:
         self._anchors.set(anchors.num_anchors)
-        self._entries.set(store.num_segments)
-        self._bytes.set(store.num_bytes)
+        self._entries.set(cache.num_spans)
+        self._bytes.set(cache.num_bytes)
         for fate, num_counted in self._counted.items():
             self._outcomes.labels(fate).inc(anchors.num_by_outcome[fate] - num_counted)
             self._counted[fate] = anchors.num_by_outcome[fate]

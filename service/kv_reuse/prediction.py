@@ -18,10 +18,10 @@ from service.kv_reuse.anchor_selection import (
     select_anchors,
 )
 from service.kv_reuse.anchors import Anchor, AnchorStore
-from service.kv_reuse.monitor import GroupMonitor, ReuseFailed, cancel_on_end
 from service.kv_reuse.span_cache import CacheEntry
-from service.kv_reuse.span_lease import SegmentLease
+from service.kv_reuse.span_lease import ReuseFailed, SpanLease, cancel_on_end
 from service.kv_reuse.spans import PromptSpan, PromptTemplate, TemplateSection, template_of
+from service.rollouts.prompt_source import GroupMonitor
 
 MAX_SECTIONS = 128
 """Maximum number of sections; each is compared with every anchor, each named one is prefilled."""
@@ -108,16 +108,16 @@ def _observed(
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class AnchorPlan:
+class PredictionPlan:
     """PromptPlan of a group with `num_samples` samples that uses anchors."""
 
-    lease: SegmentLease
+    lease: SpanLease
     anchors: AnchorStore
     distances: DistanceCache
     spans: Sequence[PromptSpan]
     threshold: float
     num_samples: int
-    prefill_requests: list[SampleRequest] = field(default_factory=list)
+    prefills: list[SampleRequest] = field(default_factory=list)
     export: ExportSlot | None = None
     reason: ReuseReason | None = None
     num_computed: int = 0
@@ -129,8 +129,8 @@ class AnchorPlan:
     _end: int = 0
 
     async def prepare(self, engine: Engine, monitor: GroupMonitor) -> KvLoad | None:
-        if self.lease.store.reason is not None:
-            raise ReuseFailed(self.lease.store.reason)
+        if self.lease.cache.reason is not None:
+            raise ReuseFailed(self.lease.cache.reason)
         template = template_of(self.spans)
         if template.num_template_sections == 0 or not 2 <= len(template.sections) <= MAX_SECTIONS:
             raise ReuseFailed("nothing_placed")
@@ -190,7 +190,7 @@ class AnchorPlan:
             yield
         finally:
             for cached in held:
-                self.lease.store.unpin(cached, settled=True)
+                self.lease.cache.unpin(cached, settled=True)
 
     async def _select(
         self,
@@ -212,7 +212,7 @@ class AnchorPlan:
         """Prefill the prompt; its first sample writes the anchor unless that exists already."""
         self.reason = reason
         for request, cached in self.lease.write_requests():
-            self.prefill_requests.append(request)
+            self.prefills.append(request)
             self._segment_by_request[request.id] = cached
         if not self.anchors.is_missing(self.lease.scope, template, bases):
             return

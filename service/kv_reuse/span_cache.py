@@ -52,7 +52,7 @@ class CacheEntry:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class SegmentCache:
+class SpanCache:
     """Span cache; `open` it once the engine serves, `close` it after the last group has ended.
 
     `reason` says why the cache is unavailable; None if it is available.
@@ -111,7 +111,7 @@ class SegmentCache:
 
     @property
     def view(self) -> memoryview:
-        assert self._arena is not None, "there is a store"
+        assert self._arena is not None, "the cache is open"
         return self._arena.view
 
     @property
@@ -120,7 +120,7 @@ class SegmentCache:
 
     @property
     def kv_format(self) -> KvFormat:
-        assert self._engine.info.kv_format is not None, "there is a store"
+        assert self._engine.info.kv_format is not None, "the cache is open"
         return self._engine.info.kv_format
 
     @property
@@ -129,12 +129,12 @@ class SegmentCache:
         return self._extents.capacity_bytes - self._extents.free_bytes
 
     @property
-    def num_segments(self) -> int:
+    def num_spans(self) -> int:
         return len(self._entries)
 
     def get_or_reserve(self, scope: Scope, span: PromptSpan) -> tuple[CacheEntry, bool] | None:
         """Pinned entry, and True if the caller must have it written; None if there is no room."""
-        assert span.name is not None, "only named segments are kept"
+        assert span.name is not None, "only named spans are cached"
         self._drop_outdated()
         key = CacheKey(scope, self._epoch(), span.name, digest(span))
         cached = self._entries.get(key)
@@ -151,7 +151,7 @@ class SegmentCache:
 
     def reserve(self, num_tokens: int, key: CacheKey) -> CacheEntry | None:
         """Pinned, unwritten entry; None if no room can be made."""
-        assert self._arena is not None, "there is a store"
+        assert self._arena is not None, "the cache is open"
         num_bytes = PAGE_BYTES + _data_bytes(self.kv_format, num_tokens)
         extent = self._extents.allocate(num_bytes)
         if extent is None and num_bytes > self._extents.capacity_bytes:

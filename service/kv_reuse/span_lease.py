@@ -4,29 +4,41 @@ Spans that are not cached are prefilled alone, from position 0 on. All are pinne
 released.
 """
 
+import asyncio
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
+from coppice.wire.reuse import ReuseReason
 from engine.kv_types import ExportSlot, KvLoad
 from engine.protocol import Engine
 from engine.types import Completion, SampleRequest, Sampling
-from service.kv_reuse.monitor import GroupMonitor, ReuseFailed, cancel_on_end
-from service.kv_reuse.span_cache import CacheEntry, SegmentCache
+from service.kv_reuse.span_cache import CacheEntry, SpanCache
 from service.kv_reuse.spans import PromptSpan, Scope
+from service.rollouts.prompt_source import GroupMonitor
 
+T = TypeVar("T")
 PREFILL_ONLY = Sampling(max_tokens=1, temperature=0.0)
 
 
+class ReuseFailed(Exception):
+    """The prompt cannot reuse KV and must be prefilled."""
+
+    def __init__(self, reason: ReuseReason) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
-class SegmentLease:
+class SpanLease:
     """Pinned spans of one group.
 
     `num_prepared` counts the tokens prefilled alone for it, `round_trips` the batches of such
     prefills.
     """
 
-    store: SegmentCache
+    cache: SpanCache
     scope: Scope
     priority: int
     num_prepared: int = 0
@@ -41,7 +53,7 @@ class SegmentLease:
         Entries may still have to be written, by this lease or by another one.
         """
         for index in sorted(spans):
-            entry_and_ownership = self.store.get_or_reserve(self.scope, spans[index])
+            entry_and_ownership = self.cache.get_or_reserve(self.scope, spans[index])
             if entry_and_ownership is None:
                 raise ReuseFailed("store_full")
             cached, must_write = entry_and_ownership
@@ -82,20 +94,20 @@ class SegmentLease:
         """Record that the writing request has ended; True if the entry is written."""
         if done.finish in ("stop", "length"):
             self.num_prepared += len(request.prompt_token_ids) - done.num_cached_tokens
-        is_written = await self.store.finish_write(cached)
+        is_written = await self.cache.finish_write(cached)
         self._unwritten.pop(id(cached), None)
         return is_written
 
     def forget(self) -> None:
         for cached in self._pinned:
-            self.store.forget(cached)
+            self.cache.forget(cached)
 
     def release(self, *, settled: bool) -> None:
         for cached in self._pinned:
             if self._unwritten.pop(id(cached), None) is not None:
-                self.store.abandon(cached)
+                self.cache.abandon(cached)
             else:
-                self.store.unpin(cached, settled=settled)
+                self.cache.unpin(cached, settled=settled)
         self._pinned.clear()
         self._entries.clear()
 
@@ -135,3 +147,15 @@ class SegmentLease:
         for (request, cached), completion in zip(write_requests, done, strict=True):
             if not await self.on_completed(cached, request, completion):
                 raise ReuseFailed("not_written")
+
+
+async def cancel_on_end(monitor: GroupMonitor, wait: Coroutine[Any, Any, T]) -> T | None:
+    """Result of the coroutine; None, with the coroutine cancelled, once the group is ending."""
+    work_task, ended = asyncio.create_task(wait), asyncio.create_task(monitor.wait_for_end())
+    try:
+        await asyncio.wait((work_task, ended), return_when=asyncio.FIRST_COMPLETED)
+        return work_task.result() if work_task.done() else None
+    finally:
+        work_task.cancel()
+        ended.cancel()
+        await asyncio.gather(work_task, ended, return_exceptions=True)

@@ -13,9 +13,9 @@ from coppice.wire.reuse import ReuseReason
 from engine.kv_types import ExportSlot, KvLoad, LoadPiece
 from engine.protocol import Engine
 from engine.types import Completion, SampleRequest
-from service.kv_reuse.monitor import GroupMonitor, ReuseFailed
-from service.kv_reuse.span_lease import SegmentLease
+from service.kv_reuse.span_lease import ReuseFailed, SpanLease
 from service.kv_reuse.spans import PromptSpan, joined
+from service.rollouts.prompt_source import GroupMonitor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,12 +101,12 @@ def build_load(
 class SplicePlan:
     """PromptPlan of a group with `num_samples` samples that splices spans."""
 
-    lease: SegmentLease
+    lease: SpanLease
     spans: Sequence[PromptSpan]
     first_tokens: int
     num_samples: int
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
-    prefill_requests: list[SampleRequest] = field(default_factory=list)
+    prefills: list[SampleRequest] = field(default_factory=list)
     export: ExportSlot | None = None
     reason: ReuseReason | None = None
     num_anchors: int = 0
@@ -116,8 +116,8 @@ class SplicePlan:
 
     async def prepare(self, engine: Engine, monitor: GroupMonitor) -> KvLoad:
         """KV that the prefill requests and the samples load."""
-        if self.lease.store.reason is not None:
-            raise ReuseFailed(self.lease.store.reason)
+        if self.lease.cache.reason is not None:
+            raise ReuseFailed(self.lease.cache.reason)
         runs = token_runs(self.spans, first_tokens=self.first_tokens, block=engine.info.block_size)
         ends = prefill_lengths(runs)
         if not ends:
@@ -131,14 +131,14 @@ class SplicePlan:
         num_requests = len(ends) + self.num_samples
         load = build_load(runs, sources, chain=self.name, num_requests=num_requests)
         prompt = joined(self.spans)
-        self.prefill_requests = [self.lease.request(prompt[:end], load=load) for end in ends]
+        self.prefills = [self.lease.request(prompt[:end], load=load) for end in ends]
         return load
 
     async def on_completed(self, request: SampleRequest, done: Completion) -> None:
         if done.finish not in ("stop", "length"):
             return
         self.num_computed += len(request.prompt_token_ids) - done.num_cached_tokens
-        if request is not self.prefill_requests[0] and done.num_cached_tokens > self._num_prefilled:
+        if request is not self.prefills[0] and done.num_cached_tokens > self._num_prefilled:
             self._any_spliced = True  # more than earlier requests left in the cache: it has loaded
         self._num_prefilled = len(request.prompt_token_ids)
 
@@ -148,7 +148,7 @@ class SplicePlan:
         Blocks of the prefill requests may have been evicted before it started: then it has loaded
         the KV itself or prefilled.
         """
-        behind_first = num_cached > len(self.prefill_requests[0].prompt_token_ids)
+        behind_first = num_cached > len(self.prefills[0].prompt_token_ids)
         return behind_first and (self._any_spliced or num_cached > self._num_prefilled)
 
     def is_loaded(self, num_cached: int) -> bool:

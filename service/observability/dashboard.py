@@ -107,17 +107,19 @@ def _rollout(rollout: Rollout) -> dict[str, Any]:
         "id": rollout.id,
         "owner": rollout.owner,
         "num_groups": len(rollout.groups),
-        "groups": [_group(group, ended[group.index]) for group in rollout.groups[:MAX_GROUPS]],
+        "groups": [
+            _group(group, ended[group.options.index]) for group in rollout.groups[:MAX_GROUPS]
+        ],
     }
 
 
 def _group(group: Group, ended: list[SampleAnswer]) -> dict[str, Any]:
     """A group. The length of running samples is unknown: vLLM reports it when they end."""
     return {
-        "index": group.index,
-        "n": group.n,
-        "prompt_tokens": len(group.prompt_token_ids),
-        "max_tokens": group.sampling.max_tokens,
+        "index": group.options.index,
+        "n": group.options.n,
+        "prompt_tokens": len(group.options.prompt_token_ids),
+        "max_tokens": group.options.sampling.max_tokens,
         "running": group.num_running,
         "ended": [_sample(sample) for sample in ended],
         "tree": _tree(group) if isinstance(group, TreeGroup) else None,

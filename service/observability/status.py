@@ -49,7 +49,7 @@ def update_gauges(server: Server) -> None:
     metrics.update_kv(server.prompt_kv.status())
     metrics.kv_transfers.set(server.socket_sender.num_transfers)
     metrics.kv_transfers_limit.set(server.settings.kv.max_transfers)
-    metrics.reuse.update(server.kv_reuse.store, server.kv_reuse.anchors)
+    metrics.reuse.update(server.kv_reuse.cache, server.kv_reuse.anchors)
     metrics.update_cluster(server.fleet)
     metrics.update_replication(server.fleet_weights)
     metrics.update_attention(server.engine.shared_prefix())

@@ -6,13 +6,12 @@ cancelling it at any of these points ends the samples.
 """
 
 import asyncio
-import hashlib
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypedDict
+from typing import Literal
 
 from coppice.wire.rollouts import (
     FinishReason,
@@ -25,79 +24,35 @@ from coppice.wire.rollouts import (
 from coppice.wire.version_spans import cut_spans, joined_spans
 from engine.kv_types import KvLoad
 from engine.protocol import Engine
-from engine.types import Completion, SampleRequest, Sampling, TopLogprobs
-from service.kv_reuse.group_reuse import ReuseReport
+from engine.types import Completion, SampleRequest, TopLogprobs
 from service.prompt_kv.group_exports import GroupKvExports
 from service.rollouts.finish_policy import FinishPolicy
-from service.rollouts.resume import ContinuedSamples, version_spans_of
+from service.rollouts.options import GroupOptions, derive_seed
+from service.rollouts.prompt_source import PrefilledPrompt, PromptSource
 from service.rollouts.scheduling import Turns
 
 EndReason = Literal["cancelled", "deadline", "surplus", "version_changed"]
-Decode = Callable[[Sequence[int]], Awaitable[str]]
 OnPart = Callable[[SampleAnswer | SegmentAnswer], None]
-
-
-class GroupOptions(TypedDict):
-    """Constructor arguments that `Group` and its subclasses have in common."""
-
-    id: str
-    index: int
-    n: int
-    prompt_token_ids: list[int]
-    sampling: Sampling
-    seed: int | None
-    priority: int
-    speculation: bool
-    exact_version: str | None
-    num_required: int | None
-    deadline_seconds: float | None
-    decode: Decode | None
-    owner: str
-    cache_salt: str | None
-    adapter: str | None
-    num_top_logprobs: int
-    kv_lease_seconds: float | None
-    reuse: ReuseReport | None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Group:
     """Samples of one prompt; owned by its rollout.
 
-    `end_reason` is the reason for which the running samples are being aborted, if they are.
-    `finish_policy` decides when enough samples have finished by themselves; after
-    `deadline_seconds` the group ends with the samples as they are. Its first samples resume those
-    in `continued`. If KV `exports` were requested, the first engine request carries the export slot
-    of the prompt. `load` is the prompt KV that the requests load instead of prefilling it. `name`
-    is the globally unique id by which the engine recognizes the samples as siblings.
+    `source` provides the prompt. `end_reason` is the reason for which the running samples are being
+    aborted, if they are. `finish_policy` decides when enough samples have finished by themselves.
+    If KV `exports` were requested, the first engine request carries the export slot of the prompt.
+    `name` is the globally unique id by which the engine recognizes the samples as siblings.
     `sample_seconds` are the durations of the samples since `began_at` (event loop clock), in the
     order in which they finished. `turns`, shared by the rollout, spread the answers of samples that
     finish at the same time over iterations of the event loop. `top_logprobs` maps a sample's index
-    to the top logprobs of its tokens, if `num_top_logprobs` requests them.
+    to the top logprobs of its tokens, if they were requested.
     """
 
-    id: str
-    index: int
-    n: int
-    prompt_token_ids: list[int]
-    sampling: Sampling
-    seed: int | None = None
-    priority: int = 0
-    speculation: bool = True
-    cache_salt: str | None = None
-    adapter: str | None = None
-    num_top_logprobs: int = 0
-    exact_version: str | None = None
-    num_required: int | None = None
+    options: GroupOptions
+    source: PromptSource = field(default_factory=PrefilledPrompt)
     finish_policy: FinishPolicy | None = None
-    continued: ContinuedSamples = field(default_factory=list)
-    deadline_seconds: float | None = None
-    decode: Decode | None = None
-    owner: str = ""
-    kv_lease_seconds: float | None = None
     exports: GroupKvExports | None = None
-    reuse: ReuseReport | None = None
-    load: KvLoad | None = None
     end_reason: EndReason | None = None
     num_done: int = 0
     sample_ids: list[str] = field(default_factory=list)
@@ -107,6 +62,8 @@ class Group:
     top_logprobs: dict[int, list[TopLogprobs]] = field(default_factory=dict)
     turns: Turns = field(default_factory=Turns)
     _unfinished: set[str] = field(default_factory=set)
+    _ending: asyncio.Event = field(default_factory=asyncio.Event)
+    _seconds_used: float = 0.0
 
     @property
     def num_running(self) -> int:
@@ -118,137 +75,191 @@ class Group:
         return False
 
     async def run(self, engine: Engine, done: OnPart) -> GroupAnswer:
-        self.sample_ids = [uuid.uuid4().hex for _ in range(self.n)]
-        requests = self._requests()
-        self._unfinished = {request.id for request in requests}
+        self.sample_ids = [uuid.uuid4().hex for _ in range(self.options.n)]
+        is_settled = False
         try:
-            completions = await engine.submit(requests)
-            if self.end_reason:
-                await engine.abort(list(self._unfinished))
             async with self._deadline(engine):
-                finished = await self._gather(engine, completions, done)
+                load = await self.source.prepare(engine, self)
+            answer = self._answer(await self._run_samples(engine, load, done))
+            is_settled = all(s.finish_reason in ("stop", "length") for s in answer.samples)
+            return self.source.annotated(answer)
         finally:
-            await engine.abort(list(self._unfinished))
-            self._unfinished.clear()
-        return self._answer(finished)
+            try:
+                await self.abort_requests(engine)
+            finally:
+                self.source.release(settled=is_settled)
 
     async def end(self, engine: Engine, end_reason: EndReason) -> None:
         """Abort the running samples; their tokens so far are kept."""
         self.end_reason = self.end_reason or end_reason
+        self._ending.set()
         await engine.abort(list(self._unfinished))
 
-    def _requests(self) -> list[SampleRequest]:
-        return [self._request(index, sample_id) for index, sample_id in enumerate(self.sample_ids)]
+    @property
+    def ends(self) -> bool:
+        return self.end_reason is not None
 
-    def _request(self, index: int, sample_id: str) -> SampleRequest:
-        if index >= len(self.continued):
-            prompt, max_tokens, stream_key = (
-                self.prompt_token_ids,
-                self.sampling.max_tokens,
-                f"{index}",
-            )
-        else:
-            prior_tokens = self.continued[index].token_ids
-            prompt = [*self.prompt_token_ids, *prior_tokens]
-            max_tokens = self.sampling.max_tokens - len(prior_tokens)
-            stream_key = (
-                # Differs from the first run's key, so that its random numbers are not repeated
-                f"{index}+{len(prior_tokens)}"
-            )
+    async def wait_for_end(self) -> None:
+        await self._ending.wait()
+
+    def on_submitted(self, request_id: str) -> None:
+        self._unfinished.add(request_id)
+
+    def on_finished(self, request_id: str) -> None:
+        self._unfinished.discard(request_id)
+
+    async def abort_requests(self, engine: Engine) -> None:
+        await engine.abort(list(self._unfinished))
+        self._unfinished.clear()
+
+    async def _run_samples(
+        self, engine: Engine, load: KvLoad | None, done: OnPart
+    ) -> list[tuple[SampleAnswer, int]]:
+        requests = self._requests(load)
+        self._unfinished = {request.id for request in requests}
+        completions = await engine.submit(requests)
+        if self.end_reason:
+            await engine.abort(list(self._unfinished))
+        pending = {r.id: completion for r, completion in zip(requests, completions, strict=True)}
+        async with self._deadline(engine):
+            return await self._gather(engine, pending, done)
+
+    def _requests(self, load: KvLoad | None) -> list[SampleRequest]:
+        """Requests of the samples and the prefills of the prompt, in submission order.
+
+        If the samples load KV, the prefills come first, since samples use the blocks that these
+        leave. Otherwise they come after the first sample, whose prefill they must not delay: other
+        groups may wait for the KV that it writes.
+        """
+        first, *others = [self._request(i, id_, load) for i, id_ in enumerate(self.sample_ids)]
+        slot = self.exports.prompt_slot if self.exports else self.source.export
+        first = first if slot is None else replace(first, export=slot)
+        if load is not None:
+            return [*self.source.prefills, first, *others]
+        return [first, *self.source.prefills, *others]
+
+    def _request(self, index: int, sample_id: str, load: KvLoad | None) -> SampleRequest:
+        options, prompt, stream_key = self.options, self.options.prompt_token_ids, f"{index}"
+        prior_tokens = self._prior_tokens(index)
+        if prior_tokens:
+            prompt = [*prompt, *prior_tokens]
+            # Differs from the first run's key, so that its random numbers are not repeated
+            stream_key = f"{index}+{len(prior_tokens)}"
+        max_tokens = options.sampling.max_tokens - len(prior_tokens)
         return SampleRequest(
             id=sample_id,
             prompt_token_ids=prompt,
-            sampling=replace(self.sampling, max_tokens=max_tokens),
-            seed=None if self.seed is None else derive_seed(self.seed, stream_key),
-            priority=self.priority,
-            cache_salt=self.cache_salt,
-            export=self.exports.prompt_slot if self.exports and index == 0 else None,
+            sampling=replace(options.sampling, max_tokens=max_tokens),
+            seed=None if options.seed is None else derive_seed(options.seed, stream_key),
+            priority=options.priority,
+            cache_salt=options.cache_salt,
             group=self.name,
-            speculation=self.speculation,
-            load=self.load,
-            adapter=self.adapter,
-            num_top_logprobs=self.num_top_logprobs,
+            speculation=options.speculation,
+            load=load,
+            adapter=options.adapter,
+            num_top_logprobs=options.num_top_logprobs,
         )
 
     @asynccontextmanager
     async def _deadline(self, engine: Engine) -> AsyncIterator[None]:
-        if self.deadline_seconds is None:
+        """Context in which the deadline counts: it ends the group after so long in such contexts.
+
+        The submission of the requests is outside of them.
+        """
+        if self.options.deadline_seconds is None:
             yield
             return
-        clock = asyncio.create_task(self._end_at_deadline(engine, self.deadline_seconds))
+        clock = asyncio.get_running_loop().time
+        began_at, left = clock(), max(0.0, self.options.deadline_seconds - self._seconds_used)
+        timer = asyncio.create_task(self._end_at_deadline(engine, left))
         try:
             yield
         finally:
-            clock.cancel()
+            timer.cancel()
+            self._seconds_used += clock() - began_at
 
     async def _end_at_deadline(self, engine: Engine, seconds: float) -> None:
         await asyncio.sleep(seconds)
         await self.end(engine, "deadline")
 
     async def _gather(
-        self, engine: Engine, completions: list[Awaitable[Completion]], done: OnPart
+        self, engine: Engine, pending: Mapping[str, Awaitable[Completion]], done: OnPart
     ) -> list[tuple[SampleAnswer, int]]:
-        clock = asyncio.get_running_loop().time
-        self.began_at = clock()
-
-        async def await_sample(
-            index: int, completion: Awaitable[Completion]
-        ) -> tuple[SampleAnswer, int]:
-            result = await completion
-            self.sample_seconds.append(clock() - self.began_at)
-            self._unfinished.discard(self.sample_ids[index])
-            if result.top_logprobs is not None:
-                self.top_logprobs[index] = result.top_logprobs[: self._num_valid_tokens(result)]
-            await self._on_sample_end(engine, index, result)
-            await self.turns.wait()
-            answer = await self._to_sample_answer(index, result)
-            done(answer)
-            return answer, result.num_cached_tokens
-
+        """Answers of the samples and their numbers of cached tokens; `pending` is by request id."""
+        self.began_at = asyncio.get_running_loop().time()
         async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(await_sample(i, c)) for i, c in enumerate(completions)]
+            if self.source.prefills:
+                tasks.create_task(self._collect_prefills(pending))
+            running = [
+                tasks.create_task(self._await_sample(engine, index, pending[sample_id], done))
+                for index, sample_id in enumerate(self.sample_ids)
+            ]
         return [task.result() for task in running]
+
+    async def _collect_prefills(self, pending: Mapping[str, Awaitable[Completion]]) -> None:
+        for request in self.source.prefills:
+            await self.source.on_completed(request, await pending[request.id])
+            self.on_finished(request.id)
+
+    async def _await_sample(
+        self, engine: Engine, index: int, completion: Awaitable[Completion], done: OnPart
+    ) -> tuple[SampleAnswer, int]:
+        result = await completion
+        self.sample_seconds.append(asyncio.get_running_loop().time() - self.began_at)
+        self.on_finished(self.sample_ids[index])
+        if result.top_logprobs is not None:
+            self.top_logprobs[index] = result.top_logprobs[: self._num_valid_tokens(result)]
+        await self._on_sample_end(engine, index, result)
+        await self.turns.wait()
+        answer = await self._to_sample_answer(index, result)
+        done(answer)
+        return answer, result.num_cached_tokens
 
     async def _on_sample_end(self, engine: Engine, index: int, result: Completion) -> None:
         """Abort the other samples at once when this one makes the finish policy met."""
         self.num_done += 1
         if self.finish_policy is None or result.finish not in ("stop", "length"):
             return
-        length = len(result.token_ids) + len(self._prior(index)[0])
+        length = len(result.token_ids) + len(self._prior_tokens(index))
         if self.finish_policy.on_sample_end(index, length) and self._unfinished:
             await self.end(engine, "surplus")
 
-    def _prior(self, index: int) -> tuple[list[int], list[float], list[VersionSpan]]:
-        """Tokens, logprobs and version spans that a resumed sample already has."""
-        if index >= len(self.continued):
-            return [], [], []
-        given = self.continued[index]
-        return given.token_ids, given.logprobs, version_spans_of(given)
+    def _prior_tokens(self, index: int) -> list[int]:
+        """Tokens that a resumed sample already has."""
+        continued = self.options.continued
+        return continued[index].token_ids if index < len(continued) else []
+
+    def _prior(self, index: int) -> tuple[list[float], list[VersionSpan]]:
+        """Logprobs and version spans of the tokens that a resumed sample already has."""
+        if index >= len(self.options.continued):
+            return [], []
+        given = self.options.continued[index]
+        return given.logprobs, [VersionSpan(**span.model_dump()) for span in given.versions]
 
     async def _to_sample_answer(self, index: int, result: Completion) -> SampleAnswer:
         num_tokens = self._num_valid_tokens(result)
-        prior_tokens, logprobs, spans = self._prior(index)
+        prior_tokens, (logprobs, spans) = self._prior_tokens(index), self._prior(index)
         token_ids = prior_tokens + result.token_ids[:num_tokens]
         return SampleAnswer(
             index=index,
             token_ids=token_ids,
             logprobs=logprobs + result.logprobs[:num_tokens],
-            text=await self.decode(token_ids) if self.decode else None,
+            text=await self.options.decode(token_ids) if self.options.decode else None,
             finish_reason=self._finish_reason(result),
             versions=joined_spans(
                 [
                     (spans, len(prior_tokens)),
-                    (version_spans(result, num_tokens, self.adapter), num_tokens),
+                    (version_spans(result, num_tokens, self.options.adapter), num_tokens),
                 ]
             ),
         )
 
     def _num_valid_tokens(self, result: Completion) -> int:
         """Number of leading tokens of the group's `exact_version`; all tokens if it has none."""
-        if self.exact_version is None:
+        if self.options.exact_version is None:
             return len(result.token_ids)
         other_version_starts = [
-            span.start for span in result.versions if span.version != self.exact_version
+            span.start for span in result.versions if span.version != self.options.exact_version
         ]
         return min([*other_version_starts, len(result.token_ids)])
 
@@ -265,24 +276,24 @@ class Group:
     def _answer(self, finished: list[tuple[SampleAnswer, int]]) -> GroupAnswer:
         samples = [sample for sample, _ in finished]
         return GroupAnswer(
-            id=self.id,
-            index=self.index,
+            id=self.options.id,
+            index=self.options.index,
             outcome=self._outcome(samples),
-            num_prompt_tokens=len(self.prompt_token_ids),
+            num_prompt_tokens=len(self.options.prompt_token_ids),
             # A resumed sample also has cached tokens after the prompt; these are not counted.
-            num_cached_tokens=min(finished[0][1], len(self.prompt_token_ids)),
-            num_continued_tokens=sum(len(given.token_ids) for given in self.continued),
+            num_cached_tokens=min(finished[0][1], len(self.options.prompt_token_ids)),
+            num_continued_tokens=sum(len(given.token_ids) for given in self.options.continued),
             chosen=None if self.finish_policy is None else self.finish_policy.chosen,
             samples=samples,
         )
 
     def _outcome(self, samples: list[SampleAnswer]) -> Outcome:
         reasons = Counter(sample.finish_reason for sample in samples)
-        if reasons["stop"] + reasons["length"] == self.n or (
+        if reasons["stop"] + reasons["length"] == self.options.n or (
             self.finish_policy and self.finish_policy.is_met
         ):
             return "done"
-        if reasons["error"] == self.n:
+        if reasons["error"] == self.options.n:
             return "failed"
         return "cancelled" if self.end_reason == "cancelled" else "partial"
 
@@ -293,12 +304,3 @@ def version_spans(result: Completion, num_tokens: int, adapter: str | None) -> l
         for s in result.versions
     ]
     return cut_spans(whole, 0, num_tokens)
-
-
-def derive_seed(seed: int, stream_key: int | str) -> int:
-    """Derive the seed of a random stream by hashing.
-
-    Adding would make groups with neighbouring seeds share random streams.
-    """
-    digest = hashlib.blake2b(f"{seed}:{stream_key}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest) >> 1

@@ -1,38 +1,23 @@
 """Construction of a request's groups: prompt, sampling parameters, priority and finish policy."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 
-from coppice.wire.rollouts import Finish, RolloutRequest
+from coppice.wire.branching import Branching
+from coppice.wire.rollouts import Finish, GroupRequest, RolloutRequest, UnfinishedSample
 from engine.protocol import Engine
 from engine.types import Sampling
-from service.kv_reuse.manager import KvReuse
+from service.kv_reuse.manager import KvReuseManager
 from service.rollouts import validation
-from service.rollouts.group import Group, GroupOptions
-from service.rollouts.resume import ContinuedSamples, samples_to_continue
+from service.rollouts.finish_policy import FinishPolicy
+from service.rollouts.group import Group
+from service.rollouts.options import GroupOptions, derive_seed
+from service.rollouts.prompt_source import PromptSource
 from service.rollouts.scheduling import PriorityAging, TimeSlice
 from service.rollouts.tokenizer import Tokenizer
-from service.trees.factory import create_tree_group
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompatOptions:
-    """Options of compatibility routes that the native API does not have."""
-
-    cache_salt: str | None = None
-    num_top_logprobs: int = 0
-
-
-NO_COMPAT_OPTIONS = CompatOptions()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SharedOptions:
-    """Options common to all groups of a rollout that are not part of the request."""
-
-    owner: str
-    exact_version: str | None
-    adapter: str | None
-    compat_options: CompatOptions
+from service.trees.external_tree import ExternalTree
+from service.trees.group import TreeGroup
+from service.trees.plan import Plan
 
 
 class GroupFactory:
@@ -41,75 +26,68 @@ class GroupFactory:
     def __init__(
         self,
         engine: Engine,
-        prompts: Tokenizer,
+        tokenizer: Tokenizer,
         priority_aging: PriorityAging,
-        kv_reuse: KvReuse,
+        kv_reuse: KvReuseManager,
         *,
         max_lease_seconds: float,
     ) -> None:
         self._engine = engine
-        self._tokenizer = prompts
+        self._tokenizer = tokenizer
         self._priority_aging = priority_aging
         self._kv_reuse = kv_reuse
         self._max_lease_seconds = max_lease_seconds
 
     async def groups(
-        self, request: RolloutRequest, prompts: list[list[int]], shared: SharedOptions
+        self, request: RolloutRequest, prompts: list[list[int]], shared: GroupOptions
     ) -> list[Group]:
-        groups, continued, turn = list[Group](), samples_to_continue(request), TimeSlice()
+        """Groups of the request; `shared` are the options that all of them have."""
+        groups, turn = list[Group](), TimeSlice()
+        continued = validation.samples_to_continue(request)
         for index, prompt in enumerate(prompts):
-            fields = self._kv_reuse.plan_order(
-                request, self._group_options(request, index, prompt, shared)
-            )
-            groups.append(self._group(request, fields, continued.get(index, [])))
+            options = self._options(request, index, prompt, continued.get(index, ()), shared)
+            groups.append(self._group(request, *self._kv_reuse.prompt_source(request, options)))
             await turn.pause()
         return groups
 
-    def _group(
-        self, request: RolloutRequest, options: GroupOptions, continued: ContinuedSamples
-    ) -> Group:
-        index = options["index"]
-        if request.branching is None:
-            finish_policy = validation.create_finish_policy(
-                request.finish or Finish(), request.groups[index]
+    def _group(self, request: RolloutRequest, options: GroupOptions, source: PromptSource) -> Group:
+        if request.branching is not None:
+            return create_tree_group(
+                request.branching,
+                options,
+                source,
+                block_size=self._engine.info.block_size,
+                max_lease_seconds=self._max_lease_seconds,
             )
-            kv_reuse_group = self._kv_reuse.kv_reuse_group(
-                request, options, finish_policy=finish_policy
-            )
-            return kv_reuse_group or Group(
-                finish_policy=finish_policy, continued=continued, **options
-            )
-        return create_tree_group(
-            request.branching,
-            options,
-            block_size=self._engine.info.block_size,
-            max_lease_seconds=self._max_lease_seconds,
-        )
+        finish = request.finish or Finish()
+        policy = _finish_policy(finish, request.groups[options.index])
+        return Group(options=options, source=source, finish_policy=policy)
 
-    def _group_options(
-        self, request: RolloutRequest, index: int, prompt: list[int], shared: SharedOptions
+    def _options(
+        self,
+        request: RolloutRequest,
+        index: int,
+        prompt: list[int],
+        continued: Sequence[UnfinishedSample],
+        shared: GroupOptions,
     ) -> GroupOptions:
         group, finish = request.groups[index], request.finish or Finish()
-        return {
-            "id": group.id or str(index),
-            "index": index,
-            "n": validation.num_samples_of(request, group),
-            "prompt_token_ids": prompt,
-            "sampling": self._sampling(request, len(prompt)),
-            "seed": group.seed,
-            "num_required": finish.samples,
-            "deadline_seconds": finish.deadline_seconds,
-            "priority": self._priority_aging.to_engine_priority(request.priority),
-            "speculation": request.speculation,
-            "exact_version": shared.exact_version,
-            "owner": shared.owner,
-            "cache_salt": shared.compat_options.cache_salt,
-            "adapter": shared.adapter,
-            "num_top_logprobs": shared.compat_options.num_top_logprobs,
-            "kv_lease_seconds": None if request.kv is None else request.kv.lease_seconds,
-            "decode": self._tokenizer.text if group.prompt.text or group.prompt.messages else None,
-            "reuse": None,
-        }
+        return replace(
+            shared,
+            id=group.id or str(index),
+            index=index,
+            n=validation.num_samples_of(request, group),
+            prompt_token_ids=prompt,
+            sampling=self._sampling(request, len(prompt)),
+            seed=group.seed,
+            num_required=finish.samples,
+            deadline_seconds=finish.deadline_seconds,
+            priority=self._priority_aging.to_engine_priority(request.priority),
+            speculation=request.speculation,
+            kv_lease_seconds=None if request.kv is None else request.kv.lease_seconds,
+            decode=self._tokenizer.text if group.prompt.text or group.prompt.messages else None,
+            continued=continued,
+        )
 
     def _sampling(self, request: RolloutRequest, num_prompt_tokens: int) -> Sampling:
         room = self._engine.info.max_context_tokens - num_prompt_tokens
@@ -122,3 +100,31 @@ class GroupFactory:
             stop_token_ids=tuple(wanted.stop_token_ids),
             ignore_eos=wanted.ignore_eos,
         )
+
+
+def create_tree_group(
+    branching: Branching,
+    options: GroupOptions,
+    source: PromptSource,
+    *,
+    block_size: int,
+    max_lease_seconds: float,
+) -> TreeGroup:
+    prompt_length = len(options.prompt_token_ids)
+    plan = Plan(
+        branching=branching,
+        prompt_length=prompt_length,
+        max_length=prompt_length + options.sampling.max_tokens,
+        block_size=block_size,
+    )
+    if branching.mode != "external":
+        return TreeGroup(options=options, source=source, plan=plan)
+    lease_seconds = min(branching.lease_seconds, max_lease_seconds)
+    return ExternalTree(options=options, source=source, plan=plan, lease_seconds=lease_seconds)
+
+
+def _finish_policy(finish: Finish, group: GroupRequest) -> FinishPolicy | None:
+    if finish.samples is None:
+        return None
+    seed = None if group.seed is None else derive_seed(group.seed, "finish")
+    return FinishPolicy(finish.policy, num_required=finish.samples, n=group.n, seed=seed)

@@ -9,6 +9,7 @@ nothing of it.
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 from coppice.wire.rollouts import RolloutRequest
@@ -16,26 +17,22 @@ from engine.protocol import Engine
 from service.adapters.manager import AdapterManager
 from service.cluster.ids import new_rollout_id
 from service.cluster.membership import ClusterMembership
-from service.http.errors import Draining, InvalidRequest, RolloutNotFound, ServiceError
+from service.http.errors import Draining, RolloutNotFound, ServiceError
 from service.prompt_kv.manager import PromptKvManager
 from service.rollouts import validation
 from service.rollouts.admission import DRAINING_RETRY_SECONDS, Admission, Reservation
 from service.rollouts.group import Group
-from service.rollouts.group_factory import (
-    NO_COMPAT_OPTIONS,
-    CompatOptions,
-    GroupFactory,
-    SharedOptions,
-)
+from service.rollouts.group_factory import GroupFactory
 from service.rollouts.idempotency import IdempotencyClaim, IdempotencyKeys
+from service.rollouts.options import GroupOptions
 from service.rollouts.result_cache import ResultCache
-from service.rollouts.resume import check_continue_from
 from service.rollouts.rollout import GroupEnded, Rollout
 from service.rollouts.tokenizer import Tokenizer
 from service.weights.versions import Versions
 
 OnEnded = Callable[[Rollout], None]
 POLL_SECONDS = 0.05
+NO_OPTIONS = GroupOptions()
 
 
 class RolloutManager:
@@ -45,7 +42,7 @@ class RolloutManager:
         self,
         engine: Engine,
         versions: Versions,
-        prompts: Tokenizer,
+        tokenizer: Tokenizer,
         prompt_kv: PromptKvManager,
         fleet: ClusterMembership,
         adapters: AdapterManager,
@@ -60,7 +57,7 @@ class RolloutManager:
     ) -> None:
         self._engine = engine
         self._versions = versions
-        self._tokenizer = prompts
+        self._tokenizer = tokenizer
         self._prompt_kv = prompt_kv
         self._fleet = fleet
         self._adapters = adapters
@@ -108,42 +105,33 @@ class RolloutManager:
         owner: str,
         detached: bool = False,
         claim: IdempotencyClaim | None = None,
-        compat_options: CompatOptions = NO_COMPAT_OPTIONS,
+        options: GroupOptions = NO_OPTIONS,
     ) -> Rollout:
         """Validate the request and start a rollout; all rejections precede the first submission.
 
-        With a claim, returns the rollout that the same request has already started, if there is
-        one, also during a drain. Raises RedirectToReplica if another replica holds the claim.
+        `options` are those of its groups that the request cannot express. With a claim, returns the
+        rollout that the same request has already started, if there is one, also during a drain.
+        Raises RedirectToReplica if another replica holds the claim.
         """
+        options = replace(options, owner=owner)
         if claim is None:
-            return await self._start(
-                request, owner=owner, detached=detached, compat_options=compat_options
-            )
+            return await self._start(request, options, detached=detached)
         started = self._keys.claim(claim)
         if started is not None:
             return self.get(started, owner=owner)
         try:
             self._admission.check_open()
             await self._fleet.claim(claim.cluster_key)
-            return await self._start_claimed(
-                request, owner=owner, claim=claim, compat_options=compat_options
-            )
+            return await self._start_claimed(request, options, claim)
         except BaseException:
             self._keys.release(claim)
             raise
 
     async def _start_claimed(
-        self,
-        request: RolloutRequest,
-        *,
-        owner: str,
-        claim: IdempotencyClaim,
-        compat_options: CompatOptions,
+        self, request: RolloutRequest, options: GroupOptions, claim: IdempotencyClaim
     ) -> Rollout:
         try:
-            return await self._start(
-                request, owner=owner, detached=True, claim=claim, compat_options=compat_options
-            )
+            return await self._start(request, options, detached=True, claim=claim)
         except ServiceError:
             # Released before the error is sent: a replica that receives the retry must not find the
             # claim held by this one.
@@ -153,72 +141,50 @@ class RolloutManager:
     async def _start(
         self,
         request: RolloutRequest,
+        options: GroupOptions,
         *,
-        owner: str,
         detached: bool,
         claim: IdempotencyClaim | None = None,
-        compat_options: CompatOptions = NO_COMPAT_OPTIONS,
     ) -> Rollout:
-        validation.check(request, is_blocking=not (detached or request.stream))
-        num_samples = validation.num_samples(request)
-        if num_samples > self._max_samples:
-            raise InvalidRequest(f"{num_samples} samples; one request may ask {self._max_samples}")
-        prompts = await self._tokenizer.all_token_ids([group.prompt for group in request.groups])
-        info = self._engine.info
-        await check_continue_from(
-            request,
-            prompts,
-            max_context_tokens=info.max_context_tokens,
-            vocab_size=info.vocab_size,
+        num_samples = validation.check(
+            request, max_samples=self._max_samples, is_blocking=not (detached or request.stream)
         )
-        num_tokens = sum(map(len, prompts)) + validation.num_continued_tokens_of(request)
-        reservation = self._admission.reserve(owner, samples=num_samples, prompt_tokens=num_tokens)
+        prompts = await self._tokenizer.all_token_ids([group.prompt for group in request.groups])
+        num_tokens = sum(map(len, prompts))
+        if request.continue_from is not None:
+            num_tokens += await validation.check_continue_from(request, prompts, self._engine.info)
+        reservation = self._admission.reserve(
+            options.owner, samples=num_samples, prompt_tokens=num_tokens
+        )
         try:
-            groups = await self._create_groups(request, prompts, owner, compat_options)
-            rollout = self._create_rollout(groups, owner, detached, claim)
-            return self._run(rollout, reservation)
+            groups = await self._create_groups(request, prompts, options)
+            return self._run(groups, reservation, detached=detached, claim=claim)
         except BaseException:
             self._admission.release(reservation)
             raise
 
     async def _create_groups(
-        self,
-        request: RolloutRequest,
-        prompts: list[list[int]],
-        owner: str,
-        compat_options: CompatOptions,
+        self, request: RolloutRequest, prompts: list[list[int]], options: GroupOptions
     ) -> list[Group]:
-        """Create the groups; repeat if their common options changed while they were created.
+        """Create the groups; repeat if their version or adapter changed in the meantime.
 
         There is no await after the last comparison.
         """
         while True:
             await self.wait_gate_open()
-            shared = self._terms(request, owner, compat_options)
+            shared = self._resolve(request, options)
             groups = await self._group_factory.groups(request, prompts, shared)
             await self.wait_gate_open()
-            if self._terms(request, owner, compat_options) == shared:
+            if self._resolve(request, options) == shared:
                 return groups
 
-    def _terms(
-        self, request: RolloutRequest, owner: str, compat_options: CompatOptions
-    ) -> SharedOptions:
-        return SharedOptions(
-            owner=owner,
+    def _resolve(self, request: RolloutRequest, options: GroupOptions) -> GroupOptions:
+        """The options with the active weights version, if the request demands it, and adapter."""
+        return replace(
+            options,
             exact_version=self._versions.admit(request.policy),
             adapter=self._adapters.resolve(request.adapter),
-            compat_options=compat_options,
         )
-
-    def _create_rollout(
-        self, groups: list[Group], owner: str, detached: bool, claim: IdempotencyClaim | None
-    ) -> Rollout:
-        rollout = Rollout(
-            new_rollout_id(self._fleet.own_id), groups, owner=owner, detached=detached, claim=claim
-        )
-        if claim is not None:
-            self._keys.bind(claim, rollout.id)
-        return rollout
 
     def get(self, rollout_id: str, *, owner: str) -> Rollout:
         """Running or retained rollout; one of another owner raises RolloutNotFound."""
@@ -265,7 +231,7 @@ class RolloutManager:
             group
             for rollout in self._running.values()
             for group in rollout.groups
-            if group.exact_version not in (None, version)
+            if group.options.exact_version not in (None, version)
         ]
         num_samples = sum(group.num_running for group in bound)
         for group in bound:
@@ -307,8 +273,19 @@ class RolloutManager:
         """Assert the invariants of the result cache."""
         self._results.check()
 
-    def _run(self, rollout: Rollout, reservation: Reservation) -> Rollout:
+    def _run(
+        self,
+        groups: list[Group],
+        reservation: Reservation,
+        *,
+        detached: bool,
+        claim: IdempotencyClaim | None,
+    ) -> Rollout:
         assert self._tasks is not None, "start inside running()"
+        rollout_id = new_rollout_id(self._fleet.own_id)
+        rollout = Rollout(rollout_id, groups, detached=detached, claim=claim)
+        if claim is not None:
+            self._keys.bind(claim, rollout.id)
         self._running[rollout.id] = rollout
         self._adapters.begin(rollout.adapter)
         task = self._tasks.create_task(

@@ -34,7 +34,6 @@ from coppice.wire.rollouts import (
 from engine.protocol import Engine
 from service.http.errors import Draining, ServiceError
 from service.http.failures import to_service_error
-from service.kv_reuse.group_reuse import with_reuse
 from service.observability.logs import group_id, rollout_id
 from service.prompt_kv.group_exports import NOT_CONTINUED, KvState, exporting_group
 from service.prompt_kv.manager import PromptKvManager
@@ -66,15 +65,14 @@ class Rollout:
         rollout_id: str,
         groups: Sequence[Group],
         *,
-        owner: str,
         detached: bool,
         claim: IdempotencyClaim | None = None,
     ) -> None:
         self.id = rollout_id
         self.groups = groups
-        self.num_samples = sum(group.n for group in groups)
-        self.adapter = groups[0].adapter  # one adapter per rollout
-        self.owner = owner
+        self.num_samples = sum(group.options.n for group in groups)
+        self.adapter = groups[0].options.adapter  # one adapter and one owner per rollout
+        self.owner = groups[0].options.owner
         self.detached = detached
         self.claim = claim
         self.error: ServiceError | None = None
@@ -139,14 +137,14 @@ class Rollout:
 
     async def _spread(self, group: Group) -> None:
         """Yield to the event loop once per PER_TURN samples, so that these enter the engine."""
-        self._num_started += group.n
+        self._num_started += group.options.n
         while self._num_started >= PER_TURN:
             self._num_started -= PER_TURN
             await asyncio.sleep(0)
 
     def _count(self, group: Group, record_group: GroupEnded, _: asyncio.Task[None]) -> None:
-        if group.index in self._answers:
-            record_group(self, group, self._answers[group.index])
+        if group.options.index in self._answers:
+            record_group(self, group, self._answers[group.options.index])
 
     def on_never_started(self) -> None:
         """End a rollout whose task was cancelled before its first step.
@@ -208,33 +206,36 @@ class Rollout:
                 yield ProgressRecord(samples=progress.samples, samples_done=progress.samples_done)
 
     async def _run_group(self, engine: Engine, prompt_kv: PromptKvManager, group: Group) -> None:
-        # Not `group.id`, which the caller chose and which could contain anything
-        group_id.set(str(group.index))
+        # Not `options.id`, which the caller chose and which could contain anything
+        group_id.set(str(group.options.index))
 
         def done(part: SampleAnswer | SegmentAnswer) -> None:
             self._num_bytes += _num_bytes(part)
             if isinstance(part, SegmentAnswer):
-                self._append(SegmentRecord(group=group.index, segment=part))
+                self._append(SegmentRecord(group=group.options.index, segment=part))
             else:
-                self._append(SampleRecord(group=group.index, sample=part))
+                self._append(SampleRecord(group=group.options.index, sample=part))
 
         def on_kv_state(segment: str | None, state: KvState) -> None:
             # For the prompt without KV, the group's answer has the reason
             if segment is not None or state.kv is not None:
-                record = KvRecord(group=group.index, segment=segment, **state._asdict())
+                record = KvRecord(group=group.options.index, segment=segment, **state._asdict())
                 self._append(record)
 
         async with exporting_group(
-            prompt_kv, group.owner, group.kv_lease_seconds, group.prompt_token_ids, on_kv_state
+            prompt_kv,
+            group.options.owner,
+            group.options.kv_lease_seconds,
+            group.options.prompt_token_ids,
+            on_kv_state,
         ) as group.exports:
             answer = await group.run(engine, done)
         if group.exports is not None:
             answer = group.exports.with_kv(answer)
-        answer = with_reuse(answer, group.reuse)
         for segment in answer.segments or ():
             if segment.kv_reason == NOT_CONTINUED.kv_reason:
                 on_kv_state(segment.id, NOT_CONTINUED)
-        self._answers[group.index] = answer
+        self._answers[group.options.index] = answer
         head = GroupHead.model_validate(answer.model_dump(exclude={"samples", "segments"}))
         self._append(GroupRecord(group=head))
 

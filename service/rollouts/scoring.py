@@ -38,7 +38,7 @@ class Scoring:
         self,
         engine: Engine,
         versions: Versions,
-        prompts: Tokenizer,
+        tokenizer: Tokenizer,
         rollouts: RolloutManager,
         adapters: AdapterManager,
         *,
@@ -47,7 +47,7 @@ class Scoring:
     ) -> None:
         self._engine = engine
         self._versions = versions
-        self._tokenizer = prompts
+        self._tokenizer = tokenizer
         self._rollouts = rollouts
         self._adapters = adapters
         self._admission = admission

@@ -1,15 +1,18 @@
 """Request validation across fields, and the capacity that a request needs."""
 
-from coppice.wire.rollouts import Finish, GroupRequest, RolloutRequest
-from service.http.errors import InvalidRequest
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from coppice.wire.rollouts import GroupRequest, RolloutRequest, UnfinishedSample
+from engine.types import EngineInfo
+from service.http.errors import InvalidRequest, PromptTooLong
 from service.kv_reuse.spans import check as check_reuse
-from service.rollouts.finish_policy import FinishPolicy
-from service.rollouts.group import derive_seed
+from service.rollouts.scheduling import TimeSlice
 from service.trees.plan import check as check_branching
 
 
-def check(request: RolloutRequest, *, is_blocking: bool) -> None:
-    """Validate a request across its fields.
+def check(request: RolloutRequest, *, max_samples: int, is_blocking: bool) -> int:
+    """Validate a request across its fields; returns its number of samples.
 
     `is_blocking`: the caller receives nothing before the rollout has ended.
     """
@@ -24,14 +27,16 @@ def check(request: RolloutRequest, *, is_blocking: bool) -> None:
     if request.adapter is not None and request.kv is not None:
         raise InvalidRequest("prompt KV is exported of the base model alone: leave out kv")
     num_finish_samples = (request.finish and request.finish.samples) or 1
-    if any(num_samples_of(request, group) < num_finish_samples for group in request.groups):
+    num_samples = [num_samples_of(request, group) for group in request.groups]
+    if min(num_samples) < num_finish_samples:
         raise InvalidRequest(
             f"finish.samples is {num_finish_samples}, and a group has fewer samples than that"
         )
-
-
-def num_samples(request: RolloutRequest) -> int:
-    return sum(num_samples_of(request, group) for group in request.groups)
+    if sum(num_samples) > max_samples:
+        raise InvalidRequest(
+            f"{sum(num_samples)} samples; a request may have at most {max_samples}"
+        )
+    return sum(num_samples)
 
 
 def num_samples_of(request: RolloutRequest, group: GroupRequest) -> int:
@@ -39,18 +44,67 @@ def num_samples_of(request: RolloutRequest, group: GroupRequest) -> int:
     return group.n if request.branching is None else request.branching.max_leaves
 
 
-def num_continued_tokens_of(request: RolloutRequest) -> int:
-    """Number of prior tokens of all resumed samples."""
-    continue_from = request.continue_from
-    return (
-        0
-        if continue_from is None
-        else sum(len(sample.token_ids) for sample in continue_from.samples)
-    )
+def samples_to_continue(request: RolloutRequest) -> Mapping[int, list[UnfinishedSample]]:
+    """Samples to resume by group index; within a group they become its first samples."""
+    continued = defaultdict[int, list[UnfinishedSample]](list)
+    for sample in () if request.continue_from is None else request.continue_from.samples:
+        continued[sample.group].append(sample)
+    return continued
 
 
-def create_finish_policy(finish: Finish, group: GroupRequest) -> FinishPolicy | None:
-    if finish.samples is None:
-        return None
-    seed = None if group.seed is None else derive_seed(group.seed, "finish")
-    return FinishPolicy(finish.policy, num_required=finish.samples, n=group.n, seed=seed)
+async def check_continue_from(
+    request: RolloutRequest, prompts: Sequence[Sequence[int]], info: EngineInfo
+) -> int:
+    """Validate the unfinished samples that the request resumes; returns their number of tokens.
+
+    Their tokens stay as they were sampled: the logprobs are those of the weights that generated
+    them, and their version spans name these. The tokens after them are sampled with the active
+    weights. If the weights are the same, the KV blocks of these tokens may still be cached.
+    """
+    if request.branching is not None:
+        raise InvalidRequest("a tree begins anew: it takes no continue_from")
+    num_tokens, turn = 0, TimeSlice()
+    for index, continued in samples_to_continue(request).items():
+        if index >= len(prompts):
+            raise InvalidRequest("continue_from names a group that is not there")
+        if len(continued) > request.groups[index].n:
+            raise InvalidRequest("continue_from has more samples than their group")
+        for sample in continued:
+            _check_sample(sample, request, len(prompts[index]), info)
+            num_tokens += len(sample.token_ids)
+            await turn.pause()
+    return num_tokens
+
+
+def _check_sample(
+    sample: UnfinishedSample,
+    request: RolloutRequest,
+    num_prompt_tokens: int,
+    info: EngineInfo,
+) -> None:
+    num_tokens = len(sample.token_ids)
+    if len(sample.logprobs) != num_tokens:
+        raise InvalidRequest("continue_from needs one logprob a token")
+    _check_versions(sample, request)
+    if max(sample.token_ids) >= info.vocab_size:
+        raise InvalidRequest(f"token ids must be below {info.vocab_size}")
+    if num_tokens >= (request.sampling.max_tokens or info.max_context_tokens):
+        raise InvalidRequest("a sample to go on with has max_tokens already")
+    if num_prompt_tokens + num_tokens >= info.max_context_tokens:
+        raise PromptTooLong(
+            f"{num_prompt_tokens} prompt tokens and {num_tokens} to go on from; "
+            f"the context holds {info.max_context_tokens}"
+        )
+
+
+def _check_versions(sample: UnfinishedSample, request: RolloutRequest) -> None:
+    at = 0
+    for span in sample.versions:
+        if span.start != at or span.end <= at:
+            raise InvalidRequest("the versions of continue_from must follow one another")
+        at = span.end
+    if at != len(sample.token_ids):
+        raise InvalidRequest("the versions of continue_from must cover its tokens")
+    exact_version = request.policy and request.policy.exact_version
+    if exact_version is not None and any(span.version != exact_version for span in sample.versions):
+        raise InvalidRequest(f"continue_from has tokens of other versions than {exact_version!r}")

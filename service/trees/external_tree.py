@@ -138,7 +138,7 @@ class ExternalTree(TreeGroup):
         """Validate the branch request and create its paths; rejections precede any reservation."""
         parent = self.tree.get_segment(request.segment)
         check_branch(self.plan, parent, num_leaves=self._num_leaves_with(parent, request.n))
-        start = len(self.prompt_token_ids) + len(self.tree.token_ids(parent))
+        start = len(self.options.prompt_token_ids) + len(self.tree.token_ids(parent))
         bounds = path_bounds(self.plan, self.budget, request, start=start)
         depth = 1 if parent is None else parent.depth + 1
         paths = [self._create_path(parent, depth, start, bounds) for _ in range(request.n)]

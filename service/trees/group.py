@@ -16,7 +16,8 @@ from coppice.wire.rollouts import GroupAnswer, SegmentFinish
 from engine.kv_types import ExportSlot
 from engine.protocol import Engine
 from engine.types import Completion, SampleRequest
-from service.rollouts.group import Group, OnPart, derive_seed
+from service.rollouts.group import Group, OnPart
+from service.rollouts.options import derive_seed
 from service.trees.path import Budget, Path, PathBounds, path_bounds
 from service.trees.plan import Plan, distribute_leaves, select_entropy_cuts, split
 from service.trees.tree import (
@@ -53,7 +54,7 @@ class TreeGroup(Group):
     _was_truncated: bool = False
 
     def __post_init__(self) -> None:
-        self.tree = Tree(str(self.index))
+        self.tree = Tree(str(self.options.index))
         self.budget = Budget(self.plan.branching.max_new_tokens_total)
 
     async def run(self, engine: Engine, done: OnPart) -> GroupAnswer:
@@ -75,7 +76,7 @@ class TreeGroup(Group):
 
     async def _run_until_done(self) -> None:
         plan = self.plan
-        share = min(self.n, plan.capacity(0), self.budget.remaining)
+        share = min(self.options.n, plan.capacity(0), self.budget.remaining)
         if plan.splits_at_prompt:
             await self._start(self._fork_paths([(None, 1, split(share, plan.factor(0)))]))
         else:
@@ -85,7 +86,7 @@ class TreeGroup(Group):
         num_starting_leaves = sum(sum(shares) for _, _, shares in forks)
         wanted: list[tuple[Segment | None, int, int, PathBounds]] = []
         for parent, depth, shares in forks:
-            start = len(self.prompt_token_ids) + len(self.tree.token_ids(parent))
+            start = len(self.options.prompt_token_ids) + len(self.tree.token_ids(parent))
             found = [
                 path_bounds(
                     self.plan,
@@ -144,21 +145,21 @@ class TreeGroup(Group):
         ]
 
     def _path_request(self, path: Path) -> SampleRequest:
-        seed = None if self.seed is None else derive_seed(self.seed, path.name)
-        prompt = [*self.prompt_token_ids, *self.tree.token_ids(path.parent)]
+        seed = None if self.options.seed is None else derive_seed(self.options.seed, path.name)
+        prompt = [*self.options.prompt_token_ids, *self.tree.token_ids(path.parent)]
         topk = self.plan.needs_entropy and self.plan.entropy.source == "topk"
         return SampleRequest(
             id=path.id,
             prompt_token_ids=prompt,
-            sampling=replace(self.sampling, max_tokens=path.bounds.limit),
+            sampling=replace(self.options.sampling, max_tokens=path.bounds.limit),
             seed=seed,
-            priority=self.priority,
-            cache_salt=self.cache_salt,
+            priority=self.options.priority,
+            cache_salt=self.options.cache_salt,
             entropy_top_k=self.plan.entropy.k if topk else 0,
             export=self._export_place(path, prompt),
             group=self.name,
-            speculation=self.speculation,
-            adapter=self.adapter,
+            speculation=self.options.speculation,
+            adapter=self.options.adapter,
         )
 
     def _export_place(self, path: Path, prompt: list[int]) -> ExportSlot | None:
@@ -180,7 +181,7 @@ class TreeGroup(Group):
             self.num_cached_tokens = result.num_cached_tokens
         if self._paths.pop(path.id, None) is None:
             return None
-        tokens = tokens_from_completion(self.plan, result, self.adapter).part(
+        tokens = tokens_from_completion(self.plan, result, self.options.adapter).part(
             0, self._num_valid_tokens(result)
         )
         segment, forks = self._add_to_tree(path, tokens, self._finish_reason_of(path, result))
@@ -199,7 +200,7 @@ class TreeGroup(Group):
         self.num_done += 1
         self.sample_seconds.append(asyncio.get_running_loop().time() - self.began_at)
         self.num_complete += segment.finish in self.complete_finishes
-        if self.num_complete == self.num_required and (self._unfinished or forks):
+        if self.num_complete == self.options.num_required and (self._unfinished or forks):
             await self.end(self._engine, "surplus")
 
     def _finish_reason_of(self, path: Path, result: Completion) -> SegmentFinish:
@@ -270,27 +271,28 @@ class TreeGroup(Group):
         self.budget.check()
         flatten = self.plan.branching.flatten
         rows = self.tree.rows() if flatten else []
-        samples = [await row_answer(i, row, self.decode) for i, row in enumerate(rows)]
+        samples = [await row_answer(i, row, self.options.decode) for i, row in enumerate(rows)]
         for sample in samples:
             self._done(sample)
         leaves = self.tree.leaves()
-        return GroupAnswer(
-            id=self.id,
-            index=self.index,
+        answer = GroupAnswer(
+            id=self.options.id,
+            index=self.options.index,
             outcome=outcome_of(
                 leaves,
                 complete_finishes=self.complete_finishes,
-                num_required=self.num_required,
+                num_required=self.options.num_required,
                 was_truncated=self._was_truncated,
                 cancelled=self.end_reason == "cancelled",
             ),
-            num_prompt_tokens=len(self.prompt_token_ids),
+            num_prompt_tokens=len(self.options.prompt_token_ids),
             num_cached_tokens=self.num_cached_tokens or 0,
             samples=samples,
             segments=self.tree.answers(),
             leaves=[leaf.id for leaf in leaves],
             num_dropped=self.tree.num_dropped,
         )
+        return self.source.annotated(answer)
 
     @property
     def complete_finishes(self) -> Collection[SegmentFinish]:

@@ -11,7 +11,8 @@ from coppice.wire.rollouts import Outcome, SampleAnswer, SegmentAnswer, SegmentF
 from coppice.wire.version_spans import cut_spans, joined_spans
 from engine.types import Completion
 from service.http.errors import SegmentNotFound
-from service.rollouts.group import Decode, version_spans
+from service.rollouts.group import version_spans
+from service.rollouts.options import Decode
 from service.trees.plan import Plan
 
 COMPLETE_FINISHES: Collection[SegmentFinish] = frozenset({"stop", "length", "budget"})

@@ -48,7 +48,7 @@ async def check_spliced_prompts(
             assert_spliced(model, parts_of(own), result)
     assert placed[0].groups[0].reuse is not None
     assert placed[0].groups[0].reuse.tokens_prepared == 0
-    served.server.kv_reuse.store.check()
+    served.server.kv_reuse.cache.check()
 
 
 async def check_predicted_prompts(
@@ -72,7 +72,7 @@ async def check_predicted_prompts(
         first, second, parts = (asked[index] for asked in rounds)
         assert_approximate(model, parts, result, predicted_from(model, [first, second], parts))
     assert told[0] is not None and told[0].tokens_computed == 1
-    served.server.kv_reuse.store.check()
+    served.server.kv_reuse.cache.check()
     served.server.kv_reuse.anchors.check()
 
 

@@ -210,10 +210,10 @@ def check(world: World) -> None:
 def _is_complete(group_: Group, answer: GroupAnswer) -> bool:
     """A tree without interruption has all its leaves; the counts of any other are consistent."""
     if answer.segments is None:
-        return len(answer.samples) == group_.n
+        return len(answer.samples) == group_.options.n
     for segment in answer.segments:
         assert segment.parent is None or segment.num_leaves
-    return answer.num_samples == group_.n or answer.outcome in ("partial", "cancelled")
+    return answer.num_samples == group_.options.n or answer.outcome in ("partial", "cancelled")
 
 
 def _check_versions(groups: Sequence[Group], answers: Sequence[GroupAnswer]) -> None:
@@ -221,8 +221,8 @@ def _check_versions(groups: Sequence[Group], answers: Sequence[GroupAnswer]) -> 
         for part in [*answer.samples, *(answer.segments or ())]:
             spans = part.versions
             assert sum(span.end - span.start for span in spans) == len(part.token_ids)
-            if group_.exact_version is not None:
-                assert {span.version for span in spans} <= {group_.exact_version}
+            if group_.options.exact_version is not None:
+                assert {span.version for span in spans} <= {group_.options.exact_version}
 
 
 def _check_keys(world: World, ended: list[Rollout]) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from engine.errors import StartFailed
 from engine.stats import SharedPrefixStats
-from service.kv_reuse.span_cache import SegmentCache
+from service.kv_reuse.span_cache import SpanCache
 from tests.fake_engine import FakeEngine
 from tests.service.test_resume import started
 from tests.service.test_rollouts import body, group, running_samples
@@ -138,10 +138,10 @@ async def test_exception_after_the_engine_start_stops_the_server(
 ) -> None:
     """No caller waits forever, and the log has the reason."""
 
-    def fault(self: SegmentCache) -> None:
+    def fault(self: SpanCache) -> None:
         raise OSError("no such luck")
 
-    monkeypatch.setattr(SegmentCache, "open", fault)
+    monkeypatch.setattr(SpanCache, "open", fault)
     engine = FakeEngine()
     async with serving(engine, tmp_path, wait=False) as served:
         async with asyncio.timeout(30):

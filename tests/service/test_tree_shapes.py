@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from coppice.wire.branching import Branching
 from coppice.wire.rollouts import GroupAnswer
 from engine.types import Completion, SampleRequest, Sampling
-from service.rollouts.group import GroupOptions
-from service.trees.factory import create_tree_group
+from service.rollouts.group_factory import create_tree_group
+from service.rollouts.options import GroupOptions
+from service.rollouts.prompt_source import PrefilledPrompt
 from service.trees.plan import distribute_leaves, next_cut, split
 from tests.fake_engine import FakeEngine
 
@@ -59,27 +60,15 @@ def trees() -> st.SearchStrategy[dict[str, Any]]:
 
 
 async def grown(branching: Branching, prompt: int, max_tokens: int, seed: int) -> GroupAnswer:
-    given_: GroupOptions = {
-        "id": "g",
-        "index": 0,
-        "n": branching.max_leaves,
-        "prompt_token_ids": [1] * prompt,
-        "sampling": Sampling(max_tokens=max_tokens),
-        "seed": None,
-        "priority": 0,
-        "speculation": True,
-        "adapter": None,
-        "num_top_logprobs": 0,
-        "exact_version": None,
-        "num_required": None,
-        "deadline_seconds": None,
-        "decode": None,
-        "owner": "",
-        "cache_salt": None,
-        "kv_lease_seconds": None,
-        "reuse": None,
-    }
-    tree = create_tree_group(branching, given_, block_size=BLOCK, max_lease_seconds=1.0)
+    options = GroupOptions(
+        id="g",
+        n=branching.max_leaves,
+        prompt_token_ids=[1] * prompt,
+        sampling=Sampling(max_tokens=max_tokens),
+    )
+    tree = create_tree_group(
+        branching, options, PrefilledPrompt(), block_size=BLOCK, max_lease_seconds=1.0
+    )
     engine = Whimsical(seed)
     await engine.start("v0")
     answer = await tree.run(engine, lambda part: None)

@@ -51,14 +51,14 @@ async def reusing(
     kv = {"segments_bytes": segments_bytes, "directory": tmp_path}
     async with serving(engine, tmp_path, kv=kv, **sections) as served:
         yield served
-        segments = served.server.kv_reuse
-        store = segments.store
-        store.check()
-        segments.anchors.check()
-        anchors = [a for there in segments.anchors._contexts.values() for a in there]
-        held = {*store._entries.values(), *(cached for a in anchors for cached in a.cached())}
+        kv_reuse = served.server.kv_reuse
+        cache = kv_reuse.cache
+        cache.check()
+        kv_reuse.anchors.check()
+        anchors = [a for there in kv_reuse.anchors._contexts.values() for a in there]
+        held = {*cache._entries.values(), *(cached for a in anchors for cached in a.cached())}
         taken = sum(cached.extent.num_bytes for cached in held)
-        assert store.num_bytes == taken, "a chain's room was not given back"
+        assert cache.num_bytes == taken, "a chain's room was not given back"
 
 
 async def answered(served: Served, body: dict[str, Any], **headers: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from engine.kv_types import ExportStatus
 from service.kv_reuse.anchors import Anchor, AnchorStore
-from service.kv_reuse.span_cache import CacheEntry, SegmentCache
+from service.kv_reuse.span_cache import CacheEntry, SpanCache
 from service.kv_reuse.spans import PromptSpan, PromptTemplate, Scope, template_of
 from tests.fake_engine import FakeEngine
 
@@ -25,7 +25,7 @@ def prompt_of(*texts: int, own: int = 1, length: int = 60) -> list[PromptSpan]:
 
 @dataclass
 class Pool:
-    store: SegmentCache
+    store: SpanCache
     anchors: AnchorStore
     epoch: int = 0
 
@@ -78,7 +78,7 @@ class Pool:
 def a_pool(directory: Path, num_bytes: int = 2**24) -> Iterator[Pool]:
     pool: Any = None
     engine = FakeEngine(prompt_kv=True)
-    store = SegmentCache(
+    store = SpanCache(
         engine,
         directory=directory,
         capacity_bytes=num_bytes,

@@ -287,7 +287,7 @@ async def test_dropped_anchors_stay_until_they_were_loaded(tmp_path: Path) -> No
             engine.step()
             await asyncio.sleep(0.001)
         group = await asking
-        served.server.kv_reuse.store.check()
+        served.server.kv_reuse.cache.check()
     assert [sample["finish_reason"] for sample in group["samples"]] == ["length"] * 2
     assert last(engine).load is not None
 

@@ -17,7 +17,7 @@ async def chain_that_heard(*cached: int) -> SplicePlan:
     for end, num_cached in zip(ENDS, cached, strict=False):
         sampling = Sampling(max_tokens=1)
         link = SampleRequest(id=str(end), prompt_token_ids=[1] * end, sampling=sampling)
-        chain.prefill_requests.append(link)
+        chain.prefills.append(link)
         done = Completion(
             token_ids=[7],
             logprobs=[0.0],

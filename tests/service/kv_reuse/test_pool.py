@@ -41,7 +41,7 @@ async def test_spans_are_retained_with_their_anchor(tmp_path: Path) -> None:
     with a_pool(tmp_path) as pool:
         anchor = pool.made(prompt_of(5))
         pool.made(prompt_of(6))
-        assert pool.store.num_segments == 2
+        assert pool.store.num_spans == 2
         assert anchor.bases[1].pins == 1
         pool.anchors.forget([anchor])
         assert anchor.bases[1].pins == 0
@@ -65,7 +65,7 @@ async def test_distance_cache_may_be_cleared_during_a_comparison(tmp_path: Path)
         known = await distances.get_distances([(one, two)])
         comparing = asyncio.create_task(distances.get_distances([(one, two), (one, three)]))
         await asyncio.sleep(0)
-        distances._cache.clear()
+        distances._distances.clear()
         assert set(await comparing) == {(one, two), (one, three)}
         assert (await distances.get_distances([(one, two)])) == known
         distances.close()

@@ -108,7 +108,7 @@ async def test_new_text_of_a_name_replaces_the_first(tmp_path: Path) -> None:
         other = placed()
         other["groups"][0]["prompt"]["segments"][1]["token_ids"] = [7] * 60
         group = await answered(served, other)
-        assert served.server.kv_reuse.store.num_segments == 2
+        assert served.server.kv_reuse.cache.num_spans == 2
     assert group["reuse"]["tokens_prepared"] == 60
 
 
@@ -230,4 +230,4 @@ async def test_least_recently_used_spans_are_evicted(tmp_path: Path) -> None:
                 segment["reuse"] += str(i)
             group = await answered(served, body)
             assert (group["exact"], group["reuse"]["tokens_prepared"]) == (False, 120)
-        assert 0 < served.server.kv_reuse.store.num_segments <= 16
+        assert 0 < served.server.kv_reuse.cache.num_spans <= 16

@@ -1,0 +1,49 @@
+"""Parameters of a group, fixed before it starts."""
+
+import hashlib
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+from coppice.wire.rollouts import UnfinishedSample
+from engine.types import Sampling
+
+Decode = Callable[[Sequence[int]], Awaitable[str]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupOptions:
+    """Parameters of one group.
+
+    The first ones are common to all groups of a rollout; the manager sets them before the groups
+    exist. After `deadline_seconds` the group ends with the samples as they are. Its first samples
+    resume those in `continued`. `num_required` is the number of samples after which the finish
+    policy ends the group.
+    """
+
+    owner: str = ""
+    exact_version: str | None = None
+    adapter: str | None = None
+    cache_salt: str | None = None
+    num_top_logprobs: int = 0
+    id: str = ""
+    index: int = 0
+    n: int = 1
+    prompt_token_ids: list[int] = field(default_factory=list)
+    sampling: Sampling = Sampling(max_tokens=1)
+    seed: int | None = None
+    priority: int = 0
+    speculation: bool = True
+    num_required: int | None = None
+    deadline_seconds: float | None = None
+    decode: Decode | None = None
+    kv_lease_seconds: float | None = None
+    continued: Sequence[UnfinishedSample] = ()
+
+
+def derive_seed(seed: int, stream_key: int | str) -> int:
+    """Derive the seed of a random stream by hashing.
+
+    Adding would make groups with neighbouring seeds share random streams.
+    """
+    digest = hashlib.blake2b(f"{seed}:{stream_key}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest) >> 1
