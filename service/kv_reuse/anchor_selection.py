@@ -194,12 +194,15 @@ def _has_same_text(anchor: Anchor, index: int, text_digest: bytes) -> bool:
 
 
 class DistanceCache:
-    """Cache of distances, and the thread that computes them; runs on one event loop."""
+    """Cache of distances between texts, and the thread that computes them.
+
+    Each pair is compared once: an export name always denotes the same KV. Runs on one event loop.
+    """
 
     def __init__(self, cache: SpanCache) -> None:
         self._spans = cache
         self._distances: OrderedDict[tuple[str | None, str | None], float] = OrderedDict()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="texts-compared")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="text-distances")
 
     async def get_distances(self, pairs: Iterable[Pair]) -> dict[Pair, float]:
         """Distances of the pairs; cancelling it stops the computation after the current pair."""
@@ -237,7 +240,11 @@ class DistanceCache:
 
 
 def distance(view: memoryview, kv_format: KvFormat, text: ExportSlot, other: ExportSlot) -> float:
-    """Distance over the tokens of `text`; one layer at a time is held in float32."""
+    """Norm of the difference of the value tensors of two texts that were prefilled alone.
+
+    It is over all layers, heads, channels and the tokens of `text`. The tensors are read from the
+    span cache's arena, where both must be pinned; one layer at a time is held in float32.
+    """
     total = 0.0
     for layer in range(kv_format.num_layers):
         ours = _values(view, kv_format, text, layer)

@@ -1,4 +1,4 @@
-"""KV reuse of prompts given as spans: reordered, spliced, predicted or unchanged."""
+"""KV reuse manager: prompts given as spans are reordered, spliced, predicted or unchanged."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +27,7 @@ from service.kv_reuse.spans import (
 )
 from service.kv_reuse.splicing import SplicePlan
 from service.rollouts.options import GroupOptions
-from service.rollouts.prompt_source import GroupMonitor, PrefilledPrompt, PromptSource
+from service.rollouts.prompt_source import GroupMonitor, PromptSource
 
 PromptPlan = SplicePlan | PredictionPlan
 
@@ -61,10 +61,8 @@ class KvReuseManager:
     def prompt_source(
         self, request: RolloutRequest, options: GroupOptions
     ) -> tuple[GroupOptions, PromptSource]:
-        """Source of a group's prompt, and the options with the prompt in its final order."""
+        """Source of a prompt given as spans, and the options with the prompt in its final order."""
         spans = spans_of_prompt(request.groups[options.index].prompt)
-        if spans is None:
-            return options, PrefilledPrompt()
         reuse, scope = request.reuse or REUSE_OFF, Scope(options.owner, options.cache_salt)
         if reuse.mode in APPROXIMATE_MODES:
             plan = self._create_plan(reuse, scope, spans, options)
@@ -133,7 +131,7 @@ class SpanPrompt:
         return load
 
     async def on_completed(self, request: SampleRequest, done: Completion) -> None:
-        assert self.plan is not None, "a prefill has a plan"
+        assert self.plan is not None, "there is no prefill without a plan"
         await self.plan.on_completed(request, done)
 
     def annotated(self, answer: GroupAnswer) -> GroupAnswer:

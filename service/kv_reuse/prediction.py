@@ -1,4 +1,9 @@
-"""Load pieces of a prompt that is predicted from anchors."""
+"""Prediction: a prompt whose KV is predicted from anchors, or prefilled and stored as an anchor.
+
+A predicted prompt is loaded by one engine request per sample, except its last token. A prefilled
+prompt is submitted like any other, so its KV is exact; spans that are not cached yet are prefilled
+alone, concurrently with it.
+"""
 
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -109,7 +114,7 @@ def _observed(
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class PredictionPlan:
-    """PromptPlan of a group with `num_samples` samples that uses anchors."""
+    """Plan of a prompt for `num_samples` samples that is predicted from anchors."""
 
     lease: SpanLease
     anchors: AnchorStore
@@ -122,7 +127,7 @@ class PredictionPlan:
     reason: ReuseReason | None = None
     num_computed: int = 0
     num_anchors: int = 0
-    _segment_by_request: dict[str, CacheEntry] = field(default_factory=dict)
+    _entry_by_request: dict[str, CacheEntry] = field(default_factory=dict)
     _anchor_to_write: Anchor | None = None
     _source_anchors: list[Anchor] = field(default_factory=list)
     _exact_tokens: int = 0
@@ -153,15 +158,18 @@ class PredictionPlan:
         return None
 
     async def on_completed(self, request: SampleRequest, done: Completion) -> None:
-        await self.lease.on_completed(self._segment_by_request.pop(request.id), request, done)
+        await self.lease.on_completed(self._entry_by_request.pop(request.id), request, done)
 
     def is_approximate(self, num_cached: int) -> bool:
+        """True if a sample with `num_cached` cached tokens has used predicted KV."""
         return num_cached > self._exact_tokens
 
     def is_loaded(self, num_cached: int) -> bool:
+        """True if a sample with `num_cached` cached tokens has loaded any KV of this plan."""
         return num_cached >= min(self._exact_tokens + 1, self._end)
 
     def forget(self) -> None:
+        """Drop the KV that the engine no longer loads, so that it is written again."""
         self.anchors.forget(self._source_anchors)
         self.lease.forget()
 
@@ -213,7 +221,7 @@ class PredictionPlan:
         self.reason = reason
         for request, cached in self.lease.write_requests():
             self.prefills.append(request)
-            self._segment_by_request[request.id] = cached
+            self._entry_by_request[request.id] = cached
         if not self.anchors.is_missing(self.lease.scope, template, bases):
             return
         self._anchor_to_write = self.anchors.begin(self.lease.scope, template, bases)

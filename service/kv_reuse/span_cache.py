@@ -1,4 +1,14 @@
-"""Entries of the span cache: KV that the engine has written or will write to its arena."""
+"""Span cache: KV of spans in a shared-memory arena of bounded size.
+
+An entry is specific to an API key, cache salt, span name, text and weights epoch; nothing else
+finds it. The engine writes it once, by a prefill of the span alone from position 0 on, and loads it
+at other positions. Entries that are not pinned are evicted in LRU order; after these,
+`evict_anchor` evicts anchors. `drop_outdated_anchors` drops the anchors of earlier weights together
+with the entries of these. The AnchorStore sets both callbacks. Bytes that the engine may still read
+or write are not freed before its exports are flushed.
+
+Not thread-safe; runs on one event loop.
+"""
 
 import asyncio
 import logging

@@ -65,7 +65,7 @@ class SpanLease:
 
     def pin(self, cached: CacheEntry) -> None:
         """Pin an additional entry, which must be pinned already."""
-        assert cached.pins > 0, "what nobody holds may be gone"
+        assert cached.pins > 0, "the entry is not pinned"
         cached.pins += 1
         self._pinned.append(cached)
 

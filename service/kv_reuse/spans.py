@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 
 from coppice.wire.reuse import Reuse, ReuseMode
-from coppice.wire.rollouts import Prompt, RolloutRequest
+from coppice.wire.rollouts import Prompt, PromptSegment, RolloutRequest
 from service.http.errors import InvalidRequest
 
 MAX_SCOPES = 256
@@ -67,7 +67,11 @@ class TemplateSection:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptTemplate:
-    """Sections of a prompt without its last token, which is always prefilled."""
+    """Sections of a prompt without its last token, which is always prefilled.
+
+    Named spans vary, unnamed ones are fixed: prompts share a template if their unnamed texts up to
+    the last named span are the same. The text after it may differ.
+    """
 
     sections: tuple[TemplateSection, ...]
 
@@ -125,7 +129,11 @@ def _merge_unnamed(spans: Sequence[PromptSpan]) -> list[list[PromptSpan]]:
 
 
 class PrefixOrders:
-    """LRU cache of span orders, dropped when the weights change; runs on one event loop."""
+    """LRU cache of the span orders of earlier prompts; runs on one event loop.
+
+    An order is private to one scope and weights epoch, and is stored as digests of tokens. Whether
+    the KV blocks of its prompt are still cached is not tracked.
+    """
 
     def __init__(self, epoch: Callable[[], int]) -> None:
         self._epoch = epoch
@@ -187,14 +195,15 @@ def _num_tokens(matched: Sequence[int], spans: Sequence[PromptSpan]) -> int:
 
 def check(request: RolloutRequest) -> None:
     for group in request.groups:
-        _check_names(group.prompt)
+        if group.prompt.segments is not None:
+            _check_names(group.prompt.segments)
     reuse = request.reuse or REUSE_OFF
     if reuse.mode == "off":
         return
     if any(group.prompt.segments is None for group in request.groups):
-        raise InvalidRequest("reuse needs prompts in segments")
+        raise InvalidRequest("reuse needs prompts given as segments")
     if request.continue_from is not None:
-        raise InvalidRequest("continue_from goes on from a prompt as it was: reuse.mode is off")
+        raise InvalidRequest("continue_from needs the unchanged prompt: set reuse.mode to off")
     if reuse.mode in APPROXIMATE_MODES:
         _check_approximate(request, reuse.mode)
 
@@ -202,26 +211,26 @@ def check(request: RolloutRequest) -> None:
 def _check_approximate(request: RolloutRequest, mode: ReuseMode) -> None:
     if request.kv is not None:
         raise InvalidRequest(
-            f"reuse.mode {mode} makes approximate keys and values, which are not handed out: "
-            "leave out kv, or reuse"
+            f"reuse.mode {mode} makes the prompt KV approximate, and approximate KV is not "
+            "exported: leave out kv or reuse"
         )
     if request.adapter is not None:
-        raise InvalidRequest("segments are kept for the model alone: reuse.mode is off or order")
+        raise InvalidRequest(
+            "KV of segments is cached for the base model only: set reuse.mode to off or order"
+        )
     if request.branching is not None:
-        raise InvalidRequest("a tree grows from an exact prompt: reuse.mode is off or order")
+        raise InvalidRequest("branching excludes approximate reuse: set reuse.mode to off or order")
 
 
-def _check_names(prompt: Prompt) -> None:
+def _check_names(spans: Sequence[PromptSegment]) -> None:
     seen: dict[str, list[int]] = {}
-    for segment in prompt.segments or ():
-        if segment.reuse is None:
+    for span in spans:
+        if span.reuse is None:
             continue
-        if seen.setdefault(segment.reuse, segment.token_ids) != segment.token_ids:
-            raise InvalidRequest(f"the segment {segment.reuse!r} has two texts in one prompt")
+        if seen.setdefault(span.reuse, span.token_ids) != span.token_ids:
+            raise InvalidRequest(f"segments named {span.reuse!r} differ within one prompt")
 
 
-def spans_of_prompt(prompt: Prompt) -> list[PromptSpan] | None:
-    """Spans of a prompt; None if it is not given as spans."""
-    if prompt.segments is None:
-        return None
+def spans_of_prompt(prompt: Prompt) -> list[PromptSpan]:
+    assert prompt.segments is not None, "the prompt is given as spans"
     return [PromptSpan(token_ids=span.token_ids, name=span.reuse) for span in prompt.segments]

@@ -1,8 +1,11 @@
-"""Division of a prompt into prefilled tokens and tokens spliced from cached spans.
+"""Splicing: a prompt whose named spans are loaded from the span cache instead of prefilled.
 
-vLLM prefills only the tail of a prompt, so every run of prefilled tokens is the tail of a separate
-engine request. These requests form a chain that ends with the group's samples. A request finds the
-KV of the previous one in whole cache blocks, so a spliced run starts at a block boundary.
+Spans that are not cached are prefilled alone first. vLLM prefills only the tail of a prompt, so
+every other run of prefilled tokens is the tail of a separate engine request of one token. These
+requests form a chain that ends with the group's samples, and all are submitted together. Each finds
+the KV of the previous one in whole cache blocks, so a spliced run starts at a block boundary, and
+the engine loads the spliced KV in between. The KV before the first spliced token is exact and is
+cached like that of any prompt. If the spans cannot be provided, the prompt is prefilled.
 """
 
 import uuid
@@ -79,12 +82,12 @@ def prefill_lengths(runs: Sequence[TokenRun]) -> list[int]:
 
 
 def build_load(
-    runs: Sequence[TokenRun], segments: Mapping[int, ExportSlot], *, chain: str, num_requests: int
+    runs: Sequence[TokenRun], slots: Mapping[int, ExportSlot], *, chain: str, num_requests: int
 ) -> KvLoad:
-    """KV load of the spliced runs; `segments` are the cached spans by index."""
+    """KV load of the spliced runs; `slots` are those of the cached spans by index."""
     pieces = tuple(
         LoadPiece(
-            source=segments[run.span],
+            source=slots[run.span],
             token_offset=run.start - run.origin,
             num_tokens=run.num_tokens,
             start=run.start,
@@ -99,7 +102,10 @@ def build_load(
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class SplicePlan:
-    """PromptPlan of a group with `num_samples` samples that splices spans."""
+    """Plan of a prompt for `num_samples` samples that splices cached spans.
+
+    `num_computed` counts the tokens that the prefills before the samples have computed.
+    """
 
     lease: SpanLease
     spans: Sequence[PromptSpan]
@@ -125,11 +131,11 @@ class SplicePlan:
         if monitor.ends:
             raise ReuseFailed("not_written")
         spliced = {run.span for run in runs if run.span is not None}
-        segments = self.lease.acquire({index: self.spans[index] for index in spliced})
+        entries = self.lease.acquire({index: self.spans[index] for index in spliced})
         await self.lease.write(engine, monitor)
-        sources = {span: cached.slot for span, cached in segments.items()}
+        slots = {span: cached.slot for span, cached in entries.items()}
         num_requests = len(ends) + self.num_samples
-        load = build_load(runs, sources, chain=self.name, num_requests=num_requests)
+        load = build_load(runs, slots, chain=self.name, num_requests=num_requests)
         prompt = joined(self.spans)
         self.prefills = [self.lease.request(prompt[:end], load=load) for end in ends]
         return load
@@ -155,6 +161,7 @@ class SplicePlan:
         return self.is_approximate(num_cached)
 
     def forget(self) -> None:
+        """Drop the KV that the engine no longer loads, so that it is written again."""
         self.lease.forget()
 
     def release(self, *, settled: bool) -> None:

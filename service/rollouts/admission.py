@@ -98,11 +98,13 @@ class Admission:
         limits = self._limits
         max_samples = min(limits.max_samples_per_key or samples, limits.max_samples_running)
         if samples > max_samples:
-            raise InvalidRequest(f"{samples} samples; a key may have {max_samples} running")
+            raise InvalidRequest(
+                f"{samples} samples; the limit is {max_samples} running samples per API key"
+            )
         if _exceeds(prompt_tokens, limits.max_prompt_tokens_per_key):
             raise InvalidRequest(
-                f"{prompt_tokens} prompt tokens; a key may have "
-                f"{limits.max_prompt_tokens_per_key} running"
+                f"{prompt_tokens} prompt tokens; the limit per API key is "
+                f"{limits.max_prompt_tokens_per_key}"
             )
 
     def _check_capacity(self, key: str, samples: int, prompt_tokens: int) -> None:
@@ -131,5 +133,5 @@ def _exceeds(amount: int, limit: int | None) -> bool:
 
 def _quota_exceeded(what: str, limit: int | None) -> QuotaExceeded:
     return QuotaExceeded(
-        f"a key may have {limit} {what} running", retry_after_seconds=RETRY_SECONDS
+        f"the limit per API key is {limit} {what}", retry_after_seconds=RETRY_SECONDS
     )

@@ -238,7 +238,8 @@ class Group:
 
     async def _to_sample_answer(self, index: int, result: Completion) -> SampleAnswer:
         num_tokens = self._num_valid_tokens(result)
-        prior_tokens, (logprobs, spans) = self._prior_tokens(index), self._prior(index)
+        prior_tokens, (logprobs, prior_spans) = self._prior_tokens(index), self._prior(index)
+        spans = version_spans(result, num_tokens, self.options.adapter)
         token_ids = prior_tokens + result.token_ids[:num_tokens]
         return SampleAnswer(
             index=index,
@@ -246,22 +247,16 @@ class Group:
             logprobs=logprobs + result.logprobs[:num_tokens],
             text=await self.options.decode(token_ids) if self.options.decode else None,
             finish_reason=self._finish_reason(result),
-            versions=joined_spans(
-                [
-                    (spans, len(prior_tokens)),
-                    (version_spans(result, num_tokens, self.options.adapter), num_tokens),
-                ]
-            ),
+            versions=joined_spans([(prior_spans, len(prior_tokens)), (spans, num_tokens)]),
         )
 
     def _num_valid_tokens(self, result: Completion) -> int:
         """Number of leading tokens of the group's `exact_version`; all tokens if it has none."""
         if self.options.exact_version is None:
             return len(result.token_ids)
-        other_version_starts = [
-            span.start for span in result.versions if span.version != self.options.exact_version
-        ]
-        return min([*other_version_starts, len(result.token_ids)])
+        exact_version = self.options.exact_version
+        others = (span.start for span in result.versions if span.version != exact_version)
+        return min(others, default=len(result.token_ids))
 
     def _finish_reason(self, result: Completion) -> FinishReason:
         if self._num_valid_tokens(result) < len(result.token_ids):

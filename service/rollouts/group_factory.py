@@ -12,7 +12,7 @@ from service.rollouts import validation
 from service.rollouts.finish_policy import FinishPolicy
 from service.rollouts.group import Group
 from service.rollouts.options import GroupOptions, derive_seed
-from service.rollouts.prompt_source import PromptSource
+from service.rollouts.prompt_source import PrefilledPrompt, PromptSource
 from service.rollouts.scheduling import PriorityAging, TimeSlice
 from service.rollouts.tokenizer import Tokenizer
 from service.trees.external_tree import ExternalTree
@@ -46,7 +46,10 @@ class GroupFactory:
         continued = validation.samples_to_continue(request)
         for index, prompt in enumerate(prompts):
             options = self._options(request, index, prompt, continued.get(index, ()), shared)
-            groups.append(self._group(request, *self._kv_reuse.prompt_source(request, options)))
+            source: PromptSource = PrefilledPrompt()
+            if request.groups[index].prompt.segments is not None:
+                options, source = self._kv_reuse.prompt_source(request, options)
+            groups.append(self._group(request, options, source))
             await turn.pause()
         return groups
 

@@ -122,20 +122,15 @@ class RolloutManager:
         try:
             self._admission.check_open()
             await self._fleet.claim(claim.cluster_key)
-            return await self._start_claimed(request, options, claim)
+            try:
+                return await self._start(request, options, detached=True, claim=claim)
+            except ServiceError:
+                # Released before the error is sent: a replica that receives the retry must not find
+                # the claim held by this one.
+                await self._fleet.release_now(claim.cluster_key)
+                raise
         except BaseException:
             self._keys.release(claim)
-            raise
-
-    async def _start_claimed(
-        self, request: RolloutRequest, options: GroupOptions, claim: IdempotencyClaim
-    ) -> Rollout:
-        try:
-            return await self._start(request, options, detached=True, claim=claim)
-        except ServiceError:
-            # Released before the error is sent: a replica that receives the retry must not find the
-            # claim held by this one.
-            await self._fleet.release_now(claim.cluster_key)
             raise
 
     async def _start(
@@ -158,7 +153,9 @@ class RolloutManager:
         )
         try:
             groups = await self._create_groups(request, prompts, options)
-            return self._run(groups, reservation, detached=detached, claim=claim)
+            new_id = new_rollout_id(self._fleet.own_id)
+            rollout = Rollout(new_id, groups, detached=detached, claim=claim)
+            return self._run(rollout, reservation)
         except BaseException:
             self._admission.release(reservation)
             raise
@@ -273,19 +270,10 @@ class RolloutManager:
         """Assert the invariants of the result cache."""
         self._results.check()
 
-    def _run(
-        self,
-        groups: list[Group],
-        reservation: Reservation,
-        *,
-        detached: bool,
-        claim: IdempotencyClaim | None,
-    ) -> Rollout:
+    def _run(self, rollout: Rollout, reservation: Reservation) -> Rollout:
         assert self._tasks is not None, "start inside running()"
-        rollout_id = new_rollout_id(self._fleet.own_id)
-        rollout = Rollout(rollout_id, groups, detached=detached, claim=claim)
-        if claim is not None:
-            self._keys.bind(claim, rollout.id)
+        if rollout.claim is not None:
+            self._keys.bind(rollout.claim, rollout.id)
         self._running[rollout.id] = rollout
         self._adapters.begin(rollout.adapter)
         task = self._tasks.create_task(

@@ -1,10 +1,4 @@
-"""Request priorities with ageing, so that no priority can starve another.
-
-vLLM runs the request with the lowest priority number first and never changes that number, so a
-group's age must be part of it from the start. It is the arrival time in microseconds plus a
-handicap that depends on the priority and is always below a bound. A group of the lowest priority is
-thus overtaken only by groups that arrive within that bound after it; later arrivals rank behind it.
-"""
+"""Scheduling of requests in the engine and of bulk work on the event loop."""
 
 import asyncio
 import time
@@ -17,9 +11,13 @@ SLICE_SECONDS = 0.005
 
 
 class PriorityAging:
-    """Maps priorities to engine priorities when a group arrives.
+    """Request priorities with ageing, so that no priority can starve another.
 
-    Its samples, and the paths that branch from them, share the result.
+    vLLM runs the request with the lowest priority number first and never changes that number, so a
+    group's age must be part of it from the start. It is the arrival time in microseconds plus a
+    handicap that depends on the priority and is always below a bound. A group of the lowest
+    priority is thus overtaken only by groups that arrive within that bound after it; later arrivals
+    rank behind it. The samples of a group, and the paths of a tree, share its number.
     """
 
     def __init__(

@@ -57,7 +57,7 @@ class Scoring:
         num_responses = sum(len(item.responses) for item in request.items)
         if num_responses > self._max_samples:
             raise InvalidRequest(
-                f"{num_responses} responses; one request may have {self._max_samples}"
+                f"{num_responses} responses; the limit is {self._max_samples} per request"
             )
         prompts = await self._tokenizer.all_token_ids([item.prompt for item in request.items])
         pairs = list(zip(request.items, prompts, strict=True))

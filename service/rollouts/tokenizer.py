@@ -35,13 +35,10 @@ class Tokenizer:
     def close(self) -> None:
         self._tokenizer.close()
 
-    async def token_ids(self, prompt: Prompt) -> list[int]:
-        return self._check_token_ids(await self._tokens(prompt))
-
     async def all_token_ids(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         tokens, turn = list[list[int]](), TimeSlice()
         for prompt in prompts:
-            tokens.append(await self.token_ids(prompt))
+            tokens.append(self._check_token_ids(await self._tokens(prompt)))
             await turn.pause()
         return tokens
 
@@ -99,11 +96,11 @@ class Tokenizer:
     def _check_token_ids(self, tokens: list[int]) -> list[int]:
         info = self._engine.info
         if not tokens:
-            raise InvalidRequest("a prompt has no token")
+            raise InvalidRequest("a prompt has no tokens")
         if len(tokens) >= info.max_context_tokens:
             raise PromptTooLong(
                 f"{len(tokens)} prompt tokens; the context holds {info.max_context_tokens}, "
-                "one of them at least for the response"
+                "of which at least one is needed for the response"
             )
         if max(tokens) >= info.vocab_size:
             raise InvalidRequest(f"token ids must be below {info.vocab_size}")

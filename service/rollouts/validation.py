@@ -21,16 +21,16 @@ def check(request: RolloutRequest, *, max_samples: int, is_blocking: bool) -> in
         for group in request.groups:
             check_branching(request.branching, n=group.n)
         if request.branching.mode == "external" and is_blocking:
-            raise InvalidRequest("open a tree with Prefer: respond-async, or as a stream")
+            raise InvalidRequest("mode external needs Prefer: respond-async or stream: true")
         if request.finish is not None and request.finish.policy != "first":
-            raise InvalidRequest("a tree's leaves are taken as they come: finish.policy is first")
+            raise InvalidRequest("with branching, finish.policy must be first")
     if request.adapter is not None and request.kv is not None:
-        raise InvalidRequest("prompt KV is exported of the base model alone: leave out kv")
+        raise InvalidRequest("prompt KV is that of the base model: leave out kv or adapter")
     num_finish_samples = (request.finish and request.finish.samples) or 1
     num_samples = [num_samples_of(request, group) for group in request.groups]
     if min(num_samples) < num_finish_samples:
         raise InvalidRequest(
-            f"finish.samples is {num_finish_samples}, and a group has fewer samples than that"
+            f"finish.samples is {num_finish_samples}, but a group has fewer samples"
         )
     if sum(num_samples) > max_samples:
         raise InvalidRequest(
@@ -62,13 +62,13 @@ async def check_continue_from(
     weights. If the weights are the same, the KV blocks of these tokens may still be cached.
     """
     if request.branching is not None:
-        raise InvalidRequest("a tree begins anew: it takes no continue_from")
+        raise InvalidRequest("continue_from cannot be combined with branching")
     num_tokens, turn = 0, TimeSlice()
     for index, continued in samples_to_continue(request).items():
         if index >= len(prompts):
-            raise InvalidRequest("continue_from names a group that is not there")
+            raise InvalidRequest("continue_from names a group that is not in the request")
         if len(continued) > request.groups[index].n:
-            raise InvalidRequest("continue_from has more samples than their group")
+            raise InvalidRequest("continue_from has more samples of a group than its n")
         for sample in continued:
             _check_sample(sample, request, len(prompts[index]), info)
             num_tokens += len(sample.token_ids)
@@ -84,15 +84,15 @@ def _check_sample(
 ) -> None:
     num_tokens = len(sample.token_ids)
     if len(sample.logprobs) != num_tokens:
-        raise InvalidRequest("continue_from needs one logprob a token")
+        raise InvalidRequest("continue_from needs one logprob per token")
     _check_versions(sample, request)
     if max(sample.token_ids) >= info.vocab_size:
         raise InvalidRequest(f"token ids must be below {info.vocab_size}")
     if num_tokens >= (request.sampling.max_tokens or info.max_context_tokens):
-        raise InvalidRequest("a sample to go on with has max_tokens already")
+        raise InvalidRequest("a sample in continue_from already has max_tokens tokens")
     if num_prompt_tokens + num_tokens >= info.max_context_tokens:
         raise PromptTooLong(
-            f"{num_prompt_tokens} prompt tokens and {num_tokens} to go on from; "
+            f"{num_prompt_tokens} prompt tokens and {num_tokens} tokens of continue_from; "
             f"the context holds {info.max_context_tokens}"
         )
 
@@ -101,10 +101,10 @@ def _check_versions(sample: UnfinishedSample, request: RolloutRequest) -> None:
     at = 0
     for span in sample.versions:
         if span.start != at or span.end <= at:
-            raise InvalidRequest("the versions of continue_from must follow one another")
+            raise InvalidRequest("the version spans of continue_from must be consecutive")
         at = span.end
     if at != len(sample.token_ids):
-        raise InvalidRequest("the versions of continue_from must cover its tokens")
+        raise InvalidRequest("the version spans of continue_from must cover its tokens")
     exact_version = request.policy and request.policy.exact_version
     if exact_version is not None and any(span.version != exact_version for span in sample.versions):
         raise InvalidRequest(f"continue_from has tokens of other versions than {exact_version!r}")

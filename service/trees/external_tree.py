@@ -56,7 +56,7 @@ class BranchResult:
 
 def check_branch(plan: Plan, parent: Segment | None, *, num_leaves: int) -> None:
     if parent is not None and parent.finish != "cut":
-        raise InvalidRequest(f"nothing grows from a segment that ended as {parent.finish}")
+        raise InvalidRequest(f"a segment that ended as {parent.finish} has no children")
     if parent is not None and parent.depth >= plan.branching.max_depth:
         raise InvalidRequest(f"max_depth is {plan.branching.max_depth}")
     if num_leaves > plan.branching.max_leaves:
@@ -67,7 +67,7 @@ def path_bounds(plan: Plan, budget: Budget, request: BranchRequest, *, start: in
     """Limits of each path of a branch request."""
     part = budget.remaining // request.n
     if part < 1:
-        raise InvalidRequest("max_new_tokens_total is used up")
+        raise InvalidRequest("the tree's max_new_tokens_total is used up")
     rest = plan.max_length - start
     if request.max_tokens is not None:
         cut = next_cut(start + request.max_tokens, plan.block_size)

@@ -1,4 +1,4 @@
-"""Path: one engine request, from a fork to its next cut or its end."""
+"""Paths of a tree and their token budget; a path is one engine request, from a fork to its end."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,12 @@ from service.trees.tree import Segment
 
 
 class Budget:
-    """Token budget of one tree; every `reserve` must be followed by one `release`."""
+    """Token budget of one tree; every `reserve` must be followed by one `release`.
+
+    A running path reserves its maximum length, so the bound is never exceeded. Unused tokens return
+    to the budget for the paths that start next. Every future leaf gets an equal part of what
+    remains.
+    """
 
     def __init__(self, tokens: int) -> None:
         self._total = tokens
@@ -28,7 +33,7 @@ class Budget:
         return self._remaining * leaves // (num_starting_leaves + self.num_future_leaves)
 
     def reserve(self, tokens: int) -> None:
-        assert 0 < tokens <= self._remaining, "a tree's tokens are used up"
+        assert 0 < tokens <= self._remaining, "the path exceeds the tree's token budget"
         self._remaining -= tokens
         self._reserved += tokens
 

@@ -105,15 +105,15 @@ class Plan:
 def check(branching: Branching, *, n: int) -> None:
     """Validate a branching request across its fields."""
     if n != 1:
-        raise InvalidRequest("a tree has n = 1: its leaves are its samples")
+        raise InvalidRequest("branching needs n = 1: the leaves of the tree are its samples")
     for name in UNUSED_FIELDS[branching.mode]:
         if getattr(branching, name) != Branching.model_fields[name].default:
-            raise InvalidRequest(f"{name} means nothing in the mode {branching.mode}")
+            raise InvalidRequest(f"{name} has no effect in mode {branching.mode}: leave it out")
     positions = branching.positions
     if branching.mode == "positions" and not positions:
-        raise InvalidRequest("the mode positions needs positions")
+        raise InvalidRequest("mode positions needs positions")
     if any(later <= earlier for earlier, later in zip(positions, positions[1:], strict=False)):
-        raise InvalidRequest("positions must rise")
+        raise InvalidRequest("positions must be strictly ascending")
 
 
 def split(share: int, parts: int) -> list[int]:
@@ -125,7 +125,12 @@ def split(share: int, parts: int) -> list[int]:
 def select_entropy_cuts(
     plan: Plan, entropy: Sequence[float], *, start: int, max_cuts: int
 ) -> list[int]:
-    """At most `max_cuts` ascending path lengths at which the tokens from `start` on are cut."""
+    """At most `max_cuts` ascending path lengths at which the tokens from `start` on are cut.
+
+    A token's entropy is that of the distribution it was sampled from, so the fork belongs before
+    that token. The cut moves to the next position at which a child prefills a single token, and
+    that position's score is the highest entropy of the tokens that move to it.
+    """
     scores = _scores(plan, entropy, start)
     gap = max(plan.branching.min_gap, 1)
     chosen: list[int] = []

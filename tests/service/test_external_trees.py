@@ -161,7 +161,7 @@ async def test_lease_is_capped_and_the_cap_reported(tmp_path: Path) -> None:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"n": 9}, "max_leaves is 8"),
-    ({"segment": "0.0", "n": 2, "max_tokens": 20}, "nothing grows from a segment that ended"),
+    ({"segment": "0.0", "n": 2, "max_tokens": 20}, "a segment that ended as"),
     ({"segment": "0.1", "max_tokens": 20}, "max_depth is 1"),
 ]
 

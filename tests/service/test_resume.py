@@ -81,13 +81,13 @@ async def test_continued_sample_does_not_repeat_its_random_numbers(tmp_path: Pat
 
 SPANS = [{"version": "v0", "start": 0, "end": 1}]
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    (asked(started(5, group=2)), "a group that is not there"),
-    (asked(*[started(5)] * 3), "more samples than their group"),
-    (asked(started(5, 6, logprobs=[-0.1])), "one logprob a token"),
+    (asked(started(5, group=2)), "a group that is not in the request"),
+    (asked(*[started(5)] * 3), "more samples of a group than its n"),
+    (asked(started(5, 6, logprobs=[-0.1])), "one logprob per token"),
     (asked(started(5, 6, versions=SPANS)), "must cover its tokens"),
-    (asked(started(5, versions=[{"version": "v0", "start": 1, "end": 2}])), "follow one another"),
+    (asked(started(5, versions=[{"version": "v0", "start": 1, "end": 2}])), "must be consecutive"),
     (asked(started(300)), "below 256"),
-    (asked(started(*range(8))), "has max_tokens already"),
+    (asked(started(*range(8))), "already has max_tokens tokens"),
     (
         asked(
             started(5, versions=[{"version": "v9", "start": 0, "end": 1}]),
@@ -115,7 +115,7 @@ async def test_tree_cannot_be_continued(tmp_path: Path) -> None:
     request["groups"] = [group(1)]
     async with serving(FakeEngine(), tmp_path) as served:
         refused = await served.http.post("/v1/rollouts", json=request)
-    assert "takes no continue_from" in refused.json()["detail"]
+    assert "cannot be combined with branching" in refused.json()["detail"]
 
 
 async def test_continuation_leaves_room_for_a_token(tmp_path: Path) -> None:

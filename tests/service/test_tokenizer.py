@@ -38,7 +38,8 @@ class SlowTokenizer(FakeEngine):
 def tokenized(prompts: Tokenizer, key: str, text: str) -> asyncio.Task[list[int]]:
     async def work() -> list[int]:
         key_name.set(key)
-        return await prompts.token_ids(Prompt(text=text))
+        [token_ids] = await prompts.all_token_ids([Prompt(text=text)])
+        return token_ids
 
     return asyncio.create_task(work())
 
@@ -47,7 +48,7 @@ async def test_text_that_cannot_fit_is_refused_before_tokenization() -> None:
     engine = SlowTokenizer()
     engine.max_context_tokens = 100
     with pytest.raises(PromptTooLong, match="101 characters"):
-        await Tokenizer(engine).token_ids(Prompt(text="a" * 101))
+        await Tokenizer(engine).all_token_ids([Prompt(text="a" * 101)])
     assert engine.seen == []
 
 

@@ -315,9 +315,9 @@ async def test_engine_death_ends_a_tree(tmp_path: Path) -> None:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (asked("positions"), "needs positions"),
-    (asked("interval", positions=[5]), "positions means nothing in the mode interval"),
-    (asked("external", factor=4), "factor means nothing in the mode external"),
-    (asked("positions", positions=[9, 9]), "rise"),
+    (asked("interval", positions=[5]), "positions has no effect in mode interval"),
+    (asked("external", factor=4), "factor has no effect in mode external"),
+    (asked("positions", positions=[9, 9]), "ascending"),
     ({**asked(), "groups": [{"prompt": {"token_ids": [1]}, "n": 2}]}, "n = 1"),
     (asked(rest={"finish": {"samples": 5}}), "fewer samples"),
     (asked("external"), "respond-async"),

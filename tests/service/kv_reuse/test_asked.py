@@ -37,16 +37,16 @@ async def test_other_prompts_have_no_reuse_fields(tmp_path: Path) -> None:
     ("change", "word"),
     [
         ({"kv": {}}, "approximate"),
-        ({"branching": TREE}, "tree"),
-        ({"adapter": "a"}, "model alone"),
+        ({"branching": TREE}, "branching excludes"),
+        ({"adapter": "a"}, "base model"),
         ({"continue_from": {"samples": [UNFINISHED]}}, "continue_from"),
         ({"groups": [{"prompt": {"token_ids": [1]}}]}, "segments"),
         ({"reuse": {"mode": "recompute", "apply": True}}, "order"),
         ({"reuse": {"mode": "order", "first_tokens": 4}}, "recompute"),
         ({"reuse": {"mode": "guess"}}, "mode"),
         ({"reuse": {"mode": "anchors"}, "kv": {}}, "approximate"),
-        ({"reuse": {"mode": "anchors"}, "branching": TREE}, "tree"),
-        ({"reuse": {"mode": "anchors"}, "adapter": "a"}, "model alone"),
+        ({"reuse": {"mode": "anchors"}, "branching": TREE}, "branching excludes"),
+        ({"reuse": {"mode": "anchors"}, "adapter": "a"}, "base model"),
         (
             {"reuse": {"mode": "anchors"}, "continue_from": {"samples": [UNFINISHED]}},
             "continue_from",
@@ -60,7 +60,7 @@ async def test_other_prompts_have_no_reuse_fields(tmp_path: Path) -> None:
         ({"groups": [{"prompt": {"segments": [{"token_ids": [1], "reuse": ""}]}}]}, "reuse"),
         (
             {"groups": [{"prompt": {"segments": [segment([1], "x"), segment([2], "x")]}}]},
-            "two texts",
+            "differ within one prompt",
         ),
     ],
 )
