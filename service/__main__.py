@@ -1,6 +1,21 @@
-"""Entry point of `python -m service`, equivalent to the `coppice` command."""
+"""Entry point of the `coppice` command and of `python -m service`.
 
-from service.entry import main
+Processes that multiprocessing spawns import their parent's main module, so the engine's processes
+import this module too. For that reason it imports the service only inside `main`.
+"""
+
+from engine.launch.environment import started_by_coppice
+from engine.runtime import process_setup
+
+if started_by_coppice():
+    process_setup.disable_gc()  # until the plugin calls freeze_gc
+
+
+def main() -> None:
+    from service.cli import main
+
+    main()
+
 
 if __name__ == "__main__":
     main()

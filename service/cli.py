@@ -12,14 +12,17 @@ from typing import TYPE_CHECKING, Annotated, NoReturn, cast
 import typer
 import yaml
 
+from engine.cudagraphs.from_settings import capture_limits, graph_memory, load_trace, make_plan
+from engine.cudagraphs.planner import shape_weights
+from engine.cudagraphs.report import compare, render
 from engine.errors import StartFailed
+from engine.launch.model_files import resolve_model_config
 from engine.protocol import Engine
 from engine.runtime import process_setup
 from service.auth.keys import generate_key, read_keys
 from service.config.flags import with_settings_flags
 from service.config.settings import LogSettings, Settings, load_settings, redacted
 from service.config.sources import SettingsError
-from service.graph_plan import render_graph_plan
 from service.observability.logs import configure_logging
 
 if TYPE_CHECKING:
@@ -117,14 +120,17 @@ def main() -> None:
     build_cli()()
 
 
-def _settings(flags: Mapping[str, str], config: Path | None) -> Settings:
-    try:
-        settings = load_settings(flags=flags, file=config)
-        if settings.server.keys_file is not None:
-            read_keys(settings.server.keys_file)
-        return settings
-    except SettingsError as error:
-        _fail(2, *error.lines)
+def render_graph_plan(settings: Settings) -> str:
+    """Report of the graph plan; raises StartFailed if there is none."""
+    engine, graphs, speculation = settings.engine, settings.graphs, settings.speculation
+    model = resolve_model_config(engine.model, engine.revision)
+    plan, limits, trace = (
+        make_plan(engine, graphs, speculation, model),
+        capture_limits(engine, graphs, speculation),
+        load_trace(graphs),
+    )
+    frequencies = trace.counts() if trace else shape_weights(limits, mixed_tokens=0, trace=None)
+    return render(plan, compare(plan, limits, graph_memory(engine, graphs, model), frequencies))
 
 
 def _serve(settings: Settings, components: ServeComponents) -> None:
@@ -178,6 +184,16 @@ def _version(distribution: str) -> str | None:
         return version(distribution)
     except PackageNotFoundError:
         return None
+
+
+def _settings(flags: Mapping[str, str], config: Path | None) -> Settings:
+    try:
+        settings = load_settings(flags=flags, file=config)
+        if settings.server.keys_file is not None:
+            read_keys(settings.server.keys_file)
+        return settings
+    except SettingsError as error:
+        _fail(2, *error.lines)
 
 
 def _fail(code: int, *lines: str) -> NoReturn:

@@ -15,10 +15,11 @@ from engine.protocol import Engine
 from engine.types import EngineHealth
 from service.adapters.manager import AdapterManager
 from service.adapters.upload import AdapterFiles
-from service.cluster.factory import create_registry
-from service.cluster.ids import new_replica_id
+from service.cluster.in_memory import InMemoryRegistry
 from service.cluster.membership import ClusterMembership
-from service.cluster.registry import ClusterRegistry, Replica
+from service.cluster.redis_registry import RedisRegistry
+from service.cluster.registry import ClusterRegistry, Replica, new_replica_id
+from service.cluster.settings import DirectorySettings
 from service.config.settings import Settings
 from service.http.bodies import Bodies
 from service.http.connections import Connections, connection_limit
@@ -71,7 +72,7 @@ class Server:
         self.readiness = Readiness(engine)
         self._replica_status = ReplicaStatus()
         self.fleet = ClusterMembership(
-            directory or create_registry(settings.directory),
+            directory or _create_registry(settings.directory),
             settings.directory,
             describe=self._describe_replica,
             failed=lambda operation: self.metrics.directory_failures.labels(operation).inc(),
@@ -290,3 +291,7 @@ class Server:
     def _count_failed(self, rollout: Rollout) -> None:
         """Count the groups that failed: they have no answer, callers get a problem document."""
         self.metrics.groups.labels("failed").inc(len(rollout.groups) - len(rollout.answers()))
+
+
+def _create_registry(settings: DirectorySettings) -> ClusterRegistry:
+    return InMemoryRegistry() if settings.redis_url is None else RedisRegistry(settings)

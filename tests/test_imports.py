@@ -58,7 +58,6 @@ def test_engine_processes_import_no_service_module() -> None:
     assert {name for name in modules if name.partition(".")[0] == "service"} == {
         "service",
         "service.__main__",
-        "service.entry",
     }
 
 

@@ -8,12 +8,14 @@ evicted when the next adapter is loaded or unloaded. Runs on one event loop; cha
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from coppice.wire.adapters import AdapterAnswer, AdaptersAnswer
 from engine.errors import CheckpointRefused, LoadFailed
 from engine.protocol import Engine
-from service.adapters.loaded_adapter import LoadedAdapter
+from engine.types import AdapterInfo
 from service.adapters.upload import AdapterFiles, ReceivedAdapter
 from service.http.errors import (
     ActivationFailed,
@@ -29,6 +31,36 @@ RETRY_SECONDS = 2.0
 NOT_LOADED = "it is not loaded on this replica: adapters are not passed on, load it on each"
 AdapterLoadOutcome = Literal["loaded", "refused", "failed"]
 OnLoad = Callable[[AdapterLoadOutcome], None]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class LoadedAdapter:
+    """One loaded adapter version.
+
+    `folder` is the server's private copy of its files. `num_users` counts the running rollouts and
+    scoring requests that use it.
+    """
+
+    name: str
+    version: str
+    form: AdapterInfo
+    digest: str
+    folder: Path
+    num_users: int = 0
+
+    @property
+    def label(self) -> str:
+        return f"{self.name}@{self.version}"
+
+    def answer(self, *, current: bool) -> AdapterAnswer:
+        return AdapterAnswer(
+            name=self.name,
+            version=self.version,
+            current=current,
+            rank=self.form.rank,
+            num_bytes=self.form.num_bytes,
+            rollouts_running=self.num_users,
+        )
 
 
 class AdapterManager:

@@ -17,9 +17,11 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
+from urllib.parse import quote
+
+from fastapi import Request, Response
 
 from service.cluster.idempotency_claims import Claims
-from service.cluster.redirect import RedirectToReplica
 from service.cluster.registry import ClusterRegistry, ClusterView, RegistryUnavailable, Replica
 from service.cluster.settings import DirectorySettings
 from service.http.errors import DirectoryUnavailable, ReplicaGone
@@ -29,6 +31,14 @@ RETRY_AFTER_SECONDS = 2.0
 STOP_SECONDS = 5.0
 
 log = logging.getLogger(__name__)
+
+
+class RedirectToReplica(Exception):
+    """The resource belongs to another replica, whose registered base URL is `url`."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.url = url
 
 
 class ClusterMembership:
@@ -274,3 +284,12 @@ class ClusterMembership:
             log.warning("the cluster registry does not respond: %s", reason)
         self._num_failures += 1
         self._connected_since = None
+
+
+async def redirect_response(request: Request, error: Exception) -> Response:
+    """Redirect to the same path and query on the other replica; 307 keeps method and body."""
+    assert isinstance(error, RedirectToReplica)
+    query = request.scope["query_string"].decode("latin-1")
+    location = error.url.rstrip("/") + quote(request.scope["path"]) + (query and f"?{query}")
+    request.app.state.server.metrics.directory_redirects.inc()
+    return Response(status_code=307, headers={"Location": location})

@@ -6,20 +6,20 @@ digests, because clients choose the idempotency keys.
 
 import asyncio
 import hashlib
+import logging
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from pydantic import TypeAdapter, ValidationError
 from redis.asyncio import BlockingConnectionPool, Redis, SSLConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.credentials import CredentialProvider
 from redis.exceptions import RedisError
 
-from service.cluster import redis_scripts
-from service.cluster.entries import MANIFEST, REPLICA, TARGET, parse_entries, parse_entry
 from service.cluster.registry import (
     ActivationTarget,
     ClusterView,
@@ -31,6 +31,12 @@ from service.cluster.registry import (
 from service.cluster.settings import DirectorySettings
 
 MAX_CONNECTIONS = 16
+REPLICA = TypeAdapter(Replica)
+MANIFEST = TypeAdapter(Manifest)
+TARGET = TypeAdapter(ActivationTarget)
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 
 class RedisRegistry:
@@ -41,15 +47,15 @@ class RedisRegistry:
         self._timeout_seconds = settings.call_seconds
         self._prefix = "{" + settings.key_prefix + "}:"
         self._redis = Redis(connection_pool=_connection_pool(settings.redis_url, settings))
-        self._heartbeat = self._redis.register_script(redis_scripts.HEARTBEAT)
-        self._leave_script = self._redis.register_script(redis_scripts.LEAVE)
-        self._claim_script = self._redis.register_script(redis_scripts.CLAIM)
-        self._release_script = self._redis.register_script(redis_scripts.RELEASE)
-        self._publish_script = self._redis.register_script(redis_scripts.PUBLISH)
-        self._target_script = self._redis.register_script(redis_scripts.TARGET)
+        self._heartbeat = self._redis.register_script(HEARTBEAT_SCRIPT)
+        self._leave_script = self._redis.register_script(LEAVE_SCRIPT)
+        self._claim_script = self._redis.register_script(CLAIM_SCRIPT)
+        self._release_script = self._redis.register_script(RELEASE_SCRIPT)
+        self._publish_script = self._redis.register_script(PUBLISH_SCRIPT)
+        self._target_script = self._redis.register_script(TARGET_SCRIPT)
 
     async def beat(self, replica: Replica, *, ttl_seconds: float) -> ClusterView:
-        keys = self._keys("replicas", "deadlines", "manifests", "order")
+        keys = self._keys("replicas", "deadlines", "manifests", "target")
         entry = REPLICA.dump_json(replica)
         answer = await self._call(
             self._heartbeat, keys, replica.id, entry, _milliseconds(ttl_seconds)
@@ -57,9 +63,9 @@ class RedisRegistry:
         known, replicas, manifests, target = answer
         return ClusterView(
             known=bool(known),
-            replicas={found.id: found for found in parse_entries(REPLICA, replicas)},
-            manifests={found.version: found for found in parse_entries(MANIFEST, manifests)},
-            target=parse_entry(TARGET, target),
+            replicas={found.id: found for found in _parse_entries(REPLICA, replicas)},
+            manifests={found.version: found for found in _parse_entries(MANIFEST, manifests)},
+            target=_parse_entry(TARGET, target),
         )
 
     async def leave(self, replica_id: str) -> None:
@@ -88,8 +94,8 @@ class RedisRegistry:
 
     async def set_target(self, target: ActivationTarget) -> ActivationTarget:
         arguments = (target.epoch, TARGET.dump_json(target))
-        current = await self._call(self._target_script, self._keys("order"), *arguments)
-        return parse_entry(TARGET, current) or target
+        current = await self._call(self._target_script, self._keys("target"), *arguments)
+        return _parse_entry(TARGET, current) or target
 
     async def close(self) -> None:
         with suppress(RegistryUnavailable):
@@ -147,5 +153,91 @@ def _connection_pool(url: str, settings: DirectorySettings) -> BlockingConnectio
     return BlockingConnectionPool.from_url(url, **options)
 
 
+def _parse_entry(kind: TypeAdapter[T], entry: bytes | None) -> T | None:
+    """Parse a JSON entry. Replicas of other releases write to the same keys, so it may fail."""
+    if entry is None:
+        return None
+    try:
+        return kind.validate_json(entry)
+    except ValidationError:
+        log.warning("ignoring an invalid entry of the cluster registry")
+        return None
+
+
+def _parse_entries(kind: TypeAdapter[T], entries: Iterable[bytes]) -> list[T]:
+    return [found for entry in entries if (found := _parse_entry(kind, entry)) is not None]
+
+
 def _milliseconds(ttl_seconds: float) -> int:
     return max(1, math.ceil(ttl_seconds * 1000))
+
+
+# Lua scripts. Expiry is decided by the Redis server's clock. Entries that cannot be parsed are
+# ignored. Every key is declared in KEYS, and all have the key prefix as their hash tag, so that
+# Redis Cluster stores them on one node.
+
+HEARTBEAT_SCRIPT = """
+-- KEYS: replicas, deadlines, manifests, target; ARGV: replica id, entry, TTL in milliseconds
+-- Returns: 1 if the replica was registered, else 0; all replicas; all manifests; the target
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now)) do
+  redis.call('HDEL', KEYS[1], id)
+  redis.call('ZREM', KEYS[2], id)
+end
+local known = redis.call('HSET', KEYS[1], ARGV[1], ARGV[2]) == 0
+redis.call('ZADD', KEYS[2], now + ARGV[3], ARGV[1])
+return {known and 1 or 0, redis.call('HVALS', KEYS[1]), redis.call('HVALS', KEYS[3]),
+        redis.call('GET', KEYS[4])}
+"""
+
+LEAVE_SCRIPT = """
+-- KEYS: replicas, deadlines; ARGV: replica id
+redis.call('HDEL', KEYS[1], ARGV[1])
+redis.call('ZREM', KEYS[2], ARGV[1])
+"""
+
+CLAIM_SCRIPT = """
+-- KEYS: claim, deadlines; ARGV: replica id, TTL in milliseconds, 1 to allow a takeover
+-- Returns the replica id of the holder. A takeover replaces a holder that is not registered.
+local holder = redis.call('GET', KEYS[1])
+if holder and holder ~= ARGV[1] then
+  local time = redis.call('TIME')
+  local now = time[1] * 1000 + math.floor(time[2] / 1000)
+  local deadline = redis.call('ZSCORE', KEYS[2], holder)
+  local expired = not deadline or tonumber(deadline) <= now
+  if not (expired and ARGV[3] == '1') then return holder end
+end
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+return ARGV[1]
+"""
+
+RELEASE_SCRIPT = """
+-- KEYS: claim; ARGV: replica id
+if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('DEL', KEYS[1]) end
+"""
+
+PUBLISH_SCRIPT = """
+-- KEYS: manifests; ARGV: version, entry, sequence
+-- Returns the conflicting manifest, if there is one
+for _, existing in ipairs(redis.call('HVALS', KEYS[1])) do
+  local parsed, manifest = pcall(cjson.decode, existing)
+  if parsed and type(manifest) == 'table' and existing ~= ARGV[2] and
+      (manifest.version == ARGV[1] or manifest.sequence == tonumber(ARGV[3])) then
+    return existing
+  end
+end
+redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
+return false
+"""
+
+TARGET_SCRIPT = """
+-- KEYS: target; ARGV: epoch, entry
+-- Returns the current target: the given one, unless the existing one has an equal or higher epoch
+local existing = redis.call('GET', KEYS[1])
+local parsed, target = pcall(cjson.decode, existing or '')
+if parsed and type(target) == 'table' and type(target.epoch) == 'number' and
+    target.epoch >= tonumber(ARGV[1]) then return existing end
+redis.call('SET', KEYS[1], ARGV[2])
+return ARGV[2]
+"""

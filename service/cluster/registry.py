@@ -1,11 +1,17 @@
 """Cluster registry: the state that replicas share, behind one interface.
 
 It stores the replicas and what each serves, the published weights versions, the activation target,
-and the holders of idempotency keys. Rollouts, handles and checkpoints belong to their replicas; ids
-of rollouts and handles contain the replica's id (service/cluster/ids.py). Losing the registry
-therefore loses the routes to resources, but no resources.
+and the holders of idempotency keys. Rollouts, handles and checkpoints belong to their replicas.
+Losing the registry therefore loses the routes to resources, but no resources.
+
+Ids of rollouts and prompt-KV handles start with the id of the replica that created them. Any
+replica can therefore find the owner of an id without a lookup, and ids can be returned to clients
+without being registered anywhere.
 """
 
+import re
+import secrets
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -13,6 +19,7 @@ from typing import Literal, Protocol
 from coppice.wire.weights import ActivationMode
 
 ReplicaState = Literal["starting", "serving", "draining"]
+_NAME = re.compile(r"^(?P<replica>[0-9a-f]{12})\.[0-9A-Za-z_-]{1,64}$")
 
 
 class RegistryUnavailable(Exception):
@@ -104,7 +111,7 @@ class ClusterRegistry(Protocol):
     release: Remove the claim if the replica holds it.
     publish: Add a manifest. Idempotent for equal content, otherwise raises ManifestConflict.
     withdraw: Remove a manifest. Idempotent.
-    target: Set the activation target if its epoch is the highest; return the current target.
+    set_target: Set the activation target if its epoch is the highest; return the current target.
     """
 
     async def beat(self, replica: Replica, *, ttl_seconds: float) -> ClusterView: ...
@@ -124,3 +131,23 @@ class ClusterRegistry(Protocol):
     async def set_target(self, target: ActivationTarget) -> ActivationTarget: ...
 
     async def close(self) -> None: ...
+
+
+def new_replica_id() -> str:
+    """Id of one server process. A restart is a new replica, as no state survives it."""
+    return secrets.token_hex(6)
+
+
+def new_rollout_id(replica_id: str) -> str:
+    return f"{replica_id}.{uuid.uuid4().hex}"
+
+
+def new_handle_id(replica_id: str) -> str:
+    """Unguessable id of a prompt-KV handle."""
+    return f"{replica_id}.{secrets.token_urlsafe(18)}"
+
+
+def replica_id_of(name: str) -> str | None:
+    """Replica that created the id; None if the id is malformed."""
+    found = _NAME.match(name)
+    return None if found is None else found["replica"]

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 from pydantic_core import to_json
 
-from service.adapters.loaded_adapter import LoadedAdapter
+from service.adapters.manager import LoadedAdapter
 from service.auth.access import requires_role
 from service.compat.bodies import CompatModel, read_compat_body
 from service.compat.openapi_document import request_body

@@ -11,7 +11,7 @@ from starlette.types import Scope
 
 from coppice.wire.problems import Problem
 from engine.errors import EngineDead
-from service.cluster import redirect
+from service.cluster.membership import RedirectToReplica, redirect_response
 from service.http.disconnect import CLIENT_DISCONNECTED
 from service.http.errors import EngineGone, Internal, MethodNotAllowed, NotFound, ServiceError
 from service.http.failures import ENGINE_RETRY_SECONDS
@@ -34,7 +34,7 @@ def install(app: FastAPI, write: ProblemWriter = as_json) -> None:
     app.add_exception_handler(ClientDisconnect, _client_disconnected)
     app.add_exception_handler(EngineDead, _engine_dead)
     app.add_exception_handler(Exception, _unhandled_error)
-    redirect.install(app)
+    app.add_exception_handler(RedirectToReplica, redirect_response)
 
 
 def problem_response(

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from service.cluster.ids import new_handle_id
+from service.cluster.registry import new_handle_id
 from service.http.errors import KvGone, KvNotFound
 from service.prompt_kv.settings import KvSettings
 from service.prompt_kv.slots import Slot, SlotTable

@@ -15,8 +15,8 @@ from typing import Any
 from coppice.wire.rollouts import RolloutRequest
 from engine.protocol import Engine
 from service.adapters.manager import AdapterManager
-from service.cluster.ids import new_rollout_id
 from service.cluster.membership import ClusterMembership
+from service.cluster.registry import new_rollout_id
 from service.http.errors import Draining, RolloutNotFound, ServiceError
 from service.prompt_kv.manager import PromptKvManager
 from service.rollouts import validation

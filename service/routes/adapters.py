@@ -4,7 +4,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
 
 from coppice.wire.adapters import LoadAdapterRequest
-from service.adapters.loaded_adapter import LoadedAdapter
+from service.adapters.manager import LoadedAdapter
 from service.auth.access import requires_role
 from service.http.bodies import read_small_json, stream_body
 from service.http.errors import (

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
-from service.cluster.ids import replica_id_of
+from service.cluster.registry import replica_id_of
 from service.http.errors import KvGone, ReplicaGone
 from service.server import Server
 

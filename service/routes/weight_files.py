@@ -12,7 +12,7 @@ from service.http.errors import VersionNotFound
 from service.http.responses import AUTH_ERRORS, declare_responses
 from service.routes.dependencies import AnyServer
 from service.weights.checkpoint_store import DELTA, WRITE_BYTES
-from service.weights.replication import manifests
+from service.weights.replication import announcer
 from service.weights.versions import Version
 
 router = APIRouter(prefix="/v1/weights")
@@ -42,7 +42,7 @@ def _path(version: Version | None, name: str) -> Path | None:
         return None
     if name in version.digests:
         return version.path / name
-    if name == manifests.DELTA and version.delta_sha256 is not None:
+    if name == announcer.DELTA and version.delta_sha256 is not None:
         return version.path / DELTA
     return None
 

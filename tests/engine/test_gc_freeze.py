@@ -12,7 +12,7 @@ from engine.runtime import process_setup
 from engine.settings import AttentionSettings, EngineSettings
 
 CHILD = """
-import gc, service.entry
+import gc, service.__main__
 assert not gc.isenabled()
 from engine.launch.plugin import install
 install()

@@ -19,7 +19,7 @@ from service.cluster.registry import Manifest, ManifestFile, Replica
 from service.http.errors import DigestMismatch, ServiceError, WeightsRefused
 from service.http.params import label
 from service.weights.checkpoint_store import SINGLE_FILE, CheckpointStore, validate_file_name
-from service.weights.replication.manifests import digest_header, same_files
+from service.weights.replication.announcer import digest_header, same_files
 from service.weights.replication.peers import Peers
 from service.weights.stager import WeightStager
 from service.weights.versions import Version

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from service.cluster.membership import ClusterMembership
 from service.cluster.registry import ClusterView, Manifest
 from service.weights.replication.downloader import DownloadFailed, WeightsDownloader
-from service.weights.replication.load_history import LoadHistory
+from service.weights.replication.replica_status import LoadHistory
 from service.weights.versions import Versions
 
 log = logging.getLogger(__name__)

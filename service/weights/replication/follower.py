@@ -12,23 +12,18 @@ from contextlib import suppress
 
 from coppice.wire.weights import ActivationMode
 from service.cluster.membership import ClusterMembership
-from service.cluster.registry import (
-    ActivationTarget,
-    ClusterView,
-    RegistryUnavailable,
-)
+from service.cluster.registry import ActivationTarget, ClusterView, RegistryUnavailable
 from service.http.errors import ServiceError, VersionConflict, WeightsRefused
-from service.weights.replication.announcer import Announcer
-from service.weights.replication.downloader import DownloadFailed, WeightsDownloader
-from service.weights.replication.fetcher import Fetcher
-from service.weights.replication.load_history import LoadHistory
-from service.weights.replication.manifests import (
+from service.weights.replication.announcer import (
+    Announcer,
     conflicts_with_manifest,
     is_published,
     same_files,
     was_withdrawn,
 )
-from service.weights.replication.replica_status import ReplicaStatus
+from service.weights.replication.downloader import DownloadFailed, WeightsDownloader
+from service.weights.replication.fetcher import Fetcher
+from service.weights.replication.replica_status import LoadHistory, ReplicaStatus
 from service.weights.stager import WeightStager
 from service.weights.versions import Version, Versions
 

@@ -4,12 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
-from coppice.wire.weights import (
-    ActivationAnswer,
-    ActivationMode,
-    ReplicaWeights,
-    VersionsAnswer,
-)
+from coppice.wire.weights import ActivationAnswer, ActivationMode, ReplicaWeights, VersionsAnswer
 from service.cluster.membership import ClusterMembership
 from service.cluster.registry import ClusterView, Replica
 from service.config.settings import WeightsSettings

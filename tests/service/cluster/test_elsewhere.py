@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from service.cluster.ids import new_handle_id, new_replica_id, new_rollout_id
 from service.cluster.in_memory import InMemoryRegistry
+from service.cluster.registry import new_handle_id, new_replica_id, new_rollout_id
 from tests.fake_engine import FakeEngine
 from tests.fleet import fleet, replica
 from tests.service.keyfile import bearer, write_keys

@@ -8,8 +8,7 @@ import pytest
 
 from service.cluster.idempotency_claims import MAX_CLAIMS_PER_HEARTBEAT
 from service.cluster.in_memory import InMemoryRegistry
-from service.cluster.membership import ClusterMembership
-from service.cluster.redirect import RedirectToReplica
+from service.cluster.membership import ClusterMembership, RedirectToReplica
 from service.cluster.registry import ClusterView, RegistryUnavailable, Replica
 from service.cluster.settings import DirectorySettings
 from service.http.errors import DirectoryUnavailable, ReplicaGone

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
-from service.cluster.ids import new_replica_id
+from service.cluster.registry import new_replica_id
 from service.http.errors import KvGone, KvNotFound
 from service.prompt_kv.arena import PAGE_BYTES
 from service.prompt_kv.handles import Handle, Handles

@@ -6,7 +6,7 @@ import pytest
 
 from service.cluster.in_memory import InMemoryRegistry
 from service.cluster.registry import ClusterView, Manifest, Replica
-from service.weights.replication.load_history import RETRY_SECONDS
+from service.weights.replication.replica_status import RETRY_SECONDS
 from tests.fake_engine import FakeEngine
 from tests.fleet import fleet, replica
 from tests.redis_server import redis_server

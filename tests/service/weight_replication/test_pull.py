@@ -8,8 +8,8 @@ import httpx
 import pytest
 
 from service.cluster.registry import Manifest, ManifestFile
+from service.weights.replication.announcer import same_files
 from service.weights.replication.downloader import DownloadFailed, _chunks
-from service.weights.replication.manifests import same_files
 
 
 async def drip(writer: asyncio.StreamWriter) -> None:
