@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from coppice.wire.rollouts import GroupAnswer
-from coppice.wire.weights import ActivationAnswer, ActivationMode
 from engine.errors import EngineError
 from engine.protocol import Engine
 from engine.types import EngineHealth
@@ -42,8 +41,12 @@ from service.trees.external_trees import ExternalTrees
 from service.weights.activation import Activation
 from service.weights.checkpoint_store import CheckpointStore
 from service.weights.drafter import DrafterManager
-from service.weights.replication.replica_status import ReplicaStatus
-from service.weights.replication.replication import WeightReplication
+from service.weights.replication.announcer import Announcer
+from service.weights.replication.coordinator import ActivationCoordinator
+from service.weights.replication.downloader import WeightsDownloader
+from service.weights.replication.follower import Follower
+from service.weights.replication.peers import Peers
+from service.weights.replication.status import ReplicaStatus, ReplicationStatus
 from service.weights.stager import WeightStager
 from service.weights.versions import Versions, first_version
 
@@ -71,10 +74,11 @@ class Server:
         self._replica_id = new_replica_id()
         self.readiness = Readiness(engine)
         self._replica_status = ReplicaStatus()
-        self.fleet = ClusterMembership(
+        self.cluster = ClusterMembership(
             directory or _create_registry(settings.directory),
             settings.directory,
             describe=self._describe_replica,
+            is_standalone=directory is None and settings.directory.redis_url is None,
             failed=lambda operation: self.metrics.directory_failures.labels(operation).inc(),
             on_unshared_key=self.metrics.directory_unshared.inc,
         )
@@ -111,7 +115,7 @@ class Server:
             self.versions,
             self.tokenizer,
             self.prompt_kv,
-            self.fleet,
+            self.cluster,
             self.adapters,
             admission=self.admission,
             max_samples_per_request=settings.limits.max_samples_per_request,
@@ -137,30 +141,51 @@ class Server:
             admission=self.admission,
             max_samples_per_request=settings.limits.max_samples_per_request,
         )
+        announcer = Announcer(self.cluster, self.versions)
         self.stager = WeightStager(
             engine,
             self.versions,
             self.checkpoints,
+            announcer,
             retain_superseded=settings.weights.retain_superseded,
             on_received=self.metrics.record_upload,
-            announce=lambda version: self.fleet_weights.announce(version),
-            on_deleted=lambda label: self.fleet_weights.on_deleted(label),
         )
         self.drafters = DrafterManager(engine, self.checkpoints)
         self.activation = Activation(
-            engine, self.versions, self.stager, self.rollouts, self.prompt_kv
-        )
-        self.fleet_weights = WeightReplication(
-            settings.weights,
-            self.fleet,
+            engine,
             self.versions,
             self.stager,
-            self.checkpoints,
-            self._replica_status,
-            is_standalone=directory is None and settings.directory.redis_url is None,
-            activate=self._activate_here,
-            on_fetched=lambda way: self.metrics.weights_pulls.labels(way).inc(),
+            self.rollouts,
+            self.prompt_kv,
+            announcer,
+            run_to_completion=self.run_to_completion,
+            on_activated=self.metrics.record_activation,
         )
+        downloader = WeightsDownloader(
+            self.stager,
+            self.checkpoints,
+            Peers(settings.weights.peers, settings.weights.peer_key_file),
+            max_file_bytes=settings.weights.max_upload_bytes,
+            on_fetched=lambda method: self.metrics.weights_pulls.labels(method).inc(),
+        )
+        self._follower = Follower(
+            self.cluster,
+            self.versions,
+            self.stager,
+            downloader,
+            announcer,
+            self.activation,
+            self._replica_status,
+        )
+        self.coordinator = ActivationCoordinator(
+            self.cluster,
+            self.versions,
+            self.activation,
+            self._follower,
+            run_to_completion=self.run_to_completion,
+            seconds=settings.weights.fleet_seconds,
+        )
+        self.replication = ReplicationStatus(self.cluster, self.versions)
         self._background: set[asyncio.Task[Any]] = set()
         self._started_at = time.monotonic()
 
@@ -180,7 +205,7 @@ class Server:
         starting = asyncio.create_task(self._start_engine())
         lag = asyncio.create_task(watch_loop_lag(self.metrics.lag_seconds.observe))
         try:
-            async with self.fleet.running(), self.rollouts.running(), self.fleet_weights.running():
+            async with self.cluster.running(), self.rollouts.running(), self.coordinator.running():
                 yield
         finally:
             starting.cancel()
@@ -194,24 +219,6 @@ class Server:
             self.bodies.close()
             self.checkpoints.close()
             await asyncio.to_thread(self.traces.close)
-
-    async def activate(
-        self, label: str, mode: ActivationMode, *, allow_rollback: bool
-    ) -> ActivationAnswer:
-        """Activate a weights version on all replicas of the cluster, including this one."""
-        return await self.run_to_completion(
-            self.fleet_weights.activate(label, mode, allow_rollback=allow_rollback)
-        )
-
-    async def _activate_here(
-        self, label: str, mode: ActivationMode, allow_rollback: bool
-    ) -> ActivationAnswer:
-        answer = await self.run_to_completion(
-            self.activation.activate(label, mode, allow_rollback=allow_rollback)
-        )
-        self.metrics.activations.labels(mode).inc()
-        self.metrics.paused_seconds.observe(answer.paused_seconds)
-        return answer
 
     @property
     def uptime_seconds(self) -> float:
@@ -229,7 +236,7 @@ class Server:
         self.readiness.draining = True
         self.admission.close()
         self.external_trees.close()
-        self.fleet.request_heartbeat()
+        self.cluster.request_heartbeat()
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self.admission.wait_until_idle()
@@ -268,9 +275,9 @@ class Server:
         self.prompt_kv.open()
         self.kv_reuse.cache.open()
         self.readiness.started = True
-        await self.fleet_weights.catch_up()
+        await self._follower.catch_up(self.settings.weights.catch_up_seconds)
         self.readiness.caught_up = True
-        self.fleet.request_heartbeat()
+        self.cluster.request_heartbeat()
 
     def _describe_replica(self) -> Replica:
         """This replica's entry in the cluster registry."""

@@ -40,7 +40,7 @@ async def sees(served: Served, num_replicas: int) -> None:
     async with asyncio.timeout(30):
         while True:
             with suppress(RegistryUnavailable):
-                if len((await served.server.fleet.refresh()).replicas) >= num_replicas:
+                if len((await served.server.cluster.refresh()).replicas) >= num_replicas:
                     return
             await asyncio.sleep(0.01)
 

@@ -17,9 +17,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
-from urllib.parse import quote
-
-from fastapi import Request, Response
 
 from service.cluster.idempotency_claims import Claims
 from service.cluster.registry import ClusterRegistry, ClusterView, RegistryUnavailable, Replica
@@ -27,6 +24,8 @@ from service.cluster.settings import DirectorySettings
 from service.http.errors import DirectoryUnavailable, ReplicaGone
 
 FIRST_RETRY_SECONDS = 0.25
+FAST_HEARTBEAT_SECONDS = 0.5
+FAST_HEARTBEATS_FOR_SECONDS = 60.0
 RETRY_AFTER_SECONDS = 2.0
 STOP_SECONDS = 5.0
 
@@ -44,7 +43,8 @@ class RedirectToReplica(Exception):
 class ClusterMembership:
     """Owner of this replica's registry entry. Runs on one event loop.
 
-    `describe` returns the entry for each heartbeat. `failed` is called with the name of each
+    `describe` returns the entry for each heartbeat. With `is_standalone` no other replica uses the
+    registry, so that nothing needs to be replicated. `failed` is called with the name of each
     registry operation that failed, `on_unshared_key` for each rollout whose idempotency key could
     not be claimed in the registry.
     """
@@ -55,12 +55,14 @@ class ClusterMembership:
         settings: DirectorySettings,
         *,
         describe: Callable[[], Replica],
+        is_standalone: bool = False,
         failed: Callable[[str], None],
         on_unshared_key: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.registry = registry
         self.own_id = describe().id
+        self.is_standalone = is_standalone
         self._settings = settings
         self._describe = describe
         self._failed = failed
@@ -75,6 +77,7 @@ class ClusterMembership:
         self._heartbeat_requested = asyncio.Event()
         self._num_heartbeats_started = 0
         self._num_failures = 0
+        self._fast_until = -float("inf")
         self._connected_since: float | None = None
         self._last_contact_at = clock()
 
@@ -127,6 +130,15 @@ class ClusterMembership:
     def request_heartbeat(self) -> None:
         """Send a heartbeat now, because the entry of this replica has changed."""
         self._heartbeat_requested.set()
+
+    def start_fast_heartbeats(self) -> None:
+        """Send heartbeats more often for a while, because the activation target may change soon."""
+        self._fast_until = self._clock() + FAST_HEARTBEATS_FOR_SECONDS
+        self.request_heartbeat()
+
+    def stop_fast_heartbeats(self) -> None:
+        self._fast_until = -float("inf")
+        self.request_heartbeat()
 
     async def refresh(self) -> ClusterView:
         """View that is not older than this call; this replica's entry is up to date in it.
@@ -245,10 +257,13 @@ class ClusterMembership:
 
     def _delay_seconds(self) -> float:
         """Seconds to the next heartbeat: exponential backoff with jitter after failures."""
-        if not self._num_failures:
-            return self._settings.heartbeat_seconds
-        max_delay = FIRST_RETRY_SECONDS * 2.0 ** min(self._num_failures, 16)
-        return min(max_delay, self._settings.heartbeat_seconds) * random.uniform(0.5, 1.0)
+        delay = self._settings.heartbeat_seconds
+        if self._clock() < self._fast_until:
+            delay = min(delay, FAST_HEARTBEAT_SECONDS)
+        if self._num_failures:
+            backoff = FIRST_RETRY_SECONDS * 2.0 ** min(self._num_failures, 16)
+            delay = min(backoff, delay) * random.uniform(0.5, 1.0)
+        return delay
 
     async def _heartbeat(self) -> None:
         self._num_heartbeats_started += 1
@@ -284,12 +299,3 @@ class ClusterMembership:
             log.warning("the cluster registry does not respond: %s", reason)
         self._num_failures += 1
         self._connected_since = None
-
-
-async def redirect_response(request: Request, error: Exception) -> Response:
-    """Redirect to the same path and query on the other replica; 307 keeps method and body."""
-    assert isinstance(error, RedirectToReplica)
-    query = request.scope["query_string"].decode("latin-1")
-    location = error.url.rstrip("/") + quote(request.scope["path"]) + (query and f"?{query}")
-    request.app.state.server.metrics.directory_redirects.inc()
-    return Response(status_code=307, headers={"Location": location})

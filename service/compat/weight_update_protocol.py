@@ -89,7 +89,8 @@ class WeightUpdates:
         return version
 
     async def _activate(self, version: Version) -> ActivationAnswer:
-        answer = await self._server.activate(version.label, "keep", allow_rollback=False)
+        coordinator = self._server.coordinator
+        answer = await coordinator.activate(version.label, "keep", allow_rollback=False)
         await self._delete_overwritten(self._server.versions.active)
         return answer
 

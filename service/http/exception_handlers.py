@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping
+from urllib.parse import quote
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
@@ -11,7 +12,7 @@ from starlette.types import Scope
 
 from coppice.wire.problems import Problem
 from engine.errors import EngineDead
-from service.cluster.membership import RedirectToReplica, redirect_response
+from service.cluster.membership import RedirectToReplica
 from service.http.disconnect import CLIENT_DISCONNECTED
 from service.http.errors import EngineGone, Internal, MethodNotAllowed, NotFound, ServiceError
 from service.http.failures import ENGINE_RETRY_SECONDS
@@ -34,7 +35,7 @@ def install(app: FastAPI, write: ProblemWriter = as_json) -> None:
     app.add_exception_handler(ClientDisconnect, _client_disconnected)
     app.add_exception_handler(EngineDead, _engine_dead)
     app.add_exception_handler(Exception, _unhandled_error)
-    app.add_exception_handler(RedirectToReplica, redirect_response)
+    app.add_exception_handler(RedirectToReplica, _redirect)
 
 
 def problem_response(
@@ -108,3 +109,12 @@ async def _unhandled_error(request: Request, error: Exception) -> Response:
     """
     log.error("request failed", exc_info=error)
     return error_response(request.scope, Internal(), {"Connection": "close"})
+
+
+async def _redirect(request: Request, error: Exception) -> Response:
+    """Redirect to the same path and query on the other replica; 307 keeps method and body."""
+    assert isinstance(error, RedirectToReplica)
+    query = request.scope["query_string"].decode("latin-1")
+    location = error.url.rstrip("/") + quote(request.scope["path"]) + (query and f"?{query}")
+    request.app.state.server.metrics.directory_redirects.inc()
+    return Response(status_code=307, headers={"Location": location})

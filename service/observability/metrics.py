@@ -24,7 +24,7 @@ from coppice.wire.control import KvStatus
 from coppice.wire.kv import KvReason
 from coppice.wire.problems import PROBLEMS
 from coppice.wire.rollouts import FinishReason, GroupAnswer, Outcome, SegmentFinish
-from coppice.wire.weights import ActivationMode
+from coppice.wire.weights import ActivationAnswer, ActivationMode
 from engine.stats import AttentionFallbackReason, CudaGraphStats, SharedPrefixStats
 from service import __version__
 from service.adapters.manager import AdapterLoadOutcome
@@ -35,7 +35,7 @@ from service.observability.drafter_metrics import DrafterMetrics
 from service.observability.speculation_metrics import SpeculationMetrics
 from service.prompt_kv.socket_sender import TransferOutcome
 from service.weights.replication.downloader import FetchMethod
-from service.weights.replication.replication import WeightReplication
+from service.weights.replication.status import ReplicationStatus
 
 LAG_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3)
 DURATION_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000)
@@ -237,10 +237,14 @@ class Metrics:
         for segment in group.segments or ():
             self.segments.labels(segment.finish_reason).inc()
 
-    def update_replication(self, weights: WeightReplication) -> None:
+    def update_replication(self, weights: ReplicationStatus) -> None:
         self.weights_skew.set(weights.skew())
         self.weights_behind.set(weights.num_behind())
         self.weights_failed.set(weights.num_failed())
+
+    def record_activation(self, answer: ActivationAnswer) -> None:
+        self.activations.labels(answer.mode).inc()
+        self.paused_seconds.observe(answer.paused_seconds)
 
     def record_upload(self, received_bytes: int, num_bytes: int) -> None:
         self.weights_received_bytes.inc(received_bytes)

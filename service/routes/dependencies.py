@@ -29,7 +29,7 @@ async def _check_rollout_local(
 ) -> None:
     replica_id = replica_id_of(rollout_id)
     if replica_id is not None:
-        await server.fleet.check_local(replica_id)
+        await server.cluster.check_local(replica_id)
 
 
 async def _check_handle_local(handle: str, server: Annotated[Server, Depends(_server)]) -> None:
@@ -40,7 +40,7 @@ async def _check_handle_local(handle: str, server: Annotated[Server, Depends(_se
     replica_id = replica_id_of(handle)
     if replica_id is not None:
         try:
-            await server.fleet.check_local(replica_id)
+            await server.cluster.check_local(replica_id)
         except ReplicaGone:
             raise KvGone("the replica that had them has gone") from None
 

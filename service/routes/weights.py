@@ -56,7 +56,7 @@ DELETE_RESPONSES = declare_responses(
 @router.get("", responses=declare_responses({200: JSON}, *ADMIN_ERRORS))
 @requires_role("admin")
 async def list_versions(server: ReadyServer) -> Response:
-    return _json(server.fleet_weights.answer())
+    return _json(server.replication.answer())
 
 
 @router.put("/{version}", responses=UPLOAD_RESPONSES)
@@ -102,7 +102,9 @@ async def stage(version: str, request: Request, server: ReadyServer) -> Response
 @requires_role("admin")
 async def activate(version: str, request: Request, server: ReadyServer) -> Response:
     body = await read_small_json(request, ActivateRequest)
-    answer = await server.activate(label(version), body.mode, allow_rollback=body.allow_rollback)
+    answer = await server.coordinator.activate(
+        label(version), body.mode, allow_rollback=body.allow_rollback
+    )
     return _json(answer)
 
 

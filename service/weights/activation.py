@@ -9,7 +9,8 @@ pause is preserved.
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
 
 from coppice.wire.weights import ActivationAnswer, ActivationMode
 from engine.errors import EngineDead, EngineError, LoadFailed
@@ -18,8 +19,12 @@ from engine.types import PauseMode
 from service.http.errors import ActivationFailed, EngineGone, ServiceError, VersionConflict
 from service.prompt_kv.manager import PromptKvManager
 from service.rollouts.manager import RolloutManager
+from service.weights.replication.announcer import Announcer
 from service.weights.stager import WeightStager
 from service.weights.versions import Version, Versions
+
+RunToCompletion = Callable[[Coroutine[Any, Any, ActivationAnswer]], Awaitable[ActivationAnswer]]
+"""Runs a state change to completion, even if the calling task is cancelled."""
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +39,10 @@ class Activation:
         stager: WeightStager,
         rollouts: RolloutManager,
         prompt_kv: PromptKvManager,
+        announcer: Announcer,
         *,
+        run_to_completion: RunToCompletion,
+        on_activated: Callable[[ActivationAnswer], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
@@ -42,6 +50,9 @@ class Activation:
         self._stager = stager
         self._rollouts = rollouts
         self._prompt_kv = prompt_kv
+        self._announcer = announcer
+        self._run_to_completion = run_to_completion
+        self._on_activated = on_activated
         self._clock = clock
         self._lock = asyncio.Lock()
         self._paused = False
@@ -69,19 +80,28 @@ class Activation:
             finally:
                 await self._resume_unless_operator_paused()
 
-    async def activate(
+    async def apply(
         self, label: str, mode: ActivationMode, *, allow_rollback: bool
+    ) -> ActivationAnswer:
+        """Activate a version on this replica. Once started, it does not stop half-way."""
+        await self._announcer.check_unchanged(label)
+        return await self._run_to_completion(self._apply(label, mode, allow_rollback))
+
+    async def _apply(
+        self, label: str, mode: ActivationMode, allow_rollback: bool
     ) -> ActivationAnswer:
         async with self._lock:
             version = self._versions.check_activation(label, allow_rollback=allow_rollback)
             previous = self._versions.active
             if version == previous:
-                return _answer(version, previous, mode, paused_seconds=0.0, samples_ended=0)
-            await self._stager.revalidate(version)
-            async with self._rollouts.close_gate():
-                self._check_can_wait(mode)
-                answer = await self._apply(version, previous, mode)
+                answer = _answer(version, previous, mode, paused_seconds=0.0, samples_ended=0)
+            else:
+                await self._stager.revalidate(version)
+                async with self._rollouts.close_gate():
+                    self._check_can_wait(mode)
+                    answer = await self._switch(version, previous, mode)
         await self._stager.trim()
+        self._on_activated(answer)
         return answer
 
     def _check_can_wait(self, mode: ActivationMode) -> None:
@@ -93,7 +113,7 @@ class Activation:
         if mode == "wait" and self._paused and not self._rollouts.is_idle:
             raise VersionConflict("samples are paused and would never end: resume first")
 
-    async def _apply(
+    async def _switch(
         self, version: Version, previous: Version, mode: ActivationMode
     ) -> ActivationAnswer:
         if mode == "wait":

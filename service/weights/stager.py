@@ -5,7 +5,7 @@ not fail on invalid files. Refused weights are deleted.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,16 +21,11 @@ from service.weights.checkpoint_store import (
     missing_files,
     num_bytes_of,
 )
+from service.weights.replication.announcer import Announcer
 from service.weights.versions import Version, Versions
 
 OnReceived = Callable[[int, int], None]
 """Callback for each received file: bytes received, and bytes of the resulting file."""
-
-Announce = Callable[[Version], Awaitable[bool]]
-"""Publishes a version to the other replicas; returns whether it was published.
-
-Raises VersionConflict if its label or sequence is already published with other content.
-"""
 
 
 class WeightStager:
@@ -41,19 +36,17 @@ class WeightStager:
         engine: Engine,
         versions: Versions,
         checkpoints: CheckpointStore,
+        announcer: Announcer,
         *,
         retain_superseded: int,
         on_received: OnReceived,
-        announce: Announce,
-        on_deleted: Callable[[str], Awaitable[None]],
     ) -> None:
         self._engine = engine
         self._versions = versions
         self._checkpoints = checkpoints
         self._retain = retain_superseded
         self._on_received = on_received
-        self._announce = announce
-        self._on_deleted = on_deleted
+        self._announcer = announcer
         self._change_lock = asyncio.Lock()
 
     async def upload(
@@ -136,7 +129,7 @@ class WeightStager:
         async with self._change_lock:
             self._drop(label)
             if sync:
-                await self._on_deleted(label)
+                await self._announcer.on_deleted(label)
 
     async def trim(self) -> None:
         """Delete the oldest superseded versions beyond `retain_superseded`.
@@ -147,7 +140,7 @@ class WeightStager:
             superseded = [v for v in self._versions.all() if v.owned and v.state == "superseded"]
             for version in superseded[: max(0, len(superseded) - self._retain)]:
                 self._drop(version.label)
-                await self._on_deleted(version.label)
+                await self._announcer.on_deleted(version.label)
 
     async def _add_from_delta(
         self, label: str, base: str, delta: Upload, sequence: int | None, announced: bool
@@ -247,7 +240,7 @@ class WeightStager:
         if version.announced:
             return version
         try:
-            announced = await self._announce(version)
+            announced = await self._announcer.announce(version)
         except VersionConflict:
             self._drop(version.label)
             raise

@@ -34,7 +34,7 @@ class Front:
 
     def place_of(self, rollout_id: str) -> str:
         (name,) = (
-            n for n, r in self.replicas.items() if rollout_id.startswith(r.server.fleet.own_id)
+            n for n, r in self.replicas.items() if rollout_id.startswith(r.server.cluster.own_id)
         )
         return name
 

@@ -134,7 +134,7 @@ def take(world: World, name: str, given: Any) -> None:
             label: str
             mode: ActivationMode
             label, mode = given
-            world.meanwhile(server.activation.activate(label, mode, allow_rollback=True))
+            world.meanwhile(server.activation.apply(label, mode, allow_rollback=True))
         case "pause":
             pause: PauseMode = given
             world.meanwhile(server.activation.pause(pause))

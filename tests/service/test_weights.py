@@ -325,7 +325,7 @@ async def test_activation_does_not_wait_for_samples_frozen_before_a_step(
         rollout = await served.server.rollouts.start(request, owner="local")
         assert rollout.num_running == 0, "its task has not run yet"
         with pytest.raises(VersionConflict):
-            await served.server.activation.activate("v1", "wait", allow_rollback=False)
+            await served.server.activation.apply("v1", "wait", allow_rollback=False)
 
 
 async def test_versions_can_be_deleted_unless_active(tmp_path: Path) -> None:

@@ -15,10 +15,11 @@ from service.cluster.registry import (
     ManifestFile,
     RegistryUnavailable,
 )
-from service.http.errors import VersionConflict
+from service.http.errors import VersionConflict, WeightsRefused
 from service.weights.checkpoint_store import INDEX
 from service.weights.versions import Version, Versions
 
+CHANGED_FILES = "the files differ from the published ones"
 DELTA = "delta.safetensors"
 """Name under which a replica serves the delta that a version was uploaded as."""
 
@@ -26,8 +27,8 @@ DELTA = "delta.safetensors"
 class Announcer:
     """Publisher of this replica's versions, which retries failures and handles registry resets."""
 
-    def __init__(self, fleet: ClusterMembership, versions: Versions) -> None:
-        self._fleet = fleet
+    def __init__(self, cluster: ClusterMembership, versions: Versions) -> None:
+        self._cluster = cluster
         self._versions = versions
         self._announced_at: dict[str, int] = {}
         self._withdrawn_at: dict[str, int] = {}
@@ -35,20 +36,24 @@ class Announcer:
         self._withdrawing = asyncio.Lock()
         self._registry_reset_at = 0
         self._synced_at = 0
-        fleet.view_listeners.append(self._on_view)
+        cluster.view_listeners.append(self._on_view)
 
     async def announce(self, version: Version) -> bool:
         """Publish a version; False if the registry is unavailable.
 
-        Raises VersionConflict if other content is published under its label or sequence.
+        Raises VersionConflict if other content is published under its label or sequence. A
+        standalone server has nobody to publish to.
         """
+        if self._cluster.is_standalone:
+            return True
         manifest = await asyncio.to_thread(manifest_of, version)
         try:
             await self._publish(manifest)
         except RegistryUnavailable:
             return False
-        self._announced_at[version.label] = self._fleet.last_view_number
+        self._announced_at[version.label] = self._cluster.last_view_number
         self._withdrawn_at.pop(version.label, None)
+        self._cluster.start_fast_heartbeats()
         return True
 
     def predates_announcement(self, view: ClusterView, label: str) -> bool:
@@ -63,6 +68,8 @@ class Announcer:
 
     async def on_deleted(self, label: str) -> None:
         """Withdraw a deleted version now, or when the registry is available again."""
+        if self._cluster.is_standalone:
+            return
         self._announced_at.pop(label, None)
         self._pending_withdrawals.add(label)
         with suppress(RegistryUnavailable):
@@ -76,9 +83,22 @@ class Announcer:
         async with self._withdrawing:
             while self._pending_withdrawals:
                 label = next(iter(self._pending_withdrawals))
-                await self._fleet.registry.withdraw(label)
-                self._withdrawn_at[label] = self._fleet.last_view_number
+                await self._cluster.registry.withdraw(label)
+                self._withdrawn_at[label] = self._cluster.last_view_number
                 self._pending_withdrawals.discard(label)
+
+    async def check_unchanged(self, label: str) -> None:
+        """Compare a version in a shared directory with its manifest again.
+
+        Otherwise replicas that load it one after another could serve different weights under one
+        label. Raises WeightsRefused.
+        """
+        version = self._versions.find(label)
+        if version is None or version.owned:
+            return
+        manifest = self._cluster.view.manifests.get(label)
+        if manifest and not await asyncio.to_thread(same_files, manifest, version.path):
+            raise WeightsRefused(CHANGED_FILES)
 
     @property
     def needs_reannounce(self) -> bool:
@@ -128,11 +148,11 @@ class Announcer:
         not an error.
         """
         await self.withdraw()
-        await self._fleet.refresh()
+        await self._cluster.refresh()
         try:
-            await self._fleet.registry.publish(manifest)
+            await self._cluster.registry.publish(manifest)
         except ManifestConflict as conflict:
-            known = (await self._fleet.refresh()).manifests.get(manifest.version)
+            known = (await self._cluster.refresh()).manifests.get(manifest.version)
             registered = None if known is None else (known.files, known.sequence)
             if registered != (manifest.files, manifest.sequence):
                 raise VersionConflict(str(conflict)) from conflict

@@ -9,18 +9,18 @@ bounded by one timeout. Replicas that have failed, are draining or have left are
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 from coppice.wire.weights import ActivationAnswer, ActivationMode
 from service.cluster.membership import ClusterMembership
 from service.cluster.registry import ActivationTarget, ClusterView, RegistryUnavailable, Replica
 from service.http.errors import VersionConflict
+from service.weights.activation import Activation, RunToCompletion
 from service.weights.replication.follower import Follower
 from service.weights.versions import Versions
 
 POLL_SECONDS = 0.1
-
-Activate = Callable[[str, ActivationMode, bool], Awaitable[ActivationAnswer]]
 
 log = logging.getLogger(__name__)
 
@@ -30,25 +30,37 @@ class ActivationCoordinator:
 
     def __init__(
         self,
-        fleet: ClusterMembership,
+        cluster: ClusterMembership,
         versions: Versions,
+        activation: Activation,
         follower: Follower,
         *,
-        activate: Activate,
+        run_to_completion: RunToCompletion,
         seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._fleet = fleet
+        self._cluster = cluster
         self._versions = versions
         self._follower = follower
-        self._activate = activate
+        self._activation = activation
+        self._run_to_completion = run_to_completion
         self._seconds = seconds
         self._clock = clock
         self._stopped = False
         self._timeouts: set[asyncio.Timeout] = set()
 
-    def stop(self) -> None:
-        """Stop waiting for other replicas and for downloads."""
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Follow the cluster; on exit stop waiting for other replicas and for downloads."""
+        follower_task = asyncio.create_task(self._follower.run())
+        try:
+            yield
+        finally:
+            self._stop_waiting()
+            follower_task.cancel()
+            await asyncio.gather(follower_task, return_exceptions=True)
+
+    def _stop_waiting(self) -> None:
         self._stopped = True
         for timeout in self._timeouts:
             if not timeout.expired():
@@ -57,7 +69,17 @@ class ActivationCoordinator:
     async def activate(
         self, label: str, mode: ActivationMode, *, allow_rollback: bool
     ) -> ActivationAnswer:
-        """Activate a version everywhere; `behind` lists replicas that do not serve it yet."""
+        """Activate a version on all replicas; `behind` lists those that do not serve it yet.
+
+        Once started, it does not stop half-way.
+        """
+        if self._cluster.is_standalone:
+            return await self._activation.apply(label, mode, allow_rollback=allow_rollback)
+        return await self._run_to_completion(self._activate_on_all(label, mode, allow_rollback))
+
+    async def _activate_on_all(
+        self, label: str, mode: ActivationMode, allow_rollback: bool
+    ) -> ActivationAnswer:
         deadline = self._clock() + self._seconds
         await self._wait_until(lambda replica: True, deadline)
         await self._ensure_present(label, deadline)
@@ -65,7 +87,7 @@ class ActivationCoordinator:
         await self._wait_until(
             lambda replica: label in replica.staged, deadline, failed_version=label
         )
-        answer = await self._activate(label, mode, allow_rollback)
+        answer = await self._activation.apply(label, mode, allow_rollback=allow_rollback)
         target = await self._set_target(label, mode, allow_rollback)
         self._follower.on_target_applied(target)
         behind = await self._wait_until(
@@ -79,9 +101,9 @@ class ActivationCoordinator:
         self._timeouts.add(timeout)
         try:
             async with timeout:
-                await self._follower.ensure_present(label)
+                await self._follower.fetcher.ensure_present(label)
         except TimeoutError:
-            raise VersionConflict("it could not be brought here in time") from None
+            raise VersionConflict("this replica could not fetch the version in time") from None
         finally:
             self._timeouts.discard(timeout)
 
@@ -92,7 +114,7 @@ class ActivationCoordinator:
 
         If the registry is unavailable, the follower sets the target once it is back.
         """
-        before = self._fleet.view.target
+        before = self._cluster.view.target
         if before is not None and before.version == label:
             return before
         epoch = max(self._follower.replica_status.epoch, 0 if before is None else before.epoch) + 1
@@ -100,7 +122,7 @@ class ActivationCoordinator:
             epoch=epoch, version=label, mode=mode, allow_rollback=allow_rollback
         )
         try:
-            current_target = await self._fleet.registry.set_target(target)
+            current_target = await self._cluster.registry.set_target(target)
         except RegistryUnavailable:
             log.warning(
                 "%s is not announced to the cluster yet: the registry does not respond", label
@@ -120,7 +142,7 @@ class ActivationCoordinator:
         while True:
             try:
                 # A stopping server has left the registry; a refresh would register it again.
-                view = self._fleet.view if self._stopped else await self._fleet.refresh()
+                view = self._cluster.view if self._stopped else await self._cluster.refresh()
             except RegistryUnavailable:
                 return []
             pending = [replica for replica in self._others(view) if not done(replica)]
@@ -133,5 +155,5 @@ class ActivationCoordinator:
         return [
             replica
             for replica in view.replicas.values()
-            if replica.id != self._fleet.own_id and replica.state == "serving"
+            if replica.id != self._cluster.own_id and replica.state == "serving"
         ]

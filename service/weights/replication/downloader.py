@@ -19,7 +19,7 @@ from service.cluster.registry import Manifest, ManifestFile, Replica
 from service.http.errors import DigestMismatch, ServiceError, WeightsRefused
 from service.http.params import label
 from service.weights.checkpoint_store import SINGLE_FILE, CheckpointStore, validate_file_name
-from service.weights.replication.announcer import digest_header, same_files
+from service.weights.replication.announcer import CHANGED_FILES, digest_header, same_files
 from service.weights.replication.peers import Peers
 from service.weights.stager import WeightStager
 from service.weights.versions import Version
@@ -94,7 +94,7 @@ class WeightsDownloader:
     async def _stage_from_path(self, manifest: Manifest, path: str) -> Version:
         resolved = self._checkpoints.resolve_allowed(path)
         if not await asyncio.to_thread(same_files, manifest, resolved):
-            raise DigestMismatch("the files are not those that were published")
+            raise DigestMismatch(CHANGED_FILES)
         staged = await self._stager.stage_path(
             manifest.version, path, sequence=manifest.sequence, announced=True
         )

@@ -6,46 +6,45 @@ downloads, and the announcement and activation of versions that are already here
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 
 from service.cluster.membership import ClusterMembership
 from service.cluster.registry import ClusterView, Manifest
+from service.http.errors import VersionConflict
+from service.weights.replication.announcer import Announcer
 from service.weights.replication.downloader import DownloadFailed, WeightsDownloader
-from service.weights.replication.replica_status import LoadHistory
+from service.weights.replication.status import LoadHistory
 from service.weights.versions import Versions
 
 log = logging.getLogger(__name__)
 
 FailureReason = str | None
+STOPPING = "this replica is shutting down"
 
 
 class Fetcher:
     """Owner of the running downloads, which are cancelled when `running` exits.
 
-    `on_staged` is called when a version has been staged. `withdrawn` tells whether a version in a
-    view has been deleted here since. Every cluster view is processed.
+    Every cluster view is processed.
     """
 
     def __init__(
         self,
-        fleet: ClusterMembership,
+        cluster: ClusterMembership,
         versions: Versions,
         downloader: WeightsDownloader,
         load_history: LoadHistory,
-        *,
-        withdrawn: Callable[[ClusterView, str], bool],
-        on_staged: Callable[[], None],
+        announcer: Announcer,
     ) -> None:
-        self._fleet = fleet
+        self._cluster = cluster
         self._versions = versions
         self._downloader = downloader
         self._load_history = load_history
-        self._withdrawn = withdrawn
-        self._on_staged = on_staged
+        self._announcer = announcer
         self._in_progress: dict[str, asyncio.Task[FailureReason]] = {}
         self._open = False
-        fleet.view_listeners.append(self.on_view)
+        cluster.view_listeners.append(self.on_view)
 
     @property
     def in_progress(self) -> Collection[str]:
@@ -64,17 +63,17 @@ class Fetcher:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def ensure_present(self, label: str) -> None:
-        """Download a published version unless it is here. Raises DownloadFailed."""
-        manifest = self._fleet.view.manifests.get(label)
+        """Download a published version unless it is here. Raises VersionConflict on failure."""
+        manifest = self._cluster.view.manifests.get(label)
         if manifest is None or not self._is_missing(manifest):
             return
         if not self._open:
-            raise DownloadFailed("this replica stops")
+            raise _fetch_failed(STOPPING)
         task = self._start(manifest)
         await asyncio.wait({task})
-        failure = "this replica stops" if task.cancelled() else task.result()
+        failure = STOPPING if task.cancelled() else task.result()
         if failure is not None:
-            raise DownloadFailed(failure)
+            raise _fetch_failed(failure)
 
     def on_view(self, view: ClusterView) -> None:
         """Start the downloads that the view requires and that are not in progress."""
@@ -92,7 +91,7 @@ class Fetcher:
             for manifest in view.manifests.values()
             if self._is_missing(manifest)
             and self._load_history.is_due(manifest.version)
-            and not self._withdrawn(view, manifest.version)
+            and not self._announcer.is_withdrawn(view, manifest.version)
         ]
         target = view.target
         ordered = None if target is None else view.manifests.get(target.version)
@@ -115,7 +114,7 @@ class Fetcher:
     def _start(self, manifest: Manifest) -> asyncio.Task[FailureReason]:
         label = manifest.version
         if label not in self._in_progress:
-            task = asyncio.create_task(self._fetch_safely(manifest), name=f"bring-{label}")
+            task = asyncio.create_task(self._fetch_safely(manifest), name=f"fetch-{label}")
             self._in_progress[label] = task
             task.add_done_callback(lambda _: self._in_progress.pop(label))
         return self._in_progress[label]
@@ -129,16 +128,20 @@ class Fetcher:
             failure = "internal error"
         if failure is None:
             self._load_history.on_success(manifest.version)
-            self._on_staged()
+            self._cluster.start_fast_heartbeats()
         else:
-            self._load_history.failed(manifest.version, failure)
+            self._load_history.on_failure(manifest.version, failure)
         return failure
 
     async def _download(self, manifest: Manifest) -> FailureReason:
-        replicas = self._fleet.view.replicas.values()
-        others = [replica for replica in replicas if replica.id != self._fleet.own_id]
+        replicas = self._cluster.view.replicas.values()
+        others = [replica for replica in replicas if replica.id != self._cluster.own_id]
         try:
             await self._downloader.download(manifest, others)
         except DownloadFailed as failure:
             return str(failure)
         return None
+
+
+def _fetch_failed(reason: str) -> VersionConflict:
+    return VersionConflict(f"this replica could not fetch the version: {reason}")

@@ -7,101 +7,82 @@ that was reset is restored.
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import suppress
 
-from coppice.wire.weights import ActivationMode
 from service.cluster.membership import ClusterMembership
 from service.cluster.registry import ActivationTarget, ClusterView, RegistryUnavailable
-from service.http.errors import ServiceError, VersionConflict, WeightsRefused
+from service.http.errors import ServiceError, VersionConflict
+from service.weights.activation import Activation
 from service.weights.replication.announcer import (
     Announcer,
     conflicts_with_manifest,
     is_published,
-    same_files,
     was_withdrawn,
 )
-from service.weights.replication.downloader import DownloadFailed, WeightsDownloader
+from service.weights.replication.downloader import WeightsDownloader
 from service.weights.replication.fetcher import Fetcher
-from service.weights.replication.replica_status import LoadHistory, ReplicaStatus
+from service.weights.replication.status import LoadHistory, ReplicaStatus
 from service.weights.stager import WeightStager
 from service.weights.versions import Version, Versions
 
-FAST_POLL_SECONDS = 60.0
-FAST_POLL_INTERVAL_SECONDS = 0.5
 POLL_SECONDS = 0.2
 ERROR_PAUSE_SECONDS = 1.0
-
-Activate = Callable[[str, ActivationMode], Awaitable[object]]
 
 log = logging.getLogger(__name__)
 
 
 class Follower:
-    """Reconciliation loop and writer of `replica_status`. One step runs at a time.
-
-    After a version has been staged, an activation is likely, so the registry is polled faster for
-    a while. This shortens the time between the activations of the replicas.
-    """
+    """Reconciliation loop and writer of `replica_status`. One step runs at a time."""
 
     def __init__(
         self,
-        fleet: ClusterMembership,
+        cluster: ClusterMembership,
         versions: Versions,
         stager: WeightStager,
         downloader: WeightsDownloader,
+        announcer: Announcer,
+        activation: Activation,
         replica_status: ReplicaStatus,
         *,
-        activate: Activate,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._fleet = fleet
+        self._cluster = cluster
         self._versions = versions
         self._stager = stager
         self.replica_status = replica_status
-        self._activate = activate
-        self._clock = clock
-        self._announcer = Announcer(fleet, versions)
-        self._load_history = LoadHistory(
-            replica_status, on_change=fleet.request_heartbeat, clock=clock
-        )
-        self._fetcher = Fetcher(
-            fleet,
-            versions,
-            downloader,
-            self._load_history,
-            withdrawn=self._announcer.is_withdrawn,
-            on_staged=self._poll_fast,
-        )
+        self._announcer = announcer
+        self._activation = activation
+        self._load_history = LoadHistory(replica_status, cluster, clock=clock)
+        self.fetcher = Fetcher(cluster, versions, downloader, self._load_history, announcer)
         self._last_target: ActivationTarget | None = None
-        self._poll_fast_until = -float("inf")
         self._step_lock = asyncio.Lock()
         self._engine_started = asyncio.Event()
         self._view_changed = asyncio.Event()
-        fleet.view_listeners.append(lambda view: self._view_changed.set())
+        cluster.view_listeners.append(self._on_view)
 
     async def run(self) -> None:
-        """Run the loop once the engine has started; it is needed to check fetched weights."""
+        """Run the loop once the engine has started; it is needed to check fetched weights.
+
+        A standalone server never starts it.
+        """
         await self._engine_started.wait()
-        async with self._fetcher.running():
+        async with self.fetcher.running():
             await self._follow()
 
     async def _follow(self) -> None:
         while True:
-            try:
-                async with asyncio.timeout(self._poll_interval()):
-                    await self._view_changed.wait()
-            except TimeoutError:
-                self._fleet.request_heartbeat()
-                continue
+            await self._view_changed.wait()
             self._view_changed.clear()
-            await self._step_safely(self._fleet.view)
+            await self._step_safely(self._cluster.view)
 
     async def catch_up(self, seconds: float) -> None:
         """Activate the target before the server accepts requests, for at most `seconds`.
 
-        Call it after the engine has started.
+        Call it after the engine has started. A standalone server has no target to follow.
         """
+        if self._cluster.is_standalone:
+            return
         self._engine_started.set()
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
@@ -111,7 +92,7 @@ class Follower:
     async def _catch_up(self) -> None:
         while True:
             with suppress(RegistryUnavailable):
-                view = await self._fleet.refresh()
+                view = await self._cluster.refresh()
                 await self._step_safely(view)
                 if self._has_caught_up(view):
                     return
@@ -129,63 +110,33 @@ class Follower:
         async with self._step_lock:
             with suppress(RegistryUnavailable):
                 await self._sync(view)
-            view = self._fleet.view  # _sync may have refreshed it
+            view = self._cluster.view  # _sync may have refreshed it
             await self._delete_withdrawn(view)
-            self._fetcher.on_view(view)  # a deleted label may be published with other files
+            self.fetcher.on_view(view)  # a deleted label may be published with other files
             if view.target is not None and self._is_newer_target(view.target):
                 await self._apply_target(view.target, view)
-
-    async def announce(self, version: Version) -> bool:
-        """Publish a version; see `Announcer.announce`."""
-        announced = await self._announcer.announce(version)
-        if announced:
-            self._poll_fast()
-        return announced
-
-    async def on_deleted(self, label: str) -> None:
-        await self._announcer.on_deleted(label)
-
-    async def ensure_present(self, label: str) -> None:
-        """Download a published version unless it is here. Raises VersionConflict on failure."""
-        try:
-            await self._fetcher.ensure_present(label)
-        except DownloadFailed as failure:
-            raise VersionConflict(f"it could not be brought here: {failure}") from failure
-
-    async def check_unchanged(self, label: str) -> None:
-        """Compare a version in a shared directory with its manifest again.
-
-        Otherwise replicas that load it one after another could serve different weights under one
-        label. Raises WeightsRefused.
-        """
-        manifest, version = self._fleet.view.manifests.get(label), self._versions.find(label)
-        if manifest is None or version is None or version.owned:
-            return
-        if not await asyncio.to_thread(same_files, manifest, version.path):
-            raise WeightsRefused("the files are not those that were published")
 
     def on_target_applied(self, target: ActivationTarget) -> None:
         self._last_target = target
         self.replica_status.epoch = target.epoch
         self.replica_status.failed = self.replica_status.error = None
-        self._poll_fast_until = -float("inf")
-        self._fleet.request_heartbeat()
+        self._cluster.stop_fast_heartbeats()
 
     async def _sync(self, view: ClusterView) -> None:
         """Send the registry what it lacks: withdrawals, manifests and the activation target."""
         await self._announcer.sync(view, self._announce_one)
         own_target = self._last_target
         if own_target is not None and (view.target is None or view.target.epoch < own_target.epoch):
-            await self._fleet.registry.set_target(own_target)
+            await self._cluster.registry.set_target(own_target)
 
     async def _announce_one(self, version: Version) -> bool:
         """Announce a version; returns whether no further attempt is needed."""
         if not self._load_history.is_due(version.label):
             return False
         try:
-            announced = await self.announce(version)
+            announced = await self._announcer.announce(version)
         except VersionConflict as conflict:
-            self._load_history.failed(version.label, str(conflict))
+            self._load_history.on_failure(version.label, str(conflict))
             return True
         if self._versions.find(version.label) is not None:
             self._versions.announced(version.label, announced)
@@ -193,10 +144,10 @@ class Follower:
 
     async def _delete_withdrawn(self, view: ClusterView) -> None:
         """Delete versions that were withdrawn, or published again with other files."""
-        if not view.known or not self._fleet.is_settled or self._announcer.needs_reannounce:
+        if not view.known or not self._cluster.is_settled or self._announcer.needs_reannounce:
             return
         withdrawn_labels = {v.label for v in self._versions.all() if was_withdrawn(v, view)}
-        for label in withdrawn_labels - set(self._fetcher.in_progress):
+        for label in withdrawn_labels - set(self.fetcher.in_progress):
             if self._announcer.predates_announcement(view, label):
                 continue
             with suppress(ServiceError):
@@ -205,22 +156,22 @@ class Follower:
 
     async def _apply_target(self, target: ActivationTarget, view: ClusterView) -> None:
         version = self._versions.find(target.version)
-        if target.version in self._fetcher.in_progress or not self._load_history.is_due(
+        if target.version in self.fetcher.in_progress or not self._load_history.is_due(
             target.version
         ):
             return
         if version is None or version.state == "incomplete":
-            self._load_history.failed(target.version, "no replica has announced its files")
+            self._load_history.on_failure(target.version, "no replica has announced its files")
             return
         if is_published(version) and (
             not version.announced or conflicts_with_manifest(version, view)
         ):
-            self._load_history.failed(target.version, "others have other weights by this name")
+            self._load_history.on_failure(target.version, "others have other weights by this name")
             return
         try:
-            await self._activate(target.version, target.mode)
+            await self._activation.apply(target.version, target.mode, allow_rollback=True)
         except ServiceError as error:
-            self._load_history.failed(target.version, str(error))
+            self._load_history.on_failure(target.version, str(error))
         else:
             self._load_history.on_success(target.version)
             self.on_target_applied(target)
@@ -238,13 +189,8 @@ class Follower:
     def _has_caught_up(self, view: ClusterView) -> bool:
         if view.target is None:
             # Until then other replicas may not have restored the target after a reset.
-            return self._fleet.is_settled
+            return self._cluster.is_settled
         return not self._is_newer_target(view.target)
 
-    def _poll_fast(self) -> None:
-        self._poll_fast_until = self._clock() + FAST_POLL_SECONDS
-        self._fleet.request_heartbeat()
-
-    def _poll_interval(self) -> float | None:
-        is_polling_fast = self._clock() < self._poll_fast_until
-        return FAST_POLL_INTERVAL_SECONDS if is_polling_fast else None
+    def _on_view(self, view: ClusterView) -> None:
+        self._view_changed.set()

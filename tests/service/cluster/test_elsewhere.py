@@ -88,7 +88,7 @@ async def test_client_that_follows_the_redirect_gets_the_answer(pair: list[Serve
 async def test_handle_of_another_replica_is_redirected_to_its_address(
     pair: list[Served], method: str, rest: str
 ) -> None:
-    place = f"/v1/kv/{new_handle_id(pair[0].server.fleet.own_id)}{rest}"
+    place = f"/v1/kv/{new_handle_id(pair[0].server.cluster.own_id)}{rest}"
     answer = await pair[1].http.request(method, place)
     assert (answer.status_code, answer.headers["location"]) == (307, pair[0].url + place)
 
@@ -160,7 +160,7 @@ async def test_unauthenticated_request_is_not_redirected(tmp_path: Path) -> None
     shared = InMemoryRegistry()
     settings: dict[str, Any] = {"server": {"keys_file": tmp_path / "keys"}}
     async with fleet(tmp_path, [FakeEngine(), FakeEngine()], lambda: shared, **settings) as pair:
-        place = f"/v1/rollouts/{new_rollout_id(pair[0].server.fleet.own_id)}"
+        place = f"/v1/rollouts/{new_rollout_id(pair[0].server.cluster.own_id)}"
         answer = await pair[1].http.get(place)
     assert answer.status_code == 401
 
@@ -170,11 +170,11 @@ async def test_resource_of_an_expired_replica_answers_gone(tmp_path: Path) -> No
     async with replica(tmp_path / "b", FakeEngine(), shared) as left:
         async with replica(tmp_path / "a", FakeEngine(), shared) as gone:
             place = await submitted(gone)
-            await left.server.fleet.refresh()
+            await left.server.cluster.refresh()
             there = await left.http.get(place)
-        await left.server.fleet.refresh()
+        await left.server.cluster.refresh()
         rollout = await left.http.get(place)
-        kv = await left.http.get(f"/v1/kv/{new_handle_id(gone.server.fleet.own_id)}")
+        kv = await left.http.get(f"/v1/kv/{new_handle_id(gone.server.cluster.own_id)}")
     assert there.status_code == 307
     assert (rollout.status_code, rollout.json()["code"]) == (410, "replica_gone")
     assert (kv.status_code, kv.json()["code"]) == (410, "kv_gone")
@@ -194,7 +194,7 @@ async def test_key_of_an_expired_replica_starts_a_new_rollout(tmp_path: Path) ->
 async def test_unknown_id_is_not_found(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
         answers = [await served.http.get(f"/v1/rollouts/{name}") for name in ("none", "0.1", "x.y")]
-        mine = await served.http.get(f"/v1/rollouts/{new_rollout_id(served.server.fleet.own_id)}")
+        mine = await served.http.get(f"/v1/rollouts/{new_rollout_id(served.server.cluster.own_id)}")
         other = await served.http.get(f"/v1/rollouts/{new_rollout_id(new_replica_id())}")
     assert {answer.json()["code"] for answer in (*answers, mine)} == {"rollout_not_found"}
     assert other.json()["code"] == "replica_gone"
@@ -207,7 +207,7 @@ async def test_replica_address_may_contain_a_path(tmp_path: Path) -> None:
         serving(FakeEngine(), tmp_path / "a", shared=shared, **gateway) as a,
         replica(tmp_path / "b", FakeEngine(), shared) as b,
     ):
-        place = f"/v1/rollouts/{new_rollout_id(a.server.fleet.own_id)}"
+        place = f"/v1/rollouts/{new_rollout_id(a.server.cluster.own_id)}"
         answer = await b.http.get(place, params={"wait": 1})
     assert answer.headers["location"] == f"https://gate/replica/a{place}?wait=1"
 
@@ -217,7 +217,7 @@ async def test_host_header_does_not_change_the_redirect(tmp_path: Path) -> None:
     engines = [FakeEngine() for _ in "ab"]
     anyone = {"allowed_hosts": ["*"]}
     async with fleet(tmp_path, engines, lambda: shared, server=anyone) as (a, b):
-        place = f"/v1/rollouts/{new_rollout_id(a.server.fleet.own_id)}"
+        place = f"/v1/rollouts/{new_rollout_id(a.server.cluster.own_id)}"
         answer = await b.http.get(place, headers={"host": "evil.example"})
         assert urlsplit(answer.headers["location"]).netloc == urlsplit(a.url).netloc
 

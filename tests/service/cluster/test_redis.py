@@ -85,7 +85,7 @@ async def keyed(served: Served, key: str) -> httpx.Response:
 
 async def until(served: Served, *, unavailable: bool) -> None:
     async with asyncio.timeout(30):
-        while served.server.fleet.unavailable is not unavailable:
+        while served.server.cluster.unavailable is not unavailable:
             await asyncio.sleep(0.01)
 
 
@@ -181,7 +181,7 @@ async def test_replica_silent_for_long_is_gone(redis: RedisServer, tmp_path: Pat
         async with asyncio.timeout(30):
             while (await served.http.get(f"/v1/rollouts/{name}")).status_code != 410:
                 await asyncio.sleep(0.05)
-        assert served.server.fleet.is_settled
+        assert served.server.cluster.is_settled
     await known.close()
     assert there.status_code in (307, 503)
 

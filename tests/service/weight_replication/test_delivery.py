@@ -6,7 +6,7 @@ import pytest
 
 from service.cluster.in_memory import InMemoryRegistry
 from service.cluster.registry import ClusterView, Manifest, Replica
-from service.weights.replication.replica_status import RETRY_SECONDS
+from service.weights.replication.status import RETRY_SECONDS
 from tests.fake_engine import FakeEngine
 from tests.fleet import fleet, replica
 from tests.redis_server import redis_server
@@ -39,7 +39,7 @@ async def test_version_uploaded_once_is_served_by_all(tmp_path: Path) -> None:
             for served, e in zip(replicas, engines, strict=True)
         )
         assert [pulls(served, "whole") for served in replicas] == [0, 1, 1]
-        await eventually(lambda: replicas[2].server.fleet_weights.num_behind() == 0)
+        await eventually(lambda: replicas[2].server.replication.num_behind() == 0)
         shown = await listed(replicas[2])
         assert (shown["active"], shown["ordered"], len(shown["replicas"])) == ("v1", "v1", 3)
         for each in shown["replicas"]:
@@ -74,8 +74,8 @@ async def test_replica_that_learns_of_a_version_finds_a_source_of_its_files(tmp_
     async with several(tmp_path, 2, directory) as (replicas, _):
         assert (await put(replicas[0], "v1", OLD, sequence=1)).status_code == 201
         assert (await put(replicas[1], "v2", NEW, sequence=2)).status_code == 201
-        assert directory.givers["v1"] == [replicas[0].server.fleet.own_id]
-        assert replicas[1].server.fleet.own_id in directory.givers["v2"]
+        assert directory.givers["v1"] == [replicas[0].server.cluster.own_id]
+        assert replicas[1].server.cluster.own_id in directory.givers["v2"]
         await eventually(lambda: replicas[0].server.versions.find("v2") is not None)
         assert [pulls(served, "failed") for served in replicas] == [0, 0]
 
@@ -223,8 +223,8 @@ async def test_replication_works_over_redis(tmp_path: Path) -> None:
             assert [loaded(engine) for engine in engines] == [NEW, NEW]
             redis.flush()
             late = FakeEngine()
-            await replicas[0].server.fleet.refresh()  # to forget the activation target
-            await eventually(lambda: replicas[0].server.fleet.view.target is not None)
+            await replicas[0].server.cluster.refresh()  # to forget the activation target
+            await eventually(lambda: replicas[0].server.cluster.view.target is not None)
             async with replica(tmp_path / "late", late, None, **shared) as third:
                 await eventually(lambda: serves(third, "v2"))
                 assert loaded(late) == NEW

@@ -52,7 +52,7 @@ async def test_joiner_fetches_nothing_before_its_engine_can_check_it(tmp_path: P
         engine = FakeEngine()
         engine.start_gate = asyncio.Event()
         async with replica(tmp_path / "late", engine, directory, False, **sections()) as late:
-            await eventually(lambda: len(one[0].server.fleet.view.replicas) == 2)
+            await eventually(lambda: len(one[0].server.cluster.view.replicas) == 2)
             await asyncio.sleep(0.5)
             assert late.server.versions.find("v1") is None
             engine.start_gate.set()
@@ -80,9 +80,9 @@ async def test_joiner_without_a_source_is_not_ready_and_reports_why(tmp_path: Pa
             assert lagging.json()["code"] == "version_unavailable"
             exact = body(group(1), policy={"exact_version": "v1"})
             assert (await late.http.post("/v1/rollouts", json=exact)).status_code == 503
-            await eventually(lambda: one[0].server.fleet_weights.num_failed() == 1)
-            await eventually(lambda: one[0].server.fleet_weights.skew() == 1)
-            assert one[0].server.fleet_weights.num_behind() == 1
+            await eventually(lambda: one[0].server.replication.num_failed() == 1)
+            await eventually(lambda: one[0].server.replication.skew() == 1)
+            assert one[0].server.replication.num_behind() == 1
 
 
 async def test_joiner_does_not_wait_past_its_timeout_for_a_stalled_source(
@@ -126,7 +126,7 @@ async def test_files_changed_after_publication_are_refused(
         (shared / "model.safetensors").write_bytes(NEW)
         places = sections(source_directories=(shared,))
         async with replica(tmp_path / "late", FakeEngine(), directory, **places) as late:
-            await eventually(lambda: late.server.fleet_weights.num_failed() > 0)
+            await eventually(lambda: late.server.replication.num_failed() > 0)
             (shown,) = [r for r in (await listed(late))["replicas"] if r["failed"]]
             assert (shown["failed"], shown["staged"]) == ("v1", ["v0"])
             assert str(tmp_path) not in shown["error"]

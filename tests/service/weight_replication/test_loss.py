@@ -31,7 +31,7 @@ async def test_replica_that_refuses_does_not_block_the_others(tmp_path: Path) ->
         engines[2].refused_weights["v1"] = "a holds NaN"
         await put(replicas[0], "v1", OLD)
         answer = await activate(replicas[0], "v1")
-        lame = replicas[2].server.fleet.own_id
+        lame = replicas[2].server.cluster.own_id
         assert (answer.status_code, answer.json()["behind"]) == (200, [lame])
         assert serves(replicas[1], "v1") and serves(replicas[2], "v0")
         (shown,) = [r for r in (await listed(replicas[0]))["replicas"] if r["replica"] == lame]
@@ -40,7 +40,7 @@ async def test_replica_that_refuses_does_not_block_the_others(tmp_path: Path) ->
         await put(replicas[0], "v2", NEW)
         assert (await activate(replicas[0], "v2")).json()["behind"] == []
         assert all(serves(served, "v2") for served in replicas)
-        assert replicas[0].server.fleet_weights.skew() == 0
+        assert replicas[0].server.replication.skew() == 0
 
 
 async def test_unresponsive_replica_is_awaited_no_longer_than_the_timeout(
@@ -66,12 +66,12 @@ async def test_stopping_server_does_not_wait_for_replicas(tmp_path: Path) -> Non
             await directory.beat(ghost, ttl_seconds=600)
             await put(one[0], "v1", OLD)
             waiting = asyncio.create_task(
-                one[0].server.activate("v1", "keep", allow_rollback=False)
+                one[0].server.coordinator.activate("v1", "keep", allow_rollback=False)
             )
             await asyncio.sleep(0.3)
             assert not waiting.done()
         assert (await waiting).behind == ["ghost"]
-        assert one[0].server.fleet.own_id not in directory._replicas
+        assert one[0].server.cluster.own_id not in directory._replicas
 
 
 async def test_stopping_server_does_not_wait_for_versions(tmp_path: Path) -> None:
@@ -81,12 +81,14 @@ async def test_stopping_server_does_not_wait_for_versions(tmp_path: Path) -> Non
             await peer.shows_itself(directory)
             await peer.asked.wait()
             server = one[0].server
-            waiting = asyncio.create_task(server.activate("v9", "keep", allow_rollback=False))
+            waiting = asyncio.create_task(
+                server.coordinator.activate("v9", "keep", allow_rollback=False)
+            )
             await asyncio.sleep(0.3)
             assert not waiting.done()
         with pytest.raises(VersionConflict, match="in time"):
             await waiting
-        assert server.fleet.own_id not in directory._replicas
+        assert server.cluster.own_id not in directory._replicas
 
 
 async def test_missing_version_is_awaited_no_longer_than_the_timeout(
@@ -125,10 +127,10 @@ async def test_failed_local_load_is_not_replicated(tmp_path: Path) -> None:
         await put(replicas[0], "v1", OLD)
         engines[0].load_error = LoadFailed("broke off")
         assert (await activate(replicas[0], "v1")).json()["code"] == "activation_failed"
-        assert replicas[1].server.fleet.view.target is None
+        assert replicas[1].server.cluster.view.target is None
         engines[0].load_error, engines[1].load_error = None, LoadFailed("broke off")
         answer = await activate(replicas[0], "v1")
-        assert answer.json()["behind"] == [replicas[1].server.fleet.own_id]
+        assert answer.json()["behind"] == [replicas[1].server.cluster.own_id]
         assert serves(replicas[0], "v1") and serves(replicas[1], "v0")
 
 
@@ -139,10 +141,10 @@ async def test_second_of_two_contents_under_one_name_is_not_served(tmp_path: Pat
         for served, content in zip(replicas, (OLD, NEW), strict=True):
             assert (await put(served, "v1", content)).status_code == 201
         directory.silent = False
-        await eventually(lambda: replicas[0].server.fleet_weights.num_failed() == 1)
+        await eventually(lambda: replicas[0].server.replication.num_failed() == 1)
         first = next(at for at in (0, 1) if replicas[at].server.versions.get("v1").announced)
         answer = await activate(replicas[first], "v1")
-        assert answer.json()["behind"] == [replicas[1 - first].server.fleet.own_id]
+        assert answer.json()["behind"] == [replicas[1 - first].server.cluster.own_id]
         assert not engines[1 - first].loaded
 
 
@@ -201,7 +203,7 @@ async def test_registry_flushed_during_a_fetch_is_filled_again(
             await peer.asked.wait()
             directory.forget()
             for _ in "ab":
-                view = await one[0].server.fleet.refresh()
+                view = await one[0].server.cluster.refresh()
             assert view.known, "it is not to be seen any more"
             peer.over.set()
             await eventually(lambda: "v1" in directory._manifests)

@@ -52,7 +52,7 @@ async def test_foreign_registry_entries_have_no_effect(tmp_path: Path, manifest:
         await directory.beat(liar, ttl_seconds=600)
         await directory.publish(manifest)
         await directory.set_target(ActivationTarget(epoch=1, version=manifest.version))
-        await eventually(lambda: one[0].server.fleet_weights.num_failed() == 1)
+        await eventually(lambda: one[0].server.replication.num_failed() == 1)
         assert serves(one[0], "v0") and not engines[0].loaded
         folder = one[0].server.checkpoints.folder("x").parent
         assert {path.name for path in folder.rglob("*")} == {".owner"}
@@ -65,7 +65,7 @@ async def test_replica_at_unlisted_address_receives_no_request(tmp_path: Path) -
         replica(tmp_path / "late", FakeEngine(), directory, **sections()) as late,
     ):
         await put(late, "v1", OLD)
-        await eventually(lambda: one[0].server.fleet_weights.num_failed() > 0)
+        await eventually(lambda: one[0].server.replication.num_failed() > 0)
         (shown,) = [r for r in (await listed(one[0]))["replicas"] if r["failed"]]
         assert shown["error"] == "no other replica is at an address of weights.peers"
         metrics = (await late.http.get("/metrics")).text
@@ -101,9 +101,9 @@ async def test_replicas_authenticate_with_the_peer_key(tmp_path: Path) -> None:
         for served in (one, two):
             served.http.headers.update(bearer(secrets["admin"]))
         await put(one, "v1", OLD)
-        await eventually(lambda: one.server.fleet_weights.num_failed() > 0)
+        await eventually(lambda: one.server.replication.num_failed() > 0)
         (shown,) = [r for r in (await listed(one))["replicas"] if r["failed"]]
-        assert shown["error"] == f"from {one.server.fleet.own_id}: it answered 401"
+        assert shown["error"] == f"from {one.server.cluster.own_id}: it answered 401"
         file = "/v1/weights/v1/files/model.safetensors"
         for name, status in (("admin", 403), ("trainer", 403), ("peers", 200)):
             answer = await one.http.get(file, headers=bearer(secrets[name]))

@@ -1,0 +1,129 @@
+"""Status of weight replication: this replica's, which it publishes, and that of all replicas."""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from coppice.wire.weights import ReplicaWeights, VersionsAnswer
+from service.cluster.membership import ClusterMembership
+from service.cluster.registry import ClusterView, Replica
+from service.weights.versions import Versions
+
+RETRY_SECONDS = 10.0
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class ReplicaStatus:
+    """Activation state of this replica.
+
+    `epoch` is that of the last applied activation target. `failed` is the label of the version that
+    could not be fetched or activated, `error` the reason.
+    """
+
+    epoch: int = 0
+    failed: str | None = None
+    error: str | None = None
+
+    def apply_to(self, replica: Replica, versions: Versions) -> Replica:
+        whole = [version for version in versions.all() if version.state != "incomplete"]
+        return replace(
+            replica,
+            epoch=self.epoch,
+            holds=tuple(version.label for version in whole if version.owned),
+            staged=tuple(version.label for version in whole),
+            failed=self.failed,
+            error=self.error,
+        )
+
+
+class LoadHistory:
+    """Failed downloads and activations by version, which are retried after `RETRY_SECONDS`.
+
+    The last failure is also published in `replica_status`.
+    """
+
+    def __init__(
+        self,
+        replica_status: ReplicaStatus,
+        cluster: ClusterMembership,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._replica_status = replica_status
+        self._cluster = cluster
+        self._clock = clock
+        self._retry_at: dict[str, float] = {}
+
+    def is_due(self, label: str) -> bool:
+        """Return True unless the version failed within the last `RETRY_SECONDS`."""
+        return self._clock() >= self._retry_at.get(label, -float("inf"))
+
+    def on_failure(self, label: str, reason: str) -> None:
+        log.warning("cannot serve %s: %s", label, reason)
+        self._replica_status.failed, self._replica_status.error = label, reason
+        self._retry_at[label] = self._clock() + RETRY_SECONDS
+        self._cluster.request_heartbeat()
+
+    def on_success(self, label: str) -> None:
+        self._retry_at.pop(label, None)
+        if self._replica_status.failed == label:
+            self._replica_status.failed = self._replica_status.error = None
+
+
+class ReplicationStatus:
+    """Weights versions of all replicas, according to the most recent cluster view."""
+
+    def __init__(self, cluster: ClusterMembership, versions: Versions) -> None:
+        self._cluster = cluster
+        self._versions = versions
+        cluster.view_listeners.append(self._on_view)
+
+    def answer(self) -> VersionsAnswer:
+        target = self._cluster.view.target
+        return VersionsAnswer(
+            active=self._versions.active.label,
+            ordered=None if target is None else target.version,
+            versions=[version.answer() for version in self._versions.all()],
+            replicas=[self._replica_weights(replica) for replica in self._replicas()],
+        )
+
+    def skew(self) -> int:
+        """Difference between the highest and the lowest active sequence of the replicas."""
+        sequences = [r.sequence for r in self._replicas() if r.state != "starting"]
+        return max(sequences, default=0) - min(sequences, default=0)
+
+    def num_behind(self) -> int:
+        return sum(self._versions_behind(replica) > 0 for replica in self._replicas())
+
+    def num_failed(self) -> int:
+        return sum(replica.failed is not None for replica in self._replicas())
+
+    def _replicas(self) -> list[Replica]:
+        replicas = self._cluster.view.replicas
+        return [replicas[replica_id] for replica_id in sorted(replicas)]
+
+    def _replica_weights(self, replica: Replica) -> ReplicaWeights:
+        return ReplicaWeights(
+            replica=replica.id,
+            state=replica.state,
+            version=replica.version,
+            sequence=replica.sequence,
+            behind=self._versions_behind(replica),
+            staged=list(replica.staged),
+            failed=replica.failed,
+            error=replica.error,
+        )
+
+    def _versions_behind(self, replica: Replica) -> int:
+        """Sequence of the target minus that of the replica's active version, at least zero."""
+        view = self._cluster.view
+        if view.target is None:
+            return 0
+        ordered = self._versions.sequence_of(view.target.version)
+        return 0 if ordered is None else max(0, ordered - replica.sequence)
+
+    def _on_view(self, view: ClusterView) -> None:
+        self._versions.learn_sequences({m.version: m.sequence for m in view.manifests.values()})
