@@ -44,7 +44,7 @@ OPERATOR_ROUTES = (weights, adapters, drafter, control, metrics)
 
 
 def create_app(
-    settings: Settings, engine: Engine, directory: ClusterRegistry | None = None
+    settings: Settings, engine: Engine, registry: ClusterRegistry | None = None
 ) -> FastAPI:
     """Create the application for callers and, if an operators port is set, one for operators.
 
@@ -52,7 +52,7 @@ def create_app(
     `app.state.operators` is None and the returned app has all routes. Both apps serve the probes
     and the status, and share one `Server`.
     """
-    server = Server(settings, engine, directory)
+    server = Server(settings, engine, registry)
     keyring = Keyring(settings.server.keys_file)
 
     @asynccontextmanager

@@ -17,7 +17,7 @@ from service.adapters.upload import AdapterFiles
 from service.cluster.in_memory import InMemoryRegistry
 from service.cluster.membership import ClusterMembership
 from service.cluster.redis_registry import RedisRegistry
-from service.cluster.registry import ClusterRegistry, Replica, new_replica_id
+from service.cluster.registry import ClusterRegistry, new_replica_id
 from service.cluster.settings import DirectorySettings
 from service.config.settings import Settings
 from service.http.bodies import Bodies
@@ -45,7 +45,6 @@ from service.weights.replication.announcer import Announcer
 from service.weights.replication.coordinator import ActivationCoordinator
 from service.weights.replication.downloader import WeightsDownloader
 from service.weights.replication.follower import Follower
-from service.weights.replication.peers import Peers
 from service.weights.replication.status import ReplicaStatus, ReplicationStatus
 from service.weights.stager import WeightStager
 from service.weights.versions import Versions, first_version
@@ -58,12 +57,12 @@ Result = TypeVar("Result")
 class Server:
     """One replica: the engine, the service's components and their lifetimes.
 
-    Created before the event loop starts; active inside `running`. A `directory` passed in is a
-    cluster registry shared with other servers of this process.
+    Created before the event loop starts; active inside `running`. A `registry` passed in is shared
+    with other servers of this process.
     """
 
     def __init__(
-        self, settings: Settings, engine: Engine, directory: ClusterRegistry | None = None
+        self, settings: Settings, engine: Engine, registry: ClusterRegistry | None = None
     ) -> None:
         self.settings = settings
         self.engine = engine
@@ -71,14 +70,15 @@ class Server:
         self.callers, self.operators = (self._connections() for _ in range(2))
         self.traces = Tracing(settings.trace)
         self.versions = Versions(first_version(settings.weights.initial_version))
-        self._replica_id = new_replica_id()
         self.readiness = Readiness(engine)
-        self._replica_status = ReplicaStatus()
+        replica_status = ReplicaStatus(
+            new_replica_id(), settings.server.advertised_url, self.readiness, self.versions
+        )
         self.cluster = ClusterMembership(
-            directory or _create_registry(settings.directory),
+            registry or _create_registry(settings.directory),
             settings.directory,
-            describe=self._describe_replica,
-            is_standalone=directory is None and settings.directory.redis_url is None,
+            describe=replica_status.entry,
+            is_standalone=registry is None and settings.directory.redis_url is None,
             failed=lambda operation: self.metrics.directory_failures.labels(operation).inc(),
             on_unshared_key=self.metrics.directory_unshared.inc,
         )
@@ -90,7 +90,7 @@ class Server:
         self.prompt_kv = PromptKvManager(
             settings.kv,
             engine,
-            replica_id=self._replica_id,
+            replica_id=self.cluster.own_id,
             active_version=lambda: self.versions.active.label,
         )
         self.kv_reuse = KvReuseManager(
@@ -164,8 +164,7 @@ class Server:
         downloader = WeightsDownloader(
             self.stager,
             self.checkpoints,
-            Peers(settings.weights.peers, settings.weights.peer_key_file),
-            max_file_bytes=settings.weights.max_upload_bytes,
+            settings.weights,
             on_fetched=lambda method: self.metrics.weights_pulls.labels(method).inc(),
         )
         self._follower = Follower(
@@ -175,7 +174,7 @@ class Server:
             downloader,
             announcer,
             self.activation,
-            self._replica_status,
+            replica_status,
         )
         self.coordinator = ActivationCoordinator(
             self.cluster,
@@ -278,18 +277,6 @@ class Server:
         await self._follower.catch_up(self.settings.weights.catch_up_seconds)
         self.readiness.caught_up = True
         self.cluster.request_heartbeat()
-
-    def _describe_replica(self) -> Replica:
-        """This replica's entry in the cluster registry."""
-        active = self.versions.active
-        replica = Replica(
-            id=self._replica_id,
-            url=self.settings.server.advertised_url or "",
-            state=self.readiness.state,
-            version=active.label,
-            sequence=active.sequence,
-        )
-        return self._replica_status.apply_to(replica, self.versions)
 
     def _count_group(self, rollout: Rollout, group: Group, answer: GroupAnswer) -> None:
         self.metrics.record_group(answer, group.sample_seconds)

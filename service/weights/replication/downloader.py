@@ -16,6 +16,7 @@ from typing import Literal
 import httpx
 
 from service.cluster.registry import Manifest, ManifestFile, Replica
+from service.config.settings import WeightsSettings
 from service.http.errors import DigestMismatch, ServiceError, WeightsRefused
 from service.http.params import label
 from service.weights.checkpoint_store import SINGLE_FILE, CheckpointStore, validate_file_name
@@ -47,15 +48,14 @@ class WeightsDownloader:
         self,
         stager: WeightStager,
         checkpoints: CheckpointStore,
-        peers: Peers,
+        settings: WeightsSettings,
         *,
-        max_file_bytes: int,
         on_fetched: Callable[[FetchMethod], None],
     ) -> None:
         self._stager = stager
         self._checkpoints = checkpoints
-        self._peers = peers
-        self._max_file_bytes = max_file_bytes
+        self._peers = Peers(settings.peers, settings.peer_key_file)
+        self._max_file_bytes = settings.max_upload_bytes
         self._on_fetched = on_fetched
 
     async def download(self, manifest: Manifest, replicas: Sequence[Replica]) -> Version:

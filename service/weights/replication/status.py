@@ -3,11 +3,11 @@
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 
 from coppice.wire.weights import ReplicaWeights, VersionsAnswer
 from service.cluster.membership import ClusterMembership
 from service.cluster.registry import ClusterView, Replica
+from service.observability.readiness import Readiness
 from service.weights.versions import Versions
 
 RETRY_SECONDS = 10.0
@@ -15,25 +15,36 @@ RETRY_SECONDS = 10.0
 log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
 class ReplicaStatus:
-    """Activation state of this replica.
+    """Status of this replica, as its entry in the cluster registry.
 
     `epoch` is that of the last applied activation target. `failed` is the label of the version that
     could not be fetched or activated, `error` the reason.
     """
 
-    epoch: int = 0
-    failed: str | None = None
-    error: str | None = None
+    def __init__(
+        self, replica_id: str, url: str | None, readiness: Readiness, versions: Versions
+    ) -> None:
+        self._replica_id = replica_id
+        self._url = url or ""
+        self._readiness = readiness
+        self._versions = versions
+        self.epoch = 0
+        self.failed: str | None = None
+        self.error: str | None = None
 
-    def apply_to(self, replica: Replica, versions: Versions) -> Replica:
-        whole = [version for version in versions.all() if version.state != "incomplete"]
-        return replace(
-            replica,
+    def entry(self) -> Replica:
+        active = self._versions.active
+        complete = [v for v in self._versions.all() if v.state != "incomplete"]
+        return Replica(
+            id=self._replica_id,
+            url=self._url,
+            state=self._readiness.state,
+            version=active.label,
+            sequence=active.sequence,
             epoch=self.epoch,
-            holds=tuple(version.label for version in whole if version.owned),
-            staged=tuple(version.label for version in whole),
+            holds=tuple(version.label for version in complete if version.owned),
+            staged=tuple(version.label for version in complete),
             failed=self.failed,
             error=self.error,
         )
