@@ -1,4 +1,4 @@
-"""The command line and composition root; the only module that loads the engine."""
+"""Command line `coppice`; the only module that loads the engine."""
 
 import importlib
 import logging
@@ -121,7 +121,7 @@ def main() -> None:
 
 
 def render_graph_plan(settings: Settings) -> str:
-    """Report of the graph plan; raises StartFailed if there is none."""
+    """Report of the CUDA graphs that `serve` would capture, without a GPU. Raises StartFailed."""
     engine, graphs, speculation = settings.engine, settings.graphs, settings.speculation
     model = resolve_model_config(engine.model, engine.revision)
     plan, limits, trace = (
@@ -148,28 +148,30 @@ def _load_and_run(settings: Settings, components: ServeComponents) -> None:
 
     raise_file_limit()  # before the engine's processes start and inherit the limit
     with open_listener(settings.server.host, settings.server.port) as listener:
-        log.info("loading %s", settings.engine.model)
+        log.info("loading the model %s", settings.engine.model)
         engine = components.load_engine(settings)
         app = components.create_app(settings, engine)
         components.run_server(app, app.state.server, settings, listener)
 
 
 def _new_key(
-    name: Annotated[str, typer.Argument(help="Whose key it is; rollouts and limits go by it.")],
+    name: Annotated[
+        str, typer.Argument(help="Name of the caller; rollouts and limits are counted per name.")
+    ],
     roles: Annotated[
-        str, typer.Option(help="rollout, kv, watch, replica, admin, or several: rollout,kv")
+        str, typer.Option(help="Roles, separated by commas: rollout, kv, watch, replica, admin.")
     ],
 ) -> None:
-    """Print a new key once, and the lines that let it in, to be added to server.keys_file.
+    """Create an API key; print it once, and its entry for server.keys_file.
 
-    The lines alone go to standard output: `coppice new-key NAME --roles rollout >> keys.yaml`.
+    Only the entry goes to standard output: `coppice new-key NAME --roles rollout >> keys.yaml`.
     """
     try:
-        secret, lines = generate_key(name, roles.split(","))
+        secret, entry = generate_key(name, roles.split(","))
     except SettingsError as error:
         _fail(2, *error.lines)
-    typer.echo(f"The key, shown only now: {secret}", err=True)
-    typer.echo(lines, nl=False)
+    typer.echo(f"API key, shown only once: {secret}", err=True)
+    typer.echo(entry, nl=False)
 
 
 def _print_versions() -> None:

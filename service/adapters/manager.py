@@ -28,7 +28,7 @@ from service.http.errors import (
 )
 
 RETRY_SECONDS = 2.0
-NOT_LOADED = "it is not loaded on this replica: adapters are not passed on, load it on each"
+NOT_LOADED = "not loaded on this replica; adapters are not replicated, so load it on each"
 AdapterLoadOutcome = Literal["loaded", "refused", "failed"]
 OnLoad = Callable[[AdapterLoadOutcome], None]
 
@@ -43,7 +43,7 @@ class LoadedAdapter:
 
     name: str
     version: str
-    form: AdapterInfo
+    info: AdapterInfo
     digest: str
     folder: Path
     num_users: int = 0
@@ -57,8 +57,8 @@ class LoadedAdapter:
             name=self.name,
             version=self.version,
             current=current,
-            rank=self.form.rank,
-            num_bytes=self.form.num_bytes,
+            rank=self.info.rank,
+            num_bytes=self.info.num_bytes,
             rollouts_running=self.num_users,
         )
 
@@ -176,9 +176,9 @@ class AdapterManager:
 
     def _check_supported(self, name: str) -> None:
         if not self._engine.info.max_adapters:
-            raise Unsupported("adapters are not served here: start with engine.max_adapters")
+            raise Unsupported("LoRA adapters are disabled: set engine.max_adapters")
         if name in (self._engine.info.model, self._engine.info.model_given):
-            raise InvalidRequest.of_parameter("name", "it is the served model's own")
+            raise InvalidRequest.of_parameter("name", "it is the name of the served model")
 
     async def _add(
         self, name: str, version: str | None, received: ReceivedAdapter, replace: bool
@@ -209,25 +209,25 @@ class AdapterManager:
         if version is not None and f"{name}@{version}" in self._digests:
             self._check_version_reusable(f"{name}@{version}", digest)
         if current is not None and not replace:
-            raise VersionConflict("the adapter is loaded: unload it, or load it under a new name")
+            raise VersionConflict("the adapter is already loaded: unload it or use another name")
         return None
 
     def _check_version_reusable(self, label: str, digest: str) -> None:
-        """Refuse a label that had other bytes, or whose adapter is current or still in use."""
+        """Refuse a label that had other content, or whose adapter is current or still in use."""
         if self._digests[label] != digest:
-            raise VersionConflict("the adapter had that version, with other bytes")
+            raise VersionConflict("the adapter had this version with different content")
         adapter = self._loaded_by_label.get(label)
         if adapter is not None and (self._is_current(adapter) or adapter.num_users):
-            raise VersionConflict("the adapter has that version, and something runs under it")
+            raise VersionConflict("the adapter has this version, which is current or still in use")
 
     async def _load_new(self, name: str, version: str, received: ReceivedAdapter) -> LoadedAdapter:
         try:
-            form = await asyncio.to_thread(self._engine.check_adapter, received.folder)
+            info = await asyncio.to_thread(self._engine.check_adapter, received.folder)
         except CheckpointRefused as refused:
             self._on_load("refused")
             raise WeightsRefused(str(refused)) from refused
         adapter = LoadedAdapter(
-            name=name, version=version, form=form, digest=received.digest, folder=received.folder
+            name=name, version=version, info=info, digest=received.digest, folder=received.folder
         )
         await self._ensure_capacity()
         try:

@@ -19,7 +19,7 @@ from service.http.errors import InsufficientStorage, WeightsRefused
 from service.weights.checkpoint_store import CheckpointStore, Upload
 
 MAX_CONFIG_BYTES = 2**20
-MAX_HEADER_BYTES = 100_000_000  # as much as safetensors allows
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 COPY_BYTES = 4 * 2**20
 
 
@@ -86,12 +86,12 @@ def _chunks(name: str, file: Path, limit: int) -> Iterator[bytes]:
     left = limit
     try:
         if not file.is_file() or file.stat().st_size > limit:
-            raise WeightsRefused(f"{name} is no file of at most {limit} bytes")
+            raise WeightsRefused(f"{name} must be a file of at most {limit} bytes")
         with file.open("rb") as source:
             while chunk := source.read(min(COPY_BYTES, left + 1)):
                 left -= len(chunk)
                 if left < 0:
-                    raise WeightsRefused(f"{name} is no file of at most {limit} bytes")
+                    raise WeightsRefused(f"{name} must be a file of at most {limit} bytes")
                 yield chunk
     except OSError as error:
         raise WeightsRefused(f"{name} cannot be read: {error.strerror}") from error
@@ -113,5 +113,5 @@ def _read_config(file: BinaryIO) -> bytes:
     except (ValueError, TypeError, KeyError, AttributeError):
         config = None
     if config is None or len(config) > MAX_CONFIG_BYTES:
-        raise WeightsRefused("a safetensors file with adapter_config in its metadata is needed")
+        raise WeightsRefused("the metadata of the safetensors file must contain adapter_config")
     return config

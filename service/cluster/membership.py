@@ -146,7 +146,7 @@ class ClusterMembership:
         Concurrent calls share a heartbeat. Raises RegistryUnavailable.
         """
         if self._stopped:
-            raise RegistryUnavailable("this replica has left")
+            raise RegistryUnavailable("this replica has left the cluster")
         num_started_before = self._num_heartbeats_started
         async with self._heartbeat_lock:
             if self._num_heartbeats_started == num_started_before:

@@ -134,4 +134,4 @@ def _fingerprint(path: Path) -> Fingerprint:
     try:
         return tuple((f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files)
     except OSError as error:
-        raise WeightsRefused("the files have changed while they were read") from error
+        raise WeightsRefused("the files changed during the check") from error

@@ -111,7 +111,9 @@ class Activation:
         started its samples yet.
         """
         if mode == "wait" and self._paused and not self._rollouts.is_idle:
-            raise VersionConflict("samples are paused and would never end: resume first")
+            raise VersionConflict(
+                "sampling is paused, and running samples cannot end: resume it first"
+            )
 
     async def _switch(
         self, version: Version, previous: Version, mode: ActivationMode

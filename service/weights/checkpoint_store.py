@@ -105,12 +105,12 @@ class CheckpointStore:
         try:
             return await asyncio.to_thread(lineage_of, delta.path)
         except DeltaRefused as refused:
-            raise WeightsRefused(f"the delta: {refused}") from refused
+            raise WeightsRefused(f"invalid delta: {refused}") from refused
 
     async def apply_delta_to(self, base: Path, delta: Upload, expected: str) -> Upload:
         """Apply a delta to `base` in a thread; returns the resulting complete file.
 
-        `expected` is the SHA-256 of the result that the delta announces.
+        `expected` is the SHA-256 of the result that the delta declares.
         """
         handle, name = tempfile.mkstemp(prefix=".incoming-", dir=self._root)
         path = Path(name)
@@ -118,10 +118,10 @@ class CheckpointStore:
             with os.fdopen(handle, "wb") as file:
                 digest = await asyncio.to_thread(apply_delta, base, delta.path, file)
             if digest != expected:
-                raise DigestMismatch("the delta does not lead to the file that it announces")
+                raise DigestMismatch("the SHA-256 of the result is not the one in the delta")
         except DeltaRefused as refused:
             path.unlink()
-            raise WeightsRefused(f"the delta: {refused}") from refused
+            raise WeightsRefused(f"invalid delta: {refused}") from refused
         except OSError as error:
             path.unlink()
             raise InsufficientStorage() from error
@@ -156,15 +156,13 @@ class CheckpointStore:
         if not inside:
             raise PathRefused()
         if not present:
-            raise PathRefused("there is nothing at that path")
+            raise PathRefused("no such file or directory")
         return resolved
 
 
 def validate_file_name(name: str) -> str:
     if not _FILE_NAME.match(name) or not (name == INDEX or name.endswith(".safetensors")):
-        raise InvalidRequest.of_parameter(
-            "name", f"a checkpoint's files are {INDEX} and *.safetensors"
-        )
+        raise InvalidRequest.of_parameter("name", f"must be {INDEX} or *.safetensors")
     return name
 
 
@@ -195,7 +193,7 @@ def _expected_digest(header: str | None) -> bytes | None:
         return None
     found = _DIGEST.fullmatch(header)
     if found is None:
-        raise InvalidRequest.of_parameter("Content-Digest", "sha-256=:...: and nothing else")
+        raise InvalidRequest.of_parameter("Content-Digest", "must be sha-256=:<base64>:")
     return base64.b64decode(found.group(1))
 
 
@@ -227,4 +225,4 @@ def num_bytes_of(path: Path) -> int:
         files = [path] if not path.is_dir() else path.glob("*.safetensors")
         return sum(file.stat().st_size for file in files)
     except OSError as error:
-        raise WeightsRefused("the files have changed while they were read") from error
+        raise WeightsRefused("the files changed during the check") from error

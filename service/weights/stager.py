@@ -105,7 +105,7 @@ class WeightStager:
         async with self._change_lock:
             self._check_sequence(label, sequence)
             if self._versions.find(label) is not None:
-                raise VersionConflict("the version exists")
+                raise VersionConflict("the version already exists")
             await self._check(directory)
             return await self._finish_staging(
                 Version(
@@ -147,7 +147,7 @@ class WeightStager:
     ) -> tuple[Version, bool]:
         base_version, lineage = self._get_base(base), await self._checkpoints.lineage(delta)
         if base_version.digests[SINGLE_FILE] != lineage.base:
-            raise BaseUnavailable(f"{base!r} holds other weights than the delta starts from")
+            raise BaseUnavailable(f"the delta is not relative to the weights of {base!r} here")
         whole = await self._checkpoints.apply_delta_to(
             base_version.path / SINGLE_FILE, delta, lineage.result
         )
@@ -175,7 +175,7 @@ class WeightStager:
         Only for such files is the digest known, and only they cannot be changed by others.
         """
         if not self.is_base(label):
-            raise BaseUnavailable(f"there is no {label!r} here that was uploaded as one file")
+            raise BaseUnavailable(f"no version {label!r} that was uploaded as one file is here")
         return self._versions.get(label)
 
     async def _add(
@@ -195,7 +195,7 @@ class WeightStager:
         if existing is not None and existing.digests.get(name) == upload.sha256:
             return existing, False
         if existing is not None and (existing.state != "incomplete" or name in existing.digests):
-            raise VersionConflict("the version exists with other bytes")
+            raise VersionConflict("the version already exists with different content")
         digests = {**(existing.digests if existing else {}), name: upload.sha256}
         index = upload.path if name == INDEX else self._checkpoints.folder(label) / INDEX
         missing = await missing_files(index, digests) if sharded else ()

@@ -1,7 +1,7 @@
 """Table of weights versions: states, active version, version requirements of rollouts (`Policy`).
 
 A version has its publisher's label and an integer sequence, which orders versions identically on
-every replica. Exactly one version is active. No file or engine access.
+every replica. Exactly one version is active. The table accesses no files and no engine.
 
     incomplete -> staged -> active -> superseded -> active (a rollback) ...
 """
@@ -115,7 +115,7 @@ class Versions:
         """Refuse a sequence that another label has: `min_version` compares sequences."""
         holder = next((v for v in self._versions.values() if v.sequence == sequence), None)
         if holder is not None and holder.label != label:
-            raise VersionConflict(f"sequence {sequence} belongs to {holder.label!r}")
+            raise VersionConflict(f"{holder.label!r} already has sequence {sequence}")
 
     def put(self, version: Version) -> Version:
         self.check_sequence(version.label, version.sequence)
@@ -142,8 +142,8 @@ class Versions:
         if policy.exact_version is not None:
             return self._admit_exact(policy.exact_version)
         assert policy.min_version is not None
-        wanted = self.sequence_of(policy.min_version)
-        if wanted is None or wanted > self.active.sequence:
+        sequence = self.sequence_of(policy.min_version)
+        if sequence is None or sequence > self.active.sequence:
             raise _version_unavailable(policy.min_version)
         return None
 
@@ -151,7 +151,7 @@ class Versions:
         version = self.get(label)
         if version.state == "incomplete":
             missing = ", ".join(version.missing_files)
-            raise VersionConflict(f"files are missing: {missing}")
+            raise VersionConflict(f"the version is incomplete; missing files: {missing}")
         if version.sequence < self.active.sequence and not allow_rollback:
             raise RollbackRefused(
                 f"sequence {version.sequence} is older than the active {self.active.sequence}"
@@ -170,8 +170,8 @@ class Versions:
     def _admit_exact(self, label: str) -> str:
         if label == self._active:
             return label
-        wanted = self.sequence_of(label)
-        if wanted is not None and wanted > self.active.sequence:
+        sequence = self.sequence_of(label)
+        if sequence is not None and sequence > self.active.sequence:
             raise _version_unavailable(label)
         raise VersionSuperseded(f"{self._active!r} is active")
 

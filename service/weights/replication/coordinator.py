@@ -125,11 +125,11 @@ class ActivationCoordinator:
             current_target = await self._cluster.registry.set_target(target)
         except RegistryUnavailable:
             log.warning(
-                "%s is not announced to the cluster yet: the registry does not respond", label
+                "%s is active on this replica only: the cluster registry does not respond", label
             )
             return target
         if current_target != target:
-            raise VersionConflict(f"{current_target.version!r} was activated by others meanwhile")
+            raise VersionConflict(f"another replica activated {current_target.version!r} meanwhile")
         return target
 
     async def _wait_until(

@@ -77,8 +77,8 @@ class WeightsDownloader:
         holders = [r for r in replicas if manifest.version in r.holds]
         known = [r for r in holders if self._peers.allows(r.url)]
         if not known:
-            why = "is at an address of weights.peers" if holders else "has its files"
-            raise DownloadFailed(f"no other replica {why}")
+            allowed = " at an address that weights.peers allows" if holders else ""
+            raise DownloadFailed(f"no other replica{allowed} has the files")
         random.shuffle(known)  # spread the downloads over the holders
         failure = DownloadFailed("")
         for replica in known:
@@ -87,7 +87,9 @@ class WeightsDownloader:
             except WeightsRefused:
                 raise  # the digests match, so every other holder has the same invalid weights
             except (httpx.HTTPError, OSError, ServiceError, DownloadFailed) as error:
-                log.warning("%s from %s: %s", manifest.version, replica.id, error)
+                log.warning(
+                    "download of %s from %s failed: %s", manifest.version, replica.id, error
+                )
                 failure = DownloadFailed(f"from {replica.id}: {_error_text(error)}")
         raise failure
 
@@ -113,7 +115,7 @@ class WeightsDownloader:
                 try:
                     return await self._download_delta(peer, manifest, manifest.delta)
                 except (ServiceError, DownloadFailed) as error:
-                    log.warning("%s as a delta: %s", manifest.version, error)
+                    log.warning("download of the delta of %s failed: %s", manifest.version, error)
             return await self._download_files(peer, manifest)
 
     async def _download_delta(
@@ -145,7 +147,7 @@ class WeightsDownloader:
                 announced=True,
             )
         if version is None or version.state == "incomplete":
-            raise DownloadFailed("the manifest does not name all files")
+            raise DownloadFailed("the manifest does not list all files")
         self._on_fetched("whole")
         return version
 
@@ -162,7 +164,7 @@ def _check(manifest: Manifest, max_file_bytes: int) -> None:
     for file in (*manifest.files, *([manifest.delta] if manifest.delta else [])):
         validate_file_name(file.name)
         if not _SHA256.fullmatch(file.sha256):
-            raise DownloadFailed("the manifest holds what is no SHA-256")
+            raise DownloadFailed("the manifest contains an invalid SHA-256")
         if file.num_bytes > max_file_bytes:
             raise DownloadFailed("a file is larger than weights.max_upload_bytes")
 
@@ -181,16 +183,16 @@ async def _chunks(
     path = f"/v1/weights/{version}/files/{file.name}"
     async with peer.stream("GET", path, headers={"Accept-Encoding": "identity"}) as answer:
         if answer.status_code != 200:
-            raise DownloadFailed(f"it answered {answer.status_code}")
+            raise DownloadFailed(f"HTTP status {answer.status_code}")
         num_bytes, block_bytes, began = 0, 0, time.monotonic()
         async for chunk in answer.aiter_raw():
             num_bytes += len(chunk)
             block_bytes += len(chunk)
             if num_bytes > file.num_bytes:
-                raise DownloadFailed("it sent more than the manifest says")
+                raise DownloadFailed("the file is larger than in the manifest")
             if block_bytes < BLOCK_BYTES and time.monotonic() - began > block_seconds:
                 raise DownloadFailed(
-                    f"it sent less than {BLOCK_BYTES} bytes in {block_seconds:g} s"
+                    f"less than {BLOCK_BYTES} bytes received in {block_seconds:g} s"
                 )
             yield chunk
             if block_bytes >= BLOCK_BYTES:

@@ -87,7 +87,10 @@ class Follower:
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 return await self._catch_up()
-        log.error("serving %s: no newer version could be fetched", self._versions.active.label)
+        log.error(
+            "serving %s, not the activation target: timeout",
+            self._versions.active.label,
+        )
 
     async def _catch_up(self) -> None:
         while True:
@@ -103,7 +106,7 @@ class Follower:
         try:
             await self._step(view)
         except Exception:
-            log.exception("following the cluster's weights failed")
+            log.exception("a reconciliation with the cluster registry failed")
             await asyncio.sleep(ERROR_PAUSE_SECONDS)
 
     async def _step(self, view: ClusterView) -> None:
@@ -123,7 +126,7 @@ class Follower:
         self._cluster.stop_fast_heartbeats()
 
     async def _sync(self, view: ClusterView) -> None:
-        """Send the registry what it lacks: withdrawals, manifests and the activation target."""
+        """Send withdrawals, manifests and the activation target that the registry lacks."""
         await self._announcer.sync(view, self._announce_one)
         own_target = self._last_target
         if own_target is not None and (view.target is None or view.target.epoch < own_target.epoch):
@@ -152,7 +155,7 @@ class Follower:
                 continue
             with suppress(ServiceError):
                 await self._stager.delete(label, sync=False)
-                self._load_history.on_success(label)  # a recorded failure was of the deleted files
+                self._load_history.on_success(label)  # its failure concerned the deleted files
 
     async def _apply_target(self, target: ActivationTarget, view: ClusterView) -> None:
         version = self._versions.find(target.version)
@@ -161,12 +164,12 @@ class Follower:
         ):
             return
         if version is None or version.state == "incomplete":
-            self._load_history.on_failure(target.version, "no replica has announced its files")
+            self._load_history.on_failure(target.version, "no replica has published its files")
             return
         if is_published(version) and (
             not version.announced or conflicts_with_manifest(version, view)
         ):
-            self._load_history.on_failure(target.version, "others have other weights by this name")
+            self._load_history.on_failure(target.version, "other replicas have different weights")
             return
         try:
             await self._activation.apply(target.version, target.mode, allow_rollback=True)

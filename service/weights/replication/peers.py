@@ -46,7 +46,9 @@ def parse_allowed(text: str) -> AllowedPeer:
     """
     found = _ALLOWED.fullmatch(text)
     if found is None:
-        raise ValueError(f"{text!r} is not like http://10.0.0.0/8:8000 or http://*.replicas:8000")
+        raise ValueError(
+            f"{text!r} must look like http://10.0.0.0/8:8000 or http://*.replicas:8000"
+        )
     scheme, wildcard, host, bits, port = found.groups()
     number = _PORTS[scheme] if port is None else None if port == ":*" else int(port[1:])
     hostname_or_address = host.strip("[]").lower()

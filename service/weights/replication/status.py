@@ -73,7 +73,7 @@ class LoadHistory:
         return self._clock() >= self._retry_at.get(label, -float("inf"))
 
     def on_failure(self, label: str, reason: str) -> None:
-        log.warning("cannot serve %s: %s", label, reason)
+        log.warning("fetching or activating %s failed: %s", label, reason)
         self._replica_status.failed, self._replica_status.error = label, reason
         self._retry_at[label] = self._clock() + RETRY_SECONDS
         self._cluster.request_heartbeat()

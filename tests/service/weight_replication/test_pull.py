@@ -35,7 +35,7 @@ async def test_peer_that_drips_bytes_is_given_up() -> None:
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
         host, port = server.sockets[0].getsockname()
         async with asyncio.timeout(10), httpx.AsyncClient(base_url=f"http://{host}:{port}") as peer:
-            with pytest.raises(DownloadFailed, match=r"less than 1048576 bytes in 0.2 s"):
+            with pytest.raises(DownloadFailed, match=r"less than 1048576 bytes received in 0.2 s"):
                 async for _ in _chunks(peer, "v1", file, block_seconds=0.2):
                     pass
         async with asyncio.timeout(10):

@@ -67,7 +67,10 @@ async def test_replica_at_unlisted_address_receives_no_request(tmp_path: Path) -
         await put(late, "v1", OLD)
         await eventually(lambda: one[0].server.replication.num_failed() > 0)
         (shown,) = [r for r in (await listed(one[0]))["replicas"] if r["failed"]]
-        assert shown["error"] == "no other replica is at an address of weights.peers"
+        assert (
+            shown["error"]
+            == "no other replica at an address that weights.peers allows has the files"
+        )
         metrics = (await late.http.get("/metrics")).text
         assert "files/{name}" not in metrics, "nobody has asked"
 
@@ -103,7 +106,7 @@ async def test_replicas_authenticate_with_the_peer_key(tmp_path: Path) -> None:
         await put(one, "v1", OLD)
         await eventually(lambda: one.server.replication.num_failed() > 0)
         (shown,) = [r for r in (await listed(one))["replicas"] if r["failed"]]
-        assert shown["error"] == f"from {one.server.cluster.own_id}: it answered 401"
+        assert shown["error"] == f"from {one.server.cluster.own_id}: HTTP status 401"
         file = "/v1/weights/v1/files/model.safetensors"
         for name, status in (("admin", 403), ("trainer", 403), ("peers", 200)):
             answer = await one.http.get(file, headers=bearer(secrets[name]))
