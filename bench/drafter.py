@@ -21,7 +21,7 @@ from bench.harness.drafter_server import BUILD, Traffic, drafter_server
 from bench.harness.record import Record, Row
 from bench.harness.recovery import RECOVERED_SHARE, Curve, Point, picture
 from coppice import AsyncRollouts
-from coppice.wire.drafter import DrafterAnswer
+from coppice.wire.weights import DrafterAnswer
 
 BEFORE_SECONDS = 30.0
 GOAL_SECONDS, MIN_FALL = 300.0, 1 / 3

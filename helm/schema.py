@@ -10,12 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from engine.settings import (
-    AttentionSettings,
-    EngineSettings,
-    GraphsSettings,
-    SpeculationSettings,
-)
+from engine.settings import AttentionSettings, EngineSettings, GraphsSettings, SpeculationSettings
 from service.cluster.settings import DirectorySettings
 from service.config.settings import LimitsSettings, LogSettings, TraceSettings, WeightsSettings
 from service.prompt_kv.settings import KvSettings

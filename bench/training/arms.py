@@ -22,7 +22,7 @@ from coppice.train import (
     grpo_loss,
     token_mean,
 )
-from coppice.train.rows import token_logprobs
+from coppice.train.groups import token_logprobs
 
 
 class Arms:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from coppice.train import RowLogprobs, TrainingGroup
-from coppice.train.rows import token_logprobs
+from coppice.train.groups import token_logprobs
 
 NAME = "prefix_grouper"
 

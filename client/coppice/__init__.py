@@ -3,6 +3,8 @@
 from coppice.client import AsyncRollouts, Pending, Rollouts
 from coppice.credit import (
     effective_leaves,
+    pruned_by_depth,
+    pruned_by_width,
     segment_advantages,
     segment_rewards,
     segment_weights,
@@ -45,18 +47,14 @@ from coppice.errors import (
     VersionUnavailable,
     WeightsRefused,
 )
-from coppice.operations.pending import AsyncPending
+from coppice.operations.rollouts import AsyncPending
+from coppice.operations.scoring import Score
 from coppice.plot import plot_tree
 from coppice.prompt_kv.prompt_kv import PromptKV
 from coppice.prompt_kv.source import KvSource
 from coppice.prompts import PromptLike
-from coppice.results import Group, RolloutResult
-from coppice.retry import Retry
-from coppice.samples import Sample
-from coppice.scores import Score
-from coppice.tree import Segment, Tree
-from coppice.tree_pruning import pruned_by_depth, pruned_by_width
-from coppice.wire.adapters import AdapterAnswer, AdaptersAnswer
+from coppice.results import Group, RolloutResult, Sample, Segment, Tree
+from coppice.transport.retry import Retry
 from coppice.wire.branching import Branching, BranchRequest, Entropy
 from coppice.wire.control import PauseAnswer, StatusAnswer
 from coppice.wire.kv import Kv, KvHandle, KvLayout, KvLocator
@@ -83,7 +81,13 @@ from coppice.wire.rollouts import (
     VersionSpan,
 )
 from coppice.wire.score import ScoreItem
-from coppice.wire.weights import ActivationAnswer, VersionAnswer, VersionsAnswer
+from coppice.wire.weights import (
+    ActivationAnswer,
+    AdapterAnswer,
+    AdaptersAnswer,
+    VersionAnswer,
+    VersionsAnswer,
+)
 
 __all__ = [
     "ActivationAnswer",

@@ -1,39 +1,69 @@
 """Asynchronous and blocking clients of a Coppice server, with the same operations."""
 
-from collections.abc import Iterable
-from types import TracebackType
-from typing import Self, Unpack
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable
+from functools import wraps
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, Unpack
 
 import httpx
 
 from coppice.operations.adapters import AdapterOperations
 from coppice.operations.control import ControlOperations
-from coppice.operations.drafter import DrafterOperations
-from coppice.operations.pending import AsyncPending
-from coppice.operations.rollouts import RolloutOperations
+from coppice.operations.rollouts import AsyncPending, RolloutOperations
 from coppice.operations.scoring import ScoreOperations
-from coppice.operations.trees import TreeOperations
-from coppice.operations.weights import WeightsOperations
+from coppice.operations.weights import DrafterOperations, WeightsOperations
 from coppice.options import RolloutOptions
 from coppice.prompts import PromptLike
-from coppice.retry import Retry
-from coppice.sync_wrapper import SyncWrapper, sync_generator, sync_method
-from coppice.transport.async_driver import AsyncClock, AsyncDriver
-from coppice.transport.blocking_driver import BlockingClock, BlockingDriver, run_sync
-from coppice.transport.clock import Clock
-from coppice.transport.driver import Driver
-from coppice.transport.httpx_types import client_options
-from coppice.transport.redirect_policy import RedirectPolicy
-from coppice.transport.redirecting_driver import RedirectingDriver
-from coppice.transport.request_sender import RequestSender
+from coppice.transport.address import RedirectPolicy
+from coppice.transport.driver import Clock, Driver, RedirectingDriver
+from coppice.transport.httpx_drivers import (
+    AsyncClock,
+    AsyncDriver,
+    BlockingClock,
+    BlockingDriver,
+    client_options,
+    iterate_sync,
+    run_sync,
+)
+from coppice.transport.retry import RequestSender, Retry
 
+P = ParamSpec("P")
+T = TypeVar("T")
+C = TypeVar("C", covariant=True)
 DEFAULT_TIMEOUT_SECONDS = 60.0
 DEFAULT_RETRY = Retry()
 
 
+class SyncWrapper(Generic[C]):
+    """Blocking wrapper of an object whose coroutines never suspend, because its driver blocks."""
+
+    def __init__(self, core: C) -> None:
+        self._async = core
+
+
+def sync_method(
+    method: Callable[Concatenate[C, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[SyncWrapper[C], P], T]:
+    @wraps(method)
+    def call(self: SyncWrapper[C], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return run_sync(method(self._async, *args, **kwargs))
+
+    return call
+
+
+def sync_generator(
+    method: Callable[Concatenate[C, P], AsyncGenerator[T, None]],
+) -> Callable[Concatenate[SyncWrapper[C], P], Generator[T, None, None]]:
+    @wraps(method)
+    def call(
+        self: SyncWrapper[C], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Generator[T, None, None]:
+        return iterate_sync(method(self._async, *args, **kwargs))
+
+    return call
+
+
 class Operations(
     RolloutOperations,
-    TreeOperations,
     ScoreOperations,
     WeightsOperations,
     DrafterOperations,
@@ -89,12 +119,7 @@ class AsyncRollouts(Operations):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
 
@@ -180,10 +205,5 @@ class Rollouts(SyncWrapper[Operations]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -1,23 +1,24 @@
-"""Credit assignment: segment rewards and advantages from the leaf rewards of a tree.
+"""Credit assignment for trees: segment rewards, advantages, weights, and pruning.
 
 Uses numpy only. All tokens of a segment have the same advantage. The weight of a segment in the
 loss is independent of it: see `segment_weights`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from coppice.tree import Segment, Tree
+from coppice.results import Segment, Tree
 
 Fusion = Literal["mean", "probability"]
 Scheme = Literal["depthwise", "parent_delta", "ancestor_mean", "leaf_grpo"]
 Weighting = Literal["once", "per_leaf", "sqrt"]
 Rewards = Sequence[float] | NDArray[np.floating[Any]]
-
 _SMALLEST_DEVIATION = 1e-6
+Width = Literal["best_half", "extremes"]
 
 
 def segment_rewards(
@@ -184,3 +185,41 @@ def _num_tokens(path: Sequence[Segment]) -> int:
 def _shared_prefix(one: Sequence[Segment], other: Sequence[Segment]) -> Sequence[Segment]:
     pairs = zip(one, other, strict=False)
     return [mine for mine, theirs in pairs if mine.id == theirs.id]
+
+
+def pruned_by_depth(tree: Tree, depths: Collection[int]) -> frozenset[str]:
+    """Ids of all segments except those at the given depths, to train on (BranchGRPO).
+
+    The tree itself is not changed. A loss without some of the segments has another expectation than
+    the full loss. Compute segment rewards on the whole tree first, then prune.
+    """
+    return frozenset(segment.id for segment in tree.segments if segment.depth not in depths)
+
+
+def pruned_by_width(tree: Tree, rewards: Rewards, width: Width) -> frozenset[str]:
+    """Ids of the segments that remain after some leaves are removed; inner segments all remain.
+
+    See pruned_by_depth for the effect on the loss.
+
+    best_half: at each fork keep the better half of its leaves, rounded up.
+    extremes: keep only the best and the worst leaf of the tree.
+    """
+    if len(rewards) != len(tree.leaves):
+        raise ValueError(f"{len(rewards)} rewards for {len(tree.leaves)} leaves")
+    ranked = sorted(zip(tree.leaves, rewards, strict=True), key=lambda pair: -float(pair[1]))
+    order = [leaf for leaf, _ in ranked]
+    if width == "extremes":
+        kept = {order[0], order[-1]} if order else set()
+    elif width == "best_half":
+        kept = _best_half_of_forks(tree, order)
+    else:
+        raise ValueError(f"no such width: {width}")
+    inner = {segment.id for segment in tree.segments} - set(tree.leaves)
+    return frozenset(inner | kept)
+
+
+def _best_half_of_forks(tree: Tree, order: list[str]) -> set[str]:
+    forks: defaultdict[str | None, list[str]] = defaultdict(list)
+    for leaf in order:
+        forks[tree.segment(leaf).parent].append(leaf)
+    return {leaf for leaves in forks.values() for leaf in leaves[: (len(leaves) + 1) // 2]}

@@ -1,41 +1,4 @@
-"""Exceptions that only this client raises, for failed requests to a server.
-
-    CoppiceError
-      Unsupported               the trainer integration does not support what was requested
-      Incomplete                some samples of a trainer's batch failed
-      TransportError            no usable response; unknown whether the server did the work
-        ConnectionFailed
-        TimedOut
-        StreamBroken
-          RolloutLost
-        KvLost
-        BadAnswer
-          GatewayFailed
-        Redirected
-      ProblemError              the server answered with a problem document
-        InvalidRequest
-          IdempotencyMismatch
-        Unauthorized
-        Forbidden
-        NotFound
-          ReplicaGone
-        TreeClosed
-        VersionSuperseded
-        VersionUnavailable
-        VersionConflict
-          BaseUnavailable
-        KvUnavailable
-        WeightsRefused
-        RequestTimeout
-        RequestInProgress
-        QuotaExceeded
-        Overloaded
-        AdaptersFull
-        DirectoryUnavailable
-        EngineUnavailable
-          Draining
-        ServerFailed
-          ActivationFailed
+"""Exceptions of the client. The README shows their tree.
 
 Arguments that are invalid before anything is sent raise TypeError or ValueError. Every error can
 be pickled, because trainers raise them across processes. No error message contains an API key.

@@ -4,14 +4,47 @@ from collections.abc import Iterable
 from typing import Any, TypedDict, Unpack
 
 from coppice.prompts import PromptLike, groups_of
-from coppice.resume import to_continue_from
-from coppice.samples import Sample
+from coppice.results import Sample
 from coppice.wire.branching import Branching
 from coppice.wire.kv import Kv
 from coppice.wire.reuse import Reuse
-from coppice.wire.rollouts import Finish, Policy, RolloutRequest, Sampling
+from coppice.wire.rollouts import (
+    ContinueFrom,
+    Finish,
+    GivenSpan,
+    Policy,
+    RolloutRequest,
+    Sampling,
+    UnfinishedSample,
+)
 
 _PLAIN = ("priority", "speculation", "adapter")
+
+
+def to_continue_from(samples: Iterable[Iterable[Sample]]) -> ContinueFrom | None:
+    """Builds `continue_from`, from one list of samples per prompt.
+
+    Samples without tokens are left out: there is nothing to resume.
+    """
+    given = [
+        _unfinished(sample, group)
+        for group, of_group in enumerate(samples)
+        for sample in of_group
+        if len(sample.token_ids)
+    ]
+    return ContinueFrom(samples=given) if given else None
+
+
+def _unfinished(sample: Sample, group: int) -> UnfinishedSample:
+    return UnfinishedSample(
+        group=group,
+        token_ids=sample.token_ids.tolist(),
+        logprobs=sample.logprobs.tolist(),
+        versions=[
+            GivenSpan(version=span.version, start=span.start, end=span.end, adapter=span.adapter)
+            for span in sample.versions
+        ],
+    )
 
 
 class RolloutOptions(TypedDict, total=False):

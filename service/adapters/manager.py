@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from coppice.wire.adapters import AdapterAnswer, AdaptersAnswer
+from coppice.wire.weights import AdapterAnswer, AdaptersAnswer
 from engine.errors import CheckpointRefused, LoadFailed
 from engine.protocol import Engine
 from engine.types import AdapterInfo

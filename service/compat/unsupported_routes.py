@@ -10,8 +10,8 @@ from service.http.responses import AUTH_ERRORS, declare_responses
 REFUSED = as_openai(declare_responses({}, *AUTH_ERRORS, InvalidJson, Unsupported))
 
 NCCL = (
-    "weights do not come over NCCL: publish them over HTTP (coppice.trl.install(), or PUT "
-    "/v1/weights), or name a directory of safetensors files as weight_dir"
+    "weights do not come over NCCL: publish them over HTTP (coppice.integrations.trl.install(), or "
+    "PUT /v1/weights), or name a directory of safetensors files as weight_dir"
 )
 TENSORS = (
     "weights come neither over NCCL nor as pickled tensors: publish them over HTTP (PUT "

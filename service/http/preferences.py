@@ -2,7 +2,7 @@
 
 from enum import StrEnum
 
-from coppice.wire import packed
+from coppice.wire import records
 from service.http.errors import NotAcceptable
 
 
@@ -11,7 +11,7 @@ class ResponseFormat(StrEnum):
 
     JSON = "application/json"
     NDJSON = "application/x-ndjson"
-    PACKED = packed.MEDIA_TYPE
+    PACKED = records.PACKED_MEDIA_TYPE
 
 
 def negotiate_format(accept: str | None) -> ResponseFormat:

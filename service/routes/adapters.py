@@ -3,7 +3,7 @@
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
 
-from coppice.wire.adapters import LoadAdapterRequest
+from coppice.wire.weights import LoadAdapterRequest
 from service.adapters.manager import LoadedAdapter
 from service.auth.access import requires_role
 from service.http.bodies import read_small_json, stream_body

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from dataclasses import asdict
 from pathlib import Path
 
-from coppice.wire.drafter import DrafterAcceptance, DrafterAnswer, DrafterTraining
+from coppice.wire.weights import DrafterAcceptance, DrafterAnswer, DrafterTraining
 from engine.errors import CheckpointRefused, DrafterRefused
 from engine.protocol import Engine
 from engine.stats import DrafterStatus

@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from coppice import ProgressRecord, Record, StartRecord
-from coppice.wire.packed import MEDIA_TYPE, pack
+from coppice.wire.records import PACKED_MEDIA_TYPE, pack
 from coppice.wire.rollouts import RunningAnswer
 from tests.client.answers import ANSWER, RECORDS
 
@@ -97,7 +97,7 @@ class _Handler(BaseHTTPRequestHandler):
             faulty.num_running_answers -= 1
             self._answer(self._running("r1"))
         else:
-            self._answer(_whole("200 OK", MEDIA_TYPE, pack(ANSWER)))
+            self._answer(_whole("200 OK", PACKED_MEDIA_TYPE, pack(ANSWER)))
 
     def do_DELETE(self) -> None:
         self.server.faulty.deleted.append(self.path)

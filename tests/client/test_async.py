@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from coppice import AsyncRollouts, Record, Retry, Rollouts
-from coppice.transport.async_driver import AsyncDriver
-from coppice.weights.digest import sha256_of
+from coppice.transport.httpx_drivers import AsyncDriver
+from coppice.weights.writer import sha256_of
 from tests.client.answers import LINES, VERSION
 from tests.client.app import App, Body, answering, streaming
 

@@ -11,11 +11,17 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from safetensors.numpy import save, save_file
 
-from coppice.weights.delta import DeltaRefused, Lineage, apply_delta, lineage_of
+from coppice.weights.delta import (
+    DeltaRefused,
+    DifferenceError,
+    Lineage,
+    apply_delta,
+    decode_block,
+    encode_block,
+    lineage_of,
+)
 from coppice.weights.delta_writer import NotComparable, write_delta
-from coppice.weights.safetensors_index import read_safetensors_index
-from coppice.wire import difference
-from coppice.wire.difference import DifferenceError, decode_block, encode_block
+from coppice.weights.safetensors_index import BLOCK_BYTES, read_safetensors_index
 
 State = dict[str, NDArray[Any]]
 
@@ -117,7 +123,7 @@ def test_delta_restores_the_exact_file(tmp_path: Path) -> None:
         "noise": np.random.default_rng(5).normal(0, 1e30, 400).astype(np.float32),
         "count": np.arange(7, dtype=np.int64)[::-1].copy(),
     }
-    assert old["moved"].nbytes > 2 * difference.BLOCK_BYTES
+    assert old["moved"].nbytes > 2 * BLOCK_BYTES
     delta = delta_of(tmp_path, old, new)
     assert applied(tmp_path, delta) == (tmp_path / "new").read_bytes()
     held = {name: tensor.code for name, tensor in read_safetensors_index(delta).tensors.items()}
@@ -174,4 +180,4 @@ def test_invalid_delta_is_refused(tmp_path: Path) -> None:
 
 
 def test_blocks_have_the_size_of_the_format() -> None:
-    assert difference.BLOCK_BYTES == 4 * 2**20
+    assert BLOCK_BYTES == 4 * 2**20

@@ -17,7 +17,7 @@ from coppice import (
     StreamBroken,
     TimedOut,
 )
-from coppice.wire.packed import MEDIA_TYPE, pack
+from coppice.wire.records import PACKED_MEDIA_TYPE, pack
 from coppice.wire.rollouts import RunningAnswer
 from tests.client.answers import ANSWER, LINES, RECORDS
 from tests.client.app import Answer, App, Body, answering, failing, refusing, streaming
@@ -30,7 +30,9 @@ RUNNING = answering(RunningAnswer(id="r1", samples=3, samples_done=1), 202)
 
 
 def packing(body: bytes = pack(ANSWER)) -> Answer:
-    return lambda request: httpx.Response(200, content=body, headers={"Content-Type": MEDIA_TYPE})
+    return lambda request: httpx.Response(
+        200, content=body, headers={"Content-Type": PACKED_MEDIA_TYPE}
+    )
 
 
 @pytest.fixture
@@ -49,7 +51,7 @@ def test_rollout_is_submitted_and_awaited(connect: Connect) -> None:
     body = json.loads(start.content)
     assert (body["stream"], body["finish"]) == (False, {"samples": 2, "policy": "first"})
     assert [request.url.raw_path for request in (first, second)] == [b"/v1/rollouts/r1?wait=30"] * 2
-    assert first.headers["Accept"] == MEDIA_TYPE
+    assert first.headers["Accept"] == PACKED_MEDIA_TYPE
 
 
 def test_server_may_answer_without_packing(connect: Connect) -> None:

@@ -3,15 +3,7 @@ import json
 import numpy as np
 import pytest
 
-from coppice import (
-    BadAnswer,
-    EndRecord,
-    EngineUnavailable,
-    Policy,
-    Problem,
-    Record,
-    RolloutResult,
-)
+from coppice import BadAnswer, EndRecord, EngineUnavailable, Policy, Problem, Record, RolloutResult
 from tests.client.answers import ANSWER, LINES, RECORDS, USAGE
 from tests.client.app import App, Body, answering, streaming
 from tests.client.conftest import Connect

@@ -7,11 +7,9 @@ import pytest
 
 from coppice import Branching, InvalidRequest, Retry, TreeClosed
 from coppice.errors import BadAnswer
-from coppice.operations.collector import Collector
-from coppice.results import result_of_packed
-from coppice.tree import tree_of
+from coppice.operations.records import Collector
+from coppice.results import result_of_packed, tree_of
 from coppice.wire.kv import KvHandle
-from coppice.wire.packed import pack, unpack
 from coppice.wire.records import (
     EndRecord,
     GroupRecord,
@@ -19,6 +17,8 @@ from coppice.wire.records import (
     Record,
     SegmentRecord,
     StartRecord,
+    pack,
+    unpack,
 )
 from coppice.wire.rollouts import (
     BranchAnswer,

@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 from coppice.transport.driver import CHUNK_BYTES
-from coppice.weights.tensor import StateDict, Tensor, tensors_of
-from coppice.weights.writer import write_safetensors
+from coppice.weights.writer import StateDict, Tensor, tensors_of, write_safetensors
 
 T = TypeVar("T")
 

@@ -108,7 +108,7 @@ async def test_compat_routes_have_their_own_openapi_document(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("path", "instead"),
     [
-        ("/init_weight_transfer_engine", "coppice.trl"),
+        ("/init_weight_transfer_engine", "coppice.integrations.trl"),
         ("/load_lora_adapter", "engine.max_adapters"),
         ("/update_weights_from_tensor", "update_weights_from_disk"),
     ],

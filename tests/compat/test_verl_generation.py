@@ -1,4 +1,7 @@
-"""The parts of coppice.verl that do not import verl; tests/compat/with_ray.py runs verl itself."""
+"""Modules of coppice.integrations.verl that do not import verl.
+
+tests/compat/with_ray.py runs verl itself.
+"""
 
 import asyncio
 import tomllib
@@ -12,12 +15,15 @@ import pytest
 import torch
 
 from coppice import AsyncRollouts, Unsupported
-from coppice.verl.generation import Generation, GenerationOutput
-from coppice.verl.labels import VersionLabels, global_steps
-from coppice.verl.publisher import Publisher
-from coppice.verl.request_gate import RequestGate
-from coppice.verl.sampling_options import LengthLimits, options_of
-from coppice.verl.server_list import ServerList
+from coppice.integrations.verl.generation import (
+    Generation,
+    GenerationOutput,
+    LengthLimits,
+    RequestGate,
+    options_of,
+)
+from coppice.integrations.verl.publisher import Publisher, ServerList
+from coppice.integrations.version_labels import VersionLabels, step_of
 from tests.compat.foreign import Foreign, foreign
 from tests.fake_engine import FakeEngine
 
@@ -136,10 +142,10 @@ async def test_published_weights_reach_all_servers_and_name_their_step(tmp_path:
 
 
 def test_labels_encode_their_step() -> None:
-    labels = VersionLabels()
-    assert [global_steps(labels.next(step)) for step in (0, 12, None)] == [0, 12, None]
-    assert global_steps("trl-1a2b3c4d-12") is None
-    assert labels.next(1) != VersionLabels().next(1)
+    labels = VersionLabels("verl")
+    assert [step_of(labels.next(step)) for step in (0, 12, None)] == [0, 12, None]
+    assert step_of("trl-1a2b3c4d-12") is None
+    assert labels.next(1) != VersionLabels("verl").next(1)
 
 
 @pytest.mark.parametrize(

@@ -195,7 +195,7 @@ async def test_weights_over_nccl_are_refused_with_advice(tmp_path: Path) -> None
         for body in (NCCL, {"weight_dir": None}, {}):
             status, problem = await served.refused("/update_weights", body)
             assert (status, problem["code"]) == (422, "unsupported")
-            assert "coppice.trl" in problem["detail"]
+            assert "coppice.integrations.trl" in problem["detail"]
 
 
 async def test_refused_weights_keep_the_active_ones(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from coppice.verl.labels import global_steps
+from coppice.integrations.version_labels import step_of
 from examples.seedling.grow import SEEDLING
 from tests.compat import programs
 from tests.invariants.service_process import home, service
@@ -53,7 +53,7 @@ def told(environments: list[str], folder: Path, program: str, *arguments: str) -
 def versions(url: str) -> list[int | None]:
     """Training steps of all served versions, except the initial model."""
     answer = httpx.get(f"{url}/v1/weights").json()
-    return [global_steps(version["version"]) for version in answer["versions"][1:]]
+    return [step_of(version["version"]) for version in answer["versions"][1:]]
 
 
 @pytest.mark.parametrize("trainer", ["sync", "legacy", "apart"])

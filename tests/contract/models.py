@@ -11,27 +11,13 @@ from types import ModuleType
 
 from pydantic import BaseModel
 
-from coppice.wire import (
-    adapters,
-    branching,
-    control,
-    drafter,
-    kv,
-    problems,
-    records,
-    reuse,
-    rollouts,
-    score,
-    weights,
-)
+from coppice.wire import branching, control, kv, problems, records, reuse, rollouts, score, weights
 from coppice.wire.base import RequestModel
 from tests.contract.document import Node, resolved
 
 MODULES: tuple[ModuleType, ...] = (
-    adapters,
     branching,
     control,
-    drafter,
     kv,
     problems,
     records,

@@ -14,8 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from coppice.weights.checkpoint import checkpoint_files
-from coppice.weights.safetensors_index import read_safetensors_index
+from coppice.weights.safetensors_index import checkpoint_files, read_safetensors_index
 from engine.errors import CheckpointRefused
 from engine.weights.checkpoint import read_checkpoint
 

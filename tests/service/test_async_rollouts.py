@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from coppice.wire.packed import MEDIA_TYPE, unpack
+from coppice.wire.records import PACKED_MEDIA_TYPE, unpack
 from tests.fake_engine import FakeEngine
 from tests.service.test_rollouts import body, group, lines, running_samples
 from tests.serving import Served, serving
@@ -203,8 +203,8 @@ async def test_packed_answer_is_equivalent_and_smaller(tmp_path: Path) -> None:
         }
         key = {"idempotency-key": "k"}
         plain = await start(served, asked, **key)
-        packed = await start(served, asked, accept=MEDIA_TYPE, **key)
-    assert packed.headers["content-type"] == MEDIA_TYPE
+        packed = await start(served, asked, accept=PACKED_MEDIA_TYPE, **key)
+    assert packed.headers["content-type"] == PACKED_MEDIA_TYPE
     unpacked = unpack(packed.content)
     samples = [s for g in plain.json()["groups"] for s in g["samples"]]
     assert unpacked.token_ids.tolist() == [t for s in samples for t in s["token_ids"]]

@@ -75,8 +75,8 @@ async def test_requests_and_groups_are_child_spans_of_the_caller(tmp_path: Path)
         assert (span.trace_id, span.parent_span_id) == (request.trace_id, request.span_id)
         told = attributes(span)
         assert told["coppice.outcome"] == "done"
-        assert told["coppice.completion_tokens"] == 4 * told["coppice.samples"]
-        assert len(span.events) == told["coppice.samples"]
+        assert told["coppice.completion_tokens"] == 4 * told["coppice.results"]
+        assert len(span.events) == told["coppice.results"]
         assert span.start_time_unix_nano <= span.end_time_unix_nano
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from coppice import AsyncRollouts, Branching
 from coppice.results import result_of_packed
-from coppice.wire.packed import MEDIA_TYPE, unpack
+from coppice.wire.records import PACKED_MEDIA_TYPE, unpack
 from tests.fake_engine import FakeEngine
 from tests.service.test_rollouts import running_samples
 from tests.service.trees import (
@@ -188,7 +188,9 @@ async def test_stream_includes_rows_on_request(tmp_path: Path) -> None:
 async def test_packed_answers_contain_trees(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
         body = asked("entropy", flatten=True)
-        answered = await served.http.post("/v1/rollouts", json=body, headers={"Accept": MEDIA_TYPE})
+        answered = await served.http.post(
+            "/v1/rollouts", json=body, headers={"Accept": PACKED_MEDIA_TYPE}
+        )
         plain = (await served.http.post("/v1/rollouts", json=body)).json()["groups"][0]
     [group] = result_of_packed(unpack(answered.content)).groups
     assert group.tree is not None

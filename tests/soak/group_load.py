@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from coppice.wire.packed import MEDIA_TYPE, unpack
+from coppice.wire.records import PACKED_MEDIA_TYPE, unpack
 from tests.engine.seedling import MODEL
 
 GROUPS_A_REQUEST = 10
@@ -91,7 +91,7 @@ class Groups:
         return _outcomes(first)
 
     def _packed(self, http: httpx.Client, body: Any) -> list[str]:
-        answer = http.post("/v1/rollouts", json=body, headers={"accept": MEDIA_TYPE})
+        answer = http.post("/v1/rollouts", json=body, headers={"accept": PACKED_MEDIA_TYPE})
         return [group.outcome for group in unpack(answer.content).answer.groups]
 
     def _async(self, http: httpx.Client, body: Any) -> list[str]:

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from coppice.train import LossFunction, RowLogprobs, TrainingGroup, grpo_loss, token_mean
-from coppice.train.normalizers import Totals
+from coppice.train.losses import Totals
 
 VOCABULARY = 97
 LENGTHS = (17, 33, 5, 48, 48, 1, 29, 40)

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from coppice.train.attention import (
     MAX_TILED_TOKENS,
+    AttentionTile,
     causal_attention,
     shared_prompt_attention,
+    split_into_tiles,
 )
-from coppice.train.attention_tiles import AttentionTile, split_into_tiles
 from coppice.train.naive import reference_attention
-from coppice.train.spans import Branch, Spans
+from coppice.train.packed_row import Branch, Spans
 
 pytestmark = pytest.mark.slow
 

@@ -13,9 +13,8 @@ from coppice.train import (
     grouped_backward,
     naive_backward,
 )
-from coppice.train.hf_attention import attending
-from coppice.train.prompt_forward import no_grad_layers
-from coppice.train.responses import response_logprobs
+from coppice.train.attention_contexts import attending
+from coppice.train.logprobs import no_grad_layers, response_logprobs
 from tests.train.models import Gradients, error, gradients, random_group, random_loss, tiny_model
 
 pytestmark = pytest.mark.slow

@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import create_mask
 from coppice.train.attention import shared_prompt_attention
 from coppice.train.attention_contexts import PackedContext
 from coppice.train.flex import FlexAttention, Layout, packed_layout, response_layout
-from coppice.train.spans import Branch, Spans
+from coppice.train.packed_row import Branch, Spans
 
 pytestmark = pytest.mark.slow
 

@@ -20,7 +20,7 @@ from coppice.train import (
     sequence_mean,
     token_mean,
 )
-from coppice.train.micro_batches import plan_passes
+from coppice.train.packed_row import plan_passes
 from tests.train.models import LENGTHS, error, gradients, random_group, tiny_model
 
 pytestmark = pytest.mark.slow

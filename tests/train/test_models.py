@@ -28,9 +28,15 @@ from coppice.train import (
     grouped_backward,
     naive_backward,
 )
-from coppice.train.gradient_schedules import choose
-from coppice.train.memory import cgroup_free_bytes, free_bytes, graph_bytes, graph_fits
-from coppice.train.model_info import ModelInfo, get_model_info
+from coppice.train.backward import choose
+from coppice.train.model_info import (
+    ModelInfo,
+    cgroup_free_bytes,
+    free_bytes,
+    get_model_info,
+    graph_bytes,
+    graph_fits,
+)
 from examples.seedling.arithmetic import draw, written_out
 from tests.train.models import VOCABULARY, error, gradients, random_group, random_loss, tiny_model
 from tests.train.test_backward import SCHEDULES, without_the_prompts

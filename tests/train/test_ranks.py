@@ -24,7 +24,7 @@ from coppice.train import (
     naive_logprobs,
     reduce_gradients,
 )
-from coppice.train.normalizers import Totals
+from coppice.train.losses import Totals
 from tests.train.models import Gradients, error, gradients, random_group, random_loss, tiny_model
 
 pytestmark = pytest.mark.slow

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from coppice.results import Group
+from coppice.results import Group, Segment, Tree
 from coppice.train import (
     RowLogprobs,
     Schedule,
@@ -21,9 +21,8 @@ from coppice.train import (
     packed_logprobs,
     token_mean,
 )
-from coppice.train.micro_batches import plan_subtree_passes, response_inputs
-from coppice.train.tree import max_row_tokens, subtrees_of
-from coppice.tree import Segment, Tree
+from coppice.train.groups import max_row_tokens, subtrees_of
+from coppice.train.packed_row import plan_subtree_passes, response_inputs
 from tests.train.models import error, gradients, random_group, random_loss, tiny_model
 
 pytestmark = pytest.mark.slow

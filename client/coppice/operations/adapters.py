@@ -8,11 +8,10 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from coppice.transport.messages import HttpRequest, file_request, json_request
-from coppice.transport.request_sender import RequestSender
-from coppice.weights.tensor import tensors_from_files
-from coppice.weights.writer import write_safetensors
-from coppice.wire.adapters import AdapterAnswer, AdaptersAnswer, LoadAdapterRequest
+from coppice.transport.retry import RequestSender
+from coppice.weights.writer import tensors_from_files, write_safetensors
 from coppice.wire.base import Label
+from coppice.wire.weights import AdapterAnswer, AdaptersAnswer, LoadAdapterRequest
 
 CONFIG_FILE = "adapter_config.json"
 TENSORS_FILE = "adapter_model.safetensors"
@@ -65,10 +64,7 @@ class AdapterOperations:
 
     async def adapters(self) -> AdaptersAnswer:
         """Lists the adapters that the server has loaded."""
-        reply = await self._sender.send(
-            HttpRequest(method="GET", path="/v1/adapters", is_idempotent=True)
-        )
-        return reply.read(AdaptersAnswer)
+        return await self._sender.get("/v1/adapters", AdaptersAnswer)
 
     async def unload_adapter(self, name: str) -> None:
         """Unloads an adapter; rollouts that use it continue.

@@ -2,14 +2,8 @@
 
 from coppice.errors import CoppiceError, EngineUnavailable, TimedOut, TransportError
 from coppice.transport.messages import HttpRequest, json_request
-from coppice.transport.request_sender import RequestSender
-from coppice.wire.control import (
-    HealthAnswer,
-    PauseAnswer,
-    PauseMode,
-    PauseRequest,
-    StatusAnswer,
-)
+from coppice.transport.retry import RequestSender
+from coppice.wire.control import HealthAnswer, PauseAnswer, PauseMode, PauseRequest, StatusAnswer
 
 _FIRST_WAIT_SECONDS = 0.05
 _LONGEST_WAIT_SECONDS = 2.0
@@ -37,10 +31,7 @@ class ControlOperations:
 
     async def status(self) -> StatusAnswer:
         """Returns the engine's properties, the active weights version and the current load."""
-        reply = await self._sender.send(
-            HttpRequest(method="GET", path="/v1/status", is_idempotent=True)
-        )
-        return reply.read(StatusAnswer)
+        return await self._sender.get("/v1/status", StatusAnswer)
 
     async def wait_until_ready(self, seconds: float) -> None:
         """Waits until the server accepts rollouts.

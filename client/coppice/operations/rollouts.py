@@ -1,29 +1,148 @@
-"""Rollout operations: run, stream, submit, attach, abort."""
+"""Rollout operations: run, stream, submit, attach, abort, and growth of external trees."""
 
+import importlib
 import uuid
-from collections.abc import AsyncGenerator, Iterable
-from contextlib import aclosing
-from typing import Unpack
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
+from contextlib import aclosing, contextmanager
+from typing import Any, Literal, Unpack
+from urllib.parse import quote
 
-from coppice.operations.collector import Collector
-from coppice.operations.pending import AsyncPending, rollout_path
+from pydantic import BaseModel
+
+from coppice.errors import BadAnswer, EngineUnavailable, TimedOut
+from coppice.operations.records import NDJSON, Collector, RecordDeduplicator, stream_records
 from coppice.options import RolloutOptions, rollout_request, session_headers
-from coppice.progress import progress_bar
 from coppice.prompts import PromptLike
-from coppice.results import RolloutResult
-from coppice.transport.deduplicator import RecordDeduplicator
-from coppice.transport.messages import HttpRequest, json_request
-from coppice.transport.record_stream import NDJSON, stream_records
-from coppice.transport.request_sender import RequestSender
-from coppice.wire.records import Record
-from coppice.wire.rollouts import RolloutAnswer, RolloutRequest, RunningAnswer
+from coppice.results import RolloutResult, Segment, result_of, result_of_packed, segment_of
+from coppice.transport.messages import HttpRequest, HttpResponse, json_request
+from coppice.transport.retry import RequestSender
+from coppice.wire.branching import BranchRequest
+from coppice.wire.records import PACKED_MEDIA_TYPE, Record, SampleRecord, SegmentRecord, unpack
+from coppice.wire.rollouts import (
+    BranchAnswer,
+    DropAnswer,
+    RolloutAnswer,
+    RolloutRequest,
+    RunningAnswer,
+)
 
+_POLL_SECONDS = 30.0
+"""Less than the idle timeout of common proxies."""
+_SHORTEST_POLL_SECONDS = 0.5
 _LEAVE_SECONDS = 5.0
 """Longest time that an unresponsive server can delay an interrupted program."""
 
 
+@contextmanager
+def progress_bar(
+    request: RolloutRequest, *, is_enabled: bool
+) -> Iterator[Callable[[Record], None]]:
+    """Progress bar of finished samples; yields a callback that must receive every record."""
+    if not is_enabled:
+        yield lambda record: None
+        return
+    branching = request.branching
+    total = sum(group.n if branching is None else branching.max_leaves for group in request.groups)
+    with _tqdm()(total=total, desc="rollout", unit="sample") as bar:
+
+        def on_record(record: Record) -> None:
+            if isinstance(record, SegmentRecord):
+                bar.update(record.segment.finish_reason != "cut")
+            elif isinstance(record, SampleRecord) and branching is None:
+                bar.update()
+
+        yield on_record
+
+
+def _tqdm() -> Any:
+    try:
+        return importlib.import_module("tqdm").tqdm
+    except ImportError:
+        raise ImportError(
+            "progress=True needs tqdm: pip install 'coppice-client[progress]'"
+        ) from None
+
+
+def rollout_path(rollout_id: str) -> str:
+    return f"/v1/rollouts/{quote(rollout_id, safe='')}"
+
+
+class AsyncPending:
+    """Handle of a submitted rollout, identified by its id.
+
+    Only `abort` ends the rollout before it completes. Any number of processes may hold a handle.
+    The server deletes the result some time after the rollout ends; calls then raise NotFound.
+    """
+
+    def __init__(self, sender: RequestSender, rollout_id: str) -> None:
+        self.id = rollout_id
+        self._sender = sender
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.id!r})"
+
+    async def wait(self, seconds: float | None = None) -> RolloutResult:
+        """Waits for the result. Raises TimedOut if the rollout still runs after `seconds`.
+
+        It may be called again after that and after a TransportError. The result is transferred in
+        packed form, which takes a third of the bytes of a stream.
+        """
+        clock = self._sender.clock
+        deadline = None if seconds is None else clock.now() + max(seconds, 0.0)
+        while True:
+            started_at = clock.now()
+            left = _POLL_SECONDS
+            if deadline is not None:
+                left = min(left, max(deadline - started_at, 0.0))
+            # If the engine died, so did the rollout: EngineUnavailable is final here.
+            reply = await self._sender.send(
+                self._poll(left), deadline=deadline, non_retryable=(EngineUnavailable,)
+            )
+            if reply.status != 202:
+                return _parse_result(reply)
+            if deadline is not None and clock.now() >= deadline:
+                raise TimedOut(f"rollout {self.id} still runs after {seconds} s")
+            if clock.now() - started_at < min(_SHORTEST_POLL_SECONDS, left):
+                # A server that ignores `wait` must not be polled in a tight loop.
+                await clock.sleep(min(_SHORTEST_POLL_SECONDS, left))
+
+    def stream(self) -> AsyncGenerator[Record, None]:
+        """Yields all records from the first one, like Rollouts.stream.
+
+        Closing the generator early only closes the connection; the rollout continues.
+        """
+        call = HttpRequest(
+            method="GET", path=rollout_path(self.id), headers={"Accept": NDJSON}, is_idempotent=True
+        )
+        return stream_records(self._sender, call, RecordDeduplicator())
+
+    async def abort(self) -> RolloutResult:
+        """Ends the rollout and returns the tokens generated so far."""
+        call = HttpRequest(method="DELETE", path=rollout_path(self.id), is_idempotent=True)
+        return result_of((await self._sender.send(call)).read(RolloutAnswer))
+
+    def _poll(self, seconds: float) -> HttpRequest:
+        return HttpRequest(
+            method="GET",
+            path=rollout_path(self.id),
+            params={"wait": f"{round(seconds, 3):g}"},
+            headers={"Accept": PACKED_MEDIA_TYPE},
+            server_wait_seconds=seconds,
+            is_idempotent=True,
+        )
+
+
+def _parse_result(reply: HttpResponse) -> RolloutResult:
+    if not reply.headers.get("content-type", "").startswith(PACKED_MEDIA_TYPE):
+        return result_of(reply.read(RolloutAnswer))
+    try:
+        return result_of_packed(unpack(reply.body))
+    except ValueError as error:
+        raise BadAnswer(f"the answer is no packed rollout: {error}") from error
+
+
 class RolloutOperations:
-    """Rollout operations."""
+    """Rollout operations, and operations on externally grown trees."""
 
     _sender: RequestSender
 
@@ -74,7 +193,8 @@ class RolloutOperations:
         """Starts a rollout that runs independently of the connection; returns its handle."""
         headers = session_headers(options)
         request = rollout_request(prompts, **options).model_copy(update={"stream": False})
-        call = self._start(request, {"Prefer": "respond-async", **headers})
+        headers |= {"Prefer": "respond-async"}
+        call = self._post_once("/v1/rollouts", request, headers)
         reply = await self._sender.send(call)
         # A retry may find the rollout already finished.
         running = reply.status == 202
@@ -89,10 +209,43 @@ class RolloutOperations:
         """Ends a running rollout and returns the tokens generated so far."""
         return await self.attach(rollout_id).abort()
 
+    async def branch(
+        self,
+        rollout_id: str,
+        segment: str | None = None,
+        *,
+        n: int = 1,
+        max_tokens: int | None = None,
+        group: int = 0,
+        timeout: float | None = None,
+    ) -> tuple[Segment, ...]:
+        """Samples n segments from the end of a cut segment, or from the prompt; waits for them.
+
+        The tree is a rollout submitted with Branching(mode="external"). Every call renews its
+        lease; `abort` completes the tree. With max_tokens the segments are cut there, rounded up to
+        the next position at which a cut costs no extra prefill. Without it they run to their own
+        end. `timeout` is the longest silence in seconds; None means no limit.
+        """
+        body = BranchRequest(segment=segment, group=group, n=n, max_tokens=max_tokens)
+        path = f"{rollout_path(rollout_id)}/branch"
+        call = self._post_once(path, body, read_timeout=timeout)
+        answer = (await self._sender.send(call)).read(BranchAnswer)
+        return tuple(segment_of(each) for each in answer.segments)
+
+    async def drop_segment(self, rollout_id: str, segment: str) -> tuple[str, ...]:
+        """Removes a segment with all its descendants from the tree; returns the removed ids.
+
+        The tree's result reports the number of removed segments, because the remaining ones are
+        then no unbiased sample from the model.
+        """
+        path = f"{rollout_path(rollout_id)}/segments/{quote(segment, safe='')}"
+        reply = await self._sender.send(HttpRequest(method="DELETE", path=path))
+        return tuple(reply.read(DropAnswer).dropped)
+
     async def _records(
         self, request: RolloutRequest, headers: dict[str, str]
     ) -> AsyncGenerator[Record, None]:
-        call = self._start(request, {"Accept": NDJSON, **headers})
+        call = self._post_once("/v1/rollouts", request, {"Accept": NDJSON, **headers})
         deduplicator = RecordDeduplicator()
         try:
             async with aclosing(stream_records(self._sender, call, deduplicator)) as records:
@@ -110,14 +263,22 @@ class RolloutOperations:
                     HttpRequest(method="DELETE", path=path, read_timeout=_LEAVE_SECONDS)
                 )
 
-    def _start(self, request: RolloutRequest, headers: dict[str, str]) -> HttpRequest:
-        """Builds the request; the idempotency key prevents a retry from starting a second rollout.
-
-        Without retries it is not needed.
-        """
-        if self._sender.retry.is_enabled:
-            headers["Idempotency-Key"] = uuid.uuid4().hex
-        is_idempotent = "Idempotency-Key" in headers
+    def _post_once(
+        self,
+        path: str,
+        body: BaseModel,
+        headers: Mapping[str, str] | None = None,
+        *,
+        read_timeout: float | Literal["usual"] | None = "usual",
+    ) -> HttpRequest:
+        """POST request with an idempotency key, if there are retries: none repeats the work."""
+        is_idempotent = self._sender.retry.is_enabled
+        key = {"Idempotency-Key": uuid.uuid4().hex} if is_idempotent else {}
         return json_request(
-            "POST", "/v1/rollouts", request, headers=headers, is_idempotent=is_idempotent
+            "POST",
+            path,
+            body,
+            headers={**(headers or {}), **key},
+            read_timeout=read_timeout,
+            is_idempotent=is_idempotent,
         )

@@ -1,4 +1,4 @@
-"""Weights operations: upload, stage, activate, list, delete."""
+"""Weights operations (upload, stage, activate, list, delete) and draft model operations."""
 
 import logging
 import tempfile
@@ -10,25 +10,30 @@ from urllib.parse import quote
 from pydantic import TypeAdapter
 
 from coppice.errors import BaseUnavailable
-from coppice.transport.messages import HttpRequest, file_request, json_request
-from coppice.transport.request_sender import RequestSender
-from coppice.weights.base_file import BaseFile
-from coppice.weights.checkpoint import checkpoint_files
-from coppice.weights.digest import sha256_of
-from coppice.weights.tensor import StateDict, Tensor, tensors_from_files, tensors_of
-from coppice.weights.writer import write_safetensors
+from coppice.transport.messages import OCTET_STREAM, HttpRequest, file_request, json_request
+from coppice.transport.retry import RequestSender
+from coppice.weights.delta_writer import BaseFile
+from coppice.weights.safetensors_index import checkpoint_files
+from coppice.weights.writer import (
+    StateDict,
+    Tensor,
+    sha256_of,
+    tensors_from_files,
+    tensors_of,
+    write_safetensors,
+)
 from coppice.wire.base import Label
 from coppice.wire.weights import (
     ActivateRequest,
     ActivationAnswer,
     ActivationMode,
+    DrafterAnswer,
     StageRequest,
     VersionAnswer,
     VersionsAnswer,
 )
 
 log = logging.getLogger("coppice")
-
 _LABEL: TypeAdapter[str] = TypeAdapter(Label)
 
 
@@ -129,10 +134,7 @@ class WeightsOperations:
 
     async def weights(self) -> VersionsAnswer:
         """Lists the versions that the server has, and the active one."""
-        reply = await self._sender.send(
-            HttpRequest(method="GET", path="/v1/weights", is_idempotent=True)
-        )
-        return reply.read(VersionsAnswer)
+        return await self._sender.get("/v1/weights", VersionsAnswer)
 
     async def delete_weights(self, version: str) -> None:
         """Deletes a version that is not active. Not retried after a lost connection."""
@@ -211,3 +213,37 @@ def _tensors(source: StateDict | str | PathLike[str]) -> list[Tensor]:
 
 def _address(version: str) -> str:
     return f"/v1/weights/{_LABEL.validate_python(version)}"
+
+
+class DrafterOperations:
+    """Draft model operations. They raise NotFound if the server uses no draft model."""
+
+    _sender: RequestSender
+
+    async def drafter(self) -> DrafterAnswer:
+        """Returns the version, acceptance rates and training state of the draft model."""
+        return await self._sender.get("/v1/drafter", DrafterAnswer)
+
+    async def download_drafter(self, path: str | PathLike[str]) -> str:
+        """Writes the draft model in use to a .safetensors file and returns its version."""
+        call = HttpRequest(
+            method="GET", path="/v1/drafter", headers={"Accept": OCTET_STREAM}, is_idempotent=True
+        )
+        reply = await self._sender.send(call)
+        Path(path).write_bytes(reply.body)
+        return reply.headers["coppice-drafter-version"]
+
+    async def upload_drafter(
+        self, version: str, path: str | PathLike[str], *, timeout: float | None = None
+    ) -> DrafterAnswer:
+        """Uploads a draft model as a .safetensors file.
+
+        It is promoted if a trial shows that it does no worse than the one in use. `drafter` reports
+        the outcome; the trial needs traffic. The call is not retried after a lost connection: a
+        version that exists raises VersionConflict.
+        """
+        source = Path(path)
+        digest = await self._sender.driver.run_steps(sha256_of(source))
+        address = f"/v1/drafter/{_LABEL.validate_python(version)}"
+        call = file_request(address, source, digest, read_timeout=timeout, is_idempotent=False)
+        return (await self._sender.send(call)).read(DrafterAnswer)

@@ -23,9 +23,8 @@ from coppice.errors import (
     TimedOut,
 )
 from coppice.prompt_kv.layout import TensorRange
-from coppice.transport.address import ServerAddress
+from coppice.transport.address import MAX_REDIRECTS, RedirectPolicy, ServerAddress
 from coppice.transport.messages import HttpResponse
-from coppice.transport.redirect_policy import MAX_REDIRECTS, RedirectPolicy
 
 RETRY_SECONDS = 1.0
 

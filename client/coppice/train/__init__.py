@@ -11,19 +11,24 @@ except ModuleNotFoundError as missing:
         name=missing.name,
     ) from None
 
-from coppice.train.attention_contexts import UnsupportedModel
-from coppice.train.backward import BackwardReport, grouped_backward
+from coppice.train.attention_contexts import UnsupportedModel, attending
+from coppice.train.backward import BackwardReport, Schedule, grouped_backward
 from coppice.train.distributed import reduce_gradients
-from coppice.train.gradient_schedules import Schedule
-from coppice.train.groups import TrainingGroup
-from coppice.train.hf_attention import attending
+from coppice.train.groups import LossFunction, RowLogprobs, TrainingGroup, TrainingTree
 from coppice.train.logprobs import compute_prompt_kv, group_logprobs, packed_logprobs
-from coppice.train.losses import Clip, advantages, grpo_loss, kl_estimate
+from coppice.train.losses import (
+    Clip,
+    TokenWeights,
+    Totals,
+    advantages,
+    dr_grpo,
+    grpo_loss,
+    kl_estimate,
+    sequence_mean,
+    token_mean,
+)
 from coppice.train.naive import naive_backward, naive_logprobs
-from coppice.train.normalizers import TokenWeights, Totals, dr_grpo, sequence_mean, token_mean
 from coppice.train.prompt_kv import PromptKV
-from coppice.train.rows import LossFunction, RowLogprobs
-from coppice.train.tree import TrainingTree
 
 __all__ = [
     "BackwardReport",

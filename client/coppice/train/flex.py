@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from coppice.train.spans import Spans
+from coppice.train.packed_row import Spans
 
 
 def wants_flex(q_1HTD: Tensor) -> bool:

@@ -11,10 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from coppice.train.groups import TrainingGroup
-from coppice.train.rows import LossFunction, RowLogprobs, token_logprobs
-from coppice.train.spans import Spans
-from coppice.train.tree import TrainingTree
+from coppice.train.groups import (
+    LossFunction,
+    RowLogprobs,
+    TrainingGroup,
+    TrainingTree,
+    token_logprobs,
+)
+from coppice.train.packed_row import Spans
 
 
 def naive_logprobs(model: Any, group: TrainingGroup, *, temperature: float = 1.0) -> RowLogprobs:

@@ -1,4 +1,4 @@
-"""Interface between the client's core and its I/O, for asyncio and blocking programs.
+"""Interfaces between the client's core and its I/O, for asyncio and blocking programs.
 
 The core consists of coroutines over a Driver. The asynchronous driver awaits. The blocking driver
 does its work inside the call and never suspends, so the coroutines complete in one step without an
@@ -6,18 +6,36 @@ event loop.
 """
 
 from collections.abc import AsyncGenerator, Generator
+from contextlib import aclosing
+from dataclasses import replace
 from typing import Protocol, TypeVar
 
+from coppice.errors import Redirected
+from coppice.transport.address import MAX_REDIRECTS, RedirectPolicy
 from coppice.transport.messages import HttpRequest, HttpResponse
 
 T = TypeVar("T")
-
 CHUNK_BYTES = 4 * 2**20
 """Bytes read, hashed, written or sent per step; cancellation takes effect between two steps."""
 
 
+class Clock(Protocol):
+    """Clock and random number source, replaceable in tests.
+
+    now: monotonic time in seconds.
+    sleep: waits; over a blocking driver it does not suspend.
+    random: uniform in [0, 1).
+    """
+
+    def now(self) -> float: ...
+
+    async def sleep(self, seconds: float) -> None: ...
+
+    def random(self) -> float: ...
+
+
 class Driver(Protocol):
-    """Protocol of drivers.
+    """HTTP driver.
 
     send: returns the response, whatever its status. Raises TransportError if there is none.
     receive: yields the chunks of a response as they arrive. An unsuccessful status is raised as its
@@ -34,3 +52,44 @@ class Driver(Protocol):
     async def run_steps(self, steps: Generator[None, None, T]) -> T: ...
 
     async def close(self) -> None: ...
+
+
+class RedirectingDriver:
+    """Driver that follows trusted redirects between replicas.
+
+    Every request starts at the client's base URL, because objects may move again.
+    """
+
+    def __init__(self, driver: Driver, redirect_policy: RedirectPolicy) -> None:
+        self._driver = driver
+        self._redirect_policy = redirect_policy
+
+    async def send(self, call: HttpRequest) -> HttpResponse:
+        reply = await self._driver.send(call)
+        for _ in range(MAX_REDIRECTS):
+            if reply.status != 307:
+                break
+            reply = await self._driver.send(self._redirected(call, reply.headers.get("location")))
+        return reply
+
+    async def receive(self, call: HttpRequest) -> AsyncGenerator[bytes, None]:
+        current = call
+        for hop in range(MAX_REDIRECTS + 1):
+            try:
+                async with aclosing(self._driver.receive(current)) as chunks:
+                    async for chunk in chunks:
+                        yield chunk
+                return
+            except Redirected as redirected:
+                if hop == MAX_REDIRECTS:
+                    raise
+                current = self._redirected(call, redirected.location)
+
+    async def run_steps(self, steps: Generator[None, None, T]) -> T:
+        return await self._driver.run_steps(steps)
+
+    async def close(self) -> None:
+        await self._driver.close()
+
+    def _redirected(self, call: HttpRequest, location: str | None) -> HttpRequest:
+        return replace(call, base_url=self._redirect_policy.redirect_base_url(location, call.path))

@@ -13,6 +13,7 @@ from coppice.wire.problems import Problem
 
 A = TypeVar("A", bound=BaseModel)
 
+OCTET_STREAM = "application/octet-stream"
 _GATEWAY_STATUSES = (502, 503, 504)
 
 
@@ -69,20 +70,21 @@ def file_request(
     *,
     params: Mapping[str, str] | None = None,
     read_timeout: float | None = None,
+    is_idempotent: bool = True,
 ) -> HttpRequest:
-    """PUT request of a file with its SHA-256; repeating it changes nothing."""
+    """PUT request of a file with its SHA-256."""
     return HttpRequest(
         method="PUT",
         path=path,
         params=params or {},
         headers={
-            "Content-Type": "application/octet-stream",
+            "Content-Type": OCTET_STREAM,
             # RFC 9530
             "Content-Digest": f"sha-256=:{base64.b64encode(digest).decode()}:",
         },
         body=FileBody(path=file, num_bytes=file.stat().st_size),
         read_timeout=read_timeout,
-        is_idempotent=True,
+        is_idempotent=is_idempotent,
     )
 
 

@@ -1,14 +1,27 @@
-"""Writer of deltas between two weights files, see coppice.weights.delta."""
+"""Writer of deltas between two weights files, and their base, the last uploaded version.
+
+coppice.weights.delta describes the format.
+"""
 
 import json
+import os
+import tempfile
+import weakref
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from io import FileIO
 from pathlib import Path
 from typing import BinaryIO
 
-from coppice.weights.delta import DIFFERENCE, FORMAT, VALUE_BYTES, Lineage
-from coppice.weights.ordered_map import map_in_order
+from coppice.weights.delta import (
+    DIFFERENCE,
+    FORMAT,
+    LENGTH_BYTES,
+    VALUE_BYTES,
+    Lineage,
+    encode_block,
+    map_in_order,
+)
 from coppice.weights.safetensors_index import (
     ByteSpan,
     SafetensorsFile,
@@ -17,7 +30,7 @@ from coppice.weights.safetensors_index import (
     read_exactly,
     read_safetensors_index,
 )
-from coppice.wire.difference import LENGTH_BYTES, encode_block
+from coppice.weights.writer import Tensor, write_safetensors
 
 MAX_DELTA_RATIO = 0.9
 """Largest size of a difference relative to its tensor; coding costs time on both sides."""
@@ -120,3 +133,34 @@ def _write_change(
         out.write(read_exactly(fresh, span))
         yield
     return tensor.code
+
+
+class BaseFile:
+    """Owner of a temporary file, which is deleted with the last reference to this object.
+
+    A concurrent upload that replaces the base file thus does not affect one that still reads it.
+    """
+
+    def __init__(self, version: str) -> None:
+        descriptor, name = tempfile.mkstemp(prefix="coppice-", suffix=".safetensors")
+        os.close(descriptor)
+        self.version = version
+        self.path = Path(name)
+        self.digest = b""
+        weakref.finalize(self, self.path.unlink, missing_ok=True)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.path.stat().st_size
+
+    def write(self, tensors: list[Tensor]) -> Generator[None, None, None]:
+        self.digest = yield from write_safetensors(self.path, tensors)
+
+    def write_delta(self, base: "BaseFile", target: Path) -> Generator[None, None, int | None]:
+        """Writes the delta. Returns its size, or None if it is impossible or not smaller."""
+        lineage = Lineage(base.digest.hex(), self.digest.hex())
+        try:
+            num_bytes = yield from write_delta(base.path, self.path, lineage, target)
+        except NotComparable:
+            return None
+        return num_bytes if num_bytes < self.num_bytes else None

@@ -26,17 +26,7 @@ Logprob = Annotated[float, Field(le=0.0, allow_inf_nan=False)]
 FinishReason = Literal[
     "stop", "length", "aborted", "deadline", "surplus", "version_changed", "error"
 ]
-SegmentFinish = Literal[
-    "cut",
-    "budget",
-    "stop",
-    "length",
-    "aborted",
-    "deadline",
-    "surplus",
-    "version_changed",
-    "error",
-]
+SegmentFinish = Literal["cut", "budget", FinishReason]
 Outcome = Literal["done", "partial", "failed", "cancelled"]
 
 

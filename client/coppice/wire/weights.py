@@ -1,14 +1,19 @@
-"""Wire types of weights versions, which are staged by upload or by path, then activated."""
+"""Wire types of weights versions, LoRA adapters and the draft model.
+
+Weights versions are staged by upload or by path, then activated. Adapters are loaded or
+uploaded, then used by rollouts.
+"""
 
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from coppice.wire.base import AnswerModel, JsonInteger, RequestModel
+from coppice.wire.base import AnswerModel, JsonInteger, Label, RequestModel
 
 VersionState = Literal["incomplete", "staged", "active", "superseded"]
 ActivationMode = Literal["keep", "recompute", "wait", "abort"]
 Sequence = Annotated[int, Field(ge=0, lt=2**53), JsonInteger()]
+TrainingState = Literal["off", "running", "paused", "failed"]
 
 
 class StageRequest(RequestModel):
@@ -81,3 +86,81 @@ class VersionsAnswer(AnswerModel):
     versions: list[VersionAnswer]
     ordered: str | None = None
     replicas: list[ReplicaWeights] = []
+
+
+class LoadAdapterRequest(RequestModel):
+    """An adapter in PEFT format, in one of the server's configured directories.
+
+    Without a version the next unused one is assigned.
+    """
+
+    path: Annotated[str, Field(min_length=1, max_length=4096)]
+    version: Label | None = None
+
+
+class AdapterAnswer(AnswerModel):
+    """One version of an adapter.
+
+    New rollouts use the `current` version; other versions remain loaded for the rollouts that
+    started with them.
+    """
+
+    name: str
+    version: str
+    current: bool
+    rank: int
+    num_bytes: int
+    rollouts_running: int
+
+
+class AdaptersAnswer(AnswerModel):
+    """All loaded adapter versions, and the limits."""
+
+    adapters: list[AdapterAnswer]
+    max_adapters: int
+    max_rank: int
+
+
+class DrafterAcceptance(AnswerModel):
+    """Acceptance counts of one drafter under one weights version.
+
+    `first_accepted` / `first_drafted` is the acceptance rate of the first token of each draft,
+    which does not depend on the draft length.
+    """
+
+    drafter: str
+    weights: str
+    drafted: int
+    accepted: int
+    first_drafted: int
+    first_accepted: int
+
+
+class DrafterTraining(AnswerModel):
+    """Training state of the drafter.
+
+    `loss` is a recent average per token. `samples_dropped` counts samples that finished faster than
+    they could be handed to the trainer.
+    """
+
+    state: TrainingState
+    num_steps: int
+    num_tokens: int
+    loss: float
+    samples_dropped: int
+
+
+class DrafterAnswer(AnswerModel):
+    """Answer of GET /v1/drafter as JSON.
+
+    `candidate` is in its trial, or waits for it. `acceptance` is ordered from the oldest to the
+    latest. `promoted`, `rolled_back` and `failed` count trials by outcome.
+    """
+
+    serving: str
+    candidate: str | None = None
+    acceptance: list[DrafterAcceptance]
+    promoted: int
+    rolled_back: int
+    failed: int
+    training: DrafterTraining

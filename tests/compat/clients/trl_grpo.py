@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 from coppice import Rollouts
-from coppice.trl import install, rollout_func
+from coppice.integrations.trl import install, rollout_func
 from examples.seedling.arithmetic import reward
 
 MODEL = Path(__file__).parents[3] / "examples" / "seedling" / "model"

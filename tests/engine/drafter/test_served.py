@@ -11,7 +11,7 @@ import pytest
 
 from coppice import AsyncRollouts
 from coppice.errors import WeightsRefused
-from coppice.wire.drafter import DrafterAnswer
+from coppice.wire.weights import DrafterAnswer
 from engine.drafter.service.initial_model import write_random_model
 from engine.settings import AttentionSettings, SpeculationSettings
 from engine.vllm_engine import VllmEngine

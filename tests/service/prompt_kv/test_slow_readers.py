@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from coppice.prompt_kv.http_client import Download, KvHttpClient
-from coppice.transport.address import parse_address
-from coppice.transport.redirect_policy import RedirectPolicy
+from coppice.transport.address import RedirectPolicy, parse_address
 from tests.service.keyfile import bearer, write_keys
 from tests.service.prompt_kv.asked import handle
 from tests.service.prompt_kv.readers import (

@@ -9,7 +9,7 @@ import pytest
 
 from coppice import AsyncRollouts, Branching, Kv, KvSource, PromptKV
 from coppice.results import result_of_packed
-from coppice.wire.packed import MEDIA_TYPE, unpack
+from coppice.wire.records import PACKED_MEDIA_TYPE, unpack
 from tests.fake_engine import FakeEngine
 from tests.fake_export import fake_kv
 from tests.service.prompt_kv.test_exports import data, exporting, swapped
@@ -91,7 +91,7 @@ async def test_first_child_to_run_exports_and_equal_paths_share_bytes(
 
 async def test_packed_answers_contain_the_handles(tmp_path: Path) -> None:
     async with serving(exporting(), tmp_path, kv=ROOM) as served:
-        body, accept = asked(rest=KV), {"Accept": MEDIA_TYPE}
+        body, accept = asked(rest=KV), {"Accept": PACKED_MEDIA_TYPE}
         answered = await served.http.post("/v1/rollouts", json=body, headers=accept)
     [group] = result_of_packed(unpack(answered.content)).groups
     assert group.tree is not None

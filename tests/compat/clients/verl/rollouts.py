@@ -10,7 +10,9 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-os.environ["VERL_USE_EXTERNAL_MODULES"] = "coppice.verl.plugin"  # before verl is imported
+os.environ["VERL_USE_EXTERNAL_MODULES"] = (
+    "coppice.integrations.verl.plugin"  # before verl is imported
+)
 
 import ray
 import torch
@@ -19,8 +21,7 @@ from transformers import AutoModelForCausalLM
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerManager
 
 from coppice import AsyncRollouts
-from coppice.verl.publisher import Publisher
-from coppice.verl.server_list import ServerList
+from coppice.integrations.verl.publisher import Publisher, ServerList
 from tests.compat.clients.verl.training import COPPICE, MODEL
 
 PROMPT = list(range(5, 25))

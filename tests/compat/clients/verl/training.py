@@ -124,7 +124,7 @@ def main() -> None:
     os.environ.update(
         VERL_PLATFORM="cpu",
         VERL_ENGINE_DEVICE="cuda",  # the name under which its FSDP engine is registered
-        VERL_USE_EXTERNAL_MODULES=f"{HERE}.cpu,coppice.verl.plugin",
+        VERL_USE_EXTERNAL_MODULES=f"{HERE}.cpu,coppice.integrations.verl.plugin",
         VERL_FILE_LOGGER_PATH=str(log),
     )
     module, more = TRAINERS[name]

@@ -1,19 +1,26 @@
-"""`rollout_func` of GRPOTrainer: one group per prompt, sampled with the trainer's weights.
+"""Integration with TRL: rollouts by a Coppice server, weights over HTTP without NCCL or a GPU.
 
-TRL's sampler repeats every prompt once per generation, consecutively. A run of equal prompts
-becomes one group, whose prompt is prefilled once.
+`rollout_func` is for GRPOTrainer's argument of that name. TRL's sampler repeats every prompt once
+per generation, consecutively. A run of equal prompts becomes one group, whose prompt is prefilled
+once. The samples come from the trainer's weights.
+
+`install` replaces the client of TRL's server mode, `GRPOConfig(use_vllm=True,
+vllm_mode="server")`. TRL's client requests samples as before, and TRL gathers and renames the
+weights. Only the transfer of weights is replaced.
+
+trl must be installed; `install` also needs vllm.
 """
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
 from coppice.client import Rollouts
 from coppice.errors import Incomplete, Unsupported
+from coppice.integrations.version_labels import VersionLabels
 from coppice.options import RolloutOptions
 from coppice.results import Group
-from coppice.trl.labels import VersionLabels
 from coppice.wire.rollouts import Policy
 
 # Values of GRPOConfig arguments that have no effect.
@@ -31,7 +38,7 @@ class RolloutFunc:
 
     def __init__(self, rollouts: Rollouts) -> None:
         self._rollouts = rollouts
-        self._labels = VersionLabels()
+        self._labels = VersionLabels("trl")
         self._step: int | None = None
         self._target_options: RolloutOptions = {}
 
@@ -118,3 +125,48 @@ def _check_complete(group: Group) -> Group:
     if group.outcome != "done":
         raise Incomplete(f"a group ended as {group.outcome}; its samples are not all there")
     return group
+
+
+def install() -> None:
+    """Replaces TRL's client. Call it before creating a trainer; repeated calls do nothing."""
+    from trl.generation import vllm_client, vllm_generation
+
+    if getattr(vllm_generation.VLLMClient, "over_http", False):
+        return
+    vllm_client.VLLMClient = vllm_generation.VLLMClient = _over_http(vllm_client.VLLMClient)
+
+
+def _over_http(base: Any) -> Any:
+    class HttpClient(base):  # type: ignore[misc]
+        """VLLMClient that sends the weights of a version as one safetensors file."""
+
+        over_http = True
+
+        def init_communicator(self, device: Any = 0) -> None:
+            """Creates the HTTP client; there is no process group to join."""
+            self._rollouts = Rollouts(self.base_url)
+            self._labels = VersionLabels("trl")
+
+        def update_named_params(
+            self, metadata: Iterable[Any], named_params: Iterator[tuple[str, Any]]
+        ) -> None:
+            """Copies the parameters, since gathered ones are freed after their iteration."""
+            if not self._updating_weights:
+                self._start_weight_update()
+            for name, tensor in named_params:
+                self._pending[name] = tensor.detach().to("cpu", copy=True)
+            if not self._updating_weights:
+                self._finish_weight_update()
+
+        def _start_weight_update(self) -> None:
+            self._pending: dict[str, Any] = {}
+
+        def _finish_weight_update(self) -> None:
+            pending, self._pending = self._pending, {}
+            self._rollouts.publish_weights(self._labels.next(), pending)
+
+        def close_communicator(self) -> None:
+            self._rollouts.close()
+
+    HttpClient.__name__ = base.__name__
+    return HttpClient

@@ -3,17 +3,51 @@
 import asyncio
 import tempfile
 from collections import deque
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from coppice.client import AsyncRollouts
-from coppice.verl.labels import VersionLabels
-from coppice.verl.server_list import ServerList
-from coppice.weights.tensor import tensors_of
-from coppice.weights.writer import write_safetensors
+from coppice.integrations.version_labels import VersionLabels
+from coppice.weights.writer import tensors_of, write_safetensors
 
+MERGE_ADAPTER = (
+    "adapters are not sent separately: set actor_rollout_ref.model.lora.merge=True, which sends the"
+    " merged weights"
+)
 Weights = Iterable[tuple[str, Any]] | AsyncIterator[tuple[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerList:
+    """URLs of the servers, from `engine_kwargs.coppice` of verl's configuration.
+
+    The API key is in a file, since verl prints its configuration.
+    """
+
+    urls: tuple[str, ...]
+    key_file: str | None = None
+
+    @classmethod
+    def of(cls, engine_kwargs: Mapping[str, Any]) -> Self:
+        """Builds it from the `engine_kwargs` of a rollout."""
+        given = engine_kwargs.get("coppice") or {}
+        return cls.given(given.get("urls") or (), given.get("key_file"))
+
+    @classmethod
+    def given(cls, urls: Any, key_file: str | None) -> Self:
+        addresses = (urls,) if isinstance(urls, str) else tuple(urls)
+        if not addresses:
+            raise ValueError("engine_kwargs.coppice.urls names no server")
+        return cls(urls=addresses, key_file=key_file)
+
+    def url(self, replica: int) -> str:
+        """URL of a replica. If there are more replicas than servers, they share servers."""
+        return self.urls[replica % len(self.urls)]
+
+    def key(self) -> str | None:
+        return None if self.key_file is None else Path(self.key_file).read_text().strip()
 
 
 class Publisher:
@@ -24,7 +58,7 @@ class Publisher:
 
     def __init__(self, server_list: ServerList) -> None:
         self._server_list = server_list
-        self._labels = VersionLabels()
+        self._labels = VersionLabels("verl")
 
     async def publish(self, weights: Weights, global_steps: int | None) -> str:
         """Publishes the weights; returns the version once every server has activated it."""

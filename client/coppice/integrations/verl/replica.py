@@ -1,4 +1,4 @@
-"""Ray actor for one server; it needs no GPU."""
+"""verl's `rollout.name: coppice`: a replica is an existing Coppice server on any host."""
 
 import logging
 from collections.abc import Sequence
@@ -6,19 +6,25 @@ from dataclasses import asdict
 from typing import Any
 from urllib.parse import urlsplit
 
+import ray
+from verl.single_controller.ray import RayResourcePool, RayWorkerGroup
+from verl.utils.device import get_device_name
 from verl.utils.tokenizer import normalize_token_ids
-from verl.workers.rollout.replica import TokenOutput
+from verl.workers.rollout.replica import RolloutMode, RolloutReplica, TokenOutput
 
 from coppice.client import AsyncRollouts
 from coppice.errors import Unsupported
-from coppice.verl.generation import Generation
-from coppice.verl.sampling_options import LengthLimits
+from coppice.integrations.verl.generation import Generation, LengthLimits
+from coppice.integrations.verl.publisher import MERGE_ADAPTER, ServerList
 
 log = logging.getLogger("coppice")
 
 
 class CoppiceServer:
-    """Server handle with the methods that verl calls. `launch` must be called first."""
+    """Ray actor for one server, with the methods that verl calls; it needs no GPU.
+
+    `launch` must be called first.
+    """
 
     def __init__(self, url: str, key: str | None, prompt_length: int, response_length: int) -> None:
         self._url = url
@@ -87,3 +93,54 @@ class CoppiceServer:
 
     async def stop_profile(self) -> None:
         pass
+
+
+class CoppiceReplica(RolloutReplica):  # type: ignore[misc]
+    """Replica without GPUs in Ray. verl's number of rollout GPUs sets the number of replicas."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        if self.is_reward_model or self.is_teacher_model:
+            raise Unsupported("only the policy is served: use vllm or sglang for this model")
+        lora = self.model_config.get("lora") or {}
+        rank = self.model_config.get("lora_rank", 0) or lora.get("rank", 0)
+        if rank and not lora.get("merge", False):
+            raise Unsupported(MERGE_ADAPTER)
+        self._server_list = ServerList.of(self.config.engine_kwargs)
+
+    async def init_standalone(self) -> None:
+        """Creates verl's placeholder worker for weight updates, without a GPU."""
+        if self.config.checkpoint_engine.backend != "coppice":
+            raise Unsupported("a trainer apart sends weights by checkpoint_engine.backend=coppice")
+        self.rollout_mode = RolloutMode.STANDALONE
+        name = f"coppice_{self.replica_rank}{self.name_suffix}"
+        self.resource_pool = RayResourcePool(
+            [1], use_gpu=False, max_colocate_count=1, name_prefix=f"{name}_pool"
+        )
+        group = RayWorkerGroup(
+            resource_pool=self.resource_pool,
+            ray_cls_with_init=self.get_ray_class_with_init_args(),
+            bin_pack=False,
+            name_prefix=f"{name}_worker",
+            use_gpu=False,
+            device_name=get_device_name(),
+        )
+        self.workers = group.workers
+        await self.launch_servers()
+
+    async def launch_servers(self) -> None:
+        handle = ray.remote(CoppiceServer)
+        options = handle.options(
+            name=f"coppice_server_{self.replica_rank}{self.name_suffix}",
+            num_cpus=0,
+            max_concurrency=self.max_concurrency,
+        )
+        server = options.remote(
+            self._server_list.url(self.replica_rank),
+            self._server_list.key(),
+            self.config.prompt_length,
+            self.config.response_length,
+        )
+        self._server_address = await server.launch.remote(self.config.server.max_start_wait_time)
+        self._server_handle = server
+        self.servers = [server]

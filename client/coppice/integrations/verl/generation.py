@@ -1,0 +1,218 @@
+"""Generation with one server: sampling parameters, one sample per prompt, abort of all requests."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from coppice.client import AsyncRollouts
+from coppice.errors import CoppiceError, Incomplete, Unsupported
+from coppice.integrations.version_labels import step_of
+from coppice.operations.rollouts import AsyncPending
+from coppice.options import RolloutOptions
+from coppice.results import Group, Sample
+
+_ALTERNATIVES = {
+    "repetition_penalty": "reward repetition less",
+    "presence_penalty": "reward repetition less",
+    "frequency_penalty": "reward repetition less",
+    "min_p": "use top_p or top_k",
+    "stop": "use stop_token_ids",
+    "prompt_logprobs": "ask the server's POST /v1/score",
+}
+# Values without effect. None is without effect for every name.
+_IGNORED_VALUES: dict[str, tuple[object, ...]] = {
+    "n": (1,),
+    "repetition_penalty": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "min_p": (0,),
+    "stop": ([], ""),
+    "detokenize": (True, False),
+    "skip_special_tokens": (True, False),
+}
+_PASSED_THROUGH = ("temperature", "top_p", "seed", "ignore_eos", "stop_token_ids")
+_SUPPORTED = frozenset({*_PASSED_THROUGH, "top_k", "logprobs", "max_tokens", "max_new_tokens"})
+_REASONS = {"stop": "completed", "length": "completed"}
+ABORTED = "aborted"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthLimits:
+    """Limits in tokens: prompt, response, and the server's context."""
+
+    prompt: int
+    response: int
+    context: int
+
+    def max_tokens(self, params: int | None, num_prompt_tokens: int) -> int:
+        """Response limit, by the same rule as in verl's own rollouts."""
+        room = self.context - num_prompt_tokens
+        if room < 1:
+            raise ValueError(
+                f"a prompt of {num_prompt_tokens} tokens leaves no room for a response"
+            )
+        if params is None:
+            params = min(self.response, self.prompt + self.response - num_prompt_tokens)
+        return max(1, min(params, room))
+
+
+def options_of(
+    params: Mapping[str, Any], length_limits: LengthLimits, num_prompt_tokens: int
+) -> RolloutOptions:
+    _refuse(params)
+    given: dict[str, Any] = {
+        name: params[name] for name in _PASSED_THROUGH if params.get(name) is not None
+    }
+    wanted = params.get("max_tokens", params.get("max_new_tokens"))
+    options: RolloutOptions = {
+        **given,  # type: ignore[typeddict-item]
+        "top_k": max(params.get("top_k") or 0, 0),  # verl disables it with -1
+        "max_tokens": length_limits.max_tokens(wanted, num_prompt_tokens),
+    }
+    return options
+
+
+def _refuse(params: Mapping[str, Any]) -> None:
+    for name, value in params.items():
+        if name in _SUPPORTED or value is None or value in _IGNORED_VALUES.get(name, ()):
+            continue
+        raise Unsupported(
+            f"{name}={value!r} is not sampled with: {_ALTERNATIVES.get(name, 'leave it out')}"
+        )
+
+
+class RequestGate:
+    """Gate for new requests, which knows when all admitted requests have been submitted.
+
+    It belongs to one event loop and is initially open.
+    """
+
+    def __init__(self) -> None:
+        self._open = True
+        self._rejecting = False
+        self._state_changed = asyncio.Event()
+        self._num_starting = 0
+        self._none_starting = asyncio.Event()
+        self._none_starting.set()
+
+    async def admit(self) -> bool:
+        """Waits while the gate is shut; False if it rejects. `admitted` must follow True."""
+        while not self._open:
+            if self._rejecting:
+                return False
+            await self._state_changed.wait()
+        self._num_starting += 1
+        self._none_starting.clear()
+        return True
+
+    def admitted(self) -> None:
+        """Reports that an admitted request has been submitted, or has failed."""
+        self._num_starting -= 1
+        if self._num_starting == 0:
+            self._none_starting.set()
+
+    async def shut(self, *, reject: bool) -> None:
+        """Shuts the gate and waits until no admitted request is still being submitted."""
+        self._set_state(is_open=False, rejecting=reject)
+        await self._none_starting.wait()
+
+    def open(self) -> None:
+        self._set_state(is_open=True, rejecting=False)
+
+    def _set_state(self, *, is_open: bool, rejecting: bool) -> None:
+        self._open, self._rejecting = is_open, rejecting
+        state_changed, self._state_changed = self._state_changed, asyncio.Event()
+        state_changed.set()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationOutput:
+    """Result of a request, with the field names of verl's TokenOutput."""
+
+    token_ids: list[int]
+    log_probs: list[float] | None
+    stop_reason: str
+    extra_fields: dict[str, Any] = field(default_factory=dict)
+
+
+class Generation:
+    """Requests to one server, used on one event loop; `close` closes its connections."""
+
+    def __init__(self, rollouts: AsyncRollouts, length_limits: LengthLimits) -> None:
+        self._rollouts = rollouts
+        self._length_limits = length_limits
+        self._gate = RequestGate()
+        self._running: dict[AsyncPending, str] = {}
+
+    async def generate(
+        self, request_id: str, prompt: Sequence[int], params: Mapping[str, Any], priority: int = 0
+    ) -> GenerationOutput:
+        """Samples one response.
+
+        An aborted request returns the tokens so far; a rejected one returns none.
+        """
+        options = options_of(params, self._length_limits, len(prompt))
+        options["priority"] = priority
+        if not await self._gate.admit():
+            return GenerationOutput(token_ids=[], log_probs=None, stop_reason=ABORTED)
+        pending = await self._submit(request_id, prompt, options)
+        try:
+            result = await pending.wait()
+        except BaseException:
+            with suppress(CoppiceError):
+                await pending.abort()
+            raise
+        finally:
+            del self._running[pending]
+        return _to_output(result.groups[0], with_logprobs=bool(params.get("logprobs")))
+
+    async def _submit(
+        self, request_id: str, prompt: Sequence[int], options: RolloutOptions
+    ) -> AsyncPending:
+        try:
+            pending = await self._rollouts.submit([list(prompt)], **options)
+            self._running[pending] = request_id
+        finally:
+            self._gate.admitted()
+        return pending
+
+    async def abort_all(self, *, reject: bool) -> list[str]:
+        """Aborts all requests and returns their ids.
+
+        New requests wait, or are rejected, until `resume`.
+        """
+        await self._gate.shut(reject=reject)
+        running = dict(self._running)
+        await asyncio.gather(*(pending.abort() for pending in running))
+        return list(running.values())
+
+    def resume(self) -> None:
+        self._gate.open()
+
+    async def close(self) -> None:
+        await self._rollouts.aclose()
+
+
+def _to_output(group: Group, *, with_logprobs: bool) -> GenerationOutput:
+    [sample] = group.samples
+    if sample.finish_reason == "error":
+        raise Incomplete("the engine failed at this sample")
+    return GenerationOutput(
+        token_ids=sample.token_ids.tolist(),
+        log_probs=sample.logprobs.tolist() if with_logprobs else None,
+        stop_reason=_REASONS.get(sample.finish_reason, ABORTED),
+        extra_fields={**_steps(sample), "num_cached_tokens": group.num_cached_tokens},
+    )
+
+
+def _steps(sample: Sample) -> dict[str, int | None]:
+    """Trainer steps of the weights; a sample spans several if weights changed during it."""
+    steps = [step_of(span.version) for span in sample.versions]
+    known = [step for step in steps if step is not None]
+    return {
+        "global_steps": steps[-1] if steps else None,
+        "min_global_steps": min(known, default=None),
+        "max_global_steps": max(known, default=None),
+    }

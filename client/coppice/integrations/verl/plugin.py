@@ -1,0 +1,129 @@
+"""verl plugin: VERL_USE_EXTERNAL_MODULES=coppice.integrations.verl.plugin imports it everywhere.
+
+With coppice-client installed the variable is not needed: the plugin is one of verl's entry points.
+It registers the rollout `coppice`, with its replicas and workers, and the checkpoint engine
+`coppice`.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
+from verl.workers.rollout import base
+from verl.workers.rollout.base import BaseRollout
+from verl.workers.rollout.replica import RolloutReplicaRegistry
+
+from coppice.errors import Unsupported
+from coppice.integrations.verl.publisher import (
+    MERGE_ADAPTER,
+    Publisher,
+    ServerList,
+    Weights,
+    consume,
+)
+
+Topology = tuple[dict[str, list[Any]], dict[str, list[Any]]]
+NAME = "coppice"
+
+
+class HttpCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
+    """verl's `checkpoint_engine.backend: coppice`: weights over HTTP, directly to the servers.
+
+    There is one per worker; only the trainer's rank 0, the master, sends. verl's rollout workers
+    receive nothing and need no GPU.
+    """
+
+    wire_format = NAME
+
+    def __init__(
+        self,
+        bucket_size: int,
+        urls: Sequence[str] = (),
+        key_file: str | None = None,
+        is_master: bool = False,
+    ) -> None:
+        self._publisher = Publisher(ServerList.given(urls, key_file)) if is_master else None
+
+    def prepare(self) -> dict[str, Any]:
+        return {}
+
+    @classmethod
+    def build_topology(
+        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
+    ) -> Topology:
+        """Empty topology: workers do not communicate with each other."""
+        return {}, {}
+
+    def init_process_group(self) -> None:
+        """Does nothing: there is no process group."""
+
+    def finalize(self) -> None:
+        """Does nothing: there is no state between two updates."""
+
+    async def send_weights(self, weights: Weights, global_steps: int | None = None) -> None:
+        """Returns when all servers have activated the weights."""
+        if self._publisher is None:
+            await consume(weights)
+        else:
+            await self._publisher.publish(weights, global_steps)
+
+    def receive_weights(self, global_steps: int | None = None) -> Iterator[tuple[str, Any]]:
+        """Yields nothing: the weights were sent to the server."""
+        return iter(())
+
+
+class ServerAdapter(BaseRollout):  # type: ignore[misc]
+    """Rollout of verl's workers, for weight updates in hybrid mode.
+
+    With `checkpoint_engine.backend: naive` verl passes the trainer's weights to every rank; rank 0
+    sends them to the servers. `resume` and `release` do nothing, because servers own their GPUs.
+    """
+
+    def __init__(
+        self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1
+    ) -> None:
+        super().__init__(config, model_config, device_mesh)
+        rank = int(os.environ["RANK"])
+        per_replica = self.config.tensor_model_parallel_size * self.config.data_parallel_size
+        self.replica_rank = rank // per_replica if replica_rank == -1 else replica_rank
+        self.is_leader_rank = rank == 0
+        self._publisher = Publisher(ServerList.of(self.config.engine_kwargs))
+
+    async def resume(self, tags: list[str]) -> None:
+        pass
+
+    async def release(self) -> None:
+        pass
+
+    async def update_weights(
+        self,
+        weights: Weights,
+        wire_format: str = "named_tensors",
+        *,
+        global_steps: int | None = None,
+        peft_config: Any = None,
+        **_: Any,
+    ) -> None:
+        if wire_format == NAME:
+            return  # the trainer's checkpoint engine has already sent them
+        if wire_format != "named_tensors":
+            raise Unsupported(f"weights as {wire_format} are not sent: use coppice or naive")
+        if peft_config is not None:
+            raise Unsupported(MERGE_ADAPTER)
+        if self.is_leader_rank:
+            await self._publisher.publish(weights, global_steps)
+        else:
+            await consume(weights)
+
+
+def _replica() -> type:
+    from coppice.integrations.verl.replica import CoppiceReplica
+
+    return CoppiceReplica
+
+
+RolloutReplicaRegistry.register(NAME, _replica)
+CheckpointEngineRegistry.register(NAME)(HttpCheckpointEngine)
+# verl has no public registry of BaseRollout classes.
+base._ROLLOUT_REGISTRY[NAME, "async"] = "coppice.integrations.verl.plugin.ServerAdapter"

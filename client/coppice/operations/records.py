@@ -1,0 +1,220 @@
+"""Stream of a rollout's records: parsing, deduplication across reconnects, collection."""
+
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
+from dataclasses import replace
+
+from pydantic import ValidationError
+
+from coppice.errors import BadAnswer, CoppiceError, RolloutLost, StreamBroken, error_of
+from coppice.results import Group, RolloutResult, Sample, Segment, group_of, sample_of, segment_of
+from coppice.transport.driver import Driver
+from coppice.transport.messages import HttpRequest
+from coppice.transport.retry import RequestSender
+from coppice.wire.records import (
+    RECORD,
+    EndRecord,
+    GroupRecord,
+    KvRecord,
+    ProgressRecord,
+    Record,
+    SampleRecord,
+    SegmentRecord,
+    StartRecord,
+)
+from coppice.wire.rollouts import GroupHead
+
+RecordKey = tuple[str, int, int | str]
+NDJSON = "application/x-ndjson"
+
+
+class NdjsonReader:
+    """Incremental parser of one stream of newline-delimited JSON.
+
+    A record is complete when its line break has arrived.
+    """
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+        self.ended = False
+
+    def feed(self, chunk: bytes) -> Iterator[Record]:
+        self._buffer += chunk
+        if b"\n" not in chunk:
+            return
+        *lines, self._buffer = self._buffer.split(b"\n")
+        for line in lines:
+            record = _record_of(line) if line.strip() else None
+            if record is not None and not self.ended:
+                self.ended = isinstance(record, EndRecord)
+                yield record
+
+    def finish(self) -> None:
+        """Must be called at the end of the stream. Raises StreamBroken without an end record."""
+        if not self.ended:
+            raise StreamBroken("the stream ended without its last record")
+
+
+def _record_of(line: bytearray) -> Record | None:
+    """Parses a line; returns None for a record type that this version does not know."""
+    try:
+        return RECORD.validate_json(line)
+    except ValidationError as error:
+        if error.errors()[0]["type"] == "union_tag_invalid":
+            return None
+        raise BadAnswer(f"a line of the stream is no record: {error}") from error
+
+
+class RecordDeduplicator:
+    """Delivered records of one rollout, over any number of connections.
+
+    Every connection starts with the rollout's first record. Progress records are not replayed; they
+    are passed on once the replay has reached new records.
+    """
+
+    def __init__(self) -> None:
+        self.rollout_id: str | None = None
+        self.ended = False
+        self._delivered: set[RecordKey] = set()
+        self._num_to_replay = 0
+        self._has_started = False
+
+    def on_reconnect(self) -> None:
+        """Must be called before every connection."""
+        self._num_to_replay = len(self._delivered)
+        self._has_started = False
+
+    def is_new(self, record: Record) -> bool:
+        self._check_beginning(record)
+        if isinstance(record, ProgressRecord):
+            return self._num_to_replay == 0
+        key = _key(record)
+        if key in self._delivered:
+            self._num_to_replay -= 1
+            return False
+        if isinstance(record, EndRecord):
+            self._check_end()
+        self._delivered.add(key)
+        return True
+
+    def _check_beginning(self, record: Record) -> None:
+        if isinstance(record, StartRecord):
+            known, self.rollout_id = self.rollout_id, record.id
+            if known not in (None, record.id):
+                raise RolloutLost(f"rollout {known} is forgotten; {record.id} began in its place")
+            self._has_started = True
+        if not self._has_started:
+            raise BadAnswer("the stream lacks its first record")
+
+    def _check_end(self) -> None:
+        if self._num_to_replay > 0:
+            raise RolloutLost(f"rollout {self.rollout_id} came again without all of its records")
+        self.ended = True
+
+
+def _key(
+    record: SampleRecord | SegmentRecord | KvRecord | GroupRecord | StartRecord | EndRecord,
+) -> RecordKey:
+    match record:
+        case SampleRecord():
+            return (record.type, record.group, record.sample.index)
+        case SegmentRecord():
+            return (record.type, record.group, record.segment.id)
+        case KvRecord():
+            return (record.type, record.group, record.segment or 0)
+        case GroupRecord():
+            return (record.type, record.group.index, 0)
+        case _:
+            return (record.type, 0, 0)
+
+
+async def stream_records(
+    sender: RequestSender, call: HttpRequest, deduplicator: RecordDeduplicator
+) -> AsyncGenerator[Record, None]:
+    """Yields the records. A repeated request replays all records from the first one."""
+    retry_state = sender.retry_state(call)
+    while not deduplicator.ended:
+        deduplicator.on_reconnect()
+        try:
+            async with aclosing(_read_connection(sender.driver, call)) as records:
+                async for record in records:
+                    if deduplicator.is_new(record):
+                        retry_state.reset()
+                        yield record
+        except CoppiceError as error:
+            # After the end record the stream is complete, however the connection ends.
+            if not deduplicator.ended and not await retry_state.wait_before_retry(error):
+                raise
+
+
+async def _read_connection(driver: Driver, call: HttpRequest) -> AsyncGenerator[Record, None]:
+    reader = NdjsonReader()
+    async with aclosing(driver.receive(call)) as chunks:
+        async for chunk in chunks:
+            for record in reader.feed(chunk):
+                yield record
+    reader.finish()
+
+
+class Collector:
+    """Collector of a stream's records into a RolloutResult.
+
+    Samples are converted to arrays when they arrive: as lists they take ten times the memory.
+    """
+
+    def __init__(self) -> None:
+        self._start: StartRecord | None = None
+        self._end: EndRecord | None = None
+        self._heads: dict[int, GroupHead] = {}
+        self._samples: defaultdict[int, list[Sample]] = defaultdict(list)
+        self._segments: defaultdict[int, list[Segment]] = defaultdict(list)
+        self._kv: defaultdict[int, dict[str, KvRecord]] = defaultdict(dict)
+
+    def add(self, record: Record) -> None:
+        match record:
+            case StartRecord():
+                self._start = record
+            case SampleRecord():
+                self._samples[record.group].append(sample_of(record.sample))
+            case SegmentRecord():
+                self._segments[record.group].append(segment_of(record.segment))
+            case GroupRecord():
+                self._heads[record.group.index] = record.group
+            case KvRecord(segment=str(segment)):
+                self._kv[record.group][segment] = record
+            case ProgressRecord() | KvRecord():
+                pass  # GroupRecord contains the group's own handle
+            case EndRecord():
+                self._end = record
+
+    def result(self) -> RolloutResult:
+        """Returns the result. Raises the rollout's problem if it failed as a whole."""
+        if self._start is None or self._end is None:
+            raise BadAnswer("the stream lacks its first or its last record")
+        if self._end.outcome == "failed" and self._end.problem is not None:
+            raise error_of(self._end.problem)
+        return RolloutResult(
+            id=self._start.id,
+            outcome=self._end.outcome,
+            groups=self._groups(),
+            usage=self._end.usage,
+        )
+
+    def _groups(self) -> tuple[Group, ...]:
+        with_parts = self._samples.keys() | self._segments.keys()
+        if headless := sorted(with_parts - self._heads.keys()):
+            raise BadAnswer(f"the stream has samples of groups {headless}, but not the groups")
+        return tuple(
+            group_of(head, self._samples[index], self._segments_with_kv(index))
+            for index, head in sorted(self._heads.items())
+        )
+
+    def _segments_with_kv(self, index: int) -> list[Segment]:
+        kv_records = self._kv[index]
+        return [
+            replace(each, kv=kv_records[each.id].kv, kv_reason=kv_records[each.id].kv_reason)
+            if each.id in kv_records
+            else each
+            for each in self._segments[index]
+        ]

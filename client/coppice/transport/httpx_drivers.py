@@ -1,0 +1,278 @@
+"""Drivers over httpx, for asyncio programs and for programs without an event loop."""
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator, Iterator
+from contextlib import aclosing, asynccontextmanager, closing, contextmanager
+from typing import Any, TypeVar
+
+import httpx
+
+from coppice.errors import BadAnswer, ConnectionFailed, StreamBroken, TimedOut
+from coppice.transport.address import parse_address
+from coppice.transport.driver import CHUNK_BYTES
+from coppice.transport.messages import FileBody, HttpRequest, HttpResponse
+
+# A trainer may wait for any number of rollouts at once, so the pool has no connection limit. Idle
+# connections expire before uvicorn's 5 s, so that no request meets a connection just closed.
+LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=32, keepalive_expiry=4.0)
+T = TypeVar("T")
+
+
+def client_options(base_url: str, api_key: str | None, timeout: float | None) -> dict[str, Any]:
+    """Arguments of httpx.Client and httpx.AsyncClient."""
+    address = parse_address(base_url, api_key)
+    headers = {"User-Agent": "coppice-client"}
+    if address.authorization is not None:
+        headers["Authorization"] = address.authorization
+    return {
+        "base_url": address.base_url,
+        "headers": headers,
+        "timeout": httpx.Timeout(timeout, pool=None),
+        "limits": LIMITS,
+    }
+
+
+def to_httpx_request(
+    client: httpx.Client | httpx.AsyncClient, call: HttpRequest, content: Any
+) -> httpx.Request:
+    headers = {"Accept": "application/json", **call.headers}
+    if isinstance(call.body, FileBody):
+        # With a length httpx does not use chunked encoding, and the server can reject it early.
+        headers["Content-Length"] = str(call.body.num_bytes)
+    return client.build_request(
+        call.method,
+        (call.base_url or "") + call.path,
+        params=dict(call.params),
+        headers=headers,
+        content=content,
+        timeout=_timeout(client.timeout, call),
+    )
+
+
+def from_httpx_response(response: httpx.Response) -> HttpResponse:
+    """Converts a response whose body has been read."""
+    headers = {name.lower(): value for name, value in response.headers.items()}
+    return HttpResponse(status=response.status_code, headers=headers, body=response.content)
+
+
+@contextmanager
+def translate_errors() -> Iterator[None]:
+    """Translates httpx's exceptions to those of coppice.errors."""
+    try:
+        yield
+    except httpx.ConnectTimeout as error:
+        raise TimedOut(_error_text(error), unsent=True) from error
+    except httpx.TimeoutException as error:
+        raise TimedOut(_error_text(error)) from error
+    except httpx.DecodingError as error:
+        raise BadAnswer(_error_text(error)) from error
+    except httpx.ConnectError as error:
+        raise ConnectionFailed(_error_text(error), unsent=True) from error
+    except httpx.RequestError as error:
+        raise ConnectionFailed(_error_text(error)) from error
+
+
+@contextmanager
+def translate_stream_errors() -> Iterator[None]:
+    """Same as translate_errors, for a response whose body is being received."""
+    try:
+        with translate_errors():
+            yield
+    except ConnectionFailed as error:
+        raise StreamBroken(str(error)) from error.__cause__
+
+
+def _timeout(usual: httpx.Timeout, call: HttpRequest) -> httpx.Timeout:
+    if call.read_timeout == "usual":
+        read = None if usual.read is None else usual.read + call.server_wait_seconds
+        return httpx.Timeout(connect=usual.connect, read=read, write=usual.write, pool=None)
+    known = [seconds for seconds in (usual.connect, call.read_timeout) if seconds is not None]
+    connect = min(known, default=None)
+    return httpx.Timeout(connect=connect, read=call.read_timeout, write=usual.write, pool=None)
+
+
+def _error_text(error: httpx.RequestError) -> str:
+    name = type(error).__name__
+    return f"{error.request.method} {error.request.url}: {error or name}"
+
+
+class AsyncClock:
+    """Clock of asyncio programs."""
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+    def random(self) -> float:
+        return random.random()
+
+
+class AsyncDriver:
+    """Driver over httpx.AsyncClient, which it owns."""
+
+    def __init__(self, client: httpx.AsyncClient) -> None:
+        self._client = client
+
+    async def send(self, call: HttpRequest) -> HttpResponse:
+        async with _async_content(call) as content:
+            request = to_httpx_request(self._client, call, content)
+            with translate_errors():
+                return from_httpx_response(await self._client.send(request))
+
+    async def receive(self, call: HttpRequest) -> AsyncGenerator[bytes, None]:
+        request = to_httpx_request(self._client, call, call.body)
+        with translate_errors():
+            response = await self._client.send(request, stream=True)
+        async with aclosing(response):
+            with translate_stream_errors():
+                if not response.is_success:
+                    await response.aread()
+                    from_httpx_response(response).check()
+                async for chunk in response.aiter_bytes():
+                    yield chunk
+
+    async def run_steps(self, steps: Generator[None, None, T]) -> T:
+        try:
+            while (finished := await _off_loop(lambda: _step(steps))) is None:
+                pass
+            return finished[0]
+        finally:
+            steps.close()
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+
+def _step(steps: Generator[None, None, T]) -> tuple[T] | None:
+    """Returns the result in a tuple once there is one; futures cannot carry a StopIteration."""
+    try:
+        next(steps)
+    except StopIteration as done:
+        return (done.value,)
+    return None
+
+
+async def _off_loop(function: Callable[[], T]) -> T:
+    """Runs the function in a thread. Even if cancelled, it returns only after the function ends."""
+    running = asyncio.ensure_future(asyncio.to_thread(function))
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait([running])
+        raise
+
+
+@asynccontextmanager
+async def _async_content(
+    call: HttpRequest,
+) -> AsyncIterator[bytes | AsyncGenerator[bytes, None] | None]:
+    if not isinstance(call.body, FileBody):
+        yield call.body
+        return
+    async with aclosing(_async_chunks(call.body)) as chunks:
+        yield chunks
+
+
+async def _async_chunks(body: FileBody) -> AsyncGenerator[bytes, None]:
+    with body.path.open("rb") as file:
+        while chunk := await _off_loop(lambda: file.read(CHUNK_BYTES)):
+            yield chunk
+
+
+class BlockingClock:
+    """Clock of programs without an event loop; `sleep` blocks."""
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    async def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def random(self) -> float:
+        return random.random()
+
+
+class BlockingDriver:
+    """Driver over httpx.Client, which it owns. Its coroutines never suspend."""
+
+    def __init__(self, client: httpx.Client) -> None:
+        self._client = client
+
+    async def send(self, call: HttpRequest) -> HttpResponse:
+        with _content(call) as content:
+            request = to_httpx_request(self._client, call, content)
+            with translate_errors():
+                return from_httpx_response(self._client.send(request))
+
+    async def receive(self, call: HttpRequest) -> AsyncGenerator[bytes, None]:
+        request = to_httpx_request(self._client, call, call.body)
+        with translate_errors():
+            response = self._client.send(request, stream=True)
+        with closing(response), translate_stream_errors():
+            if not response.is_success:
+                response.read()
+                from_httpx_response(response).check()
+            for chunk in response.iter_bytes():
+                yield chunk
+
+    async def run_steps(self, steps: Generator[None, None, T]) -> T:
+        with closing(steps):
+            while True:
+                try:
+                    next(steps)
+                except StopIteration as done:
+                    result: T = done.value
+                    return result
+
+    async def close(self) -> None:
+        self._client.close()
+
+
+def run_sync(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Runs a coroutine over a BlockingDriver: it completes in its first step."""
+    try:
+        coroutine.send(None)
+    except StopIteration as done:
+        result: T = done.value
+        return result
+    raise AssertionError("a coroutine over a blocking driver has suspended")
+
+
+def iterate_sync(items: AsyncGenerator[T, None]) -> Generator[T, None, None]:
+    """Iterates an async generator over a BlockingDriver; closing this closes it, too."""
+    try:
+        while True:
+            try:
+                item = run_sync(_next(items))
+            except StopAsyncIteration:
+                return
+            yield item
+    finally:
+        run_sync(_close(items))
+
+
+async def _next(items: AsyncGenerator[T, None]) -> T:
+    return await anext(items)
+
+
+async def _close(items: AsyncGenerator[T, None]) -> None:
+    await items.aclose()
+
+
+@contextmanager
+def _content(call: HttpRequest) -> Iterator[bytes | Generator[bytes, None, None] | None]:
+    if not isinstance(call.body, FileBody):
+        yield call.body
+        return
+    with closing(_chunks(call.body)) as chunks:
+        yield chunks
+
+
+def _chunks(body: FileBody) -> Generator[bytes, None, None]:
+    with body.path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            yield chunk
