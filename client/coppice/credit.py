@@ -36,7 +36,7 @@ def segment_rewards(
     for leaf, reward in _by_leaf(tree, rewards).items():
         fused[leaf] = reward
     if fusion not in get_args(Fusion):
-        raise ValueError(f"no such fusion: {fusion}")
+        raise ValueError(f"unknown fusion: {fusion}")
     for node in [*(segment.id for segment in reversed(tree.segments)), None]:
         if node not in fused:
             fused[node] = _fused(tree.children(node), fused, fusion)
@@ -65,7 +65,7 @@ def segment_advantages(
     `fusion` applies to depthwise and parent_delta only. `clip` bounds the absolute value.
     """
     if scheme not in _SCHEMES:
-        raise ValueError(f"no such scheme: {scheme}")
+        raise ValueError(f"unknown scheme: {scheme}")
     found = _SCHEMES[scheme](tree, rewards, fusion)
     if clip is None:
         return found
@@ -79,7 +79,7 @@ def segment_weights(tree: Tree, weighting: Weighting = "per_leaf") -> dict[str, 
     """
     powers = {"once": 0.0, "per_leaf": 1.0, "sqrt": 0.5}
     if weighting not in powers:
-        raise ValueError(f"no such weighting: {weighting}")
+        raise ValueError(f"unknown weighting: {weighting}")
     return {s.id: float(s.num_leaves ** powers[weighting]) for s in tree.segments}
 
 
@@ -213,7 +213,7 @@ def pruned_by_width(tree: Tree, rewards: Rewards, width: Width) -> frozenset[str
     elif width == "best_half":
         kept = _best_half_of_forks(tree, order)
     else:
-        raise ValueError(f"no such width: {width}")
+        raise ValueError(f"unknown width: {width}")
     inner = {segment.id for segment in tree.segments} - set(tree.leaves)
     return frozenset(inner | kept)
 

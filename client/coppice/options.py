@@ -94,7 +94,7 @@ def rollout_request(
     """Builds the body of a streaming POST /v1/rollouts. Raises TypeError or ValueError."""
     given: dict[str, Any] = dict(options)
     if unknown := sorted(given.keys() - RolloutOptions.__annotations__.keys()):
-        raise TypeError(f"no such rollout option: {', '.join(unknown)}")
+        raise TypeError(f"unknown rollout option: {', '.join(unknown)}")
     if "stop_token_ids" in given:
         given["stop_token_ids"] = list(given["stop_token_ids"])
     started = to_continue_from(given.pop("continue_from", ()))

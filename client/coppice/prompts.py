@@ -86,4 +86,6 @@ def _token_id_of(token_id: Any, where: str) -> int:
     try:
         return operator.index(token_id)
     except TypeError:
-        raise TypeError(f"{where} holds {type(token_id).__name__} where token ids belong") from None
+        raise TypeError(
+            f"{where} contains {type(token_id).__name__} instead of token ids"
+        ) from None

@@ -133,7 +133,7 @@ def tree_of(segments: Iterable[Segment], leaves: Sequence[str]) -> Tree:
         at: str | None = leaf
         while at is not None:
             if at not in by_id:
-                raise ValueError(f"the tree lacks the segment {at}")
+                raise ValueError(f"the tree has no segment {at}")
             shared[at] += 1
             at = by_id[at].parent
     kept = [replace(s, num_leaves=shared[s.id]) for s in by_id.values() if shared[s.id]]
@@ -221,12 +221,12 @@ def result_of_packed(packed: Packed) -> RolloutResult:
     answers = list(parts_of(packed.answer))
     lengths = np.diff(packed.offsets)
     if len(lengths) != len(answers) or (lengths < 0).any() or packed.offsets[0] != 0:
-        raise ValueError("the offsets are not of these samples")
+        raise ValueError("the offsets do not match the samples")
     entropy = packed.token_ids if packed.entropy is None else packed.entropy
     if len(entropy) != len(packed.token_ids):
-        raise ValueError("the entropies are not of these tokens")
+        raise ValueError("the entropies do not match the tokens")
     if not packed.offsets[-1] == len(packed.token_ids) == len(packed.logprobs):
-        raise ValueError("the offsets are not of these tokens")
+        raise ValueError("the offsets do not match the tokens")
     borders = packed.offsets[1:-1]
     parts = zip(
         answers,

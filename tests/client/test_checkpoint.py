@@ -54,7 +54,7 @@ def test_missing_shard_is_named(tmp_path: Path) -> None:
 def test_truncated_file_is_reported_before_anything_is_sent(tmp_path: Path, length: int) -> None:
     path = single(tmp_path / "model.safetensors")
     path.write_bytes(path.read_bytes()[:length])
-    with pytest.raises(ValueError, match="no whole safetensors file"):
+    with pytest.raises(ValueError, match="not a complete safetensors file"):
         checkpoint_files(path)
 
 

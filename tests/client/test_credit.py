@@ -110,11 +110,11 @@ def test_number_of_rewards_must_match_the_leaves() -> None:
 
 
 def test_unknown_names_are_refused() -> None:
-    with pytest.raises(ValueError, match="no such scheme: best"):
+    with pytest.raises(ValueError, match="unknown scheme: best"):
         segment_advantages(tree(), REWARDS, "best")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="no such fusion: sum"):
+    with pytest.raises(ValueError, match="unknown fusion: sum"):
         segment_rewards(tree(), REWARDS, fusion="sum")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="no such weighting: all"):
+    with pytest.raises(ValueError, match="unknown weighting: all"):
         segment_weights(tree(), "all")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="no such width: both"):
+    with pytest.raises(ValueError, match="unknown width: both"):
         pruned_by_width(tree(), REWARDS, "both")  # type: ignore[arg-type]

@@ -153,12 +153,12 @@ def crafted(path: Path, state: State, **metadata: str) -> Path:
 
 BAD: dict[str, State] = {
     "no tensor": {"other": weights(4)},
-    "another type": {"w": weights(5)},
-    "another type or": {"w": weights(4).astype(np.float64)},
-    "ends too early": {"w": np.frombuffer(b"\x09\0\0\0abc", np.uint8)},
-    "goes on": {"w": np.zeros(9, np.uint8)},
-    "too early": {"w": np.zeros(3, np.uint8)},
-    "damaged": {"w": np.frombuffer(b"\x03\0\0\0abc", np.uint8)},
+    "another dtype": {"w": weights(5)},
+    "another dtype or": {"w": weights(4).astype(np.float64)},
+    "truncated": {"w": np.frombuffer(b"\x09\0\0\0abc", np.uint8)},
+    "excess bytes": {"w": np.zeros(9, np.uint8)},
+    "is truncated": {"w": np.zeros(3, np.uint8)},
+    "corrupt": {"w": np.frombuffer(b"\x03\0\0\0abc", np.uint8)},
 }
 
 

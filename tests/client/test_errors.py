@@ -84,7 +84,7 @@ def test_redirect_is_a_bad_answer(connect: Connect) -> None:
 def test_malformed_problem_is_a_bad_answer(connect: Connect) -> None:
     headers = {"Content-Type": "application/problem+json"}
     client = connect(App(lambda request: httpx.Response(500, content=b"{}", headers=headers)))
-    with pytest.raises(coppice.BadAnswer, match="broken problem"):
+    with pytest.raises(coppice.BadAnswer, match="invalid problem"):
         client.status()
 
 

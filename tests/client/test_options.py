@@ -50,7 +50,7 @@ def test_option_out_of_bounds_is_a_value_error(options: Any) -> None:
 
 def test_misspelt_option_is_a_type_error() -> None:
     options: Any = {"temprature": 0.5, "top_k": 3}
-    with pytest.raises(TypeError, match="no such rollout option: temprature"):
+    with pytest.raises(TypeError, match="unknown rollout option: temprature"):
         rollout_request(["hello"], **options)
 
 

@@ -126,7 +126,7 @@ def test_wait_has_a_timeout_and_may_be_repeated(connect: Connect) -> None:
 
     app = App(hold, hold, hold, packing())
     pending = connect(app, clock=clock).attach("r1")
-    with pytest.raises(TimedOut, match="r1 still runs after 70 s"):
+    with pytest.raises(TimedOut, match="r1 is still running after 70 s"):
         pending.wait(70)
     waits = [request.url.params["wait"] for request in app.requests]
     assert waits == ["30", "30", "10"]

@@ -72,7 +72,7 @@ def test_invalid_prompt_is_named_with_its_index(prompt: Any) -> None:
 
 @pytest.mark.parametrize("prompt", [[1.0, 2.0], [1, "a"], [[1, 2]], np.array([0.5])])
 def test_token_ids_must_be_integers(prompt: Any) -> None:
-    with pytest.raises(TypeError, match=r"prompts\[0\] holds "):
+    with pytest.raises(TypeError, match=r"prompts\[0\] contains "):
         groups_of([prompt])
 
 

@@ -148,7 +148,7 @@ def test_invalid_address_is_not_followed() -> None:
 
 @pytest.mark.parametrize("entry", ["", "*", "a.*.b", "http://a"])
 def test_entry_without_a_host_is_refused(entry: str) -> None:
-    with pytest.raises(ValueError, match="no host"):
+    with pytest.raises(ValueError, match="not a host name"):
         RedirectPolicy("http://coppice.test", [entry])
 
 

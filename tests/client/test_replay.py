@@ -47,7 +47,7 @@ def test_progress_counts_after_the_replay_has_caught_up() -> None:
 def test_another_rollout_is_not_a_replay() -> None:
     deduplicator = RecordDeduplicator()
     new_of(deduplicator, [START, SAMPLE])
-    with pytest.raises(RolloutLost, match="r1 is forgotten; r2 began"):
+    with pytest.raises(RolloutLost, match="no longer has rollout r1 and started r2"):
         new_of(deduplicator, [StartRecord(id="r2")])
     assert deduplicator.rollout_id == "r2"
 
@@ -55,7 +55,7 @@ def test_another_rollout_is_not_a_replay() -> None:
 def test_replay_without_delivered_records_is_refused() -> None:
     deduplicator = RecordDeduplicator()
     new_of(deduplicator, [START, SAMPLE, GROUP])
-    with pytest.raises(RolloutLost, match="without all of its records"):
+    with pytest.raises(RolloutLost, match="without some of its records"):
         new_of(deduplicator, [START, GROUP, EndRecord(outcome="done", usage=USAGE)])
     assert not deduplicator.ended
 
@@ -63,5 +63,5 @@ def test_replay_without_delivered_records_is_refused() -> None:
 def test_replay_begins_with_the_start_record() -> None:
     deduplicator = RecordDeduplicator()
     new_of(deduplicator, [START])
-    with pytest.raises(BadAnswer, match="first record"):
+    with pytest.raises(BadAnswer, match="start record"):
         new_of(deduplicator, [SAMPLE])

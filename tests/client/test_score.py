@@ -48,10 +48,10 @@ def test_wire_objects_are_sent_unchanged(connect: Connect) -> None:
     ("items", "error", "words"),
     [
         ([], ValueError, "items"),
-        (["hello"], TypeError, "item 0 is no pair"),
+        (["hello"], TypeError, "item 0 is not a pair"),
         ([("hello", [[]])], ValueError, "responses"),
         ([("hello", [])], ValueError, "responses"),
-        ([("hello", ["text"])], TypeError, "response of item 0 holds str"),
+        ([("hello", ["text"])], TypeError, "response of item 0 contains str"),
         ([("a", [[1]]), (5, [[1]])], TypeError, "the prompt of item 1 is int"),
         ([("hello", [[-1]])], ValueError, "responses"),
     ],

@@ -112,7 +112,7 @@ AttentionInterface.register("without mask", attention_without_mask)
 @pytest.mark.parametrize("schedule", ["kept", "recomputed"])
 def test_reentrant_checkpoints_refuse_a_backward_started_inside(schedule: Schedule) -> None:
     model, group = checkpointed(tiny_model(), reentrant=True), random_group()
-    with pytest.raises(ValueError, match="take injected or packed"):
+    with pytest.raises(ValueError, match="use injected or packed"):
         grouped_backward(model, group, random_loss(group), schedule=schedule)
     assert gradients(model) == {}
 

@@ -119,16 +119,16 @@ def test_training_group_is_made_from_the_answer_of_a_rollout() -> None:
 def test_prompt_of_another_length_than_on_the_server_is_refused() -> None:
     rollouts = LocalRollouts(tiny_model())
     result = rollouts.rollout([torch.arange(5)], n=1, max_tokens=8)
-    with pytest.raises(ValueError, match="saw 5 prompt tokens, not 4"):
+    with pytest.raises(ValueError, match="counted 5 prompt tokens, not 4"):
         TrainingGroup.of([1, 2, 3, 4], result.groups[0])
 
 
 @pytest.mark.parametrize(
     ("parts", "why"),
     [
-        ({"prompt": torch.zeros(0)}, "a prompt has at least one token"),
-        ({"responses": ()}, "a group has at least one response"),
-        ({"logprobs": (torch.zeros(2),)}, "not as many as the tokens"),
+        ({"prompt": torch.zeros(0)}, "prompt must have at least one token"),
+        ({"responses": ()}, "group must have at least one response"),
+        ({"logprobs": (torch.zeros(2),)}, "differs from the number of tokens"),
     ],
 )
 def test_inconsistent_group_is_refused(parts: dict[str, Any], why: str) -> None:

@@ -137,7 +137,7 @@ def test_prompt_kv_is_made_from_the_tensors_of_a_handle() -> None:
 @pytest.mark.parametrize(
     ("other", "why"),
     [
-        ({"num_hidden_layers": 2}, "of 2 layers, not of 3"),
+        ({"num_hidden_layers": 2}, "has 2 layers, and the model 3"),
         ({"dtype": torch.bfloat16}, "approximation"),
     ],
 )

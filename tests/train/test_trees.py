@@ -203,17 +203,17 @@ def test_training_tree_is_made_from_the_answer_of_a_rollout() -> None:
 
 
 def test_group_without_a_tree_is_refused() -> None:
-    with pytest.raises(ValueError, match="the group is no tree"):
+    with pytest.raises(ValueError, match="the group is not a tree"):
         TrainingTree.of([7, 8, 9], answered(None))
 
 
 @pytest.mark.parametrize(
     ("parts", "why"),
     [
-        ({"parents": (None,)}, "not as many as the segments"),
-        ({"parents": (None, 1)}, "stands before it"),
-        ({"parents": (None, -1)}, "stands before it"),
-        ({"leaves": (2,)}, "the place of a segment"),
+        ({"parents": (None,)}, "differs from the number of segments"),
+        ({"parents": (None, 1)}, "smaller index"),
+        ({"parents": (None, -1)}, "smaller index"),
+        ({"leaves": (2,)}, "index of a segment"),
     ],
 )
 def test_inconsistent_tree_is_refused(parts: dict[str, Any], why: str) -> None:

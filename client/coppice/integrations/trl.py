@@ -111,7 +111,7 @@ def _token_ids(prompt: Any, trainer: Any) -> list[int]:
 def _sampling(trainer: Any) -> dict[str, Any]:
     for name, neutral in _IGNORED_VALUES.items():
         if (value := getattr(trainer.args, name)) not in neutral:
-            raise Unsupported(f"{name}={value} is not sampled with: use top_p or top_k")
+            raise Unsupported(f"{name}={value} is not supported: use top_p or top_k")
     return {
         "max_tokens": trainer.args.max_completion_length,
         "temperature": trainer.args.temperature,
@@ -123,7 +123,7 @@ def _sampling(trainer: Any) -> dict[str, Any]:
 def _check_complete(group: Group) -> Group:
     """Raises Incomplete for a group with missing samples, which TRL does not support."""
     if group.outcome != "done":
-        raise Incomplete(f"a group ended as {group.outcome}; its samples are not all there")
+        raise Incomplete(f"a group ended as {group.outcome}, so some of its samples are missing")
     return group
 
 

@@ -53,7 +53,7 @@ class NdjsonReader:
     def finish(self) -> None:
         """Must be called at the end of the stream. Raises StreamBroken without an end record."""
         if not self.ended:
-            raise StreamBroken("the stream ended without its last record")
+            raise StreamBroken("the stream ended without its end record")
 
 
 def _record_of(line: bytearray) -> Record | None:
@@ -63,7 +63,7 @@ def _record_of(line: bytearray) -> Record | None:
     except ValidationError as error:
         if error.errors()[0]["type"] == "union_tag_invalid":
             return None
-        raise BadAnswer(f"a line of the stream is no record: {error}") from error
+        raise BadAnswer(f"a line of the stream is not a valid record: {error}") from error
 
 
 class RecordDeduplicator:
@@ -102,14 +102,16 @@ class RecordDeduplicator:
         if isinstance(record, StartRecord):
             known, self.rollout_id = self.rollout_id, record.id
             if known not in (None, record.id):
-                raise RolloutLost(f"rollout {known} is forgotten; {record.id} began in its place")
+                raise RolloutLost(
+                    f"the server no longer has rollout {known} and started {record.id} in its place"
+                )
             self._has_started = True
         if not self._has_started:
-            raise BadAnswer("the stream lacks its first record")
+            raise BadAnswer("the stream does not begin with a start record")
 
     def _check_end(self) -> None:
         if self._num_to_replay > 0:
-            raise RolloutLost(f"rollout {self.rollout_id} came again without all of its records")
+            raise RolloutLost(f"rollout {self.rollout_id} was replayed without some of its records")
         self.ended = True
 
 
@@ -191,7 +193,7 @@ class Collector:
     def result(self) -> RolloutResult:
         """Returns the result. Raises the rollout's problem if it failed as a whole."""
         if self._start is None or self._end is None:
-            raise BadAnswer("the stream lacks its first or its last record")
+            raise BadAnswer("the stream has no start record or no end record")
         if self._end.outcome == "failed" and self._end.problem is not None:
             raise error_of(self._end.problem)
         return RolloutResult(
@@ -204,7 +206,9 @@ class Collector:
     def _groups(self) -> tuple[Group, ...]:
         with_parts = self._samples.keys() | self._segments.keys()
         if headless := sorted(with_parts - self._heads.keys()):
-            raise BadAnswer(f"the stream has samples of groups {headless}, but not the groups")
+            raise BadAnswer(
+                f"the stream has samples of the groups {headless}, but no group records of them"
+            )
         return tuple(
             group_of(head, self._samples[index], self._segments_with_kv(index))
             for index, head in sorted(self._heads.items())

@@ -101,7 +101,7 @@ class AsyncPending:
             if reply.status != 202:
                 return _parse_result(reply)
             if deadline is not None and clock.now() >= deadline:
-                raise TimedOut(f"rollout {self.id} still runs after {seconds} s")
+                raise TimedOut(f"rollout {self.id} is still running after {seconds} s")
             if clock.now() - started_at < min(_SHORTEST_POLL_SECONDS, left):
                 # A server that ignores `wait` must not be polled in a tight loop.
                 await clock.sleep(min(_SHORTEST_POLL_SECONDS, left))
@@ -138,7 +138,7 @@ def _parse_result(reply: HttpResponse) -> RolloutResult:
     try:
         return result_of_packed(unpack(reply.body))
     except ValueError as error:
-        raise BadAnswer(f"the answer is no packed rollout: {error}") from error
+        raise BadAnswer(f"the response is not a valid packed result: {error}") from error
 
 
 class RolloutOperations:

@@ -55,7 +55,7 @@ def _item_of(item: Scorable, where: str) -> ScoreItem:
     try:
         prompt, responses = item
     except (TypeError, ValueError):
-        raise TypeError(f"{where} is no pair of a prompt and its responses") from None
+        raise TypeError(f"{where} is not a pair of a prompt and its responses") from None
     named = f"a response of {where}"
     return ScoreItem(
         prompt=prompt_of(prompt, f"the prompt of {where}"),
@@ -66,7 +66,7 @@ def _item_of(item: Scorable, where: str) -> ScoreItem:
 def _score_of(scored: ScoredItem, asked: ScoreItem) -> Score:
     lengths = [len(response.logprobs) for response in scored.responses]
     if lengths != [len(response) for response in asked.responses]:
-        raise ValueError("the answer's logprobs are not as many as the tokens that were sent")
+        raise ValueError("the response has another number of logprobs than the request has tokens")
     return Score(
         num_prompt_tokens=scored.num_prompt_tokens,
         logprobs=tuple(np.array(item.logprobs, dtype=np.float32) for item in scored.responses),

@@ -63,7 +63,7 @@ class AttentionContext(ABC):
         if self.layers_seen != set(range(self.num_layers)):
             raise UnsupportedModel(
                 f"{len(self.layers_seen)} of {self.num_layers} layers use the attention interface;"
-                " the others would not see the prompt"
+                " the other layers would ignore the prompt"
             )
 
 
@@ -214,10 +214,12 @@ def is_attending(model: Any) -> bool:
 
 def check_model(model: Any) -> None:
     if model.config.get_text_config() is not model.config:
-        raise UnsupportedModel("only models of text alone are supported")
+        raise UnsupportedModel("only text models are supported")
     dropout = (module for module in model.modules() if isinstance(module, nn.Dropout))
     if any(module.p and module.training for module in dropout):
-        raise UnsupportedModel("with dropout a prompt computed twice is not the same prompt")
+        raise UnsupportedModel(
+            "dropout is not supported, because the prompt may be computed twice: set it to 0"
+        )
 
 
 def forward(model: Any, inputs: Inputs, context: AttentionContext) -> Tensor | None:
@@ -250,7 +252,7 @@ def _attention(
     **rest: Any,
 ) -> tuple[Tensor, None]:
     if coppice is None:
-        raise UnsupportedModel("the model does not hand its keyword arguments on to attention")
+        raise UnsupportedModel("the model does not pass its keyword arguments to attention")
     _check_attention(coppice, dropout, sliding_window, {"attention_mask": attention_mask, **rest})
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     coppice.layers_seen.add(layer)
@@ -263,7 +265,9 @@ def _check_attention(
     context: AttentionContext, dropout: float, sliding_window: int | None, rest: dict[str, Any]
 ) -> None:
     if dropout:
-        raise UnsupportedModel("with dropout a prompt computed twice is not the same prompt")
+        raise UnsupportedModel(
+            "dropout is not supported, because the prompt may be computed twice: set it to 0"
+        )
     if sliding_window is not None and sliding_window < context.max_row_tokens:
         raise UnsupportedModel(
             f"a window of {sliding_window} tokens is shorter than a row of {context.max_row_tokens}"

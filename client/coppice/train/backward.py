@@ -64,13 +64,13 @@ def choose(
 
 def _check(schedule: Schedule, model_info: ModelInfo, *, has_prompt_kv: bool) -> None:
     if schedule not in get_args(Schedule):
-        raise ValueError(f"no such schedule: {schedule}")
+        raise ValueError(f"unknown schedule: {schedule}")
     if has_prompt_kv and schedule in ("kept", "packed"):
-        raise ValueError(f"schedule {schedule} computes the prompt itself; leave prompt_kv out")
+        raise ValueError(f"schedule {schedule} computes the prompt itself: omit prompt_kv")
     if model_info.requires_output_backward and schedule in ("kept", "recomputed"):
         raise ValueError(
-            f"schedule {schedule} begins a backward at keys and values, which a sharded model and"
-            " reentrant checkpointing do not allow: take injected or packed"
+            f"schedule {schedule} starts a backward at keys and values, which sharded models and"
+            " reentrant checkpointing do not support: use injected or packed"
         )
 
 

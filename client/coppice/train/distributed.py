@@ -109,5 +109,5 @@ def _mesh(model: Any) -> DeviceMesh:
             module.reshard()
     mesh: DeviceMesh = next(model.parameters()).device_mesh
     if mesh.ndim > 1:
-        raise ValueError("only models sharded over a mesh of one dimension are supported")
+        raise ValueError("only models that are sharded over a one-dimensional mesh are supported")
     return mesh

@@ -33,7 +33,9 @@ class RowLogprobs:
         """Selects these responses' per-token values from those of the whole group; returns [T]."""
         picked_T = torch.cat([group_tokens[row] for row in self.rows])
         if picked_T.shape != self.logprobs.shape:
-            raise ValueError("there are not as many numbers as tokens in the responses")
+            raise ValueError(
+                "the number of values differs from the number of tokens in the responses"
+            )
         return picked_T.to(self.logprobs)
 
     def spread(self, group_rows: Tensor) -> Tensor:
@@ -71,11 +73,13 @@ class TrainingGroup:
 
     def __post_init__(self) -> None:
         if not len(self.prompt):
-            raise ValueError("a prompt has at least one token")
+            raise ValueError("the prompt must have at least one token")
         if not self.responses:
-            raise ValueError("a group has at least one response")
+            raise ValueError("the group must have at least one response")
         if self.logprobs and self.lengths != tuple(len(logprobs) for logprobs in self.logprobs):
-            raise ValueError("the logprobs are not as many as the tokens of the responses")
+            raise ValueError(
+                "the number of logprobs differs from the number of tokens of the responses"
+            )
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -102,7 +106,7 @@ def prompt_of(prompt: Any, group: Group) -> Tensor:
     prompt_ids = torch.as_tensor(prompt, dtype=torch.int64)
     if len(prompt_ids) != group.num_prompt_tokens:
         raise ValueError(
-            f"the server saw {group.num_prompt_tokens} prompt tokens, not {len(prompt_ids)}"
+            f"the server counted {group.num_prompt_tokens} prompt tokens, not {len(prompt_ids)}"
         )
     return prompt_ids
 
@@ -121,17 +125,17 @@ class TrainingTree(TrainingGroup):
     def __post_init__(self) -> None:
         TrainingGroup.__post_init__(self)
         if len(self.parents) != len(self.responses):
-            raise ValueError("the parents are not as many as the segments")
+            raise ValueError("the number of parents differs from the number of segments")
         if not all(parent is None or 0 <= parent < at for at, parent in enumerate(self.parents)):
-            raise ValueError("a segment's parent stands before it")
+            raise ValueError("a parent must have a smaller index than its child segments")
         if not all(0 <= leaf < len(self.responses) for leaf in self.leaves):
-            raise ValueError("a leaf is the place of a segment")
+            raise ValueError("a leaf must be the index of a segment")
 
     @classmethod
     def of(cls, prompt: Any, group: Group) -> "TrainingTree":
         """Builds it from the prompt's token ids and the tree of a rollout result, in its order."""
         if group.tree is None:
-            raise ValueError("the group is no tree")
+            raise ValueError("the group is not a tree")
         segments = group.tree.segments
         places = {segment.id: place for place, segment in enumerate(segments)}
         return cls(

@@ -47,7 +47,9 @@ def compute_layers(model: Any, group: TrainingGroup) -> Layers:
     num_tokens = len(group.prompt) - 1
     if not num_tokens:
         if model_info.sharded:
-            raise ValueError("ranks that share a model need prompts of at least two tokens")
+            raise ValueError(
+                "ranks that share a sharded model require prompts of at least two tokens"
+            )
         return ()
     context = PromptContext(
         model_info.num_layers, num_tokens, can_stop_early=model_info.can_stop_early
@@ -100,7 +102,9 @@ def plan_micro_batches(model: Any, group: TrainingGroup, pass_tokens: int) -> li
     planned = plan_subtree_passes(group, pass_tokens)
     num_idle = max_passes_over_ranks(model, len(planned)) - len(planned)
     if num_idle and not planned:
-        raise ValueError("ranks that share a model need groups with at least one token")
+        raise ValueError(
+            "ranks that share a sharded model require groups with at least one response token"
+        )
     return [
         *(MicroBatch(rows=rows, is_padding=False) for rows in planned),
         *(MicroBatch(rows=planned[0], is_padding=True) for _ in range(num_idle)),
@@ -182,9 +186,9 @@ def packed_logprobs(
     model = unwrap_ddp(model)
     model_info = get_model_info(model)
     if not any(group.num_tokens for group in groups):
-        raise ValueError("no response has a token")
+        raise ValueError("all responses are empty")
     if model_info.checkpointed and torch.is_grad_enabled() and not is_attending(model):
-        raise ValueError("checkpointed: call this, and the backward, inside attending(model)")
+        raise ValueError("checkpointed model: call this and the backward inside attending(model)")
     rows = [tuple(chain.from_iterable(subtrees_of(group))) for group in groups]
     prompts = [prompt_inputs(group, model_info.device) for group in groups]
     responses = [

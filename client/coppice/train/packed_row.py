@@ -141,7 +141,7 @@ def plan_passes(lengths: Sequence[int], pass_tokens: int) -> list[tuple[int, ...
     A longer row gets its own micro-batch. Rows without tokens are left out.
     """
     if pass_tokens < 1:
-        raise ValueError("a pass has at least one token")
+        raise ValueError("pass_tokens must be at least 1")
     num_passes = ceil(sum(lengths) / pass_tokens)
     enough = sum(lengths) / max(num_passes, 1)
     passes: list[tuple[int, ...]] = []

@@ -29,16 +29,19 @@ class PromptKV:
     def check(self, num_layers: int, num_tokens: int, dtype: torch.dtype) -> None:
         """Raises ValueError if the KV does not fit the model's layers and dtype, or the prompt."""
         if not len(self.keys) == len(self.values) == num_layers:
-            raise ValueError(f"the prompt KV is of {len(self.keys)} layers, not of {num_layers}")
+            raise ValueError(
+                f"the prompt KV has {len(self.keys)} layers, and the model {num_layers}"
+            )
         for tensor in (*self.keys, *self.values):
             if tensor.ndim != 3 or tensor.shape[1] != num_tokens:
                 raise ValueError(
-                    f"the prompt KV is {list(tensor.shape)}, not [kv_heads, {num_tokens}, head_dim]"
+                    f"the prompt KV has the shape {list(tensor.shape)},"
+                    f" not [kv_heads, {num_tokens}, head_dim]"
                 )
             if tensor.dtype != dtype:
                 raise ValueError(
-                    f"the prompt KV is {tensor.dtype} and the model {dtype}: converting it is an"
-                    " approximation that the caller must make"
+                    f"the prompt KV is {tensor.dtype} and the model {dtype}; the conversion is an"
+                    " approximation, so the caller must do it"
                 )
 
 

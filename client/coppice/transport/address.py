@@ -35,7 +35,7 @@ def parse_address(base_url: str, api_key: str | None) -> ServerAddress:
     """Parses the URL. Credentials come from api_key, or from a URL like http://user:key@host."""
     url = _url_of(base_url)
     if api_key is not None and url.userinfo:
-        raise ValueError("give the key as api_key or in base_url, not both")
+        raise ValueError("pass the API key as api_key or in base_url, not both")
     return ServerAddress(
         base_url=str(url.copy_with(userinfo=b"")),
         authorization=_basic(url) if api_key is None else _bearer(api_key),
@@ -48,9 +48,11 @@ def _url_of(base_url: str) -> httpx.URL:
     with suppress(httpx.InvalidURL):
         url = httpx.URL(base_url)
     if url is None:
-        raise ValueError("base_url is no URL; special characters of a key need %-escapes")
+        raise ValueError(
+            "base_url is not a valid URL; special characters of a key must be %-escaped"
+        )
     if url.scheme not in ("http", "https") or not url.host:
-        raise ValueError("base_url must begin with http:// or https:// and name a host")
+        raise ValueError("base_url must start with http:// or https:// and contain a host")
     return url
 
 
@@ -64,7 +66,7 @@ def _basic(url: httpx.URL) -> str | None:
     if not url.userinfo:
         return None
     if not url.password:
-        raise ValueError("base_url names a user without a key; want http://user:key@host")
+        raise ValueError("base_url has a user without a key: use http://user:key@host")
     pair = f"{url.username}:{url.password}".encode()
     return f"Basic {base64.b64encode(pair).decode()}"
 
@@ -80,17 +82,20 @@ class RedirectPolicy:
     def redirect_base_url(self, location: str | None, path: str) -> str:
         """Base URL at which to request `path`. Raises Redirected if it is not trusted."""
         if location is None:
-            raise Redirected("sent on without an address")
+            raise Redirected("the server sent a redirect without a Location header")
         try:
             target = urlsplit(location)
             host = target.hostname
         except ValueError:
-            raise Redirected("sent on to what is no address") from None
+            raise Redirected("the server sent a redirect to an invalid URL") from None
         if target.scheme != self._scheme or host is None or "@" in target.netloc:
-            raise Redirected(f"sent on to an address that is no plain {self._scheme}:// one")
+            raise Redirected(
+                f"the server sent a redirect to a URL without {self._scheme}:// or with credentials"
+            )
         if not any(_matches(host, trusted) for trusted in self._hosts):
             raise Redirected(
-                f"sent on to {host}, which may not have the key; name it in `replicas` if it may"
+                f"the server sent a redirect to {host}, which is not trusted with the API key;"
+                " list it in `replicas` to follow the redirect"
             )
         return _strip_path(target, path)
 
@@ -98,7 +103,7 @@ class RedirectPolicy:
 def _strip_path(target: SplitResult, path: str) -> str:
     wanted, found = unquote(path.partition("?")[0]), unquote(target.path)
     if not found.endswith(wanted):
-        raise Redirected("sent on to another path than was asked for")
+        raise Redirected("the server sent a redirect to a path other than the requested one")
     return f"{target.scheme}://{target.netloc}{found.removesuffix(wanted)}"
 
 
@@ -114,5 +119,5 @@ def _matches(host: str, trusted: str) -> bool:
 
 def _validate_host(entry: str) -> str:
     if not entry or "*" in entry.removeprefix("*.") or "://" in entry:
-        raise ValueError(f"no host, *.domain or network: {entry!r}")
+        raise ValueError(f"not a host name, *.domain, address or network: {entry!r}")
     return entry.lower()

@@ -106,13 +106,13 @@ class HttpResponse:
         try:
             return model.model_validate_json(self.body)
         except ValidationError as error:
-            raise BadAnswer(f"the answer is no {model.__name__}: {error}") from error
+            raise BadAnswer(f"the response is not a valid {model.__name__}: {error}") from error
 
     def check(self) -> None:
         if self.succeeded:
             return
         if self.status == 307:
-            raise Redirected("sent on too often", location=self.headers.get("location"))
+            raise Redirected("too many redirects", location=self.headers.get("location"))
         if not self.headers.get("content-type", "").startswith("application/problem+json"):
             kind = GatewayFailed if self.status in _GATEWAY_STATUSES else BadAnswer
             excerpt = self.body[:200].decode(errors="replace")
@@ -123,7 +123,9 @@ class HttpResponse:
         try:
             problem = Problem.model_validate_json(self.body)
         except ValidationError as error:
-            raise BadAnswer(f"status {self.status} with a broken problem: {error}") from error
+            raise BadAnswer(
+                f"status {self.status} with an invalid problem document: {error}"
+            ) from error
         seconds = self.headers.get("retry-after", "")
         if problem.retry_after_seconds is not None or not seconds.isdecimal():
             return problem

@@ -38,7 +38,7 @@ class Retry:
         if self.attempts < 1:
             raise ValueError("attempts must be at least 1")
         if not 0 <= self.base_seconds <= self.max_seconds or not self.total_seconds >= 0:
-            raise ValueError("want 0 <= base_seconds <= max_seconds and 0 <= total_seconds")
+            raise ValueError("0 <= base_seconds <= max_seconds and 0 <= total_seconds must hold")
 
     @classmethod
     def none(cls) -> Self:

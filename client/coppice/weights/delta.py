@@ -103,9 +103,9 @@ def _unpacked(packed: Bytes, num_bytes: int) -> bytes:
         planes = stream.decompress(packed, num_bytes)
         rest = stream.decompress(stream.unconsumed_tail, 1)  # consumes the end of the stream
     except zlib.error as error:
-        raise DifferenceError("a block is damaged") from error
+        raise DifferenceError("a block is corrupt") from error
     if len(planes) != num_bytes or rest or not stream.eof or stream.unused_data:
-        raise DifferenceError("a block is of another length")
+        raise DifferenceError("a block has the wrong length")
     return planes
 
 
@@ -125,7 +125,7 @@ def lineage_of(delta: Path) -> Lineage:
     metadata = _read_delta(delta).metadata
     lineage = Lineage(metadata.get("base_sha256", ""), metadata.get("sha256", ""))
     if not all(_SHA256.fullmatch(digest) for digest in lineage):
-        raise DeltaRefused("it does not name its base and its result by their SHA-256")
+        raise DeltaRefused("its metadata lacks the SHA-256 of its base or of its result")
     return lineage
 
 
@@ -153,9 +153,9 @@ def _read_delta(delta: Path) -> SafetensorsFile:
     try:
         file = read_safetensors_index(delta)
     except ValueError as error:
-        raise DeltaRefused("it is no safetensors file") from error
+        raise DeltaRefused("it is not a valid safetensors file") from error
     if file.metadata.get("format") != FORMAT:
-        raise DeltaRefused(f"its metadata does not say format: {FORMAT}")
+        raise DeltaRefused(f"its metadata lacks the format {FORMAT}")
     return file
 
 
@@ -165,7 +165,7 @@ def _check_tensors(base: SafetensorsFile, change: SafetensorsFile) -> None:
         if known is None:
             raise DeltaRefused(f"its base has no tensor {name[:120]!a}")
         if not _is_whole(tensor, known) and not _is_difference(tensor, known):
-            raise DeltaRefused(f"{name[:120]!a} has another type or shape in its base")
+            raise DeltaRefused(f"{name[:120]!a} has another dtype or shape in its base")
 
 
 def _is_whole(tensor: TensorEntry, known: TensorEntry) -> bool:
@@ -207,10 +207,10 @@ def _patched_blocks(
         if start <= changed.end:
             at = start + int.from_bytes(read_exactly(changes, ByteSpan(at, start)), "little")
         if start > changed.end or at > changed.end:
-            raise DeltaRefused(f"the difference of {tensor.name[:120]!a} ends too early")
+            raise DeltaRefused(f"the difference of {tensor.name[:120]!a} is truncated")
         yield _decode_block(tensor, span, ByteSpan(start, at), old, changes)
     if at != changed.end:
-        raise DeltaRefused(f"the difference of {tensor.name[:120]!a} goes on after its end")
+        raise DeltaRefused(f"the difference of {tensor.name[:120]!a} has excess bytes")
 
 
 def _decode_block(

@@ -49,7 +49,7 @@ def write_delta(
     """
     before, after = read_safetensors_index(base), read_safetensors_index(new)
     if before.head != after.head:
-        raise NotComparable("the tensors differ in name, type, shape or order")
+        raise NotComparable("the tensors differ in name, dtype, shape or order")
     header_room = _header_room(after)
     entries: dict[str, object] = {"__metadata__": _metadata(lineage)}
     with FileIO(base) as old, FileIO(new) as fresh, target.open("wb") as out:

@@ -80,7 +80,7 @@ def read_head(path: Path) -> bytes:
     try:
         _check_format(head, num_bytes)
     except SafetensorError as error:
-        raise ValueError(f"{path.name} is no whole safetensors file: {error}") from error
+        raise ValueError(f"{path.name} is not a complete safetensors file: {error}") from error
     return head
 
 
@@ -112,7 +112,7 @@ def read_exactly(file: FileIO, span: ByteSpan) -> bytes:
     while at < span.end:
         part = os.pread(file.fileno(), span.end - at, at)
         if not part:
-            raise ValueError("the file has become shorter")
+            raise ValueError("the file was truncated while it was read")
         parts.append(part)
         at += len(part)
     return b"".join(parts)
@@ -145,8 +145,8 @@ def _single_file(source: Path) -> Path:
     found = sorted(source.glob("*.safetensors"))
     if len(found) != 1:
         raise ValueError(
-            f"{source} holds {len(found)} .safetensors files and no {_INDEX}:"
-            " want one file, or an index of all"
+            f"{source} has {len(found)} .safetensors files and no {_INDEX}:"
+            " expected one file, or an index of all"
         )
     return found[0]
 
@@ -158,7 +158,7 @@ def _shards(index: Path) -> tuple[Path, ...]:
         raise ValueError(f"{index} has no weight_map")
     names = sorted(set(weight_map.values()))
     if strange := [name for name in names if Path(name).name != name]:
-        raise ValueError(f"{index} names files outside of its directory: {strange}")
+        raise ValueError(f"{index} lists files outside of its directory: {strange}")
     return tuple(index.parent / name for name in names)
 
 

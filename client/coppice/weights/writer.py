@@ -118,7 +118,9 @@ def _tensor_of(name: str, value: Any) -> Tensor:
     if isinstance(value, np.ndarray):
         return _of_numpy(name, value)
     if hasattr(value, "full_tensor"):
-        raise ValueError(f"{name} is sharded over processes: gather it, as with full_tensor()")
+        raise ValueError(
+            f"{name} is sharded over processes: gather it first, for example with full_tensor()"
+        )
     if hasattr(value, "untyped_storage"):
         return _of_torch(name, value)
     raise TypeError(f"{name} is {type(value).__name__}, neither a numpy array nor a torch tensor")
@@ -126,7 +128,7 @@ def _tensor_of(name: str, value: Any) -> Tensor:
 
 def _of_numpy(name: str, array: NDArray[Any]) -> Tensor:
     if not array.dtype.isnative:
-        raise ValueError(f"{name} has foreign byte order")
+        raise ValueError(f"{name} does not have native byte order")
     return Tensor(
         name=name,
         code=_code(name, array.dtype.name),
@@ -160,7 +162,7 @@ def _torch_bytes(tensor: Any) -> NDArray[np.uint8]:
 
 def _code(name: str, dtype: str) -> str:
     if dtype not in _CODES:
-        raise ValueError(f"{name} has dtype {dtype}, which a safetensors file cannot hold")
+        raise ValueError(f"{name} has dtype {dtype}, which safetensors files do not support")
     return _CODES[dtype]
 
 

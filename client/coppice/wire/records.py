@@ -151,14 +151,14 @@ def unpack(data: bytes) -> Packed:
     try:
         tensors = load(data)
     except SafetensorError as error:
-        raise ValueError(f"no safetensors file: {error}") from error
+        raise ValueError(f"not a safetensors file: {error}") from error
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     try:
         answer = RolloutAnswer.model_validate_json(header["__metadata__"]["answer"])
         arrays = {name: tensors[name] for name in _NAMES}
         return Packed(answer=answer, **arrays, entropy=tensors.get("entropy"))
     except (KeyError, TypeError) as error:
-        raise ValueError(f"the file lacks a part of an answer: {error}") from error
+        raise ValueError(f"the file lacks a part of the result: {error}") from error
 
 
 def _entropy(part: Part) -> list[float] | None:

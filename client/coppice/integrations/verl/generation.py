@@ -79,7 +79,7 @@ def _refuse(params: Mapping[str, Any]) -> None:
         if name in _SUPPORTED or value is None or value in _IGNORED_VALUES.get(name, ()):
             continue
         raise Unsupported(
-            f"{name}={value!r} is not sampled with: {_ALTERNATIVES.get(name, 'leave it out')}"
+            f"{name}={value!r} is not supported: {_ALTERNATIVES.get(name, 'omit it')}"
         )
 
 
@@ -198,7 +198,7 @@ class Generation:
 def _to_output(group: Group, *, with_logprobs: bool) -> GenerationOutput:
     [sample] = group.samples
     if sample.finish_reason == "error":
-        raise Incomplete("the engine failed at this sample")
+        raise Incomplete("the engine failed while generating this sample")
     return GenerationOutput(
         token_ids=sample.token_ids.tolist(),
         log_probs=sample.logprobs.tolist() if with_logprobs else None,

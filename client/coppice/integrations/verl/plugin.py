@@ -108,7 +108,9 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]
         if wire_format == NAME:
             return  # the trainer's checkpoint engine has already sent them
         if wire_format != "named_tensors":
-            raise Unsupported(f"weights as {wire_format} are not sent: use coppice or naive")
+            raise Unsupported(
+                f"weights as {wire_format} are not supported: use the backend coppice or naive"
+            )
         if peft_config is not None:
             raise Unsupported(MERGE_ADAPTER)
         if self.is_leader_rank:

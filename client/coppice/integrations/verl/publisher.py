@@ -39,7 +39,7 @@ class ServerList:
     def given(cls, urls: Any, key_file: str | None) -> Self:
         addresses = (urls,) if isinstance(urls, str) else tuple(urls)
         if not addresses:
-            raise ValueError("engine_kwargs.coppice.urls names no server")
+            raise ValueError("engine_kwargs.coppice.urls is empty: list at least one server URL")
         return cls(urls=addresses, key_file=key_file)
 
     def url(self, replica: int) -> str:

@@ -58,7 +58,7 @@ class CoppiceServer:
         priority: int = 0,
     ) -> TokenOutput:
         if image_data or video_data or audio_data:
-            raise Unsupported("only text models are served: leave images, videos and audio out")
+            raise Unsupported("only text models are supported: omit images, videos and audio")
         prompt = normalize_token_ids(prompt_ids)
         output = await self._generation.generate(request_id, prompt, sampling_params, priority)
         return TokenOutput(**asdict(output))
@@ -101,7 +101,7 @@ class CoppiceReplica(RolloutReplica):  # type: ignore[misc]
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
         if self.is_reward_model or self.is_teacher_model:
-            raise Unsupported("only the policy is served: use vllm or sglang for this model")
+            raise Unsupported("only the policy can be served: use vllm or sglang for this model")
         lora = self.model_config.get("lora") or {}
         rank = self.model_config.get("lora_rank", 0) or lora.get("rank", 0)
         if rank and not lora.get("merge", False):
@@ -111,7 +111,9 @@ class CoppiceReplica(RolloutReplica):  # type: ignore[misc]
     async def init_standalone(self) -> None:
         """Creates verl's placeholder worker for weight updates, without a GPU."""
         if self.config.checkpoint_engine.backend != "coppice":
-            raise Unsupported("a trainer apart sends weights by checkpoint_engine.backend=coppice")
+            raise Unsupported(
+                "a separate trainer must send weights with checkpoint_engine.backend=coppice"
+            )
         self.rollout_mode = RolloutMode.STANDALONE
         name = f"coppice_{self.replica_rank}{self.name_suffix}"
         self.resource_pool = RayResourcePool(
