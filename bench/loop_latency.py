@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import uvloop
 
 from bench.harness.record import Record, Row
-from service.http.interpreter import tuned
+from service.http.serve import tuned
 from tests.fake_engine import FakeEngine
 from tests.serving import serving
 

@@ -3,7 +3,6 @@
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import cache
-from types import ModuleType
 
 from fastapi import APIRouter, Depends, FastAPI
 from starlette.routing import BaseRoute
@@ -11,7 +10,7 @@ from starlette.types import Lifespan
 
 from engine.protocol import Engine
 from service.auth.access import authorize
-from service.auth.keyring import Keyring
+from service.auth.keys import Keyring
 from service.cluster.registry import ClusterRegistry
 from service.compat.app import RouteAudience, create_compat_app
 from service.compat.running_requests import RequestIds
@@ -19,28 +18,32 @@ from service.compat.weight_update_protocol import WeightUpdates
 from service.config.settings import Settings
 from service.http import exception_handlers
 from service.http.cross_site import AllowedHosts
-from service.http.limits import LimitsMiddleware
-from service.http.request_context import RequestContextMiddleware
+from service.http.middleware import LimitsMiddleware, RequestContextMiddleware
 from service.routes import (
     adapters,
     control,
+    documents,
     drafter,
-    health,
     kv,
-    metrics,
-    openapi,
+    monitoring,
     rollouts,
     score,
-    status,
     trees,
     ui,
-    weight_files,
     weights,
 )
 from service.server import Server
 
-CALLER_ROUTES = (rollouts, trees, score, kv, weight_files, status, health, openapi)
-OPERATOR_ROUTES = (weights, adapters, drafter, control, metrics)
+CALLERS = (rollouts.router, trees.router, score.router, kv.router, weights.files, documents.router)
+OPERATORS = (
+    *(weights.router, adapters.router, drafter.router, control.router),
+    monitoring.metrics,
+)
+ROUTERS: dict[RouteAudience, Sequence[APIRouter]] = {
+    "callers": (*CALLERS, monitoring.router),
+    "operators": (*OPERATORS, monitoring.router),
+    "everybody": (*CALLERS, *OPERATORS, monitoring.router),
+}
 
 
 def create_app(
@@ -60,24 +63,20 @@ def create_app(
         async with server.running():
             yield
 
-    operators = (*OPERATOR_ROUTES, ui) if settings.server.ui else OPERATOR_ROUTES
     if settings.server.operators_port is None:
-        app = _app(server, keyring, (*CALLER_ROUTES, *operators), lifespan)
+        app = _app(server, keyring, "everybody", lifespan)
         app.state.operators = None
-        _add_compat(app, server, "everybody")
     else:
-        app = _app(server, keyring, CALLER_ROUTES, lifespan)
-        app.state.operators = _app(server, keyring, (*operators, status, health))
+        app = _app(server, keyring, "callers", lifespan)
+        app.state.operators = _app(server, keyring, "operators")
         app.state.operators.state.connections = server.operators
-        _add_compat(app, server, "callers")
-        _add_compat(app.state.operators, server, "operators")
     return app
 
 
 def _app(
     server: Server,
     keyring: Keyring,
-    route_modules: Sequence[ModuleType],
+    audience: RouteAudience,
     lifespan: Lifespan[FastAPI] | None = None,
 ) -> FastAPI:
     # The API contract is the hand-written openapi.yaml; FastAPI must not serve a generated one.
@@ -96,20 +95,22 @@ def _app(
     app.add_middleware(LimitsMiddleware, limits=server.settings.limits)
     app.add_middleware(RequestContextMiddleware, metrics=server.metrics, traces=server.traces)
     exception_handlers.install(app)
-    app.router.routes.extend(_routes(tuple(route_modules)))
+    with_ui = server.settings.server.ui and audience != "callers"
+    app.router.routes.extend(_routes(audience, with_ui))
+    _add_compat(app, server, audience)
     return app
 
 
 @cache
-def _routes(route_modules: tuple[ModuleType, ...]) -> Sequence[BaseRoute]:
-    """Routes of these modules, cached because building them dominates the cost of an app.
+def _routes(audience: RouteAudience, with_ui: bool) -> Sequence[BaseRoute]:
+    """Routes for an audience, cached because building them dominates the cost of an app.
 
     Apps can share them: a route gets its server from the request.
     """
-    router = APIRouter(dependencies=[Depends(authorize)])
-    for route_module in route_modules:
-        router.include_router(route_module.router)
-    return router.routes
+    combined = APIRouter(dependencies=[Depends(authorize)])
+    for router in (*ROUTERS[audience], *((ui.router,) if with_ui else ())):
+        combined.include_router(router)
+    return combined.routes
 
 
 def _add_compat(app: FastAPI, server: Server, audience: RouteAudience) -> None:

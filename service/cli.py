@@ -28,7 +28,7 @@ from service.observability.logs import configure_logging
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from service.http.shutdown import ServerLifecycle
+    from service.http.serve import ServerLifecycle
 
 ServerRunner = Callable[["FastAPI", "ServerLifecycle", Settings, socket.socket], None]
 

@@ -19,7 +19,7 @@ from coppice.wire.records import EndRecord, StartRecord, pack, unpack
 from coppice.wire.rollouts import RolloutAnswer
 from engine.errors import CheckpointRefused
 from engine.weights.checkpoint import read_checkpoint
-from service.auth.credentials import key_from_headers
+from service.auth.access import key_from_headers
 from service.auth.keys import read_keys
 from service.config.sources import SettingsError
 

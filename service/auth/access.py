@@ -1,20 +1,21 @@
-"""Access control of routes. Deny by default: a route without a declaration is refused.
+"""Access control of routes by API key and role; a route without a declaration is refused.
 
 A decorator declares the access on the endpoint itself, and a dependency of the whole app enforces
 it. Paths are never inspected: vLLM did, and a crafted Host header bypassed its check
 (CVE-2026-48746).
 """
 
+import base64
+import binascii
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Request
+from starlette.datastructures import Headers
 
-from service.auth.credentials import key_from_headers
-from service.auth.keyring import LOCAL_KEY, Keyring
-from service.auth.keys import ApiKey, Role
+from service.auth.keys import LOCAL_KEY, ApiKey, Keyring, Role
 from service.http.cross_site import AllowedHosts, check_site
 from service.http.errors import Forbidden, Unauthorized
 from service.observability.logs import key_name
@@ -122,3 +123,29 @@ def _authenticate_local(request: Request) -> ApiKey:
     if "origin" in request.headers:
         raise Forbidden("a server without keys takes no requests from web pages")
     return LOCAL_KEY
+
+
+def key_from_headers(headers: Headers) -> str | None:
+    """The key of a Bearer header, or of a Basic header with the key as its password.
+
+    None if there is no Authorization header or more than one.
+    """
+    values = headers.getlist("authorization")
+    if len(values) != 1:
+        return None
+    scheme, _, credentials = values[0].strip().partition(" ")
+    match scheme.lower():
+        case "bearer":
+            return credentials.strip() or None
+        case "basic":
+            return _password(credentials.strip())
+    return None
+
+
+def _password(credentials: str) -> str | None:
+    """Password of Basic credentials (RFC 7617). The user name is ignored."""
+    try:
+        text = base64.b64decode(credentials, validate=True).decode()
+    except (binascii.Error, ValueError):
+        return None
+    return text.partition(":")[2] or None

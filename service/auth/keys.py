@@ -1,4 +1,4 @@
-"""API keys, their roles and the keys file.
+"""API keys, their roles, the keys file and the keyring that reloads it.
 
 The file holds only hashes. A key has 256 random bits, so a plain SHA-256 cannot be inverted by
 guessing. A slow hash protects passwords that people choose; here it would only let unauthenticated
@@ -7,8 +7,10 @@ clients consume CPU time.
 
 import hashlib
 import hmac
+import logging
 import secrets
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, get_args
@@ -19,10 +21,13 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from coppice.wire.base import Label
 from service.config.sources import SettingsError, read_yaml
 
+log = logging.getLogger(__name__)
+
 Role = Literal["rollout", "kv", "watch", "replica", "admin"]
 ROLES: frozenset[Role] = frozenset(get_args(Role))
-
 _PREFIX = "coppice_"  # lets secret scanners recognize leaked keys
+CHECK_SECONDS = 1.0
+_Signature = tuple[int, int, int] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,3 +103,61 @@ def _field_path(location: tuple[int | str, ...]) -> str:
 
 def _sha256(secret: str) -> str:
     return hashlib.sha256(secret.encode()).hexdigest()
+
+
+LOCAL_KEY = ApiKey(name="local", roles=ROLES)
+
+
+class Keyring:
+    """The accepted keys. Without a file every caller is accepted as `LOCAL_KEY`.
+
+    The file is checked for changes when a key is looked up, at most once per CHECK_SECONDS. It is
+    small and local, so it is read on the event loop. If a changed file is invalid, the previous
+    keys stay valid.
+    """
+
+    def __init__(self, file: Path | None, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._file = file
+        self._clock = clock
+        self._checked_at = clock()
+        self._signature: _Signature = None if file is None else _signature(file)
+        self._entries: tuple[ApiKeyEntry, ...] = () if file is None else read_keys(file)
+
+    @property
+    def accepts_anyone(self) -> bool:
+        return self._file is None
+
+    def find(self, secret: str) -> ApiKey | None:
+        if self._file is not None and self._clock() - self._checked_at >= CHECK_SECONDS:
+            self._checked_at = self._clock()
+            self._reload_if_changed(self._file)
+        return match_key(self._entries, secret)
+
+    def _reload_if_changed(self, file: Path) -> None:
+        """Read the file again if its signature changed.
+
+        The signature is taken before the read, so that a change during the read is seen by the
+        next check.
+        """
+        signature = _signature(file)
+        if signature == self._signature:
+            return
+        self._signature = signature
+        try:
+            self._entries = read_keys(file)
+        except SettingsError as error:
+            log.error("the keys file cannot be used, the previous keys stay valid: %s", error)
+        else:
+            log.info("keys reloaded", extra={"keys": [entry.name for entry in self._entries]})
+
+
+def _signature(file: Path) -> _Signature:
+    """Modification time, size and inode of the file; None if it cannot be read.
+
+    Symbolic links are followed: Kubernetes updates a mounted secret by changing a link's target.
+    """
+    try:
+        status = file.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size, status.st_ino

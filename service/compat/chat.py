@@ -31,8 +31,8 @@ from service.compat.rollout_adapter import (
 )
 from service.compat.sampling import MaxTokens, SamplingFields
 from service.compat.tool_choice import ToolChoice
-from service.http.disconnect import CLIENT_DISCONNECTED, cancel_on_disconnect
 from service.http.errors import InvalidRequest
+from service.http.exception_handlers import cancel_on_disconnect
 from service.rollouts.rollout import Rollout
 from service.routes.dependencies import ReadyServer
 from service.server import Server
@@ -123,8 +123,6 @@ async def chat(request: Request, server: ReadyServer, caller: Caller) -> Respons
     chat_request = body.chat_request()
     _count_ignored(server, body.chat_template_kwargs or {})
     prompt = await cancel_on_disconnect(request, server.tokenizer.chat_request(chat_request))
-    if prompt is None:
-        return CLIENT_DISCONNECTED
     token_limit = body.max_completion_tokens or body.max_tokens
     num_top_logprobs = body.top_logprobs if body.logprobs else None
     job = body.job([prompt], body, token_limit, adapter, num_top_logprobs)
@@ -133,8 +131,6 @@ async def chat(request: Request, server: ReadyServer, caller: Caller) -> Respons
     if body.stream:
         return builder.stream_response()
     answer = await wait_for_answer(request, server, rollout)
-    if answer is None:
-        return CLIENT_DISCONNECTED
     choices = [await builder.choice(sample) for sample in answer.groups[0].samples]
     return await json_response(lambda: builder.answer(answer, choices))
 

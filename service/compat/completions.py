@@ -32,8 +32,8 @@ from service.compat.rollout_adapter import (
     weight_version_spans,
 )
 from service.compat.sampling import SamplingFields
-from service.http.disconnect import CLIENT_DISCONNECTED, cancel_on_disconnect
 from service.http.errors import InvalidRequest
+from service.http.exception_handlers import cancel_on_disconnect
 from service.rollouts.rollout import Rollout
 from service.routes.dependencies import ReadyServer
 from service.server import Server
@@ -68,8 +68,6 @@ async def complete(request: Request, server: ReadyServer, caller: Caller) -> Res
         raise InvalidRequest.of_parameter("prompt_logprobs", "not in a stream")
     echo.check(body, n=body.n, stream=body.stream, max_tokens=body.max_tokens)
     prompts = await cancel_on_disconnect(request, tokenize_prompts(server, lambda: _prompts(body)))
-    if prompts is None:
-        return CLIENT_DISCONNECTED
     # With max_tokens 0 vLLM also samples one token and leaves it out of the answer.
     most = body.max_tokens if body.max_tokens != 0 else 1
     job = body.job(prompts, body, most, adapter, body.logprobs)
@@ -80,8 +78,6 @@ async def complete(request: Request, server: ReadyServer, caller: Caller) -> Res
     if body.stream:
         return _stream_response(server, rollout, body, prompts)
     answer = await wait_for_answer(request, server, rollout)
-    if answer is None:
-        return CLIENT_DISCONNECTED
     sample_texts = await decode_samples(server, answer)
     builder = CompletionBuilder(
         body=body, rollout=rollout, prompts=prompts, prompt_scores=prompt_scores

@@ -16,7 +16,7 @@ from service.compat.bodies import CompatModel, Flag
 from service.compat.error_format import with_openai_error
 from service.compat.rollout_adapter import EVENT_STREAM, token_counts, usage
 from service.http.errors import InvalidRequest
-from service.http.failures import to_service_error
+from service.http.exception_handlers import to_service_error
 from service.rollouts.rollout import Rollout
 from service.server import Server
 

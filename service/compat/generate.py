@@ -25,7 +25,6 @@ from service.compat.rollout_adapter import (
     weight_version_spans,
 )
 from service.compat.sampling import MaxTokens, SamplingFields
-from service.http.disconnect import CLIENT_DISCONNECTED
 from service.rollouts.rollout import Rollout
 from service.routes.dependencies import ReadyServer
 
@@ -76,8 +75,6 @@ async def generate(request: Request, server: ReadyServer, caller: Caller) -> Res
     )
     rollout = await start(server, caller, job)
     answer = await wait_for_answer(request, server, rollout)
-    if answer is None:
-        return CLIENT_DISCONNECTED
     return await json_response(lambda: _answer(answer, body, rollout, prompt_scores))
 
 

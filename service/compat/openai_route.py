@@ -6,7 +6,7 @@ from typing import Any
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
-from service.http.errors import CallerError
+from service.http.errors import ServiceError
 from service.http.responses import Responses
 
 UNPROCESSABLE, BAD_REQUEST = 422, 400
@@ -25,7 +25,7 @@ class OpenAIRoute(APIRoute):
         async def handle_as_openai(request: Request) -> Response:
             try:
                 return await handle(request)
-            except CallerError as error:
+            except ServiceError as error:
                 if error.status == UNPROCESSABLE:
                     error.status = BAD_REQUEST
                 raise

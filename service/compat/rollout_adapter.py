@@ -28,16 +28,17 @@ from service.compat.bodies import CompatModel, Flag
 from service.compat.openai_route import as_openai
 from service.compat.sampling import SamplingFields, truncate_seed
 from service.http.bodies import fault
-from service.http.disconnect import cancel_on_disconnect
 from service.http.errors import InvalidRequest
-from service.http.json_response import PartsResponse, value_parts
+from service.http.exception_handlers import cancel_on_disconnect
 from service.http.responses import (
     AUTH_ERRORS,
     BODY_ERRORS,
     ENGINE_ERRORS,
     JSON,
     READINESS_ERRORS,
+    PartsResponse,
     declare_responses,
+    value_parts,
 )
 from service.rollouts.options import GroupOptions
 from service.rollouts.rollout import Rollout
@@ -162,15 +163,13 @@ async def start(server: Server, caller: ApiKey, job: SamplingJob) -> Rollout:
     return await server.rollouts.start(job.request(), owner=caller.name, options=options)
 
 
-async def wait_for_answer(
-    request: Request, server: Server, rollout: Rollout
-) -> RolloutAnswer | None:
-    """Answer of the rollout; None if the caller disconnected, which cancels the rollout."""
+async def wait_for_answer(request: Request, server: Server, rollout: Rollout) -> RolloutAnswer:
+    """Answer of the rollout; if the caller disconnects, the rollout is cancelled."""
     try:
         await cancel_on_disconnect(request, rollout.wait())
     finally:
         server.rollouts.on_disconnect(rollout)
-    return await rollout.answer() if rollout.ended else None
+    return await rollout.answer()
 
 
 async def json_response(build: Callable[[], object]) -> Response:

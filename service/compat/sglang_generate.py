@@ -24,8 +24,8 @@ from service.compat.rollout_adapter import (
 )
 from service.compat.running_requests import RunningRequests
 from service.compat.sampling import MaxTokens, SamplingFields, truncate_seed
-from service.http.disconnect import CLIENT_DISCONNECTED, cancel_on_disconnect
 from service.http.errors import InvalidRequest
+from service.http.exception_handlers import cancel_on_disconnect
 from service.routes.dependencies import ReadyServer
 
 router = APIRouter()
@@ -92,8 +92,6 @@ async def generate(
     if body.stream:
         raise InvalidRequest.of_parameter("stream", "not served here: use /v1/rollouts")
     prompts = await cancel_on_disconnect(request, tokenize_prompts(server, body.prompts))
-    if prompts is None:
-        return CLIENT_DISCONNECTED
     params = body.sampling_params
     job = SamplingJob(
         prompts=prompts,
@@ -108,8 +106,6 @@ async def generate(
     rollout = await start(server, caller, job)
     with running.register(caller.name, body.rid or rollout.id, rollout):
         answer = await wait_for_answer(request, server, rollout)
-    if answer is None:
-        return CLIENT_DISCONNECTED
     sample_texts = await decode_samples(server, answer)
 
     def build() -> object:

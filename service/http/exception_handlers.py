@@ -1,7 +1,9 @@
-"""Exception handlers that turn every failed request into a problem document."""
+"""Failed requests: handlers that answer with a problem document, and disconnects of clients."""
 
+import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 from fastapi import FastAPI, Request, Response
@@ -11,14 +13,23 @@ from starlette.routing import Match, Route
 from starlette.types import Scope
 
 from coppice.wire.problems import Problem
-from engine.errors import EngineDead
+from engine.errors import EngineDead, RequestRefused
 from service.cluster.membership import RedirectToReplica
-from service.http.disconnect import CLIENT_DISCONNECTED
-from service.http.errors import EngineGone, Internal, MethodNotAllowed, NotFound, ServiceError
-from service.http.failures import ENGINE_RETRY_SECONDS
+from service.http.errors import (
+    EngineGone,
+    Internal,
+    InvalidRequest,
+    MethodNotAllowed,
+    NotFound,
+    ServiceError,
+)
 
 log = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
+
+CLIENT_CLOSED_REQUEST = 499  # status of nginx; HTTP has none
+ENGINE_RETRY_SECONDS = 30.0
 MEDIA_TYPE = "application/problem+json"
 NO_HEADERS: Mapping[str, str] = {}
 ProblemWriter = Callable[[Problem], str]
@@ -55,7 +66,7 @@ def error_response(
     scope: Scope, error: ServiceError, headers: Mapping[str, str] = NO_HEADERS
 ) -> Response:
     """The response to a failed request; also counts the problem in the metrics."""
-    scope["app"].state.server.metrics.problems.labels(error.code).inc()
+    scope["app"].state.server.metrics.problems.labels(error.kind.code).inc()
     problem = error.problem(scope.get("coppice.request_id"))
     write: ProblemWriter = scope["app"].state.write_problem
     return problem_response(problem, headers={**error.headers, **headers}, write=write)
@@ -95,11 +106,11 @@ def _allowed_methods(request: Request) -> str:
 
 
 async def _client_disconnected(request: Request, error: Exception) -> Response:
-    """Handler of a disconnect while the body is read.
+    """Handler of a disconnect while the body is read or the request is served.
 
     Nobody receives the response, but the metrics count it.
     """
-    return CLIENT_DISCONNECTED
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
 async def _unhandled_error(request: Request, error: Exception) -> Response:
@@ -118,3 +129,45 @@ async def _redirect(request: Request, error: Exception) -> Response:
     location = error.url.rstrip("/") + quote(request.scope["path"]) + (query and f"?{query}")
     request.app.state.server.metrics.directory_redirects.inc()
     return Response(status_code=307, headers={"Location": location})
+
+
+async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """Result of `work`; if the client disconnects first, cancels it and raises ClientDisconnect.
+
+    The body must have been read before: the only message after it is the disconnect.
+    """
+    disconnected = asyncio.create_task(_wait_for_disconnect(request))
+    done = asyncio.create_task(work)
+    try:
+        await asyncio.wait({disconnected, done}, return_when=asyncio.FIRST_COMPLETED)
+        if done.done():
+            return done.result()
+        raise ClientDisconnect
+    finally:
+        for task in (disconnected, done):
+            task.cancel()
+        await asyncio.gather(disconnected, done, return_exceptions=True)
+
+
+async def _wait_for_disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def to_service_error(failures: BaseExceptionGroup[BaseException]) -> ServiceError:
+    """The error for the first exception of the group.
+
+    An unexpected exception is logged and reported as Internal, without details.
+    """
+    first: BaseException = failures
+    while isinstance(first, BaseExceptionGroup):
+        first = first.exceptions[0]
+    match first:
+        case ServiceError():
+            return first
+        case EngineDead():
+            return EngineGone(retry_after_seconds=ENGINE_RETRY_SECONDS)
+        case RequestRefused():
+            return InvalidRequest(str(first))
+    log.error("unexpected error", exc_info=failures)
+    return Internal()

@@ -1,19 +1,20 @@
-"""Parsing and validation of URL path and query parameters."""
+"""Request parameters: URL path and query, and the `Accept` and `Prefer` headers."""
 
 import re
+from enum import StrEnum
 
 from pydantic import TypeAdapter, ValidationError
 from starlette.datastructures import QueryParams
 
+from coppice.wire import records
 from coppice.wire.base import Label
 from coppice.wire.weights import Sequence
-from service.http.errors import InvalidRequest
+from service.http.errors import InvalidRequest, NotAcceptable
 
 _LABEL: TypeAdapter[str] = TypeAdapter(Label)
 _SEQUENCE: TypeAdapter[int] = TypeAdapter(Sequence)
 _INTEGER = re.compile(r"-?(0|[1-9][0-9]*)")
 _NUMBER = re.compile(r"(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
-
 MAX_WAIT_SECONDS = 60.0
 
 
@@ -73,3 +74,38 @@ def _single_param(query: QueryParams, name: str, *others: str) -> str | None:
     if len(values) > 1:
         raise InvalidRequest.of_parameter(name, "given more than once")
     return values[0] if values else None
+
+
+class ResponseFormat(StrEnum):
+    """Media types of a rollout's response."""
+
+    JSON = "application/json"
+    NDJSON = "application/x-ndjson"
+    PACKED = records.PACKED_MEDIA_TYPE
+
+
+def negotiate_format(accept: str | None) -> ResponseFormat:
+    """The accepted format: packed before NDJSON before JSON; JSON without `Accept`."""
+    accepted = {part.partition(";")[0].strip().lower() for part in (accept or "*/*").split(",")}
+    for response_format in (ResponseFormat.PACKED, ResponseFormat.NDJSON):
+        if response_format in accepted:
+            return response_format
+    if accepted & {ResponseFormat.JSON, "application/*", "*/*"}:
+        return ResponseFormat.JSON
+    raise NotAcceptable(f"this server answers {', '.join(ResponseFormat)}")
+
+
+def accepts_file(accept: str | None) -> bool:
+    """True if the file's bytes are accepted; False if `Accept` names JSON."""
+    accepted = {part.partition(";")[0].strip().lower() for part in (accept or "*/*").split(",")}
+    if ResponseFormat.JSON in accepted:
+        return False
+    if accepted & {"application/octet-stream", "application/*", "*/*"}:
+        return True
+    raise NotAcceptable("this server answers application/octet-stream, application/json")
+
+
+def prefers_async(prefer: str | None) -> bool:
+    """True if `Prefer` holds `respond-async`; unknown preferences are ignored (RFC 7240)."""
+    preferences = {part.partition(";")[0].strip().lower() for part in (prefer or "").split(",")}
+    return "respond-async" in preferences

@@ -8,6 +8,9 @@
 - Trailer fields are dropped.
 - Requests with Upgrade are served as HTTP/1.1.
 - A client that closes its connection is detected even while reading is paused.
+
+The module is longer than others: uvicorn creates one object of one class per connection, and all of
+its callbacks share the state of that connection.
 """
 
 import asyncio

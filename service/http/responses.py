@@ -1,20 +1,28 @@
-"""Declarations of a route's possible responses: status codes, media types and errors.
+"""Responses: the declarations of routes, and JSON bodies that are encoded in parts.
 
-Their only use is a test that compares them with openapi.yaml in both directions.
+The declarations list status codes, media types and errors. Their only use is a test that compares
+them with openapi.yaml in both directions.
+
+Large bodies are encoded in parts, because a pydantic call holds the GIL until it returns, even in a
+thread. Each call encodes one element.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from fastapi import Response
+from pydantic import BaseModel
+from pydantic_core import to_json
+from starlette.types import Receive, Scope, Send
+
+from coppice.wire.rollouts import GroupAnswer, RolloutAnswer
 from service.http import errors, exception_handlers
 from service.http.errors import ServiceError
 
 Problems = Collection[type[ServiceError]]
 Responses = dict[int | str, dict[str, Any]]
-
 JSON = ("application/json",)
 NO_CONTENT: tuple[str, ...] = ()
-
 COMMON_ERRORS: Problems = (
     errors.Forbidden,
     errors.HeadersTooLarge,
@@ -25,12 +33,20 @@ AUTH_ERRORS: Problems = (errors.Unauthorized,)
 REDIRECT = {307: NO_CONTENT}
 CLUSTER_ERRORS: Problems = (errors.ReplicaGone, errors.DirectoryUnavailable)
 READINESS_ERRORS: Problems = (errors.NotReady, errors.Draining, errors.EngineGone)
+ADMIN_ERRORS: Problems = (*AUTH_ERRORS, *READINESS_ERRORS)
 UPLOAD_ERRORS: Problems = (errors.BodyTooLarge, errors.RequestTimeout)
 BODY_ERRORS: Problems = (
     *UPLOAD_ERRORS,
     errors.InvalidJson,
     errors.InvalidRequest,
     errors.UnsupportedMediaType,
+)
+FILE_ERRORS: Problems = (
+    errors.InvalidRequest,
+    errors.VersionConflict,
+    errors.WeightsRefused,
+    errors.DigestMismatch,
+    errors.InsufficientStorage,
 )
 ENGINE_ERRORS: Problems = (
     errors.AdapterNotFound,
@@ -41,6 +57,7 @@ ENGINE_ERRORS: Problems = (
     errors.QuotaExceeded,
     errors.Overloaded,
 )
+PART_BYTES = 256 * 2**10
 
 
 def declare_responses(
@@ -55,9 +72,125 @@ def declare_responses(
         status: _content(media_types) for status, media_types in successes.items()
     }
     for problem in (*COMMON_ERRORS, *raised):
-        responses[problem.kind().status] = _content([exception_handlers.MEDIA_TYPE])
+        responses[problem.kind.status] = _content([exception_handlers.MEDIA_TYPE])
     return responses
 
 
 def _content(media_types: Collection[str]) -> dict[str, Any]:
     return {"content": {media_type: {} for media_type in media_types}}
+
+
+def json_response(answer: object, status_code: int = 200) -> Response:
+    """Response with a small JSON document: a model or plain values."""
+    content = answer.model_dump_json() if isinstance(answer, BaseModel) else to_json(answer)
+    return Response(content, status_code, media_type=JSON[0])
+
+
+class PartsResponse(Response):
+    """Response whose body is a list of parts.
+
+    The parts are never joined: copying hundreds of MiB would block the event loop.
+    """
+
+    def __init__(
+        self, parts: Iterable[bytes], *, media_type: str, headers: Mapping[str, str] | None = None
+    ) -> None:
+        self._parts = list(parts)
+        super().__init__(media_type=media_type, headers=headers)
+        self.headers["content-length"] = str(sum(map(len, self._parts)))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send(
+            {
+                "type": "http.response.start",
+                "status": self.status_code,
+                "headers": self.raw_headers,
+            }
+        )
+        for part in self._parts:
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def rollout_parts(answer: RolloutAnswer) -> Iterator[bytes]:
+    groups = (_group(group) for group in answer.groups)
+    return collected(_filled(answer, "groups", groups))
+
+
+def model_parts(answer: BaseModel, name: str) -> Iterator[bytes]:
+    """JSON parts of an answer whose list field `name` is long."""
+    elements: Sequence[BaseModel] = getattr(answer, name)
+    return collected(_filled(answer, name, ([_json(element)] for element in elements)))
+
+
+def value_parts(value: object) -> Iterator[bytes]:
+    """JSON parts of plain values.
+
+    A list of objects is encoded element by element, at the top level or as a member of an object.
+    """
+    return collected(_value(value))
+
+
+def collected(fragments: Iterable[bytes]) -> Iterator[bytes]:
+    """Fragments joined to parts of at least `PART_BYTES`; the last part may be smaller."""
+    part: list[bytes] = []
+    size = 0
+    for fragment in fragments:
+        part.append(fragment)
+        size += len(fragment)
+        if size >= PART_BYTES:
+            yield b"".join(part)
+            part, size = [], 0
+    yield b"".join(part)
+
+
+def _group(group: GroupAnswer) -> Iterator[bytes]:
+    samples = ([_json(sample)] for sample in group.samples)
+    if not group.segments:
+        return _filled(group, "samples", samples)
+    bare = group.model_copy(update={"samples": []})
+    segments = ([_json(segment)] for segment in group.segments)
+    before, _, behind = b"".join(_filled(bare, "segments", segments)).partition(b'"samples":[]')
+    return _chained(before + b'"samples":[', _separated(samples), b"]" + behind)
+
+
+def _filled(model: BaseModel, name: str, elements: Iterable[Iterable[bytes]]) -> Iterator[bytes]:
+    """Fragments of the model's JSON with `elements` in its list field `name`.
+
+    Quotes inside strings are escaped, so the search for the empty list finds the field only.
+    """
+    empty = b'"%b":[]' % name.encode()
+    shell = _json(model.model_copy(update={name: []}))
+    before, found, behind = shell.partition(empty)
+    assert found, f"{name} is a list of the answer"
+    return _chained(before + empty[:-1], _separated(elements), b"]" + behind)
+
+
+def _chained(before: bytes, between: Iterable[bytes], behind: bytes) -> Iterator[bytes]:
+    yield before
+    yield from between
+    yield behind
+
+
+def _separated(elements: Iterable[Iterable[bytes]]) -> Iterator[bytes]:
+    for index, element in enumerate(elements):
+        if index:
+            yield b","
+        yield from element
+
+
+def _value(value: object) -> Iterator[bytes]:
+    if isinstance(value, dict):
+        members = ([to_json(name), b":", *_list(member)] for name, member in value.items())
+        return _chained(b"{", _separated(members), b"}")
+    return _list(value)
+
+
+def _list(value: object) -> Iterator[bytes]:
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return _chained(b"[", _separated([to_json(element)] for element in value), b"]")
+    return iter([to_json(value)])
+
+
+def _json(model: BaseModel) -> bytes:
+    return model.model_dump_json().encode()

@@ -33,7 +33,7 @@ from coppice.wire.rollouts import (
 )
 from engine.protocol import Engine
 from service.http.errors import Draining, ServiceError
-from service.http.failures import to_service_error
+from service.http.exception_handlers import to_service_error
 from service.observability.logs import group_id, rollout_id
 from service.prompt_kv.group_exports import NOT_CONTINUED, KvState, exporting_group
 from service.prompt_kv.manager import PromptKvManager

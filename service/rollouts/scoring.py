@@ -14,7 +14,7 @@ from engine.protocol import Engine
 from engine.types import TopLogprobs
 from service.adapters.manager import AdapterManager
 from service.http.errors import InvalidRequest, PromptTooLong
-from service.http.failures import to_service_error
+from service.http.exception_handlers import to_service_error
 from service.rollouts.admission import Admission
 from service.rollouts.manager import RolloutManager
 from service.rollouts.tokenizer import Tokenizer

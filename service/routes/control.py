@@ -1,35 +1,31 @@
 """Routes that pause and resume sampling."""
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel
 
 from coppice.wire.control import PauseAnswer, PauseRequest
 from service.auth.access import requires_role
 from service.http.bodies import read_small_json
 from service.http.responses import (
-    AUTH_ERRORS,
+    ADMIN_ERRORS,
     BODY_ERRORS,
     JSON,
-    READINESS_ERRORS,
     declare_responses,
+    json_response,
 )
 from service.routes.dependencies import ReadyServer, ServingServer
 
 router = APIRouter(prefix="/v1")
 
 
-@router.post(
-    "/pause",
-    responses=declare_responses({200: JSON}, *AUTH_ERRORS, *READINESS_ERRORS, *BODY_ERRORS),
-)
+@router.post("/pause", responses=declare_responses({200: JSON}, *ADMIN_ERRORS, *BODY_ERRORS))
 @requires_role("admin")
 async def pause(request: Request, server: ReadyServer) -> Response:
     body = await read_small_json(request, PauseRequest)
     await server.run_to_completion(server.activation.pause(body.mode))
-    return _json(PauseAnswer(paused=True))
+    return json_response(PauseAnswer(paused=True))
 
 
-@router.post("/resume", responses=declare_responses({200: JSON}, *AUTH_ERRORS, *READINESS_ERRORS))
+@router.post("/resume", responses=declare_responses({200: JSON}, *ADMIN_ERRORS))
 @requires_role("admin")
 async def resume(server: ServingServer) -> Response:
     """Resume sampling.
@@ -37,8 +33,4 @@ async def resume(server: ServingServer) -> Response:
     Allowed while draining too, because paused samples could not finish otherwise.
     """
     await server.run_to_completion(server.activation.resume())
-    return _json(PauseAnswer(paused=False))
-
-
-def _json(answer: BaseModel) -> Response:
-    return Response(answer.model_dump_json(), media_type="application/json")
+    return json_response(PauseAnswer(paused=False))

@@ -1,10 +1,13 @@
-"""FastAPI dependencies: the server, checks of readiness, and redirects to the owning replica."""
+"""FastAPI dependencies: the server, readiness, uploads and redirects to the owning replica."""
 
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import Annotated
 
 from fastapi import Depends, Request
 
 from service.cluster.registry import replica_id_of
+from service.http.bodies import stream_body
 from service.http.errors import KvGone, ReplicaGone
 from service.server import Server
 
@@ -22,6 +25,19 @@ def _ready(server: Annotated[Server, Depends(_server)]) -> Server:
 def _serving(server: Annotated[Server, Depends(_server)]) -> Server:
     server.readiness.check_serving()
     return server
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """A file that a request uploads: its bytes, and the digest that they must have."""
+
+    chunks: AsyncIterator[bytes]
+    digest: str | None
+
+
+def _upload(request: Request, server: Annotated[Server, Depends(_ready)]) -> Upload:
+    chunks = stream_body(request, limit=server.settings.weights.max_upload_bytes)
+    return Upload(chunks, request.headers.get("content-digest"))
 
 
 async def _check_rollout_local(
@@ -48,5 +64,6 @@ async def _check_handle_local(handle: str, server: Annotated[Server, Depends(_se
 AnyServer = Annotated[Server, Depends(_server)]
 ReadyServer = Annotated[Server, Depends(_ready)]
 ServingServer = Annotated[Server, Depends(_serving)]
+UploadedFile = Annotated[Upload, Depends(_upload)]
 ROLLOUT_LOCAL = Depends(_check_rollout_local)
 HANDLE_LOCAL = Depends(_check_handle_local)

@@ -9,26 +9,20 @@ from fastapi import APIRouter, Request, Response
 from starlette.responses import StreamingResponse
 
 from service.auth.access import requires_role
-from service.http.bodies import stream_body
 from service.http.errors import (
-    DigestMismatch,
-    InsufficientStorage,
-    InvalidRequest,
     NoDrafter,
     NotAcceptable,
-    VersionConflict,
-    WeightsRefused,
 )
-from service.http.params import label
-from service.http.preferences import accepts_file
+from service.http.params import accepts_file, label
 from service.http.responses import (
-    AUTH_ERRORS,
+    ADMIN_ERRORS,
+    FILE_ERRORS,
     JSON,
-    READINESS_ERRORS,
     UPLOAD_ERRORS,
     declare_responses,
+    json_response,
 )
-from service.routes.dependencies import ReadyServer
+from service.routes.dependencies import ReadyServer, UploadedFile
 from service.weights.checkpoint_store import WRITE_BYTES
 
 router = APIRouter(prefix="/v1/drafter")
@@ -36,12 +30,10 @@ router = APIRouter(prefix="/v1/drafter")
 MEDIA_TYPE = "application/octet-stream"
 VERSION_HEADER = "Coppice-Drafter-Version"
 GET_RESPONSES = declare_responses(
-    {200: [*JSON, MEDIA_TYPE]}, *AUTH_ERRORS, *READINESS_ERRORS, NoDrafter, NotAcceptable
+    {200: [*JSON, MEDIA_TYPE]}, *ADMIN_ERRORS, NoDrafter, NotAcceptable
 )
 UPLOAD_RESPONSES = declare_responses(
-    {202: JSON},
-    *(*AUTH_ERRORS, *READINESS_ERRORS, *UPLOAD_ERRORS, InvalidRequest, NoDrafter, VersionConflict),
-    *(WeightsRefused, DigestMismatch, InsufficientStorage),
+    {202: JSON}, *ADMIN_ERRORS, *UPLOAD_ERRORS, *FILE_ERRORS, NoDrafter
 )
 
 
@@ -49,8 +41,7 @@ UPLOAD_RESPONSES = declare_responses(
 @requires_role("admin")
 async def drafter(request: Request, server: ReadyServer) -> Response:
     if not accepts_file(request.headers.get("accept")):
-        answer = server.drafters.answer()
-        return Response(answer.model_dump_json(), media_type="application/json")
+        return json_response(server.drafters.answer())
     version, path = server.drafters.serving()
     # Opened now: the open file keeps its content even if the path is replaced or deleted.
     content = path.open("rb")
@@ -64,13 +55,9 @@ async def drafter(request: Request, server: ReadyServer) -> Response:
 
 @router.put("/{version}", responses=UPLOAD_RESPONSES)
 @requires_role("admin")
-async def upload(version: str, request: Request, server: ReadyServer) -> Response:
-    answer = await server.drafters.upload(
-        label(version),
-        stream_body(request, limit=server.settings.weights.max_upload_bytes),
-        digest=request.headers.get("content-digest"),
-    )
-    return Response(answer.model_dump_json(), status_code=202, media_type="application/json")
+async def upload(version: str, server: ReadyServer, file: UploadedFile) -> Response:
+    answer = await server.drafters.upload(label(version), file.chunks, digest=file.digest)
+    return json_response(answer, 202)
 
 
 async def _chunks(content: BinaryIO) -> AsyncIterator[bytes]:

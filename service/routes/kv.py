@@ -1,7 +1,6 @@
 """Routes under /v1/kv: layout, data, NIXL agent, lease and release of a prompt KV handle."""
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel
 
 from coppice.wire.kv import KvLease, KvLeaseAnswer
 from service.auth.access import Caller, requires_role
@@ -25,6 +24,7 @@ from service.http.responses import (
     NO_CONTENT,
     REDIRECT,
     declare_responses,
+    json_response,
 )
 from service.prompt_kv.http_transfer import MEDIA_TYPE, KvDataResponse
 from service.routes.dependencies import HANDLE_LOCAL, AnyServer
@@ -55,7 +55,7 @@ async def get_handle(handle: str, request: Request, server: AnyServer, caller: C
     layout = server.prompt_kv.layout(found)
     if version not in (None, layout.version):
         raise KvVersionConflict(f"they are of {layout.version}")
-    return _json(layout)
+    return json_response(layout)
 
 
 @router.head("/data", responses=DATA_RESPONSES)
@@ -78,7 +78,7 @@ async def agent(handle: str, server: AnyServer, caller: Caller) -> Response:
     agent_info = server.prompt_kv.agent
     if agent_info is None:
         raise KvNotFound("there are no one-sided reads here")
-    return _json(agent_info)
+    return json_response(agent_info)
 
 
 @router.post("/lease", responses=declare_responses(HANDLE_SUCCESSES, *HANDLE_ERRORS, *BODY_ERRORS))
@@ -86,8 +86,7 @@ async def agent(handle: str, server: AnyServer, caller: Caller) -> Response:
 async def renew(handle: str, request: Request, server: AnyServer, caller: Caller) -> Response:
     body = await read_small_json(request, KvLease)
     found = server.prompt_kv.get(handle, caller.name)
-    seconds = found.renew(body.seconds)
-    return _json(KvLeaseAnswer(lease_seconds=seconds))
+    return json_response(KvLeaseAnswer(lease_seconds=found.renew(body.seconds)))
 
 
 @router.delete("", responses=declare_responses({204: NO_CONTENT, **REDIRECT}, *HANDLE_ERRORS))
@@ -95,7 +94,3 @@ async def renew(handle: str, request: Request, server: AnyServer, caller: Caller
 async def release(handle: str, server: AnyServer, caller: Caller) -> Response:
     server.prompt_kv.release(handle, caller.name)
     return Response(status_code=204)
-
-
-def _json(answer: BaseModel) -> Response:
-    return Response(answer.model_dump_json(), media_type="application/json")

@@ -11,7 +11,6 @@ from coppice.wire.records import pack
 from coppice.wire.rollouts import RolloutAnswer, RolloutRequest
 from service.auth.access import Caller, requires_role
 from service.http.bodies import INLINE_BYTES
-from service.http.disconnect import CLIENT_DISCONNECTED, cancel_on_disconnect
 from service.http.errors import (
     DirectoryUnavailable,
     Draining,
@@ -23,9 +22,8 @@ from service.http.errors import (
     NotAcceptable,
     RolloutNotFound,
 )
-from service.http.json_response import PartsResponse, rollout_parts
-from service.http.params import wait_seconds
-from service.http.preferences import ResponseFormat, negotiate_format, prefers_async
+from service.http.exception_handlers import cancel_on_disconnect
+from service.http.params import ResponseFormat, negotiate_format, prefers_async, wait_seconds
 from service.http.responses import (
     AUTH_ERRORS,
     BODY_ERRORS,
@@ -34,7 +32,9 @@ from service.http.responses import (
     JSON,
     READINESS_ERRORS,
     REDIRECT,
+    PartsResponse,
     declare_responses,
+    rollout_parts,
 )
 from service.rollouts.idempotency import IdempotencyClaim
 from service.rollouts.rollout import Rollout
@@ -89,8 +89,6 @@ async def start(request: Request, server: AnyServer, caller: Caller) -> Response
     claim = None if key is None else await _claim(owner, key, content)
     starting = server.rollouts.start(body, owner=owner, detached=respond_async, claim=claim)
     rollout = await cancel_on_disconnect(request, starting)
-    if rollout is None:
-        return CLIENT_DISCONNECTED
     if respond_async:
         return _accepted(rollout, {"Preference-Applied": "respond-async"})
     if body.stream or response_format is ResponseFormat.NDJSON:
@@ -99,7 +97,7 @@ async def start(request: Request, server: AnyServer, caller: Caller) -> Response
         await cancel_on_disconnect(request, rollout.wait())
     finally:
         server.rollouts.on_disconnect(rollout)
-    return await _answer(rollout, response_format) if rollout.ended else CLIENT_DISCONNECTED
+    return await _answer(rollout, response_format)
 
 
 @router.get("/{rollout_id}", responses=GET_RESPONSES, dependencies=[ROLLOUT_LOCAL])
@@ -122,7 +120,7 @@ async def get_rollout(
                 await cancel_on_disconnect(request, rollout.wait())
         except TimeoutError:
             return _accepted(rollout, {})
-    return await _answer(rollout, response_format) if rollout.ended else CLIENT_DISCONNECTED
+    return await _answer(rollout, response_format)
 
 
 @router.delete("/{rollout_id}", responses=ABORT_RESPONSES, dependencies=[ROLLOUT_LOCAL])

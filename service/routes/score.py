@@ -6,15 +6,16 @@ from fastapi import APIRouter, Request, Response
 
 from coppice.wire.score import ScoreRequest
 from service.auth.access import Caller, requires_role
-from service.http.disconnect import CLIENT_DISCONNECTED, cancel_on_disconnect
-from service.http.json_response import PartsResponse, model_parts
+from service.http.exception_handlers import cancel_on_disconnect
 from service.http.responses import (
     AUTH_ERRORS,
     BODY_ERRORS,
     ENGINE_ERRORS,
     JSON,
     READINESS_ERRORS,
+    PartsResponse,
     declare_responses,
+    model_parts,
 )
 from service.routes.dependencies import ReadyServer
 
@@ -30,7 +31,5 @@ SCORE_RESPONSES = declare_responses(
 async def score(request: Request, server: ReadyServer, caller: Caller) -> Response:
     body = await server.bodies.read_json(request, ScoreRequest)
     answer = await cancel_on_disconnect(request, server.scoring.score(body, owner=caller.name))
-    if answer is None:
-        return CLIENT_DISCONNECTED
     parts = await asyncio.to_thread(lambda: list(model_parts(answer, "items")))
     return PartsResponse(parts, media_type="application/json")

@@ -1,13 +1,11 @@
 """Routes of external trees: /v1/rollouts/{id}/branch and /v1/rollouts/{id}/segments."""
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel
 
 from coppice.wire.branching import BranchRequest
 from coppice.wire.rollouts import BranchAnswer, DropAnswer
 from service.auth.access import Caller, requires_role
 from service.http.bodies import INLINE_BYTES, parse, read_body
-from service.http.disconnect import CLIENT_DISCONNECTED, cancel_on_disconnect
 from service.http.errors import (
     IdempotencyInProgress,
     IdempotencyMismatch,
@@ -15,6 +13,7 @@ from service.http.errors import (
     SegmentNotFound,
     TreeClosed,
 )
+from service.http.exception_handlers import cancel_on_disconnect
 from service.http.responses import (
     AUTH_ERRORS,
     BODY_ERRORS,
@@ -23,6 +22,7 @@ from service.http.responses import (
     READINESS_ERRORS,
     REDIRECT,
     declare_responses,
+    json_response,
 )
 from service.rollouts.idempotency import IdempotencyClaim
 from service.routes.dependencies import ROLLOUT_LOCAL, ReadyServer
@@ -55,9 +55,7 @@ async def branch(
         segments = await cancel_on_disconnect(request, branch_result.segments())
     finally:
         server.external_trees.on_disconnect(tree, branch_result)
-    if segments is None:
-        return CLIENT_DISCONNECTED
-    return _json(BranchAnswer(segments=segments, lease_seconds=tree.lease_seconds))
+    return json_response(BranchAnswer(segments=segments, lease_seconds=tree.lease_seconds))
 
 
 @router.delete("/segments/{segment_id}", responses=DROP_RESPONSES)
@@ -68,8 +66,4 @@ async def drop(rollout_id: str, segment_id: str, server: ReadyServer, caller: Ca
     group = int(index) if index.isdecimal() and len(index) < 5 else 0
     tree = await server.external_trees.find(rollout_id, group, owner=caller.name)
     dropped = await tree.drop(segment_id)
-    return _json(DropAnswer(dropped=dropped, lease_seconds=tree.lease_seconds))
-
-
-def _json(answer: BaseModel) -> Response:
-    return Response(answer.model_dump_json(), media_type="application/json")
+    return json_response(DropAnswer(dropped=dropped, lease_seconds=tree.lease_seconds))

@@ -1,16 +1,21 @@
-"""Routes under /v1/weights: upload, stage, list, activate and delete weights versions."""
+"""Routes under /v1/weights: upload, stage, list, activate and delete weights versions.
+
+Other replicas download the uploaded files from `files`.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel
+from starlette.responses import StreamingResponse
 
 from coppice.wire.weights import ActivateRequest, StageRequest
 from service.auth.access import requires_role
-from service.http.bodies import read_small_json, stream_body
+from service.http.bodies import read_small_json
 from service.http.errors import (
     ActivationFailed,
     BaseUnavailable,
-    DigestMismatch,
-    InsufficientStorage,
     InvalidRequest,
     PathRefused,
     RollbackRefused,
@@ -20,25 +25,28 @@ from service.http.errors import (
 )
 from service.http.params import label, sequence, upload_parameters
 from service.http.responses import (
+    ADMIN_ERRORS,
     AUTH_ERRORS,
     BODY_ERRORS,
+    FILE_ERRORS,
     JSON,
     NO_CONTENT,
-    READINESS_ERRORS,
     UPLOAD_ERRORS,
     declare_responses,
+    json_response,
 )
-from service.routes.dependencies import ReadyServer
-from service.weights.checkpoint_store import SINGLE_FILE, validate_file_name
+from service.routes.dependencies import AnyServer, ReadyServer, UploadedFile
+from service.weights.checkpoint_store import DELTA, SINGLE_FILE, WRITE_BYTES, validate_file_name
+from service.weights.replication import announcer
 from service.weights.versions import Version
 
 router = APIRouter(prefix="/v1/weights")
+files = APIRouter(prefix="/v1/weights")
 
-ADMIN_ERRORS = (*AUTH_ERRORS, *READINESS_ERRORS)
+FILE = "application/octet-stream"
+FILE_RESPONSES = declare_responses({200: [FILE]}, *AUTH_ERRORS, VersionNotFound)
 UPLOAD_RESPONSES = declare_responses(
-    {200: JSON, 201: JSON},
-    *(*ADMIN_ERRORS, *UPLOAD_ERRORS, InvalidRequest, VersionConflict, BaseUnavailable),
-    *(WeightsRefused, DigestMismatch, InsufficientStorage),
+    {200: JSON, 201: JSON}, *ADMIN_ERRORS, *UPLOAD_ERRORS, *FILE_ERRORS, BaseUnavailable
 )
 STAGE_RESPONSES = declare_responses(
     {201: JSON}, *ADMIN_ERRORS, *BODY_ERRORS, PathRefused, WeightsRefused, VersionConflict
@@ -56,35 +64,42 @@ DELETE_RESPONSES = declare_responses(
 @router.get("", responses=declare_responses({200: JSON}, *ADMIN_ERRORS))
 @requires_role("admin")
 async def list_versions(server: ReadyServer) -> Response:
-    return _json(server.replication.answer())
+    return json_response(server.replication.answer())
 
 
 @router.put("/{version}", responses=UPLOAD_RESPONSES)
 @requires_role("admin")
-async def upload(version: str, request: Request, server: ReadyServer) -> Response:
+async def upload(
+    version: str, request: Request, server: ReadyServer, file: UploadedFile
+) -> Response:
     number, base = upload_parameters(request.query_params)
-    chunks = stream_body(request, limit=server.settings.weights.max_upload_bytes)
-    digest = request.headers.get("content-digest")
     if base is not None:
         stored = await server.stager.upload_delta(
-            label(version), base, chunks, sequence=number, digest=digest
+            label(version), base, file.chunks, sequence=number, digest=file.digest
         )
     else:
         stored = await server.stager.upload(
-            label(version), SINGLE_FILE, chunks, sequence=number, digest=digest, sharded=False
+            label(version),
+            SINGLE_FILE,
+            file.chunks,
+            sequence=number,
+            digest=file.digest,
+            sharded=False,
         )
     return _stored_response(*stored)
 
 
 @router.put("/{version}/files/{name}", responses=UPLOAD_RESPONSES)
 @requires_role("admin")
-async def upload_file(version: str, name: str, request: Request, server: ReadyServer) -> Response:
+async def upload_file(
+    version: str, name: str, request: Request, server: ReadyServer, file: UploadedFile
+) -> Response:
     stored = await server.stager.upload(
         label(version),
         validate_file_name(name),
-        stream_body(request, limit=server.settings.weights.max_upload_bytes),
+        file.chunks,
         sequence=sequence(request.query_params),
-        digest=request.headers.get("content-digest"),
+        digest=file.digest,
         sharded=True,
     )
     return _stored_response(*stored)
@@ -95,7 +110,7 @@ async def upload_file(version: str, name: str, request: Request, server: ReadySe
 async def stage(version: str, request: Request, server: ReadyServer) -> Response:
     body = await read_small_json(request, StageRequest)
     staged = await server.stager.stage_path(label(version), body.path, sequence=body.sequence)
-    return _json(staged.answer(), status_code=201)
+    return json_response(staged.answer(), 201)
 
 
 @router.post("/{version}/activate", responses=ACTIVATE_RESPONSES)
@@ -105,7 +120,7 @@ async def activate(version: str, request: Request, server: ReadyServer) -> Respo
     answer = await server.coordinator.activate(
         label(version), body.mode, allow_rollback=body.allow_rollback
     )
-    return _json(answer)
+    return json_response(answer)
 
 
 @router.delete("/{version}", responses=DELETE_RESPONSES)
@@ -115,9 +130,37 @@ async def delete(version: str, server: ReadyServer) -> Response:
     return Response(status_code=204)
 
 
-def _stored_response(version: Version, new: bool) -> Response:
-    return _json(version.answer(), status_code=201 if new else 200)
+@files.get("/{version}/files/{name}", responses=FILE_RESPONSES)
+@requires_role("replica")
+async def download(version: str, name: str, server: AnyServer) -> Response:
+    path = _path(server.versions.find(version), name)
+    if path is None:
+        raise VersionNotFound("the weights version has no such file on this replica")
+    num_bytes = path.stat().st_size
+    return StreamingResponse(
+        _chunks(path), media_type=FILE, headers={"Content-Length": str(num_bytes)}
+    )
 
 
-def _json(answer: BaseModel, *, status_code: int = 200) -> Response:
-    return Response(answer.model_dump_json(), status_code, media_type="application/json")
+def _stored_response(version: Version, is_new: bool) -> Response:
+    return json_response(version.answer(), 201 if is_new else 200)
+
+
+def _path(version: Version | None, name: str) -> Path | None:
+    """Path of an uploaded file of a version; None if there is no such file.
+
+    The name must be one that was recorded at the upload, so that the request cannot choose a path.
+    """
+    if version is None or version.state == "incomplete":
+        return None
+    if name in version.digests:
+        return version.path / name
+    if name == announcer.DELTA and version.delta_sha256 is not None:
+        return version.path / DELTA
+    return None
+
+
+async def _chunks(path: Path) -> AsyncIterator[bytes]:
+    with path.open("rb") as content:
+        while chunk := await asyncio.to_thread(content.read, WRITE_BYTES):
+            yield chunk

@@ -19,7 +19,7 @@ from service.http.errors import (
     InvalidRequest,
     TreeClosed,
 )
-from service.http.failures import to_service_error
+from service.http.exception_handlers import to_service_error
 from service.rollouts.group import EndReason
 from service.rollouts.idempotency import IdempotencyClaim
 from service.trees.group import Fork, TreeGroup

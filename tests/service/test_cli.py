@@ -17,7 +17,7 @@ from engine.types import EngineHealth
 from service.cli import ServeComponents, build_cli
 from service.config.flags import settings_flags
 from service.config.settings import Settings, redacted, settings_fields
-from service.http.shutdown import ServerLifecycle
+from service.http.serve import ServerLifecycle
 
 
 class IdleServer:

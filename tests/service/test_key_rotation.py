@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from service.auth.keyring import CHECK_SECONDS
-from service.auth.keys import generate_key
+from service.auth.keys import CHECK_SECONDS, generate_key
 from tests.fake_engine import FakeEngine
 from tests.service.keyfile import bearer
 from tests.service.test_rollouts import body, group

@@ -14,8 +14,7 @@ from typer.testing import CliRunner
 
 from service.app import create_app
 from service.auth.access import declared_access
-from service.auth.keyring import LOCAL_KEY, Keyring
-from service.auth.keys import ROLES, match_key, read_keys
+from service.auth.keys import LOCAL_KEY, ROLES, Keyring, match_key, read_keys
 from service.cli import build_cli
 from service.config.settings import load_settings
 from service.config.sources import SettingsError

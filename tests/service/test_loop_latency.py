@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from coppice.wire.rollouts import GroupAnswer, RolloutAnswer, SampleAnswer, Usage, VersionSpan
-from service.http.interpreter import tuned
-from service.http.json_response import PART_BYTES, rollout_parts, value_parts
+from service.http.responses import PART_BYTES, rollout_parts, value_parts
+from service.http.serve import tuned
 from service.rollouts.scheduling import Turns
 from tests.fake_engine import FakeEngine
 from tests.serving import serving

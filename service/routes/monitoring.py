@@ -1,4 +1,4 @@
-"""Routes of the health probes.
+"""Routes for monitoring: health probes, status and Prometheus metrics.
 
 /startupz  succeeds once the model is loaded
 /readyz    succeeds while new requests can be served
@@ -9,13 +9,21 @@
 from fastapi import APIRouter, Response
 
 from coppice.wire.control import HealthAnswer
-from service.auth.access import public
+from service.auth.access import allow_any_key, public
 from service.http.errors import EngineGone, NotReady
-from service.http.responses import JSON, READINESS_ERRORS, declare_responses
+from service.http.responses import (
+    AUTH_ERRORS,
+    JSON,
+    READINESS_ERRORS,
+    declare_responses,
+    json_response,
+)
+from service.observability.status import status, update_gauges
 from service.routes.dependencies import AnyServer, ReadyServer
 from service.server import Server
 
 router = APIRouter()
+metrics = APIRouter()
 
 READY_RESPONSES = declare_responses({200: JSON}, *READINESS_ERRORS)
 
@@ -41,6 +49,18 @@ async def alive(server: AnyServer) -> Response:
     return _healthy(server)
 
 
+@router.get("/v1/status", responses=declare_responses({200: JSON}, *AUTH_ERRORS))
+@allow_any_key
+async def get_status(server: AnyServer) -> Response:
+    return json_response(status(server))
+
+
+@metrics.get("/metrics", responses=declare_responses({200: ["text/plain"]}))
+@public
+async def render_metrics(server: AnyServer) -> Response:
+    update_gauges(server)
+    return Response(server.metrics.render(), media_type=server.metrics.content_type)
+
+
 def _healthy(server: Server) -> Response:
-    answer = HealthAnswer(stage=server.engine.health().stage)
-    return Response(answer.model_dump_json(), media_type="application/json")
+    return json_response(HealthAnswer(stage=server.engine.health().stage))

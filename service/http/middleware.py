@@ -1,22 +1,72 @@
-"""ASGI middleware with limits of header size, of body read time and of response chunk size.
+"""ASGI middleware: the context of a request (id, metrics, trace, audit log) and its limits.
+
+Plain ASGI classes: Starlette's BaseHTTPMiddleware would buffer streams and hide disconnects.
 
 Limits that apply before a request reaches the app, and clients that do not read their response, are
 handled by the connection's protocol (service/http/protocol.py).
 """
 
 import asyncio
+import time
+import uuid
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from service.auth.audit_log import log_admin_call
 from service.config.settings import LimitsSettings
 from service.http.errors import HeadersTooLarge, Overloaded, RequestTimeout
 from service.http.exception_handlers import error_response
 from service.http.protocol import CROWDED
+from service.observability.logs import request_id
+from service.observability.metrics import Metrics
+from service.observability.tracing import Tracing
 
 BLOCK_BYTES = 16 * 2**10
 PROBES = ("/livez", "/readyz", "/startupz", "/health")
 CROWDED_RETRY_SECONDS = 5.0
 PIECE_BYTES = 256 * 2**10
+
+
+class RequestContextMiddleware:
+    """Outermost middleware except for Starlette's own: request id, metrics, trace and audit log."""
+
+    def __init__(self, app: ASGIApp, *, metrics: Metrics, traces: Tracing) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._traces = traces
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        new_request_id = uuid.uuid4().hex
+        scope["coppice.request_id"] = new_request_id
+        request_id.set(new_request_id)
+        status = 500
+        began = time.monotonic()
+
+        async def send_with_request_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [
+                    *message["headers"],
+                    (b"x-request-id", new_request_id.encode()),
+                ]
+            await send(message)
+
+        with self._traces.request(scope) as span:
+            try:
+                await self._app(scope, receive, send_with_request_id)
+            finally:
+                # The route's pattern, because the path itself has unbounded cardinality.
+                route = getattr(scope.get("route"), "path", "none")
+                self._count(route, status, time.monotonic() - began)
+                self._traces.end_request(span, scope, route, status)
+                log_admin_call(scope, status)
+
+    def _count(self, route: str, status: int, seconds: float) -> None:
+        self._metrics.requests.labels(route, str(status)).inc()
+        self._metrics.request_seconds.labels(route).observe(seconds)
 
 
 class LimitsMiddleware:

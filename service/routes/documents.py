@@ -1,4 +1,4 @@
-"""Route that serves openapi.yaml."""
+"""Routes of the API's documents: openapi.yaml."""
 
 from functools import cache
 from pathlib import Path
