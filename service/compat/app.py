@@ -1,30 +1,31 @@
 """Sub-application for other servers' APIs; receives requests that no native route matches."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 from fastapi import APIRouter, Depends, FastAPI, Response
+from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
 from pydantic_core import to_json
 from starlette.routing import BaseRoute
 
+from service import __version__
 from service.auth.access import authorize, declared_access, public
 from service.compat import (
-    adapters,
-    chat,
-    completions,
-    generate,
     models,
-    server_info,
+    openai_chat,
+    openai_completions,
     sglang_control,
     sglang_generate,
-    tokenize,
-    unsupported_routes,
+    unsupported,
     vllm_control,
+    vllm_tokens,
 )
-from service.compat.error_format import to_openai_json
-from service.compat.openapi_document import build_openapi
+from service.compat.bodies import BODY_MODELS, SCHEMA_REFERENCE
+from service.compat.openai_errors import to_openai_json
 from service.config.settings import CompatApi
 from service.http import exception_handlers
 
@@ -32,17 +33,16 @@ OPENAPI_PATH = "/compat/openapi.json"
 
 RouteAudience = Literal["everybody", "callers", "operators"]
 
-OPENAI = (models.router, completions.router, chat.router, unsupported_routes.openai)
+OPENAI = (models.openai, openai_completions.router, openai_chat.router, unsupported.openai)
 ROUTERS: dict[CompatApi, Sequence[APIRouter]] = {
     "openai": OPENAI,
     "vllm": (
-        *(*OPENAI, server_info.router, adapters.router),
-        *(generate.router, tokenize.router, vllm_control.router),
-        *(unsupported_routes.vllm, unsupported_routes.skyrl),
+        *(*OPENAI, models.router, vllm_tokens.generation, vllm_tokens.tokenization),
+        *(vllm_control.router, unsupported.vllm, unsupported.skyrl),
     ),
     "sglang": (
-        *(*OPENAI, server_info.router, adapters.router),
-        *(sglang_generate.router, sglang_control.router, unsupported_routes.sglang),
+        *(*OPENAI, models.router, sglang_generate.router),
+        *(sglang_control.router, unsupported.sglang),
     ),
 }
 
@@ -91,9 +91,42 @@ def _add_openapi_route(app: FastAPI) -> None:
     The document is rarely requested, and generating it takes most of the time that the app needs to
     start.
     """
-    content = cache(lambda: to_json(build_openapi(app.routes)))
+    content = cache(lambda: to_json(_build_openapi(app.routes)))
 
     @app.get(OPENAPI_PATH, include_in_schema=False)
     @public
     async def openapi() -> Response:
         return Response(content(), media_type="application/json")
+
+
+def _build_openapi(routes: Sequence[BaseRoute]) -> dict[str, Any]:
+    own_routes = [route for route in routes if isinstance(route, APIRoute)]
+    openapi = get_openapi(
+        title="Coppice: APIs of other servers", version=__version__, routes=own_routes
+    )
+    models: list[tuple[type[BaseModel], Literal["validation"]]] = [
+        (BODY_MODELS[name], "validation") for name in sorted(set(_body_models(own_routes)))
+    ]
+    _, schemas = models_json_schema(models, ref_template=SCHEMA_REFERENCE)
+    openapi["components"] = {"schemas": schemas.get("$defs", {})}
+    for operations in openapi["paths"].values():
+        _drop_fastapi_validation(operations)
+    return openapi
+
+
+def _drop_fastapi_validation(operations: dict[str, Any]) -> None:
+    """Remove FastAPI's own 422 response from routes with parameters.
+
+    FastAPI's validation never fails on these routes.
+    """
+    for operation in operations.values():
+        responses = operation["responses"]
+        if "application/json" in responses.get("422", {}).get("content", {}):
+            del responses["422"]
+
+
+def _body_models(routes: Sequence[APIRoute]) -> Iterator[str]:
+    for route in routes:
+        if route.openapi_extra is not None:
+            content = route.openapi_extra["requestBody"]["content"]
+            yield content["application/json"]["schema"]["$ref"].rpartition("/")[2]

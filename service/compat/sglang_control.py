@@ -4,28 +4,36 @@ from typing import Annotated, Literal
 
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
-from pydantic_core import to_json
 
 from coppice.wire.base import Label
 from engine.types import PauseMode
 from service.auth.access import Caller, allow_any_key, public, requires_role
-from service.compat.bodies import CompatModel, read_compat_body
-from service.compat.openapi_document import request_body
-from service.compat.running_requests import RunningRequests
-from service.compat.vllm_control import ADMIN_ERRORS, UPDATE_RESPONSES, EmptyBody, Updates
+from service.compat.bodies import (
+    CompatModel,
+    Directory,
+    EmptyBody,
+    read_compat_body,
+    request_body,
+)
+from service.compat.compat_request import RunningRequests
+from service.compat.weight_updates import UPDATE_RESPONSES, Updates
 from service.http.cross_site import refuse_browsers
 from service.http.errors import InvalidRequest
 from service.http.responses import (
+    ADMIN_ERRORS,
     AUTH_ERRORS,
     BODY_ERRORS,
     JSON,
     READINESS_ERRORS,
     declare_responses,
+    json_response,
 )
 from service.routes.dependencies import AnyServer, ReadyServer, ServingServer
 
 router = APIRouter()
 
+CONTROL_RESPONSES = declare_responses({200: JSON}, *ADMIN_ERRORS, *BODY_ERRORS)
+ADMIN_RESPONSES = declare_responses({200: JSON}, *ADMIN_ERRORS)
 # SGLang's pause modes. With in_place, running samples keep their KV; with retract, SGLang
 # recomputes it.
 _MODES: dict[str, PauseMode] = {"abort": "abort", "retract": "keep", "in_place": "keep"}
@@ -41,37 +49,37 @@ class AbortBody(CompatModel):
 
 
 class DiskBody(CompatModel):
-    model_path: Annotated[str, Field(min_length=1, max_length=4096)]
+    model_path: Directory
     weight_version: Label | None = None
 
 
 @router.post(
     "/pause_generation",
-    responses=declare_responses({200: JSON}, *ADMIN_ERRORS, *BODY_ERRORS),
+    responses=CONTROL_RESPONSES,
     openapi_extra=request_body(PauseBody),
 )
 @requires_role("admin")
 async def pause(request: Request, server: ReadyServer) -> Response:
     body = await read_compat_body(request, PauseBody, server)
     await server.run_to_completion(server.activation.pause(_MODES[body.mode]))
-    return _json({"message": "paused", "status": "ok"})
+    return json_response({"message": "paused", "status": "ok"})
 
 
 @router.post(
     "/continue_generation",
-    responses=declare_responses({200: JSON}, *ADMIN_ERRORS, *BODY_ERRORS),
+    responses=CONTROL_RESPONSES,
     openapi_extra=request_body(EmptyBody),
 )
 @requires_role("admin")
 async def resume(request: Request, server: ServingServer) -> Response:
     await read_compat_body(request, EmptyBody, server)
     await server.run_to_completion(server.activation.resume())
-    return _json({"message": "continued", "status": "ok"})
+    return json_response({"message": "continued", "status": "ok"})
 
 
 @router.post(
     "/abort_request",
-    responses=declare_responses({200: JSON}, *ADMIN_ERRORS, *BODY_ERRORS),
+    responses=CONTROL_RESPONSES,
     openapi_extra=request_body(AbortBody),
 )
 @requires_role("rollout")
@@ -81,13 +89,13 @@ async def abort(
     """Abort running rollouts of this API key; their callers receive the tokens generated so far."""
     body = await read_compat_body(request, AbortBody, server)
     if not (body.abort_all or body.rid):
-        raise InvalidRequest.of_parameter("rid", "give rid, or abort_all")
+        raise InvalidRequest.of_parameter("rid", "send rid, or abort_all: true")
     if body.abort_all:
         await server.rollouts.cancel_owned_by(caller.name)
     else:
         for rollout in running.find(caller.name, body.rid):
             await server.rollouts.cancel(rollout)
-    return _json({"status": "ok"})
+    return json_response({"status": "ok"})
 
 
 @router.post(
@@ -97,10 +105,10 @@ async def abort(
 async def update(request: Request, server: ReadyServer, updates: Updates) -> Response:
     body = await read_compat_body(request, DiskBody, server)
     version = await server.run_to_completion(updates.publish(body.model_path, body.weight_version))
-    return _json({"success": True, "message": "loaded", "weight_version": version.label})
+    return json_response({"success": True, "message": "loaded", "weight_version": version.label})
 
 
-@router.get("/flush_cache", responses=declare_responses({200: JSON}, *ADMIN_ERRORS))
+@router.get("/flush_cache", responses=ADMIN_RESPONSES)
 @requires_role("admin")
 async def flush_cache_by_get(request: Request, server: ReadyServer) -> Response:
     """Flush the cache by GET, the method that miles, slime and SGLang's own clients use."""
@@ -108,27 +116,21 @@ async def flush_cache_by_get(request: Request, server: ReadyServer) -> Response:
     return await flush_cache(server)
 
 
-@router.post("/flush_cache", responses=declare_responses({200: JSON}, *ADMIN_ERRORS))
+@router.post("/flush_cache", responses=ADMIN_RESPONSES)
 @requires_role("admin")
 async def flush_cache(server: ReadyServer) -> Response:
     await server.run_to_completion(server.activation.reset_prefix_cache())
-    return _json({"success": True, "message": "flushed"})
+    return json_response({"success": True, "message": "flushed"})
 
 
-@router.get(
-    "/get_weight_version", responses=declare_responses({200: JSON}, *AUTH_ERRORS, *READINESS_ERRORS)
-)
+@router.get("/get_weight_version", responses=ADMIN_RESPONSES)
 @allow_any_key
 async def weight_version(server: ReadyServer) -> Response:
-    return _json({"weight_version": server.versions.active.label})
+    return json_response({"weight_version": server.versions.active.label})
 
 
-@router.get(
-    "/model_info", responses=declare_responses({200: JSON}, *AUTH_ERRORS, *READINESS_ERRORS)
-)
-@router.get(
-    "/get_model_info", responses=declare_responses({200: JSON}, *AUTH_ERRORS, *READINESS_ERRORS)
-)
+@router.get("/model_info", responses=ADMIN_RESPONSES)
+@router.get("/get_model_info", responses=ADMIN_RESPONSES)
 @allow_any_key
 async def model_info(server: ReadyServer) -> Response:
     info = server.engine.info
@@ -138,7 +140,7 @@ async def model_info(server: ReadyServer) -> Response:
         "is_generation": True,
         "weight_version": server.versions.active.label,
     }
-    return _json(server_info)
+    return json_response(server_info)
 
 
 @router.get("/v1/loads", responses=declare_responses({200: JSON}, *AUTH_ERRORS))
@@ -147,14 +149,10 @@ async def loads(server: AnyServer) -> Response:
     """Load of the server; slime polls it until there are no running requests."""
     running = server.rollouts.num_samples_running
     load = {"dp_rank": 0, "num_running_reqs": running, "num_waiting_reqs": 0, "num_reqs": running}
-    return _json({"loads": [load]})
+    return json_response({"loads": [load]})
 
 
 @router.get("/health_generate", responses=declare_responses({200: JSON}, *READINESS_ERRORS))
 @public
 async def health_generate(server: ReadyServer) -> Response:
-    return _json({"status": "ok"})
-
-
-def _json(value: object) -> Response:
-    return Response(to_json(value), media_type="application/json")
+    return json_response({"status": "ok"})

@@ -2,35 +2,36 @@
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
 from pydantic import Field
 
 from coppice.wire.base import TokenIds
 from coppice.wire.rollouts import GroupAnswer, Policy, Prompt, SampleAnswer
-from service.auth.access import Caller, requires_role
-from service.compat.bodies import CompatModel, Flag, ListsOfTokenIds, Text, Texts, read_compat_body
-from service.compat.openapi_document import request_body
-from service.compat.rollout_adapter import (
+from service.auth.access import requires_role
+from service.compat.bodies import (
+    CompatModel,
+    Flag,
+    ListsOfTokenIds,
+    MaxTokens,
+    Name,
+    Priority,
+    SamplingFields,
+    Text,
+    Texts,
+    request_body,
+)
+from service.compat.compat_request import (
     SAMPLE_RESPONSES,
-    SamplingJob,
-    decode_samples,
+    Compat,
+    RunningRequests,
     finish_reason,
-    json_response,
-    resolve_adapter,
-    start,
-    tokenize_prompts,
-    wait_for_answer,
+    large_json_response,
+    rollout_request,
     weight_version_spans,
 )
-from service.compat.running_requests import RunningRequests
-from service.compat.sampling import MaxTokens, SamplingFields, truncate_seed
 from service.http.errors import InvalidRequest
-from service.http.exception_handlers import cancel_on_disconnect
-from service.routes.dependencies import ReadyServer
 
 router = APIRouter()
-
-Name = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class SglangSampling(SamplingFields):
@@ -53,7 +54,7 @@ class SglangBody(CompatModel):
     rid: Name | None = None
     return_logprob: Flag = False
     stream: Annotated[Flag, Field(description="refused if true")] = False
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    priority: Priority | None = None
     extra_key: Name | None = None
     lora_path: Name | None = None
     policy: Policy | None = None
@@ -69,7 +70,7 @@ class SglangBody(CompatModel):
 
     def prompts(self) -> list[Prompt]:
         if (self.text is None) == (self.input_ids is None):
-            raise InvalidRequest.of_parameter("input_ids", "give either input_ids or text")
+            raise InvalidRequest.of_parameter("input_ids", "send either input_ids or text")
         if self.text is not None:
             return [
                 Prompt(text=t) for t in ([self.text] if isinstance(self.text, str) else self.text)
@@ -79,44 +80,42 @@ class SglangBody(CompatModel):
             prompt_param if prompt_param and isinstance(prompt_param[0], list) else [prompt_param]
         )
         if not all(rows):
-            raise InvalidRequest.of_parameter("input_ids", "a prompt has no token")
+            raise InvalidRequest.of_parameter("input_ids", "must not contain an empty prompt")
         return [Prompt(token_ids=row) for row in rows]
 
 
 @router.post("/generate", responses=SAMPLE_RESPONSES, openapi_extra=request_body(SglangBody))
 @requires_role("rollout")
-async def generate(
-    request: Request, server: ReadyServer, caller: Caller, running: RunningRequests
-) -> Response:
-    body = await read_compat_body(request, SglangBody, server)
+async def generate(call: Compat, running: RunningRequests) -> Response:
+    body = await call.read(SglangBody)
     if body.stream:
-        raise InvalidRequest.of_parameter("stream", "not served here: use /v1/rollouts")
-    prompts = await cancel_on_disconnect(request, tokenize_prompts(server, body.prompts))
+        raise InvalidRequest.of_parameter(
+            "stream", "not supported on this route: use POST /v1/rollouts"
+        )
+    prompts = await call.tokenize(body.prompts)
     params = body.sampling_params
-    job = SamplingJob(
-        prompts=prompts,
-        n=params.n,
-        sampling=params.sampling(params.max_new_tokens),
-        seed=truncate_seed(params.seed if params.sampling_seed is None else params.sampling_seed),
+    request = rollout_request(
+        prompts,
+        params,
+        seed=params.sampling_seed,
+        max_tokens=params.max_new_tokens,
+        adapter=call.resolve_adapter(body.lora_path),
         priority=body.priority or 0,
         policy=body.policy,
-        cache_salt=body.extra_key,
-        adapter=resolve_adapter(server, body.lora_path),
     )
-    rollout = await start(server, caller, job)
-    with running.register(caller.name, body.rid or rollout.id, rollout):
-        answer = await wait_for_answer(request, server, rollout)
-    sample_texts = await decode_samples(server, answer)
+    rollout = await call.start(request, cache_salt=body.extra_key, num_top_logprobs=None)
+    with running.register(call.caller.name, body.rid or rollout.id, rollout):
+        answer = await call.wait(rollout)
+    decoded = await call.decode(answer)
 
     def build() -> object:
         rows = [
             _sample(body.rid or answer.id, group, sample, text, body.return_logprob)
-            for group, texts_of_group in zip(answer.groups, sample_texts, strict=True)
-            for sample, text in zip(group.samples, texts_of_group, strict=True)
+            for group, sample, text in decoded
         ]
         return rows[0] if body.is_single else rows
 
-    return await json_response(build)
+    return await large_json_response(build)
 
 
 def _sample(

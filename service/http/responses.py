@@ -7,7 +7,8 @@ Large bodies are encoded in parts, because a pydantic call holds the GIL until i
 thread. Each call encodes one element.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fastapi import Response
@@ -110,6 +111,17 @@ class PartsResponse(Response):
         for part in self._parts:
             await send({"type": "http.response.body", "body": part, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def parts_response(
+    encode: Callable[[], Iterable[bytes]],
+    *,
+    media_type: str = JSON[0],
+    headers: Mapping[str, str] | None = None,
+) -> Response:
+    """Response whose parts are encoded in a thread: a large one would block the event loop."""
+    parts = await asyncio.to_thread(lambda: list(encode()))
+    return PartsResponse(parts, media_type=media_type, headers=headers)
 
 
 def rollout_parts(answer: RolloutAnswer) -> Iterator[bytes]:

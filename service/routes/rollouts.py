@@ -1,7 +1,7 @@
 """Routes under /v1/rollouts: start, get and abort rollouts."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
@@ -32,8 +32,8 @@ from service.http.responses import (
     JSON,
     READINESS_ERRORS,
     REDIRECT,
-    PartsResponse,
     declare_responses,
+    parts_response,
     rollout_parts,
 )
 from service.rollouts.idempotency import IdempotencyClaim
@@ -169,20 +169,18 @@ async def _lines(rollout: Rollout) -> AsyncIterator[bytes]:
 
 
 async def _answer(rollout: Rollout, response_format: ResponseFormat) -> Response:
-    """The rollout's result as a response.
-
-    Encoded in a thread, because a large result would block the streams of other requests.
-    """
+    """The rollout's result as a response."""
     rollout.awaits_fetch = False  # the shutdown waits for responses in progress
     answer = await rollout.answer()
-    parts = await asyncio.to_thread(_encode, answer, response_format)
-    return PartsResponse(parts, media_type=response_format, headers=_headers(rollout))
-
-
-def _encode(answer: RolloutAnswer, response_format: ResponseFormat) -> list[bytes]:
-    return (
-        [pack(answer)] if response_format is ResponseFormat.PACKED else list(rollout_parts(answer))
+    return await parts_response(
+        lambda: _encode(answer, response_format),
+        media_type=response_format,
+        headers=_headers(rollout),
     )
+
+
+def _encode(answer: RolloutAnswer, response_format: ResponseFormat) -> Iterable[bytes]:
+    return [pack(answer)] if response_format is ResponseFormat.PACKED else rollout_parts(answer)
 
 
 def _accepted(rollout: Rollout, headers: dict[str, str]) -> Response:

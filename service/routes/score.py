@@ -1,7 +1,5 @@
 """Route of POST /v1/score."""
 
-import asyncio
-
 from fastapi import APIRouter, Request, Response
 
 from coppice.wire.score import ScoreRequest
@@ -13,9 +11,9 @@ from service.http.responses import (
     ENGINE_ERRORS,
     JSON,
     READINESS_ERRORS,
-    PartsResponse,
     declare_responses,
     model_parts,
+    parts_response,
 )
 from service.routes.dependencies import ReadyServer
 
@@ -31,5 +29,4 @@ SCORE_RESPONSES = declare_responses(
 async def score(request: Request, server: ReadyServer, caller: Caller) -> Response:
     body = await server.bodies.read_json(request, ScoreRequest)
     answer = await cancel_on_disconnect(request, server.scoring.score(body, owner=caller.name))
-    parts = await asyncio.to_thread(lambda: list(model_parts(answer, "items")))
-    return PartsResponse(parts, media_type="application/json")
+    return await parts_response(lambda: model_parts(answer, "items"))

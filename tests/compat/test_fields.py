@@ -8,7 +8,7 @@ from typing import Any
 
 from engine.types import SampleRequest
 from service.compat.bodies import IGNORED_FIELDS
-from service.compat.unsupported_params import UNSUPPORTED
+from service.compat.unsupported import UNSUPPORTED
 from tests.compat.foreign import Foreign, foreign, wrong_status
 from tests.service.keyfile import bearer, write_keys
 

@@ -57,7 +57,7 @@ async def test_prompt_logprobs_repeated_in_too_many_choices_are_refused(
         body = {"prompt": [7] * 60, "max_tokens": 1, "prompt_logprobs": 20, "n": 1024}
         status, problem = await served.refused(COMPLETIONS, body)
         assert (status, problem["errors"][0]["location"]) == (400, "prompt_logprobs")
-        assert "1290240 log-probabilities" in problem["errors"][0]["message"]
+        assert "1290240 logprobs" in problem["errors"][0]["message"]
         assert served.engine.scored == 0 and not served.engine.submitted
         await served.post(COMPLETIONS, {**body, "n": 1})
 

@@ -22,12 +22,16 @@ from vllm.renderers.chat_utils import CustomChatCompletionMessageParam
 from vllm.sampling_params import SamplingParams
 
 from service.compat.bodies import IGNORED_FIELDS
-from service.compat.chat import ChatBody, ChatMessage
-from service.compat.completions import CompletionBody
-from service.compat.generate import GenerateBody, GenerateSampling
+from service.compat.openai_chat import ChatBody, ChatMessage
+from service.compat.openai_completions import CompletionBody
 from service.compat.sglang_generate import SglangBody, SglangSampling
-from service.compat.tokenize import DetokenizeBody, TokenizeBody
-from service.compat.unsupported_params import UNSUPPORTED
+from service.compat.unsupported import UNSUPPORTED
+from service.compat.vllm_tokens import (
+    DetokenizeBody,
+    GenerateBody,
+    GenerateSampling,
+    TokenizeBody,
+)
 from tests.compat.foreign import foreign
 
 pytestmark = pytest.mark.slow

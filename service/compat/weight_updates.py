@@ -6,13 +6,30 @@ are retried after a lost response. A repeated update names the same files and ch
 
 import asyncio
 from pathlib import Path
+from typing import Annotated
+
+from fastapi import Depends, Request
 
 from coppice.wire.weights import ActivationAnswer
-from service.http.errors import WeightsRefused
+from service.http.errors import (
+    ActivationFailed,
+    PathRefused,
+    RollbackRefused,
+    Unsupported,
+    VersionConflict,
+    VersionNotFound,
+    WeightsRefused,
+)
+from service.http.responses import ADMIN_ERRORS, BODY_ERRORS, JSON, declare_responses
 from service.server import Server
 from service.weights.versions import Version
 
 Fingerprint = tuple[tuple[str, int, int], ...]
+UPDATE_RESPONSES = declare_responses(
+    {200: JSON},
+    *(*ADMIN_ERRORS, *BODY_ERRORS, PathRefused, WeightsRefused, ActivationFailed, Unsupported),
+    *(VersionConflict, VersionNotFound, RollbackRefused),
+)
 
 
 class WeightUpdates:
@@ -134,4 +151,14 @@ def _fingerprint(path: Path) -> Fingerprint:
     try:
         return tuple((f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files)
     except OSError as error:
-        raise WeightsRefused("the files changed during the check") from error
+        raise WeightsRefused(
+            "the files changed while they were read: write all of them, then repeat the update"
+        ) from error
+
+
+def _updates(request: Request) -> WeightUpdates:
+    updates: WeightUpdates = request.app.state.weight_updates
+    return updates
+
+
+Updates = Annotated[WeightUpdates, Depends(_updates)]

@@ -1,4 +1,4 @@
-"""Server-sent events in the format of OpenAI's streams."""
+"""Streams of server-sent events in OpenAI's format."""
 
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -13,14 +13,17 @@ from coppice.wire.problems import Problem
 from coppice.wire.records import EndRecord, ProgressRecord, SampleRecord
 from coppice.wire.rollouts import SampleAnswer
 from service.compat.bodies import CompatModel, Flag
-from service.compat.error_format import with_openai_error
-from service.compat.rollout_adapter import EVENT_STREAM, token_counts, usage
+from service.compat.compat_request import ROLLOUT_ERRORS, token_counts, usage
+from service.compat.openai_errors import as_openai, with_openai_error
 from service.http.errors import InvalidRequest
 from service.http.exception_handlers import to_service_error
+from service.http.responses import JSON, declare_responses
 from service.rollouts.rollout import Rollout
 from service.server import Server
 
-KEEP_ALIVE = b": samples are still being drawn\n\n"
+EVENT_STREAM = "text/event-stream"
+STREAM_RESPONSES = as_openai(declare_responses({200: (*JSON, EVENT_STREAM)}, *ROLLOUT_ERRORS))
+KEEP_ALIVE = b": samples are still being generated\n\n"
 DONE = b"data: [DONE]\n\n"
 
 Chunk = Callable[[int, SampleAnswer], Awaitable[dict[str, Any]]]
@@ -40,7 +43,7 @@ class StreamFields(CompatModel):
 
     def check_stream(self) -> None:
         if not self.stream and self.stream_options and self.stream_options.model_fields_set:
-            raise InvalidRequest.of_parameter("stream_options", "only with stream: true")
+            raise InvalidRequest.of_parameter("stream_options", "allowed only with stream: true")
 
 
 def stream_response(
@@ -88,8 +91,8 @@ class _Stream:
         async for record in self.rollout.records():
             match record:
                 case SampleRecord(group=group, sample=sample):
-                    sample_texts = await self.chunk(group, sample)
-                    yield _sse_event({**self.head, **sample_texts, **self._usage(group, sample)})
+                    content = await self.chunk(group, sample)
+                    yield _sse_event({**self.head, **content, **self._usage(group, sample)})
                 case ProgressRecord():
                     yield KEEP_ALIVE
                 case EndRecord(problem=problem) if problem is not None:

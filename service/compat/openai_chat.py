@@ -7,34 +7,35 @@ extracted from a response by the parsers that the engine is configured with.
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Request, Response
-from pydantic import Field
+from fastapi import APIRouter, Response
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 
 from coppice.wire.rollouts import RolloutAnswer, SampleAnswer
 from engine.types import ChatRequest, ChatResponse
-from service.auth.access import Caller, requires_role
-from service.compat import events, token_logprobs, token_names
-from service.compat.bodies import CompatModel, Flag, read_compat_body
-from service.compat.openai_route import OpenAIRoute
-from service.compat.openapi_document import request_body
-from service.compat.rollout_adapter import (
-    STREAM_RESPONSES,
+from service.auth.access import requires_role
+from service.compat import logprobs
+from service.compat.bodies import CompatModel, Flag, MaxTokens, Name, SamplingFields, request_body
+from service.compat.compat_request import (
     CommonRequestFields,
+    Compat,
     finish_reason,
-    json_response,
+    large_json_response,
     name_of,
-    resolve_adapter,
-    start,
     usage,
-    wait_for_answer,
     weight_version_spans,
 )
-from service.compat.sampling import MaxTokens, SamplingFields
-from service.compat.tool_choice import ToolChoice
+from service.compat.logprobs import NumLogprobs
+from service.compat.openai_errors import OpenAIRoute
+from service.compat.openai_stream import (
+    STREAM_RESPONSES,
+    StreamFields,
+    stream_response,
+    unix_time,
+)
 from service.http.errors import InvalidRequest
 from service.http.exception_handlers import cancel_on_disconnect
 from service.rollouts.rollout import Rollout
-from service.routes.dependencies import ReadyServer
 from service.server import Server
 
 router = APIRouter(route_class=OpenAIRoute)
@@ -67,14 +68,16 @@ class ChatMessage(CompatModel):
         if not isinstance(self.content, list):
             return self.content or ""
         if any(not isinstance(part.get("text"), str) for part in self.content):
-            raise InvalidRequest.of_parameter("messages", "only parts of type text are served")
+            raise InvalidRequest.of_parameter(
+                "messages", "only parts of type text are supported: remove images and other media"
+            )
         return "".join(part["text"] for part in self.content)
 
 
 class Function(CompatModel):
     """Function of a tool; `parameters` is a JSON schema that the chat template renders."""
 
-    name: Annotated[str, Field(min_length=1, max_length=256)]
+    name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
 
@@ -84,7 +87,20 @@ class Tool(CompatModel):
     function: Function
 
 
-class ChatBody(SamplingFields, CommonRequestFields, events.StreamFields):
+def _check_tool_choice(value: object) -> object:
+    if value in (None, "auto", "none"):
+        return value
+    raise PydanticCustomError(
+        "tool_choice",
+        "only auto and none are supported: a forced call needs guided decoding, and the tokens "
+        "would not be sampled from the model's own distribution; send auto, and read tool_calls",
+    )
+
+
+ToolChoice = Annotated[Literal["auto", "none"] | None, BeforeValidator(_check_tool_choice)]
+
+
+class ChatBody(SamplingFields, CommonRequestFields, StreamFields):
     """Body of a chat request.
 
     `logprobs` returns the logprob of each sampled token, and those of the top `top_logprobs` tokens
@@ -99,7 +115,7 @@ class ChatBody(SamplingFields, CommonRequestFields, events.StreamFields):
     max_tokens: MaxTokens | None = None
     max_completion_tokens: MaxTokens | None = None
     logprobs: Flag = False
-    top_logprobs: token_logprobs.Count | None = None
+    top_logprobs: NumLogprobs | None = None
     return_tokens_as_token_ids: Flag = False
 
     def chat_request(self) -> ChatRequest:
@@ -115,24 +131,28 @@ class ChatBody(SamplingFields, CommonRequestFields, events.StreamFields):
     "/v1/chat/completions", responses=STREAM_RESPONSES, openapi_extra=request_body(ChatBody)
 )
 @requires_role("rollout")
-async def chat(request: Request, server: ReadyServer, caller: Caller) -> Response:
-    body = await read_compat_body(request, ChatBody, server)
+async def chat(call: Compat) -> Response:
+    body = await call.read(ChatBody)
     body.check_stream()
-    adapter = resolve_adapter(server, body.model)
-    token_logprobs.check(server, top_logprobs=body.top_logprobs)
+    adapter = call.resolve_adapter(body.model)
+    logprobs.check(call.server, top_logprobs=body.top_logprobs)
     chat_request = body.chat_request()
-    _count_ignored(server, body.chat_template_kwargs or {})
-    prompt = await cancel_on_disconnect(request, server.tokenizer.chat_request(chat_request))
-    token_limit = body.max_completion_tokens or body.max_tokens
-    num_top_logprobs = body.top_logprobs if body.logprobs else None
-    job = body.job([prompt], body, token_limit, adapter, num_top_logprobs)
-    rollout = await start(server, caller, job)
-    builder = ChatResponseBuilder(server, body, chat_request, prompt, rollout)
+    _count_ignored(call.server, body.chat_template_kwargs or {})
+    rendering = call.server.tokenizer.chat_request(chat_request)
+    prompt = await cancel_on_disconnect(call.request, rendering)
+    rollout = await call.start(
+        body.rollout_request(
+            [prompt], body, body.max_completion_tokens or body.max_tokens, adapter
+        ),
+        cache_salt=body.cache_salt,
+        num_top_logprobs=body.top_logprobs if body.logprobs else None,
+    )
+    builder = ChatResponseBuilder(call.server, body, chat_request, prompt, rollout)
     if body.stream:
         return builder.stream_response()
-    answer = await wait_for_answer(request, server, rollout)
+    answer = await call.wait(rollout)
     choices = [await builder.choice(sample) for sample in answer.groups[0].samples]
-    return await json_response(lambda: builder.answer(answer, choices))
+    return await large_json_response(lambda: builder.answer(answer, choices))
 
 
 def _count_ignored(server: Server, options: dict[str, Any]) -> None:
@@ -184,23 +204,23 @@ class ChatResponseBuilder:
         return choice
 
     async def _logprobs(self, sample: SampleAnswer) -> dict[str, Any]:
-        per_token = token_logprobs.sample_logprobs(self._rollout, 0, sample.index)
-        name = await token_names.names(
+        per_token = logprobs.sample_logprobs(self._rollout, 0, sample.index)
+        name = await logprobs.token_names(
             self._server.tokenizer,
-            lambda: token_names.sample_token_ids(sample, per_token),
+            lambda: logprobs.sample_token_ids(sample, per_token),
             as_ids=self._body.return_tokens_as_token_ids,
         )
-        return {"content": token_names.chat_logprobs(sample, per_token, name)}
+        return {"content": logprobs.chat_logprobs(sample, per_token, name)}
 
     def stream_response(self) -> Response:
         rollout = self._rollout
 
         async def chunk(_: int, sample: SampleAnswer) -> dict[str, Any]:
-            sample_texts = {"choices": [_index_tool_calls(await self.choice(sample, "delta"))]}
-            return {**sample_texts, **self._prompt_ids()}
+            choice = _index_tool_calls(await self.choice(sample, "delta"))
+            return {"choices": [choice], **self._prompt_ids()}
 
         head = self._head("chat.completion.chunk", rollout.id)
-        return events.stream_response(self._server, rollout, head, chunk, self._body.stream_options)
+        return stream_response(self._server, rollout, head, chunk, self._body.stream_options)
 
     def _prompt_ids(self) -> dict[str, Any]:
         """Prompt token ids, returned beside `choices`, in a stream with every choice.
@@ -226,7 +246,7 @@ class ChatResponseBuilder:
         return {
             "id": f"chatcmpl-{rollout_id}",
             "object": kind,
-            "created": events.unix_time(),
+            "created": unix_time(),
             "model": name_of(self._server, self._body.model),
         }
 

@@ -1,0 +1,273 @@
+"""Execution of other servers' requests as rollouts.
+
+A route module defines only its wire format. `CompatRequest` does the rest: it reads the body,
+converts prompts to token ids, starts the rollout and waits for its samples. The prompt token ids in
+an answer are therefore exactly those that the engine received, and no token is ever decoded and
+encoded again.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Annotated, Any, NamedTuple
+
+from fastapi import Depends, Request, Response
+from pydantic import ValidationError
+
+from coppice.wire.rollouts import (
+    MAX_GROUPS,
+    FinishReason,
+    GroupAnswer,
+    GroupRequest,
+    Policy,
+    Prompt,
+    RolloutAnswer,
+    RolloutRequest,
+    SampleAnswer,
+)
+from service.auth.access import Caller
+from service.auth.keys import ApiKey
+from service.compat.bodies import (
+    Body,
+    CompatModel,
+    Flag,
+    Name,
+    Priority,
+    SamplingFields,
+    read_compat_body,
+)
+from service.http.bodies import fault
+from service.http.errors import InvalidRequest
+from service.http.exception_handlers import cancel_on_disconnect
+from service.http.responses import (
+    ADMIN_ERRORS,
+    BODY_ERRORS,
+    ENGINE_ERRORS,
+    JSON,
+    declare_responses,
+    parts_response,
+    value_parts,
+)
+from service.rollouts.options import GroupOptions
+from service.rollouts.rollout import Rollout
+from service.routes.dependencies import ReadyServer
+from service.server import Server
+
+FINISH_REASONS: dict[FinishReason, str] = {"stop": "stop", "length": "length", "error": "error"}
+ABORTED = "abort"
+ROLLOUT_ERRORS = (*ADMIN_ERRORS, *BODY_ERRORS, *ENGINE_ERRORS)
+SAMPLE_RESPONSES = declare_responses({200: JSON}, *ROLLOUT_ERRORS)
+
+_SEED_MASK = 2**62 - 1  # trainers send seeds of 63 bits
+
+
+class CommonRequestFields(CompatModel):
+    """Common fields of OpenAI's and vLLM's requests besides prompt and sampling parameters."""
+
+    model: str | None = None
+    return_token_ids: Flag = False
+    priority: Priority = 0
+    cache_salt: Name | None = None
+    policy: Policy | None = None
+
+    def rollout_request(
+        self,
+        prompts: Sequence[list[int]],
+        fields: SamplingFields,
+        max_tokens: int | None,
+        adapter: str | None,
+    ) -> RolloutRequest:
+        return rollout_request(
+            prompts,
+            fields,
+            max_tokens=max_tokens,
+            adapter=adapter,
+            priority=self.priority,
+            policy=self.policy,
+        )
+
+
+class DecodedSample(NamedTuple):
+    """A sample with its group and its text."""
+
+    group: GroupAnswer
+    sample: SampleAnswer
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CompatRequest:
+    """One request of another server's client; a dependency of the route's handler."""
+
+    request: Request
+    server: ReadyServer
+    caller: Caller
+
+    async def read(self, model: type[Body], *, limit: int | None = None) -> Body:
+        return await read_compat_body(self.request, model, self.server, limit=limit)
+
+    def resolve_adapter(self, model: str | None) -> str | None:
+        """Adapter that a model name denotes; None for the served model itself."""
+        info = self.server.engine.info
+        if model in (None, info.model, info.model_given):
+            return None
+        if not info.max_adapters:
+            raise InvalidRequest.of_parameter(
+                "model", f"this server serves only {info.model!r}: send this name, or no model"
+            )
+        self.server.adapters.resolve(model)
+        return model
+
+    async def tokenize(self, build_prompts: Callable[[], list[Prompt]]) -> list[list[int]]:
+        """Token ids of the prompts, validated against the limits of a rollout.
+
+        The client's request format does not enforce these limits.
+        """
+        return await cancel_on_disconnect(self.request, self._tokenize(build_prompts))
+
+    async def _tokenize(self, build_prompts: Callable[[], list[Prompt]]) -> list[list[int]]:
+        try:
+            prompts = build_prompts()
+        except ValidationError as error:
+            raise fault(error) from error
+        if not 0 < len(prompts) <= MAX_GROUPS:
+            raise InvalidRequest(
+                f"the request has {len(prompts)} prompts; send between 1 and {MAX_GROUPS}"
+            )
+        return await self.server.tokenizer.all_token_ids(prompts)
+
+    async def start(
+        self, request: RolloutRequest, *, cache_salt: str | None, num_top_logprobs: int | None
+    ) -> Rollout:
+        options = GroupOptions(
+            cache_salt=namespaced_salt(self.caller, cache_salt),
+            num_top_logprobs=num_top_logprobs or 0,
+        )
+        return await self.server.rollouts.start(request, owner=self.caller.name, options=options)
+
+    async def wait(self, rollout: Rollout) -> RolloutAnswer:
+        """Answer of the rollout; if the client disconnects, the rollout is cancelled."""
+        try:
+            await cancel_on_disconnect(self.request, rollout.wait())
+        finally:
+            self.server.rollouts.on_disconnect(rollout)
+        return await rollout.answer()
+
+    async def decode(self, answer: RolloutAnswer) -> list[DecodedSample]:
+        """All samples with their texts, in the order of the prompts."""
+        return [
+            DecodedSample(group, sample, await self.server.tokenizer.text(sample.token_ids))
+            for group in answer.groups
+            for sample in group.samples
+        ]
+
+
+Compat = Annotated[CompatRequest, Depends()]
+
+
+class RequestIds:
+    """Running rollouts by API key and the request id that the client chose, used to abort them.
+
+    Several rollouts may have the same id.
+    """
+
+    def __init__(self) -> None:
+        self._rollouts: dict[tuple[str, str], set[Rollout]] = {}
+
+    @contextmanager
+    def register(self, owner: str, name: str, rollout: Rollout) -> Iterator[None]:
+        key = (owner, name)
+        self._rollouts.setdefault(key, set()).add(rollout)
+        try:
+            yield
+        finally:
+            self._rollouts[key].discard(rollout)
+            if not self._rollouts[key]:
+                del self._rollouts[key]
+
+    def find(self, owner: str, name: str) -> list[Rollout]:
+        return list(self._rollouts.get((owner, name), ()))
+
+
+def _request_ids(request: Request) -> RequestIds:
+    request_ids: RequestIds = request.app.state.request_ids
+    return request_ids
+
+
+RunningRequests = Annotated[RequestIds, Depends(_request_ids)]
+
+
+def rollout_request(
+    prompts: Sequence[list[int]],
+    fields: SamplingFields,
+    *,
+    max_tokens: int | None,
+    adapter: str | None,
+    priority: int,
+    policy: Policy | None,
+    seed: int | None = None,
+) -> RolloutRequest:
+    """Native request: n samples of each prompt. `seed` has precedence over `fields.seed`."""
+    seed = fields.seed if seed is None else seed
+    truncated_seed = None if seed is None else seed & _SEED_MASK
+    return RolloutRequest(
+        groups=[
+            GroupRequest(prompt=_checked(prompt), n=fields.n, seed=truncated_seed)
+            for prompt in prompts
+        ],
+        sampling=fields.sampling(max_tokens),
+        policy=policy,
+        priority=priority,
+        adapter=adapter,
+    )
+
+
+def _checked(token_ids: list[int]) -> Prompt:
+    """Prompt without another validation, which is slow on the event loop."""
+    return Prompt.model_construct({"token_ids"}, token_ids=token_ids)
+
+
+def namespaced_salt(caller: ApiKey, given: str | None) -> str | None:
+    """Cache salt prefixed by the API key's name.
+
+    No key can probe the cache of another one by guessing its salt.
+    """
+    return None if given is None else f"{caller.name}:{given}"
+
+
+def name_of(server: Server, model: str | None) -> str:
+    """Model name in the answer; the served name if the request names the model's path."""
+    info = server.engine.info
+    return info.model if model is None or model == info.model_given else model
+
+
+async def large_json_response(build: Callable[[], object]) -> Response:
+    """JSON response whose content is built and encoded in a thread."""
+    return await parts_response(lambda: value_parts(build()))
+
+
+def finish_reason(sample: SampleAnswer) -> str:
+    return FINISH_REASONS.get(sample.finish_reason, ABORTED)
+
+
+def weight_version_spans(sample: SampleAnswer) -> list[dict[str, Any]]:
+    """Weights version of each range of sampled tokens."""
+    return [span.model_dump() for span in sample.versions]
+
+
+def usage(answer: RolloutAnswer) -> dict[str, Any]:
+    usage_totals = answer.usage
+    return {
+        **token_counts(usage_totals.prompt_tokens, usage_totals.completion_tokens),
+        "prompt_tokens_details": {
+            "cached_tokens": sum(group.num_cached_tokens for group in answer.groups)
+        },
+    }
+
+
+def token_counts(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }

@@ -1,0 +1,159 @@
+"""Top-k logprobs of response and prompt tokens, as clients of OpenAI and vLLM request them.
+
+The number per token is limited by `engine.max_logprobs`. Prompt logprobs are computed once for all
+samples of a prompt, by scoring it: computing them in the samples' requests would keep these from
+sharing the cached prefix. They are computed before the samples, so that a rejection, or a drain
+that begins meanwhile, costs no sample.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate, chain
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from coppice.wire.rollouts import RolloutRequest, SampleAnswer
+from engine.types import TopLogprobs
+from service.compat.compat_request import CompatRequest
+from service.http.errors import InvalidRequest
+from service.rollouts.rollout import Rollout
+from service.rollouts.scoring import ScoringOptions
+from service.rollouts.tokenizer import Tokenizer
+from service.server import Server
+
+NumLogprobs = Annotated[int, Field(ge=0, le=1024)]
+MAX_PROMPT_LOGPROBS = 2**20
+"""Limit per response, counting each repetition; a value takes about 50 bytes of JSON."""
+PromptLogprobs = list[list[TopLogprobs]] | None
+TokenName = Callable[[int], str]
+"""Name of a token in logprobs: its text, or `token_id:` and its id."""
+
+
+def check(server: Server, **counts: int | None) -> None:
+    limit = server.engine.info.max_logprobs
+    for name, count in counts.items():
+        if (count or 0) > limit:
+            raise InvalidRequest.of_parameter(name, f"at most {limit} (engine.max_logprobs)")
+
+
+def sample_logprobs(rollout: Rollout, group: int, index: int) -> list[TopLogprobs]:
+    """Top logprobs of a sample's tokens; empty if none were requested."""
+    return rollout.groups[group].top_logprobs.get(index, [])
+
+
+async def compute_prompt_logprobs(
+    call: CompatRequest, request: RolloutRequest, prompts: Sequence[list[int]], count: int | None
+) -> PromptLogprobs:
+    if count is None:
+        return None
+    _check_size(prompts, count, n=request.groups[0].n)
+    options = ScoringOptions(request.policy, request.adapter)
+    return await call.server.scoring.prompts(
+        prompts, count, owner=call.caller.name, options=options
+    )
+
+
+def _check_size(prompts: Sequence[list[int]], count: int, *, n: int) -> None:
+    """Reject a request whose response would be too large.
+
+    Every choice repeats the logprobs of its prompt, so a small request could produce a response of
+    gigabytes.
+    """
+    num_values = sum(map(len, prompts)) * (count + 1) * n
+    if num_values > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequest.of_parameter(
+            "prompt_logprobs",
+            f"the response would hold {num_values} logprobs over all choices, and the limit is "
+            f"{MAX_PROMPT_LOGPROBS}: send fewer prompts, n: 1, or use POST /v1/score",
+        )
+
+
+def as_chat_logprobs(candidates: TopLogprobs) -> list[dict[str, Any]]:
+    """Top-k logprobs in vLLM's chat format, with or without the sampled token.
+
+    The sampled token is the first candidate, and is left out unless it is one of the top k.
+    """
+    return [
+        {"token": id_name(r.token_id), "token_id": r.token_id, "logprob": r.logprob}
+        for r in candidates[1:]
+    ]
+
+
+def as_prompt_logprobs(prompts: PromptLogprobs, index: int) -> list[dict[str, Any] | None] | None:
+    """Prompt logprobs in vLLM's format: None for the first token."""
+    if prompts is None:
+        return None
+    return [
+        {f"{r.token_id}": {"logprob": r.logprob, "rank": r.rank} for r in candidates} or None
+        for candidates in prompts[index]
+    ]
+
+
+def id_name(token: int) -> str:
+    """Name with the token id, which is unique, unlike text."""
+    return f"token_id:{token}"
+
+
+async def token_names(
+    tokenizer: Tokenizer, collect: Callable[[], Iterable[int]], *, as_ids: bool
+) -> TokenName:
+    """Naming function for the tokens that `collect` returns; `collect` is called in a thread."""
+    return id_name if as_ids else (await tokenizer.token_texts(collect)).__getitem__
+
+
+def sample_token_ids(sample: SampleAnswer, per_token: Iterable[TopLogprobs]) -> Iterable[int]:
+    return chain(sample.token_ids, top_token_ids(per_token))
+
+
+def top_token_ids(per_token: Iterable[TopLogprobs]) -> Iterable[int]:
+    return (ranked.token_id for candidates in per_token for ranked in candidates)
+
+
+def chat_logprobs(
+    sample: SampleAnswer, per_token: Sequence[TopLogprobs], name: TokenName
+) -> list[dict[str, Any]]:
+    """Logprobs in OpenAI's chat format, with token ids added."""
+    others = [candidates[1:] for candidates in per_token] or [[]] * len(sample.token_ids)
+    return [
+        {
+            **_entry(token, logprob, name),
+            "top_logprobs": [_entry(r.token_id, r.logprob, name) for r in more],
+        }
+        for token, logprob, more in zip(sample.token_ids, sample.logprobs, others, strict=True)
+    ]
+
+
+def _entry(token: int, logprob: float, name: TokenName) -> dict[str, Any]:
+    text = name(token)
+    utf8 = list(text.encode(errors="replace"))
+    return {"token": text, "token_id": token, "logprob": logprob, "bytes": utf8}
+
+
+def completion_logprobs(
+    token_ids: Sequence[int],
+    logprobs: Sequence[float | None],
+    per_token: Sequence[TopLogprobs],
+    name: TokenName,
+) -> dict[str, Any]:
+    """Logprobs in OpenAI's completions format.
+
+    Offsets count characters from the first token, as in vLLM.
+    """
+    tokens = [name(token) for token in token_ids]
+    offsets = list(accumulate((len(token) for token in tokens), initial=0))
+    return {
+        "tokens": tokens,
+        "token_logprobs": list(logprobs),
+        "top_logprobs": [_highest(candidates, name) for candidates in per_token]
+        or [None] * len(tokens),
+        "text_offset": offsets[:-1],
+    }
+
+
+def _highest(candidates: TopLogprobs, name: TokenName) -> dict[str, float] | None:
+    """Top logprobs by token name; of several tokens with the same text, the highest logprob."""
+    named: dict[str, float] = {}
+    for ranked in candidates:
+        text = name(ranked.token_id)
+        named[text] = max(ranked.logprob, named.get(text, ranked.logprob))
+    return named or None

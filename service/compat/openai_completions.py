@@ -1,0 +1,269 @@
+"""POST /v1/completions with OpenAI's fields and vLLM's extensions."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Response
+from pydantic import Field
+
+from coppice.wire.base import TokenIds
+from coppice.wire.rollouts import MAX_TOKENS, Prompt, RolloutAnswer, SampleAnswer
+from engine.types import TopLogprobs
+from service.auth.access import requires_role
+from service.compat import logprobs
+from service.compat.bodies import (
+    Flag,
+    ListsOfTokenIds,
+    SamplingFields,
+    Text,
+    Texts,
+    request_body,
+)
+from service.compat.compat_request import (
+    CommonRequestFields,
+    Compat,
+    DecodedSample,
+    finish_reason,
+    large_json_response,
+    name_of,
+    usage,
+    weight_version_spans,
+)
+from service.compat.logprobs import NumLogprobs
+from service.compat.openai_errors import OpenAIRoute
+from service.compat.openai_stream import (
+    STREAM_RESPONSES,
+    StreamFields,
+    stream_response,
+    unix_time,
+)
+from service.http.errors import InvalidRequest
+from service.rollouts.rollout import Rollout
+from service.server import Server
+
+router = APIRouter(route_class=OpenAIRoute)
+
+Drawn = Sequence[tuple[int, SampleAnswer]]
+"""Samples with the index of their group."""
+
+NOTHING_SAMPLED: dict[str, Any] = {"token_ids": [], "logprobs": [], "versions": []}
+
+
+class CompletionBody(SamplingFields, CommonRequestFields, StreamFields):
+    """Body of a completion request; `logprobs` is the number of top logprobs per sampled token.
+
+    `echo` returns the prompt before the response, with logprobs; lm-eval uses it.
+    """
+
+    prompt: Text | Texts | TokenIds | ListsOfTokenIds
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = 16
+    echo: Flag = False
+    logprobs: NumLogprobs | None = None
+    prompt_logprobs: NumLogprobs | None = None
+    return_tokens_as_token_ids: Flag = False
+    add_special_tokens: bool = True
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """Number of top logprobs per prompt token; None: the prompts are not scored."""
+        return self.logprobs if self.echo else self.prompt_logprobs
+
+    def check(self) -> None:
+        self.check_stream()
+        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidRequest.of_parameter("prompt_logprobs", "not supported with stream: true")
+        if self.echo:
+            self._check_echo()
+        elif self.max_tokens == 0:
+            raise InvalidRequest.of_parameter("max_tokens", "0 is allowed only with echo")
+
+    def _check_echo(self) -> None:
+        """Reject more than one sample: a short request could return its prompt a thousand times."""
+        if self.n > 1:
+            raise InvalidRequest.of_parameter("echo", "not supported with n above 1")
+        if self.stream:
+            raise InvalidRequest.of_parameter("echo", "not supported with stream: true")
+        if self.prompt_logprobs is not None:
+            raise InvalidRequest.of_parameter(
+                "prompt_logprobs", "not supported with echo: use logprobs"
+            )
+
+
+@router.post(
+    "/v1/completions", responses=STREAM_RESPONSES, openapi_extra=request_body(CompletionBody)
+)
+@requires_role("rollout")
+async def complete(call: Compat) -> Response:
+    body = await call.read(CompletionBody)
+    body.check()
+    adapter = call.resolve_adapter(body.model)
+    logprobs.check(call.server, logprobs=body.logprobs, prompt_logprobs=body.prompt_logprobs)
+    prompts = await call.tokenize(lambda: _prompts(body))
+    # With max_tokens 0 vLLM also samples one token and leaves it out of the answer.
+    most = body.max_tokens if body.max_tokens != 0 else 1
+    request = body.rollout_request(prompts, body, most, adapter)
+    prompt_scores = await logprobs.compute_prompt_logprobs(
+        call, request, prompts, body.num_prompt_logprobs
+    )
+    rollout = await call.start(request, cache_salt=body.cache_salt, num_top_logprobs=body.logprobs)
+    builder = CompletionBuilder(
+        body=body, rollout=rollout, prompts=prompts, prompt_scores=prompt_scores
+    )
+    if body.stream:
+        return _stream_response(call.server, builder)
+    answer = await call.wait(rollout)
+    decoded = await call.decode(answer)
+    named = await builder.with_token_names(
+        call.server, [(group.index, sample) for group, sample, _ in decoded]
+    )
+    return await large_json_response(lambda: _answer(call.server, answer, named, decoded))
+
+
+def _prompts(body: CompletionBody) -> list[Prompt]:
+    prompt_param = body.prompt
+    if isinstance(prompt_param, str):
+        return _texts(body, [prompt_param])
+    if not prompt_param:
+        raise InvalidRequest.of_parameter("prompt", "must not be empty")
+    if isinstance(prompt_param[0], int):
+        return [Prompt.model_validate({"token_ids": prompt_param})]
+    if isinstance(prompt_param[0], str):
+        return _texts(body, prompt_param)
+    return [_tokens(prompt) for prompt in prompt_param]
+
+
+def _texts(body: CompletionBody, prompt_param: Sequence[object]) -> list[Prompt]:
+    if not body.add_special_tokens:
+        raise InvalidRequest.of_parameter(
+            "add_special_tokens",
+            "false is not supported for text: send the token ids that /tokenize returns",
+        )
+    return [Prompt.model_validate({"text": text}) for text in prompt_param]
+
+
+def _tokens(prompt_param: object) -> Prompt:
+    if not prompt_param:
+        raise InvalidRequest.of_parameter("prompt", "must not contain an empty prompt")
+    return Prompt.model_validate({"token_ids": prompt_param})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionBuilder:
+    """Inputs of a choice other than its sample."""
+
+    body: CompletionBody
+    rollout: Rollout
+    prompts: list[list[int]]
+    prompt_scores: logprobs.PromptLogprobs
+    name: logprobs.TokenName = logprobs.id_name
+    echoed: list[str] | None = None
+
+    async def with_token_names(self, server: Server, drawn: Drawn) -> "CompletionBuilder":
+        """Copy of the builder with the texts of all tokens and of echoed prompts."""
+        name, echoed = self.name, None
+        if self.body.logprobs is not None:
+            as_ids = self.body.return_tokens_as_token_ids
+            tokens = partial(self._tokens, drawn)
+            name = await logprobs.token_names(server.tokenizer, tokens, as_ids=as_ids)
+        if self.body.echo:
+            echoed = await _prompt_texts(server, self.body.prompt, self.prompts)
+        return replace(self, name=name, echoed=echoed)
+
+    def _tokens(self, drawn: Drawn) -> Iterator[int]:
+        for group, sample in drawn:
+            yield from logprobs.sample_token_ids(sample, self._places(group, sample))
+            if self.body.echo and self.prompt_scores is not None:
+                yield from self.prompts[group]
+                yield from logprobs.top_token_ids(self.prompt_scores[group])
+
+    def choice(self, group: int, sample: SampleAnswer, text: str) -> dict[str, Any]:
+        """Choice of one sample.
+
+        Its index counts the n samples of each prompt consecutively, in prompt order, as clients
+        expect.
+        """
+        if self.body.max_tokens == 0:
+            text, sample = "", sample.model_copy(update=NOTHING_SAMPLED)
+        choice = {
+            "index": group * self.body.n + sample.index,
+            "text": text if self.echoed is None else self.echoed[group] + text,
+            "finish_reason": finish_reason(sample),
+            "stop_reason": None,
+            "logprobs": None if self.body.logprobs is None else self._logprobs(group, sample),
+            "prompt_logprobs": None
+            if self.body.echo
+            else logprobs.as_prompt_logprobs(self.prompt_scores, group),
+            "weight_versions": weight_version_spans(sample),
+        }
+        if self.body.return_token_ids:
+            choice |= {"prompt_token_ids": self.prompts[group], "token_ids": sample.token_ids}
+        return choice
+
+    def _logprobs(self, group: int, sample: SampleAnswer) -> dict[str, Any]:
+        per_token = [] if not sample.token_ids else self._places(group, sample)
+        if not self.body.echo:
+            return logprobs.completion_logprobs(
+                sample.token_ids, sample.logprobs, per_token, self.name
+            )
+        assert self.prompt_scores is not None, "logprobs of what is echoed were computed"
+        prompt, before = self.prompts[group], self.prompt_scores[group]
+        return logprobs.completion_logprobs(
+            [*prompt, *sample.token_ids],
+            [*_prompt_token_logprobs(prompt, before), *sample.logprobs],
+            [*before, *(per_token or [[]] * len(sample.token_ids))],
+            self.name,
+        )
+
+    def _places(self, group: int, sample: SampleAnswer) -> list[TopLogprobs]:
+        return logprobs.sample_logprobs(self.rollout, group, sample.index)
+
+
+def _answer(
+    server: Server,
+    answer: RolloutAnswer,
+    builder: CompletionBuilder,
+    decoded: Sequence[DecodedSample],
+) -> dict[str, Any]:
+    choices = [builder.choice(group.index, sample, text) for group, sample, text in decoded]
+    return {**_head(server, answer.id, builder.body), "choices": choices, "usage": usage(answer)}
+
+
+def _head(server: Server, rollout_id: str, body: CompletionBody) -> dict[str, Any]:
+    return {
+        "id": f"cmpl-{rollout_id}",
+        "object": "text_completion",
+        "created": unix_time(),
+        "model": name_of(server, body.model),
+    }
+
+
+def _stream_response(server: Server, builder: CompletionBuilder) -> Response:
+    async def chunk(group: int, sample: SampleAnswer) -> dict[str, Any]:
+        named = await builder.with_token_names(server, [(group, sample)])
+        text = await server.tokenizer.text(sample.token_ids)
+        return {"choices": [named.choice(group, sample, text)]}
+
+    rollout, body = builder.rollout, builder.body
+    head = _head(server, rollout.id, body)
+    return stream_response(server, rollout, head, chunk, body.stream_options)
+
+
+async def _prompt_texts(server: Server, given: Any, prompts: Sequence[list[int]]) -> list[str]:
+    """Texts of the prompts: as they were sent, or decoded from the token ids that were sent."""
+    if isinstance(given, str):
+        return [given]
+    if isinstance(given[0], str):
+        return list(given)
+    return [await server.tokenizer.whole_text(prompt) for prompt in prompts]
+
+
+def _prompt_token_logprobs(
+    prompt: Sequence[int], per_token: Sequence[TopLogprobs]
+) -> list[float | None]:
+    """Logprob of each prompt token; None for the first token."""
+    found = [{r.token_id: r.logprob for r in candidates} for candidates in per_token]
+    return [
+        logprob_by_token.get(token) for token, logprob_by_token in zip(prompt, found, strict=True)
+    ]

@@ -1,0 +1,220 @@
+"""vLLM's routes for token ids: generation, tokenization and detokenization."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Response
+from pydantic import Field
+
+from coppice.wire.base import TokenIds
+from coppice.wire.rollouts import MAX_TOKENS, RolloutAnswer, SampleAnswer
+from engine.types import TopLogprobs
+from service.auth.access import requires_role
+from service.compat import logprobs
+from service.compat.bodies import CompatModel, Flag, MaxTokens, SamplingFields, request_body
+from service.compat.compat_request import (
+    SAMPLE_RESPONSES,
+    CommonRequestFields,
+    Compat,
+    finish_reason,
+    large_json_response,
+    usage,
+    weight_version_spans,
+)
+from service.compat.logprobs import NumLogprobs
+from service.compat.openai_chat import ChatBody, ChatMessage, Tool
+from service.compat.openai_errors import OpenAIRoute, as_openai
+from service.http.errors import AdapterNotFound, InvalidRequest, NoChatTemplate
+from service.http.responses import (
+    ADMIN_ERRORS,
+    BODY_ERRORS,
+    JSON,
+    declare_responses,
+    json_response,
+)
+from service.rollouts.rollout import Rollout
+from service.server import Server
+
+generation = APIRouter()
+tokenization = APIRouter(route_class=OpenAIRoute)
+
+MAX_BODY_BYTES = 2**20
+"""Largest body of the tokenizer's routes: several times the longest contexts.
+
+All callers share one tokenizer thread.
+"""
+TOKENIZE_RESPONSES = as_openai(
+    declare_responses({200: JSON}, *ADMIN_ERRORS, *BODY_ERRORS, AdapterNotFound, NoChatTemplate)
+)
+
+
+class GenerateSampling(SamplingFields):
+    """Sampling parameters.
+
+    `logprobs` 0 and 1 return the logprobs of the sampled tokens only, larger values also the top-k
+    logprobs.
+    """
+
+    max_tokens: MaxTokens | None = None
+    logprobs: NumLogprobs | None = None
+    prompt_logprobs: NumLogprobs | None = None
+
+    @property
+    def num_top_logprobs(self) -> int:
+        """Number of top logprobs; zero for `logprobs` 1.
+
+        A client that sends 1 reads the sampled token's logprob and requires that there is no other.
+        """
+        return self.logprobs if self.logprobs is not None and self.logprobs > 1 else 0
+
+
+class GenerateBody(CommonRequestFields):
+    """Body of a generate request; without max_tokens a response may fill the context."""
+
+    token_ids: Annotated[TokenIds, Field(min_length=1, max_length=MAX_TOKENS)]
+    sampling_params: GenerateSampling = GenerateSampling()
+    request_id: Annotated[str, Field(max_length=256)] | None = None
+    stream: Literal[False] | None = False
+
+
+class TokenizeBody(CompatModel):
+    """Body of a tokenize request: a text in `prompt`, or chat `messages`."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: Flag = False
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: Annotated[list[Tool], Field(max_length=1024)] | None = None
+
+    def chat(self) -> ChatBody:
+        assert self.messages is not None, "the chat form"
+        return ChatBody(
+            messages=self.messages,
+            tools=self.tools,
+            chat_template_kwargs=self.chat_template_kwargs,
+            add_generation_prompt=self.add_generation_prompt,
+        )
+
+
+class DetokenizeBody(CompatModel):
+    model: str | None = None
+    tokens: TokenIds
+
+
+@generation.post(
+    "/inference/v1/generate", responses=SAMPLE_RESPONSES, openapi_extra=request_body(GenerateBody)
+)
+@requires_role("rollout")
+async def generate(call: Compat) -> Response:
+    body = await call.read(GenerateBody)
+    adapter = call.resolve_adapter(body.model)
+    params, prompts = body.sampling_params, [body.token_ids]
+    logprobs.check(call.server, logprobs=params.logprobs, prompt_logprobs=params.prompt_logprobs)
+    request = body.rollout_request(prompts, params, params.max_tokens, adapter)
+    prompt_scores = await logprobs.compute_prompt_logprobs(
+        call, request, prompts, params.prompt_logprobs
+    )
+    rollout = await call.start(
+        request, cache_salt=body.cache_salt, num_top_logprobs=params.num_top_logprobs
+    )
+    answer = await call.wait(rollout)
+    return await large_json_response(lambda: _answer(answer, body, rollout, prompt_scores))
+
+
+@tokenization.post(
+    "/tokenize", responses=TOKENIZE_RESPONSES, openapi_extra=request_body(TokenizeBody)
+)
+@requires_role("rollout")
+async def tokenize(call: Compat) -> Response:
+    body = await call.read(TokenizeBody, limit=MAX_BODY_BYTES)
+    call.resolve_adapter(body.model)
+    server = call.server
+    tokens = await _tokens(server, body)
+    answer = {
+        "count": len(tokens),
+        "max_model_len": server.engine.info.max_context_tokens,
+        "tokens": tokens,
+        "token_strs": await server.tokenizer.pieces(tokens) if body.return_token_strs else None,
+    }
+    return json_response(answer)
+
+
+@tokenization.post(
+    "/detokenize", responses=TOKENIZE_RESPONSES, openapi_extra=request_body(DetokenizeBody)
+)
+@requires_role("rollout")
+async def detokenize(call: Compat) -> Response:
+    body = await call.read(DetokenizeBody, limit=MAX_BODY_BYTES)
+    call.resolve_adapter(body.model)
+    info = call.server.engine.info
+    if len(body.tokens) > info.max_context_tokens:
+        raise InvalidRequest.of_parameter(
+            "tokens", f"at most {info.max_context_tokens} tokens, the model's context length"
+        )
+    if max(body.tokens, default=0) >= info.vocab_size:
+        raise InvalidRequest.of_parameter("tokens", f"token ids must be below {info.vocab_size}")
+    return json_response({"prompt": await call.server.tokenizer.whole_text(body.tokens)})
+
+
+def _answer(
+    answer: RolloutAnswer,
+    body: GenerateBody,
+    rollout: Rollout,
+    prompt_scores: logprobs.PromptLogprobs,
+) -> dict[str, Any]:
+    with_logprobs = body.sampling_params.logprobs is not None
+    samples = answer.groups[0].samples
+    return {
+        "request_id": body.request_id or answer.id,
+        "choices": [_choice(sample, with_logprobs, rollout) for sample in samples],
+        "prompt_token_ids": body.token_ids if body.return_token_ids else None,
+        "prompt_logprobs": logprobs.as_prompt_logprobs(prompt_scores, 0),
+        "usage": usage(answer),
+    }
+
+
+def _choice(sample: SampleAnswer, with_logprobs: bool, rollout: Rollout) -> dict[str, Any]:
+    per_token = logprobs.sample_logprobs(rollout, 0, sample.index)
+    return {
+        "index": sample.index,
+        "token_ids": sample.token_ids,
+        "finish_reason": finish_reason(sample),
+        "logprobs": {"content": _content(sample, per_token)} if with_logprobs else None,
+        "weight_versions": weight_version_spans(sample),
+    }
+
+
+def _content(sample: SampleAnswer, per_token: Sequence[TopLogprobs]) -> list[dict[str, Any]]:
+    """Logprobs with the token under both names.
+
+    vLLM 0.32 renamed `token` to `token_id`; this supports clients of either version.
+    """
+    others = [logprobs.as_chat_logprobs(candidates) for candidates in per_token] or [[]] * len(
+        sample.token_ids
+    )
+    return [
+        {
+            "token": logprobs.id_name(token),
+            "token_id": token,
+            "logprob": logprob,
+            "top_logprobs": more,
+        }
+        for token, logprob, more in zip(sample.token_ids, sample.logprobs, others, strict=True)
+    ]
+
+
+async def _tokens(server: Server, body: TokenizeBody) -> list[int]:
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequest.of_parameter("prompt", "send either prompt or messages")
+    if body.prompt is not None:
+        special = body.add_special_tokens is not False
+        return await server.tokenizer.encoded(body.prompt, add_special_tokens=special)
+    if body.add_special_tokens:
+        raise InvalidRequest.of_parameter(
+            "add_special_tokens",
+            "not supported with messages: the chat template adds the special tokens",
+        )
+    return await server.tokenizer.rendered(body.chat().chat_request())
