@@ -73,13 +73,13 @@ async def authorize(request: Request) -> ApiKey:
     """
     access = declared_access(request.scope["endpoint"])
     if access is None:
-        log.error("route without an access rule: every request is refused")
+        log.error("route without an access declaration: every request is refused")
         raise Forbidden()
     _check_browser(request, access)
     key = ANONYMOUS if access.public else _authenticate(request)
     key_name.set(None if access.public else key.name)
     if access.role is not None and access.role not in key.roles:
-        raise Forbidden(f"the key lacks the role {access.role}")
+        raise Forbidden(f"the API key lacks the role {access.role}")
     return key
 
 
@@ -121,7 +121,7 @@ def _authenticate_local(request: Request) -> ApiKey:
     A web page in a local browser can reach loopback too; the browser then sends Origin.
     """
     if "origin" in request.headers:
-        raise Forbidden("a server without keys takes no requests from web pages")
+        raise Forbidden("a server without API keys accepts no requests from web pages")
     return LOCAL_KEY
 
 

@@ -70,7 +70,7 @@ def read_keys(file: Path) -> tuple[ApiKeyEntry, ...]:
     """Read the keys file; raises SettingsError, which never quotes the file's content."""
     entries = _parse_entries(read_yaml(file), str(file))
     if not entries:
-        raise SettingsError(f"{file}: holds no key; 'coppice new-key' makes one")
+        raise SettingsError(f"{file}: contains no key; create one with 'coppice new-key'")
     for field in ("name", "sha256"):
         if len({getattr(entry, field) for entry in entries}) < len(entries):
             raise SettingsError(f"{file}: two keys have the same {field}")
@@ -146,9 +146,9 @@ class Keyring:
         try:
             self._entries = read_keys(file)
         except SettingsError as error:
-            log.error("the keys file cannot be used, the previous keys stay valid: %s", error)
+            log.error("the keys file is invalid, the previous keys stay valid: %s", error)
         else:
-            log.info("keys reloaded", extra={"keys": [entry.name for entry in self._entries]})
+            log.info("API keys reloaded", extra={"keys": [entry.name for entry in self._entries]})
 
 
 def _signature(file: Path) -> _Signature:

@@ -72,7 +72,7 @@ async def read_small_json(request: Request, model: type[Model]) -> Model:
 async def read_body(request: Request, *, limit: int) -> bytes:
     media_type = request.headers.get("content-type", "application/json").partition(";")[0].strip()
     if media_type.lower() != "application/json":
-        raise UnsupportedMediaType("send application/json")
+        raise UnsupportedMediaType("the Content-Type of the body must be application/json")
     return b"".join([chunk async for chunk in stream_body(request, limit=limit)])
 
 
@@ -95,12 +95,12 @@ async def stream_body(request: Request, *, limit: int) -> AsyncIterator[bytes]:
     """Chunks of the body; raises BodyTooLarge as soon as `limit` is known to be exceeded."""
     content_length = request.headers.get("content-length", "0")
     if content_length.isdecimal() and int(content_length) > limit:
-        raise BodyTooLarge(f"at most {limit} bytes are taken")
+        raise BodyTooLarge(f"the body exceeds the limit of {limit} bytes")
     received = 0
     async for chunk in request.stream():
         received += len(chunk)
         if received > limit:
-            raise BodyTooLarge(f"at most {limit} bytes are taken")
+            raise BodyTooLarge(f"the body exceeds the limit of {limit} bytes")
         yield chunk
 
 
@@ -116,7 +116,7 @@ def fault(error: ValidationError) -> InvalidJson | InvalidRequest:
         {"location": ".".join(map(str, fault["loc"])), "message": fault["msg"]}
         for fault in field_errors[:16]
     ]
-    return InvalidRequest(f"{error.error_count()} field(s) are wrong", errors=listed or None)
+    return InvalidRequest(f"{error.error_count()} field(s) are invalid", errors=listed or None)
 
 
 def _field_errors(error: ValidationError) -> list[ErrorDetails]:

@@ -30,7 +30,7 @@ class ConnectionMetrics:
         )
         self.limit = Gauge(
             "coppice_connections_limit",
-            "Connections of a port that are served at most",
+            "Maximum number of connections per port",
             registry=registry,
         )
         self.shed = Counter(

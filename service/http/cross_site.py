@@ -42,8 +42,8 @@ class AllowedHosts:
         """
         if not all(self._allows(host) for host in headers.getlist("host")):
             raise Forbidden(
-                "a server without keys does not answer to the name in Host: "
-                "add it to server.allowed_hosts, or use an IP address"
+                "a server without API keys accepts only known names in Host: "
+                "add the name to server.allowed_hosts, or use an IP address"
             )
 
     def _allows(self, host: str) -> bool:
@@ -58,10 +58,10 @@ def check_site(headers: Headers, *, page: bool) -> None:
     """
     site = headers.get("sec-fetch-site", "none").lower()
     if site not in ("same-origin", "none") and not (page and _is_navigation(headers)):
-        raise Forbidden("requests of another site's pages are not taken")
+        raise Forbidden("requests from web pages of other sites are not allowed")
     origin = headers.get("origin")
     if origin is not None and urlsplit(origin).netloc.lower() != headers.get("host", "").lower():
-        raise Forbidden("requests of another site's pages are not taken")
+        raise Forbidden("requests from web pages of other sites are not allowed")
 
 
 def refuse_browsers(headers: Headers) -> None:
@@ -73,7 +73,7 @@ def refuse_browsers(headers: Headers) -> None:
     """
     agent = headers.get("user-agent", "").lower()
     if agent.startswith("mozilla/") or any(mark in headers for mark in MARKS):
-        raise Forbidden("this changes something: browsers must send POST")
+        raise Forbidden("the route changes state: browsers must use POST")
 
 
 def _is_navigation(headers: Headers) -> bool:

@@ -73,12 +73,12 @@ class FairExecutor:
         of_key = sum(job.num_bytes for job in self._queues.get(queue, ()))
         if of_key and of_key + num_bytes > self._limits.key_bytes:
             raise QuotaExceeded(
-                "too many bytes of this key's requests wait to be processed; send them later",
+                "too many bytes of requests of this API key are queued: repeat the request later",
                 retry_after_seconds=RETRY_SECONDS,
             )
         if self._waiting_bytes + num_bytes > self._limits.total_bytes:
             raise Overloaded(
-                "too many bytes of requests wait to be processed; send it later",
+                "too many bytes of requests are queued: repeat the request later",
                 retry_after_seconds=RETRY_SECONDS,
             )
 

@@ -166,7 +166,7 @@ class _Scan:
             self._num_values += _STRING.sub(b"", self._body[start:end]).count(b",")
         if self._num_values > self._limits.values:
             raise BodyTooLarge(
-                f"the JSON holds more than {self._limits.values} values; send several requests"
+                f"the JSON has more than {self._limits.values} values: send several requests"
             )
 
     def _separate(self, end: int) -> None:
@@ -209,7 +209,7 @@ class _Scan:
         self._num_containers += 1
         if self._num_containers > self._limits.containers:
             raise BodyTooLarge(
-                f"the JSON holds more than {self._limits.containers} objects and arrays; "
+                f"the JSON has more than {self._limits.containers} objects and arrays: "
                 "send several requests"
             )
         if len(self._open) == MAX_DEPTH:
@@ -237,7 +237,9 @@ class _Scan:
             self._outline.cuts[around.start].append(comma)
             around.piece = comma + 1
         elif around.piece < closed.gap:
-            raise InvalidJson("a long array or object follows no comma, or its key is too long")
+            raise InvalidJson(
+                "an array or object is not preceded by a comma, or its key is too long"
+            )
         self._outline.nested[around.piece] = closed.start
 
 

@@ -83,11 +83,11 @@ class LimitsMiddleware:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         if head_bytes(scope) > self._limits.max_header_bytes:
-            too_large = HeadersTooLarge(f"at most {self._limits.max_header_bytes} bytes are taken")
+            too_large = HeadersTooLarge(f"the limit is {self._limits.max_header_bytes} bytes")
             return await error_response(scope, too_large)(scope, receive, send)
         if CROWDED in scope.get("extensions", {}) and scope["path"] not in PROBES:
             error = Overloaded(
-                "the server has as many connections as limits.max_connections allows",
+                "the limit of open connections is reached (limits.max_connections)",
                 retry_after_seconds=CROWDED_RETRY_SECONDS,
             )
             return await error_response(scope, error)(scope, receive, send)
@@ -126,7 +126,9 @@ class _TimedBody:
             async with asyncio.timeout_at(self._deadline):
                 message = await self._receive()
         except TimeoutError:
-            raise RequestTimeout(f"no {BLOCK_BYTES} bytes in {self._seconds:g} s") from None
+            raise RequestTimeout(
+                f"less than {BLOCK_BYTES} bytes of the body arrived in {self._seconds:g} s"
+            ) from None
         self._count(message)
         return message
 

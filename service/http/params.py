@@ -23,7 +23,7 @@ def label(text: str, parameter: str = "version") -> str:
         return _LABEL.validate_python(text)
     except ValidationError as error:
         raise InvalidRequest.of_parameter(
-            parameter, "1 to 64 letters, digits, dots, dashes and underscores"
+            parameter, "must be 1 to 64 letters, digits, dots, dashes and underscores"
         ) from error
 
 
@@ -45,7 +45,9 @@ def _sequence(text: str | None) -> int | None:
     try:
         return _SEQUENCE.validate_strings(text if _INTEGER.fullmatch(text) else "")
     except ValidationError as error:
-        raise InvalidRequest.of_parameter("sequence", "an integer from 0 to 2^53 - 1") from error
+        raise InvalidRequest.of_parameter(
+            "sequence", "must be an integer from 0 to 2^53 - 1"
+        ) from error
 
 
 def wait_seconds(query: QueryParams) -> float:
@@ -53,7 +55,9 @@ def wait_seconds(query: QueryParams) -> float:
     if text is None:
         return 0.0
     if not _NUMBER.fullmatch(text) or float(text) > MAX_WAIT_SECONDS:
-        raise InvalidRequest.of_parameter("wait", f"seconds from 0 to {MAX_WAIT_SECONDS:.0f}")
+        raise InvalidRequest.of_parameter(
+            "wait", f"must be a number of seconds from 0 to {MAX_WAIT_SECONDS:.0f}"
+        )
     return float(text)
 
 
@@ -69,10 +73,10 @@ def _single_param(query: QueryParams, name: str, *others: str) -> str | None:
     """
     unknown = query.keys() - {name, *others}
     if unknown:
-        raise InvalidRequest.of_parameter(min(unknown), "there is no such parameter")
+        raise InvalidRequest.of_parameter(min(unknown), "unknown query parameter")
     values = query.getlist(name)
     if len(values) > 1:
-        raise InvalidRequest.of_parameter(name, "given more than once")
+        raise InvalidRequest.of_parameter(name, "must not be repeated")
     return values[0] if values else None
 
 
@@ -92,7 +96,7 @@ def negotiate_format(accept: str | None) -> ResponseFormat:
             return response_format
     if accepted & {ResponseFormat.JSON, "application/*", "*/*"}:
         return ResponseFormat.JSON
-    raise NotAcceptable(f"this server answers {', '.join(ResponseFormat)}")
+    raise NotAcceptable(f"the route responds with {', '.join(ResponseFormat)}")
 
 
 def accepts_file(accept: str | None) -> bool:
@@ -102,7 +106,7 @@ def accepts_file(accept: str | None) -> bool:
         return False
     if accepted & {"application/octet-stream", "application/*", "*/*"}:
         return True
-    raise NotAcceptable("this server answers application/octet-stream, application/json")
+    raise NotAcceptable("the route responds with application/octet-stream, application/json")
 
 
 def prefers_async(prefer: str | None) -> bool:

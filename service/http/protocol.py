@@ -168,7 +168,7 @@ class TimeoutProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def send_400_response(self, msg: str) -> None:
-        self._send_error(MalformedRequest("this is not HTTP that the server can read"))
+        self._send_error(MalformedRequest("the request could not be parsed as HTTP/1.1"))
 
     async def _hand_off(self, cycle: RequestResponseCycle, send: SendBody) -> None:
         """Let `send` write the body directly to the socket, bypassing the transport.
@@ -233,10 +233,10 @@ class TimeoutProtocol(HttpToolsProtocol):
         limit = self.limits.max_header_bytes
         self._framing_bytes = max(0, self._framing_bytes)
         if self._is_reading_head and self._head_bytes > limit:
-            self._send_error(HeadersTooLarge(f"at most {limit} bytes are taken"))
+            self._send_error(HeadersTooLarge(f"the limit is {limit} bytes"))
         elif not self._is_reading_head and self._framing_bytes > limit:
             self._send_error(
-                HeadersTooLarge(f"at most {limit} bytes of chunk extensions and trailers are taken")
+                HeadersTooLarge(f"the limit of chunk extensions and trailers is {limit} bytes")
             )
 
     def _watch_hangup(self) -> None:
@@ -287,7 +287,7 @@ class TimeoutProtocol(HttpToolsProtocol):
         if self.flow.read_paused:
             self._start_read_timer()
         elif self._is_reading_head and self._head_bytes:
-            self._send_error(RequestTimeout("the head did not come in time"))
+            self._send_error(RequestTimeout("the headers did not arrive in time"))
         else:
             self.transport.abort()
 

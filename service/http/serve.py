@@ -98,10 +98,12 @@ class GracefulShutdown:
 
     def _on_signal(self) -> None:
         if self._drain_task is None:
-            log.info("draining for up to %.0f s; a second signal ends at once", self._drain_seconds)
+            log.info(
+                "draining for up to %.0f s; a second signal stops at once", self._drain_seconds
+            )
             self._drain_task = asyncio.create_task(self._drain())
         else:
-            log.warning("ending at once")
+            log.warning("stopping at once")
             self._lifecycle.kill()
             self._drain_task.cancel()
             # Set here too: a task that is cancelled before its first step runs no code.
@@ -175,7 +177,7 @@ def run_server(
         try:
             failure = runner.run(_serve(server, lifecycle, settings, listener, operators))
         except SystemExit:  # uvicorn exits when the lifespan's startup fails
-            failure = lifecycle.health().reason or "the log says why"
+            failure = lifecycle.health().reason or "see the log"
     if failure is not None:
         raise StartFailed(f"the engine did not start: {failure}")
 
@@ -204,7 +206,7 @@ def _operators(app: FastAPI, settings: Settings) -> Iterator[OperatorsServer | N
         yield None
         return
     with open_listener(host, port) as listener:
-        log.info("operators: %s", server_url(listener))
+        log.info("serving operators on %s", server_url(listener))
         yield OperatorsServer(_config(app.state.operators, settings, lifespan="off"), listener)
 
 
@@ -264,7 +266,7 @@ async def _log_when_ready(
             return None
         if lifecycle.health().stage == "dead":
             server.should_exit = True
-            return lifecycle.health().reason or "it died"
+            return lifecycle.health().reason or "the engine died"
         await asyncio.sleep(POLL_SECONDS)
     log.info("ready: serving %s on %s", settings.engine.model, url)
     if settings.log.format == "human":

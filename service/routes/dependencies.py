@@ -58,7 +58,7 @@ async def _check_handle_local(handle: str, server: Annotated[Server, Depends(_se
         try:
             await server.cluster.check_local(replica_id)
         except ReplicaGone:
-            raise KvGone("the replica that had them has gone") from None
+            raise KvGone("the replica that had the prompt KV has left the cluster") from None
 
 
 AnyServer = Annotated[Server, Depends(_server)]

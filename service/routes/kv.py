@@ -54,7 +54,7 @@ async def get_handle(handle: str, request: Request, server: AnyServer, caller: C
     found = server.prompt_kv.get(handle, caller.name)
     layout = server.prompt_kv.layout(found)
     if version not in (None, layout.version):
-        raise KvVersionConflict(f"they are of {layout.version}")
+        raise KvVersionConflict(f"the prompt KV is of weights version {layout.version}")
     return json_response(layout)
 
 
@@ -77,7 +77,9 @@ async def agent(handle: str, server: AnyServer, caller: Caller) -> Response:
     server.prompt_kv.get(handle, caller.name)
     agent_info = server.prompt_kv.agent
     if agent_info is None:
-        raise KvNotFound("there are no one-sided reads here")
+        raise KvNotFound(
+            "the server does not offer one-sided reads (NIXL): read the data over HTTP"
+        )
     return json_response(agent_info)
 
 

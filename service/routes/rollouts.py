@@ -84,7 +84,7 @@ async def start(request: Request, server: AnyServer, caller: Caller) -> Response
     content = await server.bodies.content(request)
     body = await server.bodies.parsed(content, RolloutRequest)
     if body.kv is not None and "kv" not in caller.roles:
-        raise Forbidden("the key lacks the role kv, which prompt KV needs")
+        raise Forbidden("the API key lacks the role kv, which the export of prompt KV requires")
     owner = caller.name
     claim = None if key is None else await _claim(owner, key, content)
     starting = server.rollouts.start(body, owner=owner, detached=respond_async, claim=claim)

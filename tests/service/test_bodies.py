@@ -118,7 +118,7 @@ def test_errors_are_counted_and_the_first_ones_listed_up_to_a_limit(
 ) -> None:
     unknown: dict[str, Any] = {f"x{i}": 0 for i in range(number)}
     error = refused(json.dumps({**json.loads(asked()), **unknown}).encode(), parse)
-    assert error.detail == f"{number} field(s) are wrong"
+    assert error.detail == f"{number} field(s) are invalid"
     listed = 0 if number > MAX_FIELD_ERRORS else min(number, 16)
     assert len(error.errors or []) == listed
 

@@ -88,8 +88,8 @@ def test_file_contains_no_key(file: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("", "holds no key"),
-        ("[]", "holds no key"),
+        ("", "contains no key"),
+        ("[]", "contains no key"),
         ("keys: hunter2", "valid tuple"),
         ("- hunter2", "0: Input should be a valid dictionary"),
         ("- {name: a, roles: [root], sha256: hunter2}", "0.roles.0: Input should be 'rollout'"),

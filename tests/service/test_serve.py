@@ -106,7 +106,7 @@ def test_failed_lifespan_is_a_failed_start() -> None:
 
     life = ServerLifecycle()
     life.app.router.lifespan_context = fail
-    with pytest.raises(StartFailed, match="the engine did not start: the log says why"):
+    with pytest.raises(StartFailed, match="the engine did not start: see the log"):
         life.run(Settings())
 
 
