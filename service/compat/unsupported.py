@@ -167,8 +167,8 @@ def _is_neutral(value: Any, param: UnsupportedParam) -> bool:
 
 NCCL = (
     "weight transfer over NCCL is not supported: publish the weights over HTTP "
-    "(coppice.integrations.trl.install(), or PUT /v1/weights), or send the path of a directory of safetensors "
-    "files as weight_dir"
+    "(coppice.integrations.trl.install(), or PUT /v1/weights), or send the path of a directory of "
+    "safetensors files as weight_dir"
 )
 _TENSORS = (
     "weight transfer over NCCL and as pickled tensors is not supported: publish the weights over "
