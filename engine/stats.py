@@ -89,6 +89,11 @@ class SpeculationStats:
     cost_error_ratio: float = 0.0
     store_bytes: int = 0
 
+    @property
+    def acceptance_ratio(self) -> float:
+        """Accepted share of the tokens drafted since the last change of weights."""
+        return self.version_accepted / max(self.version_drafted, 1)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterPairStats:

@@ -23,8 +23,7 @@ from service.config.settings import Settings
 from service.http.bodies import Bodies
 from service.http.connections import Connections, connection_limit
 from service.kv_reuse.manager import KvReuseManager
-from service.observability.loop_lag import watch_loop_lag
-from service.observability.metrics import Metrics
+from service.observability.metrics import Metrics, watch_loop_lag
 from service.observability.readiness import Readiness
 from service.observability.tracing import Tracing
 from service.prompt_kv.manager import PromptKvManager
@@ -79,8 +78,8 @@ class Server:
             settings.directory,
             describe=replica_status.entry,
             is_standalone=registry is None and settings.directory.redis_url is None,
-            failed=lambda operation: self.metrics.directory_failures.labels(operation).inc(),
-            on_unshared_key=self.metrics.directory_unshared.inc,
+            failed=lambda operation: self.metrics.cluster.failures.labels(operation).inc(),
+            on_unshared_key=self.metrics.cluster.unshared_keys.inc,
         )
         self.checkpoints = CheckpointStore(
             settings.weights.directory, settings.weights.source_directories
@@ -101,13 +100,13 @@ class Server:
         )
         self.socket_sender = SocketSender(
             settings.kv,
-            on_sent=self.metrics.kv_sent_bytes.inc,
-            on_ended=lambda outcome: self.metrics.kv_transfers_ended.labels(outcome).inc(),
+            on_sent=self.metrics.prompt_kv.sent_bytes.inc,
+            on_ended=lambda outcome: self.metrics.prompt_kv.transfers_ended.labels(outcome).inc(),
         )
         self.adapters = AdapterManager(
             engine,
             AdapterFiles(self.checkpoints, max_bytes=settings.weights.max_upload_bytes),
-            on_load=lambda outcome: self.metrics.adapter_loads.labels(outcome).inc(),
+            on_load=lambda outcome: self.metrics.weights.adapter_loads.labels(outcome).inc(),
         )
         self.admission = Admission(settings.limits)
         self.rollouts = RolloutManager(
@@ -148,7 +147,7 @@ class Server:
             self.checkpoints,
             announcer,
             retain_superseded=settings.weights.retain_superseded,
-            on_received=self.metrics.record_upload,
+            on_received=self.metrics.weights.record_upload,
         )
         self.drafters = DrafterManager(engine, self.checkpoints)
         self.activation = Activation(
@@ -159,13 +158,13 @@ class Server:
             self.prompt_kv,
             announcer,
             run_to_completion=self.run_to_completion,
-            on_activated=self.metrics.record_activation,
+            on_activated=self.metrics.weights.record_activation,
         )
         downloader = WeightsDownloader(
             self.stager,
             self.checkpoints,
             settings.weights,
-            on_fetched=lambda method: self.metrics.weights_pulls.labels(method).inc(),
+            on_fetched=lambda method: self.metrics.weights.pulls.labels(method).inc(),
         )
         self._follower = Follower(
             self.cluster,
@@ -191,7 +190,7 @@ class Server:
     def _connections(self) -> Connections:
         return Connections(
             connection_limit(self.settings.limits.max_connections),
-            shed=lambda outcome: self.metrics.connections.shed.labels(outcome).inc(),
+            shed=lambda outcome: self.metrics.http.connections_shed.labels(outcome).inc(),
         )
 
     @asynccontextmanager
@@ -202,7 +201,7 @@ class Server:
         """
         self.checkpoints.open()
         starting = asyncio.create_task(self._start_engine())
-        lag = asyncio.create_task(watch_loop_lag(self.metrics.lag_seconds.observe))
+        lag = asyncio.create_task(watch_loop_lag(self.metrics.server.event_loop_lag.observe))
         try:
             async with self.cluster.running(), self.rollouts.running(), self.coordinator.running():
                 yield
@@ -284,7 +283,9 @@ class Server:
 
     def _count_failed(self, rollout: Rollout) -> None:
         """Count the groups that failed: they have no answer, callers get a problem document."""
-        self.metrics.groups.labels("failed").inc(len(rollout.groups) - len(rollout.answers()))
+        self.metrics.rollouts.groups.labels("failed").inc(
+            len(rollout.groups) - len(rollout.answers())
+        )
 
 
 def _create_registry(settings: DirectorySettings) -> ClusterRegistry:

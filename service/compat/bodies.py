@@ -100,7 +100,9 @@ def check_extra_fields(body: CompatModel, metrics: Metrics) -> None:
         for name, value in (nested.model_extra or {}).items():
             if value is None or unsupported.check_param(name, value):
                 continue
-            metrics.compat_fields.labels("dropped" if name in IGNORED_FIELDS else "unknown").inc()
+            metrics.http.compat_fields.labels(
+                "dropped" if name in IGNORED_FIELDS else "unknown"
+            ).inc()
 
 
 def _nested_models(value: object) -> Iterator[CompatModel]:

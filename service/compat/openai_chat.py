@@ -162,7 +162,7 @@ def _count_ignored(server: Server, options: dict[str, Any]) -> None:
     options that a template lacks.
     """
     ignored = options.keys() - server.engine.info.template_variables
-    server.metrics.compat_fields.labels("unknown").inc(len(ignored))
+    server.metrics.http.compat_fields.labels("unknown").inc(len(ignored))
 
 
 class ChatResponseBuilder:
@@ -235,7 +235,7 @@ class ChatResponseBuilder:
             chat_request = replace(chat_request, tools=())
         chat_response = await self._server.tokenizer.chat_response(sample.token_ids, chat_request)
         if not chat_response.parsed:
-            self._server.metrics.replies_not_parsed.inc()
+            self._server.metrics.http.replies_not_parsed.inc()
         return chat_response
 
     def _finish_reason(self, sample: SampleAnswer, chat_response: ChatResponse) -> str:

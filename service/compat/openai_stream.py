@@ -112,7 +112,7 @@ class _Stream:
 
     def _error(self, problem: Problem) -> bytes:
         """Error event in the format of vLLM's ErrorResponse."""
-        self.server.metrics.problems.labels(problem.code).inc()
+        self.server.metrics.http.problems.labels(problem.code).inc()
         error = {**with_openai_error(problem)["error"], "param": None, "code": problem.status}
         return _sse_event({"error": error})
 

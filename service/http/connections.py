@@ -7,9 +7,7 @@ the limit: probes are answered on them, and other requests get a 503 with Retry-
 
 import resource
 from collections.abc import Callable
-from typing import Literal, Protocol, get_args
-
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from typing import Literal, Protocol
 
 MAX_OPEN_FILES = 2**20
 RESERVED_FILES = 256
@@ -19,33 +17,6 @@ RESERVED_CONNECTIONS = 64
 """Connections accepted past the limit, for probes and refusals."""
 
 ShedOutcome = Literal["idle_closed", "refused", "dropped"]
-
-
-class ConnectionMetrics:
-    """Connection metrics of both ports."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self.open = Gauge(
-            "coppice_connections", "Open connections by port", ["port"], registry=registry
-        )
-        self.limit = Gauge(
-            "coppice_connections_limit",
-            "Maximum number of connections per port",
-            registry=registry,
-        )
-        self.shed = Counter(
-            "coppice_connections_shed",
-            "Connections closed or refused at the limit",
-            ["outcome"],
-            registry=registry,
-        )
-        for outcome in get_args(ShedOutcome):
-            self.shed.labels(outcome)
-
-    def update(self, callers: "Connections", operators: "Connections") -> None:
-        self.open.labels("callers").set(callers.num_open)
-        self.open.labels("operators").set(operators.num_open)
-        self.limit.set(callers.limit)
 
 
 class Closable(Protocol):

@@ -66,7 +66,7 @@ def error_response(
     scope: Scope, error: ServiceError, headers: Mapping[str, str] = NO_HEADERS
 ) -> Response:
     """The response to a failed request; also counts the problem in the metrics."""
-    scope["app"].state.server.metrics.problems.labels(error.kind.code).inc()
+    scope["app"].state.server.metrics.http.problems.labels(error.kind.code).inc()
     problem = error.problem(scope.get("coppice.request_id"))
     write: ProblemWriter = scope["app"].state.write_problem
     return problem_response(problem, headers={**error.headers, **headers}, write=write)
@@ -127,7 +127,7 @@ async def _redirect(request: Request, error: Exception) -> Response:
     assert isinstance(error, RedirectToReplica)
     query = request.scope["query_string"].decode("latin-1")
     location = error.url.rstrip("/") + quote(request.scope["path"]) + (query and f"?{query}")
-    request.app.state.server.metrics.directory_redirects.inc()
+    request.app.state.server.metrics.cluster.redirects.inc()
     return Response(status_code=307, headers={"Location": location})
 
 

@@ -65,8 +65,8 @@ class RequestContextMiddleware:
                 log_admin_call(scope, status)
 
     def _count(self, route: str, status: int, seconds: float) -> None:
-        self._metrics.requests.labels(route, str(status)).inc()
-        self._metrics.request_seconds.labels(route).observe(seconds)
+        self._metrics.http.requests.labels(route, str(status)).inc()
+        self._metrics.http.request_seconds.labels(route).observe(seconds)
 
 
 class LimitsMiddleware:

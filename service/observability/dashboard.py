@@ -7,11 +7,10 @@ import heapq
 from collections import defaultdict
 from typing import Any
 
-from prometheus_client import CollectorRegistry
-
 from coppice.wire.records import SampleRecord
 from coppice.wire.rollouts import SampleAnswer, VersionSpan
-from service.observability.status import status, update_gauges
+from engine.stats import SpeculationStats
+from service.observability.status import status
 from service.prompt_kv.handles import Handle
 from service.prompt_kv.manager import PromptKvManager
 from service.rollouts.group import Group
@@ -26,16 +25,8 @@ MAX_SEGMENTS = 256  # of one tree
 MAX_LEASES = 8
 
 
-SPECULATION_GAUGES = {
-    "coppice_speculation_acceptance_ratio": "acceptance",
-    "coppice_speculation_gain_ratio": "gain",
-}
-DRAFTS_METRIC = "coppice_speculation_drafts_total"
-
-
 def snapshot(server: Server) -> dict[str, Any]:
     state = status(server)
-    update_gauges(server)
     rollouts = server.rollouts.in_flight()
     return {
         "stage": state.stage,
@@ -53,26 +44,18 @@ def snapshot(server: Server) -> dict[str, Any]:
             for v in reversed(server.versions.all())
         ],
         "kv": {**_kv_arena(server.prompt_kv), "transfers": server.socket_sender.num_transfers},
-        "speculation": speculation(server.metrics.registry),
+        "speculation": speculation(server.engine.speculation()),
         "num_rollouts": len(rollouts),
         "rollouts": [_rollout(rollout) for rollout in rollouts[:MAX_ROLLOUTS]],
     }
 
 
-def speculation(registry: CollectorRegistry) -> dict[str, Any] | None:
-    """Acceptance, gain and numbers of drafts by length, read from the speculation metrics.
-
-    None until a draft was verified.
-    """
-    levels: dict[str, float] = {}
-    drafts: dict[int, float] = {}
-    for family in registry.restricted_registry([*SPECULATION_GAUGES, DRAFTS_METRIC]).collect():
-        for sample in family.samples:
-            if sample.name == DRAFTS_METRIC and sample.value:
-                drafts[int(sample.labels["length"])] = sample.value
-            elif sample.name in SPECULATION_GAUGES:
-                levels[SPECULATION_GAUGES[sample.name]] = sample.value
-    return {**levels, "drafts": sorted(drafts.items())} if drafts else None
+def speculation(stats: SpeculationStats) -> dict[str, Any] | None:
+    """Acceptance, gain and number of drafts by length; None until a draft was verified."""
+    drafts = sorted((length, number) for length, number in stats.drafts.items() if number)
+    if not drafts:
+        return None
+    return {"acceptance": stats.acceptance_ratio, "gain": stats.gain_ratio, "drafts": drafts}
 
 
 def _kv_arena(prompt_kv: PromptKvManager) -> dict[str, Any]:

@@ -232,7 +232,7 @@ def _check_keys(world: World, ended: list[Rollout]) -> None:
 
 
 def _counted(server: Server) -> dict[str, int]:
-    (metric,) = server.metrics.groups.collect()
+    (metric,) = server.metrics.rollouts.groups.collect()
     totals = {s.labels["outcome"]: int(s.value) for s in metric.samples if s.name.endswith("total")}
     return {outcome: count for outcome, count in totals.items() if count}
 

@@ -108,7 +108,7 @@ def test_label_is_grouped_by_only_where_a_series_has_it() -> None:
 
 def test_metrics_follow_the_prometheus_naming_rules() -> None:
     metrics = Metrics()
-    metrics.requests.labels("/v1/rollouts", "200").inc()
+    metrics.http.requests.labels("/v1/rollouts", "200").inc()
     text = "".join(
         line + "\n"
         for line in metrics.render().decode().splitlines()

@@ -74,12 +74,12 @@ def test_plan_needs_no_model_weights(tmp_path: Path) -> None:
 def test_step_counts_are_added_to_earlier_ones() -> None:
     metrics = Metrics()
     assert value(metrics, "graph_steps_total", outcome="hit") == 0
-    metrics.update_graphs(CudaGraphStats(num_graphs=9, measured_bytes=7, hits=10, mixed=2))
+    metrics.graphs.update(CudaGraphStats(num_graphs=9, measured_bytes=7, hits=10, mixed=2))
     misses = {(64, 3): 4, (8, 0): 1}
-    metrics.update_graphs(
+    metrics.graphs.update(
         CudaGraphStats(num_graphs=9, measured_bytes=7, hits=15, mixed=2, misses=misses)
     )
-    metrics.update_graphs(
+    metrics.graphs.update(
         CudaGraphStats(num_graphs=9, measured_bytes=7, hits=15, mixed=3, misses=misses)
     )
     assert value(metrics, "graphs") == 9

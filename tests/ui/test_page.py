@@ -3,14 +3,15 @@
 import asyncio
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from fastapi.routing import APIRoute
-from prometheus_client import CollectorRegistry, Counter, Gauge
 
+from engine.stats import SpeculationStats
 from service.app import create_app
 from service.observability.dashboard import MAX_GROUPS, MAX_LEASES, MAX_ROLLOUTS, speculation
 from tests.fake_engine import FakeEngine
@@ -169,19 +170,12 @@ async def test_events_list_the_arena_and_the_leases_that_expire_first(
 
 
 def test_speculation_is_shown_once_anything_was_drafted() -> None:
-    registry = CollectorRegistry()
-    assert speculation(registry) is None
-    Gauge("coppice_speculation_acceptance_ratio", "", registry=registry).set(0.625)
-    Gauge("coppice_speculation_gain_ratio", "", registry=registry).set(1.5)
-    drafts = Counter("coppice_speculation_drafts", "", ["length"], registry=registry)
-    drafts.labels("12")
-    assert speculation(registry) is None
-    for length, count in ((3, 4), (10, 1)):
-        drafts.labels(str(length)).inc(count)
-    assert speculation(registry) == {
+    stats = SpeculationStats(version_drafted=8, version_accepted=5, gain_ratio=1.5, drafts={12: 0})
+    assert speculation(stats) is None
+    assert speculation(replace(stats, drafts={10: 1, 3: 4})) == {
         "acceptance": 0.625,
         "gain": 1.5,
-        "drafts": [(3, 4.0), (10, 1.0)],
+        "drafts": [(3, 4), (10, 1)],
     }
 
 
