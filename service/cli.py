@@ -21,8 +21,8 @@ from engine.protocol import Engine
 from engine.runtime import process_setup
 from service.auth.keys import generate_key, read_keys
 from service.config.flags import with_settings_flags
-from service.config.settings import LogSettings, Settings, load_settings, redacted
-from service.config.sources import SettingsError
+from service.config.settings import LogSettings, Settings, redacted
+from service.config.sources import SettingsError, load_settings
 from service.observability.logs import configure_logging
 
 if TYPE_CHECKING:

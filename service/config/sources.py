@@ -1,14 +1,21 @@
-"""Sources of settings: flags, COPPICE_<SECTION>__<FIELD> variables and a YAML file.
+"""Loading of settings from flags, COPPICE_<SECTION>__<FIELD> variables and a YAML file.
 
-A source holds unparsed values by section and field; the settings tree validates them.
+Flags take precedence over variables, variables over the file, the file over defaults. A source
+holds unparsed values by section and field; the settings tree validates them.
 """
 
+import difflib
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from service.config.settings import Settings, settings_fields
 
 PREFIX = "COPPICE_"
 DELIMITER = "__"
@@ -71,7 +78,7 @@ def from_environment(environ: Mapping[str, str]) -> Source:
 def from_file(file: Path) -> Source:
     tree = read_yaml(file)
     if not isinstance(tree, dict | None):
-        raise SettingsError(f"{file}: must hold sections, such as 'server:'")
+        raise SettingsError(f"{file}: must be a mapping of sections, such as 'server:'")
     sections = {str(name): values for name, values in (tree or {}).items() if values is not None}
     return Source(values=sections, field_name=lambda *_: str(file))
 
@@ -106,4 +113,64 @@ def read_yaml(file: Path) -> object:
         line = error.problem_mark.line + 1 if error.problem_mark else "?"
         raise SettingsError(f"{file}: line {line}: {error.problem}") from None
     except (yaml.YAMLError, UnicodeDecodeError):
-        raise SettingsError(f"{file}: not a YAML text") from None
+        raise SettingsError(f"{file}: not valid YAML") from None
+
+
+def load_settings(
+    *,
+    flags: Mapping[str, str] | None = None,
+    environ: Mapping[str, str] | None = None,
+    file: Path | None = None,
+) -> Settings:
+    """Load and validate the settings; raises SettingsError.
+
+    `flags`: values by dotted path (`engine.block_size`).
+    """
+    sources = [
+        from_flags(flags or {}),
+        from_environment(os.environ if environ is None else environ),
+    ]
+    if file is not None:
+        sources.append(from_file(file))
+    try:
+        return Settings.model_validate(merge(sources))
+    except ValidationError as error:
+        raise SettingsError(*(_error_line(detail, sources) for detail in error.errors())) from None
+
+
+def _error_line(detail: ErrorDetails, sources: Sequence[Source]) -> str:
+    """Error message in one line. Never includes the value, which may be a secret."""
+    path = [str(part) for part in detail["loc"]]
+    text = detail["msg"].removeprefix("Value error, ")
+    if detail["type"] == "extra_forbidden":
+        text = "there is no such setting" + _suggestion(path)
+    origin = _origin(path, sources)
+    return f"{'.'.join(path)}: {text}" + (f" (from {origin})" if origin else "")
+
+
+def _suggestion(path: Sequence[str]) -> str:
+    known = [f"{section}.{name}" for section, name, _ in settings_fields()]
+    close = difflib.get_close_matches(".".join(path), known, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _origin(path: Sequence[str], sources: Sequence[Source]) -> str | None:
+    """Name that the setting has in its source: a flag, a variable or a file.
+
+    None for a known section as a whole, because several sources may contribute to it.
+    """
+    section, *rest = path
+    if rest:
+        names = (source.name_of(section, rest[0]) for source in sources)
+    else:
+        names = (
+            source.name_of_section(section)
+            for source in sources
+            if _is_sole_source(section, source)
+        )
+    return next(filter(None, names), None)
+
+
+def _is_sole_source(section: str, source: Source) -> bool:
+    """True if this source alone caused the error of the section."""
+    return section not in Settings.model_fields or not isinstance(source.values.get(section), dict)

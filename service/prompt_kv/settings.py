@@ -1,70 +1,63 @@
 """Settings section `kv`."""
 
 from pathlib import Path
-from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from engine.settings_types import BufferBytes, Bytes, PositiveInt, Seconds, SecondsOrZero, Section
 
 
-class KvSettings(BaseModel):
+class KvSettings(Section):
     """Location, lease and bandwidth settings of prompt KV, which `engine.prompt_kv` enables."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    directory: Annotated[Path, Field(description="shared-memory mount that prompt KV lies in")] = (
-        Path("/dev/shm")
+    directory: Path = Field(
+        Path("/dev/shm"), description="shared-memory mount for the prompt KV arena"
     )
-    capacity_bytes: Annotated[
-        int,
-        Field(ge=2**20, description="bytes that prompt KV takes; at most half of the mount's rest"),
-    ] = 256 * 2**20
-    segments_bytes: Annotated[
-        int,
-        Field(
-            ge=0,
-            description="bytes of the mount that prompts' segments and anchors take, for "
-            "reuse.mode recompute and anchors, at most half of its rest; 0: none, prompts are "
-            "computed",
-        ),
-    ] = 0
-    max_lease_seconds: Annotated[
-        float, Field(gt=0, description="seconds that a lease is granted or renewed for at most")
-    ] = 60.0
-    max_lifetime_seconds: Annotated[
-        float, Field(gt=0, description="seconds after which a lease cannot be renewed any more")
-    ] = 3600.0
-    grace_seconds: Annotated[
-        float,
-        Field(ge=0, description="seconds that bytes are left alone after a lease has run out"),
-    ] = 5.0
-    max_transfers: Annotated[
-        int,
-        Field(ge=1, description="downloads that are sent at a time; others wait for short turns"),
-    ] = 4
-    max_open_transfers: Annotated[
-        int,
-        Field(
-            ge=1,
-            description="downloads that are open at a time, those of slow readers included; one "
-            "key may have half of them; more are refused",
-        ),
-    ] = 256
-    min_bytes_per_second: Annotated[
-        float,
-        Field(
-            gt=0,
-            description="least bytes a second that a reader takes while it is waited for; a slower "
-            "one is cut off, and can continue with a range",
-        ),
-    ] = 2**18
-    slow_reader_seconds: Annotated[
-        float,
-        Field(gt=0, description="seconds of waiting over which kv.min_bytes_per_second counts"),
-    ] = 10.0
-    nixl: Annotated[
-        bool, Field(description="one-sided reads over NIXL are offered; needs the extra nixl")
-    ] = False
-    max_bytes_per_second: Annotated[
-        float | None,
-        Field(gt=0, description="most bytes a second of all downloads together; none: no bound"),
-    ] = None
+    capacity_bytes: BufferBytes = Field(
+        256 * 2**20,
+        description="size of the prompt KV arena, in bytes; at most half of the free space of "
+        "kv.directory",
+    )
+    segments_bytes: Bytes = Field(
+        0,
+        description="size of the cache for the KV of prompt spans and anchors (reuse.mode "
+        "recompute and anchors), in bytes; at most half of the free space of kv.directory; 0: all "
+        "prompts are prefilled",
+    )
+    max_lease_seconds: Seconds = Field(
+        60.0, description="maximum lease of a handle when granted or renewed, in seconds"
+    )
+    max_lifetime_seconds: Seconds = Field(
+        3600.0, description="time after which a lease cannot be renewed again, in seconds"
+    )
+    grace_seconds: SecondsOrZero = Field(
+        5.0,
+        description="time that KV is kept after its lease has expired, in seconds, for readers "
+        "that map the memory directly",
+    )
+    max_transfers: PositiveInt = Field(
+        4, description="maximum number of downloads sent concurrently; others wait for a turn"
+    )
+    max_open_transfers: PositiveInt = Field(
+        256,
+        description="maximum number of open downloads, including those of slow readers; one API "
+        "key may hold half of them; more are refused",
+    )
+    min_bytes_per_second: float = Field(
+        2**18,
+        gt=0,
+        description="minimum rate of a reader, in bytes per second; a slower download is closed, "
+        "and can be resumed with a Range header",
+    )
+    slow_reader_seconds: Seconds = Field(
+        10.0,
+        description="time over which kv.min_bytes_per_second is measured, in seconds",
+    )
+    nixl: bool = Field(
+        False, description="enables one-sided reads over NIXL; requires the extra nixl"
+    )
+    max_bytes_per_second: float | None = Field(
+        None,
+        gt=0,
+        description="maximum rate of all downloads together, in bytes per second; none: no limit",
+    )

@@ -9,7 +9,8 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 
-from service.config.settings import Settings, load_settings
+from service.config.settings import Settings
+from service.config.sources import load_settings
 from service.weights.replication.peers import Peers
 from tests.examples.nginx import EXAMPLE
 

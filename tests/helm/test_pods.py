@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from service.config.settings import load_settings
+from service.config.sources import load_settings
 from service.http.serve import GRACEFUL_SHUTDOWN_SECONDS
 from tests.helm.chart import (
     FILES,

@@ -15,8 +15,8 @@ from fastapi.routing import APIRoute
 from service.app import create_app
 from service.auth.access import declared_access
 from service.auth.audit_log import LOGGER
-from service.config.settings import LogSettings, load_settings
-from service.config.sources import SettingsError
+from service.config.settings import LogSettings
+from service.config.sources import SettingsError, load_settings
 from service.http.serve import open_listener, run_server, server_url
 from service.observability.logs import logging_config
 from tests.fake_engine import FakeEngine

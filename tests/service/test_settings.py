@@ -1,12 +1,13 @@
 """Sources of settings, refused values, and printed values."""
 
+import re
 from pathlib import Path
 
 import pytest
 from pydantic import BaseModel, SecretStr, ValidationError
 
-from service.config.settings import Settings, load_settings, redacted, settings_fields
-from service.config.sources import SettingsError, variable_name
+from service.config.settings import Settings, redacted, settings_fields
+from service.config.sources import SettingsError, load_settings, variable_name
 
 
 def refusal(
@@ -167,10 +168,11 @@ def test_every_field_has_a_description() -> None:
 
 
 def test_names_end_in_their_unit() -> None:
-    units = {"seconds": "_seconds", "bytes": "_bytes"}
     for section, name, field in settings_fields():
-        unit = (field.description or "").split()[0]
-        assert unit not in units or name.endswith(units[unit]), f"{section}.{name}"
+        unit = re.search(
+            r"^(seconds|bytes)\b|\bin (seconds|bytes)\b(?! per)", field.description or ""
+        )
+        assert unit is None or name.endswith(f"_{unit[1] or unit[2]}"), f"{section}.{name}"
 
 
 def test_secrets_are_masked() -> None:

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from service.config.settings import load_settings
-from service.config.sources import SettingsError
+from service.config.sources import SettingsError, load_settings
 from service.weights.replication.peers import Peers, parse_allowed
 
 ALLOWED = (
