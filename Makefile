@@ -22,40 +22,40 @@ once_more := --reruns 1 -raR
 pytest_in_two := OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 $(python) -m pytest \
 	--numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-serve: ## install if needed, then serve MODEL (the shipped seedling) on PORT (8000)
+serve: ## install if needed, then serve MODEL (default: the bundled small model) on PORT (default: 8000)
 	@$(setup) serve
 	@exec .venv/bin/coppice serve --port '$(PORT)' \
 		$(if $(MODEL),--model '$(MODEL)') $(if $(REVISION),--engine.revision '$(REVISION)')
 
-demo: ## see it learn: GRPO on the seedling for minutes, and build/demo/demo.png
+demo: ## train the small model with GRPO for a few minutes; writes build/demo/demo.png
 	@$(setup) dev
 	@PYTHONPATH=.:client $(python) -m examples.grpo --seed '$(SEED)' --out build/demo
 
-test: check coverage ## everything: the checks, then all tests
+test: check coverage ## the checks and all tests, as CI runs them
 	$(pytest_in_two) $(once_more) -m 'engine and not alone and not gpu'
 	$(python) -m pytest $(once_more) -m 'alone or gpu'
 
-test-fast: ## the tests that start no engine and are not slow; a minute
+test-fast: ## fast tests without an engine; takes a minute
 	@$(setup) dev
 	$(pytest_in_two) -m 'not engine and not gpu and not slow'
 
-coverage: ## the tests that start no engine, and whether they reach 95 % of service/
+coverage: ## tests without an engine; fails below 95 % line coverage of service/
 	@$(setup) dev
 	$(pytest_in_two) $(once_more) -m 'not engine and not gpu' \
 		--cov=service --cov-report=term-missing:skip-covered --cov-fail-under=95
 
-check: ## format, lint, types, and the HTTP contract
+check: ## check format, lint, types and the OpenAPI document
 	@$(setup) dev
 	$(python) -m ruff format --check .
 	$(python) -m ruff check .
 	$(python) -m mypy
 	$(python) -m openapi_spec_validator openapi.yaml
 
-bench: ## every benchmark, one after the other, and docs/benchmarks.md; hours
+bench: ## run all benchmarks and write docs/benchmarks.md; takes hours
 	@$(setup) dev
 	@scripts/bench.sh '$(python)'
 
-soak: ## clients that need Ray, 10,000 groups, 100,000 malformed requests, and a fleet that fails; writes docs/reliability.md; two demos more
+soak: ## long tests: clients with Ray, 10,000 groups, malformed requests, fleet failures; writes docs/reliability.md
 	@$(setup) dev
 	$(python) -m pytest -q tests/compat/with_ray.py
 	COPPICE_DRAWS=1 $(pytest_in_two) -m 'not engine and not gpu'
@@ -71,19 +71,19 @@ diagrams: ## render the Mermaid diagrams of README.md to docs/diagrams
 	@$(setup) dev
 	$(python) scripts/diagrams.py
 
-chart: ## write what the chart generates: schema, README, dashboard, golden renders
+chart: ## generate the chart's schema, README, dashboard and golden manifests
 	@$(setup) dev
 	@set -e; for part in schema readme dashboard golden; do $(python) -m helm.$$part; done
 
-lock: ## resolve requirements/*.txt anew
+lock: ## resolve requirements/*.txt again
 	@$(setup) dev
 	@scripts/lock.sh $(python)
 
-clean: ## remove the environment and everything that was built
+clean: ## remove the environments and all build outputs
 	rm -rf .venv .clients .verl .miles .arctic build dist client/build client/dist *.egg-info client/*.egg-info
 	rm -f kernels/shared_prefix_attention/libshared_prefix_attention.so kernels/draft_index/libdraft_index.so
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-help: ## this list
+help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18

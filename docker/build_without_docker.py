@@ -59,7 +59,7 @@ body = json.dumps({"groups": [group], "sampling": {"max_tokens": 32}}).encode()
 head = {"Content-Type": "application/json"}
 from kernels.draft_index import store
 from kernels.shared_prefix_attention import cpu
-assert store.is_built() and cpu.is_built(), "what is compiled"
+assert store.is_built() and cpu.is_built(), "compiled kernels are missing"
 answer = json.load(r.urlopen(r.Request(url + "/v1/rollouts", body, head)))
 assert r.urlopen(url + "/openapi.yaml").read().startswith(b"openapi:")
 print("outcome", answer["outcome"], [len(s["token_ids"]) for s in answer["groups"][0]["samples"]])
@@ -201,12 +201,18 @@ wait $server && echo "SIGTERM: exit status 0"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("dockerfile", type=Path)
-    parser.add_argument("--base", type=Path, required=True, help="a bare root that FROM stands for")
-    parser.add_argument("--work", type=Path, required=True, help="where the stages' roots are made")
-    parser.add_argument("--bind", action="append", default=[], help="a folder that RUN steps see")
+    parser.add_argument(
+        "--base", type=Path, required=True, help="root file system of the base image"
+    )
+    parser.add_argument(
+        "--work", type=Path, required=True, help="directory for the root file systems of the stages"
+    )
+    parser.add_argument(
+        "--bind", action="append", default=[], help="host directory that is mounted for RUN steps"
+    )
     options = parser.parse_args()
     if os.geteuid() != 0:
-        sys.exit("prove: chroot needs root")
+        sys.exit("build_without_docker: chroot requires root")
     options.work.mkdir(parents=True, exist_ok=True)
     stage = Builder(options.base, options.work, options.bind).build(options.dockerfile)
     size = subprocess.run(["du", "-sh", stage.root], capture_output=True, text=True, check=True)

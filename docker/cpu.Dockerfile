@@ -1,17 +1,17 @@
-# The server on a CPU, with the shipped model as its default.
+# The server on a CPU, with the bundled model as default.
 #   docker build -f docker/cpu.Dockerfile -t coppice:cpu .
-# For a build that can be repeated, pin the base: --build-arg BASE=debian:bookworm-slim@sha256:...
+# For a reproducible build, pin the base image: --build-arg BASE=debian:bookworm-slim@sha256:...
 ARG BASE=debian:bookworm-slim
 
 FROM ${BASE} AS build
-# Debian's package versions come and go with its security updates; the base and the lock decide.
+# Debian package versions are not pinned, because security updates remove old ones from the mirrors.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install -y --no-install-recommends ca-certificates python3-venv g++ \
     && python3 -m venv /opt/coppice
 WORKDIR /src
 COPY requirements/cpu.txt requirements/
-# Torch by itself, because its CPU build may be only on PyTorch's own index.
+# Torch separately, because its CPU build may be available only on PyTorch's own index.
 # hadolint ignore=DL3013
 RUN torch=$(grep '^torch==' requirements/cpu.txt) \
     && { /opt/coppice/bin/pip install -qq --no-cache-dir --no-deps "$torch" \
@@ -24,7 +24,7 @@ COPY service service
 COPY engine engine
 COPY kernels kernels
 COPY examples examples
-# What could not be compiled is left out of a wheel without a word: here it has to be there.
+# A wheel is built without kernels that cannot be compiled; the image must contain them.
 RUN /opt/coppice/bin/pip install -qq --no-cache-dir --no-deps --no-build-isolation ./client . \
     && /opt/coppice/bin/python -P -c "import kernels.draft_index.store as s; assert s.is_built()" \
     && { [ "$(uname -m)" != x86_64 ] \
@@ -38,8 +38,8 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/* \
     && install -d -o 10001 -g 10001 -m 0700 /cache
 COPY --from=build /opt/coppice /opt/coppice
-# /cache is all that is written to, beside /dev/shm; the root may be read-only.
-# USER stands in for a line in /etc/passwd, which torch looks for and a pod's own uid has not.
+# Only /cache and /dev/shm are written to; the root file system may be read-only.
+# torch needs a user name, which an arbitrary uid of a pod does not have in /etc/passwd.
 ENV USER=coppice \
     HOME=/cache \
     TMPDIR=/cache \

@@ -1,10 +1,10 @@
 # The server on NVIDIA GPUs; the driver comes from the host, CUDA from the wheels.
 #   docker build -f docker/gpu.Dockerfile -t coppice:gpu .
-# For a build that can be repeated, pin the base: --build-arg BASE=debian:bookworm-slim@sha256:...
+# For a reproducible build, pin the base image: --build-arg BASE=debian:bookworm-slim@sha256:...
 ARG BASE=debian:bookworm-slim
 
 FROM ${BASE} AS build
-# Debian's package versions come and go with its security updates; the base and the lock decide.
+# Debian package versions are not pinned, because security updates remove old ones from the mirrors.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install -y --no-install-recommends ca-certificates python3-venv g++ \
@@ -18,7 +18,7 @@ COPY service service
 COPY engine engine
 COPY kernels kernels
 COPY examples examples
-# What could not be compiled is left out of a wheel without a word: here it has to be there.
+# A wheel is built without kernels that cannot be compiled; the image must contain them.
 RUN /opt/coppice/bin/pip install -qq --no-cache-dir --no-deps --no-build-isolation ./client . \
     && /opt/coppice/bin/python -P -c "import kernels.draft_index.store as s; assert s.is_built()" \
     && { [ "$(uname -m)" != x86_64 ] \
@@ -26,15 +26,15 @@ RUN /opt/coppice/bin/pip install -qq --no-cache-dir --no-deps --no-build-isolati
     && /opt/coppice/bin/pip uninstall -qq -y pip
 
 FROM ${BASE}
-# Triton compiles a launcher in C for every kernel at its first use, so here a compiler has to stay.
+# Triton compiles a launcher in C for each kernel at its first use, so the image contains a compiler.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install -y --no-install-recommends python3-dev gcc libc6-dev libgomp1 libnuma1 \
     && rm -rf /var/lib/apt/lists/* \
     && install -d -o 10001 -g 10001 -m 0700 /cache
 COPY --from=build /opt/coppice /opt/coppice
-# /cache is all that is written to, beside /dev/shm; the root may be read-only.
-# USER stands in for a line in /etc/passwd, which torch looks for and a pod's own uid has not.
+# Only /cache and /dev/shm are written to; the root file system may be read-only.
+# torch needs a user name, which an arbitrary uid of a pod does not have in /etc/passwd.
 ENV USER=coppice \
     HOME=/cache \
     TMPDIR=/cache \

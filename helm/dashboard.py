@@ -29,12 +29,12 @@ def _variables() -> list[dict[str, Any]]:
     source = {"name": "datasource", "label": "Data source", "type": "datasource"}
     return [
         {**source, "query": "prometheus"},
-        _choice("namespace", "label_values(coppice_build_info, namespace)"),
-        _choice("job", 'label_values(coppice_build_info{namespace=~"$namespace"}, job)'),
+        _template_variable("namespace", "label_values(coppice_build_info, namespace)"),
+        _template_variable("job", 'label_values(coppice_build_info{namespace=~"$namespace"}, job)'),
     ]
 
 
-def _choice(name: str, query: str) -> dict[str, Any]:
+def _template_variable(name: str, query: str) -> dict[str, Any]:
     """A template variable.
 
     `allValue` is `.*`, not `.+`: Prometheus outside Kubernetes has no namespace.

@@ -1,33 +1,32 @@
-"""Dashboard panels, by row. Those about speculation are in helm/speculation_panels.py.
+"""Dashboard panels, by row. Those of speculation and CUDA graphs: helm/speculation_panels.py.
 
 A test checks every series named here against the server's and vLLM's metrics.
 """
 
-from helm.panel import Panel
-from helm.queries import level, quantiles, rate, share
+from helm.panel import Panel, level, quantiles, rate, share
 from helm.speculation_panels import DRAFTER, GRAPHS, SPECULATION
 
 ROWS: dict[str, list[Panel]] = {
     "Throughput": [
         Panel(
-            "Tokens sampled",
+            "Sampled tokens",
             "short",
-            "Completion tokens a second, of samples that have ended.",
+            "Completion tokens per second of finished samples.",
             {"{{instance}}": rate("coppice_completion_tokens_total", "instance")},
         ),
         Panel(
-            "Tokens in the engine",
+            "Tokens computed by the engine",
             "short",
-            "What vLLM computes a second: prompts that were not cached, and samples as they grow.",
+            "vLLM's tokens per second: prefilled prompt tokens and decoded tokens.",
             {
                 "prompt": rate("vllm:prompt_tokens_total", "job"),
                 "generation": rate("vllm:generation_tokens_total", "job"),
             },
         ),
         Panel(
-            "Samples under way",
+            "Running samples",
             "short",
-            "Admitted: everything that counts against limits.max_samples_running.",
+            "Admitted samples count against limits.max_samples_running.",
             {
                 "admitted {{instance}}": level("coppice_samples_admitted"),
                 "in the engine {{instance}}": level("coppice_samples_running"),
@@ -39,51 +38,51 @@ ROWS: dict[str, list[Panel]] = {
         Panel(
             "Groups by outcome",
             "short",
-            "Groups that ended, a second.",
+            "Finished groups per second.",
             {"{{outcome}}": rate("coppice_groups_total", "outcome")},
         ),
         Panel(
-            "Duration of a group",
+            "Group duration",
             "s",
-            "From its submission to its last sample.",
+            "Time from a group's submission to its last sample.",
             quantiles("coppice_group_duration_seconds"),
         ),
         Panel(
             "Stragglers",
             "short",
-            "The time of a group's last sample over that of its median one.",
+            "Duration of a group's slowest sample divided by that of its median sample.",
             quantiles("coppice_group_straggler_ratio"),
         ),
         Panel(
-            "Samples by how they end",
+            "Samples by finish reason",
             "short",
-            "Surplus and deadline: ended because the group had enough, or no more time.",
+            "Finished samples per second. surplus: not needed any more; deadline: out of time.",
             {"{{finish_reason}}": rate("coppice_samples_total", "finish_reason")},
         ),
         Panel(
-            "Wait for the engine",
+            "Queue time in the engine",
             "s",
-            "How long samples wait in vLLM before their first step.",
+            "Time that samples wait in vLLM before their first step.",
             quantiles("vllm:request_queue_time_seconds"),
         ),
         Panel(
-            "Waiting in the engine",
+            "Queued samples in the engine",
             "short",
-            "Samples that vLLM holds back: too many decode already, or the cache is full.",
+            "Samples that wait in vLLM because the batch or the KV cache is full.",
             {"{{instance}}": level("vllm:num_requests_waiting")},
         ),
     ],
-    "Versions and staleness": [
+    "Weights versions and staleness": [
         Panel(
-            "Active version",
+            "Active weights version",
             "short",
-            "Sequence of the active weights; replicas that differ serve different weights.",
+            "Sequence number; replicas with different numbers serve different weights.",
             {"{{instance}}": level("coppice_weights_sequence")},
         ),
         Panel(
             "Replicas behind",
             "short",
-            "Replicas that serve an older version than is ordered, or could not get one.",
+            "Replicas that serve an older version than the target, or that failed to load it.",
             {
                 "behind": level("coppice_weights_replicas_behind"),
                 "failed": level("coppice_weights_replicas_failed"),
@@ -92,83 +91,83 @@ ROWS: dict[str, list[Panel]] = {
         Panel(
             "Stale samples",
             "percentunit",
-            "Share of samples that hold tokens of weights that were not active when they ended.",
+            "Share of samples with tokens of more than one weights version.",
             {"stale": share("coppice_samples_stale_total", "coppice_samples_total")},
         ),
         Panel(
-            "Pause of an activation",
+            "Activation pause",
             "s",
-            "How long samples stood still while weights were loaded.",
+            "Time that sampling was paused while weights were loaded.",
             quantiles("coppice_activation_paused_seconds"),
         ),
     ],
     "Prefix sharing": [
         Panel(
-            "Prompt tokens found cached",
+            "Prefix cache hits across groups",
             "percentunit",
-            "By the first sample of a group: what earlier groups had computed.",
+            "Share of prompt tokens that a group's first sample found in the prefix cache.",
             {"cached": share("coppice_prompt_tokens_cached_total", "coppice_prompt_tokens_total")},
         ),
         Panel(
             "Prefix cache hits in the engine",
             "percentunit",
-            "By all samples, siblings included.",
+            "Share of prompt tokens over all samples, including siblings of one group.",
             {"hits": share("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total")},
         ),
         Panel(
             "KV cache in use",
             "percentunit",
-            "Near one, samples are preempted and computed anew.",
+            "Near 100 %, samples are preempted and prefilled again.",
             {"{{instance}}": level("vllm:kv_cache_usage_perc")},
         ),
         Panel(
             "Preemptions",
             "short",
-            "Samples a second that gave up their cache to others.",
+            "Samples per second whose KV cache was freed for other samples.",
             {"{{instance}}": rate("vllm:num_preemptions_total", "instance")},
         ),
     ],
     "Speculation": SPECULATION,
-    "The drafter": DRAFTER,
+    "Drafter": DRAFTER,
     "CUDA graphs": GRAPHS,
     "Prompt KV": [
         Panel(
-            "Arena",
+            "Prompt KV arena",
             "bytes",
-            "Free, being written, leased to trainers, or left alone for a while.",
+            "Free, reserved for writing, leased to trainers, or quarantined after a lease expired.",
             {"{{state}}": level("coppice_kv_bytes", "state")},
         ),
         Panel(
-            "Prompts and paths by what became of them",
+            "Exports by outcome",
             "short",
-            "Asked for a second: a handle, or why there is none.",
+            "Requested exports per second: a handle, or the reason for none.",
             {"{{outcome}}": f"{rate('coppice_kv_exports_total', 'outcome')} > 0"},
         ),
         Panel(
             "Handles",
             "short",
-            "Whose lease runs, or begins when their rollout ends.",
+            "Handles with a running lease, or of a running rollout.",
             {"{{instance}}": level("coppice_kv_handles")},
         ),
         Panel(
             "Downloads",
             "short",
-            "Under way or waiting, and how many may be under way.",
+            "Open downloads, including waiting ones, and the limit of concurrent ones.",
             {
                 "{{instance}}": level("coppice_kv_transfers"),
-                "at once {{instance}}": level("coppice_kv_transfers_limit"),
+                "limit {{instance}}": level("coppice_kv_transfers_limit"),
             },
         ),
         Panel(
-            "Sent",
+            "Prompt KV sent",
             "Bps",
-            "Over HTTP; reads through shared memory are not seen here.",
+            "Bytes per second over HTTP; reads through shared memory are not counted.",
             {"{{instance}}": rate("coppice_kv_sent_bytes_total", "instance")},
         ),
         Panel(
-            "Not there any more",
+            "Reads of expired prompt KV",
             "short",
-            "Readers a second that came when the lease was over, or asked for another version.",
+            "Requests per second after the lease expired, or for another weights version.",
             {
                 "{{problem}}": rate(
                     "coppice_problems_total",
@@ -182,19 +181,19 @@ ROWS: dict[str, list[Panel]] = {
         Panel(
             "Problems",
             "short",
-            "Problem documents a second, by code.",
+            "Problem documents per second, by problem code.",
             {"{{problem}}": f"{rate('coppice_problems_total', 'problem')} > 0"},
         ),
         Panel(
             "Requests by status",
             "short",
-            "Answers a second.",
+            "Responses per second, by HTTP status.",
             {"{{code}}": rate("coppice_requests_total", "code")},
         ),
         Panel(
-            "Duration of requests",
+            "Request duration",
             "s",
-            "95 % of the requests to a route take less.",
+            "95th percentile by route.",
             {
                 "{{route}}": "histogram_quantile(0.95, "
                 + rate("coppice_request_duration_seconds_bucket", "le, route")
@@ -204,13 +203,13 @@ ROWS: dict[str, list[Panel]] = {
         Panel(
             "Heartbeat",
             "s",
-            "Time since the engine's last sign of life; /livez judges by it.",
+            "Time since the engine's last heartbeat; /livez fails if it is too long.",
             {"{{instance}}": level("coppice_engine_heartbeat_age_seconds")},
         ),
         Panel(
             "State",
             "short",
-            "1 or 0: takes requests, makes progress, is draining, is paused.",
+            "1 or 0: ready for requests, live, draining, paused.",
             {
                 f"{name} {{{{instance}}}}": level(f"coppice_{name}")
                 for name in ("ready", "live", "draining", "paused")
@@ -219,7 +218,7 @@ ROWS: dict[str, list[Panel]] = {
         Panel(
             "Memory of the service",
             "bytes",
-            "Resident, of the process that answers HTTP; the engine's processes are not in it.",
+            "Resident memory of the HTTP process, without the engine's processes.",
             {"{{instance}}": level("process_resident_memory_bytes")},
         ),
     ],

@@ -11,7 +11,7 @@ CHART = Path(__file__).parent / "coppice"
 FILE = CHART / "README.md"
 HEAD = """# The chart
 
-One release is one model with one configuration, on any number of replicas; several models are
+One release serves one model with one configuration on any number of replicas. Several models need
 several releases.
 
     coppice new-key trainer --roles rollout,admin > keys.yaml
@@ -20,14 +20,14 @@ several releases.
         --set image.repository=REGISTRY/coppice
 
 `helm/examples/` has values for a CPU, for an 8B model on two GPUs and for a fleet of three
-replicas, and `helm/golden/` what the chart makes of them. [Operations](../../docs/operation.md)
-says how to size, upgrade, drain and recover, [the fleet](../../docs/fleet.md) how replicas share a
-directory.
+replicas, and `helm/golden/` the manifests that the chart renders from them.
+[Operations](../../docs/operation.md) describes sizing, upgrades, draining and recovery,
+[the fleet](../../docs/fleet.md) how replicas share a cluster registry.
 
 The settings of the server's sections `engine`, `attention`, `speculation`, `graphs`, `kv`,
-`limits`, `weights`, `directory`, `log` and `trace` are values of the same names. What the server
-would refuse at its start is refused when the chart is rendered, and so is what cannot work
-together, with the reason.
+`limits`, `weights`, `directory`, `log` and `trace` are values of the same names. Rendering fails
+with the reason on settings that the server would reject at startup, and on values that contradict
+each other.
 
 | value | default | meaning |
 |---|---|---|

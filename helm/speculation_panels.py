@@ -1,37 +1,36 @@
-"""Dashboard panels of speculation: speedup, drafter training and CUDA graphs."""
+"""Dashboard panels of speculative decoding, drafter training and CUDA graphs."""
 
-from helm.panel import Panel
-from helm.queries import level, rate, share
+from helm.panel import Panel, level, rate, share
 
 SPECULATION = [
     Panel(
-        "What drafts are worth",
+        "Speedup by speculation",
         "short",
-        "Time that the last tokens would have taken without drafts, over what they took.",
+        "Estimated time of recent tokens without drafts, divided by their actual time.",
         {"{{instance}}": level("coppice_speculation_gain_ratio")},
     ),
     Panel(
-        "Drafted tokens accepted",
+        "Acceptance by source",
         "percentunit",
-        "By whose text they were taken from.",
+        "Accepted share of drafted tokens, by the source of the draft.",
         {
             "{{scope}}": f"{rate('coppice_speculation_accepted_tokens_total', 'scope')} / "
             f"({rate('coppice_speculation_drafted_tokens_total', 'scope')} > 0)"
         },
     ),
     Panel(
-        "Steps by what became of their drafts",
+        "Steps by draft decision",
         "short",
-        "Drafted, or why not; checked: left out to measure; resting: they cost more than they "
-        "saved.",
+        "Engine steps per second. checked: without drafts, to measure the gain; resting: drafting "
+        "is suspended because it cost more than it saved.",
         {"{{choice}}": rate("coppice_speculation_steps_total", "choice")},
     ),
     Panel(
-        "Tokens gained a draft",
+        "Accepted tokens per draft",
         "short",
-        "Accepted tokens for every draft that was verified.",
+        "Average number of accepted tokens of a verified draft.",
         {
-            "accepted a draft": share(
+            "accepted per draft": share(
                 "vllm:spec_decode_num_accepted_tokens_total",
                 "vllm:spec_decode_num_drafts_total",
             )
@@ -41,9 +40,9 @@ SPECULATION = [
 
 DRAFTER = [
     Panel(
-        "Drafted tokens accepted, by drafter and weights",
+        "Acceptance by drafter and weights version",
         "percentunit",
-        "Falls when the weights change, and comes back with drafters that have learned from them.",
+        "Falls with new weights, and recovers with drafters that were trained on their samples.",
         {
             "{{drafter}} for {{weights}}": level(
                 "coppice_drafter_acceptance_ratio", "drafter, weights"
@@ -51,33 +50,33 @@ DRAFTER = [
         },
     ),
     Panel(
-        "Trials of drafters",
+        "Tests of new drafters",
         "short",
-        "New ones a second: accepted as often as the one before, or sent away, or not loaded.",
+        "Finished tests per second: promoted, rolled back for a lower acceptance, or not loaded.",
         {"{{outcome}}": rate("coppice_drafter_trials_total", "outcome")},
     ),
     Panel(
-        "Training",
+        "Drafter training",
         "short",
-        "1 for what it does: paused while the engine is busy; failed: not any more.",
+        "1 for the current state. paused: the engine is busy; failed: training has stopped.",
         {"{{training}}": level("coppice_drafter_training", "training")},
     ),
     Panel(
-        "Tokens trained on",
+        "Training tokens",
         "short",
-        "Since the drafter was made.",
+        "Tokens that the drafter was trained on since it was created.",
         {"{{instance}}": level("coppice_drafter_trained_tokens")},
     ),
     Panel(
-        "Loss in training",
+        "Training loss",
         "short",
-        "Nats a token of late; it rises where the weights begin to say something else.",
+        "Recent loss in nats per token; it rises when new weights change the distribution.",
         {"{{instance}}": level("coppice_drafter_loss")},
     ),
     Panel(
-        "Samples not learned from",
+        "Samples dropped from training",
         "short",
-        "A second: they ended faster than training could be told of them.",
+        "Samples per second that were not trained on because training could not keep up.",
         {"{{instance}}": rate("coppice_drafter_samples_dropped_total", "instance")},
     ),
 ]
@@ -87,15 +86,15 @@ HIT, DECODED = 'outcome="hit"', 'outcome=~"hit|miss"'
 
 GRAPHS = [
     Panel(
-        "Decode steps that found a planned graph",
+        "Planned graph hits",
         "percentunit",
-        "Steps that compute prompts too are not in it.",
+        "Share of decode steps with a planned CUDA graph; steps that also prefill are not counted.",
         {"hits": f"{rate(GRAPH_STEPS, 'job', HIT)} / ({rate(GRAPH_STEPS, 'job', DECODED)} > 0)"},
     ),
     Panel(
         "Steps without a planned graph, by shape",
         "short",
-        "A second; samples are rounded up to a power of two, and 0 tokens are uneven drafts.",
+        "Steps per second; samples are rounded up to a power of two; uneven: mixed draft lengths.",
         {
             "{{samples}} samples of {{tokens}} tokens": rate(
                 "coppice_graph_misses_total", "samples, tokens"
@@ -103,9 +102,9 @@ GRAPHS = [
         },
     ),
     Panel(
-        "Bytes of graphs",
+        "Memory of CUDA graphs",
         "bytes",
-        "On a rank: allowed, estimated by the plan, and measured when they were captured.",
+        "Per rank: the budget, the plan's estimate, and measured at capture.",
         {"{{kind}}": level("coppice_graph_bytes", "kind")},
     ),
 ]

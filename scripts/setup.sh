@@ -26,14 +26,14 @@ find_python() {
             return
         fi
     done
-    fail "no Python 3.11 or 3.12 with venv was found${PYTHON:+ at $PYTHON}; install one, or name it: make PYTHON=/path/to/python3.11"
+    fail "no Python 3.11 or 3.12 with venv was found${PYTHON:+ at $PYTHON}; install one, or set its path: make PYTHON=/path/to/python3.11"
 }
 
 find_device() {
     case ${DEVICE:-} in
     cpu | gpu) echo "$DEVICE" ;;
     '') if nvidia-smi -L 2>/dev/null | grep -q .; then echo gpu; else echo cpu; fi ;;
-    *) fail "DEVICE is cpu or gpu, not '$DEVICE'" ;;
+    *) fail "DEVICE must be cpu or gpu, not '$DEVICE'" ;;
     esac
 }
 
@@ -51,7 +51,7 @@ sys.exit(not all(map(u.find_spec, ["coppice", "service", "torch", "uvicorn", "vl
 }
 
 make_base() {
-    say "making .venv with $1"
+    say "creating .venv with $1"
     rm -f .venv/base.stamp # first, so that an interrupted removal is not taken for a valid environment
     rm -rf .venv
     mkdir .venv
@@ -86,7 +86,7 @@ install_torch() {
 
 # Without dependencies: the lock file lists them all, except those that must not be installed.
 install_lock() {
-    say "$(grep -c '==' "$1") packages of $1; the first time takes minutes"
+    say "$(grep -c '==' "$1") packages of $1; the first installation takes minutes"
     pip install -qq --no-deps -r "$1"
 }
 
@@ -96,10 +96,10 @@ install_serve() {
     say "coppice"
     pip install -qq --no-deps --no-build-isolation -e ./client -e .
     if [[ $(uname -m) == x86_64 && ! -f kernels/shared_prefix_attention/libshared_prefix_attention.so ]]; then
-        say "no C++ compiler with OpenMP was found: attention does not share prefixes on CPUs"
+        say "no C++ compiler with OpenMP was found: shared-prefix attention is not available on CPU"
     fi
     if [[ ! -f kernels/draft_index/libdraft_index.so ]]; then
-        say "no C++ compiler was found: nothing can be drafted from siblings"
+        say "no C++ compiler was found: speculation from siblings is not available"
     fi
 }
 

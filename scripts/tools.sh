@@ -11,7 +11,7 @@ own_lists=()
 
 say() { echo "install: $*" >&2; }
 
-there() {
+are_available() {
     local program
     for program in "$@"; do
         if ! [[ -x $tools/usr/bin/$program || -x $tools/usr/sbin/$program ]] &&
@@ -36,16 +36,16 @@ unpack() {
     local purpose=$1 programs=$2
     shift 2
     # shellcheck disable=SC2086
-    if there $programs; then return; fi
+    if are_available $programs; then return; fi
     if ! { command -v apt-get && command -v dpkg-deb; } >/dev/null; then
-        say "no apt-get: $purpose are skipped unless these are on the PATH: $programs"
+        say "apt-get is not available: $purpose are skipped unless these programs are on the PATH: $programs"
         return
     fi
-    say "$*, from Debian"
+    say "$*, from Debian packages"
     rm -rf "$work/debs"
     mkdir -p "$work/debs" "$tools"
     if ! { download "$@" || download_with_own_lists "$@"; } 2>"$work/log"; then
-        say "not to be had; $purpose are skipped: $(tail -n 1 "$work/log")"
+        say "the download failed; $purpose are skipped: $(tail -n 1 "$work/log")"
         return
     fi
     local package
@@ -53,5 +53,5 @@ unpack() {
 }
 
 unpack "the tests of alert rules" "prometheus promtool" 'prometheus=2.42.*'
-unpack "the tests of the directory" redis-server redis-server redis-tools libjemalloc2 liblzf1
+unpack "the tests of the cluster registry" redis-server redis-server redis-tools libjemalloc2 liblzf1
 unpack "the tests behind a proxy" nginx nginx libpcre2-8-0

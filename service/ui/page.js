@@ -34,13 +34,13 @@ function sample(ended, longest) {
     const part = element("div");
     part.style.width = `${(100 * span.tokens) / longest}%`;
     part.style.background = colour(span.version);
-    part.title = `${bar.title}, ${span.tokens} of ${span.version}`;
+    part.title = `${bar.title}, ${span.tokens} of version ${span.version}`;
     bar.append(part);
   }
   return bar;
 }
 
-function drawn(name, attributes, title) {
+function svgElement(name, attributes, title) {
   const made = document.createElementNS(SVG, name);
   for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
   if (title) made.appendChild(document.createElementNS(SVG, "title")).textContent = title;
@@ -49,10 +49,10 @@ function drawn(name, attributes, title) {
 
 // Layout of a tree: every node gets `from` and `to` in tokens, and `row` in leaves. A path that is
 // being generated is a node of length 0, because its length is unknown until it ends.
-function placed(told) {
+function layout(data) {
   const below = new Map();
-  const growing = told.growing.map((parent) => ({ parent, tokens: 0, growing: true }));
-  for (const node of [...told.segments, ...growing]) {
+  const growing = data.growing.map((parent) => ({ parent, tokens: 0, growing: true }));
+  for (const node of [...data.segments, ...growing]) {
     if (!below.has(node.parent)) below.set(node.parent, []);
     below.get(node.parent).push(node);
   }
@@ -66,19 +66,19 @@ function placed(told) {
   };
   const root = { id: null, tokens: 0 };
   place(root, 0);
-  return { root, nodes: [...told.segments, ...growing], rows };
+  return { root, nodes: [...data.segments, ...growing], rows };
 }
 
-function tree(told) {
-  const { root, nodes, rows } = placed(told);
+function tree(data) {
+  const { root, nodes, rows } = layout(data);
   const longest = Math.max(1, ...nodes.map((node) => node.to));
   const x = (tokens) => 10 + (940 * tokens) / longest;
   const y = (row) => 10 + 12 * row;
-  const image = drawn("svg", { viewBox: `0 0 1000 ${8 + 12 * rows}`, role: "img", "aria-label": "the tree as it grows" });
-  const byName = new Map([[null, root], ...told.segments.map((segment) => [segment.id, segment])]);
+  const image = svgElement("svg", { viewBox: `0 0 1000 ${8 + 12 * rows}`, role: "img", "aria-label": "tree of segments" });
+  const byName = new Map([[null, root], ...data.segments.map((segment) => [segment.id, segment])]);
   for (const node of nodes) {
     const parent = byName.get(node.parent);
-    image.append(drawn("path", { class: "fork", d: `M${x(node.from)} ${y(parent.row)}V${y(node.row)}` }));
+    image.append(svgElement("path", { class: "fork", d: `M${x(node.from)} ${y(parent.row)}V${y(node.row)}` }));
     image.append(...(node.growing ? [stub(node, x, y)] : segment(node, x, y)));
   }
   return image;
@@ -86,7 +86,7 @@ function tree(told) {
 
 function stub(node, x, y) {
   const line = { class: "growing", x1: x(node.from), x2: x(node.from) + 40, y1: y(node.row), y2: y(node.row) };
-  return drawn("line", line, "grows");
+  return svgElement("line", line, "being generated");
 }
 
 function segment(node, x, y) {
@@ -94,83 +94,83 @@ function segment(node, x, y) {
   let at = node.from;
   for (const span of node.versions) {
     const line = { class: "segment", x1: x(at), x2: x(at + span.tokens), y1: y(node.row), y2: y(node.row), stroke: colour(span.version) };
-    parts.push(drawn("line", line, `segment ${node.id}: ${node.tokens} tokens, ${node.finish_reason}, ${span.tokens} of ${span.version}`));
+    parts.push(svgElement("line", line, `segment ${node.id}: ${node.tokens} tokens, ${node.finish_reason}, ${span.tokens} of version ${span.version}`));
     at += span.tokens;
   }
-  if (node.kv) parts.push(drawn("circle", { cx: x(node.to), cy: y(node.row), r: 4 }, "its path's keys and values can be read"));
+  if (node.kv) parts.push(svgElement("circle", { cx: x(node.to), cy: y(node.row), r: 4 }, "KV of the path is exported"));
   return parts;
 }
 
-function treeGroup(told) {
+function treeGroup(data) {
   const box = element("div", "group wide");
-  const { segments, num_segments: all, growing } = told.tree;
-  const more = all > segments.length ? `, ${segments.length} of them drawn` : "";
-  box.append(element("div", "", `group ${told.index}: a tree of ${all} segments${more}, ${growing.length} paths grow, prompt of ${told.prompt_tokens}`));
-  box.append(tree(told.tree));
+  const { segments, num_segments: all, growing } = data.tree;
+  const more = all > segments.length ? `, ${segments.length} of them shown` : "";
+  box.append(element("div", "", `group ${data.index}: tree of ${all} segments${more}, ${growing.length} running paths, ${data.prompt_tokens} prompt tokens`));
+  box.append(tree(data.tree));
   return box;
 }
 
-function group(told) {
-  if (told.tree) return treeGroup(told);
+function group(data) {
+  if (data.tree) return treeGroup(data);
   const box = element("div", "group");
-  const done = told.ended.length;
-  box.append(element("div", "", `group ${told.index}: ${told.n} samples, ${told.running} running, prompt of ${told.prompt_tokens}`));
-  const longest = Math.max(1, ...told.ended.map((ended) => ended.tokens));
-  for (const ended of told.ended) box.append(sample(ended, longest));
-  for (let i = 0; i < Math.min(told.running, 64 - done); i++) box.append(element("div", "sample running"));
+  const done = data.ended.length;
+  box.append(element("div", "", `group ${data.index}: ${data.n} samples, ${data.running} running, ${data.prompt_tokens} prompt tokens`));
+  const longest = Math.max(1, ...data.ended.map((ended) => ended.tokens));
+  for (const ended of data.ended) box.append(sample(ended, longest));
+  for (let i = 0; i < Math.min(data.running, 64 - done); i++) box.append(element("div", "sample running"));
   return box;
 }
 
-function rollout(told) {
+function rollout(data) {
   const box = element("article");
-  box.append(element("h3", "", `${told.id} of ${told.owner}, ${told.num_groups} groups`));
+  box.append(element("h3", "", `rollout ${data.id} of ${data.owner}, ${data.num_groups} groups`));
   const groups = element("div", "groups");
-  groups.append(...told.groups.map(group));
+  groups.append(...data.groups.map(group));
   box.append(groups);
   return box;
 }
 
-function version(told) {
+function version(data) {
   const row = element("tr");
-  for (const text of [told.version, told.sequence, told.state, size(told.num_bytes)]) row.append(element("td", "", text));
-  row.firstChild.style.color = colour(told.version);
+  for (const text of [data.version, data.sequence, data.state, size(data.num_bytes)]) row.append(element("td", "", text));
+  row.firstChild.style.color = colour(data.version);
   return row;
 }
 
-function lease(told) {
+function lease(data) {
   const row = element("tr");
-  const left = told.seconds === null ? "held" : `${Math.ceil(told.seconds)} s`;
-  for (const text of [left, told.owner, told.version, told.tokens, size(told.num_bytes), told.readers]) row.append(element("td", "", text));
+  const left = data.seconds === null ? "not begun" : `${Math.ceil(data.seconds)} s`;
+  for (const text of [left, data.owner, data.version, data.tokens, size(data.num_bytes), data.readers]) row.append(element("td", "", text));
   return row;
 }
 
-function arena(told) {
-  const parts = ["leased", "reserved", "quarantined"].filter((state) => told[`${state}_bytes`]);
-  const amounts = ["leased", "reserved", "quarantined", "free"].map((state) => `${state} ${size(told[`${state}_bytes`]) || 0}`);
-  byId("arena").textContent = told.reason ? `none: ${told.reason}` : `${told.handles} handles, held until their rollout ends and leased from then on; ${told.transfers} downloads. Of ${size(told.capacity_bytes)} ${amounts.join(", ")}`;
+function arena(data) {
+  const parts = ["leased", "reserved", "quarantined"].filter((state) => data[`${state}_bytes`]);
+  const amounts = ["leased", "reserved", "quarantined", "free"].map((state) => `${state} ${size(data[`${state}_bytes`]) || 0}`);
+  byId("arena").textContent = data.reason ? `not available: ${data.reason}` : `${data.handles} handles, whose lease begins when their rollout ends; ${data.transfers} downloads. Of ${size(data.capacity_bytes)}: ${amounts.join(", ")}`;
   byId("arena-bar").replaceChildren(...parts.map((state) => {
     const part = element("div", state);
-    part.style.width = `${(100 * told[`${state}_bytes`]) / told.capacity_bytes}%`;
-    part.title = `${state} ${size(told[`${state}_bytes`])}`;
+    part.style.width = `${(100 * data[`${state}_bytes`]) / data.capacity_bytes}%`;
+    part.title = `${state} ${size(data[`${state}_bytes`])}`;
     return part;
   }));
-  byId("arena-bar").hidden = Boolean(told.reason);
-  byId("leases").hidden = !told.leases.length;
-  byId("leases").tBodies[0].replaceChildren(...told.leases.map(lease));
+  byId("arena-bar").hidden = Boolean(data.reason);
+  byId("leases").hidden = !data.leases.length;
+  byId("leases").tBodies[0].replaceChildren(...data.leases.map(lease));
 }
 
 const percent = (share) => `${(100 * share).toFixed(0)} %`;
 
-function speculation(told) {
-  byId("speculation").hidden = !told;
-  if (!told) return;
-  byId("drafted").textContent = `${percent(told.acceptance)} of the tokens drafted since the weights changed were accepted; the last steps gained ${told.gain.toFixed(2)}`;
-  const most = Math.max(...told.drafts.map(([, count]) => count));
-  byId("drafts").replaceChildren(...told.drafts.map(([length, count]) => {
+function speculation(data) {
+  byId("speculation").hidden = !data;
+  if (!data) return;
+  byId("drafted").textContent = `${percent(data.acceptance)} of the tokens drafted since the last change of weights were accepted; recent speedup ${data.gain.toFixed(2)}`;
+  const most = Math.max(...data.drafts.map(([, count]) => count));
+  byId("drafts").replaceChildren(...data.drafts.map(([length, count]) => {
     const row = element("div", "drafts");
     const bar = element("div", "leased");
     bar.style.width = `${(80 * count) / most}%`;
-    row.append(element("span", "", `${length} drafted`), bar, element("span", "", String(count)));
+    row.append(element("span", "", `${length} tokens`), bar, element("span", "", String(count)));
     return row;
   }));
 }
@@ -184,18 +184,18 @@ function history(samples) {
   byId("history").replaceChildren(line);
 }
 
-function show(told) {
-  byId("model").textContent = told.model ?? "";
-  state(told.paused ? "paused" : told.stage, told.stage !== "serving" || told.paused);
-  byId("load").textContent = `${told.samples.running} in the engine, ${told.samples.admitted} admitted, at most ${told.samples.limit}`;
-  history(told.samples);
-  byId("versions").replaceChildren(...told.versions.map(version));
-  arena(told.kv);
-  speculation(told.speculation);
-  const more = told.num_rollouts - told.rollouts.length;
-  byId("rollouts").replaceChildren(...told.rollouts.map(rollout));
+function show(data) {
+  byId("model").textContent = data.model ?? "";
+  state(data.paused ? "paused" : data.stage, data.stage !== "serving" || data.paused);
+  byId("load").textContent = `${data.samples.running} in the engine, ${data.samples.admitted} admitted, limit ${data.samples.limit}`;
+  history(data.samples);
+  byId("versions").replaceChildren(...data.versions.map(version));
+  arena(data.kv);
+  speculation(data.speculation);
+  const more = data.num_rollouts - data.rollouts.length;
+  byId("rollouts").replaceChildren(...data.rollouts.map(rollout));
   if (more > 0) byId("rollouts").append(element("p", "", `and ${more} more rollouts`));
-  if (!told.num_rollouts) byId("rollouts").append(element("p", "", "nothing runs"));
+  if (!data.num_rollouts) byId("rollouts").append(element("p", "", "no running rollouts"));
 }
 
 function state(text, bad) {
@@ -229,11 +229,11 @@ async function keepWatching(secret) {
       console.log(String(error));
     }
     if (status) {
-      state(status === 401 ? "a key is needed" : "this key may not watch", true);
+      state(status === 401 ? "an API key is required" : "the API key lacks the role watch", true);
       byId("key").hidden = false;
       return;
     }
-    state("not connected", true);
+    state("disconnected", true);
     await new Promise((resolve) => setTimeout(resolve, 2000));
   }
 }

@@ -33,7 +33,7 @@ MISTAKES: list[tuple[str, Object]] = [
     ("leaves nothing of", {"shm": {"arena": "6Gi"}}),
     ("leaves nothing of", {"shm": {"engine": "3Gi", "arena": "3Gi"}}),
     ("shm.engine must be above 0", {"shm": {"engine": "0"}}),
-    ("has to be below shm.engine", {"kv": {"segments_bytes": 2**40}, "shm": {"arena": "1Gi"}}),
+    ("must be below shm.engine", {"kv": {"segments_bytes": 2**40}, "shm": {"arena": "1Gi"}}),
     ("needs shm.arena above 0", {"kv": {"segments_bytes": 2**20}}),
     ("limits.memory is needed", {"resources": {"limits": {"memory": None}}}),
     ("no quantity of bytes", {"resources": {"limits": {"memory": "6.5Gi"}}}),

@@ -218,15 +218,15 @@ async def test_browser_renders_all_running_groups(tmp_path: Path) -> None:
             page = await seen.value("document.documentElement.outerHTML")
         engine.step(250)
     assert re.search(r'id="state"[^>]*>serving<', page)
-    assert "group 0: 6 samples, 3 running, prompt of 3" in page
-    assert "group 1: 4 samples, 4 running, prompt of 1" in page
+    assert "group 0: 6 samples, 3 running, 3 prompt tokens" in page
+    assert "group 1: 4 samples, 4 running, 1 prompt tokens" in page
     assert page.count('class="sample"') == 3
     assert page.count('class="sample running"') == 7
     assert "<polyline" in page
-    assert "group 0: a tree of 2 segments, 4 paths grow, prompt of 3" in page
+    assert "group 0: tree of 2 segments, 4 running paths, 3 prompt tokens" in page
     assert (page.count("<circle"), page.count('class="growing"')) == (2, 4)
-    assert re.search(r"3 handles, .* 0 downloads\. Of 4\.0 MiB leased", page)
-    assert page.count("<td>held</td>") == 3
+    assert re.search(r"3 handles, .* 0 downloads\. Of 4\.0 MiB: leased", page)
+    assert page.count("<td>not begun</td>") == 3
     assert re.search(r"<td[^>]*>v0</td><td[^>]*>0</td><td[^>]*>active</td>", page)
     assert (tmp_path / "page.png").stat().st_size > 5000
 
@@ -241,7 +241,7 @@ async def test_browser_prompts_for_a_key_where_one_is_needed(tmp_path: Path) -> 
     ):
         await seen.shown("!document.getElementById('key').hidden")
         assert await seen.value("document.getElementById('state').textContent") == (
-            "a key is needed"
+            "an API key is required"
         )
         await seen.value(f"document.getElementById('secret').value = '{keys['guest']}'")
         await seen.value("document.querySelector('button').click()")

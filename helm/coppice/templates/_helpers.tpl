@@ -12,7 +12,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* What selects pods can never change, so nothing that a user may set is in it. */}}
+{{/* Labels that select pods. Kubernetes does not allow changing them, so they contain no values. */}}
 {{- define "coppice.selector" -}}
 app.kubernetes.io/name: coppice
 app.kubernetes.io/instance: {{ .Release.Name }}
@@ -42,24 +42,24 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- define "coppice.bytes" -}}
 {{- $text := . | toString -}}
 {{- if not (regexMatch "^[0-9]+([KMGT]i?|k)?$" $text) -}}
-{{- fail (printf "%q is no quantity of bytes that this chart can add up, such as 512Mi" $text) -}}
+{{- fail (printf "%q is no quantity of bytes that the chart supports, such as 512Mi" $text) -}}
 {{- end -}}
 {{- $unit := regexFind "[A-Za-z]+$" $text -}}
 {{- $factors := dict "" 1 "k" 1000 "K" 1000 "M" 1000000 "G" 1000000000 "T" 1000000000000 "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 -}}
 {{- mul (regexFind "^[0-9]+" $text | int64) (get $factors $unit | int64) -}}
 {{- end -}}
 
-{{/* What the pod's /dev/shm holds: the engine's own, and the arena. */}}
+{{/* Used size of the pod's /dev/shm: the engine's part and the arena. */}}
 {{- define "coppice.shmBytes" -}}
 {{- add (include "coppice.bytes" .Values.shm.engine | int64) (include "coppice.bytes" .Values.shm.arena | int64) -}}
 {{- end -}}
 
-{{/* Segments lie in the engine's share. */}}
+{{/* KV cache of prompt spans, which is in the engine's part. */}}
 {{- define "coppice.segmentsBytes" -}}
 {{- get .Values.kv "segments_bytes" | default 0 | int64 -}}
 {{- end -}}
 
-{{/* The mount is larger: the server takes no more than half of what is left of it, for the arena and for segments. Only what is used counts as memory. */}}
+{{/* Size of the mount. It is larger than the used size, because the server uses at most half of the free space for the arena and for spans. Only used pages count as memory. */}}
 {{- define "coppice.shmMount" -}}
 {{- add (include "coppice.shmBytes" .) (include "coppice.bytes" .Values.shm.arena) (include "coppice.segmentsBytes" .) -}}
 {{- end -}}
@@ -68,24 +68,24 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- add (int .Values.drain.endpointSeconds) (int .Values.drain.requestSeconds) (int .Values.drain.teardownSeconds) -}}
 {{- end -}}
 
-{{/* Of one pod: the address is not known before it runs. */}}
+{{/* URL of one pod, whose address is known only when it runs. */}}
 {{- define "coppice.advertisedUrl" -}}
 {{- .Values.fleet.advertisedUrl | default (printf "http://$(POD_IP):%d" (int .Values.containerPort)) -}}
 {{- end -}}
 
-{{/* The name of the port that /metrics and operators are on. */}}
+{{/* Name of the port for /metrics and the routes of the role admin. */}}
 {{- define "coppice.operatorsPort" -}}
 {{- ternary "operators" "http" (gt (int .Values.operatorsPort) 0) -}}
 {{- end -}}
 
-{{/* Every name that a cluster resolves for the Service. */}}
+{{/* DNS names of the Service within the Kubernetes cluster. */}}
 {{- define "coppice.serviceNames" -}}
 {{- $name := include "coppice.fullname" . -}}
 {{- $inNamespace := printf "%s.%s" $name .Release.Namespace -}}
 {{- list $name $inNamespace (printf "%s.svc" $inNamespace) (printf "%s.svc.cluster.local" $inNamespace) | toJson -}}
 {{- end -}}
 
-{{/* The settings file: what the user set, and what follows from the rest of the values. */}}
+{{/* The settings file: the given settings, and those derived from other values. */}}
 {{- define "coppice.settings" -}}
 {{- $server := dict "host" "0.0.0.0" "port" (int .Values.containerPort) "drain_seconds" (int .Values.drain.requestSeconds) -}}
 {{- if .Values.ui -}}
@@ -133,7 +133,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- toYaml (dict "server" $server "engine" $engine "attention" $attention "speculation" $speculation "graphs" .Values.graphs "kv" $kv "weights" $weights "directory" $directory "limits" .Values.limits "log" .Values.log "trace" .Values.trace) -}}
 {{- end -}}
 
-{{/* Rules name job="coppice"; here they are narrowed to this release. */}}
+{{/* Rules with job="coppice" replaced by the job and namespace of this release. */}}
 {{- define "coppice.matchers" -}}
 {{- printf "job=%q,namespace=%q" (include "coppice.fullname" .) .Release.Namespace -}}
 {{- end -}}

@@ -1,8 +1,8 @@
-{{/* What a schema cannot see: values that cannot work together. Each message names them. */}}
+{{/* Checks across values, which a schema cannot express. Each message names the values. */}}
 {{- define "coppice.validate" -}}
 {{- $v := .Values -}}
 {{- if not (or $v.auth.existingSecret $v.auth.allowOpen) -}}
-{{- fail "auth.existingSecret names no Secret with keys; set it, or set auth.allowOpen to true to serve without" -}}
+{{- fail "auth.existingSecret names no Secret with keys; set it, or set auth.allowOpen to true to serve without keys" -}}
 {{- end -}}
 {{- if and $v.auth.existingSecret $v.auth.allowOpen -}}
 {{- fail "auth.existingSecret and auth.allowOpen exclude each other" -}}
@@ -11,27 +11,27 @@
 {{- fail "auth.peerSecretKey is a key of auth.existingSecret, which names no Secret" -}}
 {{- end -}}
 {{- if and $v.weights.peers $v.auth.existingSecret (not $v.auth.peerSecretKey) -}}
-{{- fail "weights.peers needs auth.peerSecretKey: replicas let one another read weights with a key only" -}}
+{{- fail "weights.peers needs auth.peerSecretKey: replicas with API keys serve weights to each other only with a key" -}}
 {{- end -}}
 {{- if eq (int $v.operatorsPort) (int $v.containerPort) -}}
-{{- fail "operatorsPort and containerPort are the same; 0 stands for one port" -}}
+{{- fail "operatorsPort and containerPort are the same; set operatorsPort to 0 for a single port" -}}
 {{- end -}}
 {{- $limit := dig "limits" "memory" "" $v.resources -}}
 {{- if not $limit -}}
-{{- fail "resources.limits.memory is needed: shared memory counts against it" -}}
+{{- fail "resources.limits.memory is needed, because shared memory counts against it" -}}
 {{- end -}}
 {{- $shm := include "coppice.shmBytes" . | int64 -}}
 {{- if ge $shm (include "coppice.bytes" $limit | int64) -}}
 {{- fail (printf "shm.engine and shm.arena take %d bytes, which leaves nothing of resources.limits.memory (%s)" $shm $limit) -}}
 {{- end -}}
 {{- if eq $shm 0 -}}
-{{- fail "shm.engine must be above 0: the engine's processes speak through shared memory" -}}
+{{- fail "shm.engine must be above 0: the engine's processes communicate through shared memory" -}}
 {{- end -}}
 {{- if and (gt (include "coppice.segmentsBytes" . | int64) 0) (eq (include "coppice.bytes" $v.shm.arena | int64) 0) -}}
-{{- fail "kv.segments_bytes needs shm.arena above 0: the engine exports keys and values only then" -}}
+{{- fail "kv.segments_bytes needs shm.arena above 0: the engine exports KV only then" -}}
 {{- end -}}
 {{- if ge (include "coppice.segmentsBytes" . | int64) (include "coppice.bytes" $v.shm.engine | int64) -}}
-{{- fail (printf "kv.segments_bytes has to be below shm.engine (%s), which holds them" (toString $v.shm.engine)) -}}
+{{- fail (printf "kv.segments_bytes must be below shm.engine (%s), which holds it" (toString $v.shm.engine)) -}}
 {{- end -}}
 {{- $ranks := mul (int (get $v.engine "tensor_parallel_size" | default 1)) (int (get $v.engine "pipeline_parallel_size" | default 1)) -}}
 {{- if and (gt (int $v.gpu.count) 0) (ne (int $v.gpu.count) (int $ranks)) -}}
@@ -39,17 +39,17 @@
 {{- end -}}
 {{- $redis := $v.fleet.redis -}}
 {{- if and (not $redis.url) (or $redis.user $redis.existingSecret $v.fleet.advertisedUrl) -}}
-{{- fail "fleet.redis.url names no Redis; the rest of fleet is for replicas that share one" -}}
+{{- fail "fleet.redis.url names no Redis, which the other values of fleet require" -}}
 {{- end -}}
 {{- if lt (int $v.drain.teardownSeconds) 15 -}}
-{{- fail "drain.teardownSeconds must be at least 15: the last answers have 10 s, and then the engine ends" -}}
+{{- fail "drain.teardownSeconds must be at least 15: 10 s for the last responses, the rest for stopping the engine" -}}
 {{- end -}}
 {{- $hub := and $v.model.name (not (hasPrefix "/" $v.model.name)) -}}
 {{- if and $hub (not $v.model.revision) -}}
-{{- fail "model.revision is needed with an id on a model hub" -}}
+{{- fail "model.revision is needed with a model hub id" -}}
 {{- end -}}
 {{- if and $hub $v.model.offline (not $v.model.existingClaim) -}}
-{{- fail "model.name is an id on a model hub, and model.offline forbids fetching it" -}}
+{{- fail "model.name is a model hub id, and model.offline forbids fetching it" -}}
 {{- end -}}
 {{- if and (hasPrefix "/" $v.model.name) $v.model.existingClaim (not (hasPrefix $v.model.mountPath $v.model.name)) -}}
 {{- fail "model.name is not below model.mountPath, where model.existingClaim is mounted" -}}
