@@ -40,7 +40,8 @@ class Readiness:
         self.check_started()
         if not self.caught_up:
             raise NotReady(
-                "the weights are not here yet", retry_after_seconds=WEIGHTS_RETRY_SECONDS
+                "the weights version of the cluster is not loaded yet",
+                retry_after_seconds=WEIGHTS_RETRY_SECONDS,
             )
 
     def check_started(self) -> None:

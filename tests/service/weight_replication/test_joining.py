@@ -70,7 +70,7 @@ async def test_joiner_without_a_source_is_not_ready_and_reports_why(tmp_path: Pa
             probe = await late.http.get("/readyz")
             assert (probe.status_code, probe.json()["detail"]) == (
                 503,
-                "the weights are not here yet",
+                "the weights version of the cluster is not loaded yet",
             )
             for other in ("/livez", "/startupz"):
                 assert (await late.http.get(other)).status_code == 200, other
