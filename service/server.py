@@ -218,23 +218,6 @@ class Server:
             self.checkpoints.close()
             await asyncio.to_thread(self.traces.close)
 
-    async def activate(
-        self, label: str, mode: ActivationMode, *, allow_rollback: bool
-    ) -> ActivationAnswer:
-        """Activate a weights version on all replicas of the cluster, including this one."""
-        return await self.run_to_completion(
-            self.fleet_weights.activate(label, mode, allow_rollback=allow_rollback)
-        )
-
-    async def _activate_here(
-        self, label: str, mode: ActivationMode, allow_rollback: bool
-    ) -> ActivationAnswer:
-        answer = await self.run_to_completion(
-            self.activation.activate(label, mode, allow_rollback=allow_rollback)
-        )
-        self.metrics.weights.record_activation(answer)
-        return answer
-
     @property
     def uptime_seconds(self) -> float:
         return time.monotonic() - self._started_at

@@ -186,10 +186,6 @@ class WeightMetrics(MetricTable):
         "adapter_loads", "Attempts to load a LoRA adapter", outcome=get_args(AdapterLoadOutcome)
     )
 
-    def record_activation(self, answer: ActivationAnswer) -> None:
-        self.activations.labels(answer.mode).inc()
-        self.paused_seconds.observe(answer.paused_seconds)
-
     def record_upload(self, received_bytes: int, num_bytes: int) -> None:
         self.received_bytes.inc(received_bytes)
         self.spared_bytes.inc(max(0, num_bytes - received_bytes))
