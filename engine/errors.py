@@ -1,13 +1,13 @@
 """Exceptions that an engine raises.
 
 EngineError
-|- EngineDead          the engine process is gone or cannot be trusted; start a new one
+|- EngineDead          the engine process has exited or must not be used; start a new one
 |- RequestRefused      invalid parameters of a sample; nothing was started
 |  |- ConversationRefused  invalid field of a chat request; the message may be shown to the client
 |  `- PromptTooLong        rendered chat longer than the context; the message may be shown
 |- CheckpointRefused   the weights do not fit the model; nothing was changed
 |- DrafterRefused      another drafter is under test, or its version exists; nothing was changed
-|- LoadFailed          loading failed after validation; the previous weights keep serving
+|- LoadFailed          loading failed after validation; the previous weights are still served
 `- StartFailed         the engine could not be started with these settings
 """
 
@@ -17,7 +17,7 @@ class EngineError(Exception):
 
 
 class EngineDead(EngineError):
-    """The engine process is gone or cannot be trusted any more."""
+    """The engine process has exited or must not be used any more."""
 
 
 class RequestRefused(EngineError):

@@ -165,7 +165,9 @@ class VllmEngine:
         try:
             await self._processes.call_core("coppice_ping")
         except Exception as error:
-            raise StartFailed("the Coppice plugin is not active in the engine process") from error
+            raise StartFailed(
+                "the Coppice plugin is not active in the engine process; reinstall the package"
+            ) from error
 
     async def stop(self) -> None:
         self._heartbeat.set_stage("stopping")

@@ -29,9 +29,9 @@ MAX_ARGUMENTS_CHARACTERS = 2**20
 """Limit per tool call. Longer than most contexts, and parsed within milliseconds."""
 
 _FORM = {
-    "messages": "not messages of OpenAI's chat API; a tool call needs id, type, function.name, "
-    "and function.arguments as a string of JSON",
-    "tools": "not tools of OpenAI's chat API",
+    "messages": "not valid messages of OpenAI's chat API; a tool call needs id, type, "
+    "function.name, and function.arguments as a JSON string",
+    "tools": "not valid tools of OpenAI's chat API",
 }
 
 
@@ -76,7 +76,9 @@ class ChatProcessor:
             _, prompt = self._renderer.render_messages(messages, params)
         # A template is code of the model and may raise anything.
         except Exception as error:
-            raise RequestRefused("the chat template does not render these messages") from error
+            raise RequestRefused(
+                "the model's chat template failed to render these messages"
+            ) from error
         return prompt
 
     def chat_response(self, token_ids: Sequence[int], chat_request: ChatRequest) -> ChatResponse:
@@ -88,7 +90,7 @@ class ChatProcessor:
         except Exception as error:
             place = traceback.extract_tb(error.__traceback__)[-1]
             log.warning(
-                "a response is not parsed: %s at %s:%s",
+                "a response could not be parsed: %s at %s:%s",
                 type(error).__name__,  # the message may contain the response
                 place.filename,
                 place.lineno,
@@ -125,7 +127,9 @@ class ChatProcessor:
             self._parser_of(request, chat_request)
         except Exception as error:  # a parser may raise anything
             field = "tools" if chat_request.tools else "chat_template_kwargs"
-            raise ConversationRefused(field, "the engine's parser does not take them") from error
+            raise ConversationRefused(
+                field, "the engine's tool or reasoning parser does not accept this value"
+            ) from error
 
     @property
     def _tokenizer(self) -> Any:
@@ -149,7 +153,9 @@ def _parser(tokenizer: Any, settings: EngineSettings) -> Any:
             tokenizer=tokenizer,
         )
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise StartFailed(f"the parser cannot be used: {error}") from error
+        raise StartFailed(
+            f"engine.tool_parser or engine.reasoning_parser cannot be used: {error}"
+        ) from error
 
 
 def _openai_request(chat_request: ChatRequest) -> ChatCompletionRequest:
@@ -178,12 +184,14 @@ def _check_arguments(messages: list[Any]) -> None:
     The renderer parses them while it blocks all other threads. It ignores tool calls of other roles
     than the assistant, as validation does.
     """
-    spoken = [message for message in messages if message["role"] == "assistant"]
-    calls = [call for message in spoken for call in message.get("tool_calls") or ()]
+    from_assistant = [message for message in messages if message["role"] == "assistant"]
+    calls = [call for message in from_assistant for call in message.get("tool_calls") or ()]
     functions = [call["function"] for call in calls if "function" in call]
     if any(len(function["arguments"]) > MAX_ARGUMENTS_CHARACTERS for function in functions):
-        limit = f"at most {MAX_ARGUMENTS_CHARACTERS} characters"
-        raise ConversationRefused("messages", f"function.arguments: {limit} are taken")
+        raise ConversationRefused(
+            "messages",
+            f"function.arguments: the limit is {MAX_ARGUMENTS_CHARACTERS} characters",
+        )
 
 
 def _checked_request(chat_request: ChatRequest) -> ChatCompletionRequest:

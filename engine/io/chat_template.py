@@ -68,11 +68,11 @@ def template_options(given: Mapping[str, Any], variables: frozenset[str]) -> dic
     if arguments:
         taken = ", ".join(sorted(variables)) or "none"
         raise _refused(
-            f"{', '.join(arguments)}: not variables of the chat template; it has: {taken}"
+            f"{', '.join(arguments)}: not variables of the chat template, which are: {taken}"
         )
     options = {name: value for name, value in given.items() if name in variables}
     if _num_characters(options) > MAX_CHARACTERS:
-        raise _refused(f"at most {MAX_CHARACTERS} characters are taken")
+        raise _refused(f"the values exceed {MAX_CHARACTERS} characters in total")
     return options
 
 
@@ -93,7 +93,7 @@ def _num_characters(value: object) -> int:
         case str():
             return len(value)
         case int() | float() if not abs(value) <= MAX_NUMBER:  # NaN compares as false
-            raise _refused(f"numbers are taken up to {MAX_NUMBER}")
+            raise _refused(f"numbers must be between -{MAX_NUMBER} and {MAX_NUMBER}")
         case Mapping():
             return sum(_num_characters(k) + _num_characters(v) for k, v in value.items())
         case list() | tuple():

@@ -40,7 +40,9 @@ def sampling_params(sample: SampleRequest, max_context_tokens: int) -> SamplingP
     sampling = sample.sampling
     max_response_tokens = max_context_tokens - len(sample.prompt_token_ids)
     if max_response_tokens < 1:
-        raise RequestRefused(f"the prompt leaves no room in {max_context_tokens} tokens of context")
+        raise RequestRefused(
+            f"the prompt must be shorter than the context of {max_context_tokens} tokens"
+        )
     return SamplingParams(
         n=1,
         max_tokens=min(sampling.max_tokens, max_response_tokens),

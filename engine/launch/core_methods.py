@@ -77,7 +77,9 @@ def coppice_reset_prefix_cache(self: "EngineCore") -> PrefixCacheReset:
     reference count changes. Waiting requests need no handling, because they look up their hashes
     when they are scheduled. The connector is reset too, by its `reset_cache`.
     """
-    assert self.is_scheduler_paused(), "prefixes are forgotten between two versions, while paused"
+    assert self.is_scheduler_paused(), (
+        "the prefix cache is reset between two weights versions, while paused"
+    )
     num_running_requests = _stop_caching_running(self.scheduler)
     num_hashes = _clear_block_hashes(self.scheduler.kv_cache_manager.block_pool)
     return PrefixCacheReset(

@@ -66,7 +66,7 @@ async def kv_support(processes: VllmProcesses, settings: EngineSettings) -> KvFo
         return "disabled"
     results = await processes.call_workers("coppice_prepare_kv_export")
     if any(isinstance(result, str) or result != results[0] for result in results):
-        log.warning("prompts cannot be exported: %s", results)
+        log.warning("prompt KV cannot be exported: %s", results)
         return "unsupported_cache"
     rope = getattr(processes.llm.vllm_config.model_config.hf_text_config, "rope_parameters", None)
     return KvFormat(**results[0], rope=dict(rope or {}))

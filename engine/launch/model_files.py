@@ -25,7 +25,7 @@ def resolve_model(
     """The model's local directory. Raises StartFailed with the reason if there is none."""
     directory = _resolve(model, revision, download, _FILES)
     if not any(directory.glob("*.safetensors")):
-        raise StartFailed(f"{directory} holds no *.safetensors file; other formats are not served")
+        raise StartFailed(f"{directory} has no *.safetensors file; other formats are not supported")
     return directory
 
 
@@ -43,11 +43,11 @@ def _resolve(
     if directory.is_dir():
         return _require_config(directory.resolve())
     if not _HUB_ID.fullmatch(model):
-        raise StartFailed(f"there is no model directory {model}")
+        raise StartFailed(f"the model directory {model} does not exist")
     if not _COMMIT.fullmatch(revision or ""):
         raise StartFailed(
-            f"{model} is not a directory here; to take it from the model hub, pin it with "
-            "engine.revision, the 40 hexadecimal digits of a commit"
+            f"{model} is not a local directory; to download it from the model hub, set "
+            "engine.revision to a commit hash of 40 hexadecimal digits"
         )
     return _require_config(_download(model, revision, download, files))
 
@@ -67,6 +67,6 @@ def _download(
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise StartFailed(
-            f"{model} at {revision} could not be fetched from the model hub: {reason}; "
-            "a local directory can be given instead"
+            f"{model} at {revision} could not be downloaded from the model hub: {reason}; "
+            "engine.model may be a local directory instead"
         ) from error

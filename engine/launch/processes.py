@@ -156,7 +156,7 @@ def _start_failures() -> Iterator[None]:
         yield
     except ValidationError as error:
         messages = "; ".join(details["msg"] for details in error.errors(include_url=False))
-        raise StartFailed(f"vLLM refuses these settings: {messages}") from error
+        raise StartFailed(f"vLLM does not accept these settings: {messages}") from error
     except (ValueError, RuntimeError, OSError) as error:
         raise StartFailed(f"vLLM did not start: {error}") from error
 

@@ -53,7 +53,7 @@ class Heartbeat:
     def health(self) -> EngineHealth:
         age = self._now() - self._last_beat
         is_late = age > self._bounds.get(self._stage, float("inf"))
-        reason = self._dead or (f"no sign of life for {age:.1f} s" if is_late else None)
+        reason = self._dead or (f"no heartbeat for {age:.1f} s" if is_late else None)
         return EngineHealth(stage=self.stage, alive=reason is None, age_seconds=age, reason=reason)
 
     async def watch(

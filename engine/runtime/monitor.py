@@ -33,7 +33,8 @@ class EngineMonitor:
         ranks = await self._processes.call_workers("coppice_reset_graph_counters")
         if None in ranks:
             raise StartFailed(
-                "graphs.budget_bytes needs vLLM's second model runner, which is not used"
+                "graphs.budget_bytes needs vLLM's second model runner, which is not used here; "
+                "remove the setting"
             )
         self.graphs = aggregate_graph_ranks(ranks)
 
@@ -69,6 +70,6 @@ class EngineMonitor:
         """Kill an engine that hangs for too long, so that all pending calls fail."""
         await self._heartbeat.watch(hang_seconds)
         reason = self._heartbeat.health().reason
-        log.error("%s: the engine is killed", reason)
-        self._heartbeat.mark_dead(f"it hung: {reason}")
+        log.error("the engine is killed: %s", reason)
+        self._heartbeat.mark_dead(f"the engine hung: {reason}")
         kill_processes()

@@ -82,7 +82,7 @@ def _read_exactly(buffer: memoryview, stream: FileIO, tensor: StoredTensor) -> N
         if not num_read:
             raise CheckpointRefused(
                 f"{printable(tensor.file.name)} ends within {printable(tensor.name)}: "
-                "it has changed since its header was read"
+                "it changed after its header was read"
             )
         buffer = buffer[num_read:]
 
@@ -120,7 +120,7 @@ def read_checkpoint(path: Path, *, follow_links: bool = False) -> Checkpoint:
         name = printable(Path(error.filename or path).name)
         raise CheckpointRefused(f"{name} cannot be read: {error.strerror}") from None
     if not tensors:
-        raise CheckpointRefused("the checkpoint holds no tensors")
+        raise CheckpointRefused("the checkpoint has no tensors")
     return Checkpoint(tensors=tensors)
 
 
@@ -149,7 +149,7 @@ def check_same_tensors(served: Checkpoint, candidate: Checkpoint) -> None:
             "shape", shapes, lambda n: f"{n} {theirs[n].shape}, served {ours[n].shape}"
         ),
         _describe_differences(
-            "type", dtypes, lambda n: f"{printable(n)} {theirs[n].dtype}, not a float that fits"
+            "dtype", dtypes, lambda n: f"{printable(n)} {theirs[n].dtype}, must be BF16, F16 or F32"
         ),
     ]
     if any(differences):
@@ -168,7 +168,7 @@ def _tensors(path: Path, follow_links: bool) -> Iterator[tuple[str, StoredTensor
         if mapped is not None and mapped != found.keys():
             tensor = min(mapped ^ found.keys())
             lacking = name if tensor in mapped else SHARD_INDEX
-            raise CheckpointRefused(f"{printable(lacking)} lacks {printable(tensor)}")
+            raise CheckpointRefused(f"{printable(lacking)} does not contain {printable(tensor)}")
         yield from found.items()
 
 
@@ -177,12 +177,14 @@ def _list_files(path: Path) -> Mapping[str, set[str] | None]:
     if path.is_file():
         return {path.name: None}
     if not path.is_dir():
-        raise CheckpointRefused("there is no such checkpoint")
+        raise CheckpointRefused("the checkpoint does not exist")
     single, sharded = (path / SINGLE_FILE).exists(), (path / SHARD_INDEX).exists()
     if single and sharded:
-        raise CheckpointRefused(f"{SINGLE_FILE} and {SHARD_INDEX} are both there; one must go")
+        raise CheckpointRefused(f"{SINGLE_FILE} and {SHARD_INDEX} both exist; remove one of them")
     if not single and not sharded:
-        raise CheckpointRefused(f"there is neither {SINGLE_FILE} nor {SHARD_INDEX}")
+        raise CheckpointRefused(
+            f"neither {SINGLE_FILE} nor {SHARD_INDEX} exists; one of them is required"
+        )
     return {SINGLE_FILE: None} if single else _shards(path / SHARD_INDEX)
 
 
@@ -194,7 +196,7 @@ def _shards(index: Path) -> dict[str, set[str] | None]:
     for tensor, file in weight_map.items():
         if not isinstance(file, str) or not file.endswith(".safetensors"):
             raise CheckpointRefused(
-                f"{SHARD_INDEX} names no safetensors file for {printable(tensor)}"
+                f"{SHARD_INDEX} maps {printable(tensor)} to no .safetensors file"
             )
         shards.setdefault(file, set()).add(tensor)
     return dict(shards)
@@ -203,11 +205,11 @@ def _shards(index: Path) -> dict[str, set[str] | None]:
 def _resolve_file(directory: Path, name: str, follow_links: bool) -> Path:
     file = directory / name
     if Path(name).name != name:
-        raise CheckpointRefused(f"{printable(name)} is not the name of a file")
+        raise CheckpointRefused(f"{printable(name)} is not a plain file name")
     if not file.is_file():
         raise CheckpointRefused(f"{printable(name)} is missing")
     if not follow_links and not file.resolve().is_relative_to(directory.resolve()):
-        raise CheckpointRefused(f"{printable(name)} is a link out of the checkpoint")
+        raise CheckpointRefused(f"{printable(name)} is a link to a file outside the checkpoint")
     return file
 
 
@@ -216,7 +218,7 @@ def read_json(path: Path) -> dict[str, Any]:
     with path.open("rb") as stream:
         content = stream.read(MAX_JSON_BYTES + 1)
     if len(content) > MAX_JSON_BYTES:
-        raise CheckpointRefused(f"{path.name} is too large")
+        raise CheckpointRefused(f"{path.name} is larger than {MAX_JSON_BYTES} bytes")
     try:
         value = from_json(content)  # unlike json.loads it refuses lone surrogates
     except ValueError:
@@ -239,7 +241,7 @@ def _read_file(file: Path) -> dict[str, StoredTensor]:
     except (SafetensorError, ValueError) as error:
         reason = printable(str(error))
         raise CheckpointRefused(
-            f"{printable(file.name)} is no safetensors file: {reason}"
+            f"{printable(file.name)} is not a valid safetensors file: {reason}"
         ) from None
     header.pop("__metadata__", None)
     return {name: _to_stored_tensor(file, name, entry, len(head)) for name, entry in header.items()}
@@ -253,7 +255,9 @@ def _read_head(file: Path) -> tuple[bytes, int]:
         header = stream.read(min(int.from_bytes(prefix, "little"), MAX_JSON_BYTES))
     head = prefix + header
     if len(head) < min(num_bytes, LENGTH_BYTES + int.from_bytes(prefix, "little"), MAX_JSON_BYTES):
-        raise CheckpointRefused(f"{printable(file.name)} has changed while it was read")
+        raise CheckpointRefused(
+            f"{printable(file.name)} changed while it was read; load it when it is complete"
+        )
     return head, num_bytes
 
 

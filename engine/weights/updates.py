@@ -68,7 +68,7 @@ class LoadedAdapters:
         if label is None:
             return None
         if label not in self._requests:
-            raise RequestRefused(f"there is no adapter {label!r}")
+            raise RequestRefused(f"no adapter {label!r} is loaded")
         return self._requests[label]
 
     def new_request(self, label: str, path: Path) -> LoRARequest:

@@ -87,8 +87,8 @@ def _without_tied_head(served: Checkpoint, candidate: Checkpoint) -> Checkpoint:
         return candidate
     if not _have_equal_bytes(head, embedding):
         raise CheckpointRefused(
-            f"{LM_HEAD} differs from {printable(embedding.name)}, but this model ties the two: "
-            "its head is its embedding"
+            f"{LM_HEAD} differs from {printable(embedding.name)}, but this model ties its "
+            "head to its embedding; leave the head out"
         )
     return candidate.without_tensor(LM_HEAD)
 
@@ -108,9 +108,11 @@ def check_values(tensor: StoredTensor, dtype: str) -> None:
     for chunk in read_chunks(tensor):
         largest = _largest_magnitude(np.frombuffer(chunk, dtype=bits))
         if largest >= not_finite:
-            raise CheckpointRefused(f"{printable(tensor.name)} holds NaN or infinity")
+            raise CheckpointRefused(f"{printable(tensor.name)} contains NaN or infinity")
         if largest >= limit:
-            raise CheckpointRefused(f"{printable(tensor.name)} holds values too large for {dtype}")
+            raise CheckpointRefused(
+                f"{printable(tensor.name)} has values that overflow in {dtype}, the engine's dtype"
+            )
 
 
 def _largest_magnitude(bits: npt.NDArray[Any]) -> int:
@@ -145,12 +147,12 @@ def _read_adapter_config(adapter: Path) -> dict[str, Any]:
         raise CheckpointRefused(f"{ADAPTER_CONFIG_FILE} is missing")
     config = read_json(path)
     if config.get("peft_type", "LORA") != "LORA":
-        raise CheckpointRefused(
-            f"{ADAPTER_CONFIG_FILE}: only adapters of peft_type LORA are served"
-        )
+        raise CheckpointRefused(f"{ADAPTER_CONFIG_FILE}: peft_type must be LORA")
     for name, plain in PLAIN_LORA_VALUES.items():
         if name in config and config[name] not in plain:
-            raise CheckpointRefused(f"{ADAPTER_CONFIG_FILE}: {name} is not served")
+            raise CheckpointRefused(
+                f"{ADAPTER_CONFIG_FILE}: {name} is not supported; set it to PEFT's default"
+            )
     return config
 
 
@@ -163,10 +165,12 @@ def _ranks(config: Mapping[str, Any], max_rank: int) -> set[int]:
     ranks = {rank for rank in named if type(rank) is int and rank > 0}
     if any(type(rank) is not int or rank <= 0 for rank in named):
         raise CheckpointRefused(
-            f"{ADAPTER_CONFIG_FILE}: r and rank_pattern must be whole numbers above 0"
+            f"{ADAPTER_CONFIG_FILE}: r and rank_pattern must be positive integers"
         )
     if max(ranks) > max_rank:
-        raise CheckpointRefused(f"rank {max(ranks)} is above {max_rank}, the highest served here")
+        raise CheckpointRefused(
+            f"rank {max(ranks)} exceeds {max_rank}, the server's engine.max_adapter_rank"
+        )
     return ranks
 
 
@@ -174,14 +178,14 @@ def _check_pattern(name: str, pattern: object) -> None:
     """Require plain module names. vLLM matches the keys as regular expressions during a step."""
     if not isinstance(pattern, dict) or not all(map(PLAIN_NAME.fullmatch, pattern)):
         raise CheckpointRefused(
-            f"{ADAPTER_CONFIG_FILE}: the keys of {name} must be names of modules"
+            f"{ADAPTER_CONFIG_FILE}: the keys of {name} must be plain module names, not patterns"
         )
 
 
 def _check_alphas(alphas: Sequence[object]) -> None:
     if not all(type(alpha) in (int, float) and isfinite(alpha) for alpha in alphas):  # type: ignore[arg-type]
         raise CheckpointRefused(
-            f"{ADAPTER_CONFIG_FILE}: lora_alpha and alpha_pattern must be numbers"
+            f"{ADAPTER_CONFIG_FILE}: lora_alpha and alpha_pattern must be finite numbers"
         )
 
 
@@ -191,7 +195,10 @@ def _tensors_by_module(tensors: Mapping[str, StoredTensor]) -> dict[str, dict[st
     for name, tensor in tensors.items():
         suffix = next((suffix for suffix in LORA_SUFFIXES if name.endswith(suffix)), None)
         if suffix is None:
-            raise CheckpointRefused(f"{printable(name)} is no matrix of a linear layer's adapter")
+            raise CheckpointRefused(
+                f"{printable(name)} is not a LoRA matrix: its name must end in "
+                ".lora_A.weight or .lora_B.weight"
+            )
         module = name.removesuffix(suffix).removeprefix(PREFIX)
         modules.setdefault(module, {})[suffix] = tensor
     return modules
@@ -202,16 +209,19 @@ def _check_shapes(
 ) -> None:
     base = served.tensors.get(f"{module}.weight")
     if base is None:
-        raise CheckpointRefused(f"the served model has no {printable(module)}")
+        raise CheckpointRefused(f"the served model has no module {printable(module)}")
     if module.rpartition(".")[2] not in TARGET_MODULES or EXPERTS_PATH in module:
-        raise CheckpointRefused(f"{printable(module)} is not among the modules that may be adapted")
+        raise CheckpointRefused(
+            f"{printable(module)} cannot have an adapter; supported are the projections of "
+            "attention and of a dense MLP"
+        )
     if len(matrices) < len(LORA_SUFFIXES):
-        raise CheckpointRefused(f"{printable(module)} lacks one of its two matrices")
+        raise CheckpointRefused(f"{printable(module)} has only one of lora_A and lora_B")
     lora_a, lora_b = (matrices[suffix] for suffix in LORA_SUFFIXES)
     for tensor in (lora_a, lora_b):
         if tensor.dtype not in DTYPE_BYTES:
             raise CheckpointRefused(
-                f"{printable(tensor.name)} is {tensor.dtype}, not a float that fits"
+                f"{printable(tensor.name)} has dtype {tensor.dtype}; it must be BF16, F16 or F32"
             )
     rank = lora_a.shape[0] if lora_a.shape else 0
     out, inner = base.shape

@@ -108,7 +108,7 @@ def test_call_that_the_parsers_would_reject_is_refused_first(
 def test_long_arguments_are_refused_before_they_are_parsed(chat: TemplateChat) -> None:
     long = {**CALL, "function": {"name": "add", "arguments": f"[{'[],' * 2**19}0]"}}
     turns = [TURNS[0], {"role": "assistant", "content": "", "tool_calls": [CALL, long]}]
-    with pytest.raises(ConversationRefused, match="at most 1048576 characters"):
+    with pytest.raises(ConversationRefused, match="the limit is 1048576 characters"):
         chat.encode(turns, [TOOL])
 
 
@@ -122,7 +122,7 @@ def test_deep_values_are_rendered_or_refused(chat: TemplateChat) -> None:
     assert template_options({"a": deep}, frozenset("a")) == {"a": deep}
     nested = {**CALL, "function": {"name": "add", "arguments": "[" * 2**19}}
     turns = [TURNS[0], {"role": "assistant", "content": "", "tool_calls": [nested]}]
-    with pytest.raises(RequestRefused, match="does not render"):
+    with pytest.raises(RequestRefused, match="failed to render"):
         chat.encode(turns, [TOOL])
 
 

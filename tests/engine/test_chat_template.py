@@ -101,7 +101,7 @@ def test_long_values_are_refused(chat: TemplateChat) -> None:
 
 
 def test_range_is_bounded_by_the_sandbox(chat: TemplateChat) -> None:
-    with pytest.raises(RequestRefused, match="does not render"):
+    with pytest.raises(RequestRefused, match="failed to render"):
         encode(chat, repeat=100_001)
 
 

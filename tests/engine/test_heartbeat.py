@@ -30,7 +30,7 @@ def test_each_stage_has_its_own_timeout() -> None:
         clock.now += 1
         is_late = beating.health()
         assert not is_late.alive
-        assert is_late.reason == f"no sign of life for {bound + 1:.1f} s"
+        assert is_late.reason == f"no heartbeat for {bound + 1:.1f} s"
 
 
 def test_entering_a_stage_is_a_heartbeat() -> None:

@@ -13,10 +13,10 @@ COMMIT = "0123456789" * 4
 @pytest.mark.parametrize(
     ("model", "revision", "reason"),
     [
-        ("/nowhere/at/all", None, "there is no model directory /nowhere/at/all"),
-        ("seedling", None, "there is no model directory seedling"),
-        ("org/name", None, "pin it with engine.revision"),
-        ("org/name", "main", "pin it with engine.revision"),
+        ("/nowhere/at/all", None, "the model directory /nowhere/at/all does not exist"),
+        ("seedling", None, "the model directory seedling does not exist"),
+        ("org/name", None, "set engine.revision to a commit"),
+        ("org/name", "main", "set engine.revision to a commit"),
     ],
 )
 def test_missing_model_is_one_sentence(model: str, revision: str | None, reason: str) -> None:
@@ -28,7 +28,7 @@ def test_directory_without_a_model_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(StartFailed, match=r"it has no config\.json"):
         resolve_model(str(tmp_path), None)
     (tmp_path / "config.json").touch()
-    with pytest.raises(StartFailed, match=r"holds no \*\.safetensors file"):
+    with pytest.raises(StartFailed, match=r"has no \*\.safetensors file"):
         resolve_model(str(tmp_path), None)
     (tmp_path / "model.safetensors").touch()
     assert resolve_model(str(tmp_path), None) == tmp_path

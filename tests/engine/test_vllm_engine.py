@@ -281,7 +281,7 @@ async def test_generation_config_is_ignored_except_for_stop_tokens(
 
 async def test_settings_refused_by_vllm_are_reported_in_its_words_alone() -> None:
     engine = VllmEngine(settings(max_context_tokens=100_000))
-    with pytest.raises(StartFailed, match="vLLM refuses these settings: .*4096") as failed:
+    with pytest.raises(StartFailed, match="vLLM does not accept these settings: .*4096") as failed:
         await engine.start("v0")
     assert "\n" not in str(failed.value)
     assert engine.health().stage == "dead"
@@ -292,7 +292,7 @@ async def test_settings_refused_by_vllm_are_reported_in_its_words_alone() -> Non
     ("model", "revision", "said"),
     [
         ("/no/such/directory", None, "no model directory"),
-        ("somebody/some-model", None, "pin it with engine.revision"),
+        ("somebody/some-model", None, "set engine.revision to a commit"),
     ],
 )
 async def test_missing_model_is_reported_in_one_sentence(

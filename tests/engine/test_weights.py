@@ -277,7 +277,7 @@ def test_nothing_is_changed_without_a_way_to_restore_it(
     (answer,) = engine.rpc("coppice_load_weights", str(models["v8"]), absent)
     assert answer == {
         "ok": False,
-        "error": "CheckpointRefused: there is no such checkpoint",
+        "error": "CheckpointRefused: the checkpoint does not exist",
         "restored": True,
     }
     assert_same(engine.ask(*PROMPTS, max_tokens=40), expected.v7)

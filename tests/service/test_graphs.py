@@ -50,7 +50,7 @@ def test_plan_is_evaluated_on_the_steps_of_a_trace(tmp_path: Path) -> None:
         (["--graphs.budget-bytes", "2000000"], 1, "graphs.budget_bytes: one graph for each length"),
         (["--graphs.lengths", "4:1"], 2, "must be written as"),
         (["--graphs.trace", "/nowhere.json"], 1, "graphs.trace: /nowhere.json: No such file"),
-        (["--model", "/nowhere"], 1, "there is no model directory /nowhere"),
+        (["--model", "/nowhere"], 1, "the model directory /nowhere does not exist"),
     ],
 )
 def test_invalid_plan_request_prints_one_line(arguments: list[str], code: int, reason: str) -> None:
