@@ -58,7 +58,7 @@ def infer_order(written: Sequence[torch.Tensor]) -> torch.Tensor:
     if not (index == index[0]).all():
         raise UnknownPacking("heads are packed differently")
     if not torch.equal(index[0].sort().values, torch.arange(index.shape[1])):
-        raise UnknownPacking("some values are lost or repeated")
+        raise UnknownPacking("not a permutation")
     return index[0].argsort()
 
 
@@ -107,8 +107,10 @@ def check_shapes(
     layers, two, out_heads, num_tokens, head_dim = out.shape
     assert all(cache.shape == caches[0].shape for cache in caches), "layers differ in shape"
     assert (layers, two, out_heads) == (len(caches), 2, heads), f"out is {tuple(out.shape)}"
-    assert content == 2 * head_dim, "keys and values of one size lie side by side"
-    assert (len(block_ids) - 1) * block < num_tokens <= len(block_ids) * block, "blocks and tokens"
+    assert content == 2 * head_dim, "a block row must have keys and values of head_dim each"
+    assert (len(block_ids) - 1) * block < num_tokens <= len(block_ids) * block, (
+        "blocks do not fit tokens"
+    )
 
 
 def iter_chunks(

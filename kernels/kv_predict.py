@@ -119,5 +119,5 @@ def _shift_layer(layer: torch.Tensor, shift: int, rotary: RotaryParams | None) -
     """Layer [2, H, T, D] with its keys moved by `shift`; the same tensor if `shift` is zero."""
     if not shift:
         return layer
-    assert rotary is not None, "nothing is moved that cannot be"
+    assert rotary is not None, "keys are only moved if they can be rotated"
     return torch.stack([shift_keys(layer[0], shift, rotary), layer[1]])

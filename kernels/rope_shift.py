@@ -56,23 +56,23 @@ def parse_rotary(rope: Mapping[str, Any], head_dim: int) -> RotaryParams:
     """
     rope_type = str(rope.get("rope_type", rope.get("type", "default")))
     if rope_type not in _KNOWN_PARAMETERS:
-        raise UnsupportedRotary(f"keys are turned by {rope_type!r}")
+        raise UnsupportedRotary(f"RoPE type {rope_type!r} is not supported")
     unknown = sorted(
         name for name in rope if name not in _KNOWN_PARAMETERS[rope_type] and rope[name] is not None
     )
     if unknown:
-        raise UnsupportedRotary(f"{rope_type!r} with {', '.join(unknown)}")
+        raise UnsupportedRotary(f"RoPE type {rope_type!r} with unknown {', '.join(unknown)}")
     if "rope_theta" not in rope:
-        raise UnsupportedRotary("no rope_theta")
+        raise UnsupportedRotary("rope_theta is missing")
     channels = int(head_dim * rope.get("partial_rotary_factor", 1.0))
     if channels < 2 or channels % 2:
-        raise UnsupportedRotary(f"{channels} channels are turned")
+        raise UnsupportedRotary(f"{channels} rotated channels; must be even and at least 2")
     try:
         return RotaryParams(
             _FREQUENCIES_BY_TYPE[rope_type](rope, _base_frequencies(rope, channels))
         )
     except KeyError as error:
-        raise UnsupportedRotary(f"{rope_type!r} without {error.args[0]}") from error
+        raise UnsupportedRotary(f"RoPE type {rope_type!r} without {error.args[0]}") from error
 
 
 def _base_frequencies(rope: Mapping[str, Any], channels: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ ROWS_PER_PROGRAM = 32
 
 def shift_keys_(keys: torch.Tensor, shift: int, rotary: RotaryParams) -> None:
     """Rotate contiguous keys [.., D] by `shift` positions in place; computed in float32."""
-    assert keys.is_contiguous(), "rows lie side by side"
+    assert keys.is_contiguous(), "rows must be contiguous"
     if not shift or not keys.numel():
         return
     half, head_dim = len(rotary.frequencies), keys.shape[-1]

@@ -135,12 +135,12 @@ def crossover(
     trials = measure()
     measured = Crossover.fit(trials)
     if sum(trial.steady for trial in trials) < MIN_STEADY_SHARE * len(trials):
-        logger.info("the machine was busy: the attention's crossover is used, and not kept")
+        logger.info("attention crossover not cached: the machine was busy during the measurement")
         return measured
     try:
         _write(file, json.dumps({"of": cache_key, "costs": asdict(measured)}, indent=2))
     except OSError as error:
-        logger.warning("the attention's crossover is not kept: %s", error)
+        logger.warning("attention crossover not cached: %s", error)
     return measured
 
 

@@ -23,7 +23,7 @@ def install(settings: AttentionSettings) -> None:
 
 def settings() -> AttentionSettings:
     """Attention settings that `install` was called with in this process."""
-    assert _settings is not None, "the backends are used without having been installed"
+    assert _settings is not None, "attention backend used before `install`"
     return _settings
 
 

@@ -38,9 +38,9 @@ class DraftLengthTiers:
         tiers = tuple(_tier(part) for part in text.split(" "))
         bounds = [tier.up_to for tier in tiers if tier.up_to is not None]
         if 0 in bounds or any(b >= a for b, a in zip(bounds, bounds[1:], strict=False)):
-            raise ValueError("the numbers of samples must rise, from 1 at least")
+            raise ValueError("numbers of samples must be increasing and at least 1")
         if max(max(tier.drafts) for tier in tiers) > MAX_DRAFT_TOKENS:
-            raise ValueError(f"a draft has {MAX_DRAFT_TOKENS} tokens at most")
+            raise ValueError(f"a draft has at most {MAX_DRAFT_TOKENS} tokens")
         return cls(tiers)
 
     @property
@@ -70,9 +70,9 @@ def default_tiers(max_draft_tokens: int) -> DraftLengthTiers:
 
 
 def _tier(text: str) -> Tier:
-    max_mean_cost, _, drafts = text.rpartition(":")
+    up_to, _, drafts = text.rpartition(":")
     return Tier(
-        int(max_mean_cost) if max_mean_cost else None,
+        int(up_to) if up_to else None,
         tuple(sorted({int(d) for d in drafts.split(",")})),
     )
 

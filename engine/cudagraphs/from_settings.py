@@ -45,7 +45,7 @@ def graph_memory(engine: EngineSettings, graphs: GraphsSettings, model: Path) ->
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise StartFailed(
-            f"{model}/config.json does not say what a graph takes: {error!r}"
+            f"cannot estimate graph memory from {model}/config.json: {error!r}"
         ) from error
 
 
@@ -84,6 +84,6 @@ def plan_for_start(
     if graphs.budget_bytes is None:
         return None
     if engine.eager or on_cpu:
-        log.warning("graphs.budget_bytes has no effect: no CUDA graphs on CPU, nor when eager")
+        log.warning("graphs.budget_bytes has no effect: none are captured on CPU or with eager")
         return None
     return make_plan(engine, graphs, speculation, model)

@@ -147,7 +147,7 @@ def _max_num_graphs(candidates: "_CandidateGraphs", memory: GraphMemory, budget_
     max_num_graphs = (budget_bytes - pool) // memory.graph_bytes
     if max_num_graphs < candidates.num_lengths:
         least = pool + candidates.num_lengths * memory.graph_bytes
-        raise BudgetTooSmall(f"one graph for each length takes {least} bytes already")
+        raise BudgetTooSmall(f"at least {least} bytes are needed, for one graph per draft length")
     return max_num_graphs
 
 

@@ -8,7 +8,7 @@ from engine.cudagraphs.planner import Plan
 from engine.cudagraphs.shapes import GraphShape
 
 MIB = 2**20
-NOTE = "Bytes and padding are a model's; hits are those of the decode steps."
+NOTE = "Memory and padding are model estimates. The hit rate is that of decode steps."
 
 
 def compare(
@@ -21,11 +21,11 @@ def compare(
     """
     full, buckets = vllm_shapes(limits), tlt_shapes(limits)
     return {
-        "every size with every length, as vLLM 0.32": score(
+        "vLLM 0.32: every size, every draft length": score(
             full, VllmLookup(full), requested, memory
         ),
-        "the same, found by length": score(full, PerLengthLookup(full), requested, memory),
-        "a length only where it is chosen, as TLT": score(
+        "the same graphs, lookup per length": score(full, PerLengthLookup(full), requested, memory),
+        "TLT: draft lengths only where chosen": score(
             buckets, PerLengthLookup(buckets), requested, memory
         ),
         "this plan": score(plan.shapes, PerLengthLookup(plan.shapes), requested, memory),
@@ -33,21 +33,21 @@ def compare(
 
 
 def render(plan: Plan, scores: Mapping[str, PlanScore]) -> str:
-    total_steps = next(iter(scores.values())).total_bytes
+    baseline_bytes = next(iter(scores.values())).total_bytes
     comparison = [
         [
             name,
             str(s.num_graphs),
             f"{s.total_bytes / MIB:.0f}",
-            f"{s.total_bytes / total_steps:.2f}",
+            f"{s.total_bytes / baseline_bytes:.2f}",
         ]
         + [f"{s.hit_rate:.4f}", f"{100 * s.padding:.2f} %"]
         for name, s in scores.items()
     ]
-    heads = ["", "graphs", "MiB", "of the product", "hit rate", "padding"]
+    heads = ["", "graphs", "MiB", "of vLLM's", "hit rate", "padding"]
     return "\n".join(
         [
-            *_table(["drafts", "graphs", "captured for so many samples"], _captured(plan)),
+            *_table(["drafts", "graphs", "captured numbers of samples"], _captured(plan)),
             "",
             *_table(heads, comparison),
             "",

@@ -79,9 +79,9 @@ def read_trace(file: Path) -> Trace:
     except OSError as error:
         raise ValueError(f"{file}: {error.strerror}") from error
     except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{file} is no trace of steps: {error!r}") from error
+        raise ValueError(f"{file} is not a step trace: {error!r}") from error
     if not runs or not all(_fits(shape, steps) for shape, steps in runs):
-        raise ValueError(f"{file} is no trace of steps: a row is impossible, or there is none")
+        raise ValueError(f"{file} is not a step trace: it has no rows or an invalid row")
     return Trace(runs, about)
 
 

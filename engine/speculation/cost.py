@@ -271,4 +271,4 @@ class ProfileCache:
             part.write_text(text)
             part.replace(self._file)
         except OSError as error:
-            logger.warning("the profile of speculation is not kept: %s", error)
+            logger.warning("speculation profile not cached: %s", error)

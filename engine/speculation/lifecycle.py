@@ -94,7 +94,7 @@ def resolve_mode(settings: SpeculationSettings, engine: EngineSettings) -> Specu
     if settings.mode == "off" or (can and engine.pipeline_parallel_size == 1):
         return settings
     if settings.mode != "auto":
-        log.warning("speculation is off: no compiled draft store, or pipeline parallelism")
+        log.warning("speculation is off: draft store not compiled, or pipeline parallelism enabled")
     return settings.model_copy(update={"mode": "off"})
 
 

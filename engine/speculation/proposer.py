@@ -84,7 +84,7 @@ class Proposer:
     def _propose(
         self, sampled: Sequence[Sequence[int]], num_tokens: Int32Array, token_ids: Int32Array
     ) -> TokenLists:
-        assert self.speculator is not None, "wired"
+        assert self.speculator is not None, "attached to the model runner"
         return self.speculator.drafts(sampled, num_tokens, token_ids)
 
     # Called by the worker between two steps.

@@ -11,5 +11,5 @@ def install(settings: SpeculationSettings) -> None:
 
 
 def settings() -> SpeculationSettings:
-    assert _settings is not None, "the proposer is used without having been installed"
+    assert _settings is not None, "speculation settings used before `install`"
     return _settings

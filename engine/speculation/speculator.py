@@ -184,15 +184,15 @@ class Speculator:
         The first token after those that were sent also counts as correct if it equals the next
         draft token.
         """
-        came = np.array([len(new) for new in sampled])
-        is_scored = (draft_indices >= 0) & (came > 0)
+        num_sampled = np.array([len(new) for new in sampled])
+        is_scored = (draft_indices >= 0) & (num_sampled > 0)
         is_scored[is_scored] &= verified[is_scored] <= of.lengths[draft_indices[is_scored]]
         rows = np.flatnonzero(is_scored)
         if of.drafted is None or len(rows) == 0:
             return
         drafted, accepted, sent = (
             of.drafted.rows(draft_indices[rows]),
-            came[rows] - 1,
+            num_sampled[rows] - 1,
             verified[rows],
         )
         last = np.array([sampled[row][-1] for row in rows.tolist()])
@@ -232,9 +232,9 @@ class Speculator:
         return row
 
     def _draft(self, batch: Batch, ids: Sequence[str], sent: TokenLists, *, wanted: bool) -> None:
-        asked = wanted and self.profile is None
+        needs_drafts = wanted and self.profile is None
         limits = [
-            row.limit(self._max_draft_tokens, length) if asked else 0
+            row.limit(self._max_draft_tokens, length) if needs_drafts else 0
             for row, length in zip(batch.rows, batch.lengths, strict=True)
         ]
         drafted = self.store.step(
@@ -246,7 +246,7 @@ class Speculator:
         self._counts.store_bytes = self.store.num_bytes
         if self.profile is not None:
             self._draft_for_profile(self.profile, batch, ids, sent)
-        elif asked:
+        elif needs_drafts:
             self._choose(drafted, batch, ids, sent)
 
     def _choose(

@@ -112,7 +112,7 @@ class StoreContents:
             (at < end).all() and (at >= begin).all() for at, begin, end in self._bounds()
         )
         if not (is_valid and self._has_unique_prompts()):
-            raise InvalidStoreFile("its arrays do not belong together")
+            raise InvalidStoreFile("inconsistent arrays")
 
     def _bounds(self) -> Iterator[tuple[NDArray[Any], int, Any]]:
         """Arrays with the half-open range of their values."""
@@ -165,10 +165,10 @@ class StoreContents:
         try:
             contents = cls._parse(path.read_bytes())
             if vocabulary is not None and contents._largest_token() >= vocabulary:
-                raise InvalidStoreFile(f"it has tokens that a vocabulary of {vocabulary} lacks")
+                raise InvalidStoreFile(f"token ids outside the vocabulary of {vocabulary}")
             return contents
         except InvalidStoreFile as error:
-            raise InvalidStoreFile(f"{path} is no draft store that can be read: {error}") from None
+            raise InvalidStoreFile(f"{path} is not a readable draft store: {error}") from None
 
     @classmethod
     def _parse(cls, data: bytes) -> Self:
@@ -179,10 +179,10 @@ class StoreContents:
         ]
         whole = at + sum(sizes) + DIGEST_BYTES
         if len(data) != whole:
-            raise InvalidStoreFile(f"it has {len(data)} bytes where {whole} belong: truncated")
+            raise InvalidStoreFile(f"truncated: {len(data)} of {whole} bytes")
         body = memoryview(data)[:-DIGEST_BYTES]
         if blake2b(body, digest_size=DIGEST_BYTES).digest() != data[-DIGEST_BYTES:]:
-            raise InvalidStoreFile("its checksum is wrong")
+            raise InvalidStoreFile("checksum mismatch")
         arrays = {}
         for field, length in zip(fields(cls), lengths, strict=True):
             arrays[field.name] = np.frombuffer(data, _dtype(field.name), length, at)
@@ -214,11 +214,11 @@ def _dtype(name: str) -> str:
 def _lengths(data: bytes) -> list[int]:
     number = len(fields(StoreContents))
     if len(data) < HEADER.size + 8 * number + DIGEST_BYTES:
-        raise InvalidStoreFile(f"it has {len(data)} bytes: truncated")
+        raise InvalidStoreFile(f"truncated: {len(data)} bytes")
     magic, version, arrays = HEADER.unpack_from(data)
     if magic != MAGIC:
-        raise InvalidStoreFile("it does not begin as one")
+        raise InvalidStoreFile("wrong magic number")
     if (version, arrays) != (FORMAT, number):
-        raise InvalidStoreFile(f"it is of format {version}, this is {FORMAT}")
+        raise InvalidStoreFile(f"format version {version}, expected {FORMAT}")
     lengths: list[int] = np.frombuffer(data, "<u8", number, HEADER.size).tolist()
     return lengths

@@ -209,7 +209,7 @@ def hash_key(name: bytes) -> int:
 def check_begin(prompt: Int32Array) -> None:
     _check_array("prompt", prompt)
     if not 0 < len(prompt) < MAX_TEXT_TOKENS:
-        raise InvalidCall(f"a prompt has 1 to {MAX_TEXT_TOKENS - 1} tokens, not {len(prompt)}")
+        raise InvalidCall(f"prompt of {len(prompt)} tokens; must have 1 to {MAX_TEXT_TOKENS - 1}")
     _check_tokens(prompt)
 
 
@@ -226,20 +226,20 @@ def check_step(
         _check_array(name, array)
     if not len(slots) == len(counts) == len(limits):
         raise InvalidCall(
-            f"{len(slots)} slots, {len(counts)} counts and {len(limits)} limits: one each a row"
+            f"{len(slots)} slots, {len(counts)} counts, {len(limits)} limits; must be one per row"
         )
     if len(slots) and min(int(counts.min()), int(limits.min())) < 0:
-        raise InvalidCall("a count or a limit is below zero")
+        raise InvalidCall("negative count or limit")
     if int(counts.sum(dtype=np.int64)) != len(tokens):
-        raise InvalidCall(f"the counts come to {int(counts.sum())}, there are {len(tokens)} tokens")
+        raise InvalidCall(f"{len(tokens)} tokens, but counts of {int(counts.sum())} in total")
     _check_tokens(tokens)
 
 
 def _check_array(name: str, array: Int32Array) -> None:
     if array.dtype != np.int32 or array.ndim != 1:
-        raise InvalidCall(f"{name}: one row of int32, not {array.ndim} dimensions of {array.dtype}")
+        raise InvalidCall(f"{name} must be a 1-D int32 array, not {array.ndim}-D {array.dtype}")
 
 
 def _check_tokens(tokens: Int32Array) -> None:
     if len(tokens) and int(tokens.min()) < 0:
-        raise InvalidCall(f"{int(tokens.min())} is no token")
+        raise InvalidCall(f"negative token id {int(tokens.min())}")

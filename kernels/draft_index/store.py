@@ -180,14 +180,13 @@ class DraftStore:
             self._store, hash_key(group), key, prompt.ctypes.data, len(prompt)
         )
         if slot < 0:
-            raise InvalidCall(
-                f"more than {interface.MAX_TEXTS - 1} responses to one prompt at once"
-            )
+            limit = interface.MAX_TEXTS - 1
+            raise InvalidCall(f"more than {limit} concurrent responses to one prompt")
         return slot
 
     def end(self, slot: int, *, keep: bool) -> None:
         if self._library.coppice_drafts_end(self._store, slot, keep):
-            raise InvalidCall(f"no request has slot {slot}")
+            raise InvalidCall(f"slot {slot} is not in use")
 
     def age(self) -> None:
         self._library.coppice_drafts_age(self._store)
@@ -271,8 +270,8 @@ class DraftStore:
 
 
 _ERROR_MESSAGES = {
-    -1: "no request has slot {slot}",
-    -2: "slot {slot} is in the step twice",
+    -1: "slot {slot} is not in use",
+    -2: "slot {slot} occurs twice in the step",
     -3: f"slot {{slot}} has more than {interface.MAX_TEXT_TOKENS} tokens",
 }
 

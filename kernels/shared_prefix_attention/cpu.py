@@ -257,7 +257,7 @@ class DecodeStep:
     def _set_layout(self, query: Tensor, cache: Tensor, out: Tensor) -> None:
         """Set strides and shapes, after checking them: the kernel does no bounds checks."""
         for tensor in (query, out):
-            assert tensor.stride()[1:] == (query.shape[2], 1), "heads lie side by side"
+            assert tensor.stride()[1:] == (query.shape[2], 1), "heads must be contiguous"
         assert cache.stride()[2:] == (cache.shape[3], 1) and cache.shape[3] == 2 * query.shape[2]
         call = self._call
         call.query_stride, call.out_stride = query.stride(0), out.stride(0)

@@ -146,7 +146,7 @@ def test_values_that_are_not_a_permutation_are_refused() -> None:
     repeated = [digit.clone() for digit in digits]
     for digit in repeated:
         digit[:, 7] = digit[:, 8]
-    with pytest.raises(UnknownPacking, match="lost or repeated"):
+    with pytest.raises(UnknownPacking, match="not a permutation"):
         infer_order(repeated)
     digits[0][1] = digits[0][1].flip(0)
     with pytest.raises(UnknownPacking, match="differently"):

@@ -125,8 +125,8 @@ def test_moved_key_equals_the_one_hugging_face_computes_there(
         ({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, "'dynamic'"),
         ({"rope_type": "longrope", "rope_theta": 1e4}, "'longrope'"),
         ({"rope_theta": 1e4, "mrope_section": [1, 2, 3]}, "mrope_section"),
-        ({}, "no rope_theta"),
-        ({"rope_theta": 1e4, "partial_rotary_factor": 0.1}, "3 channels"),
+        ({}, "rope_theta is missing"),
+        ({"rope_theta": 1e4, "partial_rotary_factor": 0.1}, "3 rotated channels"),
         ({"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}, "original_max_position"),
     ],
 )

@@ -32,7 +32,7 @@ def test_plan_is_printed_next_to_the_vllm_default() -> None:
     assert printed.exit_code == 0
     table = rows(printed.stdout)
     assert table["2"][2].startswith("32 ") and table["4"][2].startswith("8 ")
-    vllm_shapes, ours = table["every size with every length, as vLLM 0.32"], table["this plan"]
+    vllm_shapes, ours = table["vLLM 0.32: every size, every draft length"], table["this plan"]
     assert int(ours[1]) < int(vllm_shapes[1])
     assert float(ours[3]) < 0.4
     assert ours[4] == "1.0000" > vllm_shapes[4]
@@ -47,7 +47,7 @@ def test_plan_is_evaluated_on_the_steps_of_a_trace(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "reason"),
     [
-        (["--graphs.budget-bytes", "2000000"], 1, "graphs.budget_bytes: one graph for each length"),
+        (["--graphs.budget-bytes", "2000000"], 1, "graphs.budget_bytes: at least"),
         (["--graphs.lengths", "4:1"], 2, "must be written as"),
         (["--graphs.trace", "/nowhere.json"], 1, "graphs.trace: /nowhere.json: No such file"),
         (["--model", "/nowhere"], 1, "the model directory /nowhere does not exist"),
@@ -62,7 +62,7 @@ def test_invalid_plan_request_prints_one_line(arguments: list[str], code: int, r
 def test_model_without_sizes_prints_one_line(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 8}))
     printed = plan("--model", str(tmp_path))
-    assert printed.exit_code == 1 and "does not say what a graph takes" in printed.stderr
+    assert printed.exit_code == 1 and "cannot estimate graph memory" in printed.stderr
 
 
 def test_plan_needs_no_model_weights(tmp_path: Path) -> None:

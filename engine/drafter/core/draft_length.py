@@ -194,7 +194,7 @@ class DraftLengthPolicy:
         self.profile = Profile(self._max_draft_tokens)
 
     def end_profile(self) -> list[CostStep]:
-        assert self.profile is not None, "begun"
+        assert self.profile is not None, "a profile is being measured"
         steps = self.profile.steps()
         self.controller = Controller(StepCostModel(steps))
         self.profile, self._hold_steps = None, 0
@@ -237,7 +237,7 @@ class DraftLengthPolicy:
         return min((n for n in self._lengths_with_graph(running) if n > 0), default=0)
 
     def _lengths_with_graph(self, running: int) -> list[int]:
-        assert self._max_samples is not None, "all lengths are alike"
+        assert self._max_samples is not None, "there are CUDA graphs"
         return [
             n
             for n, most in self._max_samples.items()

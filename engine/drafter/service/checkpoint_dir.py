@@ -97,7 +97,7 @@ class DrafterDir:
     def update_start_link(self) -> None:
         """Link the weights of `start` to the version in use."""
         serving = self.serving
-        assert serving is not None, "settled"
+        assert serving is not None, "set when the directory was opened"
         part = self.start / ".part"
         part.unlink(missing_ok=True)
         part.symlink_to(self.file(serving))

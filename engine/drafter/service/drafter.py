@@ -68,7 +68,7 @@ class Drafter:
                 await asyncio.sleep(POLL_SECONDS)
                 await self._poll()
         except Exception:
-            log.exception("drafters are neither compared nor trained any more")
+            log.exception("drafter A/B tests and training stopped")
             await self.close()
 
     def on_ping(self, snapshot: Snapshot | None, num_running: int) -> None:

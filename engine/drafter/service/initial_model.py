@@ -154,16 +154,16 @@ def _read_config(model: Path) -> dict[str, Any]:
     try:
         config: dict[str, Any] = json.loads((model / "config.json").read_text())
     except (OSError, ValueError) as error:
-        raise StartFailed(f"{model} is no model directory: {error}") from error
+        raise StartFailed(f"{model} is not a model directory: {error}") from error
     return config
 
 
 def _check_vocabulary(target: dict[str, Any], drafter: dict[str, Any], initial: Path) -> None:
     sizes = [config.get("text_config", config).get("vocab_size") for config in (target, drafter)]
     if sizes[0] != sizes[1]:
-        raise StartFailed(f"{initial} drafts from {sizes[1]} tokens, the model has {sizes[0]}")
+        raise StartFailed(f"vocabulary of drafter {initial}: {sizes[1]} tokens, model: {sizes[0]}")
     if not (initial / SINGLE_FILE).is_file():
-        raise StartFailed(f"{initial} has no {SINGLE_FILE}; a drafter is one file")
+        raise StartFailed(f"drafter {initial} has no {SINGLE_FILE}, which must be unsharded")
 
 
 def _fingerprint(initial: Path) -> dict[str, Any]:

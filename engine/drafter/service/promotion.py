@@ -114,10 +114,10 @@ class DrafterPromotion:
         if version in (self.serving, INITIAL_VERSION, TRAINER_CHECKPOINT) or version.startswith(
             RESERVED_PREFIXES
         ):
-            raise DrafterRefused("the version exists, or has a name that is the server's own")
+            raise DrafterRefused("the version already exists or its name is reserved")
         known = (self._queued, self._candidate)
         if self._is_importing or any(one is not None and one.is_external for one in known):
-            raise DrafterRefused("another drafter waits for its trial, or is on trial")
+            raise DrafterRefused("another drafter is queued or on trial")
         self._is_importing = True
         try:
             imported = await asyncio.to_thread(self._drafter_dir.import_file, path)

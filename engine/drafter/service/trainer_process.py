@@ -124,7 +124,7 @@ class TrainerProcess:
             )
             self._paused = False
             await self._read_messages(process)
-            log.warning("training of the drafter ended: status %s", await process.wait())
+            log.warning("drafter trainer exited with status %s", await process.wait())
         self._failed = True
 
     async def _read_messages(self, process: Process) -> None:

@@ -56,7 +56,7 @@ class ReplayBuffer:
 
     def draw(self) -> Sample:
         """Draw uniformly from the latest samples, or with LONG_SHARE from the long ones."""
-        assert len(self), "nothing to learn from"
+        assert len(self), "the buffer is empty"
         if self._long and (not self._recent or self._random.random() < LONG_SHARE):
             return self._random.choice(self._long)
         return self._recent[self._random.randrange(len(self._recent))]

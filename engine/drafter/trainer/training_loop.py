@@ -84,8 +84,11 @@ class TrainingLoop:
     def _next_batch(self) -> PackedBatch | None:
         with self._inbox.lock:
             buffer = self._inbox.buffer
-            heard = buffer.num_received
-            if heard < MIN_TOKENS_TO_START or self.num_trained_tokens >= MAX_EPOCHS * heard:
+            num_received = buffer.num_received
+            if (
+                num_received < MIN_TOKENS_TO_START
+                or self.num_trained_tokens >= MAX_EPOCHS * num_received
+            ):
                 return None
             return pack(buffer.draw)
 

@@ -28,9 +28,9 @@ def test_tier_holds_up_to_its_bound_and_the_last_one_beyond() -> None:
         ("", "must be written as"),
         ("8:0", "must be written as"),
         ("8:0, 2 0", "must be written as"),
-        ("8:0 8:1 0", "must rise"),
-        ("0:1 0", "must rise"),
-        ("128", "127 tokens at most"),
+        ("8:0 8:1 0", "must be increasing"),
+        ("0:1 0", "must be increasing"),
+        ("128", "at most 127 tokens"),
     ],
 )
 def test_unreadable_lengths_are_refused_with_the_settings(text: str, reason: str) -> None:

@@ -40,7 +40,7 @@ def test_budget_without_graphs_has_no_effect_and_is_logged(
         settings = EngineSettings(eager=eager)
         assert start(settings, BUDGETED, on_cpu=on_cpu) is None
     assert [record.message for record in caplog.records] == [
-        "graphs.budget_bytes has no effect: no CUDA graphs on CPU, nor when eager"
+        "graphs.budget_bytes has no effect: none are captured on CPU or with eager"
     ]
 
 

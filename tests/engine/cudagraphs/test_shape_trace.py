@@ -42,7 +42,7 @@ def test_trace_is_read_as_it_was_written(tmp_path: Path) -> None:
 )
 def test_invalid_trace_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "trace.json").write_text(text)
-    with pytest.raises(ValueError, match="is no trace of steps"):
+    with pytest.raises(ValueError, match="is not a step trace"):
         read_trace(tmp_path / "trace.json")
 
 

@@ -60,7 +60,7 @@ def test_one_rope_of_all_layers_is_accepted_scaled_or_in_short_floats() -> None:
         ([embedding(rotary_dim=16)], {}, "16 channels"),
         ([embedding(theta=500.0)], {}, "configured angles"),
         ([embedding()], {"no_rope_layers": [1, 0]}, "some layers"),
-        ([embedding()], {"rope_parameters": None}, "no rope_theta"),
+        ([embedding()], {"rope_parameters": None}, "rope_theta is missing"),
     ],
 )
 def test_any_other_rope_is_refused(embeddings: list[Any], config: dict[str, Any], why: str) -> None:

@@ -59,7 +59,7 @@ class ReferenceStore:
             record.compact()
         if len(record.texts) == interface.MAX_TEXTS:
             raise InvalidCall(
-                f"more than {interface.MAX_TEXTS - 1} responses to one prompt at once"
+                f"more than {interface.MAX_TEXTS - 1} concurrent responses to one prompt"
             )
         tail = record.prompt.tokens[-interface.MAX_MATCH_LENGTH :]
         text = Text(
@@ -80,7 +80,7 @@ class ReferenceStore:
     def end(self, slot: int, *, keep: bool) -> None:
         row = self._rows.pop(slot, None)
         if row is None:
-            raise InvalidCall(f"no request has slot {slot}")
+            raise InvalidCall(f"slot {slot} is not in use")
         self._free.append(slot)
         record, text = row.record, row.text
         record.running -= 1
@@ -143,11 +143,11 @@ class ReferenceStore:
     def _check(self, slots: Int32Array, counts: Int32Array, rows: list[Row | None]) -> None:
         for slot, count, row in zip(slots.tolist(), counts.tolist(), rows, strict=True):
             if row is None:
-                raise InvalidCall(f"no request has slot {slot}")
+                raise InvalidCall(f"slot {slot} is not in use")
             if len(row.text.tokens) + count >= interface.MAX_TEXT_TOKENS:
                 raise InvalidCall(f"slot {slot} has more than {interface.MAX_TEXT_TOKENS} tokens")
         if len(set(slots.tolist())) < len(slots):
-            raise InvalidCall("a slot is in the step twice")
+            raise InvalidCall("a slot occurs twice in the step")
 
     def _draft(self, row: Row, limit: int, drafted: DraftBatch, index: int) -> None:
         finder = MatchFinder(
