@@ -17,7 +17,8 @@ from engine.io.generation import Generation
 from engine.launch.arguments import WORKER_EXTENSION
 from engine.launch.info import collect_info, kv_support
 from engine.launch.model_files import resolve_model
-from engine.launch.processes import SHUTDOWN_SECONDS, VllmProcesses, await_engine, kill_processes
+from engine.launch.processes import SHUTDOWN_SECONDS, VllmProcesses, kill_processes
+from engine.runtime.await_engine import await_engine
 from engine.runtime.file_ownership import remove_leftover_shared_memory
 from engine.runtime.heartbeat import Heartbeat
 from engine.runtime.monitor import EngineMonitor

@@ -8,10 +8,10 @@ import asyncio
 import logging
 import multiprocessing
 import os
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import psutil
 from pydantic import ValidationError
@@ -19,19 +19,18 @@ from vllm import envs
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.exceptions import EngineDeadError
 
 from engine.cudagraphs.from_settings import plan_for_start
 from engine.cudagraphs.planner import Plan
 from engine.errors import EngineDead, StartFailed
 from engine.launch.arguments import engine_arguments
 from engine.launch.environment import engine_environment
+from engine.runtime.await_engine import await_engine
 from engine.runtime.file_ownership import TempDir, remove_leftover_shared_memory
 from engine.settings import AttentionSettings, EngineSettings, GraphsSettings, SpeculationSettings
 
 log = logging.getLogger(__name__)
 
-Result = TypeVar("Result")
 
 SHUTDOWN_SECONDS: Final = 30.0
 KILL_RETRY_SECONDS: Final = 0.5
@@ -78,25 +77,31 @@ class VllmProcesses:
         self.graph_plan = plan_for_start(
             self._settings, self._graphs, speculation, model, on_cpu=on_cpu
         )
+        environment = engine_environment(
+            self._settings,
+            attention=self._attention,
+            speculation=speculation,
+            graphs=self.graph_plan,
+            on_cpu=on_cpu,
+            temp_dir=self._temp_dir.path,
+        )
         with _start_failures():
-            arguments = engine_arguments(
-                self._settings,
-                model,
-                speculation=speculation,
-                on_cpu=on_cpu,
-                graphs=self.graph_plan,
-                worker_extension=self._worker_extension,
-            )
+            arguments = self._arguments(model, speculation, on_cpu=on_cpu)
             log.info("engine.seed is %d", arguments.seed)
-            with engine_environment(
-                self._settings,
-                attention=self._attention,
-                speculation=speculation,
-                graphs=self.graph_plan,
-                on_cpu=on_cpu,
-                temp_dir=self._temp_dir.path,
-            ):
+            with environment:
                 self._llm = _create_llm(arguments)
+
+    def _arguments(
+        self, model: Path, speculation: SpeculationSettings, *, on_cpu: bool
+    ) -> AsyncEngineArgs:
+        return engine_arguments(
+            self._settings,
+            model,
+            speculation=speculation,
+            on_cpu=on_cpu,
+            graphs=self.graph_plan,
+            worker_extension=self._worker_extension,
+        )
 
     async def call_core(self, method: str) -> Any:
         """Call a method of EngineCore between two steps. Raises EngineDead."""
@@ -131,22 +136,6 @@ class VllmProcesses:
         if self._temp_dir is not None:
             self._temp_dir.close()
         remove_leftover_shared_memory()
-
-
-async def await_engine(llm: AsyncLLM, call: Coroutine[Any, Any, Result]) -> Result:
-    """Await a call. Raises EngineDead if the engine dies first."""
-    llm._run_output_handler()  # otherwise started by the first request only
-    handler: asyncio.Task[None] = llm.output_handler
-    task = asyncio.ensure_future(call)
-    try:
-        await asyncio.wait({task, handler}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise EngineDead("the engine process died")
-        return task.result()
-    except EngineDeadError as error:
-        raise EngineDead("the engine process died") from error
-    finally:
-        task.cancel()
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from engine.cudagraphs.planner import Plan
-from engine.launch.processes import await_engine
+from engine.runtime.await_engine import await_engine
 from engine.settings import EngineSettings, SpeculationSettings
 from engine.speculation.cost import ProfileBatch, num_tokens, profile_batches
 from engine.types import EngineInfo

@@ -16,7 +16,7 @@ from engine.drafter.service.checkpoint_dir import DrafterDir
 from engine.drafter.service.promotion import DrafterPromotion
 from engine.drafter.service.trainer_process import TrainerProcess
 from engine.drafter.trainer.messages import Sample, encode_top_k, top_k_of
-from engine.launch.processes import await_engine
+from engine.runtime.await_engine import await_engine
 from engine.settings import SpeculationSettings
 from engine.speculation.lifecycle import measure_step_costs
 from engine.stats import DrafterPairStats, DrafterStatus
