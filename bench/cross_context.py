@@ -31,15 +31,15 @@ from bench.harness.paired_runs import Pairs
 from bench.harness.record import Record, Row
 from bench.harness.splice_error import Distance, distances
 from bench.harness.threshold_sweep import prediction_rows, predictions
-from coppice import AsyncRollouts, PromptSegment, Reuse
+from coppice import AsyncRollouts, KvReuse, PromptSpan
 from engine.settings import EngineSettings
 from service.prompt_kv.settings import KvSettings
 
 FIRST_TOKENS = (0, 1, 4, 16, 64)
-PREFILL = {"prefilled": Reuse(mode="off")}
-REORDER = {"reordered": Reuse(mode="order")}
+PREFILL = {"prefilled": KvReuse(mode="off")}
+REORDER = {"reordered": KvReuse(mode="reorder")}
 # Messages are random, so all texts have similar distances.
-PREDICT = {"predicted": Reuse(mode="anchors", threshold=1.0)}
+PREDICT = {"predicted": KvReuse(mode="predict", max_entropy=1.0)}
 PROBLEMS_A_TEXT = (1, 2)
 
 
@@ -49,19 +49,20 @@ class Shape:
 
     num_own_tokens: int
     rounds: int
-    modes: dict[str, Reuse]
+    modes: dict[str, KvReuse]
 
 
-def splice_modes(first_tokens: int) -> str:
-    return f"spliced ({first_tokens} recomputed per span)"
+def splice_modes(recompute_tokens: int) -> str:
+    return f"spliced ({recompute_tokens} recomputed per span)"
 
 
-def shapes_of(first_tokens: int, rounds: int) -> tuple[Shape, Shape]:
+def shapes_of(recompute_tokens: int, rounds: int) -> tuple[Shape, Shape]:
     """The shapes. The goal applies to the first, whose arms form a curve."""
     curve = {
-        splice_modes(k): Reuse(mode="recompute", first_tokens=k) for k in (first_tokens, 0, 64)
+        splice_modes(k): KvReuse(mode="splice", recompute_tokens=k)
+        for k in (recompute_tokens, 0, 64)
     }
-    only = {splice_modes(first_tokens): curve[splice_modes(first_tokens)]}
+    only = {splice_modes(recompute_tokens): curve[splice_modes(recompute_tokens)]}
     return (
         Shape(num_own_tokens=120, rounds=rounds, modes=PREFILL | REORDER | curve | PREDICT),
         Shape(num_own_tokens=512, rounds=max(1, rounds - 1), modes=PREFILL | only),
@@ -97,7 +98,7 @@ async def measure_time(model: str, shapes: Sequence[Shape], block: int) -> list[
         prompt_kv=True,
         block_size=block,
     )
-    kv = KvSettings(segments_bytes=2**29)
+    kv = KvSettings(spans_bytes=2**29)
     async with (
         running_service(settings, kv=kv) as (engine, url),
         AsyncRollouts(url, timeout=600) as rollouts,
@@ -124,27 +125,27 @@ async def one_shape(rollouts: AsyncRollouts, shape: Shape, vocab_size: int) -> d
 
 
 async def one_round(
-    rollouts: AsyncRollouts, prompts: Sequence[list[PromptSegment]], reuse: Reuse, arm: Arm
+    rollouts: AsyncRollouts, prompts: Sequence[list[PromptSpan]], reuse: KvReuse, arm: Arm
 ) -> None:
     """Measure the time to first token of a round's prompts, sequentially."""
     for agent, prompt in enumerate(prompts):
         began = time.perf_counter()
-        result = await rollouts.rollout([prompt], max_tokens=1, reuse=reuse)
+        result = await rollouts.rollout([prompt], max_tokens=1, kv_reuse=reuse)
         seconds = time.perf_counter() - began
-        told = result.groups[0].reuse
-        assert told is not None and told.reason in (None, "no_anchor"), told
-        arm.predicted += [len(arm.seconds)] if told.anchors else []
+        told = result.groups[0].kv_reuse
+        assert told is not None and told.reason in (None, "no_observations"), told
+        arm.predicted += [len(arm.seconds)] if told.num_observations else []
         arm.seconds.append(seconds)
         arm.later += [seconds] if agent else []
-        arm.reused.append(told.tokens_reused)
-        arm.computed.append(told.tokens_computed + told.tokens_prepared)
-        arm.round_trips.append(told.round_trips)
+        arm.reused.append(told.num_reused_tokens)
+        arm.computed.append(told.num_computed_tokens + told.num_prepared_tokens)
+        arm.round_trips.append(told.num_round_trips)
 
 
-def time_rows(shape: Shape, arms: dict[str, Arm], first_tokens: int) -> list[Row]:
+def time_rows(shape: Shape, arms: dict[str, Arm], recompute_tokens: int) -> list[Row]:
     what, goals = (
         f"{num_prompt_tokens(shape.num_own_tokens)} tokens",
-        {splice_modes(first_tokens), *PREDICT},
+        {splice_modes(recompute_tokens), *PREDICT},
     )
     rows = []
     for way in [way for way in arms if way != "prefilled"]:
@@ -218,12 +219,12 @@ def distance_rows(found: Sequence[Distance]) -> list[Row]:
         surprise = f"{distance.surprise:.2f} nats per token"
         label = f"{what} of arithmetic: negative log-likelihood after a prefilled prompt"
         rows.append(Row(what=label, value=surprise))
-        for first_tokens, values in distance.divergences.items():
-            mean, share = statistics.mean(values), 100 * distance.shares[first_tokens]
+        for recompute_tokens, values in distance.divergences.items():
+            mean, share = statistics.mean(values), 100 * distance.shares[recompute_tokens]
             worst = f"worst prompt {max(values):.3f}, {share:.0f} % spliced"
             rows.append(
                 Row(
-                    what=f"{what} of arithmetic: KL divergence, {splice_modes(first_tokens)}",
+                    what=f"{what} of arithmetic: KL divergence, {splice_modes(recompute_tokens)}",
                     value=f"{mean:.4f} nats per token, {worst}",
                     goal="< 0.05",
                     verdict="met" if mean < 0.05 else "missed",
@@ -243,12 +244,12 @@ def main() -> None:
     found = distances(FIRST_TOKENS, options.block_size)
     predicted = [predictions(num_problems) for num_problems in PROBLEMS_A_TEXT]
     heard = evaluate_agents(options.agents, FIRST_TOKENS, options.block_size)
-    shapes = shapes_of(options.first_tokens, options.rounds)
+    shapes = shapes_of(options.recompute_tokens, options.rounds)
     measured = uvloop.run(measure_time(options.model, shapes, options.block_size))
     rows = [
         row
         for shape, arms in zip(shapes, measured, strict=True)
-        for row in time_rows(shape, arms, options.first_tokens)
+        for row in time_rows(shape, arms, options.recompute_tokens)
     ]
     record = Record(
         name="cross_context",

@@ -67,12 +67,15 @@ async def _windows(rollouts: AsyncRollouts, seconds: float, offset: float) -> As
 
 
 def _since(before: DrafterAnswer, now: DrafterAnswer) -> tuple[int, int]:
-    known = {(p.drafter, p.weights): (p.first_drafted, p.first_accepted) for p in before.acceptance}
+    known = {
+        (p.drafter, p.weights): (p.num_drafts, p.num_first_tokens_accepted)
+        for p in before.acceptance
+    }
     num_drafted = accepted = 0
     for pair in now.acceptance:
         was = known.get((pair.drafter, pair.weights), (0, 0))
-        num_drafted += pair.first_drafted - was[0]
-        accepted += pair.first_accepted - was[1]
+        num_drafted += pair.num_drafts - was[0]
+        accepted += pair.num_first_tokens_accepted - was[1]
     return num_drafted, accepted
 
 

@@ -22,7 +22,7 @@ from examples.seedling.measure import (
 )
 from service.rollouts.finish_policy import FinishPolicy, FinishPolicyName
 
-POLICIES: Sequence[FinishPolicyName] = ("first", "random_k", "balanced_length")
+POLICIES: Sequence[FinishPolicyName] = ("first", "random", "balanced_length")
 NEEDED = (4, 6)
 
 
@@ -37,12 +37,12 @@ def recorded_lengths(num_prompts: int) -> list[list[int]]:
 def simulate_policy(
     policy: FinishPolicyName, lengths: Sequence[int], *, num_required: int, seed: int
 ) -> tuple[float, int]:
-    """Mean length of a group's chosen samples, and the tokens after which the group finished."""
+    """Mean length of a group's selected samples, and the tokens after which the group finished."""
     rule = FinishPolicy(policy, num_required=num_required, n=len(lengths), seed=seed)
     for index in sorted(range(len(lengths)), key=lambda i: lengths[i]):
         if rule.on_sample_end(index, lengths[index]):
-            assert rule.chosen is not None
-            return statistics.mean(lengths[i] for i in rule.chosen), lengths[index]
+            assert rule.selected is not None
+            return statistics.mean(lengths[i] for i in rule.selected), lengths[index]
     raise AssertionError("a group that ended whole had never enough")
 
 

@@ -68,7 +68,7 @@ async def wait_times(rollouts: AsyncRollouts, rounds: int) -> WaitTimes:
         return time.perf_counter() - began
 
     async def enough() -> None:
-        waits.enough.append(await timed(Finish(samples=K)))
+        waits.enough.append(await timed(Finish(num_samples=K)))
 
     async def whole() -> None:
         waits.whole.append(await timed(None))

@@ -104,7 +104,7 @@ def asking(
             result = await rollouts.rollout(given, max_tokens=TOKENS, ignore_eos=True, n=LEAVES)
         arm.seconds.append(time.perf_counter() - began)
         arm.computed.append(computed_prompt_tokens() - before)
-        arm.sampled.append(result.usage.completion_tokens)
+        arm.sampled.append(result.usage.num_generated_tokens)
         arm.leaves.append(independent(result))
 
     return ask

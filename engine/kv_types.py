@@ -86,7 +86,7 @@ class ObservedKv:
     def names(self) -> tuple[str | None, ...]:
         return (self.real.name,) if self.base is None else (self.real.name, self.base.name)
 
-    def advanced(self, num_tokens: int) -> Self:
+    def without_first(self, num_tokens: int) -> Self:
         """The observation without its first tokens."""
         return replace(
             self,
@@ -142,7 +142,7 @@ class LoadPiece:
             token_offset=self.token_offset + num_skipped,
             num_tokens=self.num_tokens - num_skipped,
             start=position,
-            observations=tuple(kv.advanced(num_skipped) for kv in self.observations),
+            observations=tuple(kv.without_first(num_skipped) for kv in self.observations),
         )
 
     def prefix_until(self, position: int) -> Self:

@@ -187,7 +187,7 @@ class EngineSettings(Section):
     cache_bytes: BufferBytes | None = Field(
         None,
         description="size of the KV cache per rank, in bytes; none: 1 GiB on CPU; on a GPU, the "
-        "memory that gpu_memory_utilization leaves",
+        "part of gpu_memory_utilization that the weights leave",
     )
     gpu_memory_utilization: float = Field(
         0.9,

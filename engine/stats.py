@@ -29,19 +29,19 @@ self: the sample's own text; siblings: other running samples of its group; promp
 to the same prompt; all: any text in the draft store; drafter: the draft model.
 """
 SpeculationDecision = Literal[
-    "drafted", "nothing_drafted", "not_worth_it", "checked", "resting", "probed"
+    "drafted", "nothing_drafted", "not_worth_it", "baseline", "suspended", "probed"
 ]
 """Outcome of a step's drafts.
 
 drafted: sent to verification. nothing_drafted: no drafts found. not_worth_it: verification would
-cost more time than it saves. checked: left out to measure the cost of a step without drafts.
-resting: drafting is suspended for a while because it cost more than it saved. probed: a single
+cost more time than it saves. baseline: left out to measure the cost of a step without drafts.
+suspended: drafting is suspended for a while because it cost more than it saved. probed: a single
 token is drafted while suspended, to measure the drafter's acceptance.
 """
-SpeculationSkipReason = Literal["refused", "seeded", "no_room", "failed"]
+SpeculationSkipReason = Literal["disabled", "seeded", "store_full", "failed"]
 """Reason why a sample or step was not speculated.
 
-refused: the request disables speculation. seeded: the request has a seed. no_room: the store
+disabled: the request disables speculation. seeded: the request has a seed. store_full: the store
 accepts no more concurrent responses to one prompt. failed: an error in a step, which is logged.
 """
 DrafterOutcome = Literal["promoted", "rolled_back", "failed"]

@@ -25,7 +25,7 @@ replicas, and `helm/golden/` the manifests that the chart renders from them.
 [the fleet](../../docs/fleet.md) how replicas share a cluster registry.
 
 The settings of the server's sections `engine`, `attention`, `speculation`, `graphs`, `kv`,
-`limits`, `weights`, `directory`, `log` and `trace` are values of the same names. Rendering fails
+`limits`, `weights`, `cluster`, `log` and `trace` are values of the same names. Rendering fails
 with the reason on settings that the server would reject at startup, and on values that contradict
 each other.
 

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from engine.settings import AttentionSettings, EngineSettings, GraphsSettings, SpeculationSettings
-from service.cluster.settings import DirectorySettings
+from service.cluster.settings import ClusterSettings
 from service.config.settings import LimitsSettings, LogSettings, TraceSettings, WeightsSettings
 from service.prompt_kv.settings import KvSettings
 
@@ -89,7 +89,7 @@ def schema() -> Schema:
         kv=settings(KvSettings),
         limits=settings(LimitsSettings),
         weights=settings(WeightsSettings),
-        directory=settings(DirectorySettings),
+        cluster=settings(ClusterSettings),
         log=settings(LogSettings),
         trace=settings(TraceSettings),
         auth=tree(

@@ -14,16 +14,16 @@ SPECULATION = [
         "percentunit",
         "Accepted share of drafted tokens, by the source of the draft.",
         {
-            "{{scope}}": f"{rate('coppice_speculation_accepted_tokens_total', 'scope')} / "
-            f"({rate('coppice_speculation_drafted_tokens_total', 'scope')} > 0)"
+            "{{source}}": f"{rate('coppice_speculation_accepted_tokens_total', 'source')} / "
+            f"({rate('coppice_speculation_drafted_tokens_total', 'source')} > 0)"
         },
     ),
     Panel(
         "Steps by draft decision",
         "short",
-        "Engine steps per second. checked: without drafts, to measure the gain; resting: drafting "
-        "is suspended because it cost more than it saved.",
-        {"{{choice}}": rate("coppice_speculation_steps_total", "choice")},
+        "Engine steps per second. baseline: without drafts, to measure the gain; suspended: "
+        "drafting is suspended because it cost more than it saved.",
+        {"{{decision}}": rate("coppice_speculation_steps_total", "decision")},
     ),
     Panel(
         "Accepted tokens per draft",
@@ -59,7 +59,7 @@ DRAFTER = [
         "Drafter training",
         "short",
         "1 for the current state. paused: the engine is busy; failed: training has stopped.",
-        {"{{training}}": level("coppice_drafter_training", "training")},
+        {"{{state}}": level("coppice_drafter_training", "state")},
     ),
     Panel(
         "Training tokens",

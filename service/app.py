@@ -39,10 +39,11 @@ OPERATORS = (
     *(weights.router, adapters.router, drafter.router, control.router),
     monitoring.metrics,
 )
+COMMON = (monitoring.router, documents.problems)
 ROUTERS: dict[RouteAudience, Sequence[APIRouter]] = {
-    "callers": (*CALLERS, monitoring.router),
-    "operators": (*OPERATORS, monitoring.router),
-    "everybody": (*CALLERS, *OPERATORS, monitoring.router),
+    "callers": (*CALLERS, *COMMON),
+    "operators": (*OPERATORS, *COMMON),
+    "everybody": (*CALLERS, *OPERATORS, *COMMON),
 }
 
 
@@ -52,8 +53,8 @@ def create_app(
     """Create the application for callers and, if an operators port is set, one for operators.
 
     With `server.operators_port`, the operators' app is `app.state.operators`. Without it,
-    `app.state.operators` is None and the returned app has all routes. Both apps serve the probes
-    and the status, and share one `Server`.
+    `app.state.operators` is None and the returned app has all routes. Both apps serve the probes,
+    the status and the catalogue of problems, and share one `Server`.
     """
     server = Server(settings, engine, registry)
     keyring = Keyring(settings.server.keys_file)

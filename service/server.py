@@ -18,7 +18,7 @@ from service.cluster.in_memory import InMemoryRegistry
 from service.cluster.membership import ClusterMembership
 from service.cluster.redis_registry import RedisRegistry
 from service.cluster.registry import ClusterRegistry, new_replica_id
-from service.cluster.settings import DirectorySettings
+from service.cluster.settings import ClusterSettings
 from service.config.settings import Settings
 from service.http.bodies import Bodies
 from service.http.connections import Connections, connection_limit
@@ -36,7 +36,7 @@ from service.rollouts.rollout import Rollout
 from service.rollouts.scheduling import PriorityAging
 from service.rollouts.scoring import Scoring
 from service.rollouts.tokenizer import Tokenizer
-from service.trees.external_trees import ExternalTrees
+from service.trees.external_tree import ExternalTrees
 from service.weights.activation import Activation
 from service.weights.checkpoint_store import CheckpointStore
 from service.weights.drafter import DrafterManager
@@ -74,12 +74,12 @@ class Server:
             new_replica_id(), settings.server.advertised_url, self.readiness, self.versions
         )
         self.cluster = ClusterMembership(
-            registry or _create_registry(settings.directory),
-            settings.directory,
+            registry or _create_registry(settings.cluster),
+            settings.cluster,
             describe=replica_status.entry,
-            is_standalone=registry is None and settings.directory.redis_url is None,
-            failed=lambda operation: self.metrics.cluster.failures.labels(operation).inc(),
-            on_unshared_key=self.metrics.cluster.unshared_keys.inc,
+            is_standalone=registry is None and settings.cluster.redis_url is None,
+            on_failure=lambda operation: self.metrics.cluster.failures.labels(operation).inc(),
+            on_unshared_key=self.metrics.cluster.unregistered_keys.inc,
         )
         self.checkpoints = CheckpointStore(
             settings.weights.directory, settings.weights.source_directories
@@ -95,7 +95,7 @@ class Server:
         self.kv_reuse = KvReuseManager(
             engine,
             directory=settings.kv.directory,
-            capacity_bytes=settings.kv.segments_bytes,
+            capacity_bytes=settings.kv.spans_bytes,
             epoch=lambda: self.versions.epoch,
         )
         self.socket_sender = SocketSender(
@@ -164,7 +164,7 @@ class Server:
             self.stager,
             self.checkpoints,
             settings.weights,
-            on_fetched=lambda method: self.metrics.weights.pulls.labels(method).inc(),
+            on_fetched=lambda source: self.metrics.weights.fetches.labels(source).inc(),
         )
         self._follower = Follower(
             self.cluster,
@@ -288,5 +288,5 @@ class Server:
         )
 
 
-def _create_registry(settings: DirectorySettings) -> ClusterRegistry:
+def _create_registry(settings: ClusterSettings) -> ClusterRegistry:
     return InMemoryRegistry() if settings.redis_url is None else RedisRegistry(settings)

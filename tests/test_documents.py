@@ -46,3 +46,8 @@ def test_dependency_report_matches_the_lock_file() -> None:
         re.MULTILINE,
     )
     assert dict(rows[1:]) == script("dependencies").pinned(), "python scripts/dependencies.py"
+
+
+def test_table_of_errors_is_the_catalogue() -> None:
+    text = (ROOT / "docs" / "errors.md").read_text()
+    assert text == script("problems").rendered(), "python scripts/problems.py"

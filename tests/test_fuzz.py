@@ -53,7 +53,7 @@ ANSWER: dict[str, Any] = {
     "id": "r",
     "outcome": "done",
     "groups": [],
-    "usage": {"prompt_tokens": 0, "completion_tokens": 0, "samples": 0},
+    "usage": {"num_prompt_tokens": 0, "num_generated_tokens": 0, "num_samples": 0},
 }
 PACKED = pack(RolloutAnswer.model_validate(ANSWER))
 

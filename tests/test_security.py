@@ -131,7 +131,7 @@ def prompts() -> list[Any]:
         {"groups": [{"prompt": text, "n": CANARY}]},
         {"groups": [{"prompt": text, "n": 0}], "sampling": {"max_tokens": -1}},
         {"groups": [{"prompt": text}], "sampling": {"stop": CANARY}},
-        {"groups": [{"prompt": text}], "policy": {"exact_version": "v9"}},
+        {"groups": [{"prompt": text}], "weights": {"exact_version": "v9"}},
         [CANARY],
         CANARY,
     ]

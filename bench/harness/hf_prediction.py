@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
+from coppice.wire.rollouts import PromptSpan
 from engine.kv_types import ExportSlot
 from kernels.rope_shift import parse_rotary, shift_keys
 from service.kv_reuse.anchor_selection import (
@@ -21,15 +22,15 @@ from service.kv_reuse.anchor_selection import (
     select_anchors,
 )
 from service.kv_reuse.anchors import Anchor, AnchorContext
-from service.kv_reuse.span_cache import CacheEntry, CacheKey
-from service.kv_reuse.spans import PromptSpan, PromptTemplate, Scope, joined, template_of
+from service.kv_reuse.span_cache import CacheEntry, EntryKey
+from service.kv_reuse.spans import PromptTemplate, Scope, joined, template_of
 from service.prompt_kv.arena import Extent
 
 SCOPE = Scope("nobody", None)
 
 
 class HfPredictor:
-    """Predictor for one model. Each segment and each anchor is prefilled once."""
+    """Predictor for one model. Each span and each anchor is prefilled once."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -66,7 +67,7 @@ class HfPredictor:
         anchors: Sequence[Anchor],
         response: Sequence[int],
         *,
-        threshold: float,
+        max_entropy: float,
     ) -> torch.Tensor | None:
         """Log-probabilities [T, V] at the response's tokens.
 
@@ -81,7 +82,7 @@ class HfPredictor:
             (index, anchor): self._distance(prompt, template, index, anchor)
             for index, anchor in pairs_to_compare(template, found)
         }
-        choice = select_anchors(template, found, distances, threshold)
+        choice = select_anchors(template, found, distances, max_entropy)
         if choice is None:
             return None
         values = [
@@ -122,7 +123,7 @@ class HfPredictor:
     ) -> torch.Tensor:
         stretch, weights = template.sections[index], choice.weights[index]
         reals = {anchor: self._taken(template, index, anchor) for anchor in weights}
-        if stretch.name is None:
+        if stretch.cache_key is None:
             mean = sum(weights[anchor] * reals[anchor] for anchor in weights)
             assert isinstance(mean, torch.Tensor), "there are anchors"
             nearest = max(weights, key=lambda anchor: weights[anchor])
@@ -152,4 +153,4 @@ def _shares(base: torch.Tensor, bases: Mapping[Anchor, torch.Tensor]) -> dict[An
 
 def _nowhere() -> CacheEntry:
     slot = ExportSlot(arena=Path("/nowhere"), offset=0, status_offset=0, num_tokens=0)
-    return CacheEntry(slot=slot, extent=Extent(0, 0), key=CacheKey(SCOPE, 0, "", b""))
+    return CacheEntry(slot=slot, extent=Extent(0, 0), key=EntryKey(SCOPE, 0, "", b""))

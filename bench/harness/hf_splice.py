@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
+from coppice.wire.rollouts import PromptSpan
 from kernels.rope_shift import parse_rotary, shift_keys
-from service.kv_reuse.spans import PromptSpan, joined
+from service.kv_reuse.spans import joined
 from service.kv_reuse.splicing import TokenRun, token_runs
 
 
 class HfAssembler:
-    """Assembler for one float32 model. Each segment is prefilled alone, once."""
+    """Assembler for one float32 model. Each span is prefilled alone, once."""
 
     def __init__(self, model: Any, *, block: int = 32) -> None:
         self._model, self._block = model, block
@@ -31,18 +32,18 @@ class HfAssembler:
         return logits[len(prompt) - 1 : -1].log_softmax(-1)
 
     def assemble(
-        self, parts: Sequence[PromptSpan], response: Sequence[int], *, first_tokens: int
+        self, parts: Sequence[PromptSpan], response: Sequence[int], *, recompute_tokens: int
     ) -> torch.Tensor:
         """As `dense`, with the prompt as spliced by a chain."""
-        cache = self.cache(parts, first_tokens=first_tokens)
+        cache = self.cache(parts, recompute_tokens=recompute_tokens)
         tokens = torch.tensor([[joined(parts)[-1], *response]])
         with torch.inference_mode():
             logits: torch.Tensor = self._model(tokens, past_key_values=cache).logits[0]
         return logits[:-1].log_softmax(-1)
 
-    def cache(self, parts: Sequence[PromptSpan], *, first_tokens: int) -> DynamicCache:
+    def cache(self, parts: Sequence[PromptSpan], *, recompute_tokens: int) -> DynamicCache:
         """KV cache of all prompt tokens but the last, as spliced by a chain."""
-        runs = token_runs(parts, first_tokens=first_tokens, block=self._block)
+        runs = token_runs(parts, recompute_tokens=recompute_tokens, block=self._block)
         return self._filled(parts, runs)
 
     def computed_cache(self, parts: Sequence[PromptSpan]) -> DynamicCache:
@@ -51,7 +52,7 @@ class HfAssembler:
 
     def _filled(self, parts: Sequence[PromptSpan], runs: Sequence[TokenRun]) -> DynamicCache:
         prompt, cache = joined(parts)[:-1], DynamicCache(config=self._model.config)
-        # The first segment is an exact prefix and the most expensive one, so it is cached too.
+        # The first span is an exact prefix and the most expensive one, so it is cached too.
         begun = len(parts[0].token_ids) if len(parts) > 1 else 0
         with torch.inference_mode():
             if begun:

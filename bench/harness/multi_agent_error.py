@@ -22,8 +22,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from bench.harness.cached_generation import CachedPrompt, generate, log_probabilities
 from bench.harness.hf_splice import HfAssembler, divergence
+from coppice.wire.rollouts import PromptSpan
 from examples.seedling import agents
-from service.kv_reuse.spans import PromptSpan, joined
+from service.kv_reuse.spans import joined
 from service.kv_reuse.splicing import token_runs
 
 
@@ -132,9 +133,9 @@ class AgentEvaluation:
         return Case(
             parts=[
                 PromptSpan(token_ids=encode(turn.own)),
-                PromptSpan(token_ids=encode(turn.told), name="question"),
+                PromptSpan(token_ids=encode(turn.told), cache_key="question"),
                 *(
-                    PromptSpan(token_ids=encode(said), name=str(i))
+                    PromptSpan(token_ids=encode(said), cache_key=str(i))
                     for i, said in enumerate(turn.said)
                 ),
                 PromptSpan(token_ids=encode(turn.ask)),
@@ -144,33 +145,35 @@ class AgentEvaluation:
         )
 
 
-def evaluate_agents(folder: str, first_tokens: Sequence[int], block: int) -> list[TurnScores]:
+def evaluate_agents(folder: str, recompute_tokens: Sequence[int], block: int) -> list[TurnScores]:
     """Scores of turns of every shape, in all modes."""
     hearing = AgentEvaluation.of(folder)
     return [
         hearing.scores(
-            hearing.asked(shape, NUM_TURNS), assembly_modes(hearing.model, first_tokens, block)
+            hearing.asked(shape, NUM_TURNS), assembly_modes(hearing.model, recompute_tokens, block)
         )
         for shape in SHAPES
     ]
 
 
-def assembly_modes(model: Any, first_tokens: Sequence[int], block: int) -> dict[str, Assembly]:
-    """Assembly modes for one shape's turns, whose segments are cached."""
+def assembly_modes(model: Any, recompute_tokens: Sequence[int], block: int) -> dict[str, Assembly]:
+    """Assembly modes for one shape's turns, whose spans are cached."""
     kept = HfAssembler(model, block=block)
 
     def computed(parts: Sequence[PromptSpan]) -> AssembledPrompt:
         return AssembledPrompt(cache=kept.computed_cache(parts), num_placed=0)
 
     def placed(first: int, parts: Sequence[PromptSpan]) -> AssembledPrompt:
-        runs = token_runs(parts, first_tokens=first, block=block)
+        runs = token_runs(parts, recompute_tokens=first, block=block)
         return AssembledPrompt(
-            cache=kept.cache(parts, first_tokens=first),
+            cache=kept.cache(parts, recompute_tokens=first),
             num_placed=sum(run.num_tokens for run in runs if run.span is not None),
         )
 
     ways: dict[str, Assembly] = {PREFILLED: computed}
-    return ways | {f"spliced ({k} recomputed per span)": partial(placed, k) for k in first_tokens}
+    return ways | {
+        f"spliced ({k} recomputed per span)": partial(placed, k) for k in recompute_tokens
+    }
 
 
 def _surprise(logs: torch.Tensor, answer: Sequence[int]) -> float:

@@ -2,7 +2,7 @@
 
 import random
 
-from coppice import PromptSegment
+from coppice import PromptSpan
 
 NUM_AGENTS, OWN, QUESTION, ASK = 5, 512, 128, 8
 
@@ -18,20 +18,20 @@ class MultiAgentPrompts:
         self._draw = random.Random(seed)
         self._said, self._vocab_size = said, vocab_size
         self.own = [self._text(OWN) for _ in range(NUM_AGENTS)]
-        self._question = PromptSegment(token_ids=self._text(QUESTION), reuse="question")
+        self._question = PromptSpan(token_ids=self._text(QUESTION), cache_key="question")
 
-    def prompts(self) -> list[list[PromptSegment]]:
+    def prompts(self) -> list[list[PromptSpan]]:
         """Prompts of one round, by agent."""
         said = [
-            PromptSegment(token_ids=self._text(self._said), reuse=f"agent-{i}")
+            PromptSpan(token_ids=self._text(self._said), cache_key=f"agent-{i}")
             for i in range(NUM_AGENTS)
         ]
         return [
             [
-                PromptSegment(token_ids=own),
+                PromptSpan(token_ids=own),
                 self._question,
                 *(text for i, text in enumerate(said) if i != agent),
-                PromptSegment(token_ids=self._text(ASK)),
+                PromptSpan(token_ids=self._text(ASK)),
             ]
             for agent, own in enumerate(self.own)
         ]

@@ -60,7 +60,7 @@ def main(url: str) -> None:
             answer = http.post("/v1/rollouts", json={"groups": groups, "sampling": sampling})
             usage = answer.raise_for_status().json()["usage"]
             seconds = time.perf_counter() - began
-            assert usage["completion_tokens"] == GROUPS * SAMPLES * TOKENS
+            assert usage["num_generated_tokens"] == GROUPS * SAMPLES * TOKENS
             print(seconds, len(answer.content), flush=True)
 
 

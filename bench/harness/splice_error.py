@@ -1,8 +1,8 @@
 """Error of spliced prompts against prefilled ones, on the seedling.
 
 The KL divergence of the distributions at the response's tokens, teacher-forced, over the number of
-recomputed tokens per segment, and over the prompt's length. A prompt is an own text, three peers'
-texts as segments, each of one or more solved problems, and a problem to solve. The seedling was
+recomputed tokens per span, and over the prompt's length. A prompt is an own text, three peers'
+texts as spans, each of one or more solved problems, and a problem to solve. The seedling was
 trained on single problems, so longer prompts are less familiar, as the surprise of the prefilled
 prompt at the right answer shows.
 """
@@ -17,8 +17,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench.harness.hf_splice import HfAssembler, divergence
+from coppice.wire.rollouts import PromptSpan
 from examples.seedling import arithmetic
-from service.kv_reuse.spans import PromptSpan, joined
+from service.kv_reuse.spans import joined
 from service.kv_reuse.splicing import token_runs
 
 SEEDLING = "examples/seedling/model"
@@ -31,7 +32,7 @@ class Distance:
     """Results for prompts of one length.
 
     `shares` is the spliced fraction of their tokens and `divergences` the divergence per prompt, by
-    number of recomputed first tokens per segment.
+    number of recomputed first tokens per span.
     """
 
     num_tokens: float
@@ -46,29 +47,29 @@ class Case:
     answer: list[int]
 
 
-def distances(first_tokens: Sequence[int], block: int) -> list[Distance]:
+def distances(recompute_tokens: Sequence[int], block: int) -> list[Distance]:
     model: Any = AutoModelForCausalLM.from_pretrained(SEEDLING, dtype=torch.float32).eval()
     words = AutoTokenizer.from_pretrained(SEEDLING)
     found = []
     for num_problems in PROBLEMS_A_TEXT:
         draw = random.Random(7)
         asked = [_asked(words, draw, num_problems) for _ in range(NUM_PROMPTS)]
-        found.append(_distance(HfAssembler(model, block=block), asked, first_tokens, block))
+        found.append(_distance(HfAssembler(model, block=block), asked, recompute_tokens, block))
     return found
 
 
 def _distance(
-    placed: HfAssembler, asked: Sequence[Case], first_tokens: Sequence[int], block: int
+    placed: HfAssembler, asked: Sequence[Case], recompute_tokens: Sequence[int], block: int
 ) -> Distance:
     exact = [placed.dense(joined(one.parts), one.answer) for one in asked]
     distance = Distance(
         num_tokens=statistics.mean(len(joined(one.parts)) for one in asked),
         surprise=statistics.mean(map(_surprise, exact, asked)),
     )
-    for first in first_tokens:
+    for first in recompute_tokens:
         distance.shares[first] = statistics.mean(_share(one.parts, first, block) for one in asked)
         distance.divergences[first] = [
-            divergence(true, placed.assemble(one.parts, one.answer, first_tokens=first))
+            divergence(true, placed.assemble(one.parts, one.answer, recompute_tokens=first))
             for true, one in zip(exact, asked, strict=True)
         ]
     return distance
@@ -80,7 +81,7 @@ def _asked(words: Any, draw: random.Random, num_problems: int) -> Case:
         "".join("".join(_problem(draw)) for _ in range(num_problems)) for _ in range(NUM_TEXTS)
     ]
     parts = [
-        PromptSpan(token_ids=words.encode(text), name=str(i) if i else None)
+        PromptSpan(token_ids=words.encode(text), cache_key=str(i) if i else None)
         for i, text in enumerate(texts)
     ]
     ask, answer = _problem(draw)
@@ -94,8 +95,8 @@ def _problem(draw: random.Random) -> tuple[str, str]:
     return problem.prompt, arithmetic.written_out(problem)
 
 
-def _share(parts: Sequence[PromptSpan], first_tokens: int, block: int) -> float:
-    runs = token_runs(parts, first_tokens=first_tokens, block=block)
+def _share(parts: Sequence[PromptSpan], recompute_tokens: int, block: int) -> float:
+    runs = token_runs(parts, recompute_tokens=recompute_tokens, block=block)
     return sum(run.num_tokens for run in runs if run.span is not None) / runs[-1].end
 
 

@@ -19,9 +19,10 @@ from bench.harness.hf_prediction import HfPredictor
 from bench.harness.hf_splice import HfAssembler, divergence
 from bench.harness.record import Row
 from bench.harness.splice_error import SEEDLING
+from coppice.wire.rollouts import PromptSpan
 from examples.seedling import arithmetic
 from service.kv_reuse.anchors import Anchor
-from service.kv_reuse.spans import PromptSpan, joined
+from service.kv_reuse.spans import joined
 
 THRESHOLDS = (0.1, 0.3, 0.5, 0.9)
 NUM_AGENTS, NUM_ROUNDS, NUM_HEARD = 4, 12, 3
@@ -33,7 +34,7 @@ FEWEST = 10
 class Tokens:
     """Token counts as in the service.
 
-    A segment that is not `known` yet is prefilled alone, whether or not its prompt is predicted.
+    A span that is not `known` yet is prefilled alone, whether or not its prompt is predicted.
     Prefix caching is not counted.
     """
 
@@ -42,7 +43,7 @@ class Tokens:
     known: set[tuple[int, ...]] = field(default_factory=set)
 
     def count(self, parts: Sequence[PromptSpan], *, predicted: bool) -> None:
-        new = {tuple(part.token_ids) for part in parts if part.name is not None} - self.known
+        new = {tuple(part.token_ids) for part in parts if part.cache_key is not None} - self.known
         self.known |= new
         num_last, num_tokens = len(parts[-1].token_ids), len(joined(parts))
         self.reused += num_tokens - num_last if predicted else 0
@@ -54,7 +55,7 @@ class Predictions:
     """Results by threshold.
 
     `divergences` are those of predicted prompts, in nats per token; `num_prompts` counts all
-    prompts. `reused` is the fraction of tokens not prefilled, counting only segments.
+    prompts. `reused` is the fraction of tokens not prefilled, counting only spans.
     """
 
     num_prompts: int
@@ -121,7 +122,7 @@ def _rows(of: Predictions, threshold: float, values: Sequence[float]) -> Iterato
 def _talk(model: Any, rounds: Sequence[Round], threshold: float, found: Predictions) -> Tokens:
     foreseen, anchors, tokens = HfPredictor(model), list[Anchor](), Tokens()
     for one in rounds:
-        told = foreseen.assemble(one.parts, anchors, one.answer, threshold=threshold)
+        told = foreseen.assemble(one.parts, anchors, one.answer, max_entropy=threshold)
         tokens.count(one.parts, predicted=told is not None)
         if told is None:
             anchors.append(foreseen.anchor(one.parts))
@@ -135,7 +136,7 @@ def _rounds(model: Any, words: Any, draw: random.Random, num_problems: int) -> l
     rounds = []
     for _ in range(NUM_ROUNDS):
         heard = [
-            PromptSpan(token_ids=_text(words, draw, num_problems), name=str(i))
+            PromptSpan(token_ids=_text(words, draw, num_problems), cache_key=str(i))
             for i in range(NUM_HEARD)
         ]
         problem = arithmetic.draw(draw, held_out=True)

@@ -14,9 +14,9 @@ from coppice.errors import (
     AdaptersFull,
     BadAnswer,
     BaseUnavailable,
+    ClusterUnavailable,
     ConnectionFailed,
     CoppiceError,
-    DirectoryUnavailable,
     Draining,
     EngineUnavailable,
     Forbidden,
@@ -58,6 +58,7 @@ from coppice.transport.retry import Retry
 from coppice.wire.branching import Branching, BranchRequest, Entropy
 from coppice.wire.control import PauseAnswer, StatusAnswer
 from coppice.wire.kv import Kv, KvHandle, KvLayout, KvLocator
+from coppice.wire.kv_reuse import KvReuse, KvReuseAnswer
 from coppice.wire.problems import Problem
 from coppice.wire.records import (
     EndRecord,
@@ -69,16 +70,15 @@ from coppice.wire.records import (
     SegmentRecord,
     StartRecord,
 )
-from coppice.wire.reuse import Reuse, ReuseAnswer
 from coppice.wire.rollouts import (
     Finish,
     GroupRequest,
     Message,
-    Policy,
     Prompt,
-    PromptSegment,
+    PromptSpan,
     Usage,
     VersionSpan,
+    WeightsConstraint,
 )
 from coppice.wire.score import ScoreItem
 from coppice.wire.weights import (
@@ -101,9 +101,9 @@ __all__ = [
     "BaseUnavailable",
     "BranchRequest",
     "Branching",
+    "ClusterUnavailable",
     "ConnectionFailed",
     "CoppiceError",
-    "DirectoryUnavailable",
     "Draining",
     "EndRecord",
     "EngineUnavailable",
@@ -123,6 +123,8 @@ __all__ = [
     "KvLocator",
     "KvLost",
     "KvRecord",
+    "KvReuse",
+    "KvReuseAnswer",
     "KvSource",
     "KvUnavailable",
     "Message",
@@ -130,14 +132,13 @@ __all__ = [
     "Overloaded",
     "PauseAnswer",
     "Pending",
-    "Policy",
     "Problem",
     "ProblemError",
     "ProgressRecord",
     "Prompt",
     "PromptKV",
     "PromptLike",
-    "PromptSegment",
+    "PromptSpan",
     "QuotaExceeded",
     "Record",
     "Redirected",
@@ -145,8 +146,6 @@ __all__ = [
     "RequestInProgress",
     "RequestTimeout",
     "Retry",
-    "Reuse",
-    "ReuseAnswer",
     "RolloutLost",
     "RolloutResult",
     "Rollouts",
@@ -173,6 +172,7 @@ __all__ = [
     "VersionSuperseded",
     "VersionUnavailable",
     "VersionsAnswer",
+    "WeightsConstraint",
     "WeightsRefused",
     "effective_leaves",
     "plot_tree",

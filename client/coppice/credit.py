@@ -204,10 +204,8 @@ def pruned_by_width(tree: Tree, rewards: Rewards, width: Width) -> frozenset[str
     best_half: at each fork keep the better half of its leaves, rounded up.
     extremes: keep only the best and the worst leaf of the tree.
     """
-    if len(rewards) != len(tree.leaves):
-        raise ValueError(f"{len(rewards)} rewards for {len(tree.leaves)} leaves")
-    ranked = sorted(zip(tree.leaves, rewards, strict=True), key=lambda pair: -float(pair[1]))
-    order = [leaf for leaf, _ in ranked]
+    by_leaf = _by_leaf(tree, rewards)
+    order = sorted(by_leaf, key=lambda leaf: -by_leaf[leaf])
     if width == "extremes":
         kept = {order[0], order[-1]} if order else set()
     elif width == "best_half":

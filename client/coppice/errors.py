@@ -213,7 +213,7 @@ class AdaptersFull(ProblemError):
     """The limit of loaded adapters is reached until one is unloaded or its last rollout ends."""
 
 
-class DirectoryUnavailable(ProblemError):
+class ClusterUnavailable(ProblemError):
     """The cluster registry is unavailable, so the replica with the rollout is unknown."""
 
 
@@ -278,7 +278,7 @@ PROBLEM_CLASSES: dict[str, type[ProblemError]] = {
     "adapters_full": AdaptersFull,
     "engine_dead": EngineUnavailable,
     "version_unavailable": VersionUnavailable,
-    "directory_unavailable": DirectoryUnavailable,
+    "cluster_unavailable": ClusterUnavailable,
     "insufficient_storage": ServerFailed,
 }
 

@@ -7,15 +7,15 @@ from coppice.prompts import PromptLike, groups_of
 from coppice.results import Sample
 from coppice.wire.branching import Branching
 from coppice.wire.kv import Kv
-from coppice.wire.reuse import Reuse
+from coppice.wire.kv_reuse import KvReuse
 from coppice.wire.rollouts import (
     ContinueFrom,
     Finish,
     GivenSpan,
-    Policy,
     RolloutRequest,
     Sampling,
     UnfinishedSample,
+    WeightsConstraint,
 )
 
 _PLAIN = ("priority", "speculation", "adapter")
@@ -56,11 +56,11 @@ class RolloutOptions(TypedDict, total=False):
     temperature, top_p, top_k: sampling distribution, to which the returned logprobs refer.
     stop_token_ids, ignore_eos: stop conditions.
     kv: request for handles to the prompts' KV.
-    policy: exact or minimum weights version.
+    weights: exact or minimum weights version.
     finish: early finish of a group, by a number of completed samples or by a deadline.
     branching: samples as a tree.
     continue_from: per prompt, unfinished samples to resume, see `Group.unfinished`.
-    reuse: KV reuse for prompts given as segments.
+    kv_reuse: KV reuse for prompts given as spans.
     priority: lower values are scheduled first.
     speculation: False disables speculative decoding; the distribution is the same.
     adapter: name of a loaded LoRA adapter, or `name@version`.
@@ -75,11 +75,11 @@ class RolloutOptions(TypedDict, total=False):
     stop_token_ids: Iterable[int]
     ignore_eos: bool
     kv: Kv | None
-    policy: Policy | None
+    weights: WeightsConstraint | None
     finish: Finish | None
     branching: Branching | None
     continue_from: Iterable[Iterable[Sample]]
-    reuse: Reuse | None
+    kv_reuse: KvReuse | None
     priority: int
     speculation: bool
     adapter: str | None
@@ -100,7 +100,7 @@ def rollout_request(
     started = to_continue_from(given.pop("continue_from", ()))
     groups = groups_of(prompts, **_only(given, {"n", "seed"}))
     sampling = Sampling(**_only(given, Sampling.model_fields.keys()))
-    rest = _only(given, {"kv", "policy", "finish", "branching", "reuse", *_PLAIN})
+    rest = _only(given, {"kv", "weights", "finish", "branching", "kv_reuse", *_PLAIN})
     return RolloutRequest(
         groups=groups, sampling=sampling, continue_from=started, stream=True, **rest
     )

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coppice.wire.rollouts import GroupRequest, Message, Prompt, PromptSegment
+from coppice.wire.rollouts import GroupRequest, Message, Prompt, PromptSpan
 
 PromptLike = (
     str
@@ -15,11 +15,11 @@ PromptLike = (
     | NDArray[np.integer[Any]]
     | Sequence[Message]
     | Sequence[Mapping[str, str]]
-    | Sequence[PromptSegment]
+    | Sequence[PromptSpan]
     | Prompt
     | GroupRequest
 )
-"""Text, token ids, chat messages, prompt segments, or a wire object, which is sent unchanged."""
+"""Text, token ids, chat messages, prompt spans, or a wire object, which is sent unchanged."""
 
 _SINGLE = (str, bytes, Mapping, Message, Prompt, GroupRequest)
 
@@ -60,8 +60,8 @@ def prompt_of(prompt: Any, where: str) -> Prompt:
     parts = _parts_of(prompt)
     if not parts:
         raise ValueError(f"{where} is empty")
-    if isinstance(parts[0], PromptSegment):
-        return Prompt(segments=parts)
+    if isinstance(parts[0], PromptSpan):
+        return Prompt(spans=parts)
     if isinstance(parts[0], Mapping | Message):
         return Prompt(messages=[_message_of(part) for part in parts])
     return Prompt(token_ids=token_ids_of(parts, where))

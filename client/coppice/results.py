@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from coppice.wire.kv import KvHandle, KvReason
+from coppice.wire.kv_reuse import KvReuseAnswer
 from coppice.wire.records import Packed, Part, parts_of
-from coppice.wire.reuse import ReuseAnswer
 from coppice.wire.rollouts import (
     FinishReason,
     GroupHead,
@@ -147,10 +147,10 @@ class Group:
 
     A tree requested with flatten=True also has samples: one per leaf, the tokens from the prompt
     to that leaf. `num_dropped` counts the segments that the caller removed from an externally grown
-    tree. `chosen` holds the indices of the samples that Finish(samples=...) selected, or None if
-    there was no selection. If `exact` is False, the samples come from an approximation of the
-    prompt's KV: recompute their logprobs and apply importance weights. `reuse` reports how much of
-    a prompt given as reusable spans was prefilled.
+    tree. `selected` holds the indices of the samples that Finish(num_samples=...) selected, or None
+    if there was no selection. If `exact` is False, the samples come from an approximation of the
+    prompt's KV: recompute their logprobs and apply importance weights. `kv_reuse` reports how much of
+    a prompt given as spans was prefilled.
     """
 
     id: str
@@ -165,8 +165,8 @@ class Group:
     """The reason why a requested handle is missing."""
     tree: Tree | None = None
     num_dropped: int = 0
-    chosen: tuple[int, ...] | None = None
-    reuse: ReuseAnswer | None = None
+    selected: tuple[int, ...] | None = None
+    kv_reuse: KvReuseAnswer | None = None
 
     @property
     def unfinished(self) -> tuple[Sample, ...]:
@@ -207,8 +207,8 @@ def group_of(head: GroupHead, samples: Iterable[Sample], segments: Iterable[Segm
         samples=tuple(sorted(samples, key=lambda sample: sample.index)),
         tree=None if head.leaves is None else tree_of(segments, head.leaves),
         num_dropped=head.num_dropped,
-        chosen=None if head.chosen is None else tuple(head.chosen),
-        reuse=head.reuse,
+        selected=None if head.selected is None else tuple(head.selected),
+        kv_reuse=head.kv_reuse,
     )
 
 

@@ -86,7 +86,7 @@ class GroupingMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         return self.grouped_or_stock(metadata, common_attn_metadata)
 
     def _stock_after_failure(self, metadata: Any, common: CommonAttentionMetadata) -> Any:
-        COUNTERS.skipped("failed")
+        COUNTERS.record_skipped("failed")
         self.on_failed_step(common)
         return metadata
 

@@ -33,7 +33,7 @@ class Counters:
         self.rows_grouped += num_rows
         self.prefix_bytes_not_read += bytes_saved
 
-    def skipped(self, reason: AttentionFallbackReason) -> None:
+    def record_skipped(self, reason: AttentionFallbackReason) -> None:
         self.steps_skipped[reason] += 1
 
     def read(self) -> Snapshot:

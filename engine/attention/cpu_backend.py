@@ -87,7 +87,7 @@ class SharedPrefixBuilder(GroupingMetadataBuilder, CPUAttentionMetadataBuilder):
 
     def group(self, metadata: CPUAttentionMetadata, common: CommonAttentionMetadata) -> Any:
         if metadata.causal is not True:
-            COUNTERS.skipped("not_causal")
+            COUNTERS.record_skipped("not_causal")
             return metadata
         assert self.grouper is not None, "the feature is enabled, so the grouper exists"
         grouping = self.grouper.group_rows(

@@ -236,7 +236,7 @@ class StepGrouper:
                 bytes_saved=self._bytes_per_token * num_tokens_saved(grouping_or_reason.plan),
             )
             return grouping_or_reason
-        self._counts.skipped(grouping_or_reason)
+        self._counts.record_skipped(grouping_or_reason)
         return None
 
     def _decide(

@@ -33,12 +33,12 @@ class Counters:
     def __init__(self) -> None:
         self._plan: Plan | None = None
         self._measured_bytes = 0
-        self.begin()
+        self.reset()
 
     def set_plan(self, plan: Plan, measured_bytes: int) -> None:
         self._plan, self._measured_bytes = plan, measured_bytes
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         """Reset the counts after the warm-up steps."""
         self._hits, self._mixed = 0, 0
         self._misses: Counter[tuple[int, int]] = Counter()
@@ -50,7 +50,7 @@ class Counters:
         else:
             self._misses[1 << (samples - 1).bit_length(), query_len or UNEVEN] += 1
 
-    def mixed(self) -> None:
+    def record_mixed(self) -> None:
         self._mixed += 1
 
     def read(self) -> Snapshot | None:

@@ -37,7 +37,9 @@ class PairCounters:
     def __init__(self) -> None:
         self._pairs: OrderedDict[tuple[str, str], PairSnapshot] = OrderedDict()
 
-    def verified(self, drafter: str, weights: str, num_drafted: int, num_accepted: int) -> None:
+    def record_verified(
+        self, drafter: str, weights: str, num_drafted: int, num_accepted: int
+    ) -> None:
         pair = self._pairs.get((drafter, weights)) or self._new_pair(drafter, weights)
         pair["drafted"] += num_drafted
         pair["accepted"] += num_accepted

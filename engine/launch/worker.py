@@ -94,7 +94,7 @@ class WorkerExtension:
 
     def coppice_reset_graph_counters(self) -> CudaGraphSnapshot | None:
         """Start counting, after warm-up steps."""
-        GRAPHS.begin()
+        GRAPHS.reset()
         return GRAPHS.read()
 
     def coppice_load_weights(self, path: str, previous_path: str) -> LoadSuccess | LoadFailure:
@@ -168,8 +168,8 @@ class WorkerExtension:
     def coppice_on_weights_changed(self) -> None:
         """Notify the drafter that earlier text was sampled under other weights."""
         drafter = getattr(self.model_runner, "drafter", None)
-        if drafter is not None and hasattr(drafter, "weights_changed"):
-            attempt(drafter.weights_changed)
+        if drafter is not None and hasattr(drafter, "on_weights_changed"):
+            attempt(drafter.on_weights_changed)
 
     def coppice_read_checkpoints(
         self, path: str, previous_path: str, *, drafter: bool = False

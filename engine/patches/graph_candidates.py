@@ -93,7 +93,7 @@ def check_captured(manager: Any, plan: Plan, measured_bytes: int) -> None:
 def count(desc: Any, num_reqs: int, query_len: int | None, max_query_len: int | None) -> None:
     """Count a step's dispatch. vLLM passes no `max_query_len` for steps with prefill."""
     if query_len is None and max_query_len is None:
-        COUNTERS.mixed()
+        COUNTERS.record_mixed()
     else:
         hit = desc.uniform_token_count is not None
         COUNTERS.record_decode(samples=num_reqs, query_len=query_len, hit=hit)
@@ -113,8 +113,8 @@ def _check_shapes(plan: Plan, descs: Iterable[Any], what: str) -> None:
         more = ", ".join(sorted(map(str, there - planned))) or "none"
         raise GraphPlanMismatch(
             f"{len(planned)} CUDA graphs are planned, {len(there)} {what}; missing: {missing}; "
-            f"not planned: {more} (samples x tokens each). graphs.lengths has to name the draft "
-            "lengths that the engine is started with; without graphs.budget_bytes vLLM decides"
+            f"not planned: {more} (samples x tokens each). Set graphs.lengths to the draft "
+            "lengths that the engine uses, or remove graphs.budget_bytes to use vLLM's graphs"
         )
 
 
@@ -141,7 +141,9 @@ def install_plan(plan: Plan) -> None:
 
     changed = [name for name, found in source_digests().items() if found != EXPECTED_DIGESTS[name]]
     if changed:
-        log.warning("the plan of graphs was not written for this vLLM: %s differ", changed)
+        log.warning(
+            "this vLLM is not the one that the CUDA graph plan was written for: %s differ", changed
+        )
     for name, method in patched_methods(ModelCudaGraphManager, plan).items():
         setattr(ModelCudaGraphManager, name, method)
 

@@ -59,14 +59,9 @@ def expand(
     token_nums: int,
     add_inputs: bool = False,
 ) -> None:
-    """Add or write rows with an adapter.
-
-    The model's output may be less padded than the adapter's.
-    """
-    for rows, index in rows_by_adapter(seq_len_tensor, lora_indices_tensor, batches):
-        wide = _product(inputs[rows], lora_b_weights[index], output_tensor.dtype)
-        width = min(wide.shape[1], output_tensor.shape[1])
-        _write(output_tensor[:, :width], rows, wide[:, :width], add_inputs)
+    """Add or write rows with an adapter."""
+    grouped = rows_by_adapter(seq_len_tensor, lora_indices_tensor, batches)
+    _expand(inputs, lora_b_weights, output_tensor, grouped, add_inputs)
 
 
 def expand_slice(
@@ -84,18 +79,28 @@ def expand_slice(
     add_inputs: bool = False,
 ) -> None:
     part = output_tensor[:, slice_offset : slice_offset + slice_size]
-    for rows, index in rows_by_adapter(seq_len_tensor, lora_indices_tensor, batches):
-        wide = _product(inputs[rows], lora_b_weights[index], output_tensor.dtype)
-        _write(part, rows, wide, add_inputs)
+    grouped = rows_by_adapter(seq_len_tensor, lora_indices_tensor, batches)
+    _expand(inputs, lora_b_weights, part, grouped, add_inputs)
+
+
+def _expand(
+    inputs: torch.Tensor,
+    lora_b_weights: torch.Tensor,
+    output: torch.Tensor,
+    grouped: Iterator[tuple[Rows, int]],
+    add: bool,
+) -> None:
+    """Add or write rows. The model's output may be less padded than the adapter's."""
+    for rows, index in grouped:
+        wide = _product(inputs[rows], lora_b_weights[index], output.dtype)
+        part = output[:, : wide.shape[1]]
+        values = wide[:, : part.shape[1]]
+        part[rows] = part[rows] + values if add else values
 
 
 def _product(rows: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Product with an adapter's matrix [out, in], which may have a leading dimension of one."""
     return torch.nn.functional.linear(rows.to(dtype), weights.flatten(0, -2).to(dtype))
-
-
-def _write(part: torch.Tensor, rows: Rows, values: torch.Tensor, add: bool) -> None:
-    part[rows] = part[rows] + values if add else values
 
 
 def install() -> None:

@@ -153,7 +153,7 @@ class Controller:
         """
         if self._rest > 0:
             self._rest -= 1
-            self.decision = "resting"
+            self.decision = "suspended"
             return False
         self._steps_since_attempt += 1
         backoff_steps = min(2 ** max(self._num_fruitless - BACKOFF_AFTER, 0), MAX_BACKOFF_STEPS)
@@ -170,7 +170,7 @@ class Controller:
         self._num_steps += 1
         none = np.zeros(len(drafted.lengths), dtype=np.int32)
         if self._rest > 0:
-            self.decision = "resting"
+            self.decision = "suspended"
             return none
         rows, predicted = _by_expected(expected_acceptance(drafted))
         if len(rows) == 0:
@@ -187,7 +187,7 @@ class Controller:
             return none
         self._num_fruitless = 0
         if self._num_steps % CHECK_INTERVAL == 0:
-            self.decision = "checked"
+            self.decision = "baseline"
             return none
         self.decision = "drafted"
         return np.bincount(rows[:num], minlength=len(none)).astype(np.int32)
@@ -209,9 +209,9 @@ class Controller:
         """
         if self._calibration is None:
             return
-        expected, places = expected_acceptance(drafted), np.arange(drafted.probability.shape[1])
-        known = (places <= sent[:, None]) & (expected >= MIN_EXPECTED)
-        self._calibration.update(expected[known], (places < right[:, None])[known])
+        expected, positions = expected_acceptance(drafted), np.arange(drafted.probability.shape[1])
+        known = (positions <= sent[:, None]) & (expected >= MIN_EXPECTED)
+        self._calibration.update(expected[known], (positions < right[:, None])[known])
 
     def record_step(
         self, *, running: int, context: int, verified: int, seconds: float, emitted: int
@@ -284,7 +284,7 @@ def _is_allowed_size(tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
 
 def _by_expected(expected: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Rows and probabilities of the tokens that may be sent, in decreasing order of probability."""
-    rows, places = np.nonzero(expected >= MIN_EXPECTED)
-    values = expected[rows, places]
+    rows, positions = np.nonzero(expected >= MIN_EXPECTED)
+    values = expected[rows, positions]
     order = np.argsort(-values, kind="stable")
     return rows[order], values[order]

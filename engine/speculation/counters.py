@@ -41,19 +41,19 @@ class Counters:
         self.cost_error_ratio = 0.0
         self.store_bytes = 0
 
-    def step(self, decision: SpeculationDecision) -> None:
+    def record_step(self, decision: SpeculationDecision) -> None:
         self._steps[decision] += 1
 
-    def skipped(self, reason: SpeculationSkipReason) -> None:
+    def record_skipped(self, reason: SpeculationSkipReason) -> None:
         self._skipped[reason] += 1
 
-    def verified(
+    def record_verified(
         self, scopes: NDArray[np.uint8], sent: NDArray[np.int64], accepted: NDArray[np.int64]
     ) -> None:
         """Count sent and accepted tokens of drafts by scope; `scopes` is [rows, longest]."""
-        places = np.arange(scopes.shape[1])
+        positions = np.arange(scopes.shape[1])
         of_scope, of_accepted = (
-            np.bincount(scopes[places < lengths[:, None]], minlength=len(SCOPES))
+            np.bincount(scopes[positions < lengths[:, None]], minlength=len(SCOPES))
             for lengths in (sent, accepted)
         )
         self._drafted += of_scope
@@ -61,7 +61,7 @@ class Counters:
         self._of_version += (of_scope.sum(), of_accepted.sum())
         self._lengths.update(sent[sent > 0].tolist())
 
-    def weights_changed(self) -> None:
+    def on_weights_changed(self) -> None:
         self._of_version[:] = 0
 
     def read(self) -> Snapshot:

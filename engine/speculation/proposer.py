@@ -77,7 +77,7 @@ class Proposer:
     def _no_drafts(
         self, sampled: Sequence[Sequence[int]], num_tokens: Int32Array, token_ids: Int32Array
     ) -> TokenLists:
-        COUNTERS.skipped("failed")
+        COUNTERS.record_skipped("failed")
         return [[] for _ in sampled]
 
     @FEATURE.guarded(_no_drafts)
@@ -104,9 +104,9 @@ class Proposer:
         self.is_enabled = settings().mode != "auto" or can_speed_up(steps, self._max_draft_tokens)
         self.speculator.end_profile(Controller(StepCostModel(steps), DraftCalibration()))
 
-    def weights_changed(self) -> None:
+    def on_weights_changed(self) -> None:
         if self.speculator is not None:
-            self.speculator.weights_changed()
+            self.speculator.on_weights_changed()
 
     def save(self) -> None:
         file = settings().store_file

@@ -73,7 +73,7 @@ class RequestTable:
             slot=slot,
             num_stored=len(prompt),
             num_tokens=len(prompt) + sampling.max_tokens,
-            skip_reason="no_room" if slot is None else find_skip_reason(extra_args, sampling),
+            skip_reason="store_full" if slot is None else find_skip_reason(extra_args, sampling),
         )
 
     def end(self, ended: Iterable[str], requests: Mapping[str, Any]) -> None:
@@ -106,7 +106,7 @@ class RequestTable:
 
 def find_skip_reason(extra_args: Mapping[str, Any], sampling: Any) -> SpeculationSkipReason | None:
     if extra_args.get(NO_DRAFTS_ARG):
-        return "refused"
+        return "disabled"
     return "seeded" if sampling.seed is not None else None
 
 
@@ -126,7 +126,7 @@ class Batch:
         return np.array([len(tokens) for tokens in self.tokens], dtype=np.int32)
 
     def draft_indices(self, ids: Sequence[str]) -> dict[str, int]:
-        return {ids[place]: number for number, place in enumerate(self.batch_indices)}
+        return {ids[row]: number for number, row in enumerate(self.batch_indices)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -121,7 +121,7 @@ def _token_indices(metadata: Any, num_tokens: int) -> torch.Tensor:
 
 
 class StepObserver(Protocol):
-    """Interface of the drafting component that the skipper asks before every step."""
+    """Interface of the drafting component that decides before every step whether it drafts."""
 
     def end(self, ended: Any) -> None:
         """Handle requests that have finished and are about to be dropped by the runner."""
@@ -157,7 +157,7 @@ class DraftStepSkipper:
         self._clock = clock
         self._config = runner.speculative_config
         self._execute_model: Callable[..., Any] = runner.execute_model
-        self._needs_draft_step = feature.guarded(_has_drafts)(self._ask_observer)
+        self._needs_draft_step = feature.guarded(_has_drafts)(self._observe)
         self._skipped_running, self._began = 0, 0.0
         runner.execute_model = self.execute_model
 
@@ -166,7 +166,7 @@ class DraftStepSkipper:
         self._runner.speculative_config = self._config if self._needs_draft_step(step) else None
         return self._execute_model(step, *args, **kwargs)
 
-    def _ask_observer(self, step: Any) -> bool:
+    def _observe(self, step: Any) -> bool:
         observer = self._observer()
         if observer is None:
             return _has_drafts(step)

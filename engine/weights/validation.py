@@ -131,7 +131,7 @@ def check_adapter(
     tensors = read_checkpoint(adapter / ADAPTER_TENSORS_FILE).tensors
     modules = _tensors_by_module(tensors)
     for module, matrices in sorted(modules.items()):
-        _check_shapes(served, module, matrices, ranks)
+        _check_module(served, module, matrices, ranks)
     for tensor in tensors.values():
         check_values(tensor, dtype)
     return AdapterInfo(
@@ -204,7 +204,7 @@ def _tensors_by_module(tensors: Mapping[str, StoredTensor]) -> dict[str, dict[st
     return modules
 
 
-def _check_shapes(
+def _check_module(
     served: Checkpoint, module: str, matrices: Mapping[str, StoredTensor], ranks: set[int]
 ) -> None:
     base = served.tensors.get(f"{module}.weight")
@@ -217,17 +217,22 @@ def _check_shapes(
         )
     if len(matrices) < len(LORA_SUFFIXES):
         raise CheckpointRefused(f"{printable(module)} has only one of lora_A and lora_B")
-    lora_a, lora_b = (matrices[suffix] for suffix in LORA_SUFFIXES)
-    for tensor in (lora_a, lora_b):
+    for tensor in matrices.values():
         if tensor.dtype not in DTYPE_BYTES:
             raise CheckpointRefused(
                 f"{printable(tensor.name)} has dtype {tensor.dtype}; it must be BF16, F16 or F32"
             )
+    _check_shapes(base, module, matrices, ranks)
+
+
+def _check_shapes(
+    base: StoredTensor, module: str, matrices: Mapping[str, StoredTensor], ranks: set[int]
+) -> None:
+    lora_a, lora_b = (matrices[suffix] for suffix in LORA_SUFFIXES)
     rank = lora_a.shape[0] if lora_a.shape else 0
     out, inner = base.shape
     if rank not in ranks or (lora_a.shape, lora_b.shape) != ((rank, inner), (out, rank)):
         raise CheckpointRefused(
-            f"{printable(module)} is {lora_a.shape} and {lora_b.shape}; "
-            f"served over {base.shape} it must "
-            f"be (r, {inner}) and ({out}, r), with the config's r"
+            f"{printable(module)} has LoRA matrices of shapes {lora_a.shape} and {lora_b.shape}; "
+            f"over {base.shape} they must be (r, {inner}) and ({out}, r), with the config's r"
         )

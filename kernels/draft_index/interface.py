@@ -105,8 +105,8 @@ class Reliability:
     def error(self) -> float:
         """Expected calibration error over all drafted tokens."""
         tried = self.tried.sum(axis=0)
-        apart = np.abs(self.predicted.sum(axis=0) - self.accepted.sum(axis=0))
-        return float(apart.sum() / max(int(tried.sum()), 1))
+        differences = np.abs(self.predicted.sum(axis=0) - self.accepted.sum(axis=0))
+        return float(differences.sum() / max(int(tried.sum()), 1))
 
 
 Int32Array = NDArray[np.int32]

@@ -180,8 +180,7 @@ class DraftStore:
             self._store, hash_key(group), key, prompt.ctypes.data, len(prompt)
         )
         if slot < 0:
-            limit = interface.MAX_TEXTS - 1
-            raise InvalidCall(f"more than {limit} concurrent responses to one prompt")
+            raise InvalidCall(f"a prompt has at most {interface.MAX_TEXTS - 1} running responses")
         return slot
 
     def end(self, slot: int, *, keep: bool) -> None:

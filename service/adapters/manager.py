@@ -59,7 +59,7 @@ class LoadedAdapter:
             current=current,
             rank=self.info.rank,
             num_bytes=self.info.num_bytes,
-            rollouts_running=self.num_users,
+            num_rollouts_running=self.num_users,
         )
 
 

@@ -5,9 +5,8 @@ registry is queried only for a replica that was never seen. The holder of an ide
 queried before a rollout starts, with a timeout. If that fails, the rollout starts here and its key
 is registered once the registry is available again.
 
-A replica missing from the view counts as gone only if the view is settled. After an outage or a
-reset of the registry that takes one full expiry time, in which every live replica has sent a
-heartbeat.
+A replica missing from the view is gone only if the view is settled. After an outage or a reset of
+the registry that takes one full expiry time, in which every live replica sends a heartbeat.
 """
 
 import asyncio
@@ -20,8 +19,8 @@ from dataclasses import replace
 
 from service.cluster.idempotency_claims import Claims
 from service.cluster.registry import ClusterRegistry, ClusterView, RegistryUnavailable, Replica
-from service.cluster.settings import DirectorySettings
-from service.http.errors import DirectoryUnavailable, ReplicaGone
+from service.cluster.settings import ClusterSettings
+from service.http.errors import ClusterUnavailable, ReplicaGone
 
 FIRST_RETRY_SECONDS = 0.25
 FAST_HEARTBEAT_SECONDS = 0.5
@@ -44,7 +43,7 @@ class ClusterMembership:
     """Owner of this replica's registry entry. Runs on one event loop.
 
     `describe` returns the entry for each heartbeat. With `is_standalone` no other replica uses the
-    registry, so that nothing needs to be replicated. `failed` is called with the name of each
+    registry, so that nothing needs to be replicated. `on_failure` is called with the name of each
     registry operation that failed, `on_unshared_key` for each rollout whose idempotency key could
     not be claimed in the registry.
     """
@@ -52,11 +51,11 @@ class ClusterMembership:
     def __init__(
         self,
         registry: ClusterRegistry,
-        settings: DirectorySettings,
+        settings: ClusterSettings,
         *,
         describe: Callable[[], Replica],
         is_standalone: bool = False,
-        failed: Callable[[str], None],
+        on_failure: Callable[[str], None],
         on_unshared_key: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -65,7 +64,7 @@ class ClusterMembership:
         self.is_standalone = is_standalone
         self._settings = settings
         self._describe = describe
-        self._failed = failed
+        self._on_failure = on_failure
         self._on_unshared_key = on_unshared_key
         self._clock = clock
         self.view_listeners: list[Callable[[ClusterView], None]] = []
@@ -158,7 +157,7 @@ class ClusterMembership:
     async def check_local(self, replica_id: str) -> None:
         """Raise unless the id is this replica's.
 
-        Raises RedirectToReplica for a known replica, otherwise ReplicaGone or DirectoryUnavailable.
+        Raises RedirectToReplica for a known replica, otherwise ReplicaGone or ClusterUnavailable.
         """
         if replica_id == self.own_id:
             return
@@ -195,7 +194,7 @@ class ClusterMembership:
         try:
             yield
         except RegistryUnavailable:
-            self._failed(operation)
+            self._on_failure(operation)
             raise
 
     async def _claim(self, claim_key: str) -> None:
@@ -210,7 +209,7 @@ class ClusterMembership:
             await self.check_local(holder)
         except ReplicaGone:
             # The holder has left since the claim. A retry can take its claim over.
-            raise DirectoryUnavailable(retry_after_seconds=RETRY_AFTER_SECONDS) from None
+            raise ClusterUnavailable(retry_after_seconds=RETRY_AFTER_SECONDS) from None
 
     async def _register_claim(self, claim_key: str) -> str:
         with self.count_failures("claim"):
@@ -228,14 +227,14 @@ class ClusterMembership:
     async def _find_replica(self, replica_id: str) -> None:
         """Refresh the view to find a replica.
 
-        Raises ReplicaGone, or DirectoryUnavailable if the view is not settled.
+        Raises ReplicaGone, or ClusterUnavailable if the view is not settled.
         """
         with suppress(RegistryUnavailable):
             await self.refresh()
         if replica_id in self._known_replicas:
             return
         if not self.is_settled:
-            raise DirectoryUnavailable(retry_after_seconds=RETRY_AFTER_SECONDS)
+            raise ClusterUnavailable(retry_after_seconds=RETRY_AFTER_SECONDS)
         raise ReplicaGone()
 
     async def _heartbeat_loop(self) -> None:
@@ -268,7 +267,7 @@ class ClusterMembership:
     async def _heartbeat(self) -> None:
         self._num_heartbeats_started += 1
         try:
-            with self.count_failures("beat"):
+            with self.count_failures("heartbeat"):
                 view = await self.registry.beat(
                     self._describe(), ttl_seconds=self._settings.expire_seconds
                 )

@@ -28,7 +28,7 @@ from service.cluster.registry import (
     RegistryUnavailable,
     Replica,
 )
-from service.cluster.settings import DirectorySettings
+from service.cluster.settings import ClusterSettings
 
 MAX_CONNECTIONS = 16
 REPLICA = TypeAdapter(Replica)
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 class RedisRegistry:
     """`ClusterRegistry` in Redis. Connects on the first call."""
 
-    def __init__(self, settings: DirectorySettings) -> None:
+    def __init__(self, settings: ClusterSettings) -> None:
         assert settings.redis_url is not None, "redis_url is required"
         self._timeout_seconds = settings.call_seconds
         self._prefix = "{" + settings.key_prefix + "}:"
@@ -132,7 +132,7 @@ class _PasswordFile(CredentialProvider):
         return self._user, self._file.read_text().strip()
 
 
-def _connection_pool(url: str, settings: DirectorySettings) -> BlockingConnectionPool:
+def _connection_pool(url: str, settings: ClusterSettings) -> BlockingConnectionPool:
     options: dict[str, Any] = {
         "max_connections": MAX_CONNECTIONS,
         "timeout": settings.call_seconds,

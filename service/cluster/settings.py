@@ -1,4 +1,4 @@
-"""Settings section `directory`."""
+"""Settings section `cluster`."""
 
 from pathlib import Path
 from typing import Self
@@ -8,7 +8,7 @@ from pydantic import Field, SecretStr, model_validator
 from engine.settings_types import Seconds, Section
 
 
-class DirectorySettings(Section):
+class ClusterSettings(Section):
     """Cluster registry settings. A single server needs none of them."""
 
     redis_url: str | None = Field(

@@ -19,11 +19,11 @@ from coppice.wire.rollouts import (
     FinishReason,
     GroupAnswer,
     GroupRequest,
-    Policy,
     Prompt,
     RolloutAnswer,
     RolloutRequest,
     SampleAnswer,
+    WeightsConstraint,
 )
 from service.auth.access import Caller
 from service.auth.keys import ApiKey
@@ -68,7 +68,7 @@ class CommonRequestFields(CompatModel):
     return_token_ids: Flag = False
     priority: Priority = 0
     cache_salt: Name | None = None
-    policy: Policy | None = None
+    weights: WeightsConstraint | None = None
 
     def rollout_request(
         self,
@@ -83,7 +83,7 @@ class CommonRequestFields(CompatModel):
             max_tokens=max_tokens,
             adapter=adapter,
             priority=self.priority,
-            policy=self.policy,
+            weights=self.weights,
         )
 
 
@@ -204,7 +204,7 @@ def rollout_request(
     max_tokens: int | None,
     adapter: str | None,
     priority: int,
-    policy: Policy | None,
+    weights: WeightsConstraint | None,
     seed: int | None = None,
 ) -> RolloutRequest:
     """Native request: n samples of each prompt. `seed` has precedence over `fields.seed`."""
@@ -216,7 +216,7 @@ def rollout_request(
             for prompt in prompts
         ],
         sampling=fields.sampling(max_tokens),
-        policy=policy,
+        weights=weights,
         priority=priority,
         adapter=adapter,
     )
@@ -258,7 +258,7 @@ def weight_version_spans(sample: SampleAnswer) -> list[dict[str, Any]]:
 def usage(answer: RolloutAnswer) -> dict[str, Any]:
     usage_totals = answer.usage
     return {
-        **token_counts(usage_totals.prompt_tokens, usage_totals.completion_tokens),
+        **token_counts(usage_totals.num_prompt_tokens, usage_totals.num_generated_tokens),
         "prompt_tokens_details": {
             "cached_tokens": sum(group.num_cached_tokens for group in answer.groups)
         },

@@ -47,7 +47,7 @@ async def compute_prompt_logprobs(
     if count is None:
         return None
     _check_size(prompts, count, n=request.groups[0].n)
-    options = ScoringOptions(request.policy, request.adapter)
+    options = ScoringOptions(request.weights, request.adapter)
     return await call.server.scoring.prompts(
         prompts, count, owner=call.caller.name, options=options
     )

@@ -235,7 +235,7 @@ class ChatResponseBuilder:
             chat_request = replace(chat_request, tools=())
         chat_response = await self._server.tokenizer.chat_response(sample.token_ids, chat_request)
         if not chat_response.parsed:
-            self._server.metrics.http.replies_not_parsed.inc()
+            self._server.metrics.http.responses_not_parsed.inc()
         return chat_response
 
     def _finish_reason(self, sample: SampleAnswer, chat_response: ChatResponse) -> str:

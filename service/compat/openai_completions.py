@@ -45,7 +45,7 @@ from service.server import Server
 
 router = APIRouter(route_class=OpenAIRoute)
 
-Drawn = Sequence[tuple[int, SampleAnswer]]
+IndexedSamples = Sequence[tuple[int, SampleAnswer]]
 """Samples with the index of their group."""
 
 NOTHING_SAMPLED: dict[str, Any] = {"token_ids": [], "logprobs": [], "versions": []}
@@ -160,19 +160,21 @@ class CompletionBuilder:
     name: logprobs.TokenName = logprobs.id_name
     echoed: list[str] | None = None
 
-    async def with_token_names(self, server: Server, drawn: Drawn) -> "CompletionBuilder":
+    async def with_token_names(
+        self, server: Server, samples: IndexedSamples
+    ) -> "CompletionBuilder":
         """Copy of the builder with the texts of all tokens and of echoed prompts."""
         name, echoed = self.name, None
         if self.body.logprobs is not None:
             as_ids = self.body.return_tokens_as_token_ids
-            tokens = partial(self._tokens, drawn)
+            tokens = partial(self._tokens, samples)
             name = await logprobs.token_names(server.tokenizer, tokens, as_ids=as_ids)
         if self.body.echo:
             echoed = await _prompt_texts(server, self.body.prompt, self.prompts)
         return replace(self, name=name, echoed=echoed)
 
-    def _tokens(self, drawn: Drawn) -> Iterator[int]:
-        for group, sample in drawn:
+    def _tokens(self, samples: IndexedSamples) -> Iterator[int]:
+        for group, sample in samples:
             yield from logprobs.sample_token_ids(sample, self._places(group, sample))
             if self.body.echo and self.prompt_scores is not None:
                 yield from self.prompts[group]

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Response
 from pydantic import Field
 
 from coppice.wire.base import TokenIds
-from coppice.wire.rollouts import GroupAnswer, Policy, Prompt, SampleAnswer
+from coppice.wire.rollouts import GroupAnswer, Prompt, SampleAnswer, WeightsConstraint
 from service.auth.access import requires_role
 from service.compat.bodies import (
     CompatModel,
@@ -57,7 +57,7 @@ class SglangBody(CompatModel):
     priority: Priority | None = None
     extra_key: Name | None = None
     lora_path: Name | None = None
-    policy: Policy | None = None
+    weights: WeightsConstraint | None = None
 
     @property
     def is_single(self) -> bool:
@@ -101,7 +101,7 @@ async def generate(call: Compat, running: RunningRequests) -> Response:
         max_tokens=params.max_new_tokens,
         adapter=call.resolve_adapter(body.lora_path),
         priority=body.priority or 0,
-        policy=body.policy,
+        weights=body.weights,
     )
     rollout = await call.start(request, cache_salt=body.extra_key, num_top_logprobs=None)
     with running.register(call.caller.name, body.rid or rollout.id, rollout):

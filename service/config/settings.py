@@ -29,7 +29,7 @@ from engine.settings_types import (
     SecondsOrZero,
     Section,
 )
-from service.cluster.settings import DirectorySettings
+from service.cluster.settings import ClusterSettings
 from service.prompt_kv.settings import KvSettings
 from service.weights.replication.peers import parse_allowed
 
@@ -162,9 +162,7 @@ class WeightsSettings(Section):
         description="time that a new replica tries to fetch the version that the cluster serves, "
         "in seconds; then it serves its own",
     )
-    initial_version: Label = Field(
-        "v0", description="version name of the weights loaded at startup"
-    )
+    initial_version: Label = Field("v0", description="version name of the initial weights")
 
     @model_validator(mode="after")
     def _refuse_odd_peers(self) -> Self:
@@ -275,15 +273,15 @@ class Settings(Section):
     weights: WeightsSettings = Field(default_factory=WeightsSettings)
     limits: LimitsSettings = LimitsSettings()
     kv: KvSettings = KvSettings()
-    directory: DirectorySettings = DirectorySettings()
+    cluster: ClusterSettings = ClusterSettings()
     log: LogSettings = LogSettings()
     trace: TraceSettings = TraceSettings()
 
     @model_validator(mode="after")
     def _refuse_nowhere(self) -> Self:
-        if self.directory.redis_url is not None and self.server.advertised_url is None:
+        if self.cluster.redis_url is not None and self.server.advertised_url is None:
             raise ValueError(
-                "directory.redis_url requires server.advertised_url, for redirects between replicas"
+                "cluster.redis_url requires server.advertised_url, for redirects between replicas"
             )
         return self
 

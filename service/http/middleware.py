@@ -38,35 +38,38 @@ class RequestContextMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        new_request_id = uuid.uuid4().hex
-        scope["coppice.request_id"] = new_request_id
-        request_id.set(new_request_id)
-        status = 500
+        scope["coppice.request_id"] = uuid.uuid4().hex
+        request_id.set(scope["coppice.request_id"])
+        response = _TrackedResponse(send, scope["coppice.request_id"])
         began = time.monotonic()
-
-        async def send_with_request_id(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                message["headers"] = [
-                    *message["headers"],
-                    (b"x-request-id", new_request_id.encode()),
-                ]
-            await send(message)
-
         with self._traces.request(scope) as span:
             try:
-                await self._app(scope, receive, send_with_request_id)
+                await self._app(scope, receive, response.send)
             finally:
                 # The route's pattern, because the path itself has unbounded cardinality.
                 route = getattr(scope.get("route"), "path", "none")
-                self._count(route, status, time.monotonic() - began)
-                self._traces.end_request(span, scope, route, status)
-                log_admin_call(scope, status)
+                self._count(route, response.status, time.monotonic() - began)
+                self._traces.end_request(span, scope, route, response.status)
+                log_admin_call(scope, response.status)
 
     def _count(self, route: str, status: int, seconds: float) -> None:
         self._metrics.http.requests.labels(route, str(status)).inc()
         self._metrics.http.request_seconds.labels(route).observe(seconds)
+
+
+class _TrackedResponse:
+    """Response of a request: its headers get the request id, and its status is recorded."""
+
+    def __init__(self, send: Send, request_id: str) -> None:
+        self._send = send
+        self._header = (b"x-request-id", request_id.encode())
+        self.status = 500
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            message["headers"] = [*message["headers"], self._header]
+        await self._send(message)
 
 
 class LimitsMiddleware:

@@ -109,6 +109,12 @@ def accepts_file(accept: str | None) -> bool:
     raise NotAcceptable("the route responds with application/octet-stream, application/json")
 
 
+def accepts_html(accept: str | None) -> bool:
+    """True if `Accept` names HTML and not JSON, as browsers send it."""
+    accepted = {part.partition(";")[0].strip().lower() for part in (accept or "").split(",")}
+    return "text/html" in accepted and ResponseFormat.JSON not in accepted
+
+
 def prefers_async(prefer: str | None) -> bool:
     """True if `Prefer` holds `respond-async`; unknown preferences are ignored (RFC 7240)."""
     preferences = {part.partition(";")[0].strip().lower() for part in (prefer or "").split(",")}

@@ -32,7 +32,7 @@ COMMON_ERRORS: Problems = (
 )
 AUTH_ERRORS: Problems = (errors.Unauthorized,)
 REDIRECT = {307: NO_CONTENT}
-CLUSTER_ERRORS: Problems = (errors.ReplicaGone, errors.DirectoryUnavailable)
+CLUSTER_ERRORS: Problems = (errors.ReplicaGone, errors.ClusterUnavailable)
 READINESS_ERRORS: Problems = (errors.NotReady, errors.Draining, errors.EngineGone)
 ADMIN_ERRORS: Problems = (*AUTH_ERRORS, *READINESS_ERRORS)
 UPLOAD_ERRORS: Problems = (errors.BodyTooLarge, errors.RequestTimeout)

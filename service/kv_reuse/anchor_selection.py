@@ -19,18 +19,17 @@ import numpy.typing as npt
 
 from engine.kv_types import ExportSlot, KvFormat
 from service.kv_reuse.anchors import Anchor
-from service.kv_reuse.span_cache import SpanCache
+from service.kv_reuse.span_cache import ITEM_BYTES, SpanCache
 from service.kv_reuse.spans import PromptTemplate
 
 MAX_ANCHORS_PER_SECTION = 4
 """Number of nearest anchors used; each is read once per section predicted from it."""
 USED_WEIGHT_SHARE = 0.9
 DistanceMap = Mapping[tuple[int, Anchor], float]
-"""Distances by index of a named section and anchor."""
+"""Distances by index of a keyed section and anchor."""
 MAX_CACHED_PAIRS = 2**16
 Pair = tuple[ExportSlot, ExportSlot]
 Floats = npt.NDArray[np.float32]
-_ITEM_BYTES = {"float32": 4, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +37,8 @@ class SectionCandidates:
     """Anchors that can provide one section of the prompt.
 
     `exact_match` is an anchor with the same texts up to this section; otherwise `anchors` are the
-    candidates for a prediction. An unnamed section has the candidates and distances of the
-    preceding named one, section `compared_section`.
+    candidates for a prediction. A plain section has the candidates and distances of the
+    preceding keyed one, section `compared_section`.
     """
 
     exact_match: Anchor | None
@@ -52,7 +51,7 @@ class AnchorSelection:
     """Weights of the anchors for each section.
 
     `weights` has one entry per section, empty for exact matches. `exact_tokens` is the length of
-    the prompt's prefix with exact KV. `used` are the exact matches of named sections and the
+    the prompt's prefix with exact KV. `used` are the exact matches of keyed sections and the
     anchors with most of the weight of a predicted one, `sources` all anchors that are read.
     """
 
@@ -67,7 +66,7 @@ def find_candidates(
 ) -> list[SectionCandidates] | None:
     """Candidates of each section; None if a section has too few.
 
-    An unnamed section after the last named one is left out, and prefilled, unless all candidates
+    A plain section after the last keyed one is left out, and prefilled, unless all candidates
     have the same text there.
     """
     found: list[SectionCandidates] = []
@@ -75,7 +74,7 @@ def find_candidates(
     for index, section in enumerate(template.sections):
         exact_match = [a for a in anchors if a.template.has_same_prefix(template, index + 1)]
         exact_match = [a for a in exact_match if _has_section(a, index, section.num_tokens)]
-        if section.name is not None:
+        if section.cache_key is not None:
             by, there = index, [a for a in anchors if _has_section(a, index, section.num_tokens)]
         elif not exact_match and not all(
             _has_same_text(a, index, section.text_digest) for a in there
@@ -96,7 +95,7 @@ def pairs_to_compare(
     template: PromptTemplate, found: Sequence[SectionCandidates]
 ) -> Iterator[tuple[int, Anchor]]:
     for index, candidates in enumerate(found):
-        if template.sections[index].name is not None:
+        if template.sections[index].cache_key is not None:
             yield from ((index, anchor) for anchor in candidates.anchors)
 
 
@@ -104,7 +103,7 @@ def select_anchors(
     template: PromptTemplate,
     found: Sequence[SectionCandidates],
     distances: DistanceMap,
-    threshold: float,
+    max_entropy: float,
 ) -> AnchorSelection | None:
     """Weights of the candidates; None if a section is not shareable."""
     selection = AnchorSelection(exact_tokens=_exact_tokens(template, found))
@@ -112,11 +111,11 @@ def select_anchors(
         if candidates.exact_match is not None:
             selection.weights.append({})
             selection.sources.add(candidates.exact_match)
-            selection.used |= set() if section.name is None else {candidates.exact_match}
+            selection.used |= set() if section.cache_key is None else {candidates.exact_match}
             continue
         there = candidates.anchors
         section_distances = [distances[candidates.compared_section, anchor] for anchor in there]
-        if not are_shareable(_distance_by_text(candidates, section_distances), threshold):
+        if not are_shareable(_distance_by_text(candidates, section_distances), max_entropy):
             return None
         weights_by_distance = similarity_weights(section_distances)
         ranked = sorted(zip(weights_by_distance, there, strict=True), key=lambda pair: -pair[0])
@@ -128,17 +127,17 @@ def select_anchors(
     return selection
 
 
-def are_shareable(distances: Sequence[float], threshold: float) -> bool:
+def are_shareable(distances: Sequence[float], max_entropy: float) -> bool:
     """True if the entropy of the similarity weights is low enough for a prediction.
 
     There is one distance per distinct text: two anchors with the same text do not discriminate. A
     single text is shareable only if it equals the prompt's.
     """
-    if threshold in (0.0, 1.0):
-        return threshold == 1.0  # exact comparison, independent of rounding in the entropy
+    if max_entropy in (0.0, 1.0):
+        return max_entropy == 1.0  # exact comparison, independent of rounding in the entropy
     if len(distances) == 1:
         return distances[0] == 0.0
-    return entropy(similarity_weights(distances)) <= threshold * math.log2(len(distances))
+    return entropy(similarity_weights(distances)) <= max_entropy * math.log2(len(distances))
 
 
 def similarity_weights(distances: Sequence[float]) -> list[float]:
@@ -256,9 +255,7 @@ def distance(view: memoryview, kv_format: KvFormat, text: ExportSlot, other: Exp
 
 def _values(view: memoryview, kv_format: KvFormat, slot: ExportSlot, layer: int) -> Floats:
     """Values of one layer in float32, shape [num_kv_heads, num_tokens, head_dim]."""
-    dtype = np.dtype(
-        "<u2" if kv_format.dtype == "bfloat16" else f"<f{_ITEM_BYTES[kv_format.dtype]}"
-    )
+    dtype = np.dtype("<u2" if kv_format.dtype == "bfloat16" else f"<f{ITEM_BYTES[kv_format.dtype]}")
     shape = (kv_format.num_kv_heads, slot.num_tokens, kv_format.head_dim)
     count = kv_format.num_kv_heads * slot.num_tokens * kv_format.head_dim
     offset = slot.offset + (2 * layer + 1) * count * dtype.itemsize

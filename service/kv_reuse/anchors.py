@@ -1,9 +1,10 @@
 """Anchors: prefilled prompts from which others with the same template context are predicted.
 
-An anchor consists of the KV of a whole prompt, as its prefill has written it, and the KV of each of
-its named spans prefilled alone. It belongs to one API key, cache salt, weights epoch and template,
-and is dropped at the next activation. The number of anchors per context is bounded: the least used
-of the oldest is evicted. If the store is full, an anchor that nothing uses is evicted.
+The API calls them observations; "anchor" is KVCOMM's word. An anchor consists of the KV of a whole
+prompt, as its prefill has written it, and the KV of each of its keyed spans prefilled alone. It
+belongs to one API key, cache salt, weights epoch and template, and is dropped at the next
+activation. The number of anchors per context is bounded: the least used of the oldest is evicted.
+If the span cache is full, an anchor that nothing uses is evicted.
 
 Not thread-safe; runs on one event loop.
 """
@@ -15,13 +16,13 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from engine.errors import EngineError
-from service.kv_reuse.span_cache import CacheEntry, CacheKey, SpanCache
+from service.kv_reuse.span_cache import CacheEntry, EntryKey, SpanCache
 from service.kv_reuse.spans import PromptTemplate, Scope
 
 MAX_ANCHORS_PER_CONTEXT = 20
 EVICTION_WINDOW = 5
 
-AnchorOutcome = Literal["made", "evicted", "outdated", "failed"]
+AnchorOutcome = Literal["created", "evicted", "outdated", "failed"]
 
 
 class AnchorContext(NamedTuple):
@@ -34,7 +35,7 @@ class AnchorContext(NamedTuple):
 class Anchor:
     """Stored prompt; modified only by the AnchorStore.
 
-    `real` is the KV of the whole prompt. `bases` are the KV of its named sections prefilled alone,
+    `real` is the KV of the whole prompt. `bases` are the KV of its keyed sections prefilled alone,
     by section index. All of them are pinned.
     """
 
@@ -88,9 +89,9 @@ class AnchorStore:
         found as soon as it is written.
         """
         context = self._context(scope, template)
-        key = CacheKey(
+        key = EntryKey(
             scope, context.epoch, "", template.context
-        )  # differs from the keys of spans, whose names are not empty
+        )  # differs from the keys of spans, whose cache keys are not empty
         real = self._cache.reserve(template.num_tokens, key)
         if real is None:
             return None
@@ -153,7 +154,7 @@ class AnchorStore:
         anchor.real.is_written = is_written
         anchor.real.ended.set()
         if is_written:
-            self.num_by_outcome["made"] += 1
+            self.num_by_outcome["created"] += 1
         else:
             self._drop(anchor, "failed")
         self._cache.unpin(anchor.real, settled=True)
@@ -181,7 +182,7 @@ class AnchorStore:
             self._drop(anchor, "outdated")
         return bool(outdated)
 
-    def _drop(self, anchor: Anchor, fate: AnchorOutcome) -> None:
+    def _drop(self, anchor: Anchor, outcome: AnchorOutcome) -> None:
         """Remove an anchor; its bytes are freed once nothing uses them."""
         existing = self._contexts.get(anchor.context, [])
         if anchor not in existing:
@@ -189,7 +190,7 @@ class AnchorStore:
         existing.remove(anchor)
         if not existing:
             del self._contexts[anchor.context]
-        self.num_by_outcome[fate] += 1
+        self.num_by_outcome[outcome] += 1
         for cached in anchor.cached():
             self._cache.unpin(cached, settled=True)
 

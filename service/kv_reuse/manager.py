@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from coppice.wire.reuse import Reuse, ReuseAnswer, ReuseMode, ReuseReason
-from coppice.wire.rollouts import GroupAnswer, RolloutRequest
+from coppice.wire.kv_reuse import KvReuse, KvReuseAnswer, KvReuseMode, KvReuseReason
+from coppice.wire.rollouts import GroupAnswer, PromptSpan, RolloutRequest
 from engine.kv_types import ExportSlot, KvLoad
 from engine.protocol import Engine
 from engine.types import Completion, SampleRequest
@@ -16,14 +16,12 @@ from service.kv_reuse.span_cache import SpanCache
 from service.kv_reuse.span_lease import ReuseFailed, SpanLease
 from service.kv_reuse.spans import (
     APPROXIMATE_MODES,
-    DEFAULT_FIRST_TOKENS,
-    DEFAULT_THRESHOLD,
+    DEFAULT_MAX_ENTROPY,
+    DEFAULT_RECOMPUTE_TOKENS,
     REUSE_OFF,
     PrefixOrders,
-    PromptSpan,
     Scope,
     joined,
-    spans_of_prompt,
 )
 from service.kv_reuse.splicing import SplicePlan
 from service.rollouts.options import GroupOptions
@@ -62,13 +60,14 @@ class KvReuseManager:
         self, request: RolloutRequest, options: GroupOptions
     ) -> tuple[GroupOptions, PromptSource]:
         """Source of a prompt given as spans, and the options with the prompt in its final order."""
-        spans = spans_of_prompt(request.groups[options.index].prompt)
-        reuse, scope = request.reuse or REUSE_OFF, Scope(options.owner, options.cache_salt)
+        spans = request.groups[options.index].prompt.spans
+        assert spans is not None, "the prompt is given as spans"
+        reuse, scope = request.kv_reuse or REUSE_OFF, Scope(options.owner, options.cache_salt)
         if reuse.mode in APPROXIMATE_MODES:
             plan = self._create_plan(reuse, scope, spans, options)
             return options, SpanPrompt(mode=reuse.mode, plan=plan)
-        order = self._orders.suggest(scope, spans) if reuse.mode == "order" else None
-        is_applied = order is not None and reuse.apply is not False
+        order = self._orders.suggest(scope, spans) if reuse.mode == "reorder" else None
+        is_applied = order is not None and not reuse.dry_run
         if order is not None and is_applied:
             spans = [spans[index] for index in order]
             options = replace(options, prompt_token_ids=joined(spans))
@@ -76,21 +75,25 @@ class KvReuseManager:
         return options, SpanPrompt(mode=reuse.mode, order=order, is_applied=is_applied)
 
     def _create_plan(
-        self, reuse: Reuse, scope: Scope, spans: Sequence[PromptSpan], options: GroupOptions
+        self, reuse: KvReuse, scope: Scope, spans: Sequence[PromptSpan], options: GroupOptions
     ) -> PromptPlan:
         lease = SpanLease(cache=self.cache, scope=scope, priority=options.priority)
-        if reuse.mode == "anchors":
+        if reuse.mode == "predict":
             return PredictionPlan(
                 lease=lease,
                 anchors=self.anchors,
                 distances=self._distances,
                 spans=spans,
-                threshold=DEFAULT_THRESHOLD if reuse.threshold is None else reuse.threshold,
+                max_entropy=DEFAULT_MAX_ENTROPY if reuse.max_entropy is None else reuse.max_entropy,
                 num_samples=options.n,
             )
-        first_tokens = DEFAULT_FIRST_TOKENS if reuse.first_tokens is None else reuse.first_tokens
         return SplicePlan(
-            lease=lease, spans=spans, first_tokens=first_tokens, num_samples=options.n
+            lease=lease,
+            spans=spans,
+            recompute_tokens=DEFAULT_RECOMPUTE_TOKENS
+            if reuse.recompute_tokens is None
+            else reuse.recompute_tokens,
+            num_samples=options.n,
         )
 
 
@@ -102,11 +105,11 @@ class SpanPrompt:
     With one they load what the plan prepares, or nothing if that fails.
     """
 
-    mode: ReuseMode
+    mode: KvReuseMode
     order: list[int] | None = None
     is_applied: bool = False
     plan: PromptPlan | None = None
-    _reason: ReuseReason | None = None
+    _reason: KvReuseReason | None = None
     _is_prepared: bool = False
 
     @property
@@ -141,18 +144,18 @@ class SpanPrompt:
             num_anchors = self._num_anchors(plan, answer)
         last = answer.num_prompt_tokens - answer.num_cached_tokens
         computed = last + (0 if plan is None else plan.num_computed)
-        report = ReuseAnswer(
+        report = KvReuseAnswer(
             mode=self.mode,
-            tokens_reused=max(0, answer.num_prompt_tokens - computed),
-            tokens_computed=computed,
-            tokens_prepared=0 if plan is None else plan.lease.num_prepared,
-            round_trips=1 + (0 if plan is None else plan.lease.round_trips),
-            anchors=num_anchors,
+            num_reused_tokens=max(0, answer.num_prompt_tokens - computed),
+            num_computed_tokens=computed,
+            num_prepared_tokens=0 if plan is None else plan.lease.num_prepared,
+            num_round_trips=1 + (0 if plan is None else plan.lease.round_trips),
+            num_observations=num_anchors,
             order=self.order,
             applied=self.is_applied,
             reason=self._reason,
         )
-        return answer.model_copy(update={"exact": is_exact, "reuse": report})
+        return answer.model_copy(update={"exact": is_exact, "kv_reuse": report})
 
     def release(self, *, settled: bool) -> None:
         if self.plan is not None:

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from coppice.wire.reuse import ReuseReason
+from coppice.wire.kv_reuse import KvReuseReason
+from coppice.wire.rollouts import PromptSpan
 from engine.kv_types import ExportSlot, KvLoad, LoadPiece, ObservedKv
 from engine.protocol import Engine
 from engine.types import Completion, SampleRequest
@@ -25,11 +26,11 @@ from service.kv_reuse.anchor_selection import (
 from service.kv_reuse.anchors import Anchor, AnchorStore
 from service.kv_reuse.span_cache import CacheEntry
 from service.kv_reuse.span_lease import ReuseFailed, SpanLease, cancel_on_end
-from service.kv_reuse.spans import PromptSpan, PromptTemplate, TemplateSection, template_of
+from service.kv_reuse.spans import PromptTemplate, TemplateSection, template_of
 from service.rollouts.prompt_source import GroupMonitor
 
 MAX_SECTIONS = 128
-"""Maximum number of sections; each is compared with every anchor, each named one is prefilled."""
+"""Maximum number of sections; each is compared with every anchor, each keyed one is prefilled."""
 
 
 def load_pieces(
@@ -39,30 +40,30 @@ def load_pieces(
     selection: AnchorSelection,
 ) -> tuple[LoadPiece, ...]:
     """Consecutive pieces from the first token on."""
-    return tuple(_pieces(template, bases, found, selection))
+    return tuple(
+        _piece(template.sections[index], index, candidates, bases, selection.weights[index])
+        for index, candidates in enumerate(found)
+        if template.sections[index].num_tokens
+    )
 
 
-def _pieces(
-    template: PromptTemplate,
+def _piece(
+    section: TemplateSection,
+    index: int,
+    candidates: SectionCandidates,
     bases: Mapping[int, CacheEntry],
-    found: Sequence[SectionCandidates],
-    selection: AnchorSelection,
-) -> Iterator[LoadPiece]:
-    for index, candidates in enumerate(found):
-        section, weights = template.sections[index], selection.weights[index]
-        if not section.num_tokens:
-            continue
-        if candidates.exact_match is not None:
-            yield _from_anchor(section, candidates.exact_match, index)
-        elif section.name is None:
-            nearest = max(weights, key=lambda anchor: weights[anchor])
-            observations = [_observed(section, a, index, weight=w) for a, w in weights.items()]
-            yield _from_anchor(section, nearest, index, observations)
-        elif index == 0:
-            yield _from_base(section, bases[0])
-        else:
-            observations = [_observed(section, a, index, base=a.bases[index]) for a in weights]
-            yield _from_base(section, bases[index], observations)
+    weights: Mapping[Anchor, float],
+) -> LoadPiece:
+    if candidates.exact_match is not None:
+        return _from_anchor(section, candidates.exact_match, index)
+    if section.cache_key is None:
+        nearest = max(weights, key=lambda anchor: weights[anchor])
+        observations = [_observed(section, a, index, weight=w) for a, w in weights.items()]
+        return _from_anchor(section, nearest, index, observations)
+    if index == 0:
+        return _from_base(section, bases[0])
+    observations = [_observed(section, a, index, base=a.bases[index]) for a in weights]
+    return _from_base(section, bases[index], observations)
 
 
 def _from_anchor(
@@ -120,11 +121,11 @@ class PredictionPlan:
     anchors: AnchorStore
     distances: DistanceCache
     spans: Sequence[PromptSpan]
-    threshold: float
+    max_entropy: float
     num_samples: int
     prefills: list[SampleRequest] = field(default_factory=list)
     export: ExportSlot | None = None
-    reason: ReuseReason | None = None
+    reason: KvReuseReason | None = None
     num_computed: int = 0
     num_anchors: int = 0
     _entry_by_request: dict[str, CacheEntry] = field(default_factory=dict)
@@ -138,14 +139,14 @@ class PredictionPlan:
             raise ReuseFailed(self.lease.cache.reason)
         template = template_of(self.spans)
         if template.num_template_sections == 0 or not 2 <= len(template.sections) <= MAX_SECTIONS:
-            raise ReuseFailed("nothing_placed")
+            raise ReuseFailed("nothing_to_reuse")
         if monitor.ends:
             raise ReuseFailed("not_written")
         bases = self._acquire_bases(template)
         existing = self.anchors.find(self.lease.scope, template)
         found = find_candidates(template, existing)
         if found is None:
-            self._prefill_and_store(template, bases, "no_anchor")
+            self._prefill_and_store(template, bases, "no_observations")
             return None
         with self._pinned_while_choosing(existing):
             await self.lease.write(engine, monitor)
@@ -154,7 +155,7 @@ class PredictionPlan:
                 raise ReuseFailed("not_written")
             if selection is not None:
                 return self._build_prediction(template, bases, found, selection)
-        self._prefill_and_store(template, bases, "not_shareable")
+        self._prefill_and_store(template, bases, "entropy_too_high")
         return None
 
     async def on_completed(self, request: SampleRequest, done: Completion) -> None:
@@ -180,10 +181,12 @@ class PredictionPlan:
         self.lease.release(settled=settled)
 
     def _acquire_bases(self, template: PromptTemplate) -> dict[int, CacheEntry]:
-        """Cache entries of the named sections' KV prefilled alone, by section index."""
-        named = {span.name: span for span in self.spans if span.name is not None}
+        """Cache entries of the keyed sections' KV prefilled alone, by section index."""
+        keyed = {span.cache_key: span for span in self.spans if span.cache_key is not None}
         sections = enumerate(template.sections)
-        return self.lease.acquire({i: named[s.name] for i, s in sections if s.name is not None})
+        return self.lease.acquire(
+            {i: keyed[s.cache_key] for i, s in sections if s.cache_key is not None}
+        )
 
     @contextmanager
     def _pinned_while_choosing(self, anchors: Sequence[Anchor]) -> Iterator[None]:
@@ -212,10 +215,10 @@ class PredictionPlan:
         }
         known = await self.distances.get_distances(pairs.values())
         distances = {place: known[pair] for place, pair in pairs.items()}
-        return select_anchors(template, found, distances, self.threshold)
+        return select_anchors(template, found, distances, self.max_entropy)
 
     def _prefill_and_store(
-        self, template: PromptTemplate, bases: Mapping[int, CacheEntry], reason: ReuseReason
+        self, template: PromptTemplate, bases: Mapping[int, CacheEntry], reason: KvReuseReason
     ) -> None:
         """Prefill the prompt; its first sample writes the anchor unless that exists already."""
         self.reason = reason
@@ -226,7 +229,7 @@ class PredictionPlan:
             return
         self._anchor_to_write = self.anchors.begin(self.lease.scope, template, bases)
         if self._anchor_to_write is None:
-            self.reason = "store_full"
+            self.reason = "cache_full"
         else:
             self.export = self._anchor_to_write.real.slot
 

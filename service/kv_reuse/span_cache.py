@@ -1,6 +1,6 @@
 """Span cache: KV of spans in a shared-memory arena of bounded size.
 
-An entry is specific to an API key, cache salt, span name, text and weights epoch; nothing else
+An entry is specific to an API key, cache salt, cache key, text and weights epoch; nothing else
 finds it. The engine writes it once, by a prefill of the span alone from position 0 on, and loads it
 at other positions. Entries that are not pinned are evicted in LRU order; after these,
 `evict_anchor` evicts anchors. `drop_outdated_anchors` drops the anchors of earlier weights together
@@ -20,11 +20,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from coppice.wire.reuse import ReuseReason
+from coppice.wire.kv_reuse import KvReuseReason
+from coppice.wire.rollouts import PromptSpan
 from engine.errors import EngineError
 from engine.kv_types import ExportSlot, ExportStatus, KvFormat
 from engine.protocol import Engine
-from service.kv_reuse.spans import PromptSpan, Scope, digest
+from service.kv_reuse.spans import Scope, digest
 from service.prompt_kv.arena import (
     PAGE_BYTES,
     Arena,
@@ -38,12 +39,12 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 log = logging.getLogger(__name__)
 
 
-class CacheKey(NamedTuple):
-    """Identity of a cached span: owner and salt, weights epoch, name, and digest of its tokens."""
+class EntryKey(NamedTuple):
+    """Identity of a cached span: scope, weights epoch, cache key and digest of its tokens."""
 
     scope: Scope
     epoch: int
-    name: str
+    cache_key: str
     digest: bytes
 
 
@@ -56,7 +57,7 @@ class CacheEntry:
 
     slot: ExportSlot
     extent: Extent
-    key: CacheKey
+    key: EntryKey
     pins: int = 0
     is_written: bool = False
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -82,12 +83,12 @@ class SpanCache:
         self._capacity_bytes = capacity_bytes
         self._epoch = epoch
         self._get_free_bytes = get_free_bytes
-        self.reason: ReuseReason | None = "disabled"
+        self.reason: KvReuseReason | None = "disabled"
         self.evict_anchor: Callable[[], bool] = lambda: False
         self.drop_outdated_anchors: Callable[[], object] = lambda: None
         self._arena: Arena | None = None
         self._extents = ExtentAllocator(0)
-        self._entries: OrderedDict[CacheKey, CacheEntry] = OrderedDict()
+        self._entries: OrderedDict[EntryKey, CacheEntry] = OrderedDict()
         self._unpin_tasks: set[asyncio.Task[None]] = set()
 
     def open(self) -> None:
@@ -144,9 +145,9 @@ class SpanCache:
 
     def get_or_reserve(self, scope: Scope, span: PromptSpan) -> tuple[CacheEntry, bool] | None:
         """Pinned entry, and True if the caller must have it written; None if there is no room."""
-        assert span.name is not None, "only named spans are cached"
+        assert span.cache_key is not None, "only spans with a cache key are cached"
         self._drop_outdated()
-        key = CacheKey(scope, self._epoch(), span.name, digest(span))
+        key = EntryKey(scope, self._epoch(), span.cache_key, digest(span.token_ids))
         cached = self._entries.get(key)
         if cached is not None:
             self._entries.move_to_end(key)
@@ -159,7 +160,7 @@ class SpanCache:
         self._entries[key] = cached
         return cached, True
 
-    def reserve(self, num_tokens: int, key: CacheKey) -> CacheEntry | None:
+    def reserve(self, num_tokens: int, key: EntryKey) -> CacheEntry | None:
         """Pinned, unwritten entry; None if no room can be made."""
         assert self._arena is not None, "the cache is open"
         num_bytes = PAGE_BYTES + _data_bytes(self.kv_format, num_tokens)
@@ -237,11 +238,12 @@ class SpanCache:
             self.forget(self._entries[key])
         self.drop_outdated_anchors()
 
-    def _drop_other_texts(self, key: CacheKey) -> None:
-        """Drop unpinned entries of the same name with other texts."""
-        for other in [k for k in self._entries if (k.scope, k.name) == (key.scope, key.name)]:
-            if not self._entries[other].pins:
-                self.forget(self._entries[other])
+    def _drop_other_texts(self, key: EntryKey) -> None:
+        """Drop unpinned entries of the same cache key with other texts."""
+        for other, cached in list(self._entries.items()):
+            is_same = (other.scope, other.cache_key) == (key.scope, key.cache_key)
+            if is_same and not cached.pins:
+                self.forget(cached)
 
     def _evict_one(self) -> bool:
         unused = next((cached for cached in self._entries.values() if not cached.pins), None)

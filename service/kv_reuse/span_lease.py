@@ -10,12 +10,13 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from coppice.wire.reuse import ReuseReason
+from coppice.wire.kv_reuse import KvReuseReason
+from coppice.wire.rollouts import PromptSpan
 from engine.kv_types import ExportSlot, KvLoad
 from engine.protocol import Engine
 from engine.types import Completion, SampleRequest, Sampling
 from service.kv_reuse.span_cache import CacheEntry, SpanCache
-from service.kv_reuse.spans import PromptSpan, Scope
+from service.kv_reuse.spans import Scope
 from service.rollouts.prompt_source import GroupMonitor
 
 T = TypeVar("T")
@@ -25,7 +26,7 @@ PREFILL_ONLY = Sampling(max_tokens=1, temperature=0.0)
 class ReuseFailed(Exception):
     """The prompt cannot reuse KV and must be prefilled."""
 
-    def __init__(self, reason: ReuseReason) -> None:
+    def __init__(self, reason: KvReuseReason) -> None:
         super().__init__(reason)
         self.reason = reason
 
@@ -55,7 +56,7 @@ class SpanLease:
         for index in sorted(spans):
             entry_and_ownership = self.cache.get_or_reserve(self.scope, spans[index])
             if entry_and_ownership is None:
-                raise ReuseFailed("store_full")
+                raise ReuseFailed("cache_full")
             cached, must_write = entry_and_ownership
             self._entries[index] = cached
             self._pinned.append(cached)

@@ -1,4 +1,7 @@
-"""Prompt spans: validation, order and template of the pieces whose KV can be reused."""
+"""Prompt spans: validation, order and template of the pieces whose KV can be reused.
+
+A span with a cache key is called keyed, one without plain.
+"""
 
 import hashlib
 from collections import OrderedDict
@@ -10,25 +13,17 @@ from typing import Final
 
 import numpy as np
 
-from coppice.wire.reuse import Reuse, ReuseMode
-from coppice.wire.rollouts import Prompt, PromptSegment, RolloutRequest
+from coppice.wire.kv_reuse import KvReuse, KvReuseMode
+from coppice.wire.rollouts import PromptSpan, RolloutRequest
 from service.http.errors import InvalidRequest
 
 MAX_SCOPES = 256
 MAX_ORDERS = 256
 PrefixOrder = tuple[bytes, ...]
-DEFAULT_FIRST_TOKENS = 16
-DEFAULT_THRESHOLD = 0.3
-APPROXIMATE_MODES: Final[tuple[ReuseMode, ...]] = ("recompute", "anchors")
-REUSE_OFF = Reuse(mode="off")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptSpan:
-    """Piece of a prompt; its KV is reusable by other prompts only if it has a name."""
-
-    token_ids: Sequence[int]
-    name: str | None = None
+DEFAULT_RECOMPUTE_TOKENS = 16
+DEFAULT_MAX_ENTROPY = 0.3
+APPROXIMATE_MODES: Final[tuple[KvReuseMode, ...]] = ("splice", "predict")
+REUSE_OFF = KvReuse(mode="off")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +34,8 @@ class Scope:
     salt: str | None
 
 
-def digest(span: PromptSpan) -> bytes:
-    return hashlib.sha256(np.asarray(span.token_ids, dtype="<i4").tobytes()).digest()
+def digest(token_ids: Sequence[int]) -> bytes:
+    return hashlib.sha256(np.asarray(token_ids, dtype="<i4").tobytes()).digest()
 
 
 def joined(spans: Sequence[PromptSpan]) -> list[int]:
@@ -49,7 +44,7 @@ def joined(spans: Sequence[PromptSpan]) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateSection:
-    """Tokens [start, end) of one named span or of consecutive unnamed ones.
+    """Tokens [start, end) of one keyed span or of consecutive plain ones.
 
     `text_digest` is the digest of the complete text, including a last token of the prompt that is
     outside of [start, end).
@@ -57,7 +52,7 @@ class TemplateSection:
 
     start: int
     end: int
-    name: str | None
+    cache_key: str | None
     text_digest: bytes
 
     @property
@@ -69,26 +64,28 @@ class TemplateSection:
 class PromptTemplate:
     """Sections of a prompt without its last token, which is always prefilled.
 
-    Named spans vary, unnamed ones are fixed: prompts share a template if their unnamed texts up to
-    the last named span are the same. The text after it may differ.
+    Keyed spans vary, plain ones are fixed: prompts share a template if their plain texts up to
+    the last keyed span are the same. The text after it may differ.
     """
 
     sections: tuple[TemplateSection, ...]
 
     @cached_property
     def context(self) -> bytes:
-        """Digest of the template: names of the named sections, texts of the unnamed ones."""
+        """Digest of the template: cache keys of the keyed sections, texts of the plain ones."""
         known = hashlib.sha256()
         for section in self.sections[: self.num_template_sections]:
-            content = section.text_digest if section.name is None else section.name.encode()
-            known.update(b"%d %d " % (section.name is None, len(content)) + content)
+            content = (
+                section.text_digest if section.cache_key is None else section.cache_key.encode()
+            )
+            known.update(b"%d %d " % (section.cache_key is None, len(content)) + content)
         return known.digest()
 
     @cached_property
     def num_template_sections(self) -> int:
-        """Number of sections up to and including the last named one."""
-        named = [i for i, section in enumerate(self.sections) if section.name is not None]
-        return named[-1] + 1 if named else 0
+        """Number of sections up to and including the last keyed one."""
+        keyed = [i for i, section in enumerate(self.sections) if section.cache_key is not None]
+        return keyed[-1] + 1 if keyed else 0
 
     @property
     def num_tokens(self) -> int:
@@ -104,24 +101,25 @@ def template_of(spans: Sequence[PromptSpan]) -> PromptTemplate:
     last = sum(len(span.token_ids) for span in spans) - 1
     sections: list[TemplateSection] = []
     at = 0
-    for combined in _merge_unnamed(spans):
+    for combined in _merge_plain(spans):
         tokens = joined(combined)
-        whole = PromptSpan(token_ids=tokens, name=combined[0].name)
         sections.append(
             TemplateSection(
                 start=min(at, last),
                 end=min(at + len(tokens), last),
-                name=whole.name,
-                text_digest=digest(whole),
+                cache_key=combined[0].cache_key,
+                text_digest=digest(tokens),
             )
         )
         at += len(tokens)
     return PromptTemplate(sections=tuple(sections))
 
 
-def _merge_unnamed(spans: Sequence[PromptSpan]) -> list[list[PromptSpan]]:
-    """Groups of spans: consecutive unnamed ones are merged."""
-    keys = [(i, span.name) if span.name is not None else None for i, span in enumerate(spans)]
+def _merge_plain(spans: Sequence[PromptSpan]) -> list[list[PromptSpan]]:
+    """Groups of spans: consecutive plain ones are merged."""
+    keys = [
+        (i, span.cache_key) if span.cache_key is not None else None for i, span in enumerate(spans)
+    ]
     return [
         [span for _, span in group]
         for _, group in groupby(zip(keys, spans, strict=True), key=lambda pair: pair[0])
@@ -140,25 +138,27 @@ class PrefixOrders:
         self._known: OrderedDict[tuple[Scope, int], OrderedDict[PrefixOrder, None]] = OrderedDict()
 
     def suggest(self, scope: Scope, spans: Sequence[PromptSpan]) -> list[int]:
-        """Order of all spans as indices: named ones first, then the others in their given order."""
-        named = {i: digest(span) for i, span in enumerate(spans) if span.name is not None}
+        """Order of all spans as indices: keyed ones first, then the others in their given order."""
+        keyed = {
+            i: digest(span.token_ids) for i, span in enumerate(spans) if span.cache_key is not None
+        }
         known = self._known.get((scope, self._epoch()), ())
-        matches = (_match_prefix(order, named) for order in known)
+        matches = (_match_prefix(order, keyed) for order in known)
         longest = max(matches, key=lambda matched: _num_tokens(matched, spans), default=[])
         used_indices = set(longest)
-        rest = [i for i in named if i not in used_indices]
-        return [*longest, *rest, *(i for i in range(len(spans)) if i not in named)]
+        rest = [i for i in keyed if i not in used_indices]
+        return [*longest, *rest, *(i for i in range(len(spans)) if i not in keyed)]
 
     def remember(self, scope: Scope, spans: Sequence[PromptSpan]) -> None:
-        """Store the order of the named spans that the prompt starts with.
+        """Store the order of the keyed spans that the prompt starts with.
 
-        Text after the first unnamed span is specific to this prompt and is of no use to others.
+        Text after the first plain span is specific to this prompt and is of no use to others.
         """
         order = []
         for span in spans:
-            if span.name is None:
+            if span.cache_key is None:
                 break
-            order.append(digest(span))
+            order.append(digest(span.token_ids))
         if order:
             self._add(scope, tuple(order))
 
@@ -176,11 +176,11 @@ class PrefixOrders:
             self._known.popitem(last=False)
 
 
-def _match_prefix(order: PrefixOrder, named: dict[int, bytes]) -> list[int]:
+def _match_prefix(order: PrefixOrder, keyed: dict[int, bytes]) -> list[int]:
     """Indices of the spans that match the longest prefix of an order; each is used at most once."""
     left: dict[bytes, list[int]] = {}
-    for i in reversed(named):
-        left.setdefault(named[i], []).append(i)
+    for i in reversed(keyed):
+        left.setdefault(keyed[i], []).append(i)
     matched = list[int]()
     for wanted in order:
         if not left.get(wanted):
@@ -195,42 +195,37 @@ def _num_tokens(matched: Sequence[int], spans: Sequence[PromptSpan]) -> int:
 
 def check(request: RolloutRequest) -> None:
     for group in request.groups:
-        if group.prompt.segments is not None:
-            _check_names(group.prompt.segments)
-    reuse = request.reuse or REUSE_OFF
+        if group.prompt.spans is not None:
+            _check_names(group.prompt.spans)
+    reuse = request.kv_reuse or REUSE_OFF
     if reuse.mode == "off":
         return
-    if any(group.prompt.segments is None for group in request.groups):
-        raise InvalidRequest("reuse needs prompts given as segments")
+    if any(group.prompt.spans is None for group in request.groups):
+        raise InvalidRequest("kv_reuse needs prompts given as spans")
     if request.continue_from is not None:
-        raise InvalidRequest("continue_from needs the unchanged prompt: set reuse.mode to off")
+        raise InvalidRequest("continue_from needs the unchanged prompt: set kv_reuse.mode to off")
     if reuse.mode in APPROXIMATE_MODES:
         _check_approximate(request, reuse.mode)
 
 
-def _check_approximate(request: RolloutRequest, mode: ReuseMode) -> None:
+def _check_approximate(request: RolloutRequest, mode: KvReuseMode) -> None:
     if request.kv is not None:
         raise InvalidRequest(
-            f"reuse.mode {mode} makes the prompt KV approximate, and approximate KV is not "
-            "exported: leave out kv or reuse"
+            f"kv_reuse.mode {mode} makes the prompt KV approximate, and approximate KV is not "
+            "exported: leave out kv or kv_reuse"
         )
     if request.adapter is not None:
         raise InvalidRequest(
-            "KV of segments is cached for the base model only: set reuse.mode to off or order"
+            "KV of spans is cached for the base model only: set kv_reuse.mode to off or reorder"
         )
     if request.branching is not None:
-        raise InvalidRequest("branching excludes approximate reuse: set reuse.mode to off or order")
+        raise InvalidRequest("branching needs kv_reuse.mode off or reorder")
 
 
-def _check_names(spans: Sequence[PromptSegment]) -> None:
+def _check_names(spans: Sequence[PromptSpan]) -> None:
     seen: dict[str, list[int]] = {}
     for span in spans:
-        if span.reuse is None:
+        if span.cache_key is None:
             continue
-        if seen.setdefault(span.reuse, span.token_ids) != span.token_ids:
-            raise InvalidRequest(f"segments named {span.reuse!r} differ within one prompt")
-
-
-def spans_of_prompt(prompt: Prompt) -> list[PromptSpan]:
-    assert prompt.segments is not None, "the prompt is given as spans"
-    return [PromptSpan(token_ids=span.token_ids, name=span.reuse) for span in prompt.segments]
+        if seen.setdefault(span.cache_key, span.token_ids) != span.token_ids:
+            raise InvalidRequest(f"spans of cache_key {span.cache_key!r} differ within one prompt")

@@ -1,4 +1,4 @@
-"""Splicing: a prompt whose named spans are loaded from the span cache instead of prefilled.
+"""Splicing: a prompt whose keyed spans are loaded from the span cache instead of prefilled.
 
 Spans that are not cached are prefilled alone first. vLLM prefills only the tail of a prompt, so
 every other run of prefilled tokens is the tail of a separate engine request of one token. These
@@ -12,12 +12,13 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from coppice.wire.reuse import ReuseReason
+from coppice.wire.kv_reuse import KvReuseReason
+from coppice.wire.rollouts import PromptSpan
 from engine.kv_types import ExportSlot, KvLoad, LoadPiece
 from engine.protocol import Engine
 from engine.types import Completion, SampleRequest
 from service.kv_reuse.span_lease import ReuseFailed, SpanLease
-from service.kv_reuse.spans import PromptSpan, joined
+from service.kv_reuse.spans import joined
 from service.rollouts.prompt_source import GroupMonitor
 
 
@@ -39,16 +40,16 @@ class TokenRun:
         return self.end - self.start
 
 
-def token_runs(spans: Sequence[PromptSpan], *, first_tokens: int, block: int) -> list[TokenRun]:
+def token_runs(spans: Sequence[PromptSpan], *, recompute_tokens: int, block: int) -> list[TokenRun]:
     """Consecutive runs that cover the prompt; the last is prefilled and has at least one token.
 
-    Of a named span, the first tokens up to a block boundary are prefilled. It is prefilled
+    Of a keyed span, the first tokens up to a block boundary are prefilled. It is prefilled
     completely if less than one block would be spliced, or if the prompt starts with it: there it is
     an ordinary prefix and exact.
     """
     spliced = [
         run
-        for run in _spliced_runs(spans, first_tokens=first_tokens, block=block)
+        for run in _spliced_runs(spans, recompute_tokens=recompute_tokens, block=block)
         if run.num_tokens >= block
     ]
     runs: list[TokenRun] = []
@@ -61,13 +62,15 @@ def token_runs(spans: Sequence[PromptSpan], *, first_tokens: int, block: int) ->
     return [*runs, TokenRun(start=at, end=sum(len(span.token_ids) for span in spans))]
 
 
-def _spliced_runs(spans: Sequence[PromptSpan], *, first_tokens: int, block: int) -> list[TokenRun]:
+def _spliced_runs(
+    spans: Sequence[PromptSpan], *, recompute_tokens: int, block: int
+) -> list[TokenRun]:
     length = sum(len(span.token_ids) for span in spans)
     found, origin = [], 0
     for index, span in enumerate(spans):
         end = min(origin + len(span.token_ids), length - 1)
-        start = -(-(origin + first_tokens) // block) * block
-        if span.name is not None and origin and start < end:
+        start = -(-(origin + recompute_tokens) // block) * block
+        if span.cache_key is not None and origin and start < end:
             found.append(TokenRun(start=start, end=end, span=index, origin=origin))
         origin += len(span.token_ids)
     return found
@@ -109,12 +112,12 @@ class SplicePlan:
 
     lease: SpanLease
     spans: Sequence[PromptSpan]
-    first_tokens: int
+    recompute_tokens: int
     num_samples: int
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
     prefills: list[SampleRequest] = field(default_factory=list)
     export: ExportSlot | None = None
-    reason: ReuseReason | None = None
+    reason: KvReuseReason | None = None
     num_anchors: int = 0
     num_computed: int = 0
     _any_spliced: bool = False
@@ -124,10 +127,12 @@ class SplicePlan:
         """KV that the prefill requests and the samples load."""
         if self.lease.cache.reason is not None:
             raise ReuseFailed(self.lease.cache.reason)
-        runs = token_runs(self.spans, first_tokens=self.first_tokens, block=engine.info.block_size)
+        runs = token_runs(
+            self.spans, recompute_tokens=self.recompute_tokens, block=engine.info.block_size
+        )
         ends = prefill_lengths(runs)
         if not ends:
-            raise ReuseFailed("nothing_placed")
+            raise ReuseFailed("nothing_to_reuse")
         if monitor.ends:
             raise ReuseFailed("not_written")
         spliced = {run.span for run in runs if run.span is not None}

@@ -35,7 +35,7 @@ def snapshot(server: Server) -> dict[str, Any]:
         "uptime_seconds": state.uptime_seconds,
         "heartbeat_seconds": server.engine.health().age_seconds,
         "samples": {
-            "running": state.samples_running,
+            "running": state.num_samples_running,
             "admitted": server.admission.num_samples,
             "limit": server.settings.limits.max_samples_running,
         },
@@ -70,7 +70,7 @@ def _kv_arena(prompt_kv: PromptKvManager) -> dict[str, Any]:
             "tokens": handle.slot.layout.num_tokens,
             "num_bytes": handle.slot.layout.file_bytes,
             "readers": handle.slot.pins,
-            "seconds": handle.remaining_seconds if handle.has_started else None,
+            "lease_seconds": handle.remaining_seconds if handle.has_started else None,
         }
         for handle in heapq.nsmallest(MAX_LEASES, prompt_kv.handles, key=_expiry_key)
     ]

@@ -83,12 +83,12 @@ class SpeculationMetrics(MetricTable):
     drafted_tokens = cumulative_counter(
         "speculation_drafted_tokens",
         "Drafted tokens that were verified, by the source of the draft",
-        scope=get_args(DraftScope),
+        source=get_args(DraftScope),
     )
     accepted_tokens = cumulative_counter(
         "speculation_accepted_tokens",
         "Drafted tokens that were accepted, by the source of the draft",
-        scope=get_args(DraftScope),
+        source=get_args(DraftScope),
     )
     drafts = cumulative_counter(
         "speculation_drafts",
@@ -98,7 +98,7 @@ class SpeculationMetrics(MetricTable):
     steps = cumulative_counter(
         "speculation_steps",
         "Engine steps by the decision about their drafts",
-        choice=get_args(SpeculationDecision),
+        decision=get_args(SpeculationDecision),
     )
     skipped = cumulative_counter(
         "speculation_skipped",
@@ -149,7 +149,7 @@ class DrafterMetrics(MetricTable):
     training = gauge(
         "drafter_training",
         "1 for the current state of drafter training, 0 for the others",
-        training=get_args(TrainingState),
+        state=get_args(TrainingState),
     )
     trained_tokens = gauge("drafter_trained_tokens", "Tokens that the drafter was trained on")
     loss = gauge("drafter_loss", "Recent training loss of the drafter, nats per token")

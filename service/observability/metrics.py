@@ -11,33 +11,26 @@ from typing import get_args
 
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, generate_latest
 
-from coppice.wire.control import KvStatus
-from coppice.wire.kv import KvReason
 from coppice.wire.problems import PROBLEMS
-from coppice.wire.reuse import ReuseAnswer, ReuseMode, ReuseReason
 from coppice.wire.rollouts import FinishReason, GroupAnswer, Outcome, SegmentFinish
 from coppice.wire.weights import ActivationAnswer, ActivationMode
 from service import __version__
 from service.adapters.manager import AdapterLoadOutcome
 from service.cluster.membership import ClusterMembership
 from service.http.connections import Connections, ShedOutcome
-from service.kv_reuse.anchors import AnchorOutcome, AnchorStore
-from service.kv_reuse.span_cache import SpanCache
-from service.kv_reuse.spans import APPROXIMATE_MODES
 from service.observability.engine_metrics import (
     AttentionMetrics,
     DrafterMetrics,
     GraphMetrics,
     SpeculationMetrics,
 )
+from service.observability.kv_metrics import KvReuseMetrics, PromptKvMetrics
 from service.observability.metric_table import (
     MetricTable,
     counter,
-    cumulative_counter,
     gauge,
     histogram,
 )
-from service.prompt_kv.socket_sender import TransferOutcome
 from service.weights.replication.downloader import FetchMethod
 from service.weights.replication.status import ReplicationStatus
 
@@ -45,9 +38,6 @@ LAG_INTERVAL_SECONDS = 0.1
 LAG_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3)
 DURATION_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000)
 RATIO_BUCKETS = (1.05, 1.1, 1.25, 1.5, 2, 3, 5, 10, 30)
-ARENA_STATES = ("free", "reserved", "leased", "quarantined")
-REUSE_TOKEN_KINDS = ("reused", "computed", "prepared")
-ANCHOR_REASONS = frozenset({"no_anchor", "not_shareable"})
 
 
 class ServerMetrics(MetricTable):
@@ -88,8 +78,8 @@ class HttpMetrics(MetricTable):
         "Request fields of other servers' APIs that were ignored",
         kind=("dropped", "unknown"),
     )
-    replies_not_parsed = counter(
-        "replies_not_parsed",
+    responses_not_parsed = counter(
+        "responses_not_parsed",
         "Responses returned as plain text because the tool or reasoning parser failed",
     )
 
@@ -143,7 +133,7 @@ class RolloutMetrics(MetricTable):
         self.groups.labels(group.outcome).inc()
         self.prompt_tokens.inc(group.num_prompt_tokens)
         self.prompt_tokens_cached.inc(group.num_cached_tokens)
-        self.completion_tokens.inc(group.num_completion_tokens)
+        self.completion_tokens.inc(group.num_generated_tokens)
         for segment in group.segments or ():
             self.segments.labels(segment.finish_reason).inc()
         for sample in group.samples if group.segments is None else ():
@@ -166,11 +156,11 @@ class WeightMetrics(MetricTable):
     received_bytes = counter(
         "weights_received_bytes", "Bytes of weights received from trainers and replicas"
     )
-    spared_bytes = counter("weights_spared_bytes", "Bytes of weights not sent thanks to deltas")
-    pulls = counter(
-        "weights_pulls",
+    delta_saved_bytes = counter("weights_delta_saved_bytes", "Bytes of weights that deltas saved")
+    fetches = counter(
+        "weights_fetches",
         "Weights versions fetched because the cluster serves them",
-        way=get_args(FetchMethod),
+        source=get_args(FetchMethod),
     )
     skew = gauge(
         "weights_skew", "Difference between the newest and the oldest sequence number served"
@@ -188,7 +178,7 @@ class WeightMetrics(MetricTable):
 
     def record_upload(self, received_bytes: int, num_bytes: int) -> None:
         self.received_bytes.inc(received_bytes)
-        self.spared_bytes.inc(max(0, num_bytes - received_bytes))
+        self.delta_saved_bytes.inc(max(0, num_bytes - received_bytes))
 
     def record_activation(self, answer: ActivationAnswer) -> None:
         self.activations.labels(answer.mode).inc()
@@ -200,118 +190,30 @@ class WeightMetrics(MetricTable):
         self.replicas_failed.set(replication.num_failed())
 
 
-class PromptKvMetrics(MetricTable):
-    """Metrics of exported prompt KV."""
-
-    exports = counter(
-        "kv_exports",
-        "Requested exports of prompts and tree paths: a handle, or the reason for none",
-        outcome=("handle", *get_args(KvReason)),
-    )
-    bytes = gauge("kv_bytes", "Bytes of the prompt KV arena", state=ARENA_STATES)
-    handles = gauge("kv_handles", "Handles with a running lease, or of a running rollout")
-    transfers = gauge("kv_transfers", "Open downloads of prompt KV, including waiting ones")
-    transfers_limit = gauge(
-        "kv_transfers_limit", "Maximum number of downloads that are sent concurrently"
-    )
-    transfers_ended = counter(
-        "kv_transfers_ended", "Ended downloads of prompt KV", outcome=get_args(TransferOutcome)
-    )
-    sent_bytes = counter("kv_sent_bytes", "Bytes of prompt KV sent over HTTP")
-
-    def record(self, group: GroupAnswer) -> None:
-        for part in (group, *(group.segments or ())):
-            if part.kv is not None or part.kv_reason is not None:
-                self.exports.labels(part.kv_reason or "handle").inc()
-
-    def update(self, status: KvStatus) -> None:
-        for state in ARENA_STATES:
-            self.bytes.labels(state).set(getattr(status, f"{state}_bytes"))
-        self.handles.set(status.handles)
-
-
-class KvReuseMetrics(MetricTable):
-    """KV reuse metrics; the reuse rate is reused / (reused + computed) tokens."""
-
-    groups = counter(
-        "reuse_groups",
-        "Groups with prompt spans: done, or the reason why the whole prompt was prefilled",
-        mode=(),
-        outcome=(),
-    )
-    tokens = counter(
-        "reuse_tokens",
-        "Prompt tokens of these groups, and of spans prefilled alone for them",
-        mode=get_args(ReuseMode),
-        kind=REUSE_TOKEN_KINDS,
-    )
-    round_trips = counter(
-        "reuse_round_trips",
-        "Consecutive engine requests before the first token of these groups",
-        mode=get_args(ReuseMode),
-    )
-    segments = gauge("reuse_segments", "Spans with cached KV")
-    bytes = gauge("reuse_bytes", "Bytes of cached KV of spans and anchors, and of running prompts")
-    anchors = gauge(
-        "reuse_anchors", "Cached prompts that the KV of other prompts is predicted from"
-    )
-    anchor_fates = cumulative_counter(
-        "reuse_anchor_fates",
-        "Anchors made, evicted, outdated by new weights, and not written completely",
-        fate=get_args(AnchorOutcome),
-    )
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        super().__init__(registry)
-        for mode in get_args(ReuseMode):
-            for outcome in ("done", *_reasons(mode)):
-                self.groups.labels(mode, outcome)
-
-    def record(self, reuse: ReuseAnswer) -> None:
-        self.groups.labels(reuse.mode, reuse.reason or "done").inc()
-        for kind in REUSE_TOKEN_KINDS:
-            self.tokens.labels(reuse.mode, kind).inc(getattr(reuse, f"tokens_{kind}"))
-        self.round_trips.labels(reuse.mode).inc(reuse.round_trips)
-
-    def update(self, cache: SpanCache, anchors: AnchorStore) -> None:
-        self.anchors.set(anchors.num_anchors)
-        self.segments.set(cache.num_spans)
-        self.bytes.set(cache.num_bytes)
-        self.anchor_fates.update_all(anchors.num_by_outcome)
-
-
-def _reasons(mode: ReuseMode) -> list[ReuseReason]:
-    if mode not in APPROXIMATE_MODES:
-        return []
-    return [r for r in get_args(ReuseReason) if mode == "anchors" or r not in ANCHOR_REASONS]
-
-
 class ClusterMetrics(MetricTable):
     """Metrics of the cluster registry."""
 
-    up = gauge("directory_up", "1 while the cluster registry is available")
-    settled = gauge(
-        "directory_settled", "1 once every live replica has had time to send a heartbeat"
+    up = gauge("cluster_up", "1 while the cluster registry is available")
+    settled = gauge("cluster_settled", "1 once every live replica has had time to send a heartbeat")
+    heartbeat_age = gauge(
+        "cluster_heartbeat_age_seconds", "Time since the last successful heartbeat to the registry"
     )
-    contact_age = gauge(
-        "directory_contact_age_seconds", "Time since the last successful heartbeat to the registry"
-    )
-    replicas = gauge("directory_replicas", "Replicas in the latest view of the cluster registry")
+    replicas = gauge("cluster_replicas", "Replicas in the latest view of the cluster registry")
     failures = counter(
-        "directory_failures",
+        "cluster_failures",
         "Failed calls to the cluster registry",
-        operation=("beat", "claim", "release", "leave"),
+        operation=("heartbeat", "claim", "release", "leave"),
     )
-    redirects = counter("directory_redirects", "Requests redirected to another replica")
-    unshared_keys = counter(
-        "directory_unshared_keys",
+    redirects = counter("cluster_redirects", "Requests redirected to another replica")
+    unregistered_keys = counter(
+        "cluster_unregistered_keys",
         "Idempotency keys that were not registered because the registry was unavailable",
     )
 
     def update(self, fleet: ClusterMembership) -> None:
         self.up.set(not fleet.unavailable)
         self.settled.set(fleet.is_settled)
-        self.contact_age.set(fleet.contact_age_seconds)
+        self.heartbeat_age.set(fleet.contact_age_seconds)
         self.replicas.set(len(fleet.view.replicas))
 
 
@@ -342,8 +244,8 @@ class Metrics:
         """Record a finished group; see `RolloutMetrics.record`."""
         self.rollouts.record(group, sample_seconds)
         self.prompt_kv.record(group)
-        if group.reuse is not None:
-            self.kv_reuse.record(group.reuse)
+        if group.kv_reuse is not None:
+            self.kv_reuse.record(group.kv_reuse)
 
     def render(self) -> bytes:
         return generate_latest(REGISTRY) + generate_latest(self.registry)

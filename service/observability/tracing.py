@@ -78,7 +78,7 @@ class Tracing:
                 "coppice.outcome": group.outcome,
                 "coppice.prompt_tokens": group.num_prompt_tokens,
                 "coppice.prompt_tokens_cached": group.num_cached_tokens,
-                "coppice.completion_tokens": group.num_completion_tokens,
+                "coppice.completion_tokens": group.num_generated_tokens,
                 "coppice.results": len(group.samples),
                 "coppice.versions": sorted({v.version for part in parts for v in part.versions}),
             }

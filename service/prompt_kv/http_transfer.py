@@ -1,11 +1,10 @@
-"""HTTP response with a handle's bytes, or a range of them.
+"""HTTP response with a handle's file, or a byte range of it (RFC 9110, 14.2).
 
 Under Coppice's own uvicorn protocol the body is sent by a thread that bypasses the event loop.
 Under any other ASGI server it is sent in pieces as ordinary ASGI body messages.
 """
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from starlette.responses import Response
@@ -73,7 +72,8 @@ class KvDataResponse(Response):
         self,
         prompt_kv: PromptKvManager,
         socket_sender: SocketSender,
-        find_handle: Callable[[], Handle],
+        handle_id: str,
+        owner: str,
         *,
         range_header: str | None,
         if_range: str | None,
@@ -81,12 +81,13 @@ class KvDataResponse(Response):
         super().__init__(media_type=MEDIA_TYPE)
         self._prompt_kv = prompt_kv
         self._socket_sender = socket_sender
-        self._find_handle = find_handle
+        self._handle_id = handle_id
+        self._owner = owner
         self._range = range_header
         self._if_range = if_range
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        handle = self._find_handle()
+        handle = self._prompt_kv.get(self._handle_id, self._owner)
         status, headers, data = self._select_range(handle)
         self.init_headers({**headers, "Content-Length": str(len(data))})
         start = {"type": "http.response.start", "status": status, "headers": self.raw_headers}

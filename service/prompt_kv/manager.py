@@ -152,7 +152,7 @@ class PromptKvManager:
 
     def answer(self, handle: Handle, *, lease_seconds: float | None = None) -> KvHandle:
         """Wire form of a handle. `lease_seconds` defaults to the granted duration."""
-        assert self.arena is not None, "a handle has an arena"
+        assert self.arena is not None, "a handle exists only with an arena"
         slot = handle.slot
         return KvHandle(
             handle=handle.id,
@@ -172,9 +172,9 @@ class PromptKvManager:
 
     def layout(self, handle: Handle) -> KvLayout:
         layout, kv_format = handle.slot.layout, handle.slot.layout.format
-        known = self.answer(handle, lease_seconds=handle.remaining_seconds)
+        answer = self.answer(handle, lease_seconds=handle.remaining_seconds)
         return KvLayout(
-            **known.model_dump(),
+            **answer.model_dump(),
             model=layout.model,
             dtype=kv_format.dtype,
             num_layers=kv_format.num_layers,
@@ -202,7 +202,7 @@ class PromptKvManager:
             reserved_bytes=self._slots.num_bytes(SlotState.RESERVED),
             leased_bytes=self._slots.num_bytes(SlotState.LEASED),
             quarantined_bytes=self._slots.num_bytes(SlotState.QUARANTINED),
-            handles=len(self.handles),
+            num_handles=len(self.handles),
         )
 
     def check(self) -> None:
@@ -233,5 +233,5 @@ class PromptKvManager:
         try:
             await work()
         except Exception:
-            log.exception("prompt KV is off from now on")
+            log.exception("prompt KV is disabled until a restart")
             self.reason = "internal"

@@ -3,6 +3,8 @@
 UCX has no authentication: anyone who reaches the agent over the network can read its process
 memory. The child process therefore maps the arena and nothing else, and gets only selected
 environment variables. A crash in UCX does not affect the server.
+
+    python -m service.prompt_kv.nixl ARENA NUM_BYTES    # the child process
 """
 
 import asyncio
@@ -22,8 +24,8 @@ from service.prompt_kv.arena import Arena
 
 PASSED_ENV_PREFIXES = ("CUDA_", "LD_LIBRARY_PATH", "NIXL_", "PATH", "UCX_")
 NOT_INSTALLED = (
-    "kv.nixl is on, but NIXL is not installed: pip install 'coppice-rl[nixl]'; "
-    "prompt KV goes without it"
+    "kv.nixl is on, but NIXL is not installed (pip install 'coppice-rl[nixl]'); "
+    "one-sided reads are disabled"
 )
 
 log = logging.getLogger(__name__)
@@ -47,9 +49,9 @@ class NixlAgentProcess:
             return
         try:
             await self._run_process()
-            log.error("the NIXL agent has ended: no more one-sided reads until the next start")
+            log.error("the NIXL agent has exited; one-sided reads are disabled until a restart")
         except Exception:
-            log.exception("no one-sided reads until the next start")
+            log.exception("the NIXL agent failed; one-sided reads are disabled until a restart")
 
     async def _run_process(self) -> None:
         process = await asyncio.create_subprocess_exec(
@@ -72,15 +74,20 @@ class NixlAgentProcess:
 
 
 def agent_environment() -> dict[str, str]:
-    known = {
+    passed = {
         name: value for name, value in os.environ.items() if name.startswith(PASSED_ENV_PREFIXES)
     }
-    return known | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    return passed | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
-def main(path: str, num_bytes: int) -> None:
+def run_agent(path: str, num_bytes: int) -> None:
+    """Main function of the child process, which serves reads of the arena.
+
+    It prints the agent's address as one line of JSON and exits at the end of its standard input,
+    that is when the server closes the pipe or is killed.
+    """
     # UCX and NIXL log to standard output, so file descriptor 1 is redirected to standard error.
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    output = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     # RDMA NICs register only writable memory, although readers must not write.
     with open(path, "r+b") as file:
@@ -89,10 +96,10 @@ def main(path: str, num_bytes: int) -> None:
     agent = Agent(name, is_owner=True)
     agent.register(arena.ctypes.data, num_bytes)
     metadata = base64.b64encode(agent.metadata).decode()
-    known = KvAgent(agent=name, address=arena.ctypes.data, metadata=metadata)
-    print(known.model_dump_json(), file=answers, flush=True)
+    info = KvAgent(agent=name, address=arena.ctypes.data, metadata=metadata)
+    print(info.model_dump_json(), file=output, flush=True)
     sys.stdin.read()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    run_agent(sys.argv[1], int(sys.argv[2]))

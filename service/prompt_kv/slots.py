@@ -117,7 +117,7 @@ class SlotTable:
         self._set_state(slot, SlotState.LEASED)
 
     def hold(self, slot: Slot) -> None:
-        assert slot.state is SlotState.LEASED, "only what is sealed can be held"
+        assert slot.state is SlotState.LEASED, "only sealed slots have handles"
         slot.num_handles += 1
 
     def drop(self, slot: Slot, *, expired: bool) -> None:
@@ -126,7 +126,7 @@ class SlotTable:
         If the lease `expired`, a shared-memory or NIXL read that the server cannot see may be in
         progress, so the slot is not reused for the grace period.
         """
-        assert slot.num_handles > 0, "dropped more often than held"
+        assert slot.num_handles > 0, "more handles dropped than held"
         slot.num_handles -= 1
         if expired:
             slot.free_at = max(slot.free_at, self._clock() + self._grace_seconds)
@@ -149,7 +149,7 @@ class SlotTable:
         self.sweep()
 
     def pin(self, slot: Slot) -> None:
-        assert slot.state is SlotState.LEASED, "only what is sealed can be read"
+        assert slot.state is SlotState.LEASED, "only sealed slots can be read"
         slot.pins += 1
 
     def unpin(self, slot: Slot) -> None:
@@ -174,7 +174,7 @@ class SlotTable:
             held = sum(s.extent.num_bytes for s in self._slots if s.state is state)
             assert held == self._num_bytes[state], f"{state.value} bytes are miscounted"
         total = self.free_bytes + sum(self._num_bytes.values())
-        assert total == self._extents.capacity_bytes, "free + reserved + leased + quarantined"
+        assert total == self._extents.capacity_bytes, "states do not add up to the capacity"
         assert all(
             slot.num_handles == 0 for slot in self._slots if slot.state is not SlotState.LEASED
         )

@@ -26,16 +26,16 @@ TURN_SECONDS = 0.25
 # that keeps up becomes writable sooner.
 POLL_SECONDS = 0.02
 RETRY_SECONDS = 2.0
-TransferOutcome = Literal["complete", "left", "too_slow", "lease_over"]
+TransferOutcome = Literal["complete", "disconnected", "too_slow", "lease_expired"]
 
 
 class Transfer:
-    """State of one transfer. `send_for_a_turn` runs in a thread."""
+    """State of one download. `send_for_a_turn` runs in a thread."""
 
     def __init__(self, connection: socket.socket, data: memoryview, rate: ReaderRate) -> None:
         self.connection = connection
         self.rate = rate
-        self.is_gone = False
+        self.is_disconnected = False
         self._data = data
         self._num_sent = 0
         self._poll = select.poll()
@@ -56,7 +56,7 @@ class Transfer:
                     return
                 continue
             except OSError:
-                self.is_gone = True
+                self.is_disconnected = True
                 return
             self._num_sent += num_bytes
             self.rate.on_sent(num_bytes)
@@ -65,12 +65,13 @@ class Transfer:
 
     async def wait_until_writable(self) -> None:
         """Wait on the event loop for a writable socket, at most until the rate window ends."""
-        loop, poller, began = asyncio.get_running_loop(), asyncio.Event(), time.monotonic()
-        loop.add_writer(self.connection, poller.set)
+        loop, is_writable = asyncio.get_running_loop(), asyncio.Event()
+        began = time.monotonic()
+        loop.add_writer(self.connection, is_writable.set)
         try:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self.rate.seconds_left):
-                    await poller.wait()
+                    await is_writable.wait()
         finally:
             loop.remove_writer(self.connection)
             self.rate.on_waited(time.monotonic() - began)
@@ -127,7 +128,7 @@ class SocketSender:
         is a duplicate of the transport's socket.
         """
         rate = ReaderRate(self._settings.min_bytes_per_second, self._settings.slow_reader_seconds)
-        outcome: TransferOutcome = "left"
+        outcome: TransferOutcome = "disconnected"
         self._connections.add(connection)
         try:
             outcome = await self._in_turns(Transfer(connection, data, rate), owner, pin)
@@ -167,14 +168,14 @@ class SocketSender:
             async with self._turns.turn(owner):
                 with pin.turn() as is_leased:
                     if self._stopped:
-                        return "left"
+                        return "disconnected"
                     if not is_leased:
-                        return "lease_over"
+                        return "lease_expired"
                     await self._take_turn(transfer)
             if transfer.is_complete:
                 return "complete"
-            if transfer.is_gone:
-                return "left"
+            if transfer.is_disconnected:
+                return "disconnected"
             await transfer.wait_until_writable()
             if transfer.rate.is_too_slow:
                 return "too_slow"

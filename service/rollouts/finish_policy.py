@@ -8,7 +8,7 @@ import random
 from collections.abc import Sequence
 from typing import Literal
 
-FinishPolicyName = Literal["first", "random_k", "balanced_length"]
+FinishPolicyName = Literal["first", "random", "balanced_length"]
 
 
 class FinishPolicy:
@@ -31,7 +31,7 @@ class FinishPolicy:
         match self._policy:
             case "first":
                 return len(self._lengths) >= self._num_required
-            case "random_k":
+            case "random":
                 return all(index in self._lengths for index in self._random_indices)
             case "balanced_length":
                 return len(self._lengths) > self._length_ranks[-1]
@@ -43,10 +43,10 @@ class FinishPolicy:
         return self.is_met and not before
 
     @property
-    def chosen(self) -> list[int] | None:
+    def selected(self) -> list[int] | None:
         """Indices of the selected samples in ascending order; None until the policy is met.
 
-        first: the samples that finished first. random_k: samples drawn before any of them started,
+        first: the samples that finished first. random: samples drawn before any of them started,
         independent of their lengths. balanced_length: samples at evenly spaced ranks of the order
         by length, including the shortest; longer samples than the last selected rank are not waited
         for.
@@ -59,7 +59,7 @@ class FinishPolicy:
         match self._policy:
             case "first":
                 return list(self._lengths)[: self._num_required]
-            case "random_k":
+            case "random":
                 return self._random_indices
             case "balanced_length":
                 by_length = sorted(self._lengths, key=lambda index: self._lengths[index])

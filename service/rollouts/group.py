@@ -278,7 +278,7 @@ class Group:
             # A resumed sample also has cached tokens after the prompt; these are not counted.
             num_cached_tokens=min(finished[0][1], len(self.options.prompt_token_ids)),
             num_continued_tokens=sum(len(given.token_ids) for given in self.options.continued),
-            chosen=None if self.finish_policy is None else self.finish_policy.chosen,
+            selected=None if self.finish_policy is None else self.finish_policy.selected,
             samples=samples,
         )
 

@@ -47,7 +47,7 @@ class GroupFactory:
         for index, prompt in enumerate(prompts):
             options = self._options(request, index, prompt, continued.get(index, ()), shared)
             source: PromptSource = PrefilledPrompt()
-            if request.groups[index].prompt.segments is not None:
+            if request.groups[index].prompt.spans is not None:
                 options, source = self._kv_reuse.prompt_source(request, options)
             groups.append(self._group(request, options, source))
             await turn.pause()
@@ -83,7 +83,7 @@ class GroupFactory:
             prompt_token_ids=prompt,
             sampling=self._sampling(request, len(prompt)),
             seed=group.seed,
-            num_required=finish.samples,
+            num_required=finish.num_samples,
             deadline_seconds=finish.deadline_seconds,
             priority=self._priority_aging.to_engine_priority(request.priority),
             speculation=request.speculation,
@@ -127,7 +127,7 @@ def create_tree_group(
 
 
 def _finish_policy(finish: Finish, group: GroupRequest) -> FinishPolicy | None:
-    if finish.samples is None:
+    if finish.num_samples is None:
         return None
     seed = None if group.seed is None else derive_seed(group.seed, "finish")
-    return FinishPolicy(finish.policy, num_required=finish.samples, n=group.n, seed=seed)
+    return FinishPolicy(finish.select, num_required=finish.num_samples, n=group.n, seed=seed)

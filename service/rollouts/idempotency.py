@@ -59,14 +59,14 @@ class IdempotencyKeys:
     """Idempotency keys of this replica.
 
     `claim` is followed by one `release`, or by one `bind` and one `ended`. `on_released` is called
-    for every claim that is dropped.
+    with the cluster key of every claim that is dropped.
     """
 
     def __init__(
         self,
         *,
         max_seconds: float,
-        on_released: Callable[[IdempotencyClaim], None],
+        on_released: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._max_seconds = max_seconds
@@ -95,7 +95,7 @@ class IdempotencyKeys:
 
     def release(self, claim: IdempotencyClaim) -> None:
         if self._claimed.pop(claim.local_key, None) is not None:
-            self._on_released(claim)
+            self._on_released(claim.cluster_key)
 
     def ended(self, claim: IdempotencyClaim) -> None:
         self._ended.append((self._clock() + self._max_seconds, claim))

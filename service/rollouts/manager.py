@@ -1,7 +1,7 @@
 """Rollout manager: admission, execution, cancellation and retention of all rollouts.
 
 The gate is closed while weights are activated. Requests that arrive then wait for it, so that a
-version policy is checked against the version that will generate the samples. There is no await
+weights constraint is checked against the version that will generate the samples. There is no await
 between that check and the start of the rollout, so an activation sees either the whole rollout or
 nothing of it.
 """
@@ -67,9 +67,7 @@ class RolloutManager:
         self._ended = ended
         self._group_ended = record_group
         self._running: dict[str, Rollout] = {}
-        self._keys = IdempotencyKeys(
-            max_seconds=keep_seconds, on_released=lambda claim: fleet.release(claim.cluster_key)
-        )
+        self._keys = IdempotencyKeys(max_seconds=keep_seconds, on_released=fleet.release)
         self._results = ResultCache(max_seconds=keep_seconds, max_bytes=keep_bytes)
         self._tasks: asyncio.TaskGroup | None = None
         self._gate = asyncio.Event()
@@ -179,7 +177,7 @@ class RolloutManager:
         """The options with the active weights version, if the request demands it, and adapter."""
         return replace(
             options,
-            exact_version=self._versions.admit(request.policy),
+            exact_version=self._versions.admit(request.weights),
             adapter=self._adapters.resolve(request.adapter),
         )
 

@@ -180,7 +180,7 @@ class Rollout:
 
     def progress(self) -> RunningAnswer:
         done = self._num_done + sum(group.num_done for group in self.groups)
-        return RunningAnswer(id=self.id, samples=self.num_samples, samples_done=done)
+        return RunningAnswer(id=self.id, num_samples=self.num_samples, num_samples_done=done)
 
     async def answer(self) -> RolloutAnswer:
         """Wait for the end and return the answer; raises the error if the rollout failed."""
@@ -203,7 +203,9 @@ class Rollout:
                 return
             if not await self._wait_for_growth(position):
                 progress = self.progress()
-                yield ProgressRecord(samples=progress.samples, samples_done=progress.samples_done)
+                yield ProgressRecord(
+                    num_samples=progress.num_samples, num_samples_done=progress.num_samples_done
+                )
 
     async def _run_group(self, engine: Engine, prompt_kv: PromptKvManager, group: Group) -> None:
         # Not `options.id`, which the caller chose and which could contain anything
@@ -273,9 +275,9 @@ class Rollout:
     def _usage(self) -> Usage:
         answers = self._answers.values()
         return Usage(
-            prompt_tokens=sum(answer.num_prompt_tokens for answer in answers),
-            completion_tokens=sum(answer.num_completion_tokens for answer in answers),
-            samples=sum(answer.num_samples for answer in answers),
+            num_prompt_tokens=sum(answer.num_prompt_tokens for answer in answers),
+            num_generated_tokens=sum(answer.num_generated_tokens for answer in answers),
+            num_samples=sum(answer.num_samples for answer in answers),
         )
 
 

@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-from coppice.wire.rollouts import Policy
+from coppice.wire.rollouts import WeightsConstraint
 from coppice.wire.score import ScoreAnswer, ScoredItem, ScoredResponse, ScoreItem, ScoreRequest
 from engine.protocol import Engine
 from engine.types import TopLogprobs
@@ -27,7 +27,7 @@ ComputedResult: TypeAlias = Coroutine[Any, Any, tuple[Result, str, str | None]]
 class ScoringOptions(NamedTuple):
     """Options common to all responses of a request."""
 
-    policy: Policy | None
+    weights: WeightsConstraint | None
     adapter: str | None
 
 
@@ -65,7 +65,7 @@ class Scoring:
             self._check(prompt, item.responses)
         num_tokens = sum(len(p) + sum(map(len, item.responses)) for item, p in pairs)
         with self._admission.reserved(owner, samples=num_responses, prompt_tokens=num_tokens):
-            return await self._score_items(pairs, ScoringOptions(request.policy, request.adapter))
+            return await self._score_items(pairs, ScoringOptions(request.weights, request.adapter))
 
     async def _score_items(
         self, pairs: list[tuple[ScoreItem, list[int]]], options: ScoringOptions
@@ -143,7 +143,7 @@ class Scoring:
         """Result with the labels of the weights version and of the adapter that it used."""
         while True:
             await self._rollouts.wait_gate_open()
-            self._versions.admit(options.policy)
+            self._versions.admit(options.weights)
             epoch, version = self._versions.epoch, self._versions.active.label
             with self._adapters.using(options.adapter) as adapter:
                 result = await compute(adapter)

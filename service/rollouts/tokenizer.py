@@ -109,8 +109,8 @@ class Tokenizer:
     async def _tokens(self, prompt: Prompt) -> list[int]:
         if prompt.token_ids is not None:
             return prompt.token_ids
-        if prompt.segments is not None:
-            return [token for segment in prompt.segments for token in segment.token_ids]
+        if prompt.spans is not None:
+            return [token for span in prompt.spans for token in span.token_ids]
         if prompt.text is not None:
             return await self._text_tokens(prompt.text)
         messages = [{"role": m.role, "content": m.content} for m in prompt.messages or ()]

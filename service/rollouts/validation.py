@@ -22,15 +22,15 @@ def check(request: RolloutRequest, *, max_samples: int, is_blocking: bool) -> in
             check_branching(request.branching, n=group.n)
         if request.branching.mode == "external" and is_blocking:
             raise InvalidRequest("mode external needs Prefer: respond-async or stream: true")
-        if request.finish is not None and request.finish.policy != "first":
-            raise InvalidRequest("with branching, finish.policy must be first")
+        if request.finish is not None and request.finish.select != "first":
+            raise InvalidRequest("with branching, finish.select must be first")
     if request.adapter is not None and request.kv is not None:
         raise InvalidRequest("prompt KV is that of the base model: leave out kv or adapter")
-    num_finish_samples = (request.finish and request.finish.samples) or 1
+    num_finish_samples = (request.finish and request.finish.num_samples) or 1
     num_samples = [num_samples_of(request, group) for group in request.groups]
     if min(num_samples) < num_finish_samples:
         raise InvalidRequest(
-            f"finish.samples is {num_finish_samples}, but a group has fewer samples"
+            f"finish.num_samples is {num_finish_samples}, but a group has fewer samples"
         )
     if sum(num_samples) > max_samples:
         raise InvalidRequest(
@@ -105,6 +105,6 @@ def _check_versions(sample: UnfinishedSample, request: RolloutRequest) -> None:
         at = span.end
     if at != len(sample.token_ids):
         raise InvalidRequest("the version spans of continue_from must cover its tokens")
-    exact_version = request.policy and request.policy.exact_version
+    exact_version = request.weights and request.weights.exact_version
     if exact_version is not None and any(span.version != exact_version for span in sample.versions):
         raise InvalidRequest(f"continue_from has tokens of other versions than {exact_version!r}")

@@ -51,7 +51,8 @@ async def _check_rollout_local(
 async def _check_handle_local(handle: str, server: Annotated[Server, Depends(_server)]) -> None:
     """Redirect to the replica that owns the handle.
 
-    Raises KvGone if that replica is gone, as for an expired lease: its KV no longer exists.
+    Raises KvGone if that replica has left the cluster, as for an expired lease: its KV no longer
+    exists.
     """
     replica_id = replica_id_of(handle)
     if replica_id is not None:

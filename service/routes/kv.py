@@ -6,7 +6,7 @@ from coppice.wire.kv import KvLease, KvLeaseAnswer
 from service.auth.access import Caller, requires_role
 from service.http.bodies import read_small_json
 from service.http.errors import (
-    DirectoryUnavailable,
+    ClusterUnavailable,
     Draining,
     InvalidRequest,
     KvGone,
@@ -31,7 +31,7 @@ from service.routes.dependencies import HANDLE_LOCAL, AnyServer
 
 router = APIRouter(prefix="/v1/kv/{handle}", dependencies=[HANDLE_LOCAL])
 
-HANDLE_ERRORS = (*AUTH_ERRORS, KvNotFound, KvGone, Draining, DirectoryUnavailable)
+HANDLE_ERRORS = (*AUTH_ERRORS, KvNotFound, KvGone, Draining, ClusterUnavailable)
 HANDLE_SUCCESSES = {200: JSON, **REDIRECT}
 DATA_RESPONSES = declare_responses(
     {200: [MEDIA_TYPE], 206: [MEDIA_TYPE], **REDIRECT},
@@ -65,7 +65,8 @@ async def data(handle: str, request: Request, server: AnyServer, caller: Caller)
     return KvDataResponse(
         server.prompt_kv,
         server.socket_sender,
-        lambda: server.prompt_kv.get(handle, caller.name),
+        handle,
+        caller.name,
         range_header=request.headers.get("range"),
         if_range=request.headers.get("if-range"),
     )
@@ -88,7 +89,7 @@ async def agent(handle: str, server: AnyServer, caller: Caller) -> Response:
 async def renew(handle: str, request: Request, server: AnyServer, caller: Caller) -> Response:
     body = await read_small_json(request, KvLease)
     found = server.prompt_kv.get(handle, caller.name)
-    return json_response(KvLeaseAnswer(lease_seconds=found.renew(body.seconds)))
+    return json_response(KvLeaseAnswer(lease_seconds=found.renew(body.lease_seconds)))
 
 
 @router.delete("", responses=declare_responses({204: NO_CONTENT, **REDIRECT}, *HANDLE_ERRORS))

@@ -12,7 +12,7 @@ from coppice.wire.rollouts import RolloutAnswer, RolloutRequest
 from service.auth.access import Caller, requires_role
 from service.http.bodies import INLINE_BYTES
 from service.http.errors import (
-    DirectoryUnavailable,
+    ClusterUnavailable,
     Draining,
     EngineGone,
     Forbidden,
@@ -48,7 +48,7 @@ LOOKUP_ERRORS = (*CLUSTER_ERRORS, RolloutNotFound, Draining, EngineGone)
 START_RESPONSES = declare_responses(
     {200: tuple(ResponseFormat), 202: JSON, **REDIRECT},
     *(*AUTH_ERRORS, *READINESS_ERRORS, *BODY_ERRORS, *ENGINE_ERRORS, *IDEMPOTENCY_ERRORS),
-    *(NotAcceptable, RolloutNotFound, DirectoryUnavailable),
+    *(NotAcceptable, RolloutNotFound, ClusterUnavailable),
 )
 GET_RESPONSES = declare_responses(
     {200: tuple(ResponseFormat), 202: JSON, **REDIRECT},
@@ -85,19 +85,14 @@ async def start(request: Request, server: AnyServer, caller: Caller) -> Response
     body = await server.bodies.parsed(content, RolloutRequest)
     if body.kv is not None and "kv" not in caller.roles:
         raise Forbidden("the API key lacks the role kv, which the export of prompt KV requires")
-    owner = caller.name
-    claim = None if key is None else await _claim(owner, key, content)
-    starting = server.rollouts.start(body, owner=owner, detached=respond_async, claim=claim)
+    claim = None if key is None else await _claim(caller.name, key, content)
+    starting = server.rollouts.start(body, owner=caller.name, detached=respond_async, claim=claim)
     rollout = await cancel_on_disconnect(request, starting)
     if respond_async:
         return _accepted(rollout, {"Preference-Applied": "respond-async"})
     if body.stream or response_format is ResponseFormat.NDJSON:
         return _stream(rollout, _lines_until_disconnect(server, rollout))
-    try:
-        await cancel_on_disconnect(request, rollout.wait())
-    finally:
-        server.rollouts.on_disconnect(rollout)
-    return await _answer(rollout, response_format)
+    return await _answer_until_disconnect(request, server, rollout, response_format)
 
 
 @router.get("/{rollout_id}", responses=GET_RESPONSES, dependencies=[ROLLOUT_LOCAL])
@@ -137,6 +132,16 @@ async def abort(rollout_id: str, request: Request, server: AnyServer, caller: Ca
         rollout,
         ResponseFormat.JSON if response_format is ResponseFormat.NDJSON else response_format,
     )
+
+
+async def _answer_until_disconnect(
+    request: Request, server: Server, rollout: Rollout, response_format: ResponseFormat
+) -> Response:
+    try:
+        await cancel_on_disconnect(request, rollout.wait())
+    finally:
+        server.rollouts.on_disconnect(rollout)
+    return await _answer(rollout, response_format)
 
 
 async def _claim(owner: str, key: str, content: bytes) -> IdempotencyClaim:

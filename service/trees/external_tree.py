@@ -1,13 +1,14 @@
-"""Tree that an external caller grows: a search or a process reward model.
+"""Trees that external callers grow: searches and process reward models.
 
-Every branch and every drop renews its lease, which does not expire while a path is running. The
+Every branch and every drop renews a tree's lease, which does not expire while a path is running. A
 tree ends as it is when the lease expires or its rollout is ended.
 """
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from coppice.wire.branching import BranchRequest
 from coppice.wire.rollouts import SegmentAnswer, SegmentFinish
@@ -26,6 +27,9 @@ from service.trees.group import Fork, TreeGroup
 from service.trees.path import Budget, Path, PathBounds
 from service.trees.plan import Plan, next_cut
 from service.trees.tree import COMPLETE_FINISHES, GeneratedTokens, Segment
+
+if TYPE_CHECKING:
+    from service.rollouts.manager import RolloutManager  # its group factory imports this module
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -63,7 +67,7 @@ def check_branch(plan: Plan, parent: Segment | None, *, num_leaves: int) -> None
         raise InvalidRequest(f"max_leaves is {plan.branching.max_leaves}")
 
 
-def path_bounds(plan: Plan, budget: Budget, request: BranchRequest, *, start: int) -> PathBounds:
+def branch_bounds(plan: Plan, budget: Budget, request: BranchRequest, *, start: int) -> PathBounds:
     """Limits of each path of a branch request."""
     part = budget.remaining // request.n
     if part < 1:
@@ -139,7 +143,7 @@ class ExternalTree(TreeGroup):
         parent = self.tree.get_segment(request.segment)
         check_branch(self.plan, parent, num_leaves=self._num_leaves_with(parent, request.n))
         start = len(self.options.prompt_token_ids) + len(self.tree.token_ids(parent))
-        bounds = path_bounds(self.plan, self.budget, request, start=start)
+        bounds = branch_bounds(self.plan, self.budget, request, start=start)
         depth = 1 if parent is None else parent.depth + 1
         paths = [self._create_path(parent, depth, start, bounds) for _ in range(request.n)]
         self._renew_lease()
@@ -228,6 +232,38 @@ class ExternalTree(TreeGroup):
         The caller decides where a tree ends.
         """
         return {*COMPLETE_FINISHES, "cut"}
+
+
+class ExternalTrees:
+    """Stateless view of all externally grown trees; each tree is owned by its rollout."""
+
+    def __init__(self, rollouts: "RolloutManager") -> None:
+        self._rollouts = rollouts
+
+    async def find(self, rollout_id: str, index: int, *, owner: str) -> ExternalTree:
+        """Tree of a rollout's group; waits at the activation gate like all requests for samples."""
+        await self._rollouts.wait_gate_open()
+        groups = self._rollouts.get(rollout_id, owner=owner).groups
+        group = groups[index] if index < len(groups) else None
+        if not isinstance(group, ExternalTree):
+            raise TreeClosed()
+        return group
+
+    def on_disconnect(self, tree: ExternalTree, branch_result: BranchResult) -> None:
+        """Cancel a branch whose caller has disconnected."""
+        if not branch_result.done:
+            self._rollouts.in_background(tree.cancel_branch(branch_result))
+
+    def close(self) -> None:
+        """Close all trees: no further branches, and an end once no path is running."""
+        for tree in self._running():
+            tree.close()
+
+    def _running(self) -> Iterator[ExternalTree]:
+        for rollout in self._rollouts.in_flight():
+            for group in rollout.groups:
+                if isinstance(group, ExternalTree):
+                    yield group
 
 
 def _now() -> float:

@@ -54,7 +54,7 @@ def tokens_from_completion(plan: Plan, result: Completion, adapter: str | None) 
 def _entropy(plan: Plan, result: Completion) -> list[float] | None:
     if not plan.needs_entropy:
         return None
-    if plan.entropy.source == "chosen":
+    if plan.entropy.source == "sampled_token":
         return [-logprob for logprob in result.logprobs]
     return result.entropy
 

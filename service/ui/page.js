@@ -139,7 +139,7 @@ function version(data) {
 
 function lease(data) {
   const row = element("tr");
-  const left = data.seconds === null ? "not begun" : `${Math.ceil(data.seconds)} s`;
+  const left = data.lease_seconds === null ? "not begun" : `${Math.ceil(data.lease_seconds)} s`;
   for (const text of [left, data.owner, data.version, data.tokens, size(data.num_bytes), data.readers]) row.append(element("td", "", text));
   return row;
 }
@@ -147,7 +147,7 @@ function lease(data) {
 function arena(data) {
   const parts = ["leased", "reserved", "quarantined"].filter((state) => data[`${state}_bytes`]);
   const amounts = ["leased", "reserved", "quarantined", "free"].map((state) => `${state} ${size(data[`${state}_bytes`]) || 0}`);
-  byId("arena").textContent = data.reason ? `not available: ${data.reason}` : `${data.handles} handles, whose lease begins when their rollout ends; ${data.transfers} downloads. Of ${size(data.capacity_bytes)}: ${amounts.join(", ")}`;
+  byId("arena").textContent = data.reason ? `not available: ${data.reason}` : `${data.num_handles} handles, whose lease begins when their rollout ends; ${data.transfers} downloads. Of ${size(data.capacity_bytes)}: ${amounts.join(", ")}`;
   byId("arena-bar").replaceChildren(...parts.map((state) => {
     const part = element("div", state);
     part.style.width = `${(100 * data[`${state}_bytes`]) / data.capacity_bytes}%`;

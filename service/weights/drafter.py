@@ -2,13 +2,12 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import asdict
 from pathlib import Path
 
 from coppice.wire.weights import DrafterAcceptance, DrafterAnswer, DrafterTraining
 from engine.errors import CheckpointRefused, DrafterRefused
 from engine.protocol import Engine
-from engine.stats import DrafterStatus
+from engine.stats import DrafterPairStats, DrafterStatus
 from service.http.errors import NoDrafter, VersionConflict, WeightsRefused
 from service.weights.checkpoint_store import CheckpointStore
 
@@ -25,16 +24,16 @@ class DrafterManager:
         return DrafterAnswer(
             serving=status.serving,
             candidate=status.candidate,
-            acceptance=[DrafterAcceptance(**asdict(pair)) for pair in status.pairs],
-            promoted=status.outcomes.get("promoted", 0),
-            rolled_back=status.outcomes.get("rolled_back", 0),
-            failed=status.outcomes.get("failed", 0),
+            acceptance=[_acceptance(pair) for pair in status.pairs],
+            num_promoted=status.outcomes.get("promoted", 0),
+            num_rolled_back=status.outcomes.get("rolled_back", 0),
+            num_failed=status.outcomes.get("failed", 0),
             training=DrafterTraining(
                 state=status.training,
                 num_steps=status.num_steps,
                 num_tokens=status.num_tokens,
                 loss=status.loss,
-                samples_dropped=status.samples_dropped,
+                num_samples_dropped=status.samples_dropped,
             ),
         )
 
@@ -64,3 +63,14 @@ class DrafterManager:
         if status is None:
             raise NoDrafter()
         return status
+
+
+def _acceptance(pair: DrafterPairStats) -> DrafterAcceptance:
+    return DrafterAcceptance(
+        drafter=pair.drafter,
+        weights=pair.weights,
+        num_draft_tokens=pair.drafted,
+        num_accepted_tokens=pair.accepted,
+        num_drafts=pair.first_drafted,
+        num_first_tokens_accepted=pair.first_accepted,
+    )

@@ -1,4 +1,4 @@
-"""Table of weights versions: states, active version, version requirements of rollouts (`Policy`).
+"""Table of weights versions: states, active version, and `WeightsConstraint` checks.
 
 A version has its publisher's label and an integer sequence, which orders versions identically on
 every replica. Exactly one version is active. The table accesses no files and no engine.
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 
-from coppice.wire.rollouts import Policy
+from coppice.wire.rollouts import WeightsConstraint
 from coppice.wire.weights import VersionAnswer, VersionState
 from service.http.errors import (
     RollbackRefused,
@@ -132,19 +132,19 @@ class Versions:
         """Remove a version that was never complete."""
         self._versions.pop(label, None)
 
-    def admit(self, policy: Policy | None) -> str | None:
+    def admit(self, constraint: WeightsConstraint | None) -> str | None:
         """Check the version requirement of a rollout against the active version.
 
         Returns the label that the rollout is bound to, or None. Raises if it may not run now.
         """
-        if policy is None:
+        if constraint is None:
             return None
-        if policy.exact_version is not None:
-            return self._admit_exact(policy.exact_version)
-        assert policy.min_version is not None
-        sequence = self.sequence_of(policy.min_version)
+        if constraint.exact_version is not None:
+            return self._admit_exact(constraint.exact_version)
+        assert constraint.min_version is not None
+        sequence = self.sequence_of(constraint.min_version)
         if sequence is None or sequence > self.active.sequence:
-            raise _version_unavailable(policy.min_version)
+            raise _version_unavailable(constraint.min_version)
         return None
 
     def check_activation(self, label: str, *, allow_rollback: bool) -> Version:

@@ -3,7 +3,7 @@
 from bench.cross_context import PREDICT, Arm, Shape, shapes_of, splice_modes, time_rows
 from bench.harness.record import Row
 from bench.harness.threshold_sweep import FEWEST, Predictions, Tokens, prediction_rows
-from service.kv_reuse.spans import PromptSpan
+from coppice.wire.rollouts import PromptSpan
 
 
 def arm(seconds: list[float], *, reused: int = 0, predicted: tuple[int, ...] = ()) -> Arm:
@@ -62,12 +62,14 @@ def test_prefilled_prompts_count_as_zero_in_the_mean() -> None:
 def test_new_spans_of_a_predicted_prompt_count_as_prefilled() -> None:
     parts = [
         PromptSpan(token_ids=[1] * 10),
-        PromptSpan(token_ids=[2] * 20, name="a"),
-        PromptSpan(token_ids=[3] * 30, name="b"),
+        PromptSpan(token_ids=[2] * 20, cache_key="a"),
+        PromptSpan(token_ids=[3] * 30, cache_key="b"),
         PromptSpan(token_ids=[4] * 5),
     ]
     tokens = Tokens()
     tokens.count(parts, predicted=False)
     assert (tokens.reused, tokens.computed) == (0, 65 + 50)
-    tokens.count([parts[0], PromptSpan(token_ids=[5] * 20, name="a"), *parts[2:]], predicted=True)
+    tokens.count(
+        [parts[0], PromptSpan(token_ids=[5] * 20, cache_key="a"), *parts[2:]], predicted=True
+    )
     assert (tokens.reused, tokens.computed) == (60, 115 + 20 + 5)

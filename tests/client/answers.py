@@ -14,7 +14,7 @@ from coppice import (
 )
 from coppice.wire.rollouts import GroupAnswer, GroupHead, RolloutAnswer, SampleAnswer
 
-USAGE = Usage(prompt_tokens=7, completion_tokens=9, samples=3)
+USAGE = Usage(num_prompt_tokens=7, num_generated_tokens=9, num_samples=3)
 
 
 def sample(index: int) -> SampleAnswer:
@@ -51,7 +51,7 @@ RECORDS: list[Record] = [
     StartRecord(id="r1"),
     SampleRecord(group=1, sample=sample(0)),
     GroupRecord(group=head(1)),
-    ProgressRecord(samples=3, samples_done=1),
+    ProgressRecord(num_samples=3, num_samples_done=1),
     SampleRecord(group=0, sample=sample(1)),
     SampleRecord(group=0, sample=sample(0)),
     GroupRecord(group=head(0)),

@@ -74,7 +74,13 @@ def failing(error: httpx.RequestError) -> Answer:
 def refusing(
     code: str, status: int, headers: dict[str, str] | None = None, **members: object
 ) -> Answer:
-    problem = {"type": f"urn:{code}", "title": "No", "status": status, "code": code, **members}
+    problem = {
+        "type": f"/problems/{code}",
+        "title": "No",
+        "status": status,
+        "code": code,
+        **members,
+    }
     return lambda request: httpx.Response(
         status,
         json=problem,

@@ -107,7 +107,7 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def _running(self, rollout_id: str) -> bytes:
-        answer = RunningAnswer(id=rollout_id, samples=3, samples_done=0)
+        answer = RunningAnswer(id=rollout_id, num_samples=3, num_samples_done=0)
         return _whole("202 Accepted", "application/json", answer.model_dump_json().encode())
 
     def _answer(self, answer: bytes) -> None:

@@ -12,7 +12,7 @@ from tests.client.conftest import Connect
 from tests.client.test_weights import check_put
 
 LOADED = AdapterAnswer(
-    name="policy", version="7", current=True, rank=4, num_bytes=1, rollouts_running=0
+    name="policy", version="7", current=True, rank=4, num_bytes=1, num_rollouts_running=0
 )
 METADATA = "__metadata__"
 

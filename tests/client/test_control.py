@@ -16,8 +16,8 @@ STATUS = StatusAnswer(
     paused=False,
     weights_version="v0",
     weights_sequence=0,
-    rollouts_running=0,
-    samples_running=0,
+    num_rollouts_running=0,
+    num_samples_running=0,
     uptime_seconds=1.5,
     engine=None,
 )

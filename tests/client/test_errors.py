@@ -11,7 +11,7 @@ from tests.client.conftest import Connect
 
 
 def problem(code: str, **members: object) -> Problem:
-    fields = {"type": f"urn:{code}", "title": "No", "status": 418, "code": code, **members}
+    fields = {"type": f"/problems/{code}", "title": "No", "status": 418, "code": code, **members}
     return Problem.model_validate(fields)
 
 

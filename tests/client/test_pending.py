@@ -26,7 +26,7 @@ from tests.client.fake_clock import FakePace
 from tests.client.faulty import Faulty, faulty_server, stream_bytes
 from tests.client.test_rollout import assert_is_the_answer
 
-RUNNING = answering(RunningAnswer(id="r1", samples=3, samples_done=1), 202)
+RUNNING = answering(RunningAnswer(id="r1", num_samples=3, num_samples_done=1), 202)
 
 
 def packing(body: bytes = pack(ANSWER)) -> Answer:
@@ -43,13 +43,13 @@ def server() -> Iterator[Faulty]:
 
 def test_rollout_is_submitted_and_awaited(connect: Connect) -> None:
     app = App(RUNNING, RUNNING, packing())
-    pending = connect(app, clock=FakePace()).submit(["hello"], n=3, finish=Finish(samples=2))
+    pending = connect(app, clock=FakePace()).submit(["hello"], n=3, finish=Finish(num_samples=2))
     assert (pending.id, "'r1'" in repr(pending)) == ("r1", True)
     assert_is_the_answer(pending.wait())
     start, first, second = app.requests
     assert start.headers["Prefer"] == "respond-async"
     body = json.loads(start.content)
-    assert (body["stream"], body["finish"]) == (False, {"samples": 2, "policy": "first"})
+    assert (body["stream"], body["finish"]) == (False, {"num_samples": 2, "select": "first"})
     assert [request.url.raw_path for request in (first, second)] == [b"/v1/rollouts/r1?wait=30"] * 2
     assert first.headers["Accept"] == PACKED_MEDIA_TYPE
 

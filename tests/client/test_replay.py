@@ -5,7 +5,7 @@ from coppice.operations.records import RecordDeduplicator
 from tests.client.answers import RECORDS, USAGE
 
 START, SAMPLE, GROUP, _, *REST = RECORDS
-PROGRESS = ProgressRecord(samples=3, samples_done=1)
+PROGRESS = ProgressRecord(num_samples=3, num_samples_done=1)
 
 
 def new_of(deduplicator: RecordDeduplicator, records: list[Record]) -> list[Record]:

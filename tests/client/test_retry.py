@@ -166,7 +166,7 @@ def test_rollout_is_retried_with_its_key(connect: Connect) -> None:
 
 
 def test_failed_rollout_is_not_retried(connect: Connect) -> None:
-    problem = Problem(type="urn:x", title="Dead", status=503, code="engine_dead")
+    problem = Problem(type="/problems/engine_dead", title="Dead", status=503, code="engine_dead")
     end = EndRecord(outcome="failed", usage=USAGE, problem=problem)
     lines = [record.model_dump_json().encode() + b"\n" for record in [RECORDS[0], end]]
     app = App(streaming(Body(lines)))

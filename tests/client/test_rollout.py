@@ -3,7 +3,15 @@ import json
 import numpy as np
 import pytest
 
-from coppice import BadAnswer, EndRecord, EngineUnavailable, Policy, Problem, Record, RolloutResult
+from coppice import (
+    BadAnswer,
+    EndRecord,
+    EngineUnavailable,
+    Problem,
+    Record,
+    RolloutResult,
+    WeightsConstraint,
+)
 from tests.client.answers import ANSWER, LINES, RECORDS, USAGE
 from tests.client.app import App, Body, answering, streaming
 from tests.client.conftest import Connect
@@ -40,7 +48,7 @@ def test_every_option_of_a_rollout_is_sent(connect: Connect) -> None:
         top_k=5,
         stop_token_ids=(3, 4),
         ignore_eos=True,
-        policy=Policy(min_version="v7"),
+        weights=WeightsConstraint(min_version="v7"),
         priority=-1,
         speculation=False,
     )
@@ -59,7 +67,7 @@ def test_every_option_of_a_rollout_is_sent(connect: Connect) -> None:
             "stop_token_ids": [3, 4],
             "ignore_eos": True,
         },
-        "policy": {"min_version": "v7"},
+        "weights": {"min_version": "v7"},
         "priority": -1,
         "speculation": False,
         "stream": True,
@@ -67,7 +75,7 @@ def test_every_option_of_a_rollout_is_sent(connect: Connect) -> None:
 
 
 def test_failed_rollout_is_raised_as_its_problem(connect: Connect) -> None:
-    problem = Problem(type="urn:x", title="Dead", status=503, code="engine_dead")
+    problem = Problem(type="/problems/engine_dead", title="Dead", status=503, code="engine_dead")
     end = EndRecord(outcome="failed", usage=USAGE, problem=problem)
     client = connect(App(streaming(stream_of([*RECORDS[:-1], end]))))
     with pytest.raises(EngineUnavailable):

@@ -4,7 +4,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coppice import BadAnswer, GroupRequest, Policy, Prompt, ScoreItem
+from coppice import BadAnswer, GroupRequest, Prompt, ScoreItem, WeightsConstraint
 from coppice.wire.score import ScoreAnswer, ScoredItem, ScoredResponse
 from tests.client.app import App, answering
 from tests.client.conftest import Connect
@@ -18,7 +18,7 @@ def scored(*lengths: int) -> ScoredItem:
 def test_responses_are_scored_in_order(connect: Connect) -> None:
     app = App(answering(ScoreAnswer(items=[scored(2, 3), scored(1)])))
     items: Any = [("hello", [[5, 6], np.array([7, 8, 9])]), ([1, 2], ([3],))]
-    first, second = connect(app).score(items, Policy(exact_version="v7"), timeout=9)
+    first, second = connect(app).score(items, WeightsConstraint(exact_version="v7"), timeout=9)
     assert [array.tolist() for array in first.logprobs] == [[-0.5] * 2, [-0.5] * 3]
     assert first.logprobs[0].dtype == np.float32
     assert first.num_prompt_tokens == 4
@@ -30,7 +30,7 @@ def test_responses_are_scored_in_order(connect: Connect) -> None:
             {"prompt": {"text": "hello"}, "responses": [[5, 6], [7, 8, 9]]},
             {"prompt": {"token_ids": [1, 2]}, "responses": [[3]]},
         ],
-        "policy": {"exact_version": "v7"},
+        "weights": {"exact_version": "v7"},
     }
 
 

@@ -33,5 +33,5 @@ async def test_response_that_is_not_parsed_is_text_and_counted(tmp_path: Path) -
         served.engine.parses = False
         answer = await served.post(PATH, {**CHAT, "tools": [tool], "n": 2})
         value = served.server.metrics.registry.get_sample_value
-        assert value("coppice_replies_not_parsed_total") == 2
+        assert value("coppice_responses_not_parsed_total") == 2
     assert [choice["message"]["content"] for choice in answer["choices"]] == ["\x06\x07"] * 2

@@ -141,7 +141,7 @@ async def test_disconnected_client_ends_its_samples(tmp_path: Path) -> None:
 async def test_version_can_be_requested(tmp_path: Path) -> None:
     async with foreign(tmp_path) as served:
         for path, body in BODIES.items():
-            early = {**body, "policy": {"min_version": "v9"}}
+            early = {**body, "weights": {"min_version": "v9"}}
             status, problem = await served.refused(path, early)
             assert (status, problem["code"]) == (503, "version_unavailable")
-            await served.post(path, {**body, "policy": {"exact_version": "v0"}})
+            await served.post(path, {**body, "weights": {"exact_version": "v0"}})

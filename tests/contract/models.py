@@ -11,7 +11,17 @@ from types import ModuleType
 
 from pydantic import BaseModel
 
-from coppice.wire import branching, control, kv, problems, records, reuse, rollouts, score, weights
+from coppice.wire import (
+    branching,
+    control,
+    kv,
+    kv_reuse,
+    problems,
+    records,
+    rollouts,
+    score,
+    weights,
+)
 from coppice.wire.base import RequestModel
 from tests.contract.document import Node, resolved
 
@@ -21,7 +31,7 @@ MODULES: tuple[ModuleType, ...] = (
     kv,
     problems,
     records,
-    reuse,
+    kv_reuse,
     rollouts,
     score,
     weights,

@@ -69,7 +69,7 @@ def test_replica_settings_are_valid_and_refer_to_each_other(
     urls = [one.server.advertised_url or "" for one in settings]
     assert len(set(urls)) == len(REPLICAS)
     for one in settings:
-        assert urlsplit(one.directory.redis_url).hostname in compose["services"]
+        assert urlsplit(one.cluster.redis_url).hostname in compose["services"]
         assert all(Peers(one.weights.peers, None).allows(url) for url in urls)
 
 

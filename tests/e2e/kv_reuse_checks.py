@@ -8,9 +8,10 @@ import torch
 
 from bench.harness.hf_prediction import HfPredictor
 from bench.harness.hf_splice import HfAssembler
-from coppice import AsyncRollouts, Kv, PromptSegment, Reuse
+from coppice import AsyncRollouts, Kv, KvReuse
 from coppice.results import RolloutResult
-from service.kv_reuse.spans import PromptSpan, joined
+from coppice.wire.rollouts import PromptSpan
+from service.kv_reuse.spans import joined
 from tests.e2e.prompt_kv_checks import assert_all_match_model
 from tests.serving import Served
 
@@ -25,8 +26,8 @@ Expected = Callable[[list[int]], torch.Tensor]
 def parts_of(own: list[int]) -> list[PromptSpan]:
     return [
         PromptSpan(token_ids=own),
-        PromptSpan(token_ids=TOOL, name="tool"),
-        PromptSpan(token_ids=TALE, name="tale"),
+        PromptSpan(token_ids=TOOL, cache_key="tool"),
+        PromptSpan(token_ids=TALE, cache_key="tale"),
         PromptSpan(token_ids=[4, 2]),
     ]
 
@@ -38,7 +39,7 @@ async def check_spliced_prompts(
 
     Spans are prefilled alone in the first, and only spliced in the second.
     """
-    reuse = Reuse(mode="recompute", first_tokens=FIRST_TOKENS)
+    reuse = KvReuse(mode="splice", recompute_tokens=FIRST_TOKENS)
     for _ in range(2):
         placing = [ask(rollouts, parts_of(own), reuse) for own in OWN]
         exporting = rollouts.rollout(EXPORTED, n=2, max_tokens=8, kv=Kv())
@@ -46,8 +47,8 @@ async def check_spliced_prompts(
         await assert_all_match_model(served, exported.groups, EXPORTED, version, model)
         for own, result in zip(OWN, placed, strict=True):
             assert_spliced(model, parts_of(own), result)
-    assert placed[0].groups[0].reuse is not None
-    assert placed[0].groups[0].reuse.tokens_prepared == 0
+    assert placed[0].groups[0].kv_reuse is not None
+    assert placed[0].groups[0].kv_reuse.num_prepared_tokens == 0
     served.server.kv_reuse.cache.check()
 
 
@@ -58,20 +59,20 @@ async def check_predicted_prompts(
 
     Two rounds are prefilled and become anchors; the third is predicted from them.
     """
-    reuse = Reuse(mode="anchors", threshold=1.0)
+    reuse = KvReuse(mode="predict", max_entropy=1.0)
     rounds = [[varied_texts(own, number) for own in OWN] for number in range(3)]
     for number, asked in enumerate(rounds):
         placing = [ask(rollouts, parts, reuse) for parts in asked]
         exporting = rollouts.rollout(EXPORTED, n=2, max_tokens=8, kv=Kv())
         exported, *answers = await asyncio.gather(exporting, *placing)
         await assert_all_match_model(served, exported.groups, EXPORTED, version, model)
-        told = [answer.groups[0].reuse for answer in answers]
-        expected = "no_anchor" if number < 2 else None
+        told = [answer.groups[0].kv_reuse for answer in answers]
+        expected = "no_observations" if number < 2 else None
         assert [one and one.reason for one in told] == [expected] * len(OWN)
     for index, result in enumerate(answers):
         first, second, parts = (asked[index] for asked in rounds)
         assert_approximate(model, parts, result, predicted_from(model, [first, second], parts))
-    assert told[0] is not None and told[0].tokens_computed == 1
+    assert told[0] is not None and told[0].num_computed_tokens == 1
     served.server.kv_reuse.cache.check()
     served.server.kv_reuse.anchors.check()
 
@@ -83,7 +84,7 @@ def predicted_from(
     anchors = [foreseen.anchor(one) for one in earlier]
 
     def expected(tokens: list[int]) -> torch.Tensor:
-        found = foreseen.assemble(parts, anchors, tokens, threshold=1.0)
+        found = foreseen.assemble(parts, anchors, tokens, max_entropy=1.0)
         assert found is not None
         return found
 
@@ -94,19 +95,21 @@ def varied_texts(own: list[int], number: int) -> list[PromptSpan]:
     """Other texts under the same names, none longer than the first one."""
     texts = ([token + number for token in text[number:]] for text in (TOOL, TALE))
     own_part, tool, tale, ask_part = parts_of(own)
-    named = [PromptSpan(token_ids=t, name=p.name) for t, p in zip(texts, (tool, tale), strict=True)]
+    named = [
+        PromptSpan(token_ids=t, cache_key=p.cache_key)
+        for t, p in zip(texts, (tool, tale), strict=True)
+    ]
     return [own_part, *named, ask_part]
 
 
-def ask(rollouts: AsyncRollouts, parts: list[PromptSpan], reuse: Reuse) -> Any:
-    prompt = [PromptSegment(token_ids=list(p.token_ids), reuse=p.name) for p in parts]
+def ask(rollouts: AsyncRollouts, parts: list[PromptSpan], reuse: KvReuse) -> Any:
     how: dict[str, Any] = {"max_tokens": 20, "temperature": 1.0, "ignore_eos": True}
-    return rollouts.rollout([prompt], n=3, reuse=reuse, **how)
+    return rollouts.rollout([parts], n=3, kv_reuse=reuse, **how)
 
 
 def assert_spliced(model: Any, parts: list[PromptSpan], result: RolloutResult) -> None:
     def expected(tokens: list[int]) -> torch.Tensor:
-        return HfAssembler(model).assemble(parts, tokens, first_tokens=FIRST_TOKENS)
+        return HfAssembler(model).assemble(parts, tokens, recompute_tokens=FIRST_TOKENS)
 
     assert_approximate(model, parts, result, expected)
 
@@ -116,8 +119,8 @@ def assert_approximate(
 ) -> None:
     """Asserts log-probabilities of Hugging Face's forward over the intended KV."""
     [group] = result.groups
-    assert group.reuse is not None
-    assert (group.exact, group.reuse.reason) == (False, None)
+    assert group.kv_reuse is not None
+    assert (group.exact, group.kv_reuse.reason) == (False, None)
     for sample in group.samples:
         tokens = sample.token_ids.tolist()
         exact = HfAssembler(model).dense(joined(parts), tokens)
@@ -133,13 +136,13 @@ async def check_shared_prefix(served: Served, rollouts: AsyncRollouts) -> None:
     block = served.server.engine.info.block_size
     results = [
         await rollouts.rollout(
-            [[PromptSegment(token_ids=list(p.token_ids), reuse=p.name) for p in parts_of(own)]],
+            [parts_of(own)],
             max_tokens=2,
-            reuse=Reuse(mode="order"),
+            kv_reuse=KvReuse(mode="reorder"),
         )
         for own in ([8] * 50, [9] * 50)
     ]
     first, second = (result.groups[0] for result in results)
     assert first.exact and second.exact
-    assert second.reuse is not None and second.reuse.order == [1, 2, 0, 3]
+    assert second.kv_reuse is not None and second.kv_reuse.order == [1, 2, 0, 3]
     assert second.num_cached_tokens == (len(TOOL) + len(TALE)) // block * block

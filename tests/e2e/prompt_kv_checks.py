@@ -69,4 +69,4 @@ async def release_all(served: Served) -> None:
         prompt_kv.release(handle.id, handle.owner)
     prompt_kv.check()
     status = prompt_kv.status()
-    assert (status.free_bytes, status.handles) == (status.capacity_bytes, 0)
+    assert (status.free_bytes, status.num_handles) == (status.capacity_bytes, 0)

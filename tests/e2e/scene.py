@@ -52,7 +52,7 @@ async def scene(
     weights = {"initial_version": "v7"}
     async with (
         serving(
-            engine, tmp_path, weights=weights, kv={"capacity_bytes": 2**24, "segments_bytes": 2**23}
+            engine, tmp_path, weights=weights, kv={"capacity_bytes": 2**24, "spans_bytes": 2**23}
         ) as served,
         AsyncRollouts(served.url, timeout=300) as rollouts,
     ):

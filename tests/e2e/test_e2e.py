@@ -16,7 +16,7 @@ from prometheus_client import REGISTRY
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
-from coppice import Branching, Kv, Policy, SampleRecord
+from coppice import Branching, Kv, SampleRecord, WeightsConstraint
 from coppice.results import RolloutResult
 from engine.settings import SpeculationSettings
 from tests.e2e.broken_files import broken_files
@@ -152,7 +152,7 @@ async def check_update_weights_under_load(system: Scene, v7: Any, v8: Any) -> No
     before = counted("generation_tokens")
     straddling = asyncio.create_task(system.greedy([LONG], NUM_LONG))
     bound = asyncio.create_task(
-        system.greedy([LONG], NUM_LONG, n=2, policy=Policy(exact_version="v7"))
+        system.greedy([LONG], NUM_LONG, n=2, weights=WeightsConstraint(exact_version="v7"))
     )
     left = asyncio.create_task(disconnect_early(system))
     tree = asyncio.create_task(check_tree_growth(system))
@@ -238,7 +238,7 @@ async def check_scores(system: Scene) -> None:
 
 async def check_rollback(system: Scene, v7: Any) -> None:
     await system.rollouts.activate_weights("v7", mode="keep", allow_rollback=True)
-    result = await system.greedy(PROMPTS[:3], 30, policy=Policy(exact_version="v7"))
+    result = await system.greedy(PROMPTS[:3], 30, weights=WeightsConstraint(exact_version="v7"))
     for prompt, group in zip(PROMPTS, result.groups, strict=False):
         assert_whole_and_greedy(v7, prompt, group.samples[0], 30)
 
@@ -255,4 +255,4 @@ async def check_nothing_left(system: Scene) -> None:
     assert pool["num_free_blocks"] == pool["num_blocks"]
     assert (pool["num_references"], pool["num_requests"], pool["num_tables"]) == (0, 0, 0)
     status = await system.rollouts.status()
-    assert (status.rollouts_running, status.samples_running) == (0, 0)
+    assert (status.num_rollouts_running, status.num_samples_running) == (0, 0)

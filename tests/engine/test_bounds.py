@@ -79,11 +79,11 @@ ACCEPTED = {
     "many stop token ids": make_request(sampling={"stop_token_ids": [20] * 256}),
     "priority at its lower bound": make_request() | {"priority": -(2**31)},
     "priority at its upper bound": make_request() | {"priority": 2**31 - 1},
-    "finish.samples=1": make_request(n=4, finish={"samples": 1}),
-    "finish.samples at its bound": make_request(
+    "finish.num_samples=1": make_request(n=4, finish={"num_samples": 1}),
+    "finish.num_samples at its bound": make_request(
         n=MAX_SAMPLES_PER_GROUP,
         sampling={"max_tokens": 1},
-        finish={"samples": MAX_SAMPLES_PER_GROUP},
+        finish={"num_samples": MAX_SAMPLES_PER_GROUP},
     ),
     "finish.deadline_seconds least": make_request(finish={"deadline_seconds": LEAST}),
     "finish.deadline_seconds at its bound": make_request(finish={"deadline_seconds": 86_400}),
@@ -125,9 +125,11 @@ REJECTED = {
     "stop token ids past their bound": make_request(sampling={"stop_token_ids": [20] * 257}),
     "priority below": make_request() | {"priority": -(2**31) - 1},
     "priority above": make_request() | {"priority": 2**31},
-    "finish.samples=0": make_request(finish={"samples": 0}),
-    "finish.samples past its bound": make_request(finish={"samples": MAX_SAMPLES_PER_GROUP + 1}),
-    "finish.samples past n": make_request(n=2, finish={"samples": 3}),
+    "finish.num_samples=0": make_request(finish={"num_samples": 0}),
+    "finish.num_samples past its bound": make_request(
+        finish={"num_samples": MAX_SAMPLES_PER_GROUP + 1}
+    ),
+    "finish.num_samples past n": make_request(n=2, finish={"num_samples": 3}),
     "finish.deadline_seconds=0": make_request(finish={"deadline_seconds": 0}),
     "finish.deadline_seconds past": make_request(
         finish={"deadline_seconds": math.nextafter(86_400, 1e9)}

@@ -10,7 +10,7 @@ import torch
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
-from coppice import AsyncRollouts, Policy
+from coppice import AsyncRollouts, WeightsConstraint
 from engine.settings import AttentionSettings, EngineSettings
 from engine.vllm_engine import VllmEngine
 from service.cluster.in_memory import InMemoryRegistry
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.engine
 PROMPT = [5, 7, 11, 13, 17, 19]
 SECTIONS: dict[str, dict[str, Any]] = {
     "weights": {"peers": ("http://127.0.0.0/8:*",), "initial_version": "v7"},
-    "directory": {"heartbeat_seconds": 0.2, "expire_seconds": 30.0},
+    "cluster": {"heartbeat_seconds": 0.2, "expire_seconds": 30.0},
 }
 
 
@@ -64,7 +64,7 @@ async def test_both_replicas_sample_from_weights_sent_to_one(tmp_path: Path) -> 
         async with AsyncRollouts(one.url, timeout=120) as first:
             for version, tensors in (("v8", v8), ("v9", v9)):
                 published = await first.publish_weights(version, tensors, delta=True)
-                assert published.behind == []
+                assert published.pending_replicas == []
             (sent,) = [v for v in (await first.weights()).versions if v.version == "v9"]
             assert sent.base == "v8" and sent.received_bytes < sent.num_bytes
         for served in (one, two):
@@ -74,7 +74,7 @@ async def test_both_replicas_sample_from_weights_sent_to_one(tmp_path: Path) -> 
                     temperature=0.0,
                     max_tokens=24,
                     ignore_eos=True,
-                    policy=Policy(exact_version="v9"),
+                    weights=WeightsConstraint(exact_version="v9"),
                 )
             (sample,) = result.groups[0].samples
             assert sample.token_versions() == ["v9"] * 24

@@ -45,7 +45,7 @@ async def steps_of(rollouts: AsyncRollouts, finish: Finish | None) -> tuple[floa
         await rollouts.rollout(["Compute 12+34.\n"], n=16, max_tokens=256, seed=5, finish=finish)
     ).groups
     await asyncio.sleep(0.2)  # samples that wrongly continue would be visible now
-    taken = group.samples if group.chosen is None else [group.samples[i] for i in group.chosen]
+    taken = group.samples if group.selected is None else [group.samples[i] for i in group.selected]
     return engine_steps() - before, list(taken)
 
 
@@ -53,7 +53,7 @@ async def test_unneeded_samples_end_within_two_steps(rollouts: AsyncRollouts) ->
     """A few steps precede and follow the tokens whether or not anything is cancelled."""
     longest, overhead = await least_overhead(rollouts, None)
     assert 0 <= overhead <= 3
-    needed, too_many = await least_overhead(rollouts, Finish(samples=4))
+    needed, too_many = await least_overhead(rollouts, Finish(num_samples=4))
     assert needed + 4 < longest, "nothing was left to cancel"
     assert too_many <= overhead + 2
 

@@ -79,7 +79,7 @@ async def test_draining_replica_gets_nothing_new_and_sessions_stay(front: Front)
 
 
 async def test_request_refused_by_all_leaves_the_next_one_alone(front: Front) -> None:
-    too_new = body(group(1), policy={"min_version": "v7"})
+    too_new = body(group(1), weights={"min_version": "v7"})
     async with httpx.AsyncClient(base_url=front.url) as http:
         for _ in "ab":
             refused = await http.post("/v1/rollouts", json=too_new)
@@ -117,7 +117,7 @@ def test_second_turn_of_a_session_hits_the_cache_of_the_first(tmp_path: Path) ->
                 service(
                     stack.enter_context(home()),
                     *("--server.advertised-url", f"http://127.0.0.1:{port}/replica/{name}"),
-                    *("--directory.redis-url", redis.url),
+                    *("--cluster.redis-url", redis.url),
                 )
             )
             places[f"coppice-{name}"] = urlsplit(replica.url).netloc

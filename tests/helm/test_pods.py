@@ -108,7 +108,7 @@ def test_span_memory_is_granted_in_full() -> None:
     """Half of the mount without the arena holds the spans, in addition to the engine's share."""
     shm = {"engine": "4608Mi", "arena": "1Gi"}
     resources = {"limits": {"memory": "16Gi"}}
-    values = {**WITH_KEYS, "shm": shm, "resources": resources, "kv": {"segments_bytes": 4 * 2**30}}
+    values = {**WITH_KEYS, "shm": shm, "resources": resources, "kv": {"spans_bytes": 4 * 2**30}}
     [mount] = [v for v in pod(values)["volumes"] if v["name"] == "shm"]
     size = int(mount["emptyDir"]["sizeLimit"])
     assert size == (4608 + 2 * 1024 + 4096) * 2**20

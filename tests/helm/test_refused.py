@@ -33,8 +33,8 @@ MISTAKES: list[tuple[str, Object]] = [
     ("leaves nothing of", {"shm": {"arena": "6Gi"}}),
     ("leaves nothing of", {"shm": {"engine": "3Gi", "arena": "3Gi"}}),
     ("shm.engine must be above 0", {"shm": {"engine": "0"}}),
-    ("must be below shm.engine", {"kv": {"segments_bytes": 2**40}, "shm": {"arena": "1Gi"}}),
-    ("needs shm.arena above 0", {"kv": {"segments_bytes": 2**20}}),
+    ("must be below shm.engine", {"kv": {"spans_bytes": 2**40}, "shm": {"arena": "1Gi"}}),
+    ("needs shm.arena above 0", {"kv": {"spans_bytes": 2**20}}),
     ("limits.memory is needed", {"resources": {"limits": {"memory": None}}}),
     ("no quantity of bytes", {"resources": {"limits": {"memory": "6.5Gi"}}}),
     ("gpu.count is 2", {"gpu": {"count": 2}}),
@@ -45,7 +45,7 @@ MISTAKES: list[tuple[str, Object]] = [
     ("cannot be shared", {"cache": {"existingClaim": "c"}, "replicaCount": 2}),
     ("cannot be shared", {"cache": {"existingClaim": "c"}, "autoscaling": {"kind": "hpa"}}),
     ("above autoscaling.maxReplicas", {"autoscaling": {"minReplicas": 9}}),
-    ("redis_password", {"directory": {"redis_password": "in a ConfigMap"}}),
+    ("redis_password", {"cluster": {"redis_password": "in a ConfigMap"}}),
     ("url", {"fleet": {"redis": {"url": "redis://user:password@host"}}}),
     ("url", {"fleet": {"redis": {"url": "redis://host?password=secret"}}}),
     ("names no Redis", {"fleet": {"redis": {"existingSecret": "s"}}}),
@@ -96,7 +96,7 @@ def test_every_server_setting_is_a_value_or_set_by_the_chart() -> None:
         "speculation": {"cache_directory", "drafter_directory"},
         "kv": {"directory", "capacity_bytes"},
         "weights": {"directory", "peer_key_file"},
-        "directory": {"redis_url", "redis_user", "redis_password", "redis_password_file"},
+        "cluster": {"redis_url", "redis_user", "redis_password", "redis_password_file"},
     }
     known = defaults()
     for section, name, field in settings_fields():

@@ -57,10 +57,10 @@ class World:
     others: list["asyncio.Task[Any]"] = field(default_factory=list)
 
     def ask(
-        self, num_groups: int, n: int, key: str | None, detached: bool, policy: Any, grown: bool
+        self, num_groups: int, n: int, key: str | None, detached: bool, weights: Any, grown: bool
     ) -> None:
         seen = Seen()
-        asked = body(*[TREE if grown else group(1, n=n)] * num_groups, policy=policy)
+        asked = body(*[TREE if grown else group(1, n=n)] * num_groups, weights=weights)
         branching = BRANCHING if grown else None
         request = RolloutRequest.model_validate({**asked, "branching": branching})
         claim = None if key is None else IdempotencyClaim.of("local", key, repr(request).encode())

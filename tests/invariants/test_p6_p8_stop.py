@@ -39,7 +39,7 @@ def status(server: ServiceProcess) -> dict[str, int]:
 
 def rollouts_running(server: ServiceProcess) -> int:
     """Rollouts of callers that send one request after another: for an instant there may be none."""
-    seen = (status(server)["rollouts_running"] for _ in range(1000))
+    seen = (status(server)["num_rollouts_running"] for _ in range(1000))
     return next(filter(None, seen), 0)
 
 
@@ -90,7 +90,7 @@ def test_second_ctrl_c_ends_everything_at_once(place: ServerHome) -> None:
     with service(place, *FRUGAL, "--server.drain-seconds", "600") as server:
         with load(server.url, max_tokens=900) as running:
             until(
-                lambda: status(server)["samples_running"] >= 8,
+                lambda: status(server)["num_samples_running"] >= 8,
                 seconds=60,
                 what="samples run",
             )

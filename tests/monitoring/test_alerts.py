@@ -105,14 +105,14 @@ CASES = [
         {"instance": "a:8000"},
     ),
     Case(
-        "CoppiceFaultsCritical",
+        "CoppiceErrorsCritical",
         "critical",
         {**requests(20), **problems("engine_dead", 6)},
         # Backpressure is no error, and one error in two requests is no trend.
         {**requests(20), **problems("overloaded", 15), **problems("internal", 3)},
     ),
     Case(
-        "CoppiceFaultsHigh",
+        "CoppiceErrorsHigh",
         "warning",
         {**requests(20), **problems("internal", 2)},
         {**requests(1), **problems("internal", 1)},
@@ -124,7 +124,7 @@ CASES = [
         {**levels("coppice_samples_admitted", 95), **levels("coppice_samples_limit", 100)},
         {**levels("coppice_samples_admitted", 85), **levels("coppice_samples_limit", 100)},
     ),
-    Case("CoppiceCallersTurnedAway", "warning", problems("overloaded", 2), problems("draining", 9)),
+    Case("CoppiceRequestsRefused", "warning", problems("overloaded", 2), problems("draining", 9)),
     Case("CoppiceQueueWaitHigh", "warning", waits(100), waits(30)),
     Case(
         "CoppiceCachePressure",
@@ -133,9 +133,9 @@ CASES = [
         {**levels("vllm:kv_cache_usage_perc", 0.97), **counts("vllm:num_preemptions_total", 1)},
         {"instance": "a:8000"},
     ),
-    Case("CoppiceArenaFull", "warning", exports(20, arena_full=5), exports(20, arena_full=1)),
+    Case("CoppiceKvArenaFull", "warning", exports(20, arena_full=5), exports(20, arena_full=1)),
     Case(
-        "CoppiceArenaQuarantined",
+        "CoppiceKvArenaQuarantined",
         "warning",
         arena(leased=30, quarantined=60),
         # Without prompt KV there is no arena: zero divided by zero.
@@ -143,15 +143,15 @@ CASES = [
         {"instance": "a:8000"},
     ),
     Case(
-        "CoppiceExportsFailing",
+        "CoppiceKvExportsFailing",
         "warning",
         {f'coppice_kv_exports_total{{{A},outcome="export_failed"}}': f"0x50 1x{MINUTES}"},
         exports(20, not_written=9),
         {"instance": "a:8000"},
     ),
-    Case("CoppiceLeasesRunOut", "warning", problems("kv_gone", 2), problems("kv_not_found", 9)),
+    Case("CoppiceKvLeasesExpired", "warning", problems("kv_gone", 2), problems("kv_not_found", 9)),
     Case(
-        "CoppiceTransfersWait",
+        "CoppiceKvTransfersQueued",
         "warning",
         {**levels("coppice_kv_transfers", 20), **levels("coppice_kv_transfers_limit", 4)},
         {**levels("coppice_kv_transfers", 12), **levels("coppice_kv_transfers_limit", 4)},
@@ -175,10 +175,10 @@ CASES = [
         },
     ),
     Case(
-        "CoppiceDirectoryLost",
+        "CoppiceClusterRegistryUnavailable",
         "warning",
-        levels("coppice_directory_up", 0),
-        {f"coppice_directory_up{{{A}}}": "1x10 0x3 1x10 0x3 1x20"},
+        levels("coppice_cluster_up", 0),
+        {f"coppice_cluster_up{{{A}}}": "1x10 0x3 1x10 0x3 1x20"},
         {"instance": "a:8000"},
     ),
     Case(

@@ -50,7 +50,7 @@ async def sample(served: Served, adapter: str | None, **rest: Any) -> httpx.Resp
 async def listed(served: Served) -> list[tuple[str, bool, int]]:
     answer = (await served.http.get("/v1/adapters")).json()
     return [
-        (f"{a['name']}@{a['version']}", a["current"], a["rollouts_running"])
+        (f"{a['name']}@{a['version']}", a["current"], a["num_rollouts_running"])
         for a in answer["adapters"]
     ]
 
@@ -73,7 +73,7 @@ async def test_rollout_with_an_adapter_reports_the_adapter_version(tmp_path: Pat
             "current": True,
             "rank": 4,
             "num_bytes": len(tensors_file()),
-            "rollouts_running": 0,
+            "num_rollouts_running": 0,
         }
         for named in ("policy", "policy@step-7"):
             answer = await sample(served, named)

@@ -195,7 +195,7 @@ async def test_rollout_releases_its_reservation_however_it_ends(
 
 async def test_request_refused_after_admission_releases_its_reservation(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
-        asked = body(group(1), policy={"exact_version": "v9"})
+        asked = body(group(1), weights={"exact_version": "v9"})
         assert (await served.http.post("/v1/rollouts", json=asked)).status_code == 409
         assert served.server.admission.num_samples == 0
 

@@ -37,8 +37,8 @@ async def test_asynchronous_rollout_is_returned_by_a_later_get(tmp_path: Path) -
         assert early.json() | {"id": ""} == {
             "id": "",
             "status": "running",
-            "samples": 2,
-            "samples_done": 0,
+            "num_samples": 2,
+            "num_samples_done": 0,
         }
         waiting = asyncio.create_task(served.http.get(place, params={"wait": 30}))
         await asyncio.sleep(0.05)
@@ -142,7 +142,7 @@ async def test_refusal_is_not_cached(tmp_path: Path) -> None:
     engine = FakeEngine()
     key = {"idempotency-key": "k"}
     async with serving(engine, tmp_path) as served:
-        wanted = body(group(1), policy={"min_version": "v1"})
+        wanted = body(group(1), weights={"min_version": "v1"})
         assert (await start(served, wanted, **key)).json()["code"] == "version_unavailable"
         await served.http.put("/v1/weights/v1", content=b"w")
         await served.http.post("/v1/weights/v1/activate", json={})

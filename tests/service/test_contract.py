@@ -17,7 +17,7 @@ from tests.serving import settings_for
 # Components without a model: shared types, the union of records, and a file.
 NO_MODELS = {
     *("TokenId", "Label", "AdapterName", "FinishReason", "SegmentFinish", "Outcome", "Stage"),
-    *("Record", "PackedAnswer", "KvReason", "ReuseReason"),
+    *("Record", "PackedAnswer", "KvReason", "KvReuseReason"),
 }
 
 Answers = dict[tuple[str, str], dict[str, set[str]]]
@@ -110,7 +110,7 @@ def changes() -> list[Any]:
         ("RolloutRequest", "required", []),
         ("Prompt", "properties", "token_ids", "items", "maximum", 5),
         ("Prompt", "properties", "text", "type", "string"),
-        ("Policy", "properties", "min_version", {"type": "string"}),
+        ("WeightsConstraint", "properties", "min_version", {"type": "string"}),
         ("PauseRequest", "properties", "mode", "enum", ["keep"]),
         ("VersionAnswer", "required", ["version"]),
         ("StartRecord", "properties", "type", "const", "begin"),

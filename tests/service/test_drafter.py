@@ -45,7 +45,7 @@ async def test_drafter_can_be_downloaded_and_queried(engine: FakeEngine, tmp_pat
         assert file.content == engine.drafter_path.read_bytes()
         told = await served.http.get("/v1/drafter", headers={"Accept": "application/json"})
         assert told.json()["serving"] == "d1"
-        assert told.json()["acceptance"][0]["first_accepted"] == 8
+        assert told.json()["acceptance"][0]["num_first_tokens_accepted"] == 8
         assert told.json()["training"]["state"] == "running"
         refused = await served.http.get("/v1/drafter", headers={"Accept": "text/html"})
         assert refused.status_code == 406
@@ -143,8 +143,8 @@ async def test_metrics_show_acceptance_of_drafters_and_count_ab_tests(
         'trials_total{outcome="promoted"}': 5,
         'trials_total{outcome="rolled_back"}': 1,
         'trials_total{outcome="failed"}': 0,
-        'training{training="paused"}': 1,
-        'training{training="running"}': 0,
+        'training{state="paused"}': 1,
+        'training{state="running"}': 0,
         "trained_tokens": 5000,
         "loss": 1.25,
         "samples_dropped_total": 4,

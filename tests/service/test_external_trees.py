@@ -249,7 +249,7 @@ async def test_waiting_activation_does_not_wait_for_an_idle_tree(tmp_path: Path)
 
 async def test_activation_ends_an_open_tree_with_an_exact_version(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
-        tree = await opened(served, rest={"policy": {"exact_version": "v0"}})
+        tree = await opened(served, rest={"weights": {"exact_version": "v0"}})
         await tree.branch(max_tokens=20)
         await served.http.put("/v1/weights/v1", content=b"x")
         await served.http.post("/v1/weights/v1/activate", json={})

@@ -24,7 +24,7 @@ async def test_first_k_samples_suffice_and_others_end_with_their_tokens(
 ) -> None:
     engine = FakeEngine(instant=False)
     async with serving(engine, tmp_path) as served:
-        request = post(served, body(group(1, n=4), finish={"samples": 2}))
+        request = post(served, body(group(1, n=4), finish={"num_samples": 2}))
         await running_samples(served, 4)
         shorten(engine, 9, 3, 9, 3)
         engine.step(3)
@@ -56,7 +56,7 @@ async def test_unreached_deadline_changes_nothing(tmp_path: Path) -> None:
 
 async def test_k_greater_than_n_is_refused(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
-        refused = await post(served, body(group(1, n=2), finish={"samples": 3}))
+        refused = await post(served, body(group(1, n=2), finish={"num_samples": 3}))
     assert refused.json()["code"] == "invalid_request"
 
 
@@ -73,33 +73,33 @@ async def finished(engine: FakeEngine, served: Served, asked: dict[str, Any], *l
 async def test_answer_reports_the_selected_samples(tmp_path: Path) -> None:
     engine = FakeEngine(instant=False)
     async with serving(engine, tmp_path) as served:
-        asked = body(group(1, n=4), finish={"samples": 2})
+        asked = body(group(1, n=4), finish={"num_samples": 2})
         answered = await finished(engine, served, asked, 30, 9, 30, 3)
-        assert answered["chosen"] == [1, 3]
-        asked = body(group(1, n=2), finish={"samples": 2, "deadline_seconds": 1.5})
-        assert (await finished(engine, served, asked, 3, 10**9))["chosen"] is None
+        assert answered["selected"] == [1, 3]
+        asked = body(group(1, n=2), finish={"num_samples": 2, "deadline_seconds": 1.5})
+        assert (await finished(engine, served, asked, 3, 10**9))["selected"] is None
 
 
 async def test_random_selection_is_independent_of_lengths(tmp_path: Path) -> None:
     """The same samples whichever end first."""
     engine = FakeEngine(instant=False)
-    chosen = []
+    selected = []
     async with serving(engine, tmp_path) as served:
         for limits in ([5, 10, 15, 20], [20, 15, 10, 5]):
-            asked = body(group(1, n=4, seed=3), finish={"samples": 2, "policy": "random_k"})
+            asked = body(group(1, n=4, seed=3), finish={"num_samples": 2, "select": "random"})
             answered = await finished(engine, served, asked, *limits)
-            chosen.append(answered["chosen"])
+            selected.append(answered["selected"])
             ends = [sample["finish_reason"] for sample in answered["samples"]]
-            last = max(limits[index] for index in answered["chosen"])
+            last = max(limits[index] for index in answered["selected"])
             assert ends == ["surplus" if limit > last else "length" for limit in limits]
-    assert chosen[0] == chosen[1]
+    assert selected[0] == selected[1]
 
 
 async def test_balanced_selection_covers_the_range_of_lengths(tmp_path: Path) -> None:
     engine = FakeEngine(instant=False)
     async with serving(engine, tmp_path) as served:
-        asked = body(group(1, n=6), finish={"samples": 3, "policy": "balanced_length"})
+        asked = body(group(1, n=6), finish={"num_samples": 3, "select": "balanced_length"})
         answered = await finished(engine, served, asked, 20, 5, 30, 10, 15, 25)
-    assert answered["chosen"] == [1, 4, 5]
+    assert answered["selected"] == [1, 4, 5]
     assert answered["samples"][2]["finish_reason"] == "surplus"
     assert answered["outcome"] == "done"

@@ -23,7 +23,7 @@ from tests.service.keyfile import bearer, entries, write_keys
 from tests.service.test_rollouts import body, group, running_samples
 from tests.serving import serving, settings_for
 
-PUBLIC = ["/livez", "/readyz", "/startupz", "/health", "/metrics", "/openapi.yaml"]
+PUBLIC = ["/livez", "/readyz", "/startupz", "/health", "/metrics", "/openapi.yaml", "/problems"]
 PROTECTED = [
     ("POST", "/v1/rollouts", "rollout"),
     ("GET", "/v1/rollouts/x", "rollout"),
@@ -319,7 +319,7 @@ def test_every_route_declares_its_access(tmp_path: Path) -> None:
         and (access := declared_access(route.endpoint))
         and access.public
     }
-    assert public == set(PUBLIC)
+    assert public == {*PUBLIC, "/problems/{code}"}
 
 
 async def test_key_name_is_logged_and_the_key_is_not(

@@ -48,7 +48,7 @@ async def test_no_loop_iteration_takes_a_large_part_of_a_large_rollout(
             "/v1/rollouts", content=body, headers={"content-type": "application/json"}
         )
         watching.cancel()
-        assert answer.json()["usage"]["samples"] == num_groups * n
+        assert answer.json()["usage"]["num_samples"] == num_groups * n
     assert max(turns) < 0.2 * sum(turns)
 
 
@@ -93,7 +93,7 @@ def test_answer_in_parts_equals_the_answer(tree: bool) -> None:
             "segments": [{**segment, "finish_reason": "stop"}] * 2 if tree else None,
         }
     )
-    usage = Usage(prompt_tokens=1, completion_tokens=1, samples=1)
+    usage = Usage(num_prompt_tokens=1, num_generated_tokens=1, num_samples=1)
     answer = RolloutAnswer(id="r", outcome="done", groups=[group] * 3, usage=usage)
     parts = list(rollout_parts(answer))
     assert b"".join(parts) == answer.model_dump_json().encode()

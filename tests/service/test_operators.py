@@ -39,7 +39,8 @@ def test_admin_routes_are_only_on_the_admin_port(tmp_path: Path) -> None:
     operators = split.state.operators
     assert everything.state.operators is None
     assert calls(split) | calls(operators) == calls(everything)
-    assert calls(split) & calls(operators) == {("GET", path) for path in (*PROBES, "/v1/status")}
+    both = {*PROBES, "/v1/status", "/problems", "/problems/{code}"}
+    assert calls(split) & calls(operators) == {("GET", path) for path in both}
     assert ("GET", "/metrics") not in calls(split)
     for route in split.routes:
         assert isinstance(route, APIRoute)

@@ -30,9 +30,9 @@ REQUESTS: dict[str, dict[str, Any]] = {
         "branching": {"mode": "interval", "max_leaves": 8, "interval": 32},
         "sampling": {"max_tokens": 256},
     },
-    "segments": {
-        "groups": [{"prompt": {"segments": [{"token_ids": PROMPT, "reuse": "a"}] * 3}}],
-        "reuse": {"mode": "order"},
+    "spans": {
+        "groups": [{"prompt": {"spans": [{"token_ids": PROMPT, "cache_key": "a"}] * 3}}],
+        "kv_reuse": {"mode": "reorder"},
     },
 }
 

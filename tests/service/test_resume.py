@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from coppice import AsyncRollouts, Policy
+from coppice import AsyncRollouts, WeightsConstraint
 from tests.fake_engine import FakeEngine, Running
 from tests.service.test_rollouts import body, group, running_samples
 from tests.serving import serving
@@ -38,7 +38,7 @@ async def test_sample_continues_from_its_tokens_and_keeps_their_data(tmp_path: P
     assert fresh["token_ids"] == [2, 3, 4, 5, 6, 7, 8, 9]
     assert answer["groups"][1]["samples"][0]["token_ids"][:2] == [80, 2]
     assert [g["num_continued_tokens"] for g in answer["groups"]] == [3, 1]
-    assert answer["usage"]["completion_tokens"] == 24 - 4
+    assert answer["usage"]["num_generated_tokens"] == 24 - 4
 
 
 async def test_sample_continued_under_other_weights_reports_both_versions(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         asked(
             started(5, versions=[{"version": "v9", "start": 0, "end": 1}]),
-            policy={"exact_version": "v0"},
+            weights={"exact_version": "v0"},
         ),
         "other versions than 'v0'",
     ),
@@ -139,7 +139,10 @@ async def test_exact_version_may_continue_its_own_tokens(tmp_path: Path) -> None
         first = await rollouts.rollout([[1]], max_tokens=2)
         sample = first.groups[0].samples[0]
         result = await rollouts.rollout(
-            [[1]], max_tokens=4, policy=Policy(exact_version="v0"), continue_from=[[sample]]
+            [[1]],
+            max_tokens=4,
+            weights=WeightsConstraint(exact_version="v0"),
+            continue_from=[[sample]],
         )
     assert len(result.groups[0].samples[0].token_ids) == 4
 
@@ -154,7 +157,7 @@ class Remembering(FakeEngine):
 
 async def test_cached_tokens_are_at_most_the_prompt_tokens(tmp_path: Path) -> None:
     """Sampled tokens are cached after the prompt. No count may become negative."""
-    prompt = {"segments": [{"token_ids": [1, 2]}, {"token_ids": [3], "reuse": "tool"}]}
+    prompt = {"spans": [{"token_ids": [1, 2]}, {"token_ids": [3], "cache_key": "tool"}]}
     request = asked(started(90, 91, 92, 93), groups=[{"prompt": prompt, "n": 1}])
     async with serving(Remembering(), tmp_path) as served:
         for headers in ({}, {"prefer": "respond-async", "idempotency-key": "k"}):
@@ -164,6 +167,6 @@ async def test_cached_tokens_are_at_most_the_prompt_tokens(tmp_path: Path) -> No
         text = (await served.http.get("/metrics")).text
     [told] = whole.json()["groups"]
     assert (told["num_prompt_tokens"], told["num_cached_tokens"]) == (3, 3)
-    assert told["reuse"]["tokens_computed"] == 0
+    assert told["kv_reuse"]["num_computed_tokens"] == 0
     assert again.json()["id"] == whole.json()["id"]
     assert "coppice_prompt_tokens_cached_total 6.0" in text

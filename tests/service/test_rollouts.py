@@ -44,7 +44,7 @@ async def test_every_prompt_becomes_a_group_of_n_samples(tmp_path: Path) -> None
     assert sample["logprobs"] == [-0.5] * 4
     assert sample["finish_reason"] == "length"
     assert sample["versions"] == [{"version": "v0", "start": 0, "end": 4}]
-    assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 16, "samples": 4}
+    assert answer["usage"] == {"num_prompt_tokens": 3, "num_generated_tokens": 16, "num_samples": 4}
 
 
 async def test_text_and_messages_return_text_and_token_ids_do_not(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ async def test_closed_connection_aborts_the_samples(tmp_path: Path, stream: bool
         (body(group(1), sampling={"temperature": -1.0}), "invalid_request"),
         (body(group(1), sampling={"top_p": 0.0}), "invalid_request"),
         (body(group(1), sampling={"stop": ["x"]}), "invalid_request"),
-        (body(group(1), policy={}), "invalid_request"),
+        (body(group(1), weights={}), "invalid_request"),
         (body(group(1), surprise=True), "invalid_request"),
         (body(*[group(1, n=1024)] * 65), "invalid_request"),
         (body(group(*[1] * 512)), "prompt_too_long"),

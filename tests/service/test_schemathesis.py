@@ -47,6 +47,8 @@ UNSERVABLE = {
     "loadAdapter": ["422"],
     "uploadAdapter": ["422"],
 }
+# Statuses of a rejection; 413 is that of a body with more elements than the parser accepts.
+REJECTED = ["400", "401", "403", "404", "405", "406", "409", "413", "415", "422", "428", "429"]
 BOUNDED = settings(
     max_examples=EXAMPLES,
     stateful_step_count=6,
@@ -72,6 +74,7 @@ def _config() -> schemathesis.Config:
         {
             "seed": 1,
             "request-timeout": 60,
+            "checks": {"negative_data_rejection": {"expected-statuses": [*REJECTED, "5xx"]}},
             # Only links of the contract, not those inferred from names: a rollout whose answer was
             # awaited is not cached.
             "phases": {

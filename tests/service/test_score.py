@@ -64,7 +64,7 @@ async def test_response_interrupted_by_an_activation_is_scored_again(tmp_path: P
 
 async def test_weights_policies_apply_to_scoring(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
-        refused = await score(served, [5], policy={"exact_version": "v9"})
+        refused = await score(served, [5], weights={"exact_version": "v9"})
     assert (refused.status_code, refused.json()["code"]) == (409, "version_superseded")
 
 

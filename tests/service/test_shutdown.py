@@ -50,7 +50,7 @@ def run(script: Script, tmp_path: Path, engine: FakeEngine, *, drain_seconds: in
 
 
 async def running(http: httpx.AsyncClient, count: int) -> None:
-    while (await http.get("/v1/status")).json()["samples_running"] != count:
+    while (await http.get("/v1/status")).json()["num_samples_running"] != count:
         await asyncio.sleep(0.005)
 
 

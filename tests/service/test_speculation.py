@@ -62,7 +62,7 @@ async def test_metrics_include_engine_counters_and_estimated_gain(
                 drafted={"siblings": 10 * number},
                 accepted={"siblings": 2 * number},
                 drafts={4: number},
-                steps={"drafted": number, "checked": 1},
+                steps={"drafted": number, "baseline": 1},
                 skipped={"seeded": 1},
                 version_drafted=100,
                 version_accepted=25,
@@ -72,13 +72,13 @@ async def test_metrics_include_engine_counters_and_estimated_gain(
             )
             metrics = (await served.http.get("/metrics")).text
     wanted = {
-        'drafted_tokens_total{scope="siblings"}': 50,
-        'drafted_tokens_total{scope="all"}': 0,
-        'accepted_tokens_total{scope="siblings"}': 10,
+        'drafted_tokens_total{source="siblings"}': 50,
+        'drafted_tokens_total{source="all"}': 0,
+        'accepted_tokens_total{source="siblings"}': 10,
         'drafts_total{length="4"}': 5,
         'drafts_total{length="15"}': 0,
-        'steps_total{choice="drafted"}': 5,
-        'steps_total{choice="checked"}': 1,
+        'steps_total{decision="drafted"}': 5,
+        'steps_total{decision="baseline"}': 1,
         'skipped_total{reason="seeded"}': 1,
         "acceptance_ratio": 0.25,
         "gain_ratio": 1.25,

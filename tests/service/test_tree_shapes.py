@@ -88,7 +88,7 @@ def test_every_bound_of_a_tree_holds(
     segments = {segment.id: segment for segment in answer.segments or ()}
     assert answer.leaves is not None
     assert 1 <= len(answer.leaves) <= branching.max_leaves
-    assert answer.num_completion_tokens <= branching.max_new_tokens_total
+    assert answer.num_generated_tokens <= branching.max_new_tokens_total
     ends: dict[str, int] = {}
     for segment in segments.values():
         start = prompt if segment.parent is None else ends[segment.parent]

@@ -139,7 +139,7 @@ async def test_paths_are_cut_at_the_highest_entropy(tmp_path: Path) -> None:
 
 async def test_entropy_may_come_from_the_top_logprobs(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
-        body = asked("entropy", entropy={"source": "chosen"}, max_leaves=4)
+        body = asked("entropy", entropy={"source": "sampled_token"}, max_leaves=4)
         group = await grown(served, body)
     assert {value for s in group["segments"] for value in s["entropy"]} == {0.5}
     assert len(group["leaves"]) == 4
@@ -172,7 +172,11 @@ async def test_stream_sends_segments_as_they_end(tmp_path: Path) -> None:
             rest = [json.loads(line) async for line in records]
     assert [record["type"] for record in rest] == ["segment"] * 5 + ["group", "end"]
     assert len(rest[-2]["group"]["leaves"]) == 4
-    assert rest[-1]["usage"] == {"prompt_tokens": 1, "completion_tokens": 336, "samples": 4}
+    assert rest[-1]["usage"] == {
+        "num_prompt_tokens": 1,
+        "num_generated_tokens": 336,
+        "num_samples": 4,
+    }
 
 
 async def test_stream_includes_rows_on_request(tmp_path: Path) -> None:
@@ -221,7 +225,7 @@ async def test_deadline_returns_the_tree_as_it_is(tmp_path: Path) -> None:
 async def test_enough_leaves_end_the_others_and_start_no_more(tmp_path: Path) -> None:
     engine = FakeEngine(instant=False)
     async with serving(engine, tmp_path) as served:
-        request = asyncio.create_task(grown(served, asked(rest={"finish": {"samples": 1}})))
+        request = asyncio.create_task(grown(served, asked(rest={"finish": {"num_samples": 1}})))
         await running_samples(served, 2)
         stop_after(engine, 5, 0)
         engine.step(5)
@@ -250,7 +254,7 @@ async def test_aborted_tree_keeps_its_segments(tmp_path: Path) -> None:
 async def test_tree_with_an_exact_version_ends_with_it(tmp_path: Path) -> None:
     engine = FakeEngine(instant=False)
     async with serving(engine, tmp_path) as served:
-        body = asked(rest={"policy": {"exact_version": "v0"}})
+        body = asked(rest={"weights": {"exact_version": "v0"}})
         request = asyncio.create_task(grown(served, body))
         await running_samples(served, 2)
         engine.step(32)
@@ -321,7 +325,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (asked("external", factor=4), "factor has no effect in mode external"),
     (asked("positions", positions=[9, 9]), "ascending"),
     ({**asked(), "groups": [{"prompt": {"token_ids": [1]}, "n": 2}]}, "n = 1"),
-    (asked(rest={"finish": {"samples": 5}}), "fewer samples"),
+    (asked(rest={"finish": {"num_samples": 5}}), "fewer samples"),
     (asked("external"), "respond-async"),
 ]
 

@@ -59,7 +59,7 @@ async def test_delta_becomes_a_version_like_any_other(tmp_path: Path) -> None:
         assert (await served.http.post("/v1/weights/v2/activate", json={})).status_code == 200
         assert (engine.loaded[0] / "model.safetensors").read_bytes() == NEW
         metrics = (await served.http.get("/metrics")).text
-        spared = f"coppice_weights_spared_bytes_total {float(len(NEW) - len(sent))}"
+        spared = f"coppice_weights_delta_saved_bytes_total {float(len(NEW) - len(sent))}"
         assert spared in metrics
         # A version uploaded as a delta can be a base too, and so can a superseded one.
         back = await put(served, "v3", delta(tmp_path, NEW, OLD), base="v2")

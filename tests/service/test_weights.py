@@ -11,6 +11,7 @@ import pytest
 from coppice.wire.rollouts import RolloutRequest
 from engine.errors import EngineDead, LoadFailed
 from engine.types import PauseMode
+from service.cluster.in_memory import InMemoryRegistry
 from service.http.errors import VersionConflict
 from tests.fake_engine import FakeEngine
 from tests.service.test_rollouts import body, group, running_samples
@@ -25,8 +26,8 @@ async def activate(served: Served, version: str, **asked: Any) -> Any:
     return await served.http.post(f"/v1/weights/{version}/activate", json=asked)
 
 
-async def sample(served: Served, **policy: str) -> Any:
-    return await served.http.post("/v1/rollouts", json=body(group(1), policy=policy or None))
+async def sample(served: Served, **weights: str) -> Any:
+    return await served.http.post("/v1/rollouts", json=body(group(1), weights=weights or None))
 
 
 def digest_of(content: bytes) -> dict[str, str]:
@@ -183,8 +184,8 @@ async def test_weights_policies_apply_to_the_active_version(tmp_path: Path) -> N
         await upload(served, "v2")
         await activate(served, "v1")
 
-        async def code(**policy: str) -> tuple[int, str | None]:
-            answer = await sample(served, **policy)
+        async def code(**weights: str) -> tuple[int, str | None]:
+            answer = await sample(served, **weights)
             return answer.status_code, answer.json().get("code")
 
         assert await code(exact_version="v1") == (200, None)
@@ -230,7 +231,7 @@ async def test_mode_wait_finishes_running_samples_and_holds_new_ones(tmp_path: P
     engine = FakeEngine(instant=False)
     async with serving(engine, tmp_path) as served:
         await upload(served, "v1")
-        asked = body(group(1), policy={"exact_version": "v0"})
+        asked = body(group(1), weights={"exact_version": "v0"})
         early = asyncio.create_task(served.http.post("/v1/rollouts", json=asked))
         await running_samples(served, 1)
         change = asyncio.create_task(activate(served, "v1", mode="wait"))
@@ -251,7 +252,7 @@ async def test_group_with_an_exact_version_never_straddles_an_activation(tmp_pat
     engine = FakeEngine(instant=False)
     async with serving(engine, tmp_path) as served:
         await upload(served, "v1")
-        asked = body(group(1, n=2), policy={"exact_version": "v0"})
+        asked = body(group(1, n=2), weights={"exact_version": "v0"})
         request = asyncio.create_task(served.http.post("/v1/rollouts", json=asked))
         await running_samples(served, 2)
         engine.step(3)
@@ -326,6 +327,36 @@ async def test_activation_does_not_wait_for_samples_frozen_before_a_step(
         assert rollout.num_running == 0, "its task has not run yet"
         with pytest.raises(VersionConflict):
             await served.server.activation.apply("v1", "wait", allow_rollback=False)
+
+
+class SlowLoad(FakeEngine):
+    """Loads weights once `can_load` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loading, self.can_load = asyncio.Event(), asyncio.Event()
+
+    async def update_weights(self, path: Path, version: str) -> None:
+        self.loading.set()
+        await self.can_load.wait()
+        await super().update_weights(path, version)
+
+
+@pytest.mark.parametrize("is_standalone", [True, False])
+async def test_activation_completes_without_its_caller(tmp_path: Path, is_standalone: bool) -> None:
+    engine, registry = SlowLoad(), None if is_standalone else InMemoryRegistry()
+    async with serving(engine, tmp_path, shared=registry) as served:
+        await upload(served, "v1")
+        activate_v1 = served.server.coordinator.activate("v1", "keep", allow_rollback=False)
+        caller = asyncio.create_task(activate_v1)
+        await engine.loading.wait()
+        caller.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await caller
+        engine.can_load.set()
+        assert (await activate(served, "v1")).json()["previous"] == "v1", "it waits for the other"
+        metrics = (await served.http.get("/metrics")).text
+        assert 'coppice_activations_total{mode="keep"} 2.0' in metrics
 
 
 async def test_versions_can_be_deleted_unless_active(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def _serves(server: ServiceProcess, core: int) -> None:
     for probe in ("/livez", "/readyz"):
         assert httpx.get(server.url + probe, timeout=60).status_code == 200
     status = httpx.get(f"{server.url}/v1/status", timeout=60).json()
-    assert (status["samples_running"], status["paused"]) == (0, False), status
+    assert (status["num_samples_running"], status["paused"]) == (0, False), status
     body = {"groups": [{"prompt": {"text": "1+1="}}], "sampling": {"max_tokens": 4}}
     answer = httpx.post(f"{server.url}/v1/rollouts", json=body, timeout=60).json()
     assert answer["outcome"] == "done", answer

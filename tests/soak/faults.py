@@ -109,7 +109,7 @@ def _nothing_held(replica: Replica) -> bool:
     with suppress(httpx.TransportError):
         status = httpx.get(f"{replica.url}/v1/status", timeout=10).json()
         free: bool = status["kv"]["free_bytes"] == status["kv"]["capacity_bytes"] <= ARENA_BYTES
-        idle: bool = status["samples_running"] == status["kv"]["handles"] == 0
+        idle: bool = status["num_samples_running"] == status["kv"]["num_handles"] == 0
         return free and idle
     return False
 

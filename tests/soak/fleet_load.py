@@ -14,12 +14,11 @@ import httpx
 
 from coppice import (
     AsyncRollouts,
+    ClusterUnavailable,
     ConnectionFailed,
-    DirectoryUnavailable,
     EngineUnavailable,
     Kv,
     NotFound,
-    Policy,
     Retry,
     RolloutLost,
     RolloutResult,
@@ -28,6 +27,7 @@ from coppice import (
     TimedOut,
     VersionSuperseded,
     VersionUnavailable,
+    WeightsConstraint,
 )
 from coppice.options import RolloutOptions, rollout_request
 from tests.soak.fleet_model import FleetModel, TokenReport
@@ -38,7 +38,7 @@ MAX_TOKENS = 24
 # Problems that ask the caller to resend its groups; anything else is a failure of the cluster.
 RESEND = (
     *(ConnectionFailed, StreamBroken, TimedOut, RolloutLost, NotFound),
-    *(EngineUnavailable, DirectoryUnavailable, VersionSuperseded, VersionUnavailable),
+    *(EngineUnavailable, ClusterUnavailable, VersionSuperseded, VersionUnavailable),
 )
 RETRY = Retry(attempts=4, base_seconds=0.1, max_seconds=1.0, total_seconds=15.0)
 
@@ -139,7 +139,7 @@ class FleetLoad:
             max_tokens=MAX_TOKENS,
             temperature=0.0,
             ignore_eos=True,
-            policy=Policy(exact_version=f"v{version}"),
+            weights=WeightsConstraint(exact_version=f"v{version}"),
             kv=Kv(lease_seconds=LEASE_SECONDS),
         )
 

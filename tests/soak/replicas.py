@@ -24,8 +24,8 @@ ARENA_BYTES = 2**24
 LEASE_SECONDS = 2.0
 SETTINGS = {
     "SERVER__DRAIN_SECONDS": "20",
-    "DIRECTORY__HEARTBEAT_SECONDS": "0.5",
-    "DIRECTORY__EXPIRE_SECONDS": "4",
+    "CLUSTER__HEARTBEAT_SECONDS": "0.5",
+    "CLUSTER__EXPIRE_SECONDS": "4",
     "KV__CAPACITY_BYTES": str(ARENA_BYTES),
     "KV__GRACE_SECONDS": "0.5",
     "LIMITS__KEEP_ANSWERS_SECONDS": "60",
@@ -50,7 +50,7 @@ class Replica:
             **model.settings(index),
             "SERVER__PORT": str(port),
             "SERVER__ADVERTISED_URL": self.url,
-            "DIRECTORY__REDIS_URL": redis_url,
+            "CLUSTER__REDIS_URL": redis_url,
             "WEIGHTS__DIRECTORY": str(place.weights),
             "KV__DIRECTORY": str(arenas),
         }

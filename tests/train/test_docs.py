@@ -30,7 +30,7 @@ class LocalRollouts:
         groups = tuple(self._group(index, prompt, n) for index, prompt in enumerate(prompts))
         tokens = [sample.token_ids for group in groups for sample in group.samples]
         self.rewards.append(float(sum((ids == WANTED).mean() for ids in tokens) / len(tokens)))
-        usage = Usage(prompt_tokens=0, completion_tokens=0, samples=len(tokens))
+        usage = Usage(num_prompt_tokens=0, num_generated_tokens=0, num_samples=len(tokens))
         return RolloutResult(id="r", outcome="done", groups=groups, usage=usage)
 
     def publish_weights(self, version: str, state: dict[str, Tensor]) -> None:

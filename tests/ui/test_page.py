@@ -16,7 +16,7 @@ from service.app import create_app
 from service.observability.dashboard import MAX_GROUPS, MAX_LEASES, MAX_ROLLOUTS, speculation
 from tests.fake_engine import FakeEngine
 from tests.service.keyfile import bearer, write_keys
-from tests.service.prompt_kv.asked import handle
+from tests.service.prompt_kv.export_requests import export_handle
 from tests.service.test_external_trees import open_tree
 from tests.service.test_rollouts import body, group, running_samples
 from tests.service.trees import asked
@@ -124,7 +124,7 @@ async def test_events_contain_the_current_tree(tmp_path: Path) -> None:
         while len(engine.running) < 2:  # a branch is counted before it reaches the engine
             await asyncio.sleep(0.001)
         engine.step()
-        while not at.served.server.prompt_kv.status().handles:
+        while not at.served.server.prompt_kv.status().num_handles:
             await asyncio.sleep(0.001)
         before = await first_event(at.served)
         await at.drop(gone["id"])
@@ -147,12 +147,14 @@ async def test_events_list_the_arena_and_the_leases_that_expire_first(
     engine = FakeEngine(prompt_kv=True)
     kv = {"capacity_bytes": 2**24}
     async with serving(engine, tmp_path, server=ON, kv=kv) as served:
-        names = [(await handle(served, [n, 2, 3], lease_seconds=60 - n)).handle for n in range(9)]
+        names = [
+            (await export_handle(served, [n, 2, 3], lease_seconds=60 - n)).handle for n in range(9)
+        ]
         engine.instant = False
-        held = asyncio.create_task(handle(served, [99, 2, 3], lease_seconds=5))
+        held = asyncio.create_task(export_handle(served, [99, 2, 3], lease_seconds=5))
         await running_samples(served, 2)
         engine.step()
-        while served.server.prompt_kv.status().handles < 10:
+        while served.server.prompt_kv.status().num_handles < 10:
             await asyncio.sleep(0.001)
         told = (await first_event(served))["kv"]
         for name in names:
@@ -160,12 +162,12 @@ async def test_events_list_the_arena_and_the_leases_that_expire_first(
         [last] = (await first_event(served))["kv"]["leases"]
         engine.step(9)
         await held
-    assert (told["reason"], told["handles"]) == (None, 10)
+    assert (told["reason"], told["num_handles"]) == (None, 10)
     assert told["leased_bytes"] + told["free_bytes"] == told["capacity_bytes"] == 2**24
-    seconds = [lease["seconds"] for lease in told["leases"]]
+    seconds = [lease["lease_seconds"] for lease in told["leases"]]
     assert seconds == sorted(seconds) and len(seconds) == MAX_LEASES
     assert 50 < seconds[0] <= 52
-    assert (last["seconds"], last["tokens"], last["version"]) == (None, 2, "v0")
+    assert (last["lease_seconds"], last["tokens"], last["version"]) == (None, 2, "v0")
     assert not any(name in json.dumps(told) for name in names), "a handle opens what it names"
 
 
@@ -202,7 +204,7 @@ async def test_browser_renders_all_running_groups(tmp_path: Path) -> None:
         engine.step(62)
         await running_samples(served, 4)
         engine.step()
-        while served.server.prompt_kv.status().handles < 3:
+        while served.server.prompt_kv.status().num_handles < 3:
             await asyncio.sleep(0.001)
         flat = body(group(1, 2, 3, n=6), group(4, n=4))
         tasks.create_task(served.http.post("/v1/rollouts", json=flat))

@@ -21,7 +21,7 @@ from coppice.errors import Incomplete, Unsupported
 from coppice.integrations.version_labels import VersionLabels
 from coppice.options import RolloutOptions
 from coppice.results import Group
-from coppice.wire.rollouts import Policy
+from coppice.wire.rollouts import WeightsConstraint
 
 # Values of GRPOConfig arguments that have no effect.
 _IGNORED_VALUES: dict[str, tuple[object, ...]] = {
@@ -74,7 +74,7 @@ class RolloutFunc:
                 self._publish_adapter(label, model, state)
             else:
                 self._rollouts.publish_weights(label, state)
-                self._target_options = {"policy": Policy(exact_version=label)}
+                self._target_options = {"weights": WeightsConstraint(exact_version=label)}
         [self._target_options] = broadcast_object_list([self._target_options], from_process=0)
         self._step = step
 

@@ -11,7 +11,7 @@ from coppice.errors import BadAnswer
 from coppice.prompts import PromptLike, prompt_of, token_ids_of
 from coppice.transport.messages import json_request
 from coppice.transport.retry import RequestSender
-from coppice.wire.rollouts import Policy
+from coppice.wire.rollouts import WeightsConstraint
 from coppice.wire.score import ScoreAnswer, ScoredItem, ScoreItem, ScoreRequest
 
 TokenIds = Sequence[int] | NDArray[np.integer[Any]]
@@ -35,11 +35,11 @@ class Score:
 
 
 def score_request(
-    items: Iterable[Scorable], policy: Policy | None, adapter: str | None
+    items: Iterable[Scorable], weights: WeightsConstraint | None, adapter: str | None
 ) -> ScoreRequest:
     """Builds the request. Raises TypeError or ValueError if the items are invalid."""
     wire = [_item_of(item, f"item {position}") for position, item in enumerate(items)]
-    return ScoreRequest(items=wire, policy=policy, adapter=adapter)
+    return ScoreRequest(items=wire, weights=weights, adapter=adapter)
 
 
 def scores_of(answer: ScoreAnswer, request: ScoreRequest) -> tuple[Score, ...]:
@@ -83,7 +83,7 @@ class ScoreOperations:
     async def score(
         self,
         prompts_and_responses: Iterable[Scorable],
-        policy: Policy | None = None,
+        weights: WeightsConstraint | None = None,
         *,
         adapter: str | None = None,
         timeout: float | None = None,
@@ -94,7 +94,7 @@ class ScoreOperations:
         ids. `adapter` is a name as in a rollout. `timeout` is the longest silence in seconds; None
         means no limit.
         """
-        request = score_request(prompts_and_responses, policy, adapter)
+        request = score_request(prompts_and_responses, weights, adapter)
         call = json_request("POST", "/v1/score", request, read_timeout=timeout, is_idempotent=True)
         answer = (await self._sender.send(call)).read(ScoreAnswer)
         try:

@@ -174,7 +174,7 @@ class WeightsOperations:
             try:
                 return await self._put(address, path, digest, sequence, timeout, base.version)
             except BaseUnavailable as error:
-                log.info("%s: sending all of %s", error, new_file.version)
+                log.info("%s; sending the full weights of %s", error, new_file.version)
                 return None
 
     async def _upload_files(

@@ -174,9 +174,9 @@ class PromptKV:
             named |= {f"k.{index}": keys, f"v.{index}": values}
         return named
 
-    def renew(self, seconds: float = 60.0) -> float:
-        """Renews the lease; returns its seconds. Raises KvUnavailable if it has expired."""
-        return self._source.renew(self.handle.handle, seconds)
+    def renew(self, lease_seconds: float = 60.0) -> float:
+        """Renews the lease; returns its remaining seconds. Raises KvUnavailable if it expired."""
+        return self._source.renew(self.handle.handle, lease_seconds)
 
     def release(self) -> None:
         """Releases the handle. With `shm` the bytes must not be accessed afterwards."""

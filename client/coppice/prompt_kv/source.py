@@ -132,9 +132,9 @@ class KvSource:
         query = "" if version is None else f"?version={version}"
         return self.endpoint.request("GET", f"/v1/kv/{handle}{query}").read(KvLayout)
 
-    def renew(self, handle: str, seconds: float = 60.0) -> float:
-        """Renews the lease; returns its seconds. Raises KvUnavailable if it has expired."""
-        body = KvLease(seconds=seconds).model_dump()
+    def renew(self, handle: str, lease_seconds: float = 60.0) -> float:
+        """Renews the lease; returns its remaining seconds. Raises KvUnavailable if it expired."""
+        body = KvLease(lease_seconds=lease_seconds).model_dump()
         reply = self.endpoint.request("POST", f"/v1/kv/{handle}/lease", body)
         return reply.read(KvLeaseAnswer).lease_seconds
 

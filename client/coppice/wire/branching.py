@@ -9,7 +9,7 @@ from coppice.wire.base import JsonInteger, RequestModel
 MAX_LEAVES = 1024
 MAX_DEPTH = 32
 MAX_TREE_TOKENS = 2**24
-Place = Annotated[int, Field(ge=0, le=1_048_576), JsonInteger()]
+Position = Annotated[int, Field(ge=0, le=1_048_576), JsonInteger()]
 Factor = Annotated[int, Field(ge=1, le=64), JsonInteger()]
 Lease = Annotated[float, Field(gt=0, le=3600, allow_inf_nan=False)]
 
@@ -17,7 +17,7 @@ Lease = Annotated[float, Field(gt=0, le=3600, allow_inf_nan=False)]
 class Entropy(RequestModel):
     """Entropy estimate of a position: from the top k logprobs, or the sampled token's logprob."""
 
-    source: Literal["topk", "chosen"] = "topk"
+    source: Literal["topk", "sampled_token"] = "topk"
     k: Annotated[int, Field(ge=2, le=20), JsonInteger()] = 20
     top_n: Annotated[int, Field(ge=1, le=16), JsonInteger()] = 2
 
@@ -32,14 +32,14 @@ class Branching(RequestModel):
 
     mode: Literal["interval", "entropy", "positions", "external"]
     interval: Annotated[int, Field(ge=1, le=1_048_576), JsonInteger()] = 128
-    positions: Annotated[list[Place], Field(max_length=MAX_DEPTH)] = []
+    positions: Annotated[list[Position], Field(max_length=MAX_DEPTH)] = []
     factor: Factor | Annotated[list[Factor], Field(min_length=1, max_length=MAX_DEPTH)] = 2
     max_depth: Annotated[int, Field(ge=1, le=MAX_LEAVES), JsonInteger()] = 4
     max_leaves: Annotated[int, Field(ge=1, le=MAX_LEAVES), JsonInteger()] = 16
     max_new_tokens_total: Annotated[int, Field(ge=1, le=MAX_TREE_TOKENS), JsonInteger()] = 8192
-    min_gap: Place = 32
+    min_gap: Position = 32
     entropy: Entropy | None = None
-    first_split: Place = 0
+    first_split: Position = 0
     on_early_stop: Literal["redistribute", "none"] = "redistribute"
     flatten: bool = False
     lease_seconds: Lease = 60.0

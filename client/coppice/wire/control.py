@@ -54,7 +54,7 @@ class KvStatus(AnswerModel):
     reserved_bytes: int
     leased_bytes: int
     quarantined_bytes: int
-    handles: int
+    num_handles: int
 
 
 class StatusAnswer(AnswerModel):
@@ -65,8 +65,8 @@ class StatusAnswer(AnswerModel):
     paused: bool
     weights_version: str
     weights_sequence: int
-    rollouts_running: int
-    samples_running: int
+    num_rollouts_running: int
+    num_samples_running: int
     uptime_seconds: float
     engine: EngineStatus | None
     kv: KvStatus | None = None

@@ -40,7 +40,7 @@ class Kv(RequestModel):
 class KvLease(RequestModel):
     """Body of POST /v1/kv/{handle}/lease."""
 
-    seconds: LeaseSeconds = 60.0
+    lease_seconds: LeaseSeconds = 60.0
 
 
 class KvLeaseAnswer(AnswerModel):

@@ -1,26 +1,30 @@
-"""Table of errors as RFC 9457 problem documents.
+"""Catalogue of errors as RFC 9457 problem documents.
 
-The server raises problems by code, and the client maps codes to exceptions; both use this table.
+The server raises problems by code, serves the catalogue under /problems and documents it in
+docs/errors.md; the client maps codes to exceptions.
 """
-
-from typing import NamedTuple
 
 from coppice.wire.base import AnswerModel
 
-TYPE_PREFIX = "urn:coppice:problem:"
+CATALOGUE_PATH = "/problems"
 
 
-class ProblemKind(NamedTuple):
-    """One row of the table. A retryable problem may disappear if the request is repeated."""
+class ProblemKind(AnswerModel):
+    """One entry of the catalogue. If `retryable`, the same request may succeed later."""
 
+    type: str
     code: str
     status: int
     title: str
+    meaning: str
+    action: str
     retryable: bool = False
 
-    @property
-    def type(self) -> str:
-        return TYPE_PREFIX + self.code
+
+class ProblemCatalogue(AnswerModel):
+    """All kinds of problems, by status."""
+
+    problems: list[ProblemKind]
 
 
 class Problem(AnswerModel):
@@ -36,71 +40,175 @@ class Problem(AnswerModel):
     errors: list[dict[str, str]] | None = None
 
 
-_TABLE = (
-    ProblemKind("malformed_request", 400, "The bytes are not an HTTP request"),
-    ProblemKind("invalid_json", 400, "The body is not JSON"),
-    ProblemKind("unauthorized", 401, "A valid key is needed"),
-    ProblemKind("forbidden", 403, "This key may not do that"),
-    ProblemKind("not_found", 404, "There is nothing at this address"),
-    ProblemKind("rollout_not_found", 404, "No such rollout is running or kept"),
-    ProblemKind("segment_not_found", 404, "The tree has no such segment"),
-    ProblemKind("version_not_found", 404, "No such weights version is known"),
-    ProblemKind("no_drafter", 404, "No small model drafts here: see speculation.mode"),
-    ProblemKind("adapter_not_found", 404, "No such adapter is loaded"),
-    ProblemKind("kv_not_found", 404, "No such prompt KV handle, or not this key's"),
-    ProblemKind("method_not_allowed", 405, "This address does not answer this method"),
-    ProblemKind("not_acceptable", 406, "None of the accepted media types can be served"),
-    ProblemKind("request_timeout", 408, "The request did not arrive in time", retryable=True),
-    ProblemKind(
-        "idempotency_in_progress",
-        409,
-        "The request with this key is still being read",
-        retryable=True,
-    ),
-    ProblemKind("tree_closed", 409, "The tree does not grow, or not any more"),
-    ProblemKind("version_superseded", 409, "This weights version is not served any more"),
-    ProblemKind("version_conflict", 409, "The weights version is in another state than this needs"),
-    ProblemKind("base_unavailable", 409, "The base of this delta is not held here, or is another"),
-    ProblemKind("rollback_refused", 409, "Going back to older weights needs allow_rollback"),
-    ProblemKind("kv_version_conflict", 409, "The prompt KV is of another weights version"),
-    ProblemKind("kv_gone", 410, "The lease of this prompt KV is over, or it was released"),
-    ProblemKind("replica_gone", 410, "The replica that had this has gone: send the rollout again"),
-    ProblemKind("body_too_large", 413, "The body is larger than this server takes"),
-    ProblemKind("unsupported_media_type", 415, "The body's media type is not understood"),
-    ProblemKind("range_not_satisfiable", 416, "The file has no such bytes"),
-    ProblemKind("unsupported", 422, "This server does not do that"),
-    ProblemKind("invalid_request", 422, "The request does not say what it must"),
-    ProblemKind("prompt_too_long", 422, "The prompt leaves no room for a token"),
-    ProblemKind(
-        "no_chat_template", 422, "The model has no chat template that renders these messages"
-    ),
-    ProblemKind("weights_refused", 422, "The weights do not fit the served model"),
-    ProblemKind(
-        "digest_mismatch", 422, "The bytes that came are not the bytes that were announced"
-    ),
-    ProblemKind("path_refused", 422, "The path is not inside a configured weights directory"),
-    ProblemKind("idempotency_mismatch", 422, "This idempotency key came with another request"),
-    ProblemKind("quota_exceeded", 429, "This key has as much running as it may", retryable=True),
-    ProblemKind("headers_too_large", 431, "The headers are larger than this server takes"),
-    ProblemKind("internal", 500, "The server failed"),
-    ProblemKind(
-        "activation_failed", 500, "The weights could not be loaded; the previous ones serve on"
-    ),
-    ProblemKind("not_ready", 503, "The engine is starting", retryable=True),
-    ProblemKind("draining", 503, "The server is stopping", retryable=True),
-    ProblemKind("overloaded", 503, "The server has as much queued as it takes", retryable=True),
-    ProblemKind("adapters_full", 503, "As many adapters as may be are loaded", retryable=True),
-    ProblemKind("engine_dead", 503, "The engine has stopped working", retryable=True),
-    ProblemKind(
-        "version_unavailable", 503, "The weights version is not served yet", retryable=True
-    ),
-    ProblemKind(
-        "directory_unavailable",
-        503,
-        "Which replica has this cannot be said just now",
-        retryable=True,
-    ),
-    ProblemKind("insufficient_storage", 507, "The weights directory has no room"),
-)
+def _kind(
+    code: str, status: int, title: str, meaning: str, action: str, *, retryable: bool = False
+) -> ProblemKind:
+    return ProblemKind(
+        type=f"{CATALOGUE_PATH}/{code}",
+        code=code,
+        status=status,
+        title=title,
+        meaning=meaning,
+        action=action,
+        retryable=retryable,
+    )
 
-PROBLEMS: dict[str, ProblemKind] = {kind.code: kind for kind in _TABLE}
+
+# fmt: off
+_KINDS = (
+    _kind("malformed_request", 400, "The request is not valid HTTP",
+          "The server could not parse the bytes of the request as HTTP/1.1.",
+          "Check the client and the proxies in front of the server."),
+    _kind("invalid_json", 400, "The body is not valid JSON",
+          "The body could not be parsed as one JSON document.",
+          "Correct the body; `detail` may give the reason."),
+    _kind("unauthorized", 401, "A valid API key is required",
+          "The request has no API key, or one that the server does not accept.",
+          "Send a key of the keys file: Authorization: Bearer KEY."),
+    _kind("forbidden", 403, "The request is not allowed",
+          "The API key lacks the role that the route requires, or a web page of another site sent "
+          "the request.",
+          "Use a key with the role that `detail` names, or do not send it from a web page."),
+    _kind("not_found", 404, "No such path",
+          "The server has no route or resource at this path.",
+          "Check the path and the settings server.compat and server.operators_port, which select "
+          "routes."),
+    _kind("rollout_not_found", 404, "No such rollout",
+          "No rollout of this API key with this id is running, or its result is no longer cached.",
+          "Check the id, or start the rollout again."),
+    _kind("segment_not_found", 404, "No such segment",
+          "The tree has no segment with this id; it may have been dropped.",
+          "Branch at a segment that the tree still has."),
+    _kind("version_not_found", 404, "No such weights version",
+          "The server has no weights version with this label, or it was deleted.",
+          "List the versions with GET /v1/weights, or upload the version again."),
+    _kind("no_drafter", 404, "No drafter is configured",
+          "The server speculates without a drafter model.",
+          "Set speculation.mode to drafter to use one."),
+    _kind("adapter_not_found", 404, "No such adapter",
+          "No LoRA adapter of this name and version is loaded.",
+          "List the adapters with GET /v1/adapters, or load the adapter."),
+    _kind("kv_not_found", 404, "No such prompt KV handle",
+          "The handle is unknown, or belongs to another API key.",
+          "Check the handle, or export the prompt KV again."),
+    _kind("method_not_allowed", 405, "The path does not allow this method",
+          "The path exists, but not for the method of the request.",
+          "Use a method of the Allow header."),
+    _kind("not_acceptable", 406, "No acceptable media type",
+          "The server has none of the media types in the Accept header for this route.",
+          "Accept a media type that `detail` names."),
+    _kind("request_timeout", 408, "The request did not arrive in time",
+          "The client sent the request more slowly than limits.read_seconds allows.",
+          "Send the request again over a faster connection.",
+          retryable=True),
+    _kind("idempotency_in_progress", 409, "The first request with this key is still being read",
+          "Another request with the same idempotency key is being received.",
+          "Repeat the request after a short time.",
+          retryable=True),
+    _kind("tree_closed", 409, "The tree cannot grow",
+          "The lease of the tree has ended, or the tree is not grown by its caller.",
+          "Start a new rollout, and renew the lease by branching before it ends."),
+    _kind("version_superseded", 409, "The weights version is no longer active",
+          "The request requires exactly one weights version, and a newer one is active.",
+          "Request the active version, or a minimum version."),
+    _kind("version_conflict", 409, "The weights version is in another state",
+          "The state of the weights version does not allow the operation, or the label is used for "
+          "other content.",
+          "List the versions with GET /v1/weights, and use another label for other content."),
+    _kind("base_unavailable", 409, "The base of the delta is not available",
+          "The server does not have the version that the delta is based on, or has other content "
+          "for it.",
+          "Upload the full weights."),
+    _kind("rollback_refused", 409, "The weights version is older than the active one",
+          "Activation of an older version is refused by default.",
+          "Repeat the request with allow_rollback: true if the rollback is intended."),
+    _kind("kv_version_conflict", 409, "The prompt KV is of another weights version",
+          "The prompt KV was computed with another weights version than the request requires.",
+          "Compute the prompt KV again with the current weights."),
+    _kind("kv_gone", 410, "The prompt KV was released",
+          "The lease of the prompt KV has ended, it was released, or its replica has stopped.",
+          "Compute the prompt KV again, and renew the lease before it ends."),
+    _kind("replica_gone", 410, "The replica has left the cluster",
+          "The replica that had the rollout is no longer registered with the cluster.",
+          "Start the rollout again."),
+    _kind("body_too_large", 413, "The body is too large",
+          "The body exceeds a limit of the server.",
+          "Send less at once, or raise the limit that `detail` names."),
+    _kind("unsupported_media_type", 415, "The media type is not supported",
+          "The Content-Type of the body is not supported by the route.",
+          "Send a body with the Content-Type that `detail` names."),
+    _kind("range_not_satisfiable", 416, "The range is outside the file",
+          "The Range header names bytes that the file does not have.",
+          "Use the length in the Content-Range header."),
+    _kind("unsupported", 422, "Not supported",
+          "The server does not have the requested feature.",
+          "Use the alternative that `detail` names."),
+    _kind("invalid_request", 422, "The request is invalid",
+          "A field, parameter or header has a missing or invalid value.",
+          "Correct the fields that `errors` lists."),
+    _kind("prompt_too_long", 422, "The prompt is too long",
+          "The prompt leaves no room for a token in the model's context.",
+          "Shorten the prompt, or raise engine.max_context_tokens."),
+    _kind("no_chat_template", 422, "The chat template cannot render the messages",
+          "The model has no chat template, or its template rejects the messages.",
+          "Send a text prompt or token ids, or correct the messages."),
+    _kind("weights_refused", 422, "The weights do not match the model",
+          "The files are not valid, or their tensors do not match the served model.",
+          "Correct the checkpoint; `detail` names the difference."),
+    _kind("digest_mismatch", 422, "The content does not match its digest",
+          "The received bytes do not match the Content-Digest header.",
+          "Upload the file again."),
+    _kind("path_refused", 422, "The path is not allowed",
+          "The path is not inside a directory of weights.source_directories.",
+          "Move the files, or add the directory to the setting."),
+    _kind("idempotency_mismatch", 422, "The idempotency key was used for another request",
+          "An earlier request with the same idempotency key had another body.",
+          "Use a new key for a new request."),
+    _kind("quota_exceeded", 429, "The limit of this API key is reached",
+          "The API key has as much concurrent work as its limit allows.",
+          "Repeat the request after Retry-After, with less in parallel.",
+          retryable=True),
+    _kind("headers_too_large", 431, "The headers are too large",
+          "The request line and the headers exceed limits.max_header_bytes.",
+          "Send fewer or shorter headers."),
+    _kind("internal", 500, "Internal error of the server",
+          "An unexpected error occurred; the server's log has the details under the request id.",
+          "Report the error with its request id."),
+    _kind("activation_failed", 500, "The weights could not be activated",
+          "The engine could not load the version; it continues with the previous one.",
+          "See the server's log, correct the version, and upload it under another label."),
+    _kind("not_ready", 503, "The server is starting",
+          "The engine is loading the model, or the server is fetching the active weights.",
+          "Repeat the request later.",
+          retryable=True),
+    _kind("draining", 503, "The server is shutting down",
+          "The server finishes its running work and accepts no new work.",
+          "Repeat the request at another replica, or after the restart.",
+          retryable=True),
+    _kind("overloaded", 503, "The server is overloaded",
+          "A queue of the server is full.",
+          "Repeat the request after Retry-After, or add replicas.",
+          retryable=True),
+    _kind("adapters_full", 503, "Too many adapters are loaded",
+          "The limit engine.max_adapters is reached, and all loaded adapters are in use.",
+          "Unload an adapter, or repeat the request after its rollouts have ended.",
+          retryable=True),
+    _kind("engine_dead", 503, "The engine has stopped",
+          "A process of the engine died or hangs; the server must be restarted.",
+          "Repeat the request after the restart.",
+          retryable=True),
+    _kind("version_unavailable", 503, "The weights version is not active yet",
+          "The request requires a weights version that is newer than the active one.",
+          "Repeat the request after the version is activated.",
+          retryable=True),
+    _kind("cluster_unavailable", 503, "The cluster registry is not available",
+          "The server cannot find out which replica has the rollout.",
+          "Repeat the request later.",
+          retryable=True),
+    _kind("insufficient_storage", 507, "The weights directory is full",
+          "The file system of weights.directory has not enough space.",
+          "Delete weights versions, or enlarge the file system."),
+)
+# fmt: on
+
+PROBLEMS: dict[str, ProblemKind] = {kind.code: kind for kind in _KINDS}

@@ -87,8 +87,8 @@ class ProgressRecord(AnswerModel):
     """Sent at least every 15 s, so that a long sample is not mistaken for a dead connection."""
 
     type: Literal["progress"] = "progress"
-    samples: int
-    samples_done: int
+    num_samples: int
+    num_samples_done: int
 
 
 class EndRecord(AnswerModel):

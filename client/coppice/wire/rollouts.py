@@ -15,7 +15,7 @@ from coppice.wire.base import (
 )
 from coppice.wire.branching import Branching
 from coppice.wire.kv import Kv, KvHandle, KvReason
-from coppice.wire.reuse import Reuse, ReuseAnswer
+from coppice.wire.kv_reuse import KvReuse, KvReuseAnswer
 
 MAX_GROUPS = 4096
 MAX_SAMPLES_PER_GROUP = 1024
@@ -37,30 +37,30 @@ class Message(RequestModel):
     content: Annotated[str, Field(max_length=16 * 2**20)]
 
 
-class PromptSegment(RequestModel):
-    """A span of a prompt. With a name in `reuse`, its KV can be reused in other prompts."""
+class PromptSpan(RequestModel):
+    """A piece of a prompt. With a `cache_key`, its KV can be reused in other prompts."""
 
     token_ids: Annotated[TokenIds, Field(min_length=1, max_length=MAX_TOKENS)]
-    reuse: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    cache_key: Annotated[str, Field(min_length=1, max_length=256)] | None = None
 
 
 class Prompt(RequestModel):
-    """Exactly one of token ids, text, messages or segments; segments are concatenated."""
+    """Exactly one of token ids, text, messages or spans; spans are concatenated."""
 
     token_ids: Annotated[TokenIds, Field(min_length=1, max_length=MAX_TOKENS)] | None = None
     text: Annotated[str, Field(min_length=1, max_length=16 * 2**20)] | None = None
     messages: (
         Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)] | None
     ) = None
-    segments: (
-        Annotated[list[PromptSegment], Field(min_length=1, max_length=1024, fail_fast=True)] | None
+    spans: (
+        Annotated[list[PromptSpan], Field(min_length=1, max_length=1024, fail_fast=True)] | None
     ) = None
 
     @model_validator(mode="after")
     def _exactly_one(self) -> Self:
-        ways = (self.token_ids, self.text, self.messages, self.segments)
+        ways = (self.token_ids, self.text, self.messages, self.spans)
         if sum(way is not None for way in ways) != 1:
-            raise ValueError("give exactly one of token_ids, text, messages and segments")
+            raise ValueError("give exactly one of token_ids, text, messages and spans")
         return self
 
 
@@ -87,7 +87,7 @@ class Sampling(RequestModel):
     ignore_eos: bool = False
 
 
-class Policy(RequestModel):
+class WeightsConstraint(RequestModel):
     """Constraint on the weights version: exactly one version, or a minimum version."""
 
     exact_version: Label | None = None
@@ -103,14 +103,14 @@ class Policy(RequestModel):
 class Finish(RequestModel):
     """Early finish of a group.
 
-    With `samples`, the group is done when that many samples have completed; `policy` selects which
-    ones count. The rest end as `surplus`. With `deadline_seconds`, samples that still run at the
-    deadline end as `deadline`. Tokens generated so far are kept.
+    With `num_samples`, the group is done when that many samples have completed; `select` determines
+    which ones count. The rest end as `surplus`. With `deadline_seconds`, samples that still run at
+    the deadline end as `deadline`. Tokens generated so far are kept.
     """
 
-    samples: Annotated[int, Field(ge=1, le=MAX_SAMPLES_PER_GROUP), JsonInteger()] | None = None
+    num_samples: Annotated[int, Field(ge=1, le=MAX_SAMPLES_PER_GROUP), JsonInteger()] | None = None
     deadline_seconds: Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)] | None = None
-    policy: Literal["first", "random_k", "balanced_length"] = "first"
+    select: Literal["first", "random", "balanced_length"] = "first"
 
 
 class GivenSpan(RequestModel):
@@ -147,11 +147,11 @@ class RolloutRequest(RequestModel):
     ]
     sampling: Sampling = Sampling()
     kv: Kv | None = None
-    policy: Policy | None = None
+    weights: WeightsConstraint | None = None
     finish: Finish | None = None
     branching: Branching | None = None
     continue_from: ContinueFrom | None = None
-    reuse: Reuse | None = None
+    kv_reuse: KvReuse | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31), JsonInteger()] = 0
     speculation: bool = True
     adapter: AdapterName | None = None
@@ -206,7 +206,7 @@ class GroupHead(AnswerModel):
     """A group without its samples.
 
     If `exact` is False, the prompt's KV was approximate: logprobs are those of the distribution
-    that was sampled from, not of the model. `chosen` are the samples that finish.samples selected,
+    that was sampled from, not of the model. `selected` are the samples that `finish` selected,
     if that number was reached. For a tree, `leaves` are the ids of its leaf segments, and
     `num_dropped` counts the segments that the caller removed.
     """
@@ -218,14 +218,14 @@ class GroupHead(AnswerModel):
     num_prompt_tokens: int
     num_cached_tokens: int
     num_continued_tokens: int = 0
-    chosen: list[int] | None = None
+    selected: list[int] | None = None
     leaves: list[str] | None = None
     num_dropped: int = 0
     kv: KvHandle | None = None
     kv_reason: KvReason | None = None
     """The reason why a requested handle is missing."""
-    reuse: ReuseAnswer | None = None
-    """KV reuse of a prompt given as segments."""
+    kv_reuse: KvReuseAnswer | None = None
+    """KV reuse of a prompt given as spans."""
 
 
 class GroupAnswer(GroupHead):
@@ -239,7 +239,7 @@ class GroupAnswer(GroupHead):
     segments: list[SegmentAnswer] | None = None
 
     @property
-    def num_completion_tokens(self) -> int:
+    def num_generated_tokens(self) -> int:
         """Number of tokens sampled here: shared tokens count once, resumed tokens do not count."""
         parts = self.samples if self.segments is None else self.segments
         return sum(len(part.token_ids) for part in parts) - self.num_continued_tokens
@@ -252,21 +252,21 @@ class GroupAnswer(GroupHead):
 class RunningAnswer(AnswerModel):
     """A rollout that was submitted asynchronously and still runs.
 
-    For a tree, samples are leaves and `samples` is the maximum possible number.
+    For a tree, samples are leaves and `num_samples` is the maximum possible number.
     """
 
     id: str
     status: Literal["running"] = "running"
-    samples: int
-    samples_done: int
+    num_samples: int
+    num_samples_done: int
 
 
 class Usage(AnswerModel):
     """Token counts of a whole rollout; the prompt of each group counts once."""
 
-    prompt_tokens: int
-    completion_tokens: int
-    samples: int
+    num_prompt_tokens: int
+    num_generated_tokens: int
+    num_samples: int
 
 
 class RolloutAnswer(AnswerModel):

@@ -11,7 +11,7 @@ from coppice.wire.base import (
     RequestModel,
     TokenIds,
 )
-from coppice.wire.rollouts import MAX_SAMPLES_PER_GROUP, MAX_TOKENS, Policy, Prompt
+from coppice.wire.rollouts import MAX_SAMPLES_PER_GROUP, MAX_TOKENS, Prompt, WeightsConstraint
 
 Response = Annotated[TokenIds, Field(min_length=1, max_length=MAX_TOKENS)]
 
@@ -29,7 +29,7 @@ class ScoreRequest(RequestModel):
     """Body of POST /v1/score. The distribution is the model's own, at temperature 1."""
 
     items: Annotated[list[ScoreItem], Field(min_length=1, max_length=4096, fail_fast=True)]
-    policy: Policy | None = None
+    weights: WeightsConstraint | None = None
     adapter: AdapterName | None = None
 
 

@@ -49,8 +49,8 @@ class VersionAnswer(AnswerModel):
 class ActivationAnswer(AnswerModel):
     """Result of an activation on this server.
 
-    `paused_seconds` is the time for which samples were paused. `behind` lists the replicas that do
-    not serve the version yet.
+    `paused_seconds` is the time for which samples were paused. `pending_replicas` are
+    those that do not serve the version yet.
     """
 
     version: str
@@ -59,32 +59,33 @@ class ActivationAnswer(AnswerModel):
     mode: ActivationMode
     paused_seconds: float
     samples_ended: int
-    behind: list[str] = []
+    pending_replicas: list[str] = []
 
 
 class ReplicaWeights(AnswerModel):
     """Weights of one replica of the fleet.
 
-    `behind` is the sequence of the fleet's target version minus that of the one served. `staged`
-    versions can be activated at once. `failed` is the version that it could not fetch or activate.
+    `versions_behind` is the sequence of the fleet's target version minus that of the one served.
+    `staged` versions can be activated at once. `failed` is the version that it could not fetch or
+    activate.
     """
 
     replica: str
     state: Literal["starting", "serving", "draining"]
     version: str
     sequence: int
-    behind: int
+    versions_behind: int
     staged: list[str]
     failed: str | None = None
     error: str | None = None
 
 
 class VersionsAnswer(AnswerModel):
-    """All versions on this server, its active version, and the fleet's target in `ordered`."""
+    """All versions on this server, its active version, and `target_version`, the fleet's."""
 
     active: str
     versions: list[VersionAnswer]
-    ordered: str | None = None
+    target_version: str | None = None
     replicas: list[ReplicaWeights] = []
 
 
@@ -110,7 +111,7 @@ class AdapterAnswer(AnswerModel):
     current: bool
     rank: int
     num_bytes: int
-    rollouts_running: int
+    num_rollouts_running: int
 
 
 class AdaptersAnswer(AnswerModel):
@@ -124,43 +125,43 @@ class AdaptersAnswer(AnswerModel):
 class DrafterAcceptance(AnswerModel):
     """Acceptance counts of one drafter under one weights version.
 
-    `first_accepted` / `first_drafted` is the acceptance rate of the first token of each draft,
-    which does not depend on the draft length.
+    `num_first_tokens_accepted` / `num_drafts` is the acceptance rate of the first token of each
+    draft, which does not depend on the draft length.
     """
 
     drafter: str
     weights: str
-    drafted: int
-    accepted: int
-    first_drafted: int
-    first_accepted: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    num_drafts: int
+    num_first_tokens_accepted: int
 
 
 class DrafterTraining(AnswerModel):
     """Training state of the drafter.
 
-    `loss` is a recent average per token. `samples_dropped` counts samples that finished faster than
-    they could be handed to the trainer.
+    `loss` is a recent average per token. `num_samples_dropped` counts samples that finished faster
+    than they could be handed to the trainer.
     """
 
     state: TrainingState
     num_steps: int
     num_tokens: int
     loss: float
-    samples_dropped: int
+    num_samples_dropped: int
 
 
 class DrafterAnswer(AnswerModel):
     """Answer of GET /v1/drafter as JSON.
 
     `candidate` is in its trial, or waits for it. `acceptance` is ordered from the oldest to the
-    latest. `promoted`, `rolled_back` and `failed` count trials by outcome.
+    latest. `num_promoted`, `num_rolled_back` and `num_failed` count trials by outcome.
     """
 
     serving: str
     candidate: str | None = None
     acceptance: list[DrafterAcceptance]
-    promoted: int
-    rolled_back: int
-    failed: int
+    num_promoted: int
+    num_rolled_back: int
+    num_failed: int
     training: DrafterTraining

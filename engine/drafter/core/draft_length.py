@@ -40,16 +40,17 @@ class Acceptance:
         self._num_tried = np.zeros(max_draft_tokens)
         self._num_accepted = np.zeros(max_draft_tokens)
 
-    def step(self) -> None:
+    def decay(self) -> None:
+        """Reduce the weight of earlier steps; called once per step that drafts."""
         self._num_tried *= STEP_DECAY
         self._num_accepted *= STEP_DECAY
 
-    def verified(self, num_drafted: int, num_accepted: int) -> None:
+    def record_verified(self, num_drafted: int, num_accepted: int) -> None:
         """Record one draft. Tokens after the first rejected one are not observed."""
         self._num_tried[: min(num_accepted + 1, num_drafted)] += 1
         self._num_accepted[:num_accepted] += 1
 
-    def weights_changed(self) -> None:
+    def on_weights_changed(self) -> None:
         """Reduce what was observed under other weights to a weak prior."""
         self._num_tried *= WEIGHTS_CHANGED_DECAY
         self._num_accepted *= WEIGHTS_CHANGED_DECAY
@@ -218,7 +219,7 @@ class DraftLengthPolicy:
         if self._num_choices % PROBE_INTERVAL == 0:
             self._probes = max(self._probes, PROBE_BURST)
         length = self._clamp(self._best_length(batch), batch.running)
-        if length == 0 and self.controller.decision != "checked":
+        if length == 0 and self.controller.decision != "baseline":
             self._is_probe = batch.on_trial or self._probes > 0
         if self._is_probe or length > 0:
             self._probes = max(0, self._probes - 1)

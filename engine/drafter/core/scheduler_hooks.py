@@ -62,7 +62,9 @@ class DraftingHooks:
         self._clock = clock
         self._counts = Counters()
         self._pairs = PairCounters()
-        self._limits = DraftLimits(scheduler.requests, max_draft_tokens, self._counts.skipped)
+        self._limits = DraftLimits(
+            scheduler.requests, max_draft_tokens, self._counts.record_skipped
+        )
         self._acceptance: dict[str, Acceptance] = {}
         self._settled_drafter = serving
         self._verified_drafter = self._current_drafter = serving
@@ -85,7 +87,7 @@ class DraftingHooks:
             return output
 
         def patched_make_stats(spec_stats: Any, **named: Any) -> Any:
-            self.verified(named["num_draft_tokens"], named["num_accepted_tokens"])
+            self.record_verified(named["num_draft_tokens"], named["num_accepted_tokens"])
             return stats(spec_stats, **named)
 
         def patched_update_drafts(drafts: Any) -> None:
@@ -115,7 +117,7 @@ class DraftingHooks:
         if running:
             self._set_draft_length(self.length.at(self._batch_state(running)))
             if self.length.profile is None:
-                self._counts.step(self.length.decision())
+                self._counts.record_step(self.length.decision())
 
     @FEATURE.guarded_with_default(None)
     def after_schedule(self, output: Any) -> None:
@@ -147,20 +149,22 @@ class DraftingHooks:
         self._trim_placeholders(scheduled)
 
     @FEATURE.guarded_with_default(None)
-    def verified(self, num_drafted: int, num_accepted: int) -> None:
+    def record_verified(self, num_drafted: int, num_accepted: int) -> None:
         if self.length.profile is not None:
             return
         self._num_emitted += num_accepted
         drafted, accepted = np.array([num_drafted]), np.array([num_accepted])
-        self._counts.verified(_SCOPE[:, :num_drafted], drafted, accepted)
-        self._pairs.verified(self._verified_drafter, self._weights(), num_drafted, num_accepted)
+        self._counts.record_verified(_SCOPE[:, :num_drafted], drafted, accepted)
+        self._pairs.record_verified(
+            self._verified_drafter, self._weights(), num_drafted, num_accepted
+        )
         acceptance = self._acceptance.get(self._verified_drafter)
         if acceptance is None:
             return  # an earlier drafter, whose trial is over
         if not self._is_step_counted:
             self._is_step_counted = True
-            acceptance.step()
-        acceptance.verified(num_drafted, num_accepted)
+            acceptance.decay()
+        acceptance.record_verified(num_drafted, num_accepted)
 
     @FEATURE.guarded_with_default(None)
     def trim_drafts(self, drafts: Any) -> None:
@@ -233,9 +237,9 @@ class DraftingHooks:
         if (settled_drafter, weights) == (self._settled_drafter, self._last_weights):
             return
         if weights != self._last_weights:
-            self._counts.weights_changed()
+            self._counts.on_weights_changed()
             for acceptance in self._acceptance.values():
-                acceptance.weights_changed()
+                acceptance.on_weights_changed()
         self._acceptance = {
             settled_drafter: self._acceptance.get(
                 settled_drafter, Acceptance(self.max_draft_tokens)

@@ -41,9 +41,9 @@ def top_k_of(token_top_logprobs: Sequence[TopLogprobs]) -> TopK:
         tokens=np.zeros((len(token_top_logprobs), TOP_K), np.int32),
         probs=np.zeros((len(token_top_logprobs), TOP_K), np.float32),
     )
-    for row, place in enumerate(token_top_logprobs):
+    for row, entries in enumerate(token_top_logprobs):
         # The sampled token occurs twice if it is in the top k.
-        known = {entry.token_id: entry.logprob for entry in place}
+        known = {entry.token_id: entry.logprob for entry in entries}
         best = sorted(known.items(), key=lambda entry: -entry[1])[:TOP_K]
         found.tokens[row] = best[0][0] if best else 0
         found.tokens[row, : len(best)] = [token for token, _ in best]

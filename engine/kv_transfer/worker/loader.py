@@ -34,7 +34,7 @@ MAX_PREDICTED_TOKENS: Final = 256
 
 
 """Tokens predicted at a time, to limit memory."""
-LOAD_FEATURE = feature("segments")
+LOAD_FEATURE = feature("kv_reuse")
 
 logger = logging.getLogger(__name__)
 

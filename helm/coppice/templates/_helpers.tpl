@@ -55,13 +55,13 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end -}}
 
 {{/* KV cache of prompt spans, which is in the engine's part. */}}
-{{- define "coppice.segmentsBytes" -}}
-{{- get .Values.kv "segments_bytes" | default 0 | int64 -}}
+{{- define "coppice.spansBytes" -}}
+{{- get .Values.kv "spans_bytes" | default 0 | int64 -}}
 {{- end -}}
 
 {{/* Size of the mount. It is larger than the used size, because the server uses at most half of the free space for the arena and for spans. Only used pages count as memory. */}}
 {{- define "coppice.shmMount" -}}
-{{- add (include "coppice.shmBytes" .) (include "coppice.bytes" .Values.shm.arena) (include "coppice.segmentsBytes" .) -}}
+{{- add (include "coppice.shmBytes" .) (include "coppice.bytes" .Values.shm.arena) (include "coppice.spansBytes" .) -}}
 {{- end -}}
 
 {{- define "coppice.graceSeconds" -}}
@@ -114,15 +114,15 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- $_ := set $engine "prompt_kv" true -}}
 {{- $_ := set $kv "capacity_bytes" $arena -}}
 {{- end -}}
-{{- $directory := merge (dict) .Values.directory -}}
+{{- $cluster := merge (dict) .Values.cluster -}}
 {{- with .Values.fleet.redis.url -}}
-{{- $_ := set $directory "redis_url" . -}}
+{{- $_ := set $cluster "redis_url" . -}}
 {{- end -}}
 {{- with .Values.fleet.redis.user -}}
-{{- $_ := set $directory "redis_user" . -}}
+{{- $_ := set $cluster "redis_user" . -}}
 {{- end -}}
 {{- if .Values.fleet.redis.existingSecret -}}
-{{- $_ := set $directory "redis_password_file" "/etc/coppice/redis/password" -}}
+{{- $_ := set $cluster "redis_password_file" "/etc/coppice/redis/password" -}}
 {{- end -}}
 {{- $attention := merge (dict "cache_directory" "/cache/attention") .Values.attention -}}
 {{- $speculation := merge (dict "cache_directory" "/cache/speculation" "drafter_directory" "/cache/drafter") .Values.speculation -}}
@@ -130,7 +130,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- if .Values.auth.peerSecretKey -}}
 {{- $_ := set $weights "peer_key_file" "/etc/coppice/keys/peer-key" -}}
 {{- end -}}
-{{- toYaml (dict "server" $server "engine" $engine "attention" $attention "speculation" $speculation "graphs" .Values.graphs "kv" $kv "weights" $weights "directory" $directory "limits" .Values.limits "log" .Values.log "trace" .Values.trace) -}}
+{{- toYaml (dict "server" $server "engine" $engine "attention" $attention "speculation" $speculation "graphs" .Values.graphs "kv" $kv "weights" $weights "cluster" $cluster "limits" .Values.limits "log" .Values.log "trace" .Values.trace) -}}
 {{- end -}}
 
 {{/* Rules with job="coppice" replaced by the job and namespace of this release. */}}

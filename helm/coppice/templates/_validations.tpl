@@ -27,11 +27,11 @@
 {{- if eq $shm 0 -}}
 {{- fail "shm.engine must be above 0: the engine's processes communicate through shared memory" -}}
 {{- end -}}
-{{- if and (gt (include "coppice.segmentsBytes" . | int64) 0) (eq (include "coppice.bytes" $v.shm.arena | int64) 0) -}}
-{{- fail "kv.segments_bytes needs shm.arena above 0: the engine exports KV only then" -}}
+{{- if and (gt (include "coppice.spansBytes" . | int64) 0) (eq (include "coppice.bytes" $v.shm.arena | int64) 0) -}}
+{{- fail "kv.spans_bytes needs shm.arena above 0: the engine exports KV only then" -}}
 {{- end -}}
-{{- if ge (include "coppice.segmentsBytes" . | int64) (include "coppice.bytes" $v.shm.engine | int64) -}}
-{{- fail (printf "kv.segments_bytes must be below shm.engine (%s), which holds it" (toString $v.shm.engine)) -}}
+{{- if ge (include "coppice.spansBytes" . | int64) (include "coppice.bytes" $v.shm.engine | int64) -}}
+{{- fail (printf "kv.spans_bytes must be below shm.engine (%s), which holds it" (toString $v.shm.engine)) -}}
 {{- end -}}
 {{- $ranks := mul (int (get $v.engine "tensor_parallel_size" | default 1)) (int (get $v.engine "pipeline_parallel_size" | default 1)) -}}
 {{- if and (gt (int $v.gpu.count) 0) (ne (int $v.gpu.count) (int $ranks)) -}}

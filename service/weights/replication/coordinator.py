@@ -69,7 +69,7 @@ class ActivationCoordinator:
     async def activate(
         self, label: str, mode: ActivationMode, *, allow_rollback: bool
     ) -> ActivationAnswer:
-        """Activate a version on all replicas; `behind` lists those that do not serve it yet.
+        """Activate a version on all replicas; `pending_replicas` do not serve it yet.
 
         Once started, it does not stop half-way.
         """
@@ -90,10 +90,12 @@ class ActivationCoordinator:
         answer = await self._activation.apply(label, mode, allow_rollback=allow_rollback)
         target = await self._set_target(label, mode, allow_rollback)
         self._follower.on_target_applied(target)
-        behind = await self._wait_until(
+        pending = await self._wait_until(
             lambda replica: replica.epoch >= target.epoch, deadline, failed_version=label
         )
-        return answer.model_copy(update={"behind": sorted(replica.id for replica in behind)})
+        return answer.model_copy(
+            update={"pending_replicas": sorted(replica.id for replica in pending)}
+        )
 
     async def _ensure_present(self, label: str, deadline: float) -> None:
         seconds = 0.0 if self._stopped else max(0.0, deadline - self._clock())

@@ -25,7 +25,7 @@ from service.weights.replication.peers import Peers
 from service.weights.stager import WeightStager
 from service.weights.versions import Version
 
-FetchMethod = Literal["path", "delta", "whole", "failed"]
+FetchMethod = Literal["path", "delta", "full", "failed"]
 CONNECT_TIMEOUT_SECONDS = 5.0
 READ_TIMEOUT_SECONDS = 30.0
 BLOCK_BYTES = 2**20  # minimum progress per READ_TIMEOUT_SECONDS
@@ -148,7 +148,7 @@ class WeightsDownloader:
             )
         if version is None or version.state == "incomplete":
             raise DownloadFailed("the manifest does not list all files")
-        self._on_fetched("whole")
+        self._on_fetched("full")
         return version
 
 

@@ -14,7 +14,7 @@ from service.cluster.registry import ClusterView, Manifest
 from service.http.errors import VersionConflict
 from service.weights.replication.announcer import Announcer
 from service.weights.replication.downloader import DownloadFailed, WeightsDownloader
-from service.weights.replication.status import LoadHistory
+from service.weights.replication.status import ReplicaStatus
 from service.weights.versions import Versions
 
 log = logging.getLogger(__name__)
@@ -34,13 +34,13 @@ class Fetcher:
         cluster: ClusterMembership,
         versions: Versions,
         downloader: WeightsDownloader,
-        load_history: LoadHistory,
+        replica_status: ReplicaStatus,
         announcer: Announcer,
     ) -> None:
         self._cluster = cluster
         self._versions = versions
         self._downloader = downloader
-        self._load_history = load_history
+        self._replica_status = replica_status
         self._announcer = announcer
         self._in_progress: dict[str, asyncio.Task[FailureReason]] = {}
         self._open = False
@@ -90,15 +90,16 @@ class Fetcher:
             manifest
             for manifest in view.manifests.values()
             if self._is_missing(manifest)
-            and self._load_history.is_due(manifest.version)
+            and self._replica_status.is_due(manifest.version)
             and not self._announcer.is_withdrawn(view, manifest.version)
         ]
         target = view.target
-        ordered = None if target is None else view.manifests.get(target.version)
-        if ordered is not None and ordered in due:
-            return [ordered]
+        target_manifest = None if target is None else view.manifests.get(target.version)
+        if target_manifest is not None and target_manifest in due:
+            return [target_manifest]
         min_sequence = max(
-            self._versions.active.sequence, 0 if ordered is None else ordered.sequence
+            self._versions.active.sequence,
+            0 if target_manifest is None else target_manifest.sequence,
         )
         newer = sorted(
             (manifest for manifest in due if manifest.sequence > min_sequence),
@@ -127,10 +128,11 @@ class Fetcher:
             log.exception("fetching %s failed", manifest.version)
             failure = "internal error"
         if failure is None:
-            self._load_history.on_success(manifest.version)
+            self._replica_status.on_success(manifest.version)
             self._cluster.start_fast_heartbeats()
         else:
-            self._load_history.on_failure(manifest.version, failure)
+            self._replica_status.on_failure(manifest.version, failure)
+            self._cluster.request_heartbeat()
         return failure
 
     async def _download(self, manifest: Manifest) -> FailureReason:

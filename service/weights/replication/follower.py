@@ -6,8 +6,6 @@ that was reset is restored.
 
 import asyncio
 import logging
-import time
-from collections.abc import Callable
 from contextlib import suppress
 
 from service.cluster.membership import ClusterMembership
@@ -22,7 +20,7 @@ from service.weights.replication.announcer import (
 )
 from service.weights.replication.downloader import WeightsDownloader
 from service.weights.replication.fetcher import Fetcher
-from service.weights.replication.status import LoadHistory, ReplicaStatus
+from service.weights.replication.status import ReplicaStatus
 from service.weights.stager import WeightStager
 from service.weights.versions import Version, Versions
 
@@ -44,8 +42,6 @@ class Follower:
         announcer: Announcer,
         activation: Activation,
         replica_status: ReplicaStatus,
-        *,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cluster = cluster
         self._versions = versions
@@ -53,8 +49,7 @@ class Follower:
         self.replica_status = replica_status
         self._announcer = announcer
         self._activation = activation
-        self._load_history = LoadHistory(replica_status, cluster, clock=clock)
-        self.fetcher = Fetcher(cluster, versions, downloader, self._load_history, announcer)
+        self.fetcher = Fetcher(cluster, versions, downloader, replica_status, announcer)
         self._last_target: ActivationTarget | None = None
         self._step_lock = asyncio.Lock()
         self._engine_started = asyncio.Event()
@@ -121,8 +116,7 @@ class Follower:
 
     def on_target_applied(self, target: ActivationTarget) -> None:
         self._last_target = target
-        self.replica_status.epoch = target.epoch
-        self.replica_status.failed = self.replica_status.error = None
+        self.replica_status.on_target_applied(target.epoch)
         self._cluster.stop_fast_heartbeats()
 
     async def _sync(self, view: ClusterView) -> None:
@@ -134,12 +128,12 @@ class Follower:
 
     async def _announce_one(self, version: Version) -> bool:
         """Announce a version; returns whether no further attempt is needed."""
-        if not self._load_history.is_due(version.label):
+        if not self.replica_status.is_due(version.label):
             return False
         try:
             announced = await self._announcer.announce(version)
         except VersionConflict as conflict:
-            self._load_history.on_failure(version.label, str(conflict))
+            self._on_failure(version.label, str(conflict))
             return True
         if self._versions.find(version.label) is not None:
             self._versions.announced(version.label, announced)
@@ -155,28 +149,28 @@ class Follower:
                 continue
             with suppress(ServiceError):
                 await self._stager.delete(label, sync=False)
-                self._load_history.on_success(label)  # its failure concerned the deleted files
+                self.replica_status.on_success(label)  # its failure concerned the deleted files
 
     async def _apply_target(self, target: ActivationTarget, view: ClusterView) -> None:
         version = self._versions.find(target.version)
-        if target.version in self.fetcher.in_progress or not self._load_history.is_due(
+        if target.version in self.fetcher.in_progress or not self.replica_status.is_due(
             target.version
         ):
             return
         if version is None or version.state == "incomplete":
-            self._load_history.on_failure(target.version, "no replica has published its files")
+            self._on_failure(target.version, "no replica has published its files")
             return
         if is_published(version) and (
             not version.announced or conflicts_with_manifest(version, view)
         ):
-            self._load_history.on_failure(target.version, "other replicas have different weights")
+            self._on_failure(target.version, "other replicas have different weights")
             return
         try:
             await self._activation.apply(target.version, target.mode, allow_rollback=True)
         except ServiceError as error:
-            self._load_history.on_failure(target.version, str(error))
+            self._on_failure(target.version, str(error))
         else:
-            self._load_history.on_success(target.version)
+            self.replica_status.on_success(target.version)
             self.on_target_applied(target)
 
     def _is_newer_target(self, target: ActivationTarget) -> bool:
@@ -194,6 +188,10 @@ class Follower:
             # Until then other replicas may not have restored the target after a reset.
             return self._cluster.is_settled
         return not self._is_newer_target(view.target)
+
+    def _on_failure(self, label: str, reason: str) -> None:
+        self.replica_status.on_failure(label, reason)
+        self._cluster.request_heartbeat()
 
     def _on_view(self, view: ClusterView) -> None:
         self._view_changed.set()

@@ -19,16 +19,25 @@ class ReplicaStatus:
     """Status of this replica, as its entry in the cluster registry.
 
     `epoch` is that of the last applied activation target. `failed` is the label of the version that
-    could not be fetched or activated, `error` the reason.
+    could not be fetched or activated, `error` the reason. Failed versions are retried after
+    `RETRY_SECONDS`.
     """
 
     def __init__(
-        self, replica_id: str, url: str | None, readiness: Readiness, versions: Versions
+        self,
+        replica_id: str,
+        url: str | None,
+        readiness: Readiness,
+        versions: Versions,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._replica_id = replica_id
         self._url = url or ""
         self._readiness = readiness
         self._versions = versions
+        self._clock = clock
+        self._retry_at: dict[str, float] = {}
         self.epoch = 0
         self.failed: str | None = None
         self.error: str | None = None
@@ -49,39 +58,23 @@ class ReplicaStatus:
             error=self.error,
         )
 
-
-class LoadHistory:
-    """Failed downloads and activations by version, which are retried after `RETRY_SECONDS`.
-
-    The last failure is also published in `replica_status`.
-    """
-
-    def __init__(
-        self,
-        replica_status: ReplicaStatus,
-        cluster: ClusterMembership,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._replica_status = replica_status
-        self._cluster = cluster
-        self._clock = clock
-        self._retry_at: dict[str, float] = {}
-
     def is_due(self, label: str) -> bool:
         """Return True unless the version failed within the last `RETRY_SECONDS`."""
         return self._clock() >= self._retry_at.get(label, -float("inf"))
 
     def on_failure(self, label: str, reason: str) -> None:
         log.warning("fetching or activating %s failed: %s", label, reason)
-        self._replica_status.failed, self._replica_status.error = label, reason
+        self.failed, self.error = label, reason
         self._retry_at[label] = self._clock() + RETRY_SECONDS
-        self._cluster.request_heartbeat()
 
     def on_success(self, label: str) -> None:
         self._retry_at.pop(label, None)
-        if self._replica_status.failed == label:
-            self._replica_status.failed = self._replica_status.error = None
+        if self.failed == label:
+            self.failed = self.error = None
+
+    def on_target_applied(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.failed = self.error = None
 
 
 class ReplicationStatus:
@@ -96,7 +89,7 @@ class ReplicationStatus:
         target = self._cluster.view.target
         return VersionsAnswer(
             active=self._versions.active.label,
-            ordered=None if target is None else target.version,
+            target_version=None if target is None else target.version,
             versions=[version.answer() for version in self._versions.all()],
             replicas=[self._replica_weights(replica) for replica in self._replicas()],
         )
@@ -122,7 +115,7 @@ class ReplicationStatus:
             state=replica.state,
             version=replica.version,
             sequence=replica.sequence,
-            behind=self._versions_behind(replica),
+            versions_behind=self._versions_behind(replica),
             staged=list(replica.staged),
             failed=replica.failed,
             error=replica.error,
@@ -133,8 +126,8 @@ class ReplicationStatus:
         view = self._cluster.view
         if view.target is None:
             return 0
-        ordered = self._versions.sequence_of(view.target.version)
-        return 0 if ordered is None else max(0, ordered - replica.sequence)
+        sequence = self._versions.sequence_of(view.target.version)
+        return 0 if sequence is None else max(0, sequence - replica.sequence)
 
     def _on_view(self, view: ClusterView) -> None:
         self._versions.learn_sequences({m.version: m.sequence for m in view.manifests.values()})

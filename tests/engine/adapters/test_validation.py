@@ -105,9 +105,9 @@ def matrix(*shape: int) -> Any:
 @pytest.mark.parametrize(
     ("tensors", "said"),
     [
-        ({f"{MODULE}.lora_B.weight": matrix(16, 3)}, "served over (16, 8)"),
-        ({f"{MODULE}.lora_A.weight": matrix(4, 9)}, "served over (16, 8)"),
-        ({f"{MODULE}.lora_A.weight": matrix()}, "served over (16, 8)"),
+        ({f"{MODULE}.lora_B.weight": matrix(16, 3)}, "over (16, 8) they must"),
+        ({f"{MODULE}.lora_A.weight": matrix(4, 9)}, "over (16, 8) they must"),
+        ({f"{MODULE}.lora_A.weight": matrix()}, "over (16, 8) they must"),
         ({f"{MODULE}.lora_A.weight": matrix(2, 8), f"{MODULE}.lora_B.weight": matrix(16, 2)}, "r"),
         ({f"{MODULE}.lora_B.weight": None}, "has only one"),
         ({f"{MODULE}.bias": matrix(16)}, "is not a LoRA matrix"),

@@ -78,7 +78,7 @@ def test_mode_decides_whether_the_crossover_applies() -> None:
 def test_ranks_take_the_same_steps_and_divide_the_bytes() -> None:
     counts = Counters()
     counts.record_grouped(num_rows=3, bytes_saved=500)
-    counts.skipped("nothing_shared")
+    counts.record_skipped("nothing_shared")
     total = aggregate_ranks([counts.read(), counts.read()])
     assert isinstance(total, SharedPrefixStats)
     assert (total.steps_grouped, total.rows_grouped) == (1, 3)

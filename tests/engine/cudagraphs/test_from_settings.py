@@ -100,11 +100,11 @@ def test_steps_are_those_of_one_rank_and_bytes_the_maximum() -> None:
         counts = Counters()
         counts.set_plan(PLAN, measured_bytes)
         counts.record_decode(samples=1, query_len=1, hit=True)
-        counts.begin()
+        counts.reset()
         for samples in (3, 4, 5):
             counts.record_decode(samples=samples, query_len=3, hit=False)
         counts.record_decode(samples=1, query_len=1, hit=True)
-        counts.mixed()
+        counts.record_mixed()
         return counts.read()
 
     assert aggregate_ranks([rank(70), rank(90)]) == CudaGraphStats(

@@ -184,7 +184,7 @@ def test_hits_and_misses_are_counted_by_shape(monkeypatch: pytest.MonkeyPatch) -
     made = planned("8:4 32:2 0", budget_bytes=2**27)
     manager = manager_of(config("8:4 32:2 0", made.capture_sizes), keeping_to(made))
     capture_all(manager)
-    COUNTERS.begin()
+    COUNTERS.reset()
     manager.dispatch(7, 35, 5, 0, max_query_len=5)
     manager.dispatch(40, 120, 3, 0, max_query_len=3)
     manager.dispatch(40, 90, None, 0, max_query_len=3)

@@ -9,8 +9,8 @@ from engine.drafter.core.draft_length import Acceptance
 def test_each_position_has_its_rate_among_tokens_that_were_reached() -> None:
     acceptance = Acceptance(4)
     for _ in range(300):
-        acceptance.verified(3, 3)
-        acceptance.verified(3, 1)
+        acceptance.record_verified(3, 3)
+        acceptance.record_verified(3, 1)
     first, second, third, fourth = acceptance.probabilities().tolist()
     assert first == pytest.approx(1.0, abs=0.02)
     assert second == pytest.approx(0.5, abs=0.02)
@@ -21,7 +21,7 @@ def test_each_position_has_its_rate_among_tokens_that_were_reached() -> None:
 def test_rejected_first_token_says_nothing_about_later_positions() -> None:
     acceptance = Acceptance(2)
     for _ in range(300):
-        acceptance.verified(2, 0)
+        acceptance.record_verified(2, 0)
     first, second = acceptance.probabilities().tolist()
     assert first < 0.02
     assert second == pytest.approx(first)
@@ -30,15 +30,15 @@ def test_rejected_first_token_says_nothing_about_later_positions() -> None:
 def test_recent_outcomes_count_and_those_of_other_weights_hardly() -> None:
     acceptance = Acceptance(1)
     for _ in range(600):
-        acceptance.step()
-        acceptance.verified(1, 0)
+        acceptance.decay()
+        acceptance.record_verified(1, 0)
     for _ in range(400):
-        acceptance.step()
-        acceptance.verified(1, 1)
+        acceptance.decay()
+        acceptance.record_verified(1, 1)
     assert acceptance.probabilities()[0] > 0.9
-    acceptance.weights_changed()
+    acceptance.on_weights_changed()
     for _ in range(20):
-        acceptance.verified(1, 0)
+        acceptance.record_verified(1, 0)
     assert acceptance.probabilities()[0] < 0.4
 
 

@@ -126,7 +126,7 @@ def test_seeded_opted_out_and_finishing_samples_get_no_drafts() -> None:
     assert (drafted["seeded"], drafted["refused"]) == (0, 0)
     assert drafted["plain"] > 1
     assert drafted["ending"] <= 1
-    assert drafting.read()["speculation"]["skipped"] == {"seeded": 1, "refused": 1}
+    assert drafting.read()["speculation"]["skipped"] == {"seeded": 1, "disabled": 1}
 
 
 def test_profiling_runs_and_times_every_length() -> None:

@@ -72,7 +72,7 @@ async def test_drafter_learns_from_traffic_and_a_worse_one_is_dropped(
     tmp_path: Path,
 ) -> None:
     async with drafted(tmp_path) as (_, rollouts):
-        learned = await until(rollouts, lambda answer: answer.promoted > 0)
+        learned = await until(rollouts, lambda answer: answer.num_promoted > 0)
         assert learned.serving.startswith("trained-")
         assert learned.training.num_tokens > 0
         assert len(trainers()) == 1
@@ -84,9 +84,9 @@ async def test_drafter_learns_from_traffic_and_a_worse_one_is_dropped(
         await until(rollouts, lambda answer: answer.candidate == "worse")
         told = await until(rollouts, lambda answer: answer.candidate != "worse")
         assert told.serving != "worse"
-        assert told.rolled_back > 0
+        assert told.num_rolled_back > 0
         by_drafter = {pair.drafter: pair for pair in told.acceptance}
-        assert by_drafter["worse"].first_accepted < 0.1 * by_drafter["worse"].first_drafted
+        assert by_drafter["worse"].num_first_tokens_accepted < 0.1 * by_drafter["worse"].num_drafts
 
         other = write_model(tmp_path / "other", random_tensors(1, tied=True), tied=True)
         with pytest.raises(WeightsRefused, match="shape"):

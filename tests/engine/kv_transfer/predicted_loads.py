@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from coppice.wire.rollouts import PromptSpan
 from engine.kv_types import ExportSlot, KvLoad
 from service.kv_reuse.anchor_selection import (
     distance,
@@ -14,8 +15,8 @@ from service.kv_reuse.anchor_selection import (
 )
 from service.kv_reuse.anchors import Anchor, AnchorContext
 from service.kv_reuse.prediction import load_pieces
-from service.kv_reuse.span_cache import CacheEntry, CacheKey
-from service.kv_reuse.spans import PromptSpan, Scope, joined, template_of
+from service.kv_reuse.span_cache import CacheEntry, EntryKey
+from service.kv_reuse.spans import Scope, joined, template_of
 from service.prompt_kv.arena import Extent
 from tests.arena import TestArena
 from tests.engine.kv_transfer.export_models import COMMITTED
@@ -27,17 +28,19 @@ NAMES = (f"anchor-{i}" for i in itertools.count())
 
 @dataclass
 class PredictedLoads:
+    """Anchors of one engine and loads that are predicted from them."""
+
     engine: LiveEngine
     arena: TestArena
     anchors: list[Anchor] = field(default_factory=list)
     alone: dict[tuple[int, ...], CacheEntry] = field(default_factory=dict)
 
-    def keep(self, *prompts: Sequence[PromptSpan]) -> None:
+    def add_anchors(self, *prompts: Sequence[PromptSpan]) -> None:
         """Prefills the anchors one after the other."""
         for parts in prompts:
             template, prompt = template_of(parts), joined(parts)
             context, bases = AnchorContext(SCOPE, 0, template.context), self._bases(parts)
-            real = self._written(prompt, template.num_tokens)
+            real = self._export(prompt, template.num_tokens)
             self.anchors.append(Anchor(context=context, template=template, real=real, bases=bases))
 
     def load(
@@ -46,28 +49,33 @@ class PredictedLoads:
         *,
         chain: str,
         n: int = 1,
-        threshold: float = 1.0,
-        taken: bool = True,
+        max_entropy: float = 1.0,
+        use_exact: bool = True,
     ) -> KvLoad:
-        """If not `taken`, predicts all but unnamed text, even if an anchor has the same texts."""
+        """Without `use_exact`, named texts are predicted even if an anchor has the same ones."""
         template, bases = template_of(parts), self._bases(parts)
-        found = find_candidates(template, self.anchors)
-        assert found is not None, "too few anchors"
-        if not taken:
-            found[1:] = [
-                replace(one, exact_match=None, anchors=self.anchors, compared_section=i - 1 + i % 2)
-                for i, one in enumerate(found[1:], start=1)
+        candidates = find_candidates(template, self.anchors)
+        assert candidates is not None, "too few anchors"
+        if not use_exact:
+            candidates[1:] = [
+                replace(
+                    candidate,
+                    exact_match=None,
+                    anchors=self.anchors,
+                    compared_section=i - 1 + i % 2,
+                )
+                for i, candidate in enumerate(candidates[1:], start=1)
             ]
         view = self.arena.bytes.data
         distances = {
             (index, anchor): distance(
                 view, self.arena.form, bases[index].slot, anchor.bases[index].slot
             )
-            for index, anchor in pairs_to_compare(template, found)
+            for index, anchor in pairs_to_compare(template, candidates)
         }
-        choice = select_anchors(template, found, distances, threshold)
+        choice = select_anchors(template, candidates, distances, max_entropy)
         assert choice is not None, "not shareable"
-        pieces = load_pieces(template, bases, found, choice)
+        pieces = load_pieces(template, bases, candidates, choice)
         return KvLoad(chain=chain, num_requests=n, exact_tokens=choice.exact_tokens, pieces=pieces)
 
     def submit(
@@ -77,41 +85,41 @@ class PredictedLoads:
         *,
         n: int = 1,
         salt: str | None = None,
-        **how: Any,
+        **sampling: Any,
     ) -> list[str]:
-        asked: dict[str, Any] = {"max_tokens": 12} | how
+        options: dict[str, Any] = {"max_tokens": 12} | sampling
         return [
-            self.engine.submit(joined(parts), load=load, salt=salt, seed=i, **asked)
+            self.engine.submit(joined(parts), load=load, salt=salt, seed=i, **options)
             for i in range(n)
         ]
 
     def sample(
-        self, parts: Sequence[PromptSpan], *, chain: str, n: int = 1, **how: Any
+        self, parts: Sequence[PromptSpan], *, chain: str, n: int = 1, **sampling: Any
     ) -> list[Answer]:
         load = self.load(parts, chain=chain, n=n)
-        return self.engine.finish(*self.submit(parts, load, n=n, **how))
+        return self.engine.finish(*self.submit(parts, load, n=n, **sampling))
 
     def slot(self, num_tokens: int) -> ExportSlot:
         return replace(self.arena.slot(num_tokens), name=next(NAMES))
 
     def _bases(self, parts: Sequence[PromptSpan]) -> dict[int, CacheEntry]:
         template, prompt = template_of(parts), joined(parts)
-        texts = {part.name: list(part.token_ids) for part in parts}
-        found: dict[int, CacheEntry] = {}
-        for index, stretch in enumerate(template.sections):
-            if stretch.name is None:
+        texts = {part.cache_key: list(part.token_ids) for part in parts}
+        entries: dict[int, CacheEntry] = {}
+        for index, section in enumerate(template.sections):
+            if section.cache_key is None:
                 continue
-            text = texts[stretch.name]
-            assert prompt[stretch.start : stretch.end] == text[: stretch.num_tokens]
+            text = texts[section.cache_key]
+            assert prompt[section.start : section.end] == text[: section.num_tokens]
             if tuple(text) not in self.alone:
-                self.alone[tuple(text)] = self._written(text, len(text))
-            found[index] = self.alone[tuple(text)]
-        return found
+                self.alone[tuple(text)] = self._export(text, len(text))
+            entries[index] = self.alone[tuple(text)]
+        return entries
 
-    def _written(self, prompt: Sequence[int], num_tokens: int) -> CacheEntry:
+    def _export(self, prompt: Sequence[int], num_tokens: int) -> CacheEntry:
         slot = self.slot(num_tokens)
         self.engine.finish(self.engine.submit(prompt, export=slot, max_tokens=1))
         assert self.arena.words(slot) == COMMITTED
         return CacheEntry(
-            slot=slot, extent=Extent(0, 0), key=CacheKey(SCOPE, 0, "", b""), is_written=True
+            slot=slot, extent=Extent(0, 0), key=EntryKey(SCOPE, 0, "", b""), is_written=True
         )

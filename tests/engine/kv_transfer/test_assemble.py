@@ -29,13 +29,13 @@ ROPES: dict[str, dict[str, Any]] = {
 }
 
 
-class Written:
+class RandomExports:
     """Random exports of one length, and their contents."""
 
     def __init__(self, path: Path, dtype: torch.dtype) -> None:
         name = str(dtype).removeprefix("torch.")
-        known = kv_format(HEADS, num_layers=LAYERS, head_dim=HEAD_DIM, dtype=name)
-        self._arena, self._dtype = TestArena(path, known, num_bytes=2**18), dtype
+        kv_form = kv_format(HEADS, num_layers=LAYERS, head_dim=HEAD_DIM, dtype=name)
+        self._arena, self._dtype = TestArena(path, kv_form, num_bytes=2**18), dtype
         self.layout = CacheLayout(
             group=0,
             layers=tuple(map(str, range(LAYERS))),
@@ -52,9 +52,9 @@ class Written:
 
         The distance between close exports varies per token instead of being zero or total.
         """
-        chance = torch.Generator().manual_seed(len(self.values))
+        generator = torch.Generator().manual_seed(len(self.values))
         shape = (LAYERS, 2, HEADS, NUM_TOKENS, HEAD_DIM)
-        values = torch.randn(shape, generator=chance)
+        values = torch.randn(shape, generator=generator)
         if like is not None:
             values = self.values[like].float() + 0.1 * values
         slot = self._arena.slot(NUM_TOKENS)
@@ -63,20 +63,20 @@ class Written:
         self._arena.bytes[slot.offset : end] = self.values[slot].view(torch.uint8).flatten()
         return slot
 
-    def of(self, slot: ExportSlot, token_offset: int, num_tokens: int) -> torch.Tensor:
+    def kv(self, slot: ExportSlot, token_offset: int, num_tokens: int) -> torch.Tensor:
         return self.values[slot][:, :, :, token_offset : token_offset + num_tokens].float()
 
 
-def assemble(written: Written, run: list[LoadPiece], rotary: RotaryParams) -> torch.Tensor:
-    exports = Arenas(written.layout)
-    found = SpanAssembler(written.layout, exports, range(HEADS)).assemble(run, rotary)
-    exports.close()
-    return found
+def assemble(exports: RandomExports, run: list[LoadPiece], rotary: RotaryParams) -> torch.Tensor:
+    arenas = Arenas(exports.layout)
+    assembled = SpanAssembler(exports.layout, arenas, range(HEADS)).assemble(run, rotary)
+    arenas.close()
+    return assembled
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
-def written(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Written]:
-    yield Written(tmp_path / "arena", request.param)
+def exports(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RandomExports]:
+    yield RandomExports(tmp_path / "arena", request.param)
 
 
 @pytest.fixture(params=ROPES)
@@ -85,13 +85,13 @@ def rotary(request: pytest.FixtureRequest) -> RotaryParams:
 
 
 @pytest.fixture
-def run(written: Written) -> list[LoadPiece]:
-    """Spliced pieces, pieces predicted with base values, and pieces predicted from unnamed text."""
-    source = written.slot()
-    bases = [written.slot(like=source) for _ in range(3)]
-    based = tuple(
+def run(exports: RandomExports) -> list[LoadPiece]:
+    """Spliced pieces, pieces predicted with base values, and pieces predicted without bases."""
+    source = exports.slot()
+    bases = [exports.slot(like=source) for _ in range(3)]
+    with_bases = tuple(
         ObservedKv(
-            real=written.slot(),
+            real=exports.slot(),
             token_offset=3,
             shift=5 - i,
             base=base,
@@ -100,9 +100,9 @@ def run(written: Written) -> list[LoadPiece]:
         )
         for i, base in enumerate(bases)
     )
-    flat = tuple(
+    without_bases = tuple(
         ObservedKv(
-            real=written.slot(),
+            real=exports.slot(),
             token_offset=i,
             shift=2 * i,
             base=None,
@@ -111,14 +111,19 @@ def run(written: Written) -> list[LoadPiece]:
         )
         for i, weight in enumerate((0.7, 0.3))
     )
-    plain = LoadPiece(source=written.slot(), token_offset=4, num_tokens=5, start=32, shift=28)
+    spliced = LoadPiece(source=exports.slot(), token_offset=4, num_tokens=5, start=32, shift=28)
     return [
-        plain,
+        spliced,
         LoadPiece(
-            source=source, token_offset=1, num_tokens=9, start=37, shift=36, observations=based
+            source=source, token_offset=1, num_tokens=9, start=37, shift=36, observations=with_bases
         ),
         LoadPiece(
-            source=flat[0].real, token_offset=0, num_tokens=4, start=46, shift=0, observations=flat
+            source=without_bases[0].real,
+            token_offset=0,
+            num_tokens=4,
+            start=46,
+            shift=0,
+            observations=without_bases,
         ),
     ]
 
@@ -132,45 +137,45 @@ def other_default() -> Iterator[None]:
     torch.set_default_dtype(usual)
 
 
-def expected_kv(written: Written, piece: LoadPiece, rotary: RotaryParams) -> torch.Tensor:
+def expected_kv(exports: RandomExports, piece: LoadPiece, rotary: RotaryParams) -> torch.Tensor:
     num = piece.num_tokens
-    source = written.of(piece.source, piece.token_offset, num)
+    source = exports.kv(piece.source, piece.token_offset, num)
     bases = [
-        None if seen.base is None else written.of(seen.base, seen.base_token_offset, num)
-        for seen in piece.observations
+        None
+        if observed.base is None
+        else exports.kv(observed.base, observed.base_token_offset, num)
+        for observed in piece.observations
     ]
-    there = [base for base in bases if base is not None]
-    flat = torch.tensor([seen.weight for seen in piece.observations])[:, None, None].expand(
-        -1, 2, num
-    )
+    present = [base for base in bases if base is not None]
+    shares = torch.tensor([observed.weight for observed in piece.observations])
+    constant = shares[:, None, None].expand(-1, 2, num)
+    weights_of = slow_weights(source, present) if present else constant
     observations = [
         Observation(
-            real=written.of(seen.real, seen.token_offset, num),
-            shift=seen.shift,
+            real=exports.kv(observed.real, observed.token_offset, num),
+            shift=observed.shift,
             base=base,
             weights=weights,
         )
-        for seen, base, weights in zip(
-            piece.observations, bases, slow_weights(source, there) if there else flat, strict=True
-        )
+        for observed, base, weights in zip(piece.observations, bases, weights_of, strict=True)
     ]
     return slow_predict(source, piece.shift, observations, rotary)
 
 
 def test_run_equals_the_reference(
-    written: Written, rotary: RotaryParams, run: list[LoadPiece]
+    exports: RandomExports, rotary: RotaryParams, run: list[LoadPiece]
 ) -> None:
-    found = assemble(written, run, rotary)
-    expected = torch.cat([expected_kv(written, piece, rotary) for piece in run], dim=3)
-    assert found.dtype == written.layout.dtype
-    bound = 1e-5 if found.dtype == torch.float32 else 2**-5
-    assert (found - expected).abs().max() < bound
+    assembled = assemble(exports, run, rotary)
+    expected = torch.cat([expected_kv(exports, piece, rotary) for piece in run], dim=3)
+    assert assembled.dtype == exports.layout.dtype
+    bound = 1e-5 if assembled.dtype == torch.float32 else 2**-5
+    assert (assembled - expected).abs().max() < bound
 
 
 def test_run_is_computed_in_float32_whatever_the_default_dtype(
-    written: Written, run: list[LoadPiece], other_default: None
+    exports: RandomExports, run: list[LoadPiece], other_default: None
 ) -> None:
     rotary = parse_rotary(ROPES["default"], HEAD_DIM)
-    found = assemble(written, run, rotary)
+    assembled = assemble(exports, run, rotary)
     torch.set_default_dtype(torch.float32)
-    assert torch.equal(found, assemble(written, run, rotary))
+    assert torch.equal(assembled, assemble(exports, run, rotary))

@@ -17,13 +17,13 @@ from tests.engine.kv_transfer.export_models import kv_format
 from tests.engine.kv_transfer.test_loader_step import FORM
 
 SOURCE = ExportSlot(arena=Path("/arena"), offset=0, status_offset=0, num_tokens=10_000)
-SEEN = ObservedKv(
+OBSERVED = ObservedKv(
     real=SOURCE, token_offset=5, shift=0, base=SOURCE, base_token_offset=0, weight=1.0
 )
 
 
 def piece(start: int, num_tokens: int, *, predicted: bool = False) -> LoadPiece:
-    observations = (SEEN,) if predicted else ()
+    observations = (OBSERVED,) if predicted else ()
     return LoadPiece(
         source=SOURCE,
         token_offset=0,
@@ -98,22 +98,22 @@ def test_ranks_predict_their_own_heads_with_weights_of_all_heads(tmp_path: Path)
     """Concatenated, they equal the prediction of one rank."""
     arena = TestArena(tmp_path / "arena", kv_format(4))
     whole = replace(FORM, layers=("0", "1"), num_kv_heads=4, head_dim=arena.form.head_dim)
-    run = a_run(arena)
+    run = assembled_run(arena)
     rotary = parse_rotary({"rope_theta": 10_000.0}, whole.head_dim)
 
-    def composed(num_ranks: int, rank: int) -> torch.Tensor:
+    def assembled(num_ranks: int, rank: int) -> torch.Tensor:
         form = replace(whole, num_ranks=num_ranks)
         exports = Arenas(form)
         found = SpanAssembler(form, exports, form.local_heads(rank)).assemble(run, rotary)
         exports.close()
         return found
 
-    alone = composed(1, 0)
+    alone = assembled(1, 0)
     assert alone.shape == (2, 2, 4, 24, whole.head_dim)
-    assert torch.equal(torch.cat([composed(2, rank) for rank in range(2)], dim=2), alone)
+    assert torch.equal(torch.cat([assembled(2, rank) for rank in range(2)], dim=2), alone)
 
 
-def a_run(arena: TestArena) -> list[LoadPiece]:
+def assembled_run(arena: TestArena) -> list[LoadPiece]:
     """A moved text, one predicted from two others, and one predicted from its KV in isolation."""
     slots = [arena.slot(20) for _ in range(5)]
     draw = np.random.default_rng(0)
@@ -123,17 +123,18 @@ def a_run(arena: TestArena) -> list[LoadPiece]:
         arena.bytes[slot.offset : slot.offset + num_bytes] = values.view(np.uint8)
     base, *others = slots
     first = LoadPiece(source=base, token_offset=2, num_tokens=10, start=0, shift=3)
-    seen = [
+    observations = [
         ObservedKv(
             real=real, token_offset=i, shift=7 * i, base=other, base_token_offset=i, weight=1.0
         )
         for i, (real, other) in enumerate(zip(others[:2], others[2:], strict=True))
     ]
-    alike = [
-        replace(one, base=None, weight=weight) for one, weight in zip(seen, (0.7, 0.3), strict=True)
+    without_bases = [
+        replace(observed, base=None, weight=weight)
+        for observed, weight in zip(observations, (0.7, 0.3), strict=True)
     ]
     return [
         first,
-        replace(first, start=10, num_tokens=9, observations=tuple(seen)),
-        replace(first, start=19, num_tokens=5, observations=tuple(alike)),
+        replace(first, start=10, num_tokens=9, observations=tuple(observations)),
+        replace(first, start=19, num_tokens=5, observations=tuple(without_bases)),
     ]

@@ -36,8 +36,8 @@ def config(**parallel: int) -> Any:
 
 
 def caches(*groups: tuple[list[str], Any]) -> Any:
-    made = [SimpleNamespace(layer_names=names, kv_cache_spec=spec) for names, spec in groups]
-    return SimpleNamespace(kv_cache_groups=made)
+    made_groups = [SimpleNamespace(layer_names=names, kv_cache_spec=spec) for names, spec in groups]
+    return SimpleNamespace(kv_cache_groups=made_groups)
 
 
 def test_plain_attention_is_exported_in_layer_order() -> None:
@@ -53,14 +53,14 @@ def test_worker_writes_exactly_the_bytes_reserved_by_the_service() -> None:
     from engine.kv_transfer.cache_layout import cache_layout
 
     layout = cache_layout(config(), caches((NAMES, plain())))
-    told = KvFormat(
+    kv_format = KvFormat(
         num_layers=len(layout.layers),
         num_kv_heads=layout.num_kv_heads,
         head_dim=layout.head_dim,
         dtype="bfloat16",
         rope={},
     )
-    assert LayoutFactory("model", told).of([0] * 77, "v1").data_bytes == layout.num_bytes(77)
+    assert LayoutFactory("model", kv_format).of([0] * 77, "v1").data_bytes == layout.num_bytes(77)
 
 
 def test_layers_of_a_draft_model_are_excluded() -> None:

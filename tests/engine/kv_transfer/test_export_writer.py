@@ -49,10 +49,12 @@ def writer(guard: Feature, *, kernel_block: int = BLOCK) -> Any:
     caches = {name: torch.ones(shape) for name in layout.layers}
     for cache in caches.values():
         cache[:split] = 0
-    made = ExportWriter(layout, 0, guard)
-    made.register(caches)
-    made.prepare({"layers.0": SimpleNamespace(isa="vec16" if kernel_block % 32 else "vec")})
-    return made
+    export_writer = ExportWriter(layout, 0, guard)
+    export_writer.register(caches)
+    export_writer.prepare(
+        {"layers.0": SimpleNamespace(isa="vec16" if kernel_block % 32 else "vec")}
+    )
+    return export_writer
 
 
 def job(slot: ExportSlot, *block_ids: int, status: ExportStatus = ExportStatus.COMMITTED) -> Any:
@@ -65,12 +67,12 @@ def job(slot: ExportSlot, *block_ids: int, status: ExportStatus = ExportStatus.C
 def test_blocks_are_written_in_the_order_of_the_prompt(arena: TestArena, kernel_block: int) -> None:
     """Also where kernel blocks are smaller than the scheduler's."""
     slot = arena.slot(NUM_TOKENS)
-    made = writer(Feature("kv"), kernel_block=kernel_block)
-    made.export(job(slot, 2, 0))
-    on_exported = exported(arena, slot)
-    assert (on_exported[:, :, :, :BLOCK] == 1).all() and (on_exported[:, :, :, BLOCK:] == 0).all()
+    export_writer = writer(Feature("kv"), kernel_block=kernel_block)
+    export_writer.export(job(slot, 2, 0))
+    kv = exported(arena, slot)
+    assert (kv[:, :, :, :BLOCK] == 1).all() and (kv[:, :, :, BLOCK:] == 0).all()
     assert arena.words(slot) == COMMITTED
-    made.close()
+    export_writer.close()
     arena.check()
 
 
@@ -83,29 +85,29 @@ def test_mixed_version_prompt_gets_its_status_and_no_bytes(arena: TestArena) -> 
 
 def test_slot_outside_the_arena_fails_and_the_next_is_written(arena: TestArena) -> None:
     slot, guard = arena.slot(NUM_TOKENS), Feature("kv")
-    made = writer(guard)
-    made.export(job(replace(slot, offset=len(arena.bytes) - 64), 1, 2))
+    export_writer = writer(guard)
+    export_writer.export(job(replace(slot, offset=len(arena.bytes) - 64), 1, 2))
     assert arena.words(slot) == FAILED
-    made.export(job(slot, 1, 2))
+    export_writer.export(job(slot, 1, 2))
     assert arena.words(slot) == COMMITTED and guard.state.on
     arena.check()
 
 
 def test_missing_arena_affects_nothing_else(arena: TestArena, tmp_path: Path) -> None:
     slot, guard = arena.slot(NUM_TOKENS), Feature("kv")
-    made = writer(guard)
-    made.export(job(replace(slot, arena=tmp_path / "gone"), 1, 2))
-    made.export(job(slot, 1, 2))
+    export_writer = writer(guard)
+    export_writer.export(job(replace(slot, arena=tmp_path / "gone"), 1, 2))
+    export_writer.export(job(slot, 1, 2))
     assert arena.words(slot) == COMMITTED and guard.state.on
 
 
 def test_failed_copy_disables_exports_and_reports_it(arena: TestArena) -> None:
     """A block ID that the cache does not have: no bytes, and FAILED from then on."""
     slots, guard = [arena.slot(NUM_TOKENS) for _ in range(2)], Feature("kv")
-    made = writer(guard)
-    made.export(job(slots[0], 1, 10**6))
+    export_writer = writer(guard)
+    export_writer.export(job(slots[0], 1, 10**6))
     assert not guard.state.on
-    made.export(job(slots[1], 1, 2))
+    export_writer.export(job(slots[1], 1, 2))
     assert [arena.words(slot) for slot in slots] == [FAILED] * 2
     assert arena.untouched(slots[1])
     arena.check()

@@ -108,14 +108,14 @@ def test_pieces_may_meet_within_a_block(planner: LoadPlanner) -> None:
 def test_prediction_is_claimed_only_if_all_its_sources_are_known(
     planner: LoadPlanner,
 ) -> None:
-    seen = ObservedKv(
+    observed = ObservedKv(
         real=piece("b", 0, 40).source,
         token_offset=7,
         shift=3,
         base=piece("d", 0, 40).source,
         base_token_offset=2,
     )
-    load = replace(LOAD, pieces=(replace(piece("a", 32, 20), observations=(seen,)),))
+    load = replace(LOAD, pieces=(replace(piece("a", 32, 20), observations=(observed,)),))
     request = added(planner, "r", 100, load)
     assert planner.match(request, 32) == 0
     planner.on_exported("d")

@@ -22,7 +22,7 @@ FORM = CacheLayout(
 
 
 def test_step_with_a_failed_load_reports_it_once(tmp_path: Path) -> None:
-    loader = Loader(FORM, 0, feature("a test's segments"))
+    loader = Loader(FORM, 0, feature("KV reuse of this test"))
     loader.register({"layer": torch.zeros(4, 1, 16, 32)})
     gone = ExportSlot(arena=tmp_path / "gone", offset=0, status_offset=0, num_tokens=20)
     piece = LoadPiece(source=gone, token_offset=0, num_tokens=20, start=16, shift=0)

@@ -14,10 +14,11 @@ import torch
 
 from bench.harness.hf_prediction import HfPredictor
 from bench.harness.hf_splice import HfAssembler
+from coppice.wire.rollouts import PromptSpan
 from engine.kv_transfer.worker.loader import group_runs
 from engine.kv_types import KvLoad, LoadPiece
 from engine.runtime.guard import features
-from service.kv_reuse.spans import PromptSpan, joined
+from service.kv_reuse.spans import joined
 from tests.arena import TestArena
 from tests.engine.kv_transfer.export_models import (
     EXPORTING,
@@ -39,12 +40,12 @@ TEXTS = {"a": (tokens(1, 70), tokens(21, 75)), "b": (tokens(2, 300), tokens(22, 
 NEW = {"a": tokens(31, 66), "b": tokens(32, 290)}
 
 
-def prompt_of(a: Sequence[int], b: Sequence[int], own: Sequence[int] = OWN) -> list[PromptSpan]:
+def prompt_of(a: list[int], b: list[int], own: list[int] = OWN) -> list[PromptSpan]:
     return [
         PromptSpan(token_ids=own),
-        PromptSpan(token_ids=a, name="a"),
+        PromptSpan(token_ids=a, cache_key="a"),
         PromptSpan(token_ids=MIDDLE),
-        PromptSpan(token_ids=b, name="b"),
+        PromptSpan(token_ids=b, cache_key="b"),
         PromptSpan(token_ids=END),
     ]
 
@@ -63,9 +64,9 @@ class Scenario:
 
     def expected_kv(self, parts: Sequence[PromptSpan], answer: Answer) -> torch.Tensor:
         """Expected log-probabilities of the answer's tokens, given the predicted KV."""
-        foreseen = HfPredictor(self.truth["v7"])
-        anchors = [foreseen.anchor(known) for known in (FIRST, SECOND)]
-        found = foreseen.assemble(parts, anchors, answer.token_ids, threshold=1.0)
+        predictor = HfPredictor(self.truth["v7"])
+        anchors = [predictor.anchor(known) for known in (FIRST, SECOND)]
+        found = predictor.assemble(parts, anchors, answer.token_ids, max_entropy=1.0)
         assert found is not None
         return found.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
 
@@ -117,12 +118,12 @@ def scenario(
     shared.swap(models["v7"])
     arena = TestArena(tmp_path / "arena", kv_format(2), num_bytes=2**23)
     predicting = PredictedLoads(shared, arena)
-    predicting.keep(FIRST, SECOND)
+    predicting.add_anchors(FIRST, SECOND)
     yield Scenario(shared, predicting, models, truth)
     arena.check()
     connector = shared.core.scheduler.connector
     assert (connector.export_planner.num_tracked, connector.load_planner.num_pending) == (0, 0)
-    assert features()["segments"].on, "a load broke off"
+    assert features()["kv_reuse"].on, "a load broke off"
     pool = shared.core.coppice_check_pool()
     assert pool["num_free_blocks"] == pool["num_blocks"]
 
@@ -135,7 +136,7 @@ def test_prompt_whose_texts_are_in_an_anchor_equals_its_prefill(
 
     In the second case the other anchor has weight zero. Nothing is cached under the salt.
     """
-    load = scenario.predicting.load(parts, chain="same", taken=taken)
+    load = scenario.predicting.load(parts, chain="same", use_exact=taken)
     assert any(piece.observations for piece in load.pieces) is not taken
     [answer] = scenario.engine.finish(*scenario.predicting.submit(parts, load, salt="fresh"))
     assert answer.num_cached_tokens == len(joined(parts)) - 1

@@ -101,7 +101,7 @@ def test_drafting_pauses_after_a_loss_of_a_few_steps() -> None:
     shared = controller(machine)
     seconds = 2 * machine.seconds(running=4, context=400, verified=4)
     steps = 0
-    while shared.should_draft(4) or shared.decision != "resting":
+    while shared.should_draft(4) or shared.decision != "suspended":
         shared.record_step(running=4, context=400, verified=8, seconds=seconds, emitted=4)
         steps += 1
     assert MAX_LOSS <= steps <= 2 * MAX_LOSS

@@ -205,4 +205,4 @@ def test_opted_out_samples_are_counted_in_skipped_steps(
     assert not speculator.needs_draft_step(1)
     runner.say("a", SAID)
     speculator.end({"a"})
-    assert speculator._counts.read()["skipped"] == {"refused": 1}
+    assert speculator._counts.read()["skipped"] == {"disabled": 1}

@@ -26,7 +26,7 @@ class RecordingController(SendAllDrafts):
 
     def lengths(self, drafted: Draft, *, running: int, context: int) -> Int32Array:
         chosen = super().lengths(drafted, running=running, context=context)
-        self.decision = "checked"
+        self.decision = "baseline"
         return chosen
 
     def record_step(self, *, running: int, **step: Any) -> None:
@@ -104,7 +104,7 @@ def test_incomplete_prefill_gets_no_draft(runner: Runner, speculator: Speculator
 
 
 @pytest.mark.parametrize(
-    ("how", "reason"), [({"seed": 3}, "seeded"), ({"drafts": False}, "refused")]
+    ("how", "reason"), [({"seed": 3}, "seeded"), ({"drafts": False}, "disabled")]
 )
 def test_opted_out_sample_gets_no_draft_and_still_provides_its_text(
     runner: Runner, speculator: Speculator, counts: Counters, how: dict[str, bool], reason: str
@@ -135,7 +135,7 @@ def test_outcomes_are_counted_by_scope_length_and_version(
     assert (counted["drafted"]["siblings"], counted["accepted"]["siblings"]) == (4, 1)
     assert counted["drafts"] == {4: 1}
     assert (counted["version_drafted"], counted["version_accepted"]) == (4, 1)
-    speculator.weights_changed()
+    speculator.on_weights_changed()
     assert counts.read()["version_drafted"] == 0
     assert sent["b"] == SAID[4:8]
 
@@ -164,7 +164,7 @@ def test_full_store_costs_a_sample_only_its_drafts(runner: Runner, counts: Count
         runner.add(name, PROMPT, group="g")
     drafts = runner.step(speculator, {name: [10] for name in names})
     assert len(drafts) == len(names)
-    assert counts.read()["skipped"]["no_room"] > 0
+    assert counts.read()["skipped"]["store_full"] > 0
 
 
 def test_store_records_tokens_while_no_drafts_are_requested(

@@ -58,9 +58,7 @@ class ReferenceStore:
         if len(record.texts) == interface.MAX_TEXTS:
             record.compact()
         if len(record.texts) == interface.MAX_TEXTS:
-            raise InvalidCall(
-                f"more than {interface.MAX_TEXTS - 1} concurrent responses to one prompt"
-            )
+            raise InvalidCall(f"a prompt has at most {interface.MAX_TEXTS - 1} running responses")
         tail = record.prompt.tokens[-interface.MAX_MATCH_LENGTH :]
         text = Text(
             tokens=list(tail),

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from service.cluster.redis_registry import RedisRegistry
 from service.cluster.registry import ActivationTarget, Manifest, RegistryUnavailable, Replica
-from service.cluster.settings import DirectorySettings
+from service.cluster.settings import ClusterSettings
 from tests.fake_engine import FakeEngine
 from tests.fleet import fleet, replica, sees
 from tests.ports import free_port
@@ -60,7 +60,7 @@ def patient(redis: RedisServer, **changes: Any) -> dict[str, Any]:
 async def pair(redis: RedisServer, tmp_path: Path) -> AsyncIterator[list[Served]]:
     engines = [FakeEngine(), FakeEngine()]
     settings: dict[str, dict[str, Any]] = {
-        "directory": section(redis),
+        "cluster": section(redis),
         "weights": {
             "catch_up_seconds": 0.1
         },  # no activation target is set here, since applying one takes until an entry expires
@@ -114,9 +114,9 @@ async def test_without_redis_rollouts_continue_and_cached_entries_resolve(
         answers = [await keyed(a, f"key-{number}") for number in range(20)]
         found = await b.http.get(place, follow_redirects=True)
         await until(a, unavailable=True)
-        assert await metric(a, "coppice_directory_up") == 0
-        assert await metric(a, "coppice_directory_unshared_keys_total") > 0
-        asked = await metric(a, 'coppice_directory_failures_total{operation="claim"}')
+        assert await metric(a, "coppice_cluster_up") == 0
+        assert await metric(a, "coppice_cluster_unregistered_keys_total") > 0
+        asked = await metric(a, 'coppice_cluster_failures_total{operation="claim"}')
         assert (await a.http.get("/readyz")).status_code == 200
     finally:
         bring_back(redis, how)
@@ -172,8 +172,8 @@ async def test_live_replica_is_not_called_gone_after_a_flush(
 
 
 async def test_replica_silent_for_long_is_gone(redis: RedisServer, tmp_path: Path) -> None:
-    settings = {"directory": section(redis)}
-    known = RedisRegistry(DirectorySettings(**section(redis)))
+    settings = {"cluster": section(redis)}
+    known = RedisRegistry(ClusterSettings(**section(redis)))
     async with replica(tmp_path / "b", FakeEngine(), None, **settings) as served:
         await known.beat(ME, ttl_seconds=2.0)
         name = f"{ME.id}.x"
@@ -189,16 +189,16 @@ async def test_replica_silent_for_long_is_gone(redis: RedisServer, tmp_path: Pat
 async def test_server_starts_and_stops_without_redis(tmp_path: Path) -> None:
     nowhere = {"redis_url": f"redis://127.0.0.1:{free_port()}/0", "call_seconds": CALL_SECONDS}
     weights = {"catch_up_seconds": 0.5}
-    sections: dict[str, dict[str, Any]] = {"directory": nowhere, "weights": weights}
+    sections: dict[str, dict[str, Any]] = {"cluster": nowhere, "weights": weights}
     async with replica(tmp_path, FakeEngine(), None, **sections) as served:
         assert (await keyed(served, "k")).status_code == 200
         unknown = await served.http.get(f"/v1/rollouts/{ME.id}.x")
-    assert (unknown.status_code, unknown.json()["code"]) == (503, "directory_unavailable")
+    assert (unknown.status_code, unknown.json()["code"]) == (503, "cluster_unavailable")
     assert int(unknown.headers["retry-after"]) > 0
 
 
 async def test_every_key_in_redis_has_an_expiry(redis: RedisServer, tmp_path: Path) -> None:
-    async with replica(tmp_path, FakeEngine(), None, directory=section(redis)) as served:
+    async with replica(tmp_path, FakeEngine(), None, cluster=section(redis)) as served:
         await sees(served, 1)
         await keyed(served, "secret-key")
         during = redis.keys()
@@ -210,7 +210,7 @@ async def test_every_key_in_redis_has_an_expiry(redis: RedisServer, tmp_path: Pa
 
 async def test_clusters_with_different_prefixes_are_isolated(redis: RedisServer) -> None:
     directories = [
-        RedisRegistry(DirectorySettings(**patient(redis, key_prefix=prefix)))
+        RedisRegistry(ClusterSettings(**patient(redis, key_prefix=prefix)))
         for prefix in ("one", "two")
     ]
     for directory in directories:
@@ -229,14 +229,14 @@ async def test_restricted_acl_user_is_sufficient(tmp_path: Path) -> None:
     password.write_text("s3cret\n")
     with redis_server(tmp_path, ACL) as redis:
         named = {"redis_user": "coppice", "redis_password_file": password}
-        known = RedisRegistry(DirectorySettings(**patient(redis, **named)))
+        known = RedisRegistry(ClusterSettings(**patient(redis, **named)))
         view = await known.beat(ME, ttl_seconds=9)
         assert await known.claim("p", ME.id, ttl_seconds=9, allow_takeover=True) == ME.id
         await known.withdraw("v1")
         await known.close()
         assert dict(view.replicas) == {ME.id: ME}
         for wrong in ({}, {"redis_user": "coppice", "redis_password": "wrong"}):
-            refused = RedisRegistry(DirectorySettings(**patient(redis, **wrong)))
+            refused = RedisRegistry(ClusterSettings(**patient(redis, **wrong)))
             with pytest.raises(RegistryUnavailable):
                 await refused.beat(ME, ttl_seconds=9)
             await refused.close()
@@ -263,10 +263,10 @@ async def test_tls_is_used_and_its_certificate_is_verified(
     lines = [f"tls-port {port}", f"tls-cert-file {file}", f"tls-key-file {key}"]
     with redis_server(tmp_path, [*lines, "tls-auth-clients no"]):
         url = {"redis_url": f"rediss://127.0.0.1:{port}/0", "call_seconds": 5, "expire_seconds": 30}
-        trusting = RedisRegistry(DirectorySettings(**url, tls_ca_file=file))
+        trusting = RedisRegistry(ClusterSettings(**url, tls_ca_file=file))
         assert not (await trusting.beat(ME, ttl_seconds=9)).known
         await trusting.close()
-        wary = RedisRegistry(DirectorySettings(**url))
+        wary = RedisRegistry(ClusterSettings(**url))
         with pytest.raises(RegistryUnavailable):
             await wary.beat(ME, ttl_seconds=9)
         await wary.close()
@@ -275,7 +275,7 @@ async def test_tls_is_used_and_its_certificate_is_verified(
 async def test_entry_of_another_release_is_read_as_far_as_understood(
     redis: RedisServer,
 ) -> None:
-    known = RedisRegistry(DirectorySettings(**patient(redis)))
+    known = RedisRegistry(ClusterSettings(**patient(redis)))
     await known.beat(ME, ttl_seconds=9)
     entries = {
         "b" * 12: (
@@ -293,7 +293,7 @@ async def test_entry_of_another_release_is_read_as_far_as_understood(
 
 @pytest.mark.parametrize("unreadable", ["not JSON", "3", '{"epoch": "high", "version": 3}'])
 async def test_unreadable_entry_blocks_no_replica(redis: RedisServer, unreadable: str) -> None:
-    known = RedisRegistry(DirectorySettings(**patient(redis)))
+    known = RedisRegistry(ClusterSettings(**patient(redis)))
     redis.put("{coppice}:manifests", {"other": unreadable})
     redis.put("{coppice}:order", unreadable)
     manifest, target = (
@@ -312,4 +312,4 @@ async def test_unreadable_entry_blocks_no_replica(redis: RedisServer, unreadable
 )
 def test_url_with_a_password_or_an_option_is_refused(url: str) -> None:
     with pytest.raises(ValidationError, match="redis_password_file"):
-        DirectorySettings(redis_url=url)
+        ClusterSettings(redis_url=url)

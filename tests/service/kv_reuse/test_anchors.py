@@ -1,367 +1,175 @@
-"""reuse.mode anchors over the fake engine: sources of the loaded KV, and the answers."""
+"""Anchor retention: ownership, lifetime and eviction."""
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
-import pytest
-
+from coppice.wire.rollouts import PromptSpan
 from engine.kv_types import ExportStatus
-from engine.types import SampleRequest
-from service.kv_reuse.anchors import MAX_ANCHORS_PER_CONTEXT
-from tests.fake_engine import FakeEngine
-from tests.service.keyfile import bearer, write_keys
-from tests.service.kv_reuse.asking import ASK, OWN, answered, asked, predicted, reusing, segment
-from tests.service.test_rollouts import running_samples
-from tests.serving import Served
-
-NUM_TOKENS = 40 + 70 + 4 + 60 + 4
-
-
-def engine_of(**rest: Any) -> FakeEngine:
-    return FakeEngine(prompt_kv=True, **rest)
+from service.kv_reuse.anchor_selection import DistanceCache
+from service.kv_reuse.anchors import (
+    EVICTION_WINDOW,
+    MAX_ANCHORS_PER_CONTEXT,
+    Anchor,
+    least_used_of_oldest,
+)
+from service.kv_reuse.spans import Scope
+from tests.service.kv_reuse.anchor_pool import SCOPE, a_pool, prompt_of, template
 
 
-async def two_anchors(served: Served, **rest: Any) -> None:
-    for tool, tale in ((5, 6), (50, 60)):
-        group = await answered(served, predicted(tool, tale, **rest))
-        assert (group["exact"], group["reuse"]["reason"]) == (True, "no_anchor")
+async def test_written_anchor_is_found_by_its_context(tmp_path: Path) -> None:
+    with a_pool(tmp_path) as pool:
+        anchor = pool.begun(prompt_of(5, 6))
+        assert anchor is not None
+        assert pool.find(prompt_of(5, 6)) == []
+        pool.commit(anchor.real)
+        assert pool.find(prompt_of(7, 8)) == [anchor], "before its group has ended"
+        pool.anchors.end(anchor)
+        assert pool.find(prompt_of(7, 8, own=9)) == []
+        assert pool.find(prompt_of(7)) == []
+        assert pool.find(prompt_of(7, 8), Scope("other", None)) == []
+        assert pool.find(prompt_of(7, 8), Scope("key", "salt")) == []
+        pool.check()
 
 
-def last(engine: FakeEngine) -> SampleRequest:
-    return engine.submitted[-1]
+async def test_text_after_the_last_name_is_not_part_of_the_context(tmp_path: Path) -> None:
+    with a_pool(tmp_path) as pool:
+        anchor = pool.made(prompt_of(5))
+        assert pool.find([*prompt_of(7)[:2], PromptSpan(token_ids=[9] * 30)]) == [anchor]
 
 
-async def test_prompt_without_anchors_is_prefilled_and_becomes_an_anchor(tmp_path: Path) -> None:
-    """Its spans are prefilled alone beside it, and do not delay it."""
-    engine = engine_of()
-    async with reusing(engine, tmp_path) as served:
-        group = await answered(served, predicted())
-        assert served.server.kv_reuse.anchors.num_anchors == 1
-    first, tool, tale, second = engine.submitted
-    assert (list(tool.prompt_token_ids), list(tale.prompt_token_ids)) == ([5] * 70, [6] * 60)
-    assert first.export is not None and first.export.num_tokens == NUM_TOKENS - 1
-    assert second.export is None and first.load is None and second.load is None
-    assert {request.cache_salt for request in engine.submitted} == {None}
-    assert group["exact"] is True
-    assert group["reuse"] == {
-        "mode": "anchors",
-        "tokens_reused": 0,
-        "tokens_computed": NUM_TOKENS,
-        "tokens_prepared": 130,
-        "round_trips": 1,
-        "anchors": 0,
-        "order": None,
-        "applied": False,
-        "reason": "no_anchor",
-    }
+async def test_spans_are_retained_with_their_anchor(tmp_path: Path) -> None:
+    """Even when other texts have replaced them under their names."""
+    with a_pool(tmp_path) as pool:
+        anchor = pool.made(prompt_of(5))
+        pool.made(prompt_of(6))
+        assert pool.store.num_spans == 2
+        assert anchor.bases[1].pins == 1
+        pool.anchors.forget([anchor])
+        assert anchor.bases[1].pins == 0
+        pool.check()
 
 
-async def test_prompt_is_predicted_from_two_anchors_and_one_token_is_prefilled(
-    tmp_path: Path,
-) -> None:
-    engine = engine_of()
-    async with reusing(engine, tmp_path) as served:
-        await two_anchors(served)
-        group = await answered(served, predicted(7, 8))
-        metrics = (await served.http.get("/metrics")).text
-    *_, tool, tale, first, second = engine.submitted
-    load = first.load
-    assert load is not None and second.load is load
-    assert (load.num_requests, load.exact_tokens) == (2, len(OWN))
-    spans = [(piece.start, piece.num_tokens, piece.shift) for piece in load.pieces]
-    assert spans == [(0, 40, 0), (40, 70, 40), (110, 4, 0), (114, 60, 114), (174, 3, 0)]
-    bases = [load.pieces[1].source, load.pieces[3].source]
-    assert bases == [tool.export, tale.export]
-    seen = [
-        [(o.token_offset, o.shift, o.base is None) for o in piece.observations]
-        for piece in load.pieces
-    ]
-    assert seen == [
-        [],
-        [(40, 0, False)] * 2,
-        [(110, 0, True)] * 2,
-        [(114, 0, False)] * 2,
-        [(174, 0, True)] * 2,
-    ]
-    assert load.pieces[2].observations[0].weight == pytest.approx(1.0)
-    assert group["exact"] is False
-    assert group["reuse"]["tokens_reused"] == NUM_TOKENS - 1
-    assert group["reuse"]["tokens_computed"] == 1
-    assert group["reuse"]["tokens_prepared"] == 130
-    assert (group["reuse"]["anchors"], group["reuse"]["round_trips"]) == (2, 2)
-    assert 'coppice_reuse_groups_total{mode="anchors",outcome="done"} 1.0' in metrics
-    assert 'coppice_reuse_groups_total{mode="anchors",outcome="no_anchor"} 2.0' in metrics
-    assert 'coppice_reuse_anchor_fates_total{fate="made"} 2.0' in metrics
-    assert "coppice_reuse_anchors 2.0" in metrics
+async def test_spans_of_new_weights_evict_anchors_of_old_weights(tmp_path: Path) -> None:
+    with a_pool(tmp_path) as pool:
+        pool.made(prompt_of(5))
+        pool.epoch = 1
+        for kept in pool.bases(prompt_of(6)).values():
+            pool.store.unpin(kept, settled=True)
+        assert pool.anchors.num_by_outcome["outdated"] == 1
+        pool.check()
 
 
-async def test_anchors_of_other_lengths_serve_texts_that_are_not_longer(tmp_path: Path) -> None:
-    """KV after a shorter text is shifted back by the difference."""
-    engine = engine_of()
-    async with reusing(engine, tmp_path) as served:
-        await two_anchors(served)
-        body = predicted(7, 8)
-        body["groups"][0]["prompt"]["segments"][1]["token_ids"] = [7] * 64
-        shorter = await answered(served, body)
-        load = last(engine).load
-        body["groups"][0]["prompt"]["segments"][1]["token_ids"] = [9] * 71
-        longer = await answered(served, body)
-    assert (shorter["exact"], shorter["reuse"]["reason"]) == (False, None)
-    assert load is not None
-    assert [o.shift for piece in load.pieces[2:] for o in piece.observations] == [-6] * 6
-    assert (longer["exact"], longer["reuse"]["reason"]) == (True, "no_anchor")
+async def test_distance_cache_may_be_cleared_during_a_comparison(tmp_path: Path) -> None:
+    with a_pool(tmp_path) as pool:
+        one, two, three = (pool.bases(prompt_of(text))[1].slot for text in (5, 6, 7))
+        distances = DistanceCache(pool.store)
+        known = await distances.get_distances([(one, two)])
+        comparing = asyncio.create_task(distances.get_distances([(one, two), (one, three)]))
+        await asyncio.sleep(0)
+        distances._distances.clear()
+        assert set(await comparing) == {(one, two), (one, three)}
+        assert (await distances.get_distances([(one, two)])) == known
+        distances.close()
 
 
-async def test_repeated_prompt_is_loaded_from_its_anchor_and_exact(tmp_path: Path) -> None:
-    engine = engine_of()
-    async with reusing(engine, tmp_path) as served:
-        await answered(served, predicted())
-        group = await answered(served, predicted())
-        assert served.server.kv_reuse.anchors.num_anchors == 1
-    load = last(engine).load
-    assert load is not None and load.exact_tokens == NUM_TOKENS - 1
-    assert len({piece.source for piece in load.pieces}) == 1
-    assert not any(piece.observations for piece in load.pieces)
-    assert (group["exact"], group["reuse"]["reason"]) == (True, None)
-    assert (group["reuse"]["tokens_reused"], group["reuse"]["anchors"]) == (NUM_TOKENS - 1, 1)
-
-
-async def test_shared_leading_texts_are_exact_up_to_the_first_difference(
-    tmp_path: Path,
-) -> None:
-    engine = engine_of()
-    async with reusing(engine, tmp_path) as served:
-        await two_anchors(served)
-        await answered(served, predicted(5, 8))
-    load = last(engine).load
-    assert load is not None and load.exact_tokens == 114
-    assert [bool(piece.observations) for piece in load.pieces] == [False] * 3 + [True] * 2
-
-
-async def test_last_text_unknown_to_the_anchors_is_prefilled(tmp_path: Path) -> None:
-    engine = engine_of()
-    async with reusing(engine, tmp_path) as served:
-        await two_anchors(served)
-        body = predicted(7, 8)
-        body["groups"][0]["prompt"]["segments"][4]["token_ids"] = [9] * 6
-        group = await answered(served, body)
-    load = last(engine).load
-    assert load is not None and load.pieces[-1].start + load.pieces[-1].num_tokens == 174
-    assert (group["exact"], group["reuse"]["tokens_computed"]) == (False, 6)
-
-
-async def test_equally_distant_anchors_are_not_shareable(tmp_path: Path) -> None:
-    """A text midway between two anchors is prefilled and becomes an anchor.
-
-    At threshold 0 any is.
-    """
-    async with reusing(engine_of(), tmp_path) as served:
-        await two_anchors(served)
-        middle = predicted(7, (6 + 60) // 2)
-        told = [await answered(served, middle) for _ in range(2)]
-        assert served.server.kv_reuse.anchors.num_anchors == 3
-        anything = {"mode": "anchors", "threshold": 1.0}
-        between = predicted((50 + 7) // 2 + 1, (6 + 60) // 2, reuse=anything)
-        told.append(await answered(served, between))
-    assert [(group["exact"], group["reuse"]["reason"]) for group in told] == [
-        (True, "not_shareable"),
-        (True, None),
-        (False, None),
-    ]
-
-
-async def test_other_contexts_keys_and_weights_find_no_anchor(tmp_path: Path) -> None:
-    secrets = write_keys(tmp_path / "keys", one="rollout", other="rollout", admin="admin")
-    server = {"keys_file": tmp_path / "keys"}
-    one, other, admin = (bearer(secrets[name]) for name in ("one", "other", "admin"))
-    async with reusing(engine_of(), tmp_path, server=server) as served:
-        for tool in (5, 50, 7):
-            mine = await answered(served, predicted(tool, tool + 1), **one)
-        theirs = await answered(served, predicted(7, 8), **other)
-        elsewhere = await answered(served, predicted(7, 8, own=[3] * 40), **one)
-        await served.http.put("/v1/weights/v1", content=b"x", headers=admin)
-        await served.http.post("/v1/weights/v1/activate", json={}, headers=admin)
-        assert served.server.kv_reuse.anchors.num_anchors == 0
-        later = await answered(served, predicted(7, 8), **one)
-    assert mine["exact"] is False
-    told = [group["reuse"]["reason"] for group in (theirs, elsewhere, later)]
-    assert told == ["no_anchor"] * 3
-    assert later["reuse"]["tokens_prepared"] == 130
-
-
-async def test_weights_that_change_before_the_samples_leave_an_exact_prompt(
-    tmp_path: Path,
-) -> None:
-    engine = engine_of()
-    async with reusing(engine, tmp_path) as served:
-        await two_anchors(served)
-        engine.instant = False
-        asking = asyncio.create_task(answered(served, predicted(5, 8)))
-        await running_samples(served, 1)
-        engine.step()
-        await running_samples(served, 2)
-        await served.http.put("/v1/weights/v1", content=b"x")
-        await served.http.post("/v1/weights/v1/activate", json={})
-        while not asking.done():
-            engine.step()
-            await asyncio.sleep(0.001)
-        group = await asking
-    assert (group["exact"], group["reuse"]["reason"]) == (True, "not_loaded")
-    assert (group["reuse"]["tokens_reused"], group["reuse"]["anchors"]) == (0, 0)
-
-
-async def test_spans_evicted_by_the_engine_are_written_again(tmp_path: Path) -> None:
-    """As after a reset of the prefix cache under the same weights."""
-    engine = engine_of()
-    async with reusing(engine, tmp_path) as served:
-        await two_anchors(served)
-        engine.written.clear()
-        told = [
-            (await answered(served, predicted(tool, 8)))["reuse"]["reason"]
-            for tool in (7, 8, 9, 10)
-        ]
-    assert told == ["not_loaded", "no_anchor", "no_anchor", None]
-
-
-async def test_anchor_that_was_not_written_does_not_exist(tmp_path: Path) -> None:
-    engine = engine_of()
-    async with reusing(engine, tmp_path) as served:
-        engine.export_status = ExportStatus.FAILED
-        await answered(served, predicted())
-        await asyncio.sleep(0.01)
-        assert served.server.kv_reuse.anchors.num_anchors == 0
-        engine.export_status = ExportStatus.COMMITTED
-        await two_anchors(served)
-        assert (await answered(served, predicted(7, 8)))["exact"] is False
-
-
-async def test_groups_with_equal_texts_make_one_anchor(tmp_path: Path) -> None:
-    engine = engine_of(instant=False)
-    async with reusing(engine, tmp_path) as served:
-        groups = [asyncio.create_task(answered(served, predicted())) for _ in range(3)]
-        await running_samples(served, 2 + 3 * 2)
-        while not all(group.done() for group in groups):
-            engine.step()
-            await asyncio.sleep(0.001)
-        assert [(await group)["reuse"]["reason"] for group in groups] == ["no_anchor"] * 3
-        assert served.server.kv_reuse.anchors.num_anchors == 1
-    writers = [request for request in engine.submitted if request.export is not None]
-    assert len(writers) == 3, "two segments and a prompt"
-
-
-@pytest.mark.parametrize("num_steps", [0, 1, 2])
-async def test_cancelled_group_leaves_nothing(tmp_path: Path, num_steps: int) -> None:
-    """During the prefill of its prompt and spans, or of a prompt from which it is predicted."""
-    engine = engine_of()
-    async with reusing(engine, tmp_path) as served:
-        await two_anchors(served)
-        engine.instant = False
-        body = predicted(7, 8) if num_steps < 2 else predicted(7, 8, own=[4] * 9)
-        asking = asyncio.create_task(answered(served, body))
-        await running_samples(served, 2 if num_steps < 2 else 4)
-        if num_steps == 1:
-            engine.step()
-            while engine.submitted[-1].load is None:
-                await asyncio.sleep(0.001)
-        [rollout] = served.server.rollouts.in_flight()
-        await served.server.rollouts.cancel(rollout)
-        group = await asking
-        assert not engine.running
-        await asyncio.sleep(0.01)
-        assert served.server.kv_reuse.anchors.num_anchors == 2
-    assert group["outcome"] == "cancelled"
-    assert all(sample["finish_reason"] == "aborted" for sample in group["samples"])
-
-
-async def test_dropped_anchors_stay_until_they_were_loaded(tmp_path: Path) -> None:
-    engine = engine_of()
-    async with reusing(engine, tmp_path) as served:
-        await two_anchors(served)
-        engine.instant = False
-        asking = asyncio.create_task(answered(served, predicted(7, 8)))
-        await running_samples(served, 2)
-        anchors = served.server.kv_reuse.anchors
-        anchors.forget([anchor for there in anchors._contexts.values() for anchor in there])
-        while not asking.done():
-            engine.step()
-            await asyncio.sleep(0.001)
-        group = await asking
-        served.server.kv_reuse.cache.check()
-    assert [sample["finish_reason"] for sample in group["samples"]] == ["length"] * 2
-    assert last(engine).load is not None
-
-
-async def test_deadline_ends_the_group(tmp_path: Path) -> None:
-    engine = engine_of()
-    async with reusing(engine, tmp_path) as served:
-        await two_anchors(served)
-        engine.instant = False
-        group = await answered(served, predicted(7, 8, finish={"deadline_seconds": 0.05}))
-        assert not engine.running
-        await asyncio.sleep(0.01)
-    assert [sample["finish_reason"] for sample in group["samples"]] == ["deadline"] * 2
-
-
-async def test_anchors_per_context_are_bounded(tmp_path: Path) -> None:
-    """Threshold 0: every prompt is prefilled."""
-    exactly = {"mode": "anchors", "threshold": 0.0}
-    async with reusing(engine_of(), tmp_path, segments_bytes=2**25) as served:
-        for tool in range(4, MAX_ANCHORS_PER_CONTEXT + 8):
-            group = await answered(served, predicted(tool, 200, reuse=exactly))
-            assert group["exact"] is True
-        anchors = served.server.kv_reuse.anchors
-        assert anchors.num_anchors <= MAX_ANCHORS_PER_CONTEXT
-        assert (
-            anchors.num_by_outcome["made"] - anchors.num_by_outcome["evicted"]
-            == anchors.num_anchors
+async def test_weights_change_evicts_all_entries(tmp_path: Path) -> None:
+    with a_pool(tmp_path) as pool:
+        pool.made(prompt_of(5))
+        begun = pool.begun(prompt_of(6))
+        bases = pool.bases(prompt_of(7))
+        pool.epoch = 1
+        assert pool.find(prompt_of(5)) == []
+        assert pool.anchors.num_anchors == 0 and pool.anchors.num_by_outcome["outdated"] == 2
+        assert begun is not None
+        pool.commit(begun.real)
+        pool.anchors.end(begun)
+        assert not pool.anchors.is_missing(SCOPE, template(7), bases), (
+            "its spans are of other weights"
         )
+        for kept in bases.values():
+            pool.store.unpin(kept, settled=True)
+        pool.made(prompt_of(8))
+        pool.check()
+        assert pool.anchors.num_anchors == 1
 
 
-async def test_full_pool_evicts_unused_anchors(tmp_path: Path) -> None:
-    """Two MiB have room for the anchors and spans of a few contexts."""
-    async with reusing(engine_of(), tmp_path, segments_bytes=2**21) as served:
-        for i in range(12):
-            group = await answered(served, predicted(7, 8, own=[i + 1] * 40))
-            assert group["reuse"]["reason"] in ("no_anchor", "store_full")
-        anchors = served.server.kv_reuse.anchors
-        assert anchors.num_by_outcome["evicted"] > 0
-        assert anchors.num_anchors > 0
+async def test_least_used_of_the_oldest_anchors_is_evicted(tmp_path: Path) -> None:
+    with a_pool(tmp_path, 2**26) as pool:
+        anchors = [pool.made(prompt_of(5 + i)) for i in range(MAX_ANCHORS_PER_CONTEXT)]
+        pool.anchors.used([a for i, a in enumerate(anchors) if i not in (2, EVICTION_WINDOW)])
+        assert least_used_of_oldest(anchors) is anchors[2]
+        newest = pool.made(prompt_of(99))
+        assert pool.find(prompt_of(1)) == [a for a in anchors if a is not anchors[2]] + [newest]
+        assert pool.anchors.num_by_outcome["evicted"] == 1
+        pool.check()
 
 
-async def test_prompt_too_long_for_an_anchor_is_prefilled(tmp_path: Path) -> None:
-    async with reusing(FakeEngine(prompt_kv=True, max_context_tokens=4096), tmp_path) as served:
-        group = await answered(served, predicted(own=[1] * 3000))
-        assert (group["exact"], group["reuse"]["reason"]) == (True, "store_full")
-        assert served.server.kv_reuse.anchors.num_anchors == 0
+async def test_leased_entry_is_freed_on_release(tmp_path: Path) -> None:
+    with a_pool(tmp_path) as pool:
+        anchor = pool.made(prompt_of(5))
+        anchor.real.pins += 1
+        pool.epoch = 1
+        assert pool.find(prompt_of(5)) == []
+        before = pool.store.num_bytes
+        pool.store.unpin(anchor.real, settled=True)
+        assert pool.store.num_bytes < before
+        pool.check()
 
 
-async def test_prompt_without_named_spans_or_with_one_alone_splices_nothing(tmp_path: Path) -> None:
-    anchors = {"mode": "anchors"}
-    async with reusing(engine_of(), tmp_path) as served:
-        for segments in ([segment([1, 2])], [segment([1, 2], "x")]):
-            group = await answered(served, asked(*segments, reuse=anchors))
-            assert (group["exact"], group["reuse"]["reason"]) == (True, "nothing_placed")
+async def test_full_pool_evicts_an_unleased_anchor(tmp_path: Path) -> None:
+    """Of the least recently used context."""
+    with a_pool(tmp_path, 2**21) as pool:
+        first = pool.made(prompt_of(5, own=1))
+        read = pool.made(prompt_of(5, own=3))
+        read.real.pins += 1
+        owns = range(4, 30)
+        made = [pool.made(prompt_of(5, own=own)) for own in owns]
+        assert pool.find(prompt_of(5, own=1)) == []
+        assert pool.find(prompt_of(5, own=3)) == [read]
+        assert pool.find(prompt_of(5, own=owns[-1])) == [made[-1]]
+        assert first.real.pins == 0
+        read.real.pins -= 1
+        pool.check()
 
 
-async def test_prompt_may_begin_and_end_with_a_span(tmp_path: Path) -> None:
-    """The first is spliced exactly, as prefilled alone; the last except for its last token."""
-    engine = engine_of()
+async def test_fully_leased_pool_has_no_room(tmp_path: Path) -> None:
+    with a_pool(tmp_path, 2**20) as pool:
+        pinned: list[Anchor] = []
+        while (anchor := pool.begun(prompt_of(5, own=3 + len(pinned)))) is not None:
+            pinned.append(anchor)
+        assert pinned
+        for anchor in pinned:
+            pool.commit(anchor.real)
+            pool.anchors.end(anchor)
+        assert pool.begun(prompt_of(5, own=99)) is not None
 
-    def body(tool: int, tale: int) -> dict[str, Any]:
-        return asked(
-            segment([tool] * 70, "tool"),
-            segment(ASK),
-            segment([tale] * 60, "tale"),
-            reuse={"mode": "anchors"},
-        )
 
-    async with reusing(engine, tmp_path) as served:
-        for tool, tale in ((5, 6), (50, 60)):
-            await answered(served, body(tool, tale))
-        group = await answered(served, body(7, 8))
-    load = last(engine).load
-    assert load is not None and load.exact_tokens == 70
-    spans = [(p.start, p.num_tokens, p.shift, len(p.observations)) for p in load.pieces]
-    assert spans == [(0, 70, 0, 0), (70, 4, 0, 2), (74, 59, 74, 2)]
-    assert (group["exact"], group["reuse"]["tokens_computed"]) == (False, 1)
+async def test_failed_write_is_dropped(tmp_path: Path) -> None:
+    with a_pool(tmp_path) as pool:
+        anchor = pool.begun(prompt_of(5))
+        assert anchor is not None
+        pool.anchors.end(anchor)
+        while pool.anchors._settle_tasks:
+            await next(iter(pool.anchors._settle_tasks))
+        assert pool.anchors.num_anchors == 0 and pool.anchors.num_by_outcome["failed"] == 1
+        pool.check()
+
+
+async def test_anchor_with_a_failed_span_is_dropped(tmp_path: Path) -> None:
+    with a_pool(tmp_path) as pool:
+        anchor = pool.made(prompt_of(5))
+        base = anchor.bases[1]
+        at = base.slot.status_offset
+        pool.store.view[at : at + 8] = ExportStatus.FAILED.to_bytes(8, "little")
+        base.is_written = False
+        assert pool.find(prompt_of(5)) == []
+        assert pool.anchors.num_anchors == 0
+
+
+async def test_equal_texts_make_one_anchor(tmp_path: Path) -> None:
+    with a_pool(tmp_path) as pool:
+        pool.begun(prompt_of(5))
+        bases = pool.bases(prompt_of(6))
+        assert not pool.anchors.is_missing(SCOPE, template(5), {})
+        assert pool.anchors.is_missing(SCOPE, template(6), bases)
+        assert pool.anchors.is_missing(SCOPE, template(5, length=61), {})

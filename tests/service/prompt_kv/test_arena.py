@@ -1,4 +1,4 @@
-"""The arena's file: permissions, size limits, and removal of stale files."""
+"""The arena's file (permissions, size limits, removal of stale files) and its allocator."""
 
 import errno
 import os
@@ -8,11 +8,41 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from service.prompt_kv.arena import MIN_BYTES, PREFIX, Arena, remove_stale_arenas
+from service.prompt_kv.arena import (
+    MIN_BYTES,
+    PAGE_BYTES,
+    PREFIX,
+    Arena,
+    Extent,
+    ExtentAllocator,
+    remove_stale_arenas,
+)
 
 ROOT = Path(__file__).parents[3]
 WANTED_BYTES = 4 * 2**20
+# A container has 64 MiB of shared memory by default.
+_ON_64_MIB = """
+import os, subprocess, sys
+from pathlib import Path
+from service.prompt_kv.arena import Arena
+
+mount = Path(sys.argv[1])
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(mount)], check=True)
+half = Arena.create(mount, 2**30)
+half_bytes = half.num_bytes
+half.view[half_bytes - 1] = 1
+half.close()
+# Another process allocates memory between the check and the allocation.
+late = Arena.create(mount, 2**30, get_free_bytes=lambda _: 2**30)
+for page in range(0, late.num_bytes, 4096):
+    late.view[page] = 1
+print(half_bytes, late.num_bytes)
+"""
+NUM_PAGES = 24
 
 
 def created(directory: Path, wanted_bytes: int = WANTED_BYTES) -> Arena:
@@ -93,26 +123,6 @@ def test_arena_under_construction_is_not_removed(
     arena.close()
 
 
-# A container has 64 MiB of shared memory by default.
-_ON_64_MIB = """
-import os, subprocess, sys
-from pathlib import Path
-from service.prompt_kv.arena import Arena
-
-mount = Path(sys.argv[1])
-subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(mount)], check=True)
-half = Arena.create(mount, 2**30)
-sparing = half.num_bytes
-half.view[sparing - 1] = 1
-half.close()
-# Somebody else took the room between the question and the allocation.
-late = Arena.create(mount, 2**30, get_free_bytes=lambda _: 2**30)
-for page in range(0, late.num_bytes, 4096):
-    late.view[page] = 1
-print(sparing, late.num_bytes)
-"""
-
-
 def test_on_a_mount_of_64_MiB_the_arena_is_smaller_and_fully_writable(
     tmp_path: Path,
 ) -> None:
@@ -130,3 +140,68 @@ def test_on_a_mount_of_64_MiB_the_arena_is_smaller_and_fully_writable(
 def environment() -> dict[str, str]:
     paths = [str(ROOT), str(ROOT / "client"), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+class Pages(RuleBasedStateMachine):
+    """The model: the set of allocated pages."""
+
+    taken = Bundle("taken")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extents = ExtentAllocator(NUM_PAGES * PAGE_BYTES)
+        self.pages: set[int] = set()
+
+    @rule(target=taken, num_bytes=st.integers(1, (NUM_PAGES + 1) * PAGE_BYTES))
+    def allocate(self, num_bytes: int) -> Extent | None:
+        num_pages = -(-num_bytes // PAGE_BYTES)
+        extent = self.extents.allocate(num_bytes)
+        fits = any(
+            self.pages.isdisjoint(range(start, start + num_pages))
+            for start in range(NUM_PAGES - num_pages + 1)
+        )
+        assert (extent is not None) == fits
+        if extent is not None:
+            assert extent.num_bytes == num_pages * PAGE_BYTES
+            mine = pages_of(extent)
+            assert self.pages.isdisjoint(mine)
+            self.pages |= mine
+        return extent
+
+    @rule(extent=consumes(taken))
+    def release(self, extent: Extent | None) -> None:
+        if extent is not None:
+            self.extents.release(extent)
+            self.pages -= pages_of(extent)
+
+    @invariant()
+    def accounts_are_consistent(self) -> None:
+        self.extents.check()
+        assert self.extents.free_bytes == (NUM_PAGES - len(self.pages)) * PAGE_BYTES
+
+
+def pages_of(extent: Extent) -> set[int]:
+    return set(range(extent.start // PAGE_BYTES, extent.end // PAGE_BYTES))
+
+
+Pages.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, derandomize=True, database=None
+)
+
+
+TestPages = Pages.TestCase
+
+
+def test_double_free_is_detected() -> None:
+    extents = ExtentAllocator(4 * PAGE_BYTES)
+    extent = extents.allocate(1)
+    assert extent is not None
+    extents.release(extent)
+    with pytest.raises(AssertionError, match="not allocated"):
+        extents.release(extent)
+
+
+def test_empty_arena_has_no_room() -> None:
+    extents = ExtentAllocator(0)
+    assert extents.allocate(1) is None
+    extents.check()

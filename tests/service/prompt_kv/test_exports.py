@@ -16,7 +16,12 @@ from engine.types import EngineInfo
 from service.prompt_kv.slots import SlotState
 from tests.fake_engine import FakeEngine
 from tests.fake_export import fake_kv
-from tests.service.prompt_kv.asked import PROMPT, asking, groups, handle
+from tests.service.prompt_kv.export_requests import (
+    PROMPT,
+    export_groups,
+    export_handle,
+    rollout_body,
+)
 from tests.serving import Served, serving
 
 LONG = list(range(200)) + list(range(200))
@@ -33,16 +38,18 @@ async def data(served: Served, handle_id: str) -> dict[str, Any]:
     return tensors
 
 
-def start(served: Served, *prompts: list[int], **rest: Any) -> "asyncio.Task[Any]":
-    return asyncio.create_task(served.http.post("/v1/rollouts", json=asking(*prompts, **rest)))
+def start_rollout(served: Served, *prompts: list[int], **rest: Any) -> "asyncio.Task[Any]":
+    return asyncio.create_task(
+        served.http.post("/v1/rollouts", json=rollout_body(*prompts, **rest))
+    )
 
 
-async def running(served: Served, count: int) -> None:
+async def wait_until_running(served: Served, count: int) -> None:
     while served.server.rollouts.num_samples_running != count:
         await asyncio.sleep(0.001)
 
 
-async def swapped(served: Served, label: str) -> None:
+async def activate_weights(served: Served, label: str) -> None:
     weights = save({"w": np.zeros(1, np.float32)})
     await served.http.put(f"/v1/weights/{label}", content=weights)
     answer = await served.http.post(f"/v1/weights/{label}/activate", json={"mode": "keep"})
@@ -54,7 +61,9 @@ async def test_group_exports_kv_of_its_prompt_except_the_last_token(
 ) -> None:
     other = [7, 8, 9]
     async with serving(exporting(), tmp_path) as served:
-        for prompt, group in zip((PROMPT, other), await groups(served, PROMPT, other), strict=True):
+        for prompt, group in zip(
+            (PROMPT, other), await export_groups(served, PROMPT, other), strict=True
+        ):
             assert group.kv is not None and group.kv_reason is None
             assert (group.kv.version, group.kv.num_tokens) == ("v0", len(prompt) - 1)
             tensors = await data(served, group.kv.handle)
@@ -70,16 +79,20 @@ async def test_rollout_without_a_request_for_kv_has_neither_handle_nor_reason(
 ) -> None:
     async with serving(exporting(), tmp_path) as served:
         for kv in ({}, {"kv": None}):
-            body = {**asking(), **kv} if kv else {k: v for k, v in asking().items() if k != "kv"}
+            body = (
+                {**rollout_body(), **kv}
+                if kv
+                else {k: v for k, v in rollout_body().items() if k != "kv"}
+            )
             (group,) = (await served.http.post("/v1/rollouts", json=body)).json()["groups"]
             assert (group["kv"], group["kv_reason"]) == (None, None)
-        assert served.server.prompt_kv.status().handles == 0
+        assert served.server.prompt_kv.status().num_handles == 0
 
 
 async def test_groups_with_equal_prompt_and_version_share_their_bytes(tmp_path: Path) -> None:
     async with serving(exporting(), tmp_path) as served:
-        first, second = await groups(served, PROMPT, PROMPT)
-        third = await handle(served)
+        first, second = await export_groups(served, PROMPT, PROMPT)
+        third = await export_handle(served)
         assert first.kv is not None and second.kv is not None
         assert len({first.kv.handle, second.kv.handle, third.handle}) == 3
         assert first.kv.locators[0] == second.kv.locators[0] == third.locators[0]
@@ -95,33 +108,33 @@ async def test_groups_with_equal_prompt_and_version_share_their_bytes(tmp_path: 
 async def test_stream_sends_the_handle_while_its_samples_run(tmp_path: Path) -> None:
     engine = exporting(instant=False)
     async with serving(engine, tmp_path) as served:
-        body = asking(stream=True)
-        seen = []
+        body = rollout_body(stream=True)
+        types = []
         async with served.http.stream("POST", "/v1/rollouts", json=body) as answer:
-            await running(served, 2)
+            await wait_until_running(served, 2)
             engine.step()
             async for line in answer.aiter_lines():
                 record = json.loads(line)
-                seen.append(record["type"])
+                types.append(record["type"])
                 if record["type"] == "kv":
                     assert served.server.rollouts.num_samples_running == 2
                     assert len(await data(served, record["kv"]["handle"])) == 4
                     engine.step(10)
                 if record["type"] == "group":
                     assert record["group"]["kv"]["num_tokens"] == len(PROMPT) - 1
-        assert seen == ["start", "kv", "sample", "sample", "group", "end"]
+        assert types == ["start", "kv", "sample", "sample", "group", "end"]
 
 
 @pytest.mark.slow
 async def test_lease_starts_at_the_end_of_its_rollout(tmp_path: Path) -> None:
     engine = exporting(instant=False)
     async with serving(engine, tmp_path, kv={"grace_seconds": 0}) as served:
-        rollout = start(served, lease_seconds=0.2)
-        await running(served, 2)
+        rollout = start_rollout(served, lease_seconds=0.2)
+        await wait_until_running(served, 2)
         engine.step()
         await asyncio.sleep(0.4)
         served.server.prompt_kv.handles.sweep()
-        assert served.server.prompt_kv.status().handles == 1, "held while the rollout runs"
+        assert served.server.prompt_kv.status().num_handles == 1, "held while the rollout runs"
         engine.step(10)
         (group,) = (await rollout).json()["groups"]
         assert group["kv"]["lease_seconds"] == 0.2
@@ -133,14 +146,14 @@ async def test_lease_starts_at_the_end_of_its_rollout(tmp_path: Path) -> None:
 
 async def test_lease_is_capped_by_the_settings(tmp_path: Path) -> None:
     async with serving(exporting(), tmp_path, kv={"max_lease_seconds": 7}) as served:
-        assert (await handle(served, lease_seconds=60)).lease_seconds == 7
+        assert (await export_handle(served, lease_seconds=60)).lease_seconds == 7
 
 
 async def test_handle_outlives_an_activation_under_its_own_version(tmp_path: Path) -> None:
     async with serving(exporting(), tmp_path) as served:
-        old = await handle(served)
-        await swapped(served, "v1")
-        new = await handle(served)
+        old = await export_handle(served)
+        await activate_weights(served, "v1")
+        new = await export_handle(served)
         assert (old.version, new.version) == ("v0", "v1")
         for known in (old, new):
             layout = (await served.http.get(f"/v1/kv/{known.handle}")).json()
@@ -154,16 +167,16 @@ async def test_prompt_not_started_at_an_activation_belongs_to_the_new_version(
 ) -> None:
     engine = exporting(instant=False)
     async with serving(engine, tmp_path) as served:
-        rollout = start(served)
-        await running(served, 2)
-        await swapped(served, "v1")
+        rollout = start_rollout(served)
+        await wait_until_running(served, 2)
+        await activate_weights(served, "v1")
         engine.step(10)
         (group,) = (await rollout).json()["groups"]
         assert group["kv"]["version"] == "v1"
         tensors = await data(served, group["kv"]["handle"])
         assert (tensors["k.0"] == fake_kv(PROMPT[:-1], "v1")[0, 0]).all()
-        shared = start(served)
-        await running(served, 2)
+        shared = start_rollout(served)
+        await wait_until_running(served, 2)
         engine.step(10)
         (again,) = (await shared).json()["groups"]
         assert again["kv"]["locators"][0] == group["kv"]["locators"][0]
@@ -174,10 +187,10 @@ async def test_kv_written_before_an_activation_keeps_the_old_version(
 ) -> None:
     engine = exporting(instant=False)
     async with serving(engine, tmp_path) as served:
-        rollout = start(served)
-        await running(served, 2)
+        rollout = start_rollout(served)
+        await wait_until_running(served, 2)
         engine.step()
-        await swapped(served, "v1")
+        await activate_weights(served, "v1")
         engine.step(10)
         (group,) = (await rollout).json()["groups"]
         assert group["kv"]["version"] == "v0"
@@ -189,7 +202,8 @@ async def test_kv_written_before_an_activation_keeps_the_old_version(
 async def arena_full(tmp_path: Path) -> KvReason | None:
     async with serving(exporting(), tmp_path) as served:
         reasons = [
-            group.kv_reason for group in await groups(served, *[[p, *LONG] for p in range(9)])
+            group.kv_reason
+            for group in await export_groups(served, *[[p, *LONG] for p in range(9)])
         ]
         assert None in reasons, "some fit"
         return reasons[-1]
@@ -197,12 +211,12 @@ async def arena_full(tmp_path: Path) -> KvReason | None:
 
 async def no_shm(tmp_path: Path) -> KvReason | None:
     async with serving(exporting(), tmp_path, kv={"directory": tmp_path / "none"}) as served:
-        return (await groups(served))[0].kv_reason
+        return (await export_groups(served))[0].kv_reason
 
 
 async def disabled(tmp_path: Path) -> KvReason | None:
     async with serving(FakeEngine(), tmp_path) as served:
-        return (await groups(served))[0].kv_reason
+        return (await export_groups(served))[0].kv_reason
 
 
 class Unsupported(FakeEngine):
@@ -215,55 +229,55 @@ class Unsupported(FakeEngine):
 
 async def unsupported_cache(tmp_path: Path) -> KvReason | None:
     async with serving(Unsupported(), tmp_path) as served:
-        return (await groups(served))[0].kv_reason
+        return (await export_groups(served))[0].kv_reason
 
 
 async def prompt_too_short(tmp_path: Path) -> KvReason | None:
     async with serving(exporting(), tmp_path) as served:
-        return (await groups(served, [5]))[0].kv_reason
+        return (await export_groups(served, [5]))[0].kv_reason
 
 
-async def said_by_the_engine(tmp_path: Path, status: ExportStatus) -> KvReason | None:
+async def reason_for_status(tmp_path: Path, status: ExportStatus) -> KvReason | None:
     engine = exporting()
     engine.export_status = status
     async with serving(engine, tmp_path) as served:
-        (group,) = await groups(served)
+        (group,) = await export_groups(served)
         while served.server.prompt_kv.status().free_bytes < 2**20:
             await asyncio.sleep(0.001)
         return group.kv_reason
 
 
 async def mixed_version(tmp_path: Path) -> KvReason | None:
-    return await said_by_the_engine(tmp_path, ExportStatus.MIXED_VERSION)
+    return await reason_for_status(tmp_path, ExportStatus.MIXED_VERSION)
 
 
 async def export_failed(tmp_path: Path) -> KvReason | None:
-    return await said_by_the_engine(tmp_path, ExportStatus.FAILED)
+    return await reason_for_status(tmp_path, ExportStatus.FAILED)
 
 
 async def not_continued(tmp_path: Path) -> KvReason | None:
     tree = {"mode": "interval", "interval": 32, "max_depth": 1, "max_leaves": 2}
     async with serving(exporting(), tmp_path) as served:
-        body = asking(branching=tree, groups=[{"prompt": {"token_ids": PROMPT}}])
+        body = rollout_body(branching=tree, groups=[{"prompt": {"token_ids": PROMPT}}])
         (group,) = (await served.http.post("/v1/rollouts", json=body)).json()["groups"]
         reason: KvReason | None = group["segments"][0]["kv_reason"]
         return reason
 
 
 async def not_written(tmp_path: Path) -> KvReason | None:
-    return await said_by_the_engine(tmp_path, ExportStatus.PENDING)
+    return await reason_for_status(tmp_path, ExportStatus.PENDING)
 
 
-class Unsettled(FakeEngine):
+class FailingFlush(FakeEngine):
     async def flush_exports(self) -> None:
         raise EngineDead("dead")
 
 
 async def internal(tmp_path: Path) -> KvReason | None:
-    engine = Unsettled(prompt_kv=True)
+    engine = FailingFlush(prompt_kv=True)
     engine.export_status = ExportStatus.PENDING
     async with serving(engine, tmp_path) as served:
-        (group,) = await groups(served)
+        (group,) = await export_groups(served)
         assert served.server.prompt_kv.status().quarantined_bytes > 0, "it may still be written"
         return group.kv_reason
 
@@ -274,20 +288,20 @@ REASONS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("reached", REASONS)
+@pytest.mark.parametrize("produce", REASONS)
 async def test_reason_is_returned_and_counted_and_fails_no_rollout(
-    tmp_path: Path, reached: Any
+    tmp_path: Path, produce: Any
 ) -> None:
-    assert await reached(tmp_path) == reached.__name__
+    assert await produce(tmp_path) == produce.__name__
 
 
 def test_every_reason_is_tested() -> None:
-    assert {reached.__name__ for reached in REASONS} == set(get_args(KvReason))
+    assert {produce.__name__ for produce in REASONS} == set(get_args(KvReason))
 
 
 async def test_reasons_are_counted(tmp_path: Path) -> None:
     async with serving(exporting(), tmp_path) as served:
-        await groups(served, PROMPT, [5])
+        await export_groups(served, PROMPT, [5])
         metrics = (await served.http.get("/metrics")).text
     assert 'coppice_kv_exports_total{outcome="handle"} 1.0' in metrics
     assert 'coppice_kv_exports_total{outcome="prompt_too_short"} 1.0' in metrics
@@ -304,11 +318,11 @@ async def test_slot_is_quarantined_until_no_worker_can_write_it(tmp_path: Path) 
     engine.settle_gate = asyncio.Event()
     async with serving(engine, tmp_path) as served:
         kv = served.server.prompt_kv
-        rollout = start(served)
-        await running(served, 2)
+        rollout = start_rollout(served)
+        await wait_until_running(served, 2)
         assert kv.status().reserved_bytes > 0
         rollout.cancel()
-        await running(served, 0)
+        await wait_until_running(served, 0)
         await asyncio.sleep(0.05)
         kv.check()
         assert kv.status().reserved_bytes + kv.status().quarantined_bytes > 0
@@ -321,10 +335,10 @@ async def test_slot_is_quarantined_until_no_worker_can_write_it(tmp_path: Path) 
 async def test_sharing_group_does_not_wait_for_the_writing_group(tmp_path: Path) -> None:
     engine = exporting(instant=False)
     async with serving(engine, tmp_path) as served:
-        writer = start(served)
-        await running(served, 2)
-        follower = start(served)
-        await running(served, 4)
+        writer = start_rollout(served)
+        await wait_until_running(served, 2)
+        follower = start_rollout(served)
+        await wait_until_running(served, 4)
         last = list(engine.running)[2:]
         await engine.abort(last)
         (group,) = (await follower).json()["groups"]
@@ -338,10 +352,10 @@ async def test_sharing_group_does_not_wait_for_the_writing_group(tmp_path: Path)
 async def test_writer_that_ends_early_leaves_a_reason_to_sharing_groups(tmp_path: Path) -> None:
     engine = exporting(instant=False)
     async with serving(engine, tmp_path) as served:
-        writer = start(served)
-        await running(served, 2)
-        follower = start(served)
-        await running(served, 4)
+        writer = start_rollout(served)
+        await wait_until_running(served, 2)
+        follower = start_rollout(served)
+        await wait_until_running(served, 4)
         await engine.abort(list(engine.running)[:2])
         (group,) = (await writer).json()["groups"]
         assert group["kv_reason"] == "not_written"
@@ -355,12 +369,12 @@ async def test_writer_that_ends_early_leaves_a_reason_to_sharing_groups(tmp_path
 async def test_engine_death_keeps_handles(tmp_path: Path) -> None:
     engine = exporting(instant=False)
     async with serving(engine, tmp_path) as served:
-        first = start(served)
-        await running(served, 2)
+        first = start_rollout(served)
+        await wait_until_running(served, 2)
         engine.step(10)
         (group,) = (await first).json()["groups"]
-        broken = start(served, [1, 2, 3])
-        await running(served, 2)
+        broken = start_rollout(served, [1, 2, 3])
+        await wait_until_running(served, 2)
         engine.die()
         assert (await broken).json()["code"] == "engine_dead"
         served.server.prompt_kv.check()
@@ -372,8 +386,8 @@ async def test_sharing_groups_that_end_together_free_the_slot(
 ) -> None:
     engine = exporting(instant=False)
     async with serving(engine, tmp_path) as served:
-        both = [start(served), start(served)]
-        await running(served, 4)
+        both = [start_rollout(served), start_rollout(served)]
+        await wait_until_running(served, 4)
         engine.die()
         for broken in both:
             assert (await broken).json()["code"] == "engine_dead"
@@ -391,9 +405,9 @@ async def test_unbalanced_accounts_disable_only_prompt_kv(
         kv._slots._num_bytes[SlotState.LEASED] += 1
         while kv.status().reason != "internal":
             await asyncio.sleep(0.01)
-        answer = (await served.http.post("/v1/rollouts", json=asking())).json()
+        answer = (await served.http.post("/v1/rollouts", json=rollout_body())).json()
     assert (answer["outcome"], answer["groups"][0]["kv_reason"]) == ("done", "internal")
-    assert "prompt KV is off from now on" in caplog.text
+    assert "prompt KV is disabled until a restart" in caplog.text
 
 
 async def test_bad_checksum_leaves_a_reason(
@@ -401,7 +415,7 @@ async def test_bad_checksum_leaves_a_reason(
 ) -> None:
     async with serving(exporting(), tmp_path) as served:
         served.server.prompt_kv._hasher.shutdown()
-        (group,) = await groups(served)
+        (group,) = await export_groups(served)
     assert group.kv_reason == "internal"
     assert "export failed" in caplog.text
 
@@ -410,6 +424,6 @@ async def test_server_stop_removes_the_arena(tmp_path: Path) -> None:
     shared = tmp_path / "shm"
     shared.mkdir()
     async with serving(exporting(), tmp_path, kv={"directory": shared}) as served:
-        await handle(served)
+        await export_handle(served)
         assert len(list(shared.iterdir())) == 1
     assert list(shared.iterdir()) == []

@@ -63,8 +63,8 @@ class LeaseMachine(RuleBasedStateMachine):
             assert left == 0, "an ended lease is never revived"
         elif handle in self.deadlines:
             deadline, last = self.deadlines[handle]
-            wanted = min(self.now + min(seconds, MAX_LEASE_SECONDS), last)
-            self.deadlines[handle] = (max(deadline, wanted), last)
+            requested = min(self.now + min(seconds, MAX_LEASE_SECONDS), last)
+            self.deadlines[handle] = (max(deadline, requested), last)
             assert left == self.deadlines[handle][0] - self.now
             assert left >= before, "never shortened"
 

@@ -13,7 +13,7 @@ from service.prompt_kv import nixl
 from tests.fake_engine import FakeEngine
 from tests.nixl_agent import PATIENCE_SECONDS, agent_process, needs_nixl
 from tests.service.keyfile import bearer, write_keys
-from tests.service.prompt_kv.asked import asking, handle
+from tests.service.prompt_kv.export_requests import export_handle, rollout_body
 from tests.serving import Served, serving
 
 
@@ -37,14 +37,14 @@ async def test_agent_is_visible_only_to_readers_of_a_handle(
     async with serving(engine, tmp_path, server=server, kv={"nixl": True}) as served:
         await with_agent(served)
         mine = bearer(keys["mine"])
-        answer = await served.http.post("/v1/rollouts", json=asking(), headers=mine)
+        answer = await served.http.post("/v1/rollouts", json=rollout_body(), headers=mine)
         known = answer.json()["groups"][0]["kv"]
         shm, agent, http = known["locators"]
         path = f"/v1/kv/{known['handle']}/agent"
-        told = KvAgent.model_validate((await served.http.get(path, headers=mine)).json())
+        agent_info = KvAgent.model_validate((await served.http.get(path, headers=mine)).json())
         assert (agent["transport"], agent["offset"]) == ("nixl", shm["offset"])
-        assert told.agent == agent["agent"]
-        assert base64.b64decode(told.metadata)
+        assert agent_info.agent == agent["agent"]
+        assert base64.b64decode(agent_info.metadata)
         refused = [
             (await served.http.get(path, headers=headers)).status_code
             for headers in ({}, bearer(keys["plain"]), bearer(keys["yours"]))
@@ -57,7 +57,7 @@ async def test_agent_is_visible_only_to_readers_of_a_handle(
             while served.server.prompt_kv.agent is not None:
                 await asyncio.sleep(0.02)
         assert (await served.http.get(path, headers=mine)).json()["code"] == "kv_not_found"
-        answer = await served.http.post("/v1/rollouts", json=asking(), headers=mine)
+        answer = await served.http.post("/v1/rollouts", json=rollout_body(), headers=mine)
         assert len(answer.json()["groups"][0]["kv"]["locators"]) == 2
 
 
@@ -87,7 +87,7 @@ async def test_without_nixl_the_server_reports_it_and_serves(
 ) -> None:
     monkeypatch.setattr(nixl, "installed", lambda: False)
     async with serving(FakeEngine(prompt_kv=True), tmp_path, kv={"nixl": True}) as served:
-        known = await handle(served)
+        known = await export_handle(served)
         answer = await served.http.get(f"/v1/kv/{known.handle}/agent")
     assert [locator.transport for locator in known.locators] == ["shm", "http"]
     assert (answer.status_code, answer.json()["code"]) == (404, "kv_not_found")
@@ -101,6 +101,6 @@ async def test_server_runs_without_an_agent_that_cannot_start(
     monkeypatch.setattr(sys, "executable", "/bin/false")
     async with serving(FakeEngine(prompt_kv=True), tmp_path, kv={"nixl": True}) as served:
         async with asyncio.timeout(PATIENCE_SECONDS):
-            while "the NIXL agent has ended" not in caplog.text:
+            while "the NIXL agent has exited" not in caplog.text:
                 await asyncio.sleep(0.02)
-        assert len((await handle(served)).locators) == 2
+        assert len((await export_handle(served)).locators) == 2

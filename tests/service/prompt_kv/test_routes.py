@@ -8,13 +8,13 @@ import pytest
 
 from tests.fake_engine import FakeEngine
 from tests.service.keyfile import bearer, write_keys
-from tests.service.prompt_kv.asked import PROMPT, asking, handle
+from tests.service.prompt_kv.export_requests import PROMPT, export_handle, rollout_body
 from tests.serving import Served, serving
 
 
 async def test_layout_describes_the_bytes(tmp_path: Path) -> None:
     async with serving(FakeEngine(prompt_kv=True), tmp_path) as served:
-        known = await handle(served)
+        known = await export_handle(served)
         layout = (await served.http.get(f"/v1/kv/{known.handle}")).json()
         file = (await served.http.get(f"/v1/kv/{known.handle}/data")).content
     assert layout["num_bytes"] == len(file) == known.num_bytes
@@ -28,7 +28,7 @@ async def test_layout_describes_the_bytes(tmp_path: Path) -> None:
 
 async def test_version_can_be_asserted(tmp_path: Path) -> None:
     async with serving(FakeEngine(prompt_kv=True), tmp_path) as served:
-        known = await handle(served)
+        known = await export_handle(served)
         path = f"/v1/kv/{known.handle}"
         assert (await served.http.get(path, params={"version": "v0"})).status_code == 200
         other = await served.http.get(path, params={"version": "v1"})
@@ -39,14 +39,14 @@ async def test_version_can_be_asserted(tmp_path: Path) -> None:
 
 async def test_ranges_reassemble_the_file(tmp_path: Path) -> None:
     async with serving(FakeEngine(prompt_kv=True), tmp_path) as served:
-        known = await handle(served)
+        known = await export_handle(served)
         path = f"/v1/kv/{known.handle}/data"
         whole = await served.http.get(path)
         etag = whole.headers["etag"]
         cut = known.num_bytes // 3
         parts = []
-        for asked in (f"bytes=0-{cut}", f"bytes={cut + 1}-"):
-            part = await served.http.get(path, headers={"Range": asked, "If-Range": etag})
+        for byte_range in (f"bytes=0-{cut}", f"bytes={cut + 1}-"):
+            part = await served.http.get(path, headers={"Range": byte_range, "If-Range": etag})
             assert (part.status_code, part.headers["etag"]) == (206, etag)
             parts.append(part.content)
         assert part.headers["content-range"].endswith(f"/{known.num_bytes}")
@@ -60,7 +60,7 @@ async def test_ranges_reassemble_the_file(tmp_path: Path) -> None:
 
 async def test_head_returns_the_size(tmp_path: Path) -> None:
     async with serving(FakeEngine(prompt_kv=True), tmp_path) as served:
-        known = await handle(served)
+        known = await export_handle(served)
         answer = await served.http.head(f"/v1/kv/{known.handle}/data")
         assert answer.status_code == 200
         assert int(answer.headers["content-length"]) == known.num_bytes
@@ -71,11 +71,11 @@ async def test_head_returns_the_size(tmp_path: Path) -> None:
 
 async def test_lease_is_renewed_and_never_shortened(tmp_path: Path) -> None:
     async with serving(FakeEngine(prompt_kv=True), tmp_path) as served:
-        known = await handle(served, lease_seconds=30)
+        known = await export_handle(served, lease_seconds=30)
 
         async def renewed(seconds: float) -> float:
             path = f"/v1/kv/{known.handle}/lease"
-            answer = await served.http.post(path, json={"seconds": seconds})
+            answer = await served.http.post(path, json={"lease_seconds": seconds})
             left: float = answer.json()["lease_seconds"]
             return left
 
@@ -86,7 +86,7 @@ async def test_lease_is_renewed_and_never_shortened(tmp_path: Path) -> None:
 
 async def test_expired_handle_is_gone_and_unknown_handle_is_not_found(tmp_path: Path) -> None:
     async with serving(FakeEngine(prompt_kv=True), tmp_path) as served:
-        known = await handle(served)
+        known = await export_handle(served)
         for _ in range(2):
             assert (await served.http.delete(f"/v1/kv/{known.handle}")).status_code == 204
         for name, expected in ((known.handle, (410, "kv_gone")), ("none", (404, "kv_not_found"))):
@@ -107,7 +107,11 @@ async def test_handle_belongs_to_its_owner(tmp_path: Path) -> None:
     server = {"keys_file": tmp_path / "keys.yaml"}
     async with serving(FakeEngine(prompt_kv=True), tmp_path, server=server) as served:
         answers = [
-            (await served.http.post("/v1/rollouts", json=asking(), headers=bearer(keys[name])))
+            (
+                await served.http.post(
+                    "/v1/rollouts", json=rollout_body(), headers=bearer(keys[name])
+                )
+            )
             for name in ("mine", "yours")
         ]
         mine, yours = (answer.json()["groups"][0]["kv"] for answer in answers)
@@ -119,7 +123,7 @@ async def test_handle_belongs_to_its_owner(tmp_path: Path) -> None:
             assert (answer.status_code, answer.json()["code"]) == (404, "kv_not_found")
         assert (await served.http.get(path, headers=bearer(keys["plain"]))).status_code == 403
         refused = await served.http.post(
-            "/v1/rollouts", json=asking(), headers=bearer(keys["plain"])
+            "/v1/rollouts", json=rollout_body(), headers=bearer(keys["plain"])
         )
         assert (refused.status_code, refused.json()["code"]) == (403, "forbidden")
 
@@ -127,21 +131,23 @@ async def test_handle_belongs_to_its_owner(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seconds", [0, -1, 3601, "x"])
 async def test_lease_seconds_are_validated(tmp_path: Path, seconds: object) -> None:
     async with serving(FakeEngine(prompt_kv=True), tmp_path) as served:
-        known = await handle(served)
-        answer = await served.http.post(f"/v1/kv/{known.handle}/lease", json={"seconds": seconds})
+        known = await export_handle(served)
+        answer = await served.http.post(
+            f"/v1/kv/{known.handle}/lease", json={"lease_seconds": seconds}
+        )
         assert (answer.status_code, answer.json()["code"]) == (422, "invalid_request")
-        asked = asking() | {"kv": {"lease_seconds": seconds}}
-        assert (await served.http.post("/v1/rollouts", json=asked)).status_code == 422
+        body = rollout_body() | {"kv": {"lease_seconds": seconds}}
+        assert (await served.http.post("/v1/rollouts", json=body)).status_code == 422
 
 
 async def test_drain_waits_for_leases(tmp_path: Path) -> None:
     async with serving(FakeEngine(prompt_kv=True), tmp_path) as served:
-        known = await handle(served)
+        known = await export_handle(served)
         draining = asyncio.create_task(served.server.drain(30))
         await asyncio.sleep(0.1)
         assert (await served.http.get("/readyz")).status_code == 503
         assert (await read(served, known.handle)).status_code == 200
-        renewed = await served.http.post(f"/v1/kv/{known.handle}/lease", json={"seconds": 30})
+        renewed = await served.http.post(f"/v1/kv/{known.handle}/lease", json={"lease_seconds": 30})
         assert renewed.status_code == 200
         assert not draining.done()
         await served.http.delete(f"/v1/kv/{known.handle}")
@@ -152,7 +158,7 @@ async def test_drain_waits_for_leases(tmp_path: Path) -> None:
 
 async def test_drain_timeout_bounds_the_wait_for_leases(tmp_path: Path) -> None:
     async with serving(FakeEngine(prompt_kv=True), tmp_path) as served:
-        known = await handle(served, prompt=PROMPT)
+        known = await export_handle(served, prompt=PROMPT)
         await served.server.drain(0.1)
         assert (await read(served, known.handle)).json()["code"] == "draining"
 

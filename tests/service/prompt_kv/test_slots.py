@@ -23,7 +23,7 @@ SETTINGS = KvSettings(max_lease_seconds=60.0, max_lifetime_seconds=600.0)
 REPLICA = new_replica_id()
 
 
-class Books(RuleBasedStateMachine):
+class SlotMachine(RuleBasedStateMachine):
     """The model: holders and readers of every handle."""
 
     slots = Bundle("slots")
@@ -34,10 +34,10 @@ class Books(RuleBasedStateMachine):
         self.now = 0.0
         clock = self.clock
         self.table = SlotTable(CAPACITY_BYTES, grace_seconds=GRACE_SECONDS, clock=clock)
-        self.named = Handles(self.table, SETTINGS, replica_id=REPLICA, clock=clock)
-        self.is_active: set[Handle] = set()
-        self.readings: list[tuple[Handle, Any]] = []
-        self.until: dict[Handle, float] = {}
+        self.handle_table = Handles(self.table, SETTINGS, replica_id=REPLICA, clock=clock)
+        self.active: set[Handle] = set()
+        self.pins: list[tuple[Handle, Any]] = []
+        self.deadlines: dict[Handle, float] = {}
 
     def clock(self) -> float:
         return self.now
@@ -58,8 +58,8 @@ class Books(RuleBasedStateMachine):
             return None
         if slot.state is SlotState.RESERVED:
             self.table.seal(slot, "etag")
-        handle = self.named.grant("me", slot, float(lease))
-        self.is_active.add(handle)
+        handle = self.handle_table.grant("me", slot, float(lease))
+        self.active.add(handle)
         return handle
 
     @rule(slot=slots)
@@ -77,67 +77,67 @@ class Books(RuleBasedStateMachine):
     @rule(handle=handles)
     def release(self, handle: Handle | None) -> None:
         if handle is not None:
-            self.named.release(handle.id, "me")
-            self.is_active.discard(handle)
+            self.handle_table.release(handle.id, "me")
+            self.active.discard(handle)
 
     @rule(handle=handles)
     def read(self, handle: Handle | None) -> None:
-        if handle is None or handle not in self.is_active:
+        if handle is None or handle not in self.active:
             return
-        reading = self.named.pinned(self.named.get(handle.id, "me"))
-        reading.__enter__()
-        self.readings.append((handle, reading))
-        self.note_deadlines()
+        pin = self.handle_table.pinned(self.handle_table.get(handle.id, "me"))
+        pin.__enter__()
+        self.pins.append((handle, pin))
+        self.record_deadlines()
 
     @rule(data=st.data())
-    def end_a_read(self, data: st.DataObject) -> None:
-        if self.readings:
-            at = data.draw(st.integers(0, len(self.readings) - 1))
-            self.readings.pop(at)[1].__exit__(None, None, None)
+    def end_read(self, data: st.DataObject) -> None:
+        if self.pins:
+            at = data.draw(st.integers(0, len(self.pins) - 1))
+            self.pins.pop(at)[1].__exit__(None, None, None)
 
     @rule(seconds=st.integers(1, 40))
     def time_passes(self, seconds: int) -> None:
-        self.note_deadlines()
+        self.record_deadlines()
         self.now += seconds
-        self.note_deadlines()
-        self.named.sweep()
-        self.is_active = {handle for handle in self.is_active if handle.is_active}
+        self.record_deadlines()
+        self.handle_table.sweep()
+        self.active = {handle for handle in self.active if handle.is_active}
 
     @invariant()
-    def the_books_balance(self) -> None:
+    def accounts_are_consistent(self) -> None:
         self.table.check()
-        self.named.check()
-        assert len(self.named) == len(self.is_active)
+        self.handle_table.check()
+        assert len(self.handle_table) == len(self.active)
 
-    def note_deadlines(self) -> None:
-        """Records deadlines: a read lasts at most until the last known deadline of its handle."""
-        for handle in self.is_active:
+    def record_deadlines(self) -> None:
+        """A read lasts at most until the last known deadline of its handle."""
+        for handle in self.active:
             if handle.is_active:
-                self.until[handle] = handle.deadline
+                self.deadlines[handle] = handle.deadline
 
     @invariant()
-    def what_is_read_or_held_is_not_free(self) -> None:
-        reading = [handle for handle, _ in self.readings if self.until[handle] > self.now]
-        for slot in {handle.slot for handle, _ in self.readings}:
-            assert slot.pins == sum(handle.slot is slot for handle in reading)
-        for handle in reading:
+    def pinned_or_held_slots_are_not_free(self) -> None:
+        read = [handle for handle, _ in self.pins if self.deadlines[handle] > self.now]
+        for slot in {handle.slot for handle, _ in self.pins}:
+            assert slot.pins == sum(handle.slot is slot for handle in read)
+        for handle in read:
             assert handle.slot in self.table._slots
-        for handle in self.is_active:
+        for handle in self.active:
             assert handle.slot.state is SlotState.LEASED
 
     @invariant()
-    def who_is_gone_hears_so(self) -> None:
-        for handle in self.is_active:
-            assert self.named.get(handle.id, "me") is handle
+    def only_active_handles_are_found(self) -> None:
+        for handle in self.active:
+            assert self.handle_table.get(handle.id, "me") is handle
             with pytest.raises(KvNotFound):
-                self.named.get(handle.id, "you")
+                self.handle_table.get(handle.id, "you")
 
     def teardown(self) -> None:
         """All bytes are freed."""
-        for _, reading in self.readings:
-            reading.__exit__(None, None, None)
-        for handle in self.is_active:
-            self.named.release(handle.id, "me")
+        for _, pin in self.pins:
+            pin.__exit__(None, None, None)
+        for handle in self.active:
+            self.handle_table.release(handle.id, "me")
         for slot in list(self.table._slots):
             if slot.state is SlotState.RESERVED:
                 self.table.discard(slot)
@@ -149,10 +149,10 @@ class Books(RuleBasedStateMachine):
         assert self.table.free_bytes == CAPACITY_BYTES
 
 
-Books.TestCase.settings = settings(
+SlotMachine.TestCase.settings = settings(
     max_examples=60, stateful_step_count=40, deadline=None, derandomize=True, database=None
 )
-TestBooks = Books.TestCase
+TestSlots = SlotMachine.TestCase
 
 
 class Clock:

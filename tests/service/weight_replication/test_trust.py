@@ -10,7 +10,7 @@ from tests.fake_engine import FakeEngine
 from tests.fleet import replica
 from tests.service.keyfile import bearer, write_keys
 from tests.service.test_weight_deltas import put
-from tests.service.weight_replication.several import (
+from tests.service.weight_replication.replicas import (
     NEW,
     OLD,
     activate,
@@ -113,4 +113,4 @@ async def test_replicas_authenticate_with_the_peer_key(tmp_path: Path) -> None:
             assert answer.status_code == status, name
         key.write_text(f"{secrets['peers']}\n")  # reread, since keys are rotated
         await put(one, "v2", NEW)
-        assert (await activate(one, "v2")).json()["behind"] == []
+        assert (await activate(one, "v2")).json()["pending_replicas"] == []

@@ -19,7 +19,7 @@ _ALTERNATIVES = {
     "frequency_penalty": "reward repetition less",
     "min_p": "use top_p or top_k",
     "stop": "use stop_token_ids",
-    "prompt_logprobs": "ask the server's POST /v1/score",
+    "prompt_logprobs": "use the server's POST /v1/score",
 }
 # Values without effect. None is without effect for every name.
 _IGNORED_VALUES: dict[str, tuple[object, ...]] = {

@@ -89,7 +89,7 @@ class CoppiceServer:
         pass
 
     async def start_profile(self, **_: Any) -> None:
-        log.warning("%s is not profiled from here: see its /metrics and traces", self._url)
+        log.warning("profiling of %s is not supported: use its /metrics and traces", self._url)
 
     async def stop_profile(self) -> None:
         pass

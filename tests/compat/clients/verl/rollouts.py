@@ -61,7 +61,7 @@ def published(url: str) -> Any:
 
 async def running(url: str) -> None:
     async with AsyncRollouts(url) as rollouts:
-        while not (await rollouts.status()).samples_running:
+        while not (await rollouts.status()).num_samples_running:
             await asyncio.sleep(0.02)
 
 

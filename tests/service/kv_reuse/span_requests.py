@@ -12,43 +12,43 @@ TOOL, TALE = [5] * 70, [6] * 60
 OWN, ASK = [1] * 40, [2] * 4
 
 
-def segment(token_ids: list[int], name: str | None = None) -> dict[str, Any]:
-    return {"token_ids": token_ids, **({} if name is None else {"reuse": name})}
+def span(token_ids: list[int], name: str | None = None) -> dict[str, Any]:
+    return {"token_ids": token_ids, **({} if name is None else {"cache_key": name})}
 
 
-def asked(*segments: dict[str, Any], n: int = 2, **rest: Any) -> dict[str, Any]:
-    group = {"prompt": {"segments": list(segments)}, "n": n}
+def asked(*spans: dict[str, Any], n: int = 2, **rest: Any) -> dict[str, Any]:
+    group = {"prompt": {"spans": list(spans)}, "n": n}
     return {"groups": [group], "sampling": {"max_tokens": 4}, **rest}
 
 
 def placed(own: list[int] = OWN, **rest: Any) -> dict[str, Any]:
     """Two spans between unnamed texts: 64 tokens, 46 spliced, 18, 42 spliced, 4."""
     return asked(
-        segment(own),
-        segment(TOOL, "tool"),
-        segment(TALE, "tale"),
-        segment(ASK),
-        **{"reuse": {"mode": "recompute", "first_tokens": 8}, **rest},
+        span(own),
+        span(TOOL, "tool"),
+        span(TALE, "tale"),
+        span(ASK),
+        **{"kv_reuse": {"mode": "splice", "recompute_tokens": 8}, **rest},
     )
 
 
 def predicted(tool: int = 5, tale: int = 6, own: list[int] = OWN, **rest: Any) -> dict[str, Any]:
     """Two spans between unnamed texts; the text of each is one token repeated."""
     return asked(
-        segment(own),
-        segment([tool] * 70, "tool"),
-        segment([3] * 4),
-        segment([tale] * 60, "tale"),
-        segment(ASK),
-        **{"reuse": {"mode": "anchors"}, **rest},
+        span(own),
+        span([tool] * 70, "tool"),
+        span([3] * 4),
+        span([tale] * 60, "tale"),
+        span(ASK),
+        **{"kv_reuse": {"mode": "predict"}, **rest},
     )
 
 
 @asynccontextmanager
 async def reusing(
-    engine: FakeEngine, tmp_path: Path, *, segments_bytes: int = 2**20, **sections: Any
+    engine: FakeEngine, tmp_path: Path, *, spans_bytes: int = 2**20, **sections: Any
 ) -> AsyncIterator[Served]:
-    kv = {"segments_bytes": segments_bytes, "directory": tmp_path}
+    kv = {"spans_bytes": spans_bytes, "directory": tmp_path}
     async with serving(engine, tmp_path, kv=kv, **sections) as served:
         yield served
         kv_reuse = served.server.kv_reuse

@@ -11,21 +11,21 @@ from tests.fake_engine import FakeEngine
 from tests.fleet import replica
 from tests.service.test_rollouts import body, group
 from tests.service.test_weight_deltas import put
-from tests.service.weight_replication.mute import mute_peer
-from tests.service.weight_replication.several import (
+from tests.service.weight_replication.replicas import (
     NEW,
     OLD,
     Faulty,
     activate,
     eventually,
+    fetches,
     is_ready,
     listed,
     loaded,
-    pulls,
     sections,
     serves,
     several,
 )
+from tests.service.weight_replication.stalled_peer import stalled_peer
 
 pytestmark = pytest.mark.slow
 
@@ -75,10 +75,10 @@ async def test_joiner_without_a_source_is_not_ready_and_reports_why(tmp_path: Pa
             for other in ("/livez", "/startupz"):
                 assert (await late.http.get(other)).status_code == 200, other
             await eventually(lambda: is_ready(late))
-            asked = body(group(1), policy={"min_version": "v1"})
+            asked = body(group(1), weights={"min_version": "v1"})
             lagging = await late.http.post("/v1/rollouts", json=asked)
             assert lagging.json()["code"] == "version_unavailable"
-            exact = body(group(1), policy={"exact_version": "v1"})
+            exact = body(group(1), weights={"exact_version": "v1"})
             assert (await late.http.post("/v1/rollouts", json=exact)).status_code == 503
             await eventually(lambda: one[0].server.replication.num_failed() == 1)
             await eventually(lambda: one[0].server.replication.skew() == 1)
@@ -89,7 +89,7 @@ async def test_joiner_does_not_wait_past_its_timeout_for_a_stalled_source(
     tmp_path: Path,
 ) -> None:
     directory = InMemoryRegistry()
-    async with mute_peer() as peer:
+    async with stalled_peer() as peer:
         await peer.shows_itself(directory)
         await directory.set_target(ActivationTarget(epoch=1, version="v9"))
         short = sections(catch_up_seconds=0.5)
@@ -102,14 +102,14 @@ async def test_joiner_of_a_flushed_registry_waits_for_the_other_replicas(
     tmp_path: Path,
 ) -> None:
     directory = Faulty()
-    slow = sections() | {"directory": {"heartbeat_seconds": 1.0, "expire_seconds": 5.0}}
+    slow = sections() | {"cluster": {"heartbeat_seconds": 1.0, "expire_seconds": 5.0}}
     quick = {"heartbeat_seconds": 0.1, "expire_seconds": 5.0, "redis_url": "redis://nowhere"}
     async with replica(tmp_path / "one", FakeEngine(), directory, **slow) as one:
         await put(one, "v1", OLD)
         await activate(one, "v1")
         await asyncio.sleep(0.2)  # its next heartbeat, which announces again, is a second away
         directory.forget()
-        late = replica(tmp_path / "late", FakeEngine(), directory, **slow | {"directory": quick})
+        late = replica(tmp_path / "late", FakeEngine(), directory, **slow | {"cluster": quick})
         async with late as joined:
             assert serves(joined, "v1"), "it was ready only then"
 
@@ -138,6 +138,6 @@ async def test_bytes_changed_in_transit_are_refused(tmp_path: Path) -> None:
         await put(one[0], "v1", OLD)
         (one[0].server.checkpoints.folder("v1") / "model.safetensors").write_bytes(NEW)
         async with replica(tmp_path / "late", FakeEngine(), directory, **sections()) as late:
-            await eventually(lambda: pulls(late, "failed") > 0)
+            await eventually(lambda: fetches(late, "failed") > 0)
             assert late.server.versions.find("v1") is None
             assert not late.server.checkpoints.folder("v1").exists()

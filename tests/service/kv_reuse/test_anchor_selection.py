@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coppice.wire.rollouts import PromptSpan
 from engine.kv_types import ExportSlot, KvFormat
 from service.kv_reuse.anchor_selection import (
     MAX_ANCHORS_PER_SECTION,
@@ -23,10 +24,10 @@ from service.kv_reuse.anchor_selection import (
 )
 from service.kv_reuse.anchors import Anchor, AnchorContext
 from service.kv_reuse.prediction import load_pieces
-from service.kv_reuse.span_cache import CacheEntry, CacheKey
-from service.kv_reuse.spans import PromptSpan, joined, template_of
+from service.kv_reuse.span_cache import CacheEntry, EntryKey
+from service.kv_reuse.spans import joined, template_of
 from service.prompt_kv.arena import Extent
-from tests.service.kv_reuse.pool import SCOPE, prompt_of
+from tests.service.kv_reuse.anchor_pool import SCOPE, prompt_of
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 FARS = st.lists(st.floats(0, 1e6), min_size=1, max_size=20)
@@ -34,18 +35,20 @@ FARS = st.lists(st.floats(0, 1e6), min_size=1, max_size=20)
 
 def kept(num_tokens: int = 1000) -> CacheEntry:
     slot = ExportSlot(arena=Path("/a"), offset=0, status_offset=0, num_tokens=num_tokens)
-    return CacheEntry(slot=slot, extent=Extent(0, 0), key=CacheKey(SCOPE, 0, "", b""))
+    return CacheEntry(slot=slot, extent=Extent(0, 0), key=EntryKey(SCOPE, 0, "", b""))
 
 
 def anchor_of(parts: list[PromptSpan]) -> Anchor:
     template = template_of(parts)
-    bases = {i: kept(s.num_tokens) for i, s in enumerate(template.sections) if s.name is not None}
+    bases = {
+        i: kept(s.num_tokens) for i, s in enumerate(template.sections) if s.cache_key is not None
+    }
     context = AnchorContext(SCOPE, 0, template.context)
     return Anchor(context=context, template=template, real=kept(template.num_tokens), bases=bases)
 
 
 def chosen(
-    parts: list[PromptSpan], anchors: list[Anchor], far: list[float], threshold: float = 0.3
+    parts: list[PromptSpan], anchors: list[Anchor], far: list[float], max_entropy: float = 0.3
 ) -> AnchorSelection | None:
     """The selection of anchors. `far` are the anchors' distances, for every span."""
     template = template_of(parts)
@@ -53,7 +56,7 @@ def chosen(
     assert found is not None
     by_anchor = dict(zip(anchors, far, strict=True))
     distances = {(i, a): by_anchor[a] for i, a in pairs_to_compare(template, found)}
-    return select_anchors(template, found, distances, threshold)
+    return select_anchors(template, found, distances, max_entropy)
 
 
 @given(FARS)
@@ -71,7 +74,7 @@ def test_entropy_matches_a_direct_computation() -> None:
 
 
 @pytest.mark.parametrize(
-    ("far", "threshold", "is_shareable"),
+    ("far", "max_entropy", "is_shareable"),
     [
         ([1.0, 1.0], 0.3, False),
         ([1.0, 1.0], 1.0, True),
@@ -85,9 +88,9 @@ def test_entropy_matches_a_direct_computation() -> None:
     ],
 )
 def test_anchors_are_shareable_where_some_are_nearer(
-    far: list[float], threshold: float, is_shareable: bool
+    far: list[float], max_entropy: float, is_shareable: bool
 ) -> None:
-    assert are_shareable(far, threshold) == is_shareable
+    assert are_shareable(far, max_entropy) == is_shareable
 
 
 def test_too_few_long_enough_anchors_give_none() -> None:
@@ -101,7 +104,7 @@ def test_too_few_long_enough_anchors_give_none() -> None:
 
 def test_one_anchor_of_the_same_texts_suffices_with_full_weight() -> None:
     anchor = anchor_of(prompt_of(5, 6))
-    choice = chosen(prompt_of(5, 6), [anchor], [0.0], threshold=0.0)
+    choice = chosen(prompt_of(5, 6), [anchor], [0.0], max_entropy=0.0)
     assert choice is not None
     assert choice.weights == [{}] * 4 and choice.used == {anchor}
     assert choice.exact_tokens == len(joined(prompt_of(5, 6))) - 1
@@ -123,7 +126,7 @@ def test_differing_texts_are_predicted_after_equal_ones() -> None:
 def test_nearest_few_anchors_are_selected() -> None:
     anchors = [anchor_of(prompt_of(5 + i)) for i in range(MAX_ANCHORS_PER_SECTION + 3)]
     far = [float(len(anchors) - i) for i in range(len(anchors))]
-    choice = chosen(prompt_of(99), anchors, far, threshold=1.0)
+    choice = chosen(prompt_of(99), anchors, far, max_entropy=1.0)
     assert choice is not None
     assert set(choice.weights[1]) == set(anchors[-MAX_ANCHORS_PER_SECTION:])
     assert sum(choice.weights[1].values()) == pytest.approx(1)
@@ -174,7 +177,9 @@ def written(kinds: list[str], lengths: Sequence[int], tokens: Sequence[int]) -> 
     }
     own = [PromptSpan(token_ids=[9] * 3), PromptSpan(token_ids=[10 + lengths[0]] * 2)]
     return [
-        PromptSpan(token_ids=texts[kind], name=kind) if kind in texts else own[i == len(kinds) - 1]
+        PromptSpan(token_ids=texts[kind], cache_key=kind)
+        if kind in texts
+        else own[i == len(kinds) - 1]
         for i, kind in enumerate(kinds)
     ]
 
@@ -197,7 +202,9 @@ def test_pieces_tile_the_loaded_range_and_stay_within_their_sources(
     far = {pair: data.draw(st.floats(0, 100)) for pair in pairs_to_compare(template, found)}
     choice = select_anchors(template, found, far, 1.0)
     assert choice is not None
-    bases = {i: kept(s.num_tokens) for i, s in enumerate(template.sections) if s.name is not None}
+    bases = {
+        i: kept(s.num_tokens) for i, s in enumerate(template.sections) if s.cache_key is not None
+    }
     at = 0
     for piece in load_pieces(template, bases, found, choice):
         assert piece.start == at and piece.num_tokens > 0

@@ -19,7 +19,7 @@ from service.cluster.registry import (
     ManifestFile,
     Replica,
 )
-from service.cluster.settings import DirectorySettings
+from service.cluster.settings import ClusterSettings
 from tests.redis_server import RedisServer, redis_server
 
 LONG = 60.0
@@ -44,7 +44,7 @@ async def directory(request: pytest.FixtureRequest) -> AsyncIterator[ClusterRegi
         return
     server: RedisServer = request.getfixturevalue("redis")
     server.flush()
-    known = RedisRegistry(DirectorySettings(redis_url=server.url, call_seconds=5))
+    known = RedisRegistry(ClusterSettings(redis_url=server.url, call_seconds=5))
     yield known
     await known.close()
 

@@ -12,15 +12,15 @@ from tests.fleet import fleet, replica
 from tests.redis_server import redis_server
 from tests.service.test_rollouts import body, group
 from tests.service.test_weight_deltas import delta, put
-from tests.service.weight_replication.several import (
+from tests.service.weight_replication.replicas import (
     DIRECTORY,
     NEW,
     OLD,
     activate,
     eventually,
+    fetches,
     listed,
     loaded,
-    pulls,
     sections,
     serves,
     several,
@@ -33,20 +33,22 @@ async def test_version_uploaded_once_is_served_by_all(tmp_path: Path) -> None:
     async with several(tmp_path, 3) as (replicas, engines):
         assert (await put(replicas[0], "v1", OLD, sequence=5)).status_code == 201
         answer = await activate(replicas[1], "v1")
-        assert (answer.status_code, answer.json()["behind"]) == (200, [])
+        assert (answer.status_code, answer.json()["pending_replicas"]) == (200, [])
         assert all(
             serves(served, "v1") and loaded(e) == OLD
             for served, e in zip(replicas, engines, strict=True)
         )
-        assert [pulls(served, "whole") for served in replicas] == [0, 1, 1]
+        assert [fetches(served, "full") for served in replicas] == [0, 1, 1]
         await eventually(lambda: replicas[2].server.replication.num_behind() == 0)
         shown = await listed(replicas[2])
-        assert (shown["active"], shown["ordered"], len(shown["replicas"])) == ("v1", "v1", 3)
+        assert (shown["active"], shown["target_version"], len(shown["replicas"])) == ("v1", "v1", 3)
         for each in shown["replicas"]:
-            assert (each["version"], each["behind"], each["failed"]) == ("v1", 0, None)
-        assert (await activate(replicas[2], "v1")).json()["behind"] == [], "again changes nothing"
+            assert (each["version"], each["versions_behind"], each["failed"]) == ("v1", 0, None)
+        assert (await activate(replicas[2], "v1")).json()["pending_replicas"] == [], (
+            "again changes nothing"
+        )
         assert [engine.calls.count("swap v1") for engine in engines] == [1, 1, 1]
-        asked = body(group(1), policy={"min_version": "v1"})
+        asked = body(group(1), weights={"min_version": "v1"})
         for served in replicas:
             assert (await served.http.post("/v1/rollouts", json=asked)).status_code == 200
 
@@ -77,7 +79,7 @@ async def test_replica_that_learns_of_a_version_finds_a_source_of_its_files(tmp_
         assert directory.givers["v1"] == [replicas[0].server.cluster.own_id]
         assert replicas[1].server.cluster.own_id in directory.givers["v2"]
         await eventually(lambda: replicas[0].server.versions.find("v2") is not None)
-        assert [pulls(served, "failed") for served in replicas] == [0, 0]
+        assert [fetches(served, "failed") for served in replicas] == [0, 0]
 
 
 async def test_delta_upload_is_replicated_as_a_delta(tmp_path: Path) -> None:
@@ -86,9 +88,9 @@ async def test_delta_upload_is_replicated_as_a_delta(tmp_path: Path) -> None:
         await activate(replicas[0], "v1")
         sent = delta(tmp_path, OLD, NEW)
         assert (await put(replicas[0], "v2", sent, base="v1")).status_code == 201
-        assert (await activate(replicas[0], "v2")).json()["behind"] == []
+        assert (await activate(replicas[0], "v2")).json()["pending_replicas"] == []
         assert [loaded(engine) for engine in engines] == [NEW, NEW]
-        assert pulls(replicas[1], "delta") == 1
+        assert fetches(replicas[1], "delta") == 1
         (known,) = [v for v in (await listed(replicas[1]))["versions"] if v["version"] == "v2"]
         assert (known["base"], known["received_bytes"]) == ("v1", len(sent))
 
@@ -100,9 +102,9 @@ async def test_shared_directory_is_read_by_all(tmp_path: Path) -> None:
     async with several(tmp_path, 2, source_directories=(shared,), peers=()) as (replicas, engines):
         path = {"path": str(shared / "step-1")}
         assert (await replicas[0].http.post("/v1/weights/v1", json=path)).status_code == 201
-        assert (await activate(replicas[1], "v1")).json()["behind"] == []
+        assert (await activate(replicas[1], "v1")).json()["pending_replicas"] == []
         assert [loaded(engine) for engine in engines] == [OLD, OLD]
-        assert pulls(replicas[1], "path") == 1
+        assert fetches(replicas[1], "path") == 1
 
 
 async def test_files_changed_after_staging_are_activated_by_no_replica(
@@ -131,7 +133,7 @@ async def test_sharded_version_is_replicated(tmp_path: Path) -> None:
     async with several(tmp_path, 2) as (replicas, engines):
         for name, content in files.items():
             await replicas[0].http.put(f"/v1/weights/v1/files/{name}", content=content)
-        assert (await activate(replicas[0], "v1")).json()["behind"] == []
+        assert (await activate(replicas[0], "v1")).json()["pending_replicas"] == []
         folder = engines[1].loaded[-1]
         assert {path.name: path.read_bytes() for path in folder.iterdir()} == files
 
@@ -150,7 +152,7 @@ async def test_replicated_shards_are_removed_with_their_version(
             await one[0].http.put(f"/v1/weights/v1/files/{name}", content=content)
         (one[0].server.checkpoints.folder("v1") / "two.safetensors").write_bytes(b"3")
         async with replica(tmp_path / "late", FakeEngine(), directory, **sections()) as late:
-            await eventually(lambda: pulls(late, "failed") > 0)
+            await eventually(lambda: fetches(late, "failed") > 0)
             folder = late.server.checkpoints.folder("v1")
             assert {path.name for path in folder.iterdir()} >= {"one.safetensors"}
             assert (await one[0].http.delete("/v1/weights/v1")).status_code == 204
@@ -165,7 +167,7 @@ async def test_rollback_is_replicated(tmp_path: Path) -> None:
             await activate(replicas[0], version)
         assert (await activate(replicas[1], "v1")).json()["code"] == "rollback_refused"
         back = await activate(replicas[1], "v1", allow_rollback=True)
-        assert back.json()["behind"] == []
+        assert back.json()["pending_replicas"] == []
         assert [loaded(engine) for engine in engines] == [OLD, OLD]
 
 
@@ -213,13 +215,13 @@ async def test_replication_works_over_redis(tmp_path: Path) -> None:
     engines = [FakeEngine(), FakeEngine()]
     with redis_server(tmp_path) as redis:
         directory = {**DIRECTORY, "redis_url": redis.url, "call_seconds": 5.0}
-        shared = sections(catch_up_seconds=0.2) | {"directory": directory}
+        shared = sections(catch_up_seconds=0.2) | {"cluster": directory}
         async with fleet(tmp_path, engines, lambda: None, **shared) as replicas:
             await put(replicas[0], "v1", OLD)
             await activate(replicas[0], "v1")
             sent = delta(tmp_path, OLD, NEW)
             await put(replicas[1], "v2", sent, base="v1")
-            assert (await activate(replicas[0], "v2")).json()["behind"] == []
+            assert (await activate(replicas[0], "v2")).json()["pending_replicas"] == []
             assert [loaded(engine) for engine in engines] == [NEW, NEW]
             redis.flush()
             late = FakeEngine()

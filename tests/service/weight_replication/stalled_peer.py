@@ -38,7 +38,7 @@ class Mute:
 
 
 @asynccontextmanager
-async def mute_peer() -> AsyncIterator[Mute]:
+async def stalled_peer() -> AsyncIterator[Mute]:
     peer = Mute()
     server = await asyncio.start_server(peer.connected, "127.0.0.1", 0)
     host, port = server.sockets[0].getsockname()

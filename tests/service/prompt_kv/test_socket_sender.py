@@ -12,14 +12,14 @@ import uvloop
 from service.http.protocol import SEND_BODY_EXTENSION
 from service.prompt_kv.settings import KvSettings
 from service.prompt_kv.socket_sender import SocketSender
-from tests.service.prompt_kv.readers import (
+from tests.service.prompt_kv.stalled_readers import (
     CAPACITY,
     NUM_BYTES,
     exporting,
-    large,
+    large_handle,
     read_to_end,
-    silent_reader,
-    until,
+    stalled_reader,
+    wait_until,
 )
 from tests.service.prompt_kv.test_slots import Clock, sealed
 from tests.serving import serving
@@ -41,7 +41,7 @@ class Plain:
 
 async def test_thread_sends_the_same_bytes_as_the_event_loop(tmp_path: Path) -> None:
     async with serving(exporting(), tmp_path, kv=CAPACITY) as served:
-        known = await large(served)
+        known = await large_handle(served)
         transport = httpx.ASGITransport(Plain(served.app))
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as plain:
             for headers in ({}, {"Range": "bytes=100-15000000"}):
@@ -57,7 +57,7 @@ async def test_thread_sends_the_same_bytes_as_the_event_loop(tmp_path: Path) -> 
 
 async def test_connection_is_reusable_after_a_transfer(tmp_path: Path) -> None:
     async with serving(exporting(), tmp_path, kv=CAPACITY) as served:
-        known = await large(served)
+        known = await large_handle(served)
         for _ in range(3):
             first = await served.http.get(f"/v1/kv/{known}/data")
             assert (await served.http.get("/readyz")).status_code == 200
@@ -67,11 +67,11 @@ async def test_connection_is_reusable_after_a_transfer(tmp_path: Path) -> None:
 
 async def test_disconnected_reader_leaves_no_pin(tmp_path: Path) -> None:
     async with serving(exporting(), tmp_path, kv=CAPACITY) as served:
-        known = await large(served)
+        known = await large_handle(served)
         async with served.http.stream("GET", f"/v1/kv/{known}/data") as answer:
             async for _ in answer.aiter_bytes(1000):
                 break
-        await until(lambda: not served.server.socket_sender.num_transfers)
+        await wait_until(lambda: not served.server.socket_sender.num_transfers)
         await served.http.delete(f"/v1/kv/{known}")
         status = served.server.prompt_kv.status()
         assert status.free_bytes == status.capacity_bytes
@@ -79,23 +79,23 @@ async def test_disconnected_reader_leaves_no_pin(tmp_path: Path) -> None:
 
 async def test_bytes_being_read_survive_their_release(tmp_path: Path) -> None:
     async with serving(exporting(), tmp_path, kv=CAPACITY) as served:
-        known = await large(served)
+        known = await large_handle(served)
         whole = (await served.http.get(f"/v1/kv/{known}/data")).content
-        with silent_reader(served, known) as reader:
-            await until(lambda: served.server.socket_sender.num_transfers > 0)
+        with stalled_reader(served, known) as reader:
+            await wait_until(lambda: served.server.socket_sender.num_transfers > 0)
             await served.http.delete(f"/v1/kv/{known}")
             status = served.server.prompt_kv.status()
             assert status.quarantined_bytes > NUM_BYTES
             served.server.prompt_kv.check()
             received = await asyncio.to_thread(read_to_end, reader, len(whole))
         assert received == whole
-        await until(lambda: not served.server.prompt_kv.status().quarantined_bytes)
+        await wait_until(lambda: not served.server.prompt_kv.status().quarantined_bytes)
 
 
 async def test_transfers_beyond_the_thread_count_queue(tmp_path: Path) -> None:
     kv = {**CAPACITY, "max_transfers": 1, "max_bytes_per_second": 80e6}
     async with serving(exporting(), tmp_path, kv=kv) as served:
-        known = await large(served)
+        known = await large_handle(served)
         began = asyncio.get_running_loop().time()
         reads = [served.http.get(f"/v1/kv/{known}/data") for _ in range(4)]
         answers = await asyncio.gather(*reads)
@@ -106,11 +106,11 @@ async def test_transfers_beyond_the_thread_count_queue(tmp_path: Path) -> None:
 
 async def test_stop_aborts_running_transfers(tmp_path: Path) -> None:
     async with serving(exporting(), tmp_path, kv=CAPACITY) as served:
-        known = await large(served)
-        with silent_reader(served, known):
-            await until(lambda: served.server.socket_sender.num_transfers > 0)
+        known = await large_handle(served)
+        with stalled_reader(served, known):
+            await wait_until(lambda: served.server.socket_sender.num_transfers > 0)
             served.server.socket_sender.abort_all()
-            await until(lambda: not served.server.socket_sender.num_transfers)
+            await wait_until(lambda: not served.server.socket_sender.num_transfers)
 
 
 async def test_cancelled_transfer_has_ended_when_it_returns() -> None:
@@ -133,14 +133,14 @@ async def test_cancelled_transfer_has_ended_when_it_returns() -> None:
 def test_transfer_works_on_the_loop_of_the_server(tmp_path: Path) -> None:
     async def read() -> None:
         async with serving(exporting(), tmp_path, kv=CAPACITY) as served:
-            known = await large(served)
+            known = await large_handle(served)
             answers = await asyncio.gather(
                 *(served.http.get(f"/v1/kv/{known}/data") for _ in range(6))
             )
             assert len({answer.content for answer in answers}) == 1
             assert len(answers[0].content) > NUM_BYTES
-            with silent_reader(served, known) as reader:
-                await until(lambda: served.server.socket_sender.num_transfers > 0)
+            with stalled_reader(served, known) as reader:
+                await wait_until(lambda: served.server.socket_sender.num_transfers > 0)
                 await asyncio.sleep(0.1)  # its socket buffer is full, and the loop waits for room
                 received = await asyncio.to_thread(read_to_end, reader, len(answers[0].content))
             assert received == answers[0].content

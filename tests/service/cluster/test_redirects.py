@@ -14,7 +14,7 @@ from service.cluster.registry import new_handle_id, new_replica_id, new_rollout_
 from tests.fake_engine import FakeEngine
 from tests.fleet import fleet, replica
 from tests.service.keyfile import bearer, write_keys
-from tests.service.prompt_kv.asked import handle
+from tests.service.prompt_kv.export_requests import export_handle
 from tests.service.test_rollouts import body, group, running_samples
 from tests.serving import Served, serving
 
@@ -96,12 +96,12 @@ async def test_handle_of_another_replica_is_redirected_to_its_address(
 async def test_handle_bytes_can_be_requested_from_any_replica(pair: list[Served]) -> None:
     a, b = pair
     engine_of(a).instant = True
-    kv = await handle(a)
+    kv = await export_handle(a)
     whole = [
         await served.http.get(f"/v1/kv/{kv.handle}/data", follow_redirects=True) for served in pair
     ]
     renewed = await b.http.post(
-        f"/v1/kv/{kv.handle}/lease", json={"seconds": 9}, follow_redirects=True
+        f"/v1/kv/{kv.handle}/lease", json={"lease_seconds": 9}, follow_redirects=True
     )
     released = await b.http.delete(f"/v1/kv/{kv.handle}", follow_redirects=True)
     assert whole[0].content == whole[1].content
@@ -226,9 +226,9 @@ async def test_metrics_count_redirects(pair: list[Served]) -> None:
     a, b = pair
     await b.http.get(await submitted(a))
     metrics = (await b.http.get("/metrics")).text
-    assert "coppice_directory_redirects_total 1.0" in metrics
-    assert "coppice_directory_replicas 2.0" in metrics
-    assert "coppice_directory_up 1.0" in metrics
+    assert "coppice_cluster_redirects_total 1.0" in metrics
+    assert "coppice_cluster_replicas 2.0" in metrics
+    assert "coppice_cluster_up 1.0" in metrics
 
 
 async def test_retry_during_a_drain_reaches_its_rollout(tmp_path: Path) -> None:

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from coppice.wire.rollouts import PromptSpan
 from engine.kv_types import ExportStatus
 from service.kv_reuse.anchors import Anchor, AnchorStore
 from service.kv_reuse.span_cache import CacheEntry, SpanCache
-from service.kv_reuse.spans import PromptSpan, PromptTemplate, Scope, template_of
+from service.kv_reuse.spans import PromptTemplate, Scope, template_of
 from tests.fake_engine import FakeEngine
 
 SCOPE = Scope("key", None)
@@ -18,7 +19,7 @@ SCOPE = Scope("key", None)
 def prompt_of(*texts: int, own: int = 1, length: int = 60) -> list[PromptSpan]:
     """Spans that repeat one token each, after 40 tokens of unnamed text."""
     named = [
-        PromptSpan(token_ids=[text] * length, name=f"text-{i}") for i, text in enumerate(texts)
+        PromptSpan(token_ids=[text] * length, cache_key=f"text-{i}") for i, text in enumerate(texts)
     ]
     return [PromptSpan(token_ids=[own] * 40), *named, PromptSpan(token_ids=[2] * 4)]
 
@@ -30,7 +31,7 @@ class Pool:
     epoch: int = 0
 
     def bases(self, parts: list[PromptSpan], scope: Scope = SCOPE) -> dict[int, CacheEntry]:
-        named = {i: part for i, part in enumerate(parts) if part.name is not None}
+        named = {i: part for i, part in enumerate(parts) if part.cache_key is not None}
         found = {}
         for index, part in named.items():
             got = self.store.get_or_reserve(scope, part)

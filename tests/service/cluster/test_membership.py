@@ -10,12 +10,12 @@ from service.cluster.idempotency_claims import MAX_CLAIMS_PER_HEARTBEAT
 from service.cluster.in_memory import InMemoryRegistry
 from service.cluster.membership import ClusterMembership, RedirectToReplica
 from service.cluster.registry import ClusterView, RegistryUnavailable, Replica
-from service.cluster.settings import DirectorySettings
-from service.http.errors import DirectoryUnavailable, ReplicaGone
+from service.cluster.settings import ClusterSettings
+from service.http.errors import ClusterUnavailable, ReplicaGone
 
 A = Replica(id="a" * 12, url="http://a", state="serving", version="v0", sequence=0)
 B = Replica(id="b" * 12, url="http://b", state="serving", version="v0", sequence=0)
-SETTINGS = DirectorySettings(redis_url="redis://nowhere")
+SETTINGS = ClusterSettings(redis_url="redis://nowhere")
 EXPIRE = SETTINGS.expire_seconds
 
 
@@ -76,18 +76,18 @@ class Seen:
         self.clock = Clock()
         self.registry = Faulty(self.clock)
         self.failed: list[str] = []
-        self.on_unshared_key = 0
-        self.fleet = ClusterMembership(
+        self.num_unshared = 0
+        self.cluster = ClusterMembership(
             self.registry,
             SETTINGS,
             describe=lambda: A,
-            failed=self.failed.append,
-            on_unshared_key=self._unshared,
+            on_failure=self.failed.append,
+            on_unshared_key=self._count_unshared,
             clock=self.clock,
         )
 
-    def _unshared(self) -> None:
-        self.on_unshared_key += 1
+    def _count_unshared(self) -> None:
+        self.num_unshared += 1
 
     async def pass_by(self, ttl_seconds: float, *others: Replica) -> None:
         """Sends heartbeats of this replica and `others` for this many seconds."""
@@ -100,14 +100,14 @@ class Seen:
     async def beat(self) -> None:
         self.clock.now += 0.001
         try:
-            await self.fleet.refresh()
+            await self.cluster.refresh()
         except RegistryUnavailable:
-            assert self.fleet.unavailable
+            assert self.cluster.unavailable
 
     async def asked_for(self, replica: Replica) -> str:
         try:
-            await self.fleet.check_local(replica.id)
-        except (RedirectToReplica, ReplicaGone, DirectoryUnavailable) as answer:
+            await self.cluster.check_local(replica.id)
+        except (RedirectToReplica, ReplicaGone, ClusterUnavailable) as answer:
             return getattr(answer, "url", type(answer).__name__)
         return "here"
 
@@ -122,7 +122,7 @@ async def test_unlisted_replica_is_gone_only_after_all_had_time_to_register(
 ) -> None:
     early = await refresh.asked_for(B)
     await refresh.pass_by(EXPIRE + 3)
-    assert (early, await refresh.asked_for(B)) == ("DirectoryUnavailable", "ReplicaGone")
+    assert (early, await refresh.asked_for(B)) == ("ClusterUnavailable", "ReplicaGone")
 
 
 async def test_newly_registered_replica_is_looked_up(refresh: Seen) -> None:
@@ -136,25 +136,25 @@ async def test_lost_registry_is_not_needed_for_cached_entries(refresh: Seen) -> 
     refresh.registry.silent = True
     await refresh.pass_by(10 * EXPIRE)
     other = Replica(id="c" * 12, url="http://c", state="serving", version="v0", sequence=0)
-    assert (refresh.fleet.unavailable, await refresh.asked_for(B)) == (True, B.url)
-    assert await refresh.asked_for(other) == "DirectoryUnavailable"
-    assert set(refresh.failed) == {"beat"}
+    assert (refresh.cluster.unavailable, await refresh.asked_for(B)) == (True, B.url)
+    assert await refresh.asked_for(other) == "ClusterUnavailable"
+    assert set(refresh.failed) == {"heartbeat"}
 
 
 async def test_after_a_flush_no_replica_is_gone_until_confirmed(refresh: Seen) -> None:
     await refresh.pass_by(EXPIRE + 3, B)
     refresh.registry.forget()
     await refresh.beat()
-    assert (refresh.fleet.is_settled, await refresh.asked_for(B)) == (False, B.url)
+    assert (refresh.cluster.is_settled, await refresh.asked_for(B)) == (False, B.url)
     await refresh.pass_by(EXPIRE + 3)
-    assert (refresh.fleet.is_settled, await refresh.asked_for(B)) == (True, "ReplicaGone")
+    assert (refresh.cluster.is_settled, await refresh.asked_for(B)) == (True, "ReplicaGone")
 
 
 async def test_after_a_flush_keys_are_claimed_again(refresh: Seen) -> None:
     await refresh.beat()
-    await refresh.fleet.claim("p")
-    await refresh.fleet.claim("q")
-    refresh.fleet.release("q")
+    await refresh.cluster.claim("p")
+    await refresh.cluster.claim("q")
+    refresh.cluster.release("q")
     refresh.registry.forget()
     await refresh.beat()
     holders = [
@@ -168,9 +168,9 @@ async def test_key_reclaimed_before_its_release_was_sent_stays_local(
     refresh: Seen,
 ) -> None:
     await refresh.beat()
-    await refresh.fleet.claim("p")
-    refresh.fleet.release("p")
-    await refresh.fleet.claim("p")
+    await refresh.cluster.claim("p")
+    refresh.cluster.release("p")
+    await refresh.cluster.claim("p")
     await refresh.beat()
     assert await refresh.registry.claim("p", B.id, ttl_seconds=9, allow_takeover=False) == A.id
 
@@ -179,9 +179,9 @@ async def test_key_reclaimed_while_its_release_is_sent_stays_local(
     refresh: Seen,
 ) -> None:
     await refresh.beat()
-    await refresh.fleet.claim("p")
-    refresh.fleet.release("p")
-    refresh.registry.releasing = lambda: refresh.fleet.claim("p")
+    await refresh.cluster.claim("p")
+    refresh.cluster.release("p")
+    refresh.registry.releasing = lambda: refresh.cluster.claim("p")
     await refresh.beat()
     assert await refresh.registry.claim("p", B.id, ttl_seconds=9, allow_takeover=False) == A.id
 
@@ -191,9 +191,9 @@ async def test_released_key_is_available_at_once_or_after_the_next_heartbeat(
     refresh: Seen, silent: bool
 ) -> None:
     await refresh.beat()
-    await refresh.fleet.claim("p")
+    await refresh.cluster.claim("p")
     refresh.registry.silent = silent
-    await refresh.fleet.release_now("p")
+    await refresh.cluster.release_now("p")
     refresh.registry.silent = False
     if silent:
         assert refresh.failed == ["release"]
@@ -207,8 +207,8 @@ async def test_many_released_keys_do_not_delay_the_next_heartbeat(
     await refresh.beat()
     places = [f"p{number}" for number in range(MAX_CLAIMS_PER_HEARTBEAT + 1)]
     for place in places:
-        await refresh.fleet.claim(place)
-        refresh.fleet.release(place)
+        await refresh.cluster.claim(place)
+        refresh.cluster.release(place)
     left = []
     for _ in "ab":
         await refresh.beat()
@@ -221,10 +221,10 @@ async def test_key_claimed_during_an_outage_is_shared_after_recovery(
 ) -> None:
     await refresh.beat()
     refresh.registry.silent = True
-    await refresh.fleet.claim("p")
+    await refresh.cluster.claim("p")
     await refresh.beat()
-    await refresh.fleet.claim("q")
-    assert (refresh.on_unshared_key, refresh.failed) == (2, ["claim", "beat"])
+    await refresh.cluster.claim("q")
+    assert (refresh.num_unshared, refresh.failed) == (2, ["claim", "heartbeat"])
     refresh.registry.silent = False
     await refresh.beat()
     holders = [
@@ -237,10 +237,10 @@ async def test_key_claimed_during_an_outage_is_shared_after_recovery(
 async def test_key_of_a_replica_that_may_return_is_not_taken_over(refresh: Seen) -> None:
     await refresh.registry.claim("p", B.id, ttl_seconds=1e6, allow_takeover=False)
     await refresh.beat()
-    with pytest.raises(DirectoryUnavailable):
-        await refresh.fleet.claim("p")
+    with pytest.raises(ClusterUnavailable):
+        await refresh.cluster.claim("p")
     await refresh.pass_by(EXPIRE + 3)
-    await refresh.fleet.claim("p")
+    await refresh.cluster.claim("p")
     assert await refresh.registry.claim("p", B.id, ttl_seconds=9, allow_takeover=False) == A.id
 
 
@@ -263,15 +263,15 @@ async def test_exception_in_a_heartbeat_stops_nothing(refresh: Seen) -> None:
             self.beats += 1
             raise RuntimeError("a bug")
 
-    broken = refresh.fleet.registry = Broken(refresh.clock)
-    async with refresh.fleet.running():
+    broken = refresh.cluster.registry = Broken(refresh.clock)
+    async with refresh.cluster.running():
         while broken.beats < 2:
             await asyncio.sleep(0.01)
-        assert refresh.fleet.unavailable
+        assert refresh.cluster.unavailable
 
 
 async def test_unregistered_replica_is_no_longer_listed(refresh: Seen) -> None:
-    async with refresh.fleet.running():
-        while refresh.fleet.unavailable:
+    async with refresh.cluster.running():
+        while refresh.cluster.unavailable:
             await asyncio.sleep(0.001)
     assert A.id not in (await refresh.registry.beat(B, ttl_seconds=9)).replicas

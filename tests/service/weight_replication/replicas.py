@@ -51,7 +51,7 @@ class Faulty(InMemoryRegistry):
         return await work
 
     @property
-    def ordered(self) -> str | None:
+    def target_version(self) -> str | None:
         return None if self._target is None else self._target.version
 
     def forget(self) -> None:
@@ -63,7 +63,7 @@ class Faulty(InMemoryRegistry):
 def sections(**weights: Any) -> dict[str, dict[str, Any]]:
     return {
         "weights": {"peers": (LOOPBACK,), "fleet_seconds": 20.0, **weights},
-        "directory": dict(DIRECTORY),
+        "cluster": dict(DIRECTORY),
     }
 
 
@@ -103,9 +103,9 @@ def serves(served: Served, version: str) -> bool:
     return served.server.versions.active.label == version
 
 
-def pulls(served: Served, way: str) -> float:
+def fetches(served: Served, source: str) -> float:
     value = served.server.metrics.registry.get_sample_value(
-        "coppice_weights_pulls_total", {"way": way}
+        "coppice_weights_fetches_total", {"source": source}
     )
     assert value is not None
     return value

@@ -8,23 +8,27 @@ from typing import Any
 from coppice.wire.rollouts import RolloutAnswer
 from tests.fake_engine import FakeEngine
 from tests.service.keyfile import bearer
-from tests.service.prompt_kv.asked import asking
+from tests.service.prompt_kv.export_requests import rollout_body
 from tests.serving import Served
 
 NUM_BYTES = 16 * 10**6
+
+
 CAPACITY: dict[str, Any] = {"capacity_bytes": 20 * 2**20}
-HASTE = {"min_bytes_per_second": 1e6, "slow_reader_seconds": 0.3}
+
+
+SHORT_PATIENCE = {"min_bytes_per_second": 1e6, "slow_reader_seconds": 0.3}
 
 
 def exporting() -> FakeEngine:
     return FakeEngine(prompt_kv=True, max_context_tokens=20_000)
 
 
-async def large(
+async def large_handle(
     served: Served, headers: dict[str, str] | None = None, *, lease_seconds: float = 60.0
 ) -> str:
     """A handle on 16 MiB: more than socket buffers hold without a reader."""
-    body = asking([*range(256)] * 64, lease_seconds=lease_seconds)
+    body = rollout_body([*range(256)] * 64, lease_seconds=lease_seconds)
     answer = await served.http.post("/v1/rollouts", json=body, headers=headers)
     (group,) = RolloutAnswer.model_validate_json(answer.content).groups
     assert group.kv is not None, group.kv_reason
@@ -37,13 +41,13 @@ def arena_is_free(served: Served) -> bool:
     return status.free_bytes == status.capacity_bytes
 
 
-async def until(true: Callable[[], bool]) -> None:
+async def wait_until(true: Callable[[], bool]) -> None:
     async with asyncio.timeout(20):
         while not true():
             await asyncio.sleep(0.01)
 
 
-class silent_reader:
+class stalled_reader:
     """Sends a request and reads only the head of the answer."""
 
     def __init__(self, served: Served, handle_id: str, key: str = "") -> None:

@@ -12,7 +12,7 @@ from coppice.results import result_of_packed
 from coppice.wire.records import PACKED_MEDIA_TYPE, unpack
 from tests.fake_engine import FakeEngine
 from tests.fake_export import fake_kv
-from tests.service.prompt_kv.test_exports import data, exporting, swapped
+from tests.service.prompt_kv.test_exports import activate_weights, data, exporting
 from tests.service.test_external_trees import Opened, open_tree
 from tests.service.test_rollouts import running_samples
 from tests.service.trees import BLOCK, PROMPT, asked, path
@@ -21,15 +21,15 @@ from tests.serving import Served, serving
 pytestmark = pytest.mark.slow
 
 KV = {"kv": {"lease_seconds": 60}}
-ROOM: dict[str, Any] = {"capacity_bytes": 2**24}
+CAPACITY: dict[str, Any] = {"capacity_bytes": 2**24}
 
 
-async def grown(served: Served, mode: str = "interval", /, **fields: Any) -> dict[str, Any]:
+async def run_tree(served: Served, mode: str = "interval", /, **fields: Any) -> dict[str, Any]:
     body = asked(mode, rest=KV, **fields)
-    answered = await served.http.post("/v1/rollouts", json=body)
-    assert answered.status_code == 200, answered.text
+    answer = await served.http.post("/v1/rollouts", json=body)
+    assert answer.status_code == 200, answer.text
     served.server.prompt_kv.check()
-    group: dict[str, Any] = answered.json()["groups"][0]
+    group: dict[str, Any] = answer.json()["groups"][0]
     return group
 
 
@@ -37,7 +37,7 @@ def tokens(group: dict[str, Any], segment: str, prompt: list[int] = PROMPT) -> l
     return prompt + [token for each in path(group, segment) for token in each["token_ids"]]
 
 
-def inner(group: dict[str, Any]) -> list[dict[str, Any]]:
+def inner_segments(group: dict[str, Any]) -> list[dict[str, Any]]:
     """Segments with children."""
     return [each for each in group["segments"] if each["id"] not in group["leaves"]]
 
@@ -68,9 +68,9 @@ async def assert_kv_is_of_every_inner_path(
 async def test_every_path_with_children_has_a_handle_except_on_its_last_token(
     tmp_path: Path, mode: str, fields: dict[str, Any]
 ) -> None:
-    async with serving(exporting(), tmp_path, kv=ROOM) as served:
-        group = await grown(served, mode, **fields)
-        assert len(inner(group)) >= 1
+    async with serving(exporting(), tmp_path, kv=CAPACITY) as served:
+        group = await run_tree(served, mode, **fields)
+        assert len(inner_segments(group)) >= 1
         prompt = fields.get("prompt", PROMPT)
         await assert_kv_is_of_every_inner_path(served, group, prompt)
         assert group["kv_reason"] == (None if len(prompt) > 1 else "prompt_too_short")
@@ -80,24 +80,26 @@ async def test_first_child_to_run_exports_and_equal_paths_share_bytes(
     tmp_path: Path,
 ) -> None:
     engine = exporting()
-    async with serving(engine, tmp_path, kv=ROOM) as served:
-        group = await grown(served, prompt=[7, 8, 9], factor=[2, 4], max_leaves=8)
+    async with serving(engine, tmp_path, kv=CAPACITY) as served:
+        group = await run_tree(served, prompt=[7, 8, 9], factor=[2, 4], max_leaves=8)
         writers = [sample for sample in engine.submitted if sample.export is not None]
         assert [len(sample.prompt_token_ids) for sample in writers] == [3, 65]
-        one, other = inner(group)  # the fake engine's siblings are identical
+        one, other = inner_segments(group)  # the fake engine's siblings are identical
         assert one["kv"]["handle"] != other["kv"]["handle"]
         assert one["kv"]["locators"][0] == other["kv"]["locators"][0]
 
 
 async def test_packed_answers_contain_the_handles(tmp_path: Path) -> None:
-    async with serving(exporting(), tmp_path, kv=ROOM) as served:
+    async with serving(exporting(), tmp_path, kv=CAPACITY) as served:
         body, accept = asked(rest=KV), {"Accept": PACKED_MEDIA_TYPE}
-        answered = await served.http.post("/v1/rollouts", json=body, headers=accept)
-    [group] = result_of_packed(unpack(answered.content)).groups
+        answer = await served.http.post("/v1/rollouts", json=body, headers=accept)
+    [group] = result_of_packed(unpack(answer.content)).groups
     assert group.tree is not None
-    told = {segment.id: (segment.kv is None, segment.kv_reason) for segment in group.tree.segments}
-    assert {told[leaf] for leaf in group.tree.leaves} == {(True, "not_continued")}
-    assert {known for name, known in told.items() if name not in group.tree.leaves} == {
+    reasons = {
+        segment.id: (segment.kv is None, segment.kv_reason) for segment in group.tree.segments
+    }
+    assert {reasons[leaf] for leaf in group.tree.leaves} == {(True, "not_continued")}
+    assert {known for name, known in reasons.items() if name not in group.tree.leaves} == {
         (False, None)
     }
 
@@ -105,7 +107,7 @@ async def test_packed_answers_contain_the_handles(tmp_path: Path) -> None:
 async def test_client_fetches_the_kv_of_a_path(tmp_path: Path) -> None:
     branching = Branching(mode="interval", interval=BLOCK, max_depth=2, max_leaves=4)
     async with (
-        serving(exporting(), tmp_path, kv=ROOM) as served,
+        serving(exporting(), tmp_path, kv=CAPACITY) as served,
         AsyncRollouts(served.url) as rollouts,
     ):
         result = await rollouts.rollout([PROMPT], max_tokens=99, branching=branching, kv=Kv())
@@ -121,12 +123,15 @@ async def test_client_fetches_the_kv_of_a_path(tmp_path: Path) -> None:
             expected = fake_kv(PROMPT + segment.token_ids.tolist()[:-1], "v0")
             assert (kv.tensors()["k.0"] == expected[0, 0]).all()
         await asyncio.to_thread(source.release, segment.kv.handle)
-        assert served.server.prompt_kv.status().handles == len(tree.segments) - len(tree.leaves) - 1
+        assert (
+            served.server.prompt_kv.status().num_handles
+            == len(tree.segments) - len(tree.leaves) - 1
+        )
 
 
 async def test_stream_sends_the_handle_of_a_path_while_its_children_run(tmp_path: Path) -> None:
     engine = exporting(instant=False)
-    async with serving(engine, tmp_path, kv=ROOM) as served:
+    async with serving(engine, tmp_path, kv=CAPACITY) as served:
         body = asked(max_tokens=100, rest={"stream": True, **KV})
         async with served.http.stream("POST", "/v1/rollouts", json=body) as got:
             lines = got.aiter_lines()
@@ -145,13 +150,13 @@ async def test_stream_sends_the_handle_of_a_path_while_its_children_run(tmp_path
             engine.step(250)
             rest = [json.loads(line) async for line in lines]
     leaves = rest[-2]["group"]["leaves"]
-    told = [(r["segment"], r["kv_reason"]) for r in rest if r["type"] == "kv"]
-    assert sorted(told) == sorted((leaf, "not_continued") for leaf in leaves)
+    reasons = [(r["segment"], r["kv_reason"]) for r in rest if r["type"] == "kv"]
+    assert sorted(reasons) == sorted((leaf, "not_continued") for leaf in leaves)
 
 
 async def test_leases_of_paths_start_at_the_end_of_the_rollout(tmp_path: Path) -> None:
     engine = exporting(instant=False)
-    async with serving(engine, tmp_path, kv={"grace_seconds": 0, **ROOM}) as served:
+    async with serving(engine, tmp_path, kv={"grace_seconds": 0, **CAPACITY}) as served:
         body = asked(max_tokens=100, rest={"kv": {"lease_seconds": 0.1}})
         rollout = asyncio.create_task(served.http.post("/v1/rollouts", json=body))
         await running_samples(served, 2)
@@ -159,14 +164,14 @@ async def test_leases_of_paths_start_at_the_end_of_the_rollout(tmp_path: Path) -
         await running_samples(served, 4)
         engine.step(1)
         kv = served.server.prompt_kv
-        while kv.status().handles < 2:
+        while kv.status().num_handles < 2:
             await asyncio.sleep(0.001)
         await asyncio.sleep(0.2)
         kv.handles.sweep()
-        assert kv.status().handles == 2, "held while the tree grows"
+        assert kv.status().num_handles == 2, "held while the tree grows"
         engine.step(250)
         [group] = (await rollout).json()["groups"]
-        assert [segment["kv"]["lease_seconds"] for segment in inner(group)] == [0.1] * 2
+        assert [segment["kv"]["lease_seconds"] for segment in inner_segments(group)] == [0.1] * 2
         while kv.status().free_bytes < kv.status().capacity_bytes:
             await asyncio.sleep(0.01)
 
@@ -174,43 +179,43 @@ async def test_leases_of_paths_start_at_the_end_of_the_rollout(tmp_path: Path) -
 async def test_full_arena_costs_only_handles(tmp_path: Path) -> None:
     async with serving(exporting(), tmp_path, kv={"capacity_bytes": 2**20}) as served:
         long = [token % 256 for token in range(500)]
-        group = await grown(served, prompt=long, max_tokens=10, first_split=5)
+        group = await run_tree(served, prompt=long, max_tokens=10, first_split=5)
         assert (group["outcome"], len(group["leaves"])) == ("done", 1)
-        group = await grown(served, prompt=long[:300], max_tokens=150)
+        group = await run_tree(served, prompt=long[:300], max_tokens=150)
         metrics = (await served.http.get("/metrics")).text
     assert group["outcome"] == "done"
-    assert {segment["kv_reason"] for segment in inner(group)} == {"arena_full"}
+    assert {segment["kv_reason"] for segment in inner_segments(group)} == {"arena_full"}
     assert 'coppice_kv_exports_total{outcome="arena_full"} 2.0' in metrics
     assert 'coppice_kv_exports_total{outcome="not_continued"} 5.0' in metrics
 
 
 async def test_paths_without_kv_have_a_reason(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
-        group = await grown(served)
-    assert {segment["kv_reason"] for segment in inner(group)} == {"disabled"}
+        group = await run_tree(served)
+    assert {segment["kv_reason"] for segment in inner_segments(group)} == {"disabled"}
 
 
 async def test_without_a_request_paths_have_neither_handle_nor_reason(tmp_path: Path) -> None:
-    async with serving(exporting(), tmp_path, kv=ROOM) as served:
-        answered = await served.http.post("/v1/rollouts", json=asked())
-        [group] = answered.json()["groups"]
+    async with serving(exporting(), tmp_path, kv=CAPACITY) as served:
+        answer = await served.http.post("/v1/rollouts", json=asked())
+        [group] = answer.json()["groups"]
         assert {(s["kv"], s["kv_reason"]) for s in group["segments"]} == {(None, None)}
-        assert served.server.prompt_kv.status().handles == 0
+        assert served.server.prompt_kv.status().num_handles == 0
 
 
 async def test_path_belongs_to_the_version_that_prefilled_it_again(tmp_path: Path) -> None:
     engine = exporting(instant=False)
-    async with serving(engine, tmp_path, kv=ROOM) as served:
+    async with serving(engine, tmp_path, kv=CAPACITY) as served:
         body = asked(max_tokens=100, prompt=[7, 8, 9], rest=KV)
         rollout = asyncio.create_task(served.http.post("/v1/rollouts", json=body))
         await running_samples(served, 2)
         engine.step(16)
-        await swapped(served, "v1")
+        await activate_weights(served, "v1")
         engine.instant = True
         engine.step(250)
         [group] = (await rollout).json()["groups"]
         assert group["kv"]["version"] == "v0"
-        for segment in inner(group):
+        for segment in inner_segments(group):
             assert [span["version"] for span in segment["versions"]] == ["v0", "v1"]
             assert segment["kv"]["version"] == "v1"
 
@@ -219,13 +224,13 @@ async def test_path_belongs_to_the_version_that_prefilled_it_again(tmp_path: Pat
 
 
 async def test_branch_returns_the_handle_of_its_parent_path(tmp_path: Path) -> None:
-    async with open_tree(tmp_path, exporting(), {"kv": ROOM}, rest=KV) as tree:
+    async with open_tree(tmp_path, exporting(), {"kv": CAPACITY}, rest=KV) as tree:
         one, other = await tree.branch(n=2, max_tokens=20)
         assert (one["kv"], one["kv_reason"]) == (None, None)
         await tree.branch(segment=one["id"], n=3, max_tokens=20)
         await tree.branch(segment=one["id"], max_tokens=20)
         group = await tree.closed()
-        assert [segment["id"] for segment in inner(group)] == [one["id"]]
+        assert [segment["id"] for segment in inner_segments(group)] == [one["id"]]
         assert other["id"] in group["leaves"]
         await assert_kv_is_of_every_inner_path(tree.served, group)
 
@@ -239,11 +244,11 @@ async def dropped(tree: Opened, segment: str) -> None:
 
 
 async def test_dropped_segment_frees_its_bytes_at_once(tmp_path: Path) -> None:
-    async with open_tree(tmp_path, exporting(), {"kv": ROOM}, rest=KV) as tree:
+    async with open_tree(tmp_path, exporting(), {"kv": CAPACITY}, rest=KV) as tree:
         [trunk] = await tree.branch(max_tokens=20)
         await tree.branch(segment=trunk["id"], n=2, max_tokens=20)
         kv = tree.served.server.prompt_kv
-        while not kv.status().handles:
+        while not kv.status().num_handles:
             await asyncio.sleep(0.001)
         await dropped(tree, trunk["id"])
         assert (await tree.closed())["segments"] == []
@@ -253,7 +258,7 @@ async def test_path_dropped_before_its_prefill_frees_its_slot(
     tmp_path: Path,
 ) -> None:
     engine = exporting()
-    async with open_tree(tmp_path, engine, {"kv": ROOM}, rest=KV) as tree:
+    async with open_tree(tmp_path, engine, {"kv": CAPACITY}, rest=KV) as tree:
         [trunk] = await tree.branch(max_tokens=20)
         engine.instant = False
         growing = asyncio.create_task(tree.branch(segment=trunk["id"], max_tokens=20))
@@ -266,7 +271,7 @@ async def test_path_dropped_before_its_prefill_frees_its_slot(
 
 async def test_engine_death_under_a_tree_frees_every_slot(tmp_path: Path) -> None:
     engine = exporting(instant=False)
-    async with serving(engine, tmp_path, kv=ROOM) as served:
+    async with serving(engine, tmp_path, kv=CAPACITY) as served:
         body = asked(max_tokens=100, rest=KV)
         rollout = asyncio.create_task(served.http.post("/v1/rollouts", json=body))
         await running_samples(served, 2)

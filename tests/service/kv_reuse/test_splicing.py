@@ -1,4 +1,4 @@
-"""reuse.mode recompute over the fake engine: the engine requests it makes, and the answers."""
+"""kv_reuse.mode splice over the fake engine: the engine requests it makes, and the answers."""
 
 import asyncio
 from pathlib import Path
@@ -9,7 +9,7 @@ import pytest
 from engine.kv_types import ExportStatus
 from tests.fake_engine import FakeEngine
 from tests.service.keyfile import bearer, write_keys
-from tests.service.kv_reuse.asking import ASK, OWN, TALE, TOOL, answered, placed, reusing
+from tests.service.kv_reuse.span_requests import ASK, OWN, TALE, TOOL, answered, placed, reusing
 from tests.service.test_rollouts import running_samples
 
 PROMPT = [*OWN, *TOOL, *TALE, *ASK]
@@ -39,13 +39,13 @@ async def test_chain_prefills_unnamed_text_and_first_tokens(tmp_path: Path) -> N
     ]
     assert taken == [(64, 46, 24, 40), (128, 42, 18, 110)]
     assert group["exact"] is False
-    assert group["reuse"] == {
-        "mode": "recompute",
-        "tokens_reused": 46 + 42,
-        "tokens_computed": 64 + 18 + 4,
-        "tokens_prepared": 130,
-        "round_trips": 2,
-        "anchors": 0,
+    assert group["kv_reuse"] == {
+        "mode": "splice",
+        "num_reused_tokens": 46 + 42,
+        "num_computed_tokens": 64 + 18 + 4,
+        "num_prepared_tokens": 130,
+        "num_round_trips": 2,
+        "num_observations": 0,
         "order": None,
         "applied": False,
         "reason": None,
@@ -57,11 +57,11 @@ async def test_cached_spans_are_not_prefilled_alone_again(tmp_path: Path) -> Non
         await answered(served, placed())
         group = await answered(served, placed(own=[3] * 33))
         metrics = (await served.http.get("/metrics")).text
-    assert (group["exact"], group["reuse"]["tokens_prepared"]) == (False, 0)
-    assert group["reuse"]["round_trips"] == 1
-    assert 'coppice_reuse_tokens_total{kind="prepared",mode="recompute"} 130.0' in metrics
-    assert 'coppice_reuse_groups_total{mode="recompute",outcome="done"} 2.0' in metrics
-    assert "coppice_reuse_segments 2.0" in metrics
+    assert (group["exact"], group["kv_reuse"]["num_prepared_tokens"]) == (False, 0)
+    assert group["kv_reuse"]["num_round_trips"] == 1
+    assert 'coppice_kv_reuse_tokens_total{kind="prepared",mode="splice"} 130.0' in metrics
+    assert 'coppice_kv_reuse_groups_total{mode="splice",outcome="done"} 2.0' in metrics
+    assert "coppice_kv_reuse_spans 2.0" in metrics
 
 
 async def test_concurrent_groups_prefill_a_span_once(tmp_path: Path) -> None:
@@ -71,8 +71,8 @@ async def test_concurrent_groups_prefill_a_span_once(tmp_path: Path) -> None:
         while not all(group.done() for group in groups):
             engine.step()
             await asyncio.sleep(0.001)
-        told = [(await group)["reuse"] for group in groups]
-    assert sorted(reuse["tokens_prepared"] for reuse in told) == [0, 0, 130]
+        told = [(await group)["kv_reuse"] for group in groups]
+    assert sorted(reuse["num_prepared_tokens"] for reuse in told) == [0, 0, 130]
     assert [reuse["reason"] for reuse in told] == [None] * 3
 
 
@@ -82,7 +82,7 @@ async def test_new_weights_find_no_span_of_the_old_ones(tmp_path: Path) -> None:
         await served.http.put("/v1/weights/v1", content=b"x")
         await served.http.post("/v1/weights/v1/activate", json={})
         group = await answered(served, placed())
-    assert group["reuse"]["tokens_prepared"] == 130
+    assert group["kv_reuse"]["num_prepared_tokens"] == 130
     assert group["samples"][0]["versions"][0]["version"] == "v1"
 
 
@@ -97,8 +97,8 @@ async def test_weights_that_change_before_the_chain_leave_an_exact_prompt(tmp_pa
         await served.http.post("/v1/weights/v1/activate", json={})
         engine.step(4)
         group = await asking
-    assert (group["exact"], group["reuse"]["reason"]) == (True, "not_loaded")
-    assert group["reuse"]["tokens_reused"] == 0
+    assert (group["exact"], group["kv_reuse"]["reason"]) == (True, "not_loaded")
+    assert group["kv_reuse"]["num_reused_tokens"] == 0
     assert group["outcome"] == "done"
 
 
@@ -106,10 +106,10 @@ async def test_new_text_of_a_name_replaces_the_first(tmp_path: Path) -> None:
     async with reusing(engine_of(), tmp_path) as served:
         await answered(served, placed())
         other = placed()
-        other["groups"][0]["prompt"]["segments"][1]["token_ids"] = [7] * 60
+        other["groups"][0]["prompt"]["spans"][1]["token_ids"] = [7] * 60
         group = await answered(served, other)
         assert served.server.kv_reuse.cache.num_spans == 2
-    assert group["reuse"]["tokens_prepared"] == 60
+    assert group["kv_reuse"]["num_prepared_tokens"] == 60
 
 
 async def test_keys_do_not_share_cached_spans(tmp_path: Path) -> None:
@@ -117,39 +117,39 @@ async def test_keys_do_not_share_cached_spans(tmp_path: Path) -> None:
     server = {"keys_file": tmp_path / "keys"}
     async with reusing(engine_of(), tmp_path, server=server) as served:
         prepared = [
-            (await answered(served, placed(), **bearer(secrets[name])))["reuse"]
+            (await answered(served, placed(), **bearer(secrets[name])))["kv_reuse"]
             for name in ("one", "other", "one")
         ]
-    assert [reuse["tokens_prepared"] for reuse in prepared] == [130, 130, 0]
+    assert [reuse["num_prepared_tokens"] for reuse in prepared] == [130, 130, 0]
 
 
 @pytest.mark.parametrize(
-    ("segments_bytes", "prompt_kv", "reason"),
+    ("spans_bytes", "prompt_kv", "reason"),
     [
         (0, True, "disabled"),
         (2**20, False, "disabled"),
-        (2**20, True, "nothing_placed"),
+        (2**20, True, "nothing_to_reuse"),
         (2**20, True, "not_written"),
-        (2**20, True, "store_full"),
+        (2**20, True, "cache_full"),
     ],
 )
 async def test_without_splicing_the_prompt_is_prefilled_and_exact(
-    tmp_path: Path, segments_bytes: int, prompt_kv: bool, reason: str
+    tmp_path: Path, spans_bytes: int, prompt_kv: bool, reason: str
 ) -> None:
     engine = FakeEngine(prompt_kv=prompt_kv, max_context_tokens=4096)
     body = placed()
-    if reason == "nothing_placed":
-        body["reuse"]["first_tokens"] = 70
+    if reason == "nothing_to_reuse":
+        body["kv_reuse"]["recompute_tokens"] = 70
     if reason == "not_written":
         engine.export_status = ExportStatus.FAILED
-    if reason == "store_full":
-        body["groups"][0]["prompt"]["segments"][1]["token_ids"] = [5] * 3000
-    async with reusing(engine, tmp_path, segments_bytes=segments_bytes) as served:
+    if reason == "cache_full":
+        body["groups"][0]["prompt"]["spans"][1]["token_ids"] = [5] * 3000
+    async with reusing(engine, tmp_path, spans_bytes=spans_bytes) as served:
         group = await answered(served, body)
         await asyncio.sleep(0.01)
-    assert (group["exact"], group["reuse"]["reason"]) == (True, reason)
+    assert (group["exact"], group["kv_reuse"]["reason"]) == (True, reason)
     assert group["outcome"] == "done"
-    assert group["reuse"]["tokens_computed"] >= group["num_prompt_tokens"]
+    assert group["kv_reuse"]["num_computed_tokens"] >= group["num_prompt_tokens"]
     assert [s.load for s in engine.submitted[-2:]] == [None, None]
     assert [s.cache_salt for s in engine.submitted[-2:]] == [None, None]
 
@@ -192,7 +192,7 @@ async def test_spans_evicted_by_the_engine_are_written_again(tmp_path: Path) -> 
                 engine.written.clear()
                 engine.left.clear()
             group = await answered(served, placed())
-            told.append((group["exact"], group["reuse"]["reason"]))
+            told.append((group["exact"], group["kv_reuse"]["reason"]))
     assert told == [(False, None), (True, "not_loaded"), (False, None), (False, None)]
 
 
@@ -225,9 +225,9 @@ async def test_least_recently_used_spans_are_evicted(tmp_path: Path) -> None:
     async with reusing(engine_of(), tmp_path) as served:
         for i in range(12):
             body = placed()
-            for segment in body["groups"][0]["prompt"]["segments"][1:3]:
-                segment["token_ids"] = [20 + i + len(segment["token_ids"])] * 60
-                segment["reuse"] += str(i)
+            for span in body["groups"][0]["prompt"]["spans"][1:3]:
+                span["token_ids"] = [20 + i + len(span["token_ids"])] * 60
+                span["cache_key"] += str(i)
             group = await answered(served, body)
-            assert (group["exact"], group["reuse"]["tokens_prepared"]) == (False, 120)
+            assert (group["exact"], group["kv_reuse"]["num_prepared_tokens"]) == (False, 120)
         assert 0 < served.server.kv_reuse.cache.num_spans <= 16

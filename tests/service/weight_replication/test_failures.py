@@ -11,8 +11,7 @@ from service.cluster.registry import Replica
 from service.http.errors import VersionConflict
 from service.weights.replication.downloader import READ_TIMEOUT_SECONDS
 from tests.service.test_weight_deltas import put
-from tests.service.weight_replication.mute import mute_peer
-from tests.service.weight_replication.several import (
+from tests.service.weight_replication.replicas import (
     NEW,
     OLD,
     Faulty,
@@ -22,6 +21,7 @@ from tests.service.weight_replication.several import (
     serves,
     several,
 )
+from tests.service.weight_replication.stalled_peer import stalled_peer
 
 pytestmark = pytest.mark.slow
 
@@ -32,13 +32,17 @@ async def test_replica_that_refuses_does_not_block_the_others(tmp_path: Path) ->
         await put(replicas[0], "v1", OLD)
         answer = await activate(replicas[0], "v1")
         lame = replicas[2].server.cluster.own_id
-        assert (answer.status_code, answer.json()["behind"]) == (200, [lame])
+        assert (answer.status_code, answer.json()["pending_replicas"]) == (200, [lame])
         assert serves(replicas[1], "v1") and serves(replicas[2], "v0")
         (shown,) = [r for r in (await listed(replicas[0]))["replicas"] if r["replica"] == lame]
-        assert (shown["failed"], shown["behind"], shown["error"]) == ("v1", 1, "a holds NaN")
+        assert (shown["failed"], shown["versions_behind"], shown["error"]) == (
+            "v1",
+            1,
+            "a holds NaN",
+        )
         # The next version finds the replica healthy again.
         await put(replicas[0], "v2", NEW)
-        assert (await activate(replicas[0], "v2")).json()["behind"] == []
+        assert (await activate(replicas[0], "v2")).json()["pending_replicas"] == []
         assert all(serves(served, "v2") for served in replicas)
         assert replicas[0].server.replication.skew() == 0
 
@@ -54,7 +58,7 @@ async def test_unresponsive_replica_is_awaited_no_longer_than_the_timeout(
         await directory.beat(ghost, ttl_seconds=600)
         await put(replicas[0], "v1", OLD)
         async with asyncio.timeout(30):
-            assert (await activate(replicas[0], "v1")).json()["behind"][-1:] == ["ghost"]
+            assert (await activate(replicas[0], "v1")).json()["pending_replicas"][-1:] == ["ghost"]
         await eventually(lambda: serves(replicas[1], "v1"))
 
 
@@ -70,13 +74,13 @@ async def test_stopping_server_does_not_wait_for_replicas(tmp_path: Path) -> Non
             )
             await asyncio.sleep(0.3)
             assert not waiting.done()
-        assert (await waiting).behind == ["ghost"]
+        assert (await waiting).pending_replicas == ["ghost"]
         assert one[0].server.cluster.own_id not in directory._replicas
 
 
 async def test_stopping_server_does_not_wait_for_versions(tmp_path: Path) -> None:
     directory = InMemoryRegistry()
-    async with asyncio.timeout(15), mute_peer() as peer:
+    async with asyncio.timeout(15), stalled_peer() as peer:
         async with several(tmp_path, 1, directory, fleet_seconds=600.0) as (one, _):
             await peer.shows_itself(directory)
             await peer.asked.wait()
@@ -97,7 +101,7 @@ async def test_missing_version_is_awaited_no_longer_than_the_timeout(
     directory = InMemoryRegistry()
     async with (
         asyncio.timeout(15),
-        mute_peer() as peer,
+        stalled_peer() as peer,
         several(tmp_path, 1, directory, fleet_seconds=0.5) as (one, _),
     ):
         await peer.shows_itself(directory)
@@ -110,7 +114,7 @@ async def test_missing_version_is_awaited_no_longer_than_the_timeout(
 async def test_missing_version_does_not_block_another_one(tmp_path: Path) -> None:
     directory = InMemoryRegistry()
     async with (
-        mute_peer() as peer,
+        stalled_peer() as peer,
         several(tmp_path, 2, directory, fleet_seconds=2.0) as (replicas, _),
     ):
         await peer.shows_itself(directory)
@@ -130,7 +134,7 @@ async def test_failed_local_load_is_not_replicated(tmp_path: Path) -> None:
         assert replicas[1].server.cluster.view.target is None
         engines[0].load_error, engines[1].load_error = None, LoadFailed("broke off")
         answer = await activate(replicas[0], "v1")
-        assert answer.json()["behind"] == [replicas[1].server.cluster.own_id]
+        assert answer.json()["pending_replicas"] == [replicas[1].server.cluster.own_id]
         assert serves(replicas[0], "v1") and serves(replicas[1], "v0")
 
 
@@ -144,7 +148,7 @@ async def test_second_of_two_contents_under_one_name_is_not_served(tmp_path: Pat
         await eventually(lambda: replicas[0].server.replication.num_failed() == 1)
         first = next(at for at in (0, 1) if replicas[at].server.versions.get("v1").announced)
         answer = await activate(replicas[first], "v1")
-        assert answer.json()["behind"] == [replicas[1 - first].server.cluster.own_id]
+        assert answer.json()["pending_replicas"] == [replicas[1 - first].server.cluster.own_id]
         assert not engines[1 - first].loaded
 
 
@@ -174,8 +178,8 @@ async def test_after_an_outage_all_replicas_follow_the_winning_target(
         for served, version in zip(replicas, ("v1", "v2"), strict=True):
             assert (await activate(served, version)).status_code == 200
         directory.silent = False
-        await eventually(lambda: directory.ordered is not None)
-        await eventually(lambda: all(serves(r, directory.ordered or "") for r in replicas))
+        await eventually(lambda: directory.target_version is not None)
+        await eventually(lambda: all(serves(r, directory.target_version or "") for r in replicas))
 
 
 async def test_flushed_registry_is_filled_again(tmp_path: Path) -> None:
@@ -189,7 +193,7 @@ async def test_flushed_registry_is_filled_again(tmp_path: Path) -> None:
         await eventually(lambda: directory._target is not None and "v1" in directory._manifests)
         assert directory._target is not None and directory._target.version == "v1"
         await eventually(lambda: "v2" in directory._manifests)
-        assert (await activate(replicas[1], "v2")).json()["behind"] == []
+        assert (await activate(replicas[1], "v2")).json()["pending_replicas"] == []
 
 
 async def test_registry_flushed_during_a_fetch_is_filled_again(
@@ -198,7 +202,7 @@ async def test_registry_flushed_during_a_fetch_is_filled_again(
     directory = Faulty()
     async with several(tmp_path, 1, directory) as (one, _):
         await put(one[0], "v1", OLD)
-        async with mute_peer() as peer:
+        async with stalled_peer() as peer:
             await peer.shows_itself(directory)
             await peer.asked.wait()
             directory.forget()

@@ -1,0 +1,109 @@
+"""Tables of the metrics of exported prompt KV and of KV reuse between prompts."""
+
+from typing import get_args
+
+from prometheus_client import CollectorRegistry
+
+from coppice.wire.control import KvStatus
+from coppice.wire.kv import KvReason
+from coppice.wire.kv_reuse import KvReuseAnswer, KvReuseMode, KvReuseReason
+from coppice.wire.rollouts import GroupAnswer
+from service.kv_reuse.anchors import AnchorOutcome, AnchorStore
+from service.kv_reuse.span_cache import SpanCache
+from service.kv_reuse.spans import APPROXIMATE_MODES
+from service.observability.metric_table import MetricTable, counter, cumulative_counter, gauge
+from service.prompt_kv.socket_sender import TransferOutcome
+
+ARENA_STATES = ("free", "reserved", "leased", "quarantined")
+REUSE_TOKEN_KINDS = ("reused", "computed", "prepared")
+PREDICTION_REASONS = frozenset({"no_observations", "entropy_too_high"})
+
+
+class PromptKvMetrics(MetricTable):
+    """Metrics of exported prompt KV."""
+
+    exports = counter(
+        "kv_exports",
+        "Requested exports of prompts and tree paths: a handle, or the reason for none",
+        outcome=("handle", *get_args(KvReason)),
+    )
+    bytes = gauge("kv_bytes", "Bytes of the prompt KV arena", state=ARENA_STATES)
+    handles = gauge("kv_handles", "Handles with a running lease, or of a running rollout")
+    transfers = gauge("kv_transfers", "Open downloads of prompt KV, including waiting ones")
+    transfers_limit = gauge(
+        "kv_transfers_limit", "Maximum number of downloads that are sent concurrently"
+    )
+    transfers_ended = counter(
+        "kv_transfers_ended", "Ended downloads of prompt KV", outcome=get_args(TransferOutcome)
+    )
+    sent_bytes = counter("kv_sent_bytes", "Bytes of prompt KV sent over HTTP")
+
+    def record(self, group: GroupAnswer) -> None:
+        for part in (group, *(group.segments or ())):
+            if part.kv is not None or part.kv_reason is not None:
+                self.exports.labels(part.kv_reason or "handle").inc()
+
+    def update(self, status: KvStatus) -> None:
+        for state in ARENA_STATES:
+            self.bytes.labels(state).set(getattr(status, f"{state}_bytes"))
+        self.handles.set(status.num_handles)
+
+
+class KvReuseMetrics(MetricTable):
+    """KV reuse metrics; the reuse rate is reused / (reused + computed) tokens."""
+
+    groups = counter(
+        "kv_reuse_groups",
+        "Groups with prompt spans: done, or the reason why the whole prompt was prefilled",
+        mode=(),
+        outcome=(),
+    )
+    tokens = counter(
+        "kv_reuse_tokens",
+        "Prompt tokens of these groups, and of spans prefilled alone for them",
+        mode=get_args(KvReuseMode),
+        kind=REUSE_TOKEN_KINDS,
+    )
+    round_trips = counter(
+        "kv_reuse_round_trips",
+        "Consecutive engine requests before the first token of these groups",
+        mode=get_args(KvReuseMode),
+    )
+    spans = gauge("kv_reuse_spans", "Spans with cached KV")
+    bytes = gauge(
+        "kv_reuse_bytes",
+        "Bytes of cached KV of spans and observations, and of running prompts",
+    )
+    observations = gauge(
+        "kv_reuse_observations",
+        "Observations: cached prompts from which the KV of other prompts is predicted",
+    )
+    observation_outcomes = cumulative_counter(
+        "kv_reuse_observation_outcomes",
+        "Observations created, evicted, outdated by new weights, or not written completely",
+        outcome=get_args(AnchorOutcome),
+    )
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__(registry)
+        for mode in get_args(KvReuseMode):
+            for outcome in ("done", *_reasons(mode)):
+                self.groups.labels(mode, outcome)
+
+    def record(self, reuse: KvReuseAnswer) -> None:
+        self.groups.labels(reuse.mode, reuse.reason or "done").inc()
+        for kind in REUSE_TOKEN_KINDS:
+            self.tokens.labels(reuse.mode, kind).inc(getattr(reuse, f"num_{kind}_tokens"))
+        self.round_trips.labels(reuse.mode).inc(reuse.num_round_trips)
+
+    def update(self, cache: SpanCache, anchors: AnchorStore) -> None:
+        self.observations.set(anchors.num_anchors)
+        self.spans.set(cache.num_spans)
+        self.bytes.set(cache.num_bytes)
+        self.observation_outcomes.update_all(anchors.num_by_outcome)
+
+
+def _reasons(mode: KvReuseMode) -> list[KvReuseReason]:
+    if mode not in APPROXIMATE_MODES:
+        return []
+    return [r for r in get_args(KvReuseReason) if mode == "predict" or r not in PREDICTION_REASONS]
