@@ -12,7 +12,7 @@ from openapi_spec_validator import validate
 from service.app import create_app
 from service.auth.access import declared_access
 from service.config.settings import CompatApi
-from tests.compat.foreign import foreign
+from tests.compat.third_party import foreign
 from tests.fake_engine import FakeEngine
 from tests.service.keyfile import bearer, write_keys
 from tests.serving import settings_for

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from tests.compat.foreign import foreign
+from tests.compat.third_party import foreign
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 2}
 PATH = "/v1/chat/completions"

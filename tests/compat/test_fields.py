@@ -9,7 +9,7 @@ from typing import Any
 from engine.types import SampleRequest
 from service.compat.bodies import IGNORED_FIELDS
 from service.compat.unsupported import UNSUPPORTED
-from tests.compat.foreign import Foreign, foreign, wrong_status
+from tests.compat.third_party import Foreign, foreign, wrong_status
 from tests.service.keyfile import bearer, write_keys
 
 COMPLETION = {"prompt": [5, 6, 7], "max_tokens": 4}

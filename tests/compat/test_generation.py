@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from coppice.wire.rollouts import MAX_GROUPS, MAX_TOKENS
-from tests.compat.foreign import Foreign, foreign
+from tests.compat.third_party import Foreign, foreign
 from tests.fake_engine import FakeEngine
 
 USAGE = {

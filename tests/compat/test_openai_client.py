@@ -7,7 +7,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from tests.compat.foreign import Foreign, foreign
+from tests.compat.third_party import Foreign, foreign
 from tests.service.keyfile import write_keys
 
 TOOL: Any = {

@@ -8,7 +8,7 @@ import pytest
 
 from engine.settings import EngineSettings
 from service.observability.dashboard import snapshot
-from tests.compat.foreign import foreign
+from tests.compat.third_party import foreign
 from tests.fake_engine import FakeEngine
 
 PATH = "/secret/place/tiny"

@@ -10,7 +10,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from engine.types import ChatRequest, ChatResponse
-from tests.compat.foreign import Foreign, foreign
+from tests.compat.third_party import Foreign, foreign
 from tests.fake_engine import FakeEngine
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 2}

@@ -8,7 +8,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from tests.adapters import saved_adapter
-from tests.compat.foreign import foreign
+from tests.compat.third_party import foreign
 from tests.fake_engine import FakeEngine
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine.types import ChatRequest, ChatResponse, EngineInfo
-from tests.compat.foreign import Foreign, foreign
+from tests.compat.third_party import Foreign, foreign
 from tests.engine.chats import CONTEXT_TOKENS, TemplateChat, make_chat
 from tests.fake_engine import FakeEngine
 

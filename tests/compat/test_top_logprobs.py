@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.adapters import saved_adapter
-from tests.compat.foreign import Foreign, foreign, wrong_status
+from tests.compat.third_party import Foreign, foreign, wrong_status
 from tests.fake_engine import FakeEngine
 
 pytestmark = pytest.mark.slow

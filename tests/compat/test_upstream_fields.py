@@ -26,13 +26,8 @@ from service.compat.openai_chat import ChatBody, ChatMessage
 from service.compat.openai_completions import CompletionBody
 from service.compat.sglang_generate import SglangBody, SglangSampling
 from service.compat.unsupported import UNSUPPORTED
-from service.compat.vllm_tokens import (
-    DetokenizeBody,
-    GenerateBody,
-    GenerateSampling,
-    TokenizeBody,
-)
-from tests.compat.foreign import foreign
+from service.compat.vllm_tokens import DetokenizeBody, GenerateBody, GenerateSampling, TokenizeBody
+from tests.compat.third_party import foreign
 
 pytestmark = pytest.mark.slow
 

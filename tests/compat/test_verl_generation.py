@@ -24,7 +24,7 @@ from coppice.integrations.verl.generation import (
 )
 from coppice.integrations.verl.publisher import Publisher, ServerList
 from coppice.integrations.version_labels import VersionLabels, step_of
-from tests.compat.foreign import Foreign, foreign
+from tests.compat.third_party import Foreign, foreign
 from tests.fake_engine import FakeEngine
 
 ROOT = Path(__file__).parents[2]

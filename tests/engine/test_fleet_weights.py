@@ -14,10 +14,10 @@ from coppice import AsyncRollouts, WeightsConstraint
 from engine.settings import AttentionSettings, EngineSettings
 from engine.vllm_engine import VllmEngine
 from service.cluster.in_memory import InMemoryRegistry
+from tests.cluster import fleet
 from tests.engine.greedy import assert_greedy
 from tests.engine.random_models import make_models, write_model
 from tests.engine.seedling import MODEL as SEEDLING
-from tests.fleet import fleet
 
 pytestmark = pytest.mark.engine
 

@@ -14,8 +14,8 @@ from engine.settings import EngineSettings
 from engine.types import SampleRequest, Sampling
 from engine.vllm_engine import VllmEngine
 from service.cluster.in_memory import InMemoryRegistry
+from tests.cluster import fleet
 from tests.engine.seedling import MODEL, settings
-from tests.fleet import fleet
 
 PROMPT = [5, 7, 11, 13]
 NUM_SAMPLES = 7

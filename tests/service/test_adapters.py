@@ -16,8 +16,8 @@ from service.adapters.upload import _copy
 from service.cluster.in_memory import InMemoryRegistry
 from service.http.errors import WeightsRefused
 from tests.adapters import adapter_config, saved_adapter, tensors_file
+from tests.cluster import fleet
 from tests.fake_engine import FakeEngine
-from tests.fleet import fleet
 from tests.service.test_rollouts import body, group, running_samples
 from tests.service.test_weights import digest_of
 from tests.serving import Served, serving

@@ -15,8 +15,8 @@ import httpx
 
 from tests.invariants.service_process import until
 from tests.redis_server import RedisServer
-from tests.soak.fleet_load import FleetLoad
-from tests.soak.fleet_model import FleetModel
+from tests.soak.cluster_load import FleetLoad
+from tests.soak.cluster_model import FleetModel
 from tests.soak.replicas import Replica
 
 PAUSE_SECONDS = 3.0

@@ -26,9 +26,9 @@ from pathlib import Path
 import httpx
 
 from tests.invariants.service_process import until
+from tests.soak.cluster_load import FleetLoad
+from tests.soak.cluster_model import CountingModel, FleetModel, SeedlingModel
 from tests.soak.fault_injection import SHARED, FaultInjector
-from tests.soak.fleet_load import FleetLoad
-from tests.soak.fleet_model import CountingModel, FleetModel, SeedlingModel
 from tests.soak.replicas import ARENA_BYTES, NUM_REPLICAS, Replica, replicas
 from tests.soak.report import machine, write
 

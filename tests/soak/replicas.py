@@ -15,7 +15,7 @@ import psutil
 from tests.invariants.service_process import ROOT, ServerHome, home, until
 from tests.ports import free_port
 from tests.redis_server import RedisServer, redis_server
-from tests.soak.fleet_model import FleetModel
+from tests.soak.cluster_model import FleetModel
 
 NUM_REPLICAS = 3
 STOP_SECONDS = 90.0

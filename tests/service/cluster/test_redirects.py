@@ -11,8 +11,8 @@ import pytest
 
 from service.cluster.in_memory import InMemoryRegistry
 from service.cluster.registry import new_handle_id, new_replica_id, new_rollout_id
+from tests.cluster import fleet, replica
 from tests.fake_engine import FakeEngine
-from tests.fleet import fleet, replica
 from tests.service.keyfile import bearer, write_keys
 from tests.service.prompt_kv.export_requests import export_handle
 from tests.service.test_rollouts import body, group, running_samples

@@ -18,8 +18,8 @@ from pydantic import ValidationError
 from service.cluster.redis_registry import RedisRegistry
 from service.cluster.registry import ActivationTarget, Manifest, RegistryUnavailable, Replica
 from service.cluster.settings import ClusterSettings
+from tests.cluster import fleet, replica, sees
 from tests.fake_engine import FakeEngine
-from tests.fleet import fleet, replica, sees
 from tests.ports import free_port
 from tests.redis_server import RedisServer, redis_server
 from tests.service.test_rollouts import body, group

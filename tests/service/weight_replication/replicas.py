@@ -18,8 +18,8 @@ from service.cluster.registry import (
     Replica,
 )
 from service.http.errors import NotReady
+from tests.cluster import fleet
 from tests.fake_engine import FakeEngine
-from tests.fleet import fleet
 from tests.serving import Served
 
 OLD = save({"a": np.linspace(0, 1, 3000, dtype=np.float32)})

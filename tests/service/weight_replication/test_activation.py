@@ -7,8 +7,8 @@ import pytest
 from service.cluster.in_memory import InMemoryRegistry
 from service.cluster.registry import ClusterView, Manifest, Replica
 from service.weights.replication.status import RETRY_SECONDS
+from tests.cluster import fleet, replica
 from tests.fake_engine import FakeEngine
-from tests.fleet import fleet, replica
 from tests.redis_server import redis_server
 from tests.service.test_rollouts import body, group
 from tests.service.test_weight_deltas import delta, put

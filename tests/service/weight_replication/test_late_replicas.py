@@ -7,8 +7,8 @@ import pytest
 
 from service.cluster.in_memory import InMemoryRegistry
 from service.cluster.registry import ActivationTarget
+from tests.cluster import replica
 from tests.fake_engine import FakeEngine
-from tests.fleet import replica
 from tests.service.test_rollouts import body, group
 from tests.service.test_weight_deltas import put
 from tests.service.weight_replication.replicas import (

@@ -6,8 +6,8 @@ import pytest
 
 from service.cluster.in_memory import InMemoryRegistry
 from service.cluster.registry import ActivationTarget, Manifest, ManifestFile, Replica
+from tests.cluster import replica
 from tests.fake_engine import FakeEngine
-from tests.fleet import replica
 from tests.service.keyfile import bearer, write_keys
 from tests.service.test_weight_deltas import put
 from tests.service.weight_replication.replicas import (

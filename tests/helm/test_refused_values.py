@@ -11,6 +11,7 @@ from tests.helm.chart import WITH_KEYS, Object, defaults
 
 pytestmark = pytest.mark.slow
 
+
 MISTAKES: list[tuple[str, Object]] = [
     ("containerPort", {"containerPort": "abc"}),
     ("replicas", {"replicas": 3}),

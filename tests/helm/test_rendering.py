@@ -15,13 +15,17 @@ from tests.helm.chart import FILES, WITH_KEYS, Object, objects, settings, values
 
 pytestmark = pytest.mark.slow
 
+
 VERSIONS = ("1.29", "1.31", "1.34")
+
+
 # Required paths of custom resource kinds, for which Kubernetes has no schema.
 CUSTOM = {
     "ServiceMonitor": ("spec.selector.matchLabels", "spec.endpoints"),
     "PrometheusRule": ("spec.groups",),
     "ScaledObject": ("spec.scaleTargetRef.name", "spec.triggers", "spec.fallback.replicas"),
 }
+
 
 every_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 

@@ -30,16 +30,22 @@ from coppice import (
     WeightsConstraint,
 )
 from coppice.options import RolloutOptions, rollout_request
-from tests.soak.fleet_model import FleetModel, TokenReport
+from tests.soak.cluster_model import FleetModel, TokenReport
 from tests.soak.replicas import LEASE_SECONDS
 
 NUM_SAMPLES = 4
+
+
 MAX_TOKENS = 24
+
+
 # Problems that ask the caller to resend its groups; anything else is a failure of the cluster.
 RESEND = (
     *(ConnectionFailed, StreamBroken, TimedOut, RolloutLost, NotFound),
     *(EngineUnavailable, ClusterUnavailable, VersionSuperseded, VersionUnavailable),
 )
+
+
 RETRY = Retry(attempts=4, base_seconds=0.1, max_seconds=1.0, total_seconds=15.0)
 
 
