@@ -8,7 +8,7 @@ rounds, of which the first two are prefilled. Prompts have about a thousand toke
 per message. Messages are random, because the time does not depend on them.
 
 The error of spliced or predicted prompts against prefilled ones is measured separately: on the
-seedling as trained (bench/harness/splice_error.py, bench/harness/threshold_sweep.py), and for
+seedling as trained (bench/harness/splice_error.py, bench/harness/prediction_threshold_sweep.py), and for
 spliced prompts on a seedling trained on other agents' messages, including the accuracy of its
 answers (bench/harness/multi_agent_error.py).
 
@@ -26,11 +26,11 @@ import uvloop
 from bench.harness.in_process_service import running_service
 from bench.harness.multi_agent_error import evaluate_agents
 from bench.harness.multi_agent_prompts import MultiAgentPrompts, num_prompt_tokens
-from bench.harness.multi_agent_rows import agents_rows
+from bench.harness.multi_agent_table import agents_rows
 from bench.harness.paired_runs import Pairs
+from bench.harness.prediction_threshold_sweep import prediction_rows, predictions
 from bench.harness.record import Record, Row
 from bench.harness.splice_error import Distance, distances
-from bench.harness.threshold_sweep import prediction_rows, predictions
 from coppice import AsyncRollouts, KvReuse, PromptSpan
 from engine.settings import EngineSettings
 from service.prompt_kv.settings import KvSettings

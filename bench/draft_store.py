@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from bench.harness.record import Record, Row
-from kernels.draft_index.interface import Int32Array
 from kernels.draft_index.store import DraftStore
+from kernels.draft_index.store_protocol import Int32Array
 
 VOCABULARY, ROWS, GROUP, LIMIT, RESPONSE, PROMPT, PHRASE = 32_000, 256, 16, 8, 512, 64, 24
 SIZES = (0, 10**6, 10**7)

@@ -19,7 +19,7 @@ from bench.replay.traces import TRACES, Group, Trace
 from engine.speculation.controller import Controller as Ruling
 from engine.speculation.controller import DraftCalibration
 from engine.speculation.cost import Step, StepCostModel
-from kernels.draft_index.interface import ALL_SCOPES, Scope
+from kernels.draft_index.store_protocol import ALL_SCOPES, Scope
 
 NUM_FINISHED = (0, 1, 3, 7, 15)
 SEER_RESULTS = {0: 1.70, 1: 2.04, 5: 2.32, 15: 2.53}

@@ -19,8 +19,8 @@ from engine.launch.info import collect_info, kv_support
 from engine.launch.model_files import resolve_model
 from engine.launch.processes import SHUTDOWN_SECONDS, VllmProcesses, kill_processes
 from engine.runtime.await_engine import await_engine
-from engine.runtime.file_ownership import remove_leftover_shared_memory
 from engine.runtime.heartbeat import Heartbeat
+from engine.runtime.leftover_files import remove_leftover_shared_memory
 from engine.runtime.monitor import EngineMonitor
 from engine.settings import AttentionSettings, EngineSettings, GraphsSettings, SpeculationSettings
 from engine.speculation import lifecycle as speculation_lifecycle

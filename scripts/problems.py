@@ -5,7 +5,7 @@
 
 from pathlib import Path
 
-from coppice.wire.problems import PROBLEMS, ProblemKind
+from coppice.wire.problem_catalogue import PROBLEMS, ProblemKind
 
 FILE = Path(__file__).parents[1] / "docs" / "errors.md"
 HEAD = """# Errors

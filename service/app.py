@@ -24,17 +24,24 @@ from service.routes import (
     control,
     documents,
     drafter,
+    external_trees,
     kv,
     monitoring,
     rollouts,
     score,
-    trees,
     ui,
     weights,
 )
 from service.server import Server
 
-CALLERS = (rollouts.router, trees.router, score.router, kv.router, weights.files, documents.router)
+CALLERS = (
+    rollouts.router,
+    external_trees.router,
+    score.router,
+    kv.router,
+    weights.files,
+    documents.router,
+)
 OPERATORS = (
     *(weights.router, adapters.router, drafter.router, control.router),
     monitoring.metrics,

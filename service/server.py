@@ -21,7 +21,7 @@ from service.cluster.registry import ClusterRegistry, new_replica_id
 from service.cluster.settings import ClusterSettings
 from service.config.settings import Settings
 from service.http.bodies import Bodies
-from service.http.connections import Connections, connection_limit
+from service.http.connection_limit import Connections, connection_limit
 from service.kv_reuse.manager import KvReuseManager
 from service.observability.metrics import Metrics, watch_loop_lag
 from service.observability.readiness import Readiness

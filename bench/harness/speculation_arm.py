@@ -84,12 +84,12 @@ class Arm:
 
         from engine.attention import register as attention
         from engine.launch.plugin import install_patches
-        from engine.speculation import register
+        from engine.speculation import process_settings
 
         name = name.removesuffix(GNU)
         install_patches("EngineCore")
         attention.install(AttentionSettings(shared_prefix="off"))
-        register.install(
+        process_settings.install(
             SpeculationSettings(mode="siblings", longest_draft=LONGEST, cache_directory=cache)
         )
         config = {"ours": OURS, "ngram": NGRAM, "suffix": {"method": "suffix"}}.get(name)

@@ -15,7 +15,7 @@ import torch
 
 from bench.replay.replay import common_prefix_length
 from engine.speculation.controller import Controller, Draft
-from kernels.draft_index.interface import Int32Array
+from kernels.draft_index.store_protocol import Int32Array
 
 
 class TeacherForced:

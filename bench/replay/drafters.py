@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from kernels.draft_index.interface import ALL_SCOPES, DraftBatch, Scope
 from kernels.draft_index.store import DraftStore
+from kernels.draft_index.store_protocol import ALL_SCOPES, DraftBatch, Scope
 
 ARCTIC = Path(__file__).parents[2] / ".arctic"
 

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from bench.replay.drafters import StoreDrafter
 from bench.replay.replay import Fixed, Replay
 from bench.replay.traces import TRACES, Trace
-from kernels.draft_index.interface import Reliability, Scope
+from kernels.draft_index.store_protocol import Reliability, Scope
 
 PICTURE = Path(__file__).parents[2] / "docs" / "drafts.png"
 NAMES = {

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from bench.replay.costs import Costs, LinearCost
 from bench.replay.drafters import Drafter
 from bench.replay.traces import Group
-from kernels.draft_index.interface import DraftBatch, Int32Array
+from kernels.draft_index.store_protocol import DraftBatch, Int32Array
 
 
 class Controller(Protocol):

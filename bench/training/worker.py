@@ -17,8 +17,8 @@ from typing import get_args
 
 import torch
 
-from bench.training.arms import Arms
 from bench.training.grid import Cell
+from bench.training.optimizer_step_arms import Arms
 from coppice.train import Schedule
 
 THREADS = {"idle": 2, "shared": 1, "gpu": 2}

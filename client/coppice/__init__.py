@@ -59,8 +59,8 @@ from coppice.wire.branching import Branching, BranchRequest, Entropy
 from coppice.wire.control import PauseAnswer, StatusAnswer
 from coppice.wire.kv import Kv, KvHandle, KvLayout, KvLocator
 from coppice.wire.kv_reuse import KvReuse, KvReuseAnswer
-from coppice.wire.problems import Problem
-from coppice.wire.records import (
+from coppice.wire.problem_catalogue import Problem
+from coppice.wire.result_formats import (
     EndRecord,
     GroupRecord,
     KvRecord,

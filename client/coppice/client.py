@@ -13,7 +13,6 @@ from coppice.operations.scoring import ScoreOperations
 from coppice.operations.weights import DrafterOperations, WeightsOperations
 from coppice.options import RolloutOptions
 from coppice.prompts import PromptLike
-from coppice.transport.address import RedirectPolicy
 from coppice.transport.driver import Clock, Driver, RedirectingDriver
 from coppice.transport.httpx_drivers import (
     AsyncClock,
@@ -24,6 +23,7 @@ from coppice.transport.httpx_drivers import (
     iterate_sync,
     run_sync,
 )
+from coppice.transport.redirects import RedirectPolicy
 from coppice.transport.retry import RequestSender, Retry
 
 P = ParamSpec("P")

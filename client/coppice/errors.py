@@ -4,7 +4,7 @@ Arguments that are invalid before anything is sent raise TypeError or ValueError
 be pickled, because trainers raise them across processes. No error message contains an API key.
 """
 
-from coppice.wire.problems import PROBLEMS, Problem
+from coppice.wire.problem_catalogue import PROBLEMS, Problem
 
 
 class CoppiceError(Exception):

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from coppice.wire.kv import KvHandle, KvReason
 from coppice.wire.kv_reuse import KvReuseAnswer
-from coppice.wire.records import Packed, Part, parts_of
+from coppice.wire.result_formats import Packed, Part, parts_of
 from coppice.wire.rollouts import (
     FinishReason,
     GroupHead,
@@ -24,7 +24,7 @@ from coppice.wire.rollouts import (
     Usage,
     VersionSpan,
 )
-from coppice.wire.version_spans import joined_spans
+from coppice.wire.version_span_slicing import joined_spans
 
 _FINISHED = frozenset({"stop", "length", "error"})
 
@@ -149,8 +149,8 @@ class Group:
     to that leaf. `num_dropped` counts the segments that the caller removed from an externally grown
     tree. `selected` holds the indices of the samples that Finish(num_samples=...) selected, or None
     if there was no selection. If `exact` is False, the samples come from an approximation of the
-    prompt's KV: recompute their logprobs and apply importance weights. `kv_reuse` reports how much of
-    a prompt given as spans was prefilled.
+    prompt's KV: recompute their logprobs and apply importance weights. `kv_reuse` reports how much
+    of a prompt given as spans was prefilled.
     """
 
     id: str

@@ -20,10 +20,10 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
 )
 
-from engine.attention.block_tables import FEATURE
 from engine.attention.counters import COUNTERS
 from engine.attention.crossover import Crossover
 from engine.attention.grouping import StepGrouper, StepGrouping
+from engine.attention.host_block_tables import FEATURE
 from engine.attention.register import settings
 from engine.stats import AttentionFallbackReason
 

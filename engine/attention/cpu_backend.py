@@ -18,9 +18,9 @@ from vllm.v1.attention.backends.cpu_attn import (
 
 from engine.attention import cpu_calibration, crossover
 from engine.attention.backend import GroupedAttentionImpl, GroupedMetadata, GroupingMetadataBuilder
-from engine.attention.block_tables import FEATURE
 from engine.attention.counters import COUNTERS
 from engine.attention.crossover import Crossover
+from engine.attention.host_block_tables import FEATURE
 from engine.attention.register import settings
 from engine.stats import AttentionFallbackReason
 from kernels.shared_prefix_attention import cpu

@@ -13,11 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.v1.attention.backend import (
-    AttentionCGSupport,
-    AttentionType,
-    CommonAttentionMetadata,
-)
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, CommonAttentionMetadata
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
     FlashAttentionImpl,
@@ -25,13 +21,9 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
-from engine.attention.backend import (
-    GroupedAttentionImpl,
-    GroupedMetadata,
-    GroupingMetadataBuilder,
-)
-from engine.attention.block_tables import FEATURE, host_table
+from engine.attention.backend import GroupedAttentionImpl, GroupedMetadata, GroupingMetadataBuilder
 from engine.attention.grouping import StepGrouping
+from engine.attention.host_block_tables import FEATURE, host_table
 from engine.stats import AttentionFallbackReason
 from kernels.shared_prefix_attention import cuda
 from kernels.shared_prefix_attention.plan import SharingPlan

@@ -5,7 +5,7 @@ Must run before a model is loaded, in the processes that load one.
 
 import functools
 
-from engine.attention import block_tables
+from engine.attention import host_block_tables
 from engine.settings import AttentionSettings
 
 CPU_BACKEND = "engine.attention.cpu_backend.SharedPrefixBackend"
@@ -35,5 +35,5 @@ def _register() -> None:
     if current_platform.is_cpu():
         register_backend(AttentionBackendEnum.CPU_ATTN, CPU_BACKEND)
     elif settings().shared_prefix == "always":  # nothing is measured on GPUs yet
-        block_tables.install()
+        host_block_tables.install()
         register_backend(AttentionBackendEnum.FLASH_ATTN, CUDA_BACKEND)

@@ -19,7 +19,7 @@ from vllm.renderers.params import ChatParams, TokenizeParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from engine.errors import ConversationRefused, PromptTooLong, RequestRefused, StartFailed
-from engine.io.chat_template import template_options, template_variables
+from engine.io.chat_template_options import template_options, template_variables
 from engine.settings import EngineSettings
 from engine.types import ChatRequest, ChatResponse, ToolCall
 

@@ -14,7 +14,7 @@ from engine.launch import core_methods
 from engine.launch.environment import attention_settings, speculation_settings, started_by_coppice
 from engine.patches import chunked_seed, expand_kernel, graph_candidates, lora_cpu_ops
 from engine.runtime import process_setup
-from engine.speculation import register as speculation
+from engine.speculation import process_settings as speculation
 
 MODEL_PROCESSES = ("EngineCore", "VllmWorker")
 _installed = False

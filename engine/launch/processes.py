@@ -26,7 +26,7 @@ from engine.errors import EngineDead, StartFailed
 from engine.launch.arguments import engine_arguments
 from engine.launch.environment import engine_environment
 from engine.runtime.await_engine import await_engine
-from engine.runtime.file_ownership import TempDir, remove_leftover_shared_memory
+from engine.runtime.leftover_files import TempDir, remove_leftover_shared_memory
 from engine.settings import AttentionSettings, EngineSettings, GraphsSettings, SpeculationSettings
 
 log = logging.getLogger(__name__)

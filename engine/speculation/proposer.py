@@ -19,11 +19,11 @@ from engine.runtime.guard import Failure, attempt, feature
 from engine.speculation.controller import Controller, DraftCalibration
 from engine.speculation.cost import Profile, ProfileCache, StepCostModel, can_speed_up
 from engine.speculation.counters import COUNTERS
-from engine.speculation.register import settings
+from engine.speculation.process_settings import settings
 from engine.speculation.runner_hooks import DraftStepSkipper, DraftVerifier, can_skip_draft_step
 from engine.speculation.speculator import Speculator, TokenLists
-from kernels.draft_index.interface import Int32Array
 from kernels.draft_index.store import DraftStore
+from kernels.draft_index.store_protocol import Int32Array
 
 FEATURE = feature("speculation")
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.stats import SpeculationSkipReason
-from kernels.draft_index.interface import DraftBatch, Int32Array, InvalidCall, Store
+from kernels.draft_index.store_protocol import DraftBatch, Int32Array, InvalidCall, Store
 
 GROUP_ARG = "coppice_group"
 NO_DRAFTS_ARG = "coppice_no_drafts"

@@ -17,7 +17,7 @@ from engine.speculation.controller import Controller
 from engine.speculation.cost import Profile
 from engine.speculation.counters import Counters
 from engine.speculation.request_table import Batch, RequestTable, SentDrafts, TrackedRequest
-from kernels.draft_index.interface import DraftBatch, Int32Array, Store
+from kernels.draft_index.store_protocol import DraftBatch, Int32Array, Store
 
 TokenLists = list[list[int]]
 

@@ -10,7 +10,7 @@ from bisect import bisect_right
 
 import numpy as np
 
-from kernels.draft_index.interface import NUM_BINS, Reliability
+from kernels.draft_index.store_protocol import NUM_BINS, Reliability
 
 NUM_SCOPES = 4
 MATCH_LENGTH_BOUNDS = (3, 4, 6, 9, 13, 20, 32)

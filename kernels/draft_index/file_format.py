@@ -22,7 +22,7 @@ from kernels.draft_index.acceptance_estimate import (
     NUM_CELLS,
     NUM_COARSE_CELLS,
 )
-from kernels.draft_index.interface import (
+from kernels.draft_index.store_protocol import (
     MAX_FINISHED_TEXTS,
     MAX_MATCH_LENGTH,
     MAX_TEXT_TOKENS,

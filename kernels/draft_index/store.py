@@ -11,10 +11,10 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels.draft_index import interface
+from kernels.draft_index import store_protocol
 from kernels.draft_index.acceptance_estimate import NUM_CELLS, NUM_COARSE_CELLS, NUM_SCOPES
 from kernels.draft_index.file_format import StoreContents
-from kernels.draft_index.interface import (
+from kernels.draft_index.store_protocol import (
     ALL_SCOPES,
     NUM_BINS,
     DraftBatch,
@@ -39,7 +39,7 @@ class Params(ctypes.Structure):
         ("log_tokens", ctypes.c_int64),
         ("max_draft_tokens", ctypes.c_int32),
         ("scopes", ctypes.c_int32),
-        ("orders", ctypes.c_int32 * len(interface.ORDERS)),
+        ("orders", ctypes.c_int32 * len(store_protocol.ORDERS)),
         *[
             (name, ctypes.c_int32)
             for name in (
@@ -66,7 +66,7 @@ class Step(ctypes.Structure):
 
 
 class Sizes(ctypes.Structure):
-    """Mirror of `Sizes` in csrc/contents.h. `ContentsPointers` mirrors `Contents` there."""
+    """Mirror of `Sizes` in csrc/saved_contents.h. `ContentsPointers` mirrors `Contents` there."""
 
     _fields_ = [
         *[(name, ctypes.c_int64) for name in ("prompts", "prompt_tokens", "texts")],
@@ -88,26 +88,26 @@ class ContentsPointers(ctypes.Structure):
 def params_struct(max_bytes: int, max_draft_tokens: int, scopes: frozenset[Scope]) -> Params:
     return Params(
         max_bytes=max_bytes,
-        log_tokens=interface.log_tokens(max_bytes),
+        log_tokens=store_protocol.log_tokens(max_bytes),
         max_draft_tokens=max_draft_tokens,
         scopes=sum(1 << scope for scope in scopes),
-        orders=interface.ORDERS,
-        max_lookups=interface.MAX_LOOKUPS,
-        max_votes=interface.MAX_VOTES,
-        min_votes=interface.MIN_VOTES,
-        mismatch_below=interface.MISMATCH_BELOW,
-        max_mismatch_votes=interface.MAX_MISMATCH_VOTES,
-        all_order=interface.ALL_ORDER,
-        all_max_votes=interface.ALL_MAX_VOTES,
-        all_min_votes=interface.ALL_MIN_VOTES,
-        max_finished_texts=interface.MAX_FINISHED_TEXTS,
-        max_texts=interface.MAX_TEXTS,
-        max_text_tokens=interface.MAX_TEXT_TOKENS - 1,
-        age_shift=interface.AGE_SHIFT,
-        prompt_bytes=interface.PROMPT_BYTES,
-        text_bytes=interface.TEXT_BYTES,
-        token_bytes=interface.TOKEN_BYTES,
-        log_token_bytes=interface.LOG_TOKEN_BYTES,
+        orders=store_protocol.ORDERS,
+        max_lookups=store_protocol.MAX_LOOKUPS,
+        max_votes=store_protocol.MAX_VOTES,
+        min_votes=store_protocol.MIN_VOTES,
+        mismatch_below=store_protocol.MISMATCH_BELOW,
+        max_mismatch_votes=store_protocol.MAX_MISMATCH_VOTES,
+        all_order=store_protocol.ALL_ORDER,
+        all_max_votes=store_protocol.ALL_MAX_VOTES,
+        all_min_votes=store_protocol.ALL_MIN_VOTES,
+        max_finished_texts=store_protocol.MAX_FINISHED_TEXTS,
+        max_texts=store_protocol.MAX_TEXTS,
+        max_text_tokens=store_protocol.MAX_TEXT_TOKENS - 1,
+        age_shift=store_protocol.AGE_SHIFT,
+        prompt_bytes=store_protocol.PROMPT_BYTES,
+        text_bytes=store_protocol.TEXT_BYTES,
+        token_bytes=store_protocol.TOKEN_BYTES,
+        log_token_bytes=store_protocol.LOG_TOKEN_BYTES,
     )
 
 
@@ -148,7 +148,7 @@ class DraftStore:
     def __init__(
         self, *, max_bytes: int, max_draft_tokens: int = 16, scopes: frozenset[Scope] = ALL_SCOPES
     ) -> None:
-        assert 1 <= max_draft_tokens <= interface.MAX_DRAFT_TOKENS
+        assert 1 <= max_draft_tokens <= store_protocol.MAX_DRAFT_TOKENS
         loaded = library()
         assert loaded is not None, "the draft store was not built"
         self._library, self._max_draft_tokens = loaded, max_draft_tokens
@@ -180,7 +180,9 @@ class DraftStore:
             self._store, hash_key(group), key, prompt.ctypes.data, len(prompt)
         )
         if slot < 0:
-            raise InvalidCall(f"a prompt has at most {interface.MAX_TEXTS - 1} running responses")
+            raise InvalidCall(
+                f"a prompt has at most {store_protocol.MAX_TEXTS - 1} running responses"
+            )
         return slot
 
     def end(self, slot: int, *, keep: bool) -> None:
@@ -271,7 +273,7 @@ class DraftStore:
 _ERROR_MESSAGES = {
     -1: "slot {slot} is not in use",
     -2: "slot {slot} occurs twice in the step",
-    -3: f"slot {{slot}} has more than {interface.MAX_TEXT_TOKENS} tokens",
+    -3: f"slot {{slot}} has more than {store_protocol.MAX_TEXT_TOKENS} tokens",
 }
 
 

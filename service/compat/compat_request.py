@@ -48,7 +48,7 @@ from service.http.responses import (
     parts_response,
     value_parts,
 )
-from service.rollouts.options import GroupOptions
+from service.rollouts.group_options import GroupOptions
 from service.rollouts.rollout import Rollout
 from service.routes.dependencies import ReadyServer
 from service.server import Server

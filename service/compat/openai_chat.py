@@ -27,12 +27,7 @@ from service.compat.compat_request import (
 )
 from service.compat.logprobs import NumLogprobs
 from service.compat.openai_errors import OpenAIRoute
-from service.compat.openai_stream import (
-    STREAM_RESPONSES,
-    StreamFields,
-    stream_response,
-    unix_time,
-)
+from service.compat.openai_stream import STREAM_RESPONSES, StreamFields, stream_response, unix_time
 from service.http.errors import InvalidRequest
 from service.http.exception_handlers import cancel_on_disconnect
 from service.rollouts.rollout import Rollout

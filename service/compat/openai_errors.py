@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
-from coppice.wire.problems import Problem
+from coppice.wire.problem_catalogue import Problem
 from service.http.errors import ServiceError
 from service.http.responses import Responses
 

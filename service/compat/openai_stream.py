@@ -9,8 +9,8 @@ from fastapi import Response
 from fastapi.responses import StreamingResponse
 from pydantic_core import to_json
 
-from coppice.wire.problems import Problem
-from coppice.wire.records import EndRecord, ProgressRecord, SampleRecord
+from coppice.wire.problem_catalogue import Problem
+from coppice.wire.result_formats import EndRecord, ProgressRecord, SampleRecord
 from coppice.wire.rollouts import SampleAnswer
 from service.compat.bodies import CompatModel, Flag
 from service.compat.compat_request import ROLLOUT_ERRORS, token_counts, usage

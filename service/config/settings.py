@@ -31,7 +31,7 @@ from engine.settings_types import (
 )
 from service.cluster.settings import ClusterSettings
 from service.prompt_kv.settings import KvSettings
-from service.weights.replication.peers import parse_allowed
+from service.weights.replication.allowed_peers import parse_allowed
 
 HTTP_URL = r"^https?://[^/?#@\s]+(/[^?#\s]*)?$"
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import ClassVar
 
-from coppice.wire.problems import PROBLEMS, Problem, ProblemKind
+from coppice.wire.problem_catalogue import PROBLEMS, Problem, ProblemKind
 
 
 class ServiceError(Exception):

@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Match, Route
 from starlette.types import Scope
 
-from coppice.wire.problems import Problem
+from coppice.wire.problem_catalogue import Problem
 from engine.errors import EngineDead, RequestRefused
 from service.cluster.membership import RedirectToReplica
 from service.http.errors import (

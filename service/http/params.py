@@ -6,7 +6,7 @@ from enum import StrEnum
 from pydantic import TypeAdapter, ValidationError
 from starlette.datastructures import QueryParams
 
-from coppice.wire import records
+from coppice.wire import result_formats
 from coppice.wire.base import Label
 from coppice.wire.weights import Sequence
 from service.http.errors import InvalidRequest, NotAcceptable
@@ -85,7 +85,7 @@ class ResponseFormat(StrEnum):
 
     JSON = "application/json"
     NDJSON = "application/x-ndjson"
-    PACKED = records.PACKED_MEDIA_TYPE
+    PACKED = result_formats.PACKED_MEDIA_TYPE
 
 
 def negotiate_format(accept: str | None) -> ResponseFormat:

@@ -27,7 +27,7 @@ from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from service.config.settings import LimitsSettings
-from service.http.connections import Connections, connection_limit
+from service.http.connection_limit import Connections, connection_limit
 from service.http.errors import HeadersTooLarge, MalformedRequest, RequestTimeout, ServiceError
 from service.http.exception_handlers import problem_response
 

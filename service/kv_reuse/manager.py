@@ -24,8 +24,8 @@ from service.kv_reuse.spans import (
     joined,
 )
 from service.kv_reuse.splicing import SplicePlan
-from service.rollouts.options import GroupOptions
-from service.rollouts.prompt_source import GroupMonitor, PromptSource
+from service.rollouts.group_options import GroupOptions
+from service.rollouts.prompt_kv_source import GroupMonitor, PromptSource
 
 PromptPlan = SplicePlan | PredictionPlan
 

@@ -27,7 +27,7 @@ from service.kv_reuse.anchors import Anchor, AnchorStore
 from service.kv_reuse.span_cache import CacheEntry
 from service.kv_reuse.span_lease import ReuseFailed, SpanLease, cancel_on_end
 from service.kv_reuse.spans import PromptTemplate, TemplateSection, template_of
-from service.rollouts.prompt_source import GroupMonitor
+from service.rollouts.prompt_kv_source import GroupMonitor
 
 MAX_SECTIONS = 128
 """Maximum number of sections; each is compared with every anchor, each keyed one is prefilled."""

@@ -19,7 +19,7 @@ from engine.protocol import Engine
 from engine.types import Completion, SampleRequest
 from service.kv_reuse.span_lease import ReuseFailed, SpanLease
 from service.kv_reuse.spans import joined
-from service.rollouts.prompt_source import GroupMonitor
+from service.rollouts.prompt_kv_source import GroupMonitor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ import heapq
 from collections import defaultdict
 from typing import Any
 
-from coppice.wire.records import SampleRecord
+from coppice.wire.result_formats import SampleRecord
 from coppice.wire.rollouts import SampleAnswer, VersionSpan
 from engine.stats import SpeculationStats
 from service.observability.status import status

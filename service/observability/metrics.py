@@ -11,13 +11,13 @@ from typing import get_args
 
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, generate_latest
 
-from coppice.wire.problems import PROBLEMS
+from coppice.wire.problem_catalogue import PROBLEMS
 from coppice.wire.rollouts import FinishReason, GroupAnswer, Outcome, SegmentFinish
 from coppice.wire.weights import ActivationAnswer, ActivationMode
 from service import __version__
 from service.adapters.manager import AdapterLoadOutcome
 from service.cluster.membership import ClusterMembership
-from service.http.connections import Connections, ShedOutcome
+from service.http.connection_limit import Connections, ShedOutcome
 from service.observability.engine_metrics import (
     AttentionMetrics,
     DrafterMetrics,
@@ -25,12 +25,7 @@ from service.observability.engine_metrics import (
     SpeculationMetrics,
 )
 from service.observability.kv_metrics import KvReuseMetrics, PromptKvMetrics
-from service.observability.metric_table import (
-    MetricTable,
-    counter,
-    gauge,
-    histogram,
-)
+from service.observability.metric_table import MetricTable, counter, gauge, histogram
 from service.weights.replication.downloader import FetchMethod
 from service.weights.replication.status import ReplicationStatus
 

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.runtime.file_ownership import acquire_lock, try_acquire
+from engine.runtime.leftover_files import acquire_lock, try_acquire
 
 PAGE_BYTES = 4096
 """Page size: the granularity of mmap offsets, so that every slot can be mapped on its own."""

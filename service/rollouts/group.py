@@ -21,14 +21,14 @@ from coppice.wire.rollouts import (
     SegmentAnswer,
     VersionSpan,
 )
-from coppice.wire.version_spans import cut_spans, joined_spans
+from coppice.wire.version_span_slicing import cut_spans, joined_spans
 from engine.kv_types import KvLoad
 from engine.protocol import Engine
 from engine.types import Completion, SampleRequest, TopLogprobs
 from service.prompt_kv.group_exports import GroupKvExports
 from service.rollouts.finish_policy import FinishPolicy
-from service.rollouts.options import GroupOptions, derive_seed
-from service.rollouts.prompt_source import PrefilledPrompt, PromptSource
+from service.rollouts.group_options import GroupOptions, derive_seed
+from service.rollouts.prompt_kv_source import PrefilledPrompt, PromptSource
 from service.rollouts.scheduling import Turns
 
 EndReason = Literal["cancelled", "deadline", "surplus", "version_changed"]

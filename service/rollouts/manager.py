@@ -23,8 +23,8 @@ from service.rollouts import validation
 from service.rollouts.admission import DRAINING_RETRY_SECONDS, Admission, Reservation
 from service.rollouts.group import Group
 from service.rollouts.group_factory import GroupFactory
+from service.rollouts.group_options import GroupOptions
 from service.rollouts.idempotency import IdempotencyClaim, IdempotencyKeys
-from service.rollouts.options import GroupOptions
 from service.rollouts.result_cache import ResultCache
 from service.rollouts.rollout import GroupEnded, Rollout
 from service.rollouts.tokenizer import Tokenizer

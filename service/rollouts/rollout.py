@@ -11,7 +11,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 
-from coppice.wire.records import (
+from coppice.wire.result_formats import (
     EndRecord,
     GroupRecord,
     KvRecord,

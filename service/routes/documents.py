@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fastapi import APIRouter, Request, Response
 
-from coppice.wire.problems import CATALOGUE_PATH, PROBLEMS, ProblemCatalogue, ProblemKind
+from coppice.wire.problem_catalogue import CATALOGUE_PATH, PROBLEMS, ProblemCatalogue, ProblemKind
 from service.auth.access import page, public
 from service.http.errors import NotFound
 from service.http.params import accepts_html

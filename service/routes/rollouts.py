@@ -7,7 +7,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel
 
-from coppice.wire.records import pack
+from coppice.wire.result_formats import pack
 from coppice.wire.rollouts import RolloutAnswer, RolloutRequest
 from service.auth.access import Caller, requires_role
 from service.http.bodies import INLINE_BYTES

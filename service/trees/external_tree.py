@@ -24,7 +24,7 @@ from service.http.exception_handlers import to_service_error
 from service.rollouts.group import EndReason
 from service.rollouts.idempotency import IdempotencyClaim
 from service.trees.group import Fork, TreeGroup
-from service.trees.path import Budget, Path, PathBounds
+from service.trees.path_request import Budget, Path, PathBounds
 from service.trees.plan import Plan, next_cut
 from service.trees.tree import COMPLETE_FINISHES, GeneratedTokens, Segment
 

@@ -17,8 +17,8 @@ from engine.kv_types import ExportSlot
 from engine.protocol import Engine
 from engine.types import Completion, SampleRequest
 from service.rollouts.group import Group, OnPart
-from service.rollouts.options import derive_seed
-from service.trees.path import Budget, Path, PathBounds, path_bounds
+from service.rollouts.group_options import derive_seed
+from service.trees.path_request import Budget, Path, PathBounds, path_bounds
 from service.trees.plan import Plan, distribute_leaves, select_entropy_cuts, split
 from service.trees.tree import (
     COMPLETE_FINISHES,

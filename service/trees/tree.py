@@ -8,11 +8,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from coppice.wire.rollouts import Outcome, SampleAnswer, SegmentAnswer, SegmentFinish, VersionSpan
-from coppice.wire.version_spans import cut_spans, joined_spans
+from coppice.wire.version_span_slicing import cut_spans, joined_spans
 from engine.types import Completion
 from service.http.errors import SegmentNotFound
 from service.rollouts.group import version_spans
-from service.rollouts.options import Decode
+from service.rollouts.group_options import Decode
 from service.trees.plan import Plan
 
 COMPLETE_FINISHES: Collection[SegmentFinish] = frozenset({"stop", "length", "budget"})

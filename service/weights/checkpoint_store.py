@@ -19,7 +19,7 @@ from typing import BinaryIO
 from pydantic_core import from_json
 
 from coppice.weights.delta import DeltaRefused, Lineage, apply_delta, lineage_of
-from engine.runtime.file_ownership import create_locked_dir
+from engine.runtime.leftover_files import create_locked_dir
 from engine.weights.checkpoint import MAX_JSON_BYTES
 from service.http.errors import (
     DigestMismatch,

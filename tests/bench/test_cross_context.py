@@ -1,8 +1,8 @@
 """Prompts over which the goals of the cross-context benchmark are evaluated, by hand."""
 
 from bench.cross_context import PREDICT, Arm, Shape, shapes_of, splice_modes, time_rows
+from bench.harness.prediction_threshold_sweep import FEWEST, Predictions, Tokens, prediction_rows
 from bench.harness.record import Row
-from bench.harness.threshold_sweep import FEWEST, Predictions, Tokens, prediction_rows
 from coppice.wire.rollouts import PromptSpan
 
 

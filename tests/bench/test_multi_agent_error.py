@@ -14,7 +14,7 @@ from bench.harness.multi_agent_error import (
     Case,
     assembly_modes,
 )
-from bench.harness.multi_agent_rows import agents_rows, change
+from bench.harness.multi_agent_table import agents_rows, change
 from examples.seedling import agents
 from examples.seedling.grow import SEEDLING
 from service.kv_reuse.spans import joined

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from bench.trainer_step import record
-from bench.training.arms import Arms
 from bench.training.grid import DTYPES, SHAPES, VOCABULARIES, Cell
+from bench.training.optimizer_step_arms import Arms
 
 TEXT = "1000/100x8,float32,512"
 

@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from coppice import CoppiceError, Retry, Unauthorized
-from coppice.transport.address import parse_address
+from coppice.transport.redirects import parse_address
 from tests.client.app import App, failing, refusing
 from tests.client.conftest import Connect
 from tests.client.fake_clock import FakePace

@@ -5,7 +5,7 @@ import pytest
 
 import coppice
 from coppice.errors import PROBLEM_CLASSES, ProblemError, error_of
-from coppice.wire.problems import PROBLEMS, Problem
+from coppice.wire.problem_catalogue import PROBLEMS, Problem
 from tests.client.app import App, refusing
 from tests.client.conftest import Connect
 

@@ -17,7 +17,7 @@ from coppice import (
     StreamBroken,
     TimedOut,
 )
-from coppice.wire.records import PACKED_MEDIA_TYPE, pack
+from coppice.wire.result_formats import PACKED_MEDIA_TYPE, pack
 from coppice.wire.rollouts import RunningAnswer
 from tests.client.answers import ANSWER, LINES, RECORDS
 from tests.client.app import Answer, App, Body, answering, failing, refusing, streaming

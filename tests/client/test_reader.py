@@ -2,7 +2,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coppice import Record
-from coppice.operations.records import NdjsonReader
+from coppice.operations.record_stream import NdjsonReader
 from tests.client.answers import LINES, RECORDS
 
 WHOLE = b"".join(LINES)

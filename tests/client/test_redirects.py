@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from coppice import KvSource, PromptKV, Redirected, Retry
-from coppice.transport.address import RedirectPolicy
+from coppice.transport.redirects import RedirectPolicy
 from tests.client.answers import ANSWER, LINES, VERSION
 from tests.client.app import App, Body, answering, streaming
 from tests.client.conftest import Connect

@@ -1,7 +1,7 @@
 import pytest
 
 from coppice import BadAnswer, EndRecord, KvRecord, ProgressRecord, Record, RolloutLost, StartRecord
-from coppice.operations.records import RecordDeduplicator
+from coppice.operations.record_stream import RecordDeduplicator
 from tests.client.answers import RECORDS, USAGE
 
 START, SAMPLE, GROUP, _, *REST = RECORDS

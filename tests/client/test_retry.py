@@ -23,7 +23,7 @@ from coppice import (
     Rollouts,
     TimedOut,
 )
-from coppice.wire.problems import PROBLEMS
+from coppice.wire.problem_catalogue import PROBLEMS
 from tests.client.answers import ACTIVATION, LINES, RECORDS, USAGE, VERSION
 from tests.client.app import Answer, App, Body, answering, failing, refusing, streaming
 from tests.client.checkpoints import single

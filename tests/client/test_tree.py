@@ -7,10 +7,10 @@ import pytest
 
 from coppice import Branching, InvalidRequest, Retry, TreeClosed
 from coppice.errors import BadAnswer
-from coppice.operations.records import Collector
+from coppice.operations.record_stream import Collector
 from coppice.results import result_of_packed, tree_of
 from coppice.wire.kv import KvHandle
-from coppice.wire.records import (
+from coppice.wire.result_formats import (
     EndRecord,
     GroupRecord,
     KvRecord,

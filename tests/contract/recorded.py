@@ -11,7 +11,7 @@ from functools import cache
 import httpx
 import jsonschema_rs
 
-from coppice.wire import records
+from coppice.wire import result_formats
 from tests.contract.document import Node, operations, schemas
 
 NDJSON = "application/x-ndjson"
@@ -76,8 +76,8 @@ def check_body(media_type: str, expected: Node, body: bytes) -> None:
         return
     if media_type == NDJSON:
         _check_stream(body)
-    elif media_type == records.PACKED_MEDIA_TYPE:
-        answer = records.unpack(body).answer.model_dump(mode="json")
+    elif media_type == result_formats.PACKED_MEDIA_TYPE:
+        answer = result_formats.unpack(body).answer.model_dump(mode="json")
         _validator("RolloutAnswer").validate(answer)
     elif media_type in JSON:
         schema = expected["content"][media_type]["schema"]

@@ -11,7 +11,7 @@ import yaml
 
 from service.config.settings import Settings
 from service.config.sources import load_settings
-from service.weights.replication.peers import Peers
+from service.weights.replication.allowed_peers import Peers
 from tests.examples.nginx import EXAMPLE
 
 DOCKER = Path(__file__).parents[2] / "docker"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.runtime import file_ownership
-from engine.runtime.file_ownership import acquire_lock, create_locked_dir, try_acquire
+from engine.runtime import leftover_files
+from engine.runtime.leftover_files import acquire_lock, create_locked_dir, try_acquire
 
 PREFIX = "place-"
 
@@ -71,7 +71,7 @@ def test_folder_swept_before_it_was_locked_is_created_again(
             created(tmp_path, locks)
         return acquire_lock(file)
 
-    monkeypatch.setattr(file_ownership, "acquire_lock", own_late)
+    monkeypatch.setattr(leftover_files, "acquire_lock", own_late)
     path = created(tmp_path, locks)
     assert len(late) == 3, "the first, the sweeping one's, and the first anew"
     assert (path / ".owner").exists()

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from engine.errors import EngineDead
-from engine.runtime import file_ownership
+from engine.runtime import leftover_files
 from engine.types import Completion, SampleRequest, Sampling
 from engine.vllm_engine import VllmEngine
 from tests.engine.seedling import MODEL, settings
@@ -141,14 +141,14 @@ def read_line_of(output: IO[str] | None) -> dict[str, Any]:
     raise AssertionError("the process ended without a word")
 
 
-def segments(held: Collection[file_ownership.FileId]) -> list[str]:
+def segments(held: Collection[leftover_files.FileId]) -> list[str]:
     """Those of them that have a name in shared memory."""
-    return [file.name for file in file_ownership.SHM_DIR.iterdir() if _identity(file) in held]
+    return [file.name for file in leftover_files.SHM_DIR.iterdir() if _identity(file) in held]
 
 
-def _identity(file: Path) -> file_ownership.FileId | None:
+def _identity(file: Path) -> leftover_files.FileId | None:
     try:
-        return file_ownership.file_id(file.stat())
+        return leftover_files.file_id(file.stat())
     except FileNotFoundError:  # of another test that has ended
         return None
 
@@ -178,11 +178,11 @@ async def test_killed_service_takes_its_engine_along() -> None:
     with alone(max_tokens=900) as process:
         children = read_line_of(process.stdout)["children"]
         held = {
-            file for pid in [process.pid, *children] for file in file_ownership.files_used_by(pid)
+            file for pid in [process.pid, *children] for file in leftover_files.files_used_by(pid)
         }
         assert segments(held)
         process.kill()
     await until(lambda: are_gone(children), seconds=SOON_SECONDS)
-    await asyncio.sleep(file_ownership.MIN_AGE_SECONDS)
-    file_ownership.remove_leftover_shared_memory()
+    await asyncio.sleep(leftover_files.MIN_AGE_SECONDS)
+    leftover_files.remove_leftover_shared_memory()
     assert segments(held) == []

@@ -10,8 +10,8 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from engine.runtime import file_ownership
-from engine.runtime.file_ownership import SHM_DIR, files_in_use, remove_leftover_shared_memory
+from engine.runtime import leftover_files
+from engine.runtime.leftover_files import SHM_DIR, files_in_use, remove_leftover_shared_memory
 
 
 def leave(folder: Path, *names: str) -> None:
@@ -49,7 +49,7 @@ def test_file_with_the_same_inode_elsewhere_protects_nothing(
     leave(shared, "psm_left")
     left = (shared / "psm_left").stat()
     elsewhere = left.st_dev + 1, left.st_ino
-    monkeypatch.setattr(file_ownership, "files_in_use", lambda: iter([elsewhere, *files_in_use()]))
+    monkeypatch.setattr(leftover_files, "files_in_use", lambda: iter([elsewhere, *files_in_use()]))
     assert remove_leftover_shared_memory(shared) == ["psm_left"]
 
 

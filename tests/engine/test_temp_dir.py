@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.runtime.file_ownership import TempDir
+from engine.runtime.leftover_files import TempDir
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from engine.runtime.file_ownership import (
+from engine.runtime.leftover_files import (
     FileId,
     file_id,
     files_used_by,

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from engine.runtime.file_ownership import MIN_AGE_SECONDS
+from engine.runtime.leftover_files import MIN_AGE_SECONDS
 from tests.invariants.load import Load, load
 from tests.invariants.service_process import ServerHome, ServiceProcess, home, service, until
 

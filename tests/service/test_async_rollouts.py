@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from coppice.wire.records import PACKED_MEDIA_TYPE, unpack
+from coppice.wire.result_formats import PACKED_MEDIA_TYPE, unpack
 from tests.fake_engine import FakeEngine
 from tests.service.test_rollouts import body, group, lines, running_samples
 from tests.serving import Served, serving

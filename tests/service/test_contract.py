@@ -7,7 +7,7 @@ import pytest
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
-from coppice.wire.problems import PROBLEMS
+from coppice.wire.problem_catalogue import PROBLEMS
 from service.app import create_app
 from tests.contract.document import document, operations, schemas
 from tests.contract.models import differences, wire_models

@@ -6,7 +6,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from coppice.wire.problems import PROBLEMS, ProblemCatalogue, ProblemKind
+from coppice.wire.problem_catalogue import PROBLEMS, ProblemCatalogue, ProblemKind
 from service.app import create_app
 from service.config.settings import Settings
 from tests.fake_engine import FakeEngine

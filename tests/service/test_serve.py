@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from engine.errors import StartFailed
 from engine.types import EngineHealth, EngineStage
 from service.config.settings import LogSettings, Settings
-from service.http.connections import Connections
+from service.http.connection_limit import Connections
 from service.http.serve import example_command, open_listener, run_server, server_url
 
 

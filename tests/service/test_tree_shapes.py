@@ -12,8 +12,8 @@ from coppice.wire.branching import Branching
 from coppice.wire.rollouts import GroupAnswer
 from engine.types import Completion, SampleRequest, Sampling
 from service.rollouts.group_factory import create_tree_group
-from service.rollouts.options import GroupOptions
-from service.rollouts.prompt_source import PrefilledPrompt
+from service.rollouts.group_options import GroupOptions
+from service.rollouts.prompt_kv_source import PrefilledPrompt
 from service.trees.plan import distribute_leaves, next_cut, split
 from tests.fake_engine import FakeEngine
 

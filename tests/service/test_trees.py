@@ -9,7 +9,7 @@ import pytest
 
 from coppice import AsyncRollouts, Branching
 from coppice.results import result_of_packed
-from coppice.wire.records import PACKED_MEDIA_TYPE, unpack
+from coppice.wire.result_formats import PACKED_MEDIA_TYPE, unpack
 from tests.fake_engine import FakeEngine
 from tests.service.test_rollouts import running_samples
 from tests.service.trees import (

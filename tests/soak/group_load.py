@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from coppice.wire.records import PACKED_MEDIA_TYPE, unpack
+from coppice.wire.result_formats import PACKED_MEDIA_TYPE, unpack
 from tests.engine.seedling import MODEL
 
 GROUPS_A_REQUEST = 10

@@ -13,7 +13,7 @@ from coppice.train import (
     grouped_backward,
     naive_backward,
 )
-from coppice.train.attention_contexts import attending
+from coppice.train.attention_modes import attending
 from coppice.train.logprobs import no_grad_layers, response_logprobs
 from tests.train.models import Gradients, error, gradients, random_group, random_loss, tiny_model
 

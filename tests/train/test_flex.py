@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask
 
 from coppice.train.attention import shared_prompt_attention
-from coppice.train.attention_contexts import PackedContext
+from coppice.train.attention_modes import PackedContext
 from coppice.train.flex import FlexAttention, Layout, packed_layout, response_layout
 from coppice.train.packed_row import Branch, Spans
 

@@ -10,14 +10,20 @@ from urllib.parse import quote
 from pydantic import BaseModel
 
 from coppice.errors import BadAnswer, EngineUnavailable, TimedOut
-from coppice.operations.records import NDJSON, Collector, RecordDeduplicator, stream_records
+from coppice.operations.record_stream import NDJSON, Collector, RecordDeduplicator, stream_records
 from coppice.options import RolloutOptions, rollout_request, session_headers
 from coppice.prompts import PromptLike
 from coppice.results import RolloutResult, Segment, result_of, result_of_packed, segment_of
 from coppice.transport.messages import HttpRequest, HttpResponse, json_request
 from coppice.transport.retry import RequestSender
 from coppice.wire.branching import BranchRequest
-from coppice.wire.records import PACKED_MEDIA_TYPE, Record, SampleRecord, SegmentRecord, unpack
+from coppice.wire.result_formats import (
+    PACKED_MEDIA_TYPE,
+    Record,
+    SampleRecord,
+    SegmentRecord,
+    unpack,
+)
 from coppice.wire.rollouts import (
     BranchAnswer,
     DropAnswer,

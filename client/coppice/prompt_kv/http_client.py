@@ -23,8 +23,8 @@ from coppice.errors import (
     TimedOut,
 )
 from coppice.prompt_kv.layout import TensorRange
-from coppice.transport.address import MAX_REDIRECTS, RedirectPolicy, ServerAddress
 from coppice.transport.messages import HttpResponse
+from coppice.transport.redirects import MAX_REDIRECTS, RedirectPolicy, ServerAddress
 
 RETRY_SECONDS = 1.0
 

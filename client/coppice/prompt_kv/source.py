@@ -16,7 +16,7 @@ from pathlib import Path
 from coppice.errors import CoppiceError, ProblemError
 from coppice.prompt_kv.http_client import KvHttpClient
 from coppice.prompt_kv.nixl import NixlReader, installed
-from coppice.transport.address import RedirectPolicy, parse_address
+from coppice.transport.redirects import RedirectPolicy, parse_address
 from coppice.wire.kv import KvHandle, KvLayout, KvLease, KvLeaseAnswer, KvLocator
 
 MOVING_AVERAGE_WEIGHT = 0.3

@@ -11,9 +11,9 @@ except ModuleNotFoundError as missing:
         name=missing.name,
     ) from None
 
-from coppice.train.attention_contexts import UnsupportedModel, attending
+from coppice.train.attention_modes import UnsupportedModel, attending
 from coppice.train.backward import BackwardReport, Schedule, grouped_backward
-from coppice.train.distributed import reduce_gradients
+from coppice.train.data_parallel import reduce_gradients
 from coppice.train.groups import LossFunction, RowLogprobs, TrainingGroup, TrainingTree
 from coppice.train.logprobs import compute_prompt_kv, group_logprobs, packed_logprobs
 from coppice.train.losses import (

@@ -13,8 +13,8 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from coppice.train.attention_contexts import attending
-from coppice.train.distributed import loss_scale, no_gradient_sync, unwrap_ddp
+from coppice.train.attention_modes import attending
+from coppice.train.data_parallel import loss_scale, no_gradient_sync, unwrap_ddp
 from coppice.train.groups import LossFunction, TrainingGroup
 from coppice.train.logprobs import (
     PASS_TOKENS,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coppice.train.attention_contexts import (
+from coppice.train.attention_modes import (
     InjectingContext,
     PackedContext,
     PromptContext,
@@ -17,7 +17,7 @@ from coppice.train.attention_contexts import (
     forward,
     is_attending,
 )
-from coppice.train.distributed import is_sharded, max_passes_over_ranks, unwrap_ddp
+from coppice.train.data_parallel import is_sharded, max_passes_over_ranks, unwrap_ddp
 from coppice.train.groups import (
     RowLogprobs,
     TrainingGroup,

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from coppice.train.distributed import is_sharded
+from coppice.train.data_parallel import is_sharded
 
 # Fraction of the free memory; the micro-batches of the responses need the rest.
 MAX_FREE_SHARE = 0.5

@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from coppice.errors import Redirected
-from coppice.transport.address import MAX_REDIRECTS, RedirectPolicy
 from coppice.transport.messages import HttpRequest, HttpResponse
+from coppice.transport.redirects import MAX_REDIRECTS, RedirectPolicy
 
 T = TypeVar("T")
 CHUNK_BYTES = 4 * 2**20

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 import httpx
 
 from coppice.errors import BadAnswer, ConnectionFailed, StreamBroken, TimedOut
-from coppice.transport.address import parse_address
 from coppice.transport.driver import CHUNK_BYTES
 from coppice.transport.messages import FileBody, HttpRequest, HttpResponse
+from coppice.transport.redirects import parse_address
 
 # A trainer may wait for any number of rollouts at once, so the pool has no connection limit. Idle
 # connections expire before uvicorn's 5 s, so that no request meets a connection just closed.

@@ -9,7 +9,7 @@ from typing import Literal, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from coppice.errors import BadAnswer, GatewayFailed, Redirected, error_of
-from coppice.wire.problems import Problem
+from coppice.wire.problem_catalogue import Problem
 
 A = TypeVar("A", bound=BaseModel)
 

@@ -15,13 +15,13 @@ from vllm.platforms import current_platform
 
 from engine.kv_transfer.cache_layout import CacheLayout
 from engine.kv_transfer.jobs import ExportJob
-from engine.kv_transfer.worker.arena import ArenaError, Arenas
 from engine.kv_transfer.worker.cache_blocks import (
     BlockReader,
     CudaBlockReader,
     PackedBlockReader,
     packed_order,
 )
+from engine.kv_transfer.worker.mapped_arena import ArenaError, Arenas
 from engine.kv_types import ExportStatus
 from engine.runtime.guard import Failure, Feature, attempt, feature
 

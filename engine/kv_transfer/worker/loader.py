@@ -18,13 +18,13 @@ from vllm.platforms import current_platform
 
 from engine.kv_transfer.cache_layout import CacheLayout
 from engine.kv_transfer.jobs import LoadJob
-from engine.kv_transfer.worker.arena import ArenaError, Arenas
 from engine.kv_transfer.worker.cache_blocks import (
     BlockWriter,
     CudaBlockWriter,
     PackedBlockWriter,
     packed_order,
 )
+from engine.kv_transfer.worker.mapped_arena import ArenaError, Arenas
 from engine.kv_types import ExportSlot, LoadPiece
 from engine.runtime.guard import Feature, feature
 from kernels.kv_predict import Observation, predict, shift_keys_of_layers, token_weights

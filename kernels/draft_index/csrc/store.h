@@ -6,9 +6,9 @@
 #include <vector>
 
 #include "acceptance_estimate.h"
-#include "contents.h"
-#include "log.h"
-#include "record.h"
+#include "saved_contents.h"
+#include "response_ring.h"
+#include "prompt_record.h"
 #include "votes.h"
 
 // Error codes, returned instead of a slot or zero; store.py has the messages.

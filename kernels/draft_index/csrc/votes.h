@@ -3,8 +3,8 @@
 // follows it. The token with the largest total weight is drafted. The matches that voted for it
 // remain, and vote on the next token.
 #pragma once
-#include "log.h"
-#include "record.h"
+#include "response_ring.h"
+#include "prompt_record.h"
 
 struct DraftToken {
   int32_t token;

@@ -3,8 +3,8 @@
 
 #include <cstring>
 
-#include "floats.h"
-#include "run.h"
+#include "float_math.h"
+#include "entry_points.h"
 #include "worker.h"
 
 namespace {

@@ -5,7 +5,7 @@
 #include <cstdlib>
 #include <memory>
 
-#include "run.h"
+#include "entry_points.h"
 #include "worker.h"
 
 namespace {

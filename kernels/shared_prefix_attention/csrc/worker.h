@@ -4,7 +4,7 @@
 #include <cmath>
 #include <vector>
 
-#include "attention.h"
+#include "tile_attention.h"
 #include "schedule.h"
 
 // State that the threads of one call share.

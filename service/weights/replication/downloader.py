@@ -20,8 +20,8 @@ from service.config.settings import WeightsSettings
 from service.http.errors import DigestMismatch, ServiceError, WeightsRefused
 from service.http.params import label
 from service.weights.checkpoint_store import SINGLE_FILE, CheckpointStore, validate_file_name
+from service.weights.replication.allowed_peers import Peers
 from service.weights.replication.announcer import CHANGED_FILES, digest_header, same_files
-from service.weights.replication.peers import Peers
 from service.weights.stager import WeightStager
 from service.weights.versions import Version
 

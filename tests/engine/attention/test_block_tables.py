@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.attention.block_tables import host_table, record_blocks, record_table
+from engine.attention.host_block_tables import host_table, record_blocks, record_table
 
 
 def first_runners(rows: list[list[int]]) -> Any:

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine.attention.block_tables import record_table
 from engine.attention.counters import COUNTERS, Counters
 from engine.attention.grouping import StepGrouper
+from engine.attention.host_block_tables import record_table
 from engine.runtime.guard import FeatureState
 from kernels.shared_prefix_attention.work_list import WorkList, WorkShape
 from tests.engine.attention.block_tables import BLOCK, table_of
@@ -118,7 +118,7 @@ def test_prefill_step_uses_stock_attention() -> None:
 
 
 def test_after_a_failure_captured_graphs_get_a_list_without_sharing() -> None:
-    from engine.attention.block_tables import FEATURE
+    from engine.attention.host_block_tables import FEATURE
 
     made = builder()
     made.grouped_or_stock(*step(SHARED, [1, 1, 1]))

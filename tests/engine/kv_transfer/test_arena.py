@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.kv_transfer.worker.arena import ArenaError, MappedArena
+from engine.kv_transfer.worker.mapped_arena import ArenaError, MappedArena
 from engine.kv_types import ExportStatus
 
 SIZE = 8192

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from engine.kv_transfer.cache_layout import CacheLayout
-from engine.kv_transfer.worker.arena import Arenas
 from engine.kv_transfer.worker.loader import SpanAssembler
+from engine.kv_transfer.worker.mapped_arena import Arenas
 from engine.kv_types import ExportSlot, LoadPiece, ObservedKv
 from kernels.kv_predict import Observation
 from kernels.rope_shift import RotaryParams, parse_rotary

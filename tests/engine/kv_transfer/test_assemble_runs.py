@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.kv_transfer.worker.arena import Arenas
 from engine.kv_transfer.worker.loader import MAX_PREDICTED_TOKENS, SpanAssembler, group_runs
+from engine.kv_transfer.worker.mapped_arena import Arenas
 from engine.kv_types import ExportSlot, LoadPiece, ObservedKv
 from kernels.rope_shift import parse_rotary
 from tests.arena import TestArena

@@ -10,13 +10,13 @@ import pytest
 
 from engine.attention import register as attention
 from engine.settings import AttentionSettings, SpeculationSettings
-from engine.speculation import register
+from engine.speculation import process_settings
 from engine.speculation.controller import Controller, Draft
 from engine.speculation.proposer import Proposer
 from engine.speculation.request_table import GROUP_ARG, NO_DRAFTS_ARG
 from engine.speculation.speculator import Speculator, TokenLists
-from kernels.draft_index.interface import Int32Array
 from kernels.draft_index.store import is_built
+from kernels.draft_index.store_protocol import Int32Array
 from tests.engine.speculation.distributions import VOCAB
 from tests.engine.stepped_engine import LiveEngine, live_engine
 
@@ -44,7 +44,7 @@ def drafting_engine(
     chosen = SpeculationSettings(
         mode="siblings", longest_draft=LONGEST, store_bytes=2**24, cache_directory=folder
     )
-    register.install(chosen)
+    process_settings.install(chosen)
     attention.install(AttentionSettings(shared_prefix="off"))
     sequences = settings.setdefault("max_num_seqs", 32)
     config = {

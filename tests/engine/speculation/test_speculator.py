@@ -8,7 +8,7 @@ import pytest
 from engine.speculation.controller import Draft
 from engine.speculation.counters import Counters
 from engine.speculation.speculator import STORE_UPDATE_INTERVAL, Speculator
-from kernels.draft_index.interface import Int32Array
+from kernels.draft_index.store_protocol import Int32Array
 from tests.engine.speculation.drafting_engine import SendAllDrafts
 from tests.engine.speculation.fake_runner import Runner
 from tests.kernels.draft_index.reference import ReferenceStore

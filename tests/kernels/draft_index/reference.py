@@ -8,10 +8,10 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels.draft_index import interface
+from kernels.draft_index import store_protocol
 from kernels.draft_index.acceptance_estimate import AcceptanceEstimate, cell
 from kernels.draft_index.file_format import StoreContents
-from kernels.draft_index.interface import (
+from kernels.draft_index.store_protocol import (
     ALL_SCOPES,
     DraftBatch,
     Int32Array,
@@ -33,18 +33,18 @@ class ReferenceStore:
     def __init__(
         self, *, max_bytes: int, max_draft_tokens: int = 16, scopes: frozenset[Scope] = ALL_SCOPES
     ) -> None:
-        assert 1 <= max_draft_tokens <= interface.MAX_DRAFT_TOKENS
+        assert 1 <= max_draft_tokens <= store_protocol.MAX_DRAFT_TOKENS
         self._max_bytes, self._max_draft_tokens, self._scopes = max_bytes, max_draft_tokens, scopes
         self._version = 0
         self._records: OrderedDict[int, PromptRecord] = OrderedDict()  # least recently used first
         self._rows: dict[int, Row] = {}
         self._free: list[int] = []
-        self._log = ResponseLog(interface.log_tokens(max_bytes))
+        self._log = ResponseLog(store_protocol.log_tokens(max_bytes))
         self._estimate = AcceptanceEstimate()
 
     @property
     def num_bytes(self) -> int:
-        fixed = self._log.capacity * interface.LOG_TOKEN_BYTES
+        fixed = self._log.capacity * store_protocol.LOG_TOKEN_BYTES
         return fixed + sum(record.num_charged_bytes for record in self._records.values())
 
     @property
@@ -55,11 +55,13 @@ class ReferenceStore:
         check_begin(prompt)
         key = hash_key(prompt.tobytes())
         record = self._records.get(key) or self._new_record(key, prompt.tolist())
-        if len(record.texts) == interface.MAX_TEXTS:
+        if len(record.texts) == store_protocol.MAX_TEXTS:
             record.compact()
-        if len(record.texts) == interface.MAX_TEXTS:
-            raise InvalidCall(f"a prompt has at most {interface.MAX_TEXTS - 1} running responses")
-        tail = record.prompt.tokens[-interface.MAX_MATCH_LENGTH :]
+        if len(record.texts) == store_protocol.MAX_TEXTS:
+            raise InvalidCall(
+                f"a prompt has at most {store_protocol.MAX_TEXTS - 1} running responses"
+            )
+        tail = record.prompt.tokens[-store_protocol.MAX_MATCH_LENGTH :]
         text = Text(
             tokens=list(tail),
             num_prompt_tokens=len(tail),
@@ -86,10 +88,10 @@ class ReferenceStore:
         if not keep or len(text.tokens) == text.num_prompt_tokens:
             record.delete(text)
             return
-        logged = text.tokens[max(0, text.num_prompt_tokens - interface.ALL_ORDER) :]
+        logged = text.tokens[max(0, text.num_prompt_tokens - store_protocol.ALL_ORDER) :]
         self._log.append(logged, prompt=row.prompt, version=text.version)
         record.finished.append(text)
-        if len(record.finished) > interface.MAX_FINISHED_TEXTS:
+        if len(record.finished) > store_protocol.MAX_FINISHED_TEXTS:
             record.delete(record.finished.pop(0))
 
     def age(self) -> None:
@@ -142,8 +144,10 @@ class ReferenceStore:
         for slot, count, row in zip(slots.tolist(), counts.tolist(), rows, strict=True):
             if row is None:
                 raise InvalidCall(f"slot {slot} is not in use")
-            if len(row.text.tokens) + count >= interface.MAX_TEXT_TOKENS:
-                raise InvalidCall(f"slot {slot} has more than {interface.MAX_TEXT_TOKENS} tokens")
+            if len(row.text.tokens) + count >= store_protocol.MAX_TEXT_TOKENS:
+                raise InvalidCall(
+                    f"slot {slot} has more than {store_protocol.MAX_TEXT_TOKENS} tokens"
+                )
         if len(set(slots.tolist())) < len(slots):
             raise InvalidCall("a slot occurs twice in the step")
 
@@ -201,7 +205,7 @@ class ReferenceStore:
         self._version = max((int(each.max()) for each in ages if len(each)), default=0)
         for prompt, texts in contents.prompts():
             record = self._new_record(hash_key(prompt.tobytes()), prompt.tolist())
-            tail = record.prompt.tokens[-interface.MAX_MATCH_LENGTH :]
+            tail = record.prompt.tokens[-store_protocol.MAX_MATCH_LENGTH :]
             for one in texts:
                 text = Text(
                     tokens=tail + one.tokens.tolist(),

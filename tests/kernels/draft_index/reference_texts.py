@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from kernels.draft_index import interface
+from kernels.draft_index import store_protocol
 
 Context = tuple[int, ...]
 
@@ -41,13 +41,16 @@ class PromptRecord:
 
     @property
     def num_charged_bytes(self) -> int:
-        texts = len(self.texts) * interface.TEXT_BYTES + self.num_tokens * interface.TOKEN_BYTES
-        return interface.PROMPT_BYTES + texts
+        texts = (
+            len(self.texts) * store_protocol.TEXT_BYTES
+            + self.num_tokens * store_protocol.TOKEN_BYTES
+        )
+        return store_protocol.PROMPT_BYTES + texts
 
     def index(self, text: Text, begin: int) -> None:
         """Indexes the positions of its tokens from `begin` on."""
         for end in range(begin, len(text.tokens)):
-            for order in interface.ORDERS:
+            for order in store_protocol.ORDERS:
                 if end >= order:
                     context = tuple(text.tokens[end - order : end])
                     self._places.setdefault(context, []).append((text, end))
@@ -106,11 +109,11 @@ class ResponseLog:
         text = LoggedResponse(prompt=prompt, version=version, begin=begin, end=begin + len(tokens))
         self.texts.append(text)
         self.tokens += tokens
-        for end in range(begin + interface.ALL_ORDER, text.end):
-            context = tuple(self.tokens[end - interface.ALL_ORDER : end])
+        for end in range(begin + store_protocol.ALL_ORDER, text.end):
+            context = tuple(self.tokens[end - store_protocol.ALL_ORDER : end])
             self._places.setdefault(context, []).append((end, text))
 
     def find_matches(self, tokens: list[int]) -> Iterator[tuple[int, LoggedResponse]]:
-        order = interface.ALL_ORDER
+        order = store_protocol.ALL_ORDER
         found = self._places.get(tuple(tokens[-order:]), []) if len(tokens) >= order else []
         return ((end, text) for end, text in reversed(found) if end - order >= self.tail)

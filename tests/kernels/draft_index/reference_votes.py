@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from kernels.draft_index import interface
-from kernels.draft_index.interface import Scope
+from kernels.draft_index import store_protocol
+from kernels.draft_index.store_protocol import Scope
 from tests.kernels.draft_index.reference_texts import PromptRecord, ResponseLog, Text
 
 
@@ -54,21 +54,21 @@ class MatchFinder:
 
     def find_matches(self) -> list[Match]:
         found: list[Match] = []
-        next_order = interface.MAX_MATCH_LENGTH + 1
-        for order in interface.ORDERS:
-            if len(found) < interface.MIN_VOTES:
-                left = interface.MAX_VOTES - len(found)
+        next_order = store_protocol.MAX_MATCH_LENGTH + 1
+        for order in store_protocol.ORDERS:
+            if len(found) < store_protocol.MIN_VOTES:
+                left = store_protocol.MAX_VOTES - len(found)
                 found += islice(self._matches_in_record(order, next_order), left)
             next_order = order
-        if max((place.match_length for place in found), default=0) < interface.MISMATCH_BELOW:
-            found += islice(self._matches_after_mismatch(), interface.MAX_MISMATCH_VOTES)
-        if Scope.ALL in self.scopes and len(found) < interface.ALL_MIN_VOTES:
-            found += islice(self._matches_in_log(), interface.ALL_MAX_VOTES)
+        if max((place.match_length for place in found), default=0) < store_protocol.MISMATCH_BELOW:
+            found += islice(self._matches_after_mismatch(), store_protocol.MAX_MISMATCH_VOTES)
+        if Scope.ALL in self.scopes and len(found) < store_protocol.ALL_MIN_VOTES:
+            found += islice(self._matches_in_log(), store_protocol.ALL_MAX_VOTES)
         return found
 
     def _matches_in_record(self, order: int, next_order: int) -> Iterator[Match]:
         for text, end in islice(
-            self.record.find_matches(self.text.tokens, order), interface.MAX_LOOKUPS
+            self.record.find_matches(self.text.tokens, order), store_protocol.MAX_LOOKUPS
         ):
             match_length = common_suffix_length(text.tokens[:end], self.text.tokens)
             scope = self._scope(text)
@@ -78,7 +78,7 @@ class MatchFinder:
     def _matches_after_mismatch(self) -> Iterator[Match]:
         *before, last = self.text.tokens
         for text, slip in islice(
-            self.record.find_matches(before, interface.ORDERS[0]), interface.MAX_LOOKUPS
+            self.record.find_matches(before, store_protocol.ORDERS[0]), store_protocol.MAX_LOOKUPS
         ):
             scope = self._scope(text)
             if text.is_deleted or text.tokens[slip] == last or scope not in self.scopes:
@@ -88,12 +88,14 @@ class MatchFinder:
                 yield self._make_match(text, slip + 1, match_length, scope)
 
     def _matches_in_log(self) -> Iterator[Match]:
-        for end, text in islice(self.log.find_matches(self.text.tokens), interface.MAX_LOOKUPS):
+        for end, text in islice(
+            self.log.find_matches(self.text.tokens), store_protocol.MAX_LOOKUPS
+        ):
             if text.prompt != self.prompt:
                 before = self.log.tokens[max(text.begin, self.log.tail) : end]
                 match_length = common_suffix_length(before, self.text.tokens)
                 after = self.log.tokens[end : text.end]
-                weight = interface.weight(match_length, self.version - text.version)
+                weight = store_protocol.weight(match_length, self.version - text.version)
                 yield Match(
                     after=after,
                     is_own=False,
@@ -103,9 +105,9 @@ class MatchFinder:
                 )
 
     def _make_match(self, text: Text, end: int, match_length: int, scope: Scope) -> Match:
-        weight = interface.weight(match_length, self.version - text.version)
+        weight = store_protocol.weight(match_length, self.version - text.version)
         if scope is not Scope.SELF:
-            weight *= interface.position_weight(abs(len(self.text.tokens) - end))
+            weight *= store_protocol.position_weight(abs(len(self.text.tokens) - end))
         is_own = text is self.text
         return Match(
             after=text.tokens[end:],
@@ -122,7 +124,7 @@ class MatchFinder:
 
 
 def common_suffix_length(one: Sequence[int], other: Sequence[int]) -> int:
-    most = min(len(one), len(other), interface.MAX_MATCH_LENGTH)
+    most = min(len(one), len(other), store_protocol.MAX_MATCH_LENGTH)
     return next((i for i in range(most) if one[-1 - i] != other[-1 - i]), most)
 
 

@@ -5,7 +5,7 @@ from dataclasses import fields
 
 import numpy as np
 
-from kernels.draft_index.interface import DraftBatch, Int32Array, Store
+from kernels.draft_index.store_protocol import DraftBatch, Int32Array, Store
 
 
 def array(values: Sequence[int]) -> Int32Array:

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kernels.draft_index import interface
 from kernels.draft_index import store as compiled
+from kernels.draft_index import store_protocol
 from kernels.draft_index.acceptance_estimate import MAX_COUNT, NUM_CELLS, NUM_COARSE_CELLS
 from kernels.draft_index.file_format import StoreContents, _dtype
-from kernels.draft_index.interface import InvalidStoreFile, Store
 from kernels.draft_index.store import DraftStore
+from kernels.draft_index.store_protocol import InvalidStoreFile, Store
 from tests.kernels.draft_index.reference import ReferenceStore
 from tests.kernels.draft_index.stores import array, assert_alike, draft, run_step
 
@@ -140,7 +140,7 @@ def test_interrupted_save_keeps_the_old_file(path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     "foreign",
     [
-        {"text_counts": [interface.MAX_FINISHED_TEXTS + 1, 0], "text_lengths": [1] * 129},
+        {"text_counts": [store_protocol.MAX_FINISHED_TEXTS + 1, 0], "text_lengths": [1] * 129},
         {"prompt_lengths": [2, 2], "prompt_tokens": [7, 8, 7, 8]},
         {"prompt_lengths": [0, 4]},
         {"text_lengths": [0]},

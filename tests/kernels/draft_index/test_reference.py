@@ -1,6 +1,6 @@
 """Drafts on texts small enough to be checked by hand."""
 
-from kernels.draft_index.interface import Scope
+from kernels.draft_index.store_protocol import Scope
 from tests.kernels.draft_index.reference import ReferenceStore
 from tests.kernels.draft_index.stores import array, draft, run_step
 

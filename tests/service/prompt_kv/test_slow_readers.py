@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from coppice.prompt_kv.http_client import Download, KvHttpClient
-from coppice.transport.address import RedirectPolicy, parse_address
+from coppice.transport.redirects import RedirectPolicy, parse_address
 from tests.service.keyfile import bearer, write_keys
 from tests.service.prompt_kv.export_requests import export_handle
 from tests.service.prompt_kv.stalled_readers import (

@@ -10,11 +10,19 @@ from collections.abc import Callable
 from typing import Literal, Protocol
 
 MAX_OPEN_FILES = 2**20
+
+
 RESERVED_FILES = 256
+
+
 """Descriptors for everything except connections: the engine, weights, logs, Redis."""
 
+
 RESERVED_CONNECTIONS = 64
+
+
 """Connections accepted past the limit, for probes and refusals."""
+
 
 ShedOutcome = Literal["idle_closed", "refused", "dropped"]
 

@@ -1,4 +1,4 @@
-#include "record.h"
+#include "prompt_record.h"
 
 #include <algorithm>
 

@@ -12,7 +12,7 @@ from coppice.results import Group, RolloutResult, Sample, Segment, group_of, sam
 from coppice.transport.driver import Driver
 from coppice.transport.messages import HttpRequest
 from coppice.transport.retry import RequestSender
-from coppice.wire.records import (
+from coppice.wire.result_formats import (
     RECORD,
     EndRecord,
     GroupRecord,
@@ -26,6 +26,8 @@ from coppice.wire.records import (
 from coppice.wire.rollouts import GroupHead
 
 RecordKey = tuple[str, int, int | str]
+
+
 NDJSON = "application/x-ndjson"
 
 

@@ -26,6 +26,8 @@ from coppice.train.packed_row import Inputs, Spans
 from coppice.train.prompt_kv import Layers
 
 NAME = "coppice"
+
+
 # Arguments that indicate anything but plain causal softmax attention.
 _UNSUPPORTED_ARGUMENTS = (
     "attention_mask",

@@ -209,6 +209,8 @@ _KINDS = (
           "The file system of weights.directory has not enough space.",
           "Delete weights versions, or enlarge the file system."),
 )
+
+
 # fmt: on
 
 PROBLEMS: dict[str, ProblemKind] = {kind.code: kind for kind in _KINDS}

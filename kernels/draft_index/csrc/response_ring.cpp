@@ -1,4 +1,4 @@
-#include "log.h"
+#include "response_ring.h"
 
 Log::Log(const Params& params)
     : capacity_(uint64_t(params.log_tokens)),

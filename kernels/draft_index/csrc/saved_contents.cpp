@@ -1,5 +1,5 @@
 // Conversion of a store to arrays and back.
-#include "contents.h"
+#include "saved_contents.h"
 
 #include <algorithm>
 

@@ -20,6 +20,8 @@ import httpx
 from coppice.errors import Redirected
 
 MAX_REDIRECTS = 2
+
+
 """An object that has moved may move again during the request."""
 
 

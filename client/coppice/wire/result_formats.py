@@ -27,7 +27,7 @@ from safetensors.numpy import load, save
 
 from coppice.wire.base import AnswerModel
 from coppice.wire.kv import KvHandle, KvReason
-from coppice.wire.problems import Problem
+from coppice.wire.problem_catalogue import Problem
 from coppice.wire.rollouts import (
     GroupAnswer,
     GroupHead,
@@ -39,7 +39,11 @@ from coppice.wire.rollouts import (
 )
 
 PACKED_MEDIA_TYPE = "application/vnd.coppice.safetensors"
+
+
 Part = SampleAnswer | SegmentAnswer
+
+
 _NAMES = ("token_ids", "logprobs", "offsets")
 
 
@@ -110,6 +114,8 @@ Record = Annotated[
     | EndRecord,
     Field(discriminator="type"),
 ]
+
+
 RECORD: TypeAdapter[Record] = TypeAdapter(Record)
 
 

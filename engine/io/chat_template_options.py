@@ -20,18 +20,28 @@ from engine.errors import ConversationRefused
 
 log = logging.getLogger(__name__)
 
+
 MAX_CHARACTERS = 2**18
+
+
 """Limit of all strings in one request's options. A template may render them once per message."""
+
+
 MAX_NUMBER = 2**20
+
+
 """Limit of numbers, since a template may repeat a string that often.
 
 Jinja's sandbox limits only `range`.
 """
 
+
 # Used by vLLM's encoders for models without a Jinja template, such as DeepSeek-V3.2 and Kimi-K3.
 ENCODER_VARIABLES = frozenset(
     {"drop_thinking", "enable_thinking", "reasoning_effort", "thinking", "thinking_effort"}
 )
+
+
 # Functions that transformers defines for templates.
 _GLOBALS = {*DEFAULT_NAMESPACE, "raise_exception", "strftime_now"}
 
@@ -45,6 +55,8 @@ _ARGUMENTS = frozenset(
     | _parameters(PreTrainedTokenizerBase.__call__)
     | {"messages"}
 )
+
+
 # Set by the request's own fields, or without effect on the prompt.
 _IGNORED_ARGUMENTS = {"add_generation_prompt", "return_dict", "tokenize"}
 
