@@ -158,7 +158,15 @@ def _projections(model: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 def grown(folder: Path) -> Path:
     model = folder / "25m"
-    command = [sys.executable, "-m", "examples.seedling.grow", "--to", "25m", "--out", str(model)]
+    command = [
+        sys.executable,
+        "-m",
+        "examples.seedling.enlarge",
+        "--to",
+        "25m",
+        "--out",
+        str(model),
+    ]
     subprocess.run(command, check=True)
     return model
 

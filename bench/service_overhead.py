@@ -18,7 +18,7 @@ from vllm.sampling_params import RequestOutputKind
 from bench.harness.in_process_service import running_service
 from bench.harness.paired_runs import Pairs, alternate
 from bench.harness.record import Record, Row
-from bench.harness.rollout_process import GROUPS, SAMPLES, TOKENS, prompts, rollout_process
+from bench.harness.rollout_client_process import GROUPS, SAMPLES, TOKENS, prompts, rollout_process
 from engine.settings import EngineSettings
 from engine.vllm_engine import VllmEngine
 

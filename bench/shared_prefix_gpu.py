@@ -23,7 +23,7 @@ from bench.harness.paired_runs import Pairs, alternate
 from bench.harness.prefix_trees import Tree
 from bench.harness.record import Record, Row
 from kernels.shared_prefix_attention import cuda
-from kernels.shared_prefix_attention.work_list import WorkList, WorkShape
+from kernels.shared_prefix_attention.gpu_work_list import WorkList, WorkShape
 
 BLOCK = 16
 LONG_SECONDS, SHARE, FLOOR = 100e-6, 0.85, 0.98

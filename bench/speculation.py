@@ -18,12 +18,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.harness.arms import Arms, Run, Texts, arms
 from bench.harness.decode_timing import write_config
 from bench.harness.record import RECORDS, Record
 from bench.harness.replay_estimate import cells, predict_seconds
 from bench.harness.speculation_arm import Workload, prompts
 from bench.harness.speculation_results import Round, guard_rows, summarize_run, workload_rows
+from bench.harness.speculation_workers import Arms, Run, Texts, arms
 
 FIXED = ("fixed-1", "fixed-2", "fixed-4", "fixed-8")
 ALL = ("off", "ours", "ngram", "suffix", *FIXED, "oracle")

@@ -20,7 +20,7 @@ from typing import Any
 
 from bench.harness.paired_runs import Pairs
 from bench.harness.record import RECORDS, Record, Row, environment
-from bench.training.grid import DTYPES, GPU_SHAPES, SHAPES, VOCABULARIES, Cell
+from bench.optimizer_step.cells import DTYPES, GPU_SHAPES, SHAPES, VOCABULARIES, Cell
 
 NAME = "trainer_step"
 PARTS = ("time", "handle", "memory")
@@ -51,7 +51,7 @@ MALLOC_TRIM = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
 
 def run_worker(*arguments: str, **environment: str) -> Iterator[dict[str, Any]]:
     """Run the measuring process and yield one result per cell."""
-    command = [sys.executable, "-m", "bench.training.worker", *arguments]
+    command = [sys.executable, "-m", "bench.optimizer_step.worker", *arguments]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, env=os.environ | environment
     ) as worker:

@@ -36,7 +36,7 @@ from examples.grpo.learner import Learner
 from examples.grpo.loop import Loop
 from examples.grpo.questions import Questions
 from examples.grpo.server import serving
-from examples.seedling.grow import SEEDLING
+from examples.seedling.enlarge import SEEDLING
 
 LEARNING_RATES = {1e-4: "the demonstration's", 1e-6: "usual for large models"}
 SEED = 1

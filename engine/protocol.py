@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from engine.stats import CudaGraphStats, DrafterStatus, SharedPrefixStats, SpeculationStats
+from engine.feature_stats import CudaGraphStats, DrafterStatus, SharedPrefixStats, SpeculationStats
 from engine.types import (
     AdapterInfo,
     ChatRequest,

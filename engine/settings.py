@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from engine.cudagraphs.capture_limits import DraftLengthTiers
-from engine.settings_types import BufferBytes, Count, PositiveInt, Ratio, Seconds, Section
+from engine.cudagraphs.allowed_shapes import DraftLengthTiers
+from engine.settings_base import BufferBytes, Count, PositiveInt, Ratio, Seconds, Section
 
 GIB = 2**30
 MAX_DRAFT_TOKENS = 15

@@ -11,6 +11,7 @@ from engine.drafter.service.checkpoint_dir import DrafterDir
 from engine.drafter.service.drafter import Drafter
 from engine.drafter.service.initial_model import open_drafter_dir
 from engine.errors import EngineDead, StartFailed
+from engine.feature_stats import CudaGraphStats, DrafterStatus, SharedPrefixStats, SpeculationStats
 from engine.io import logprobs
 from engine.io.chat import ChatProcessor
 from engine.io.generation import Generation
@@ -23,8 +24,7 @@ from engine.runtime.heartbeat import Heartbeat
 from engine.runtime.leftover_files import remove_leftover_shared_memory
 from engine.runtime.monitor import EngineMonitor
 from engine.settings import AttentionSettings, EngineSettings, GraphsSettings, SpeculationSettings
-from engine.speculation import lifecycle as speculation_lifecycle
-from engine.stats import CudaGraphStats, DrafterStatus, SharedPrefixStats, SpeculationStats
+from engine.speculation import startup as speculation_lifecycle
 from engine.types import (
     AdapterInfo,
     ChatRequest,

@@ -18,7 +18,7 @@ main() {
             *) bench "$name" ;;
         esac
     done
-    "$python" -m bench.harness.report
+    "$python" -m bench.harness.benchmarks_page
 }
 
 bench() {
@@ -35,7 +35,7 @@ compare_speculation() {
 
 make_models() {
     for size in 25m 100m; do
-        made "build/$size" examples.seedling.grow --to $size
+        made "build/$size" examples.seedling.enlarge --to $size
     done
     made build/agents examples.seedling.train_agents
     made build/drafter/fitted examples.seedling.drafter

@@ -21,12 +21,12 @@ from service.http.cross_site import AllowedHosts
 from service.http.middleware import LimitsMiddleware, RequestContextMiddleware
 from service.routes import (
     adapters,
-    control,
-    documents,
+    api_documents,
     drafter,
     external_trees,
     kv,
     monitoring,
+    pause,
     rollouts,
     score,
     ui,
@@ -40,13 +40,13 @@ CALLERS = (
     score.router,
     kv.router,
     weights.files,
-    documents.router,
+    api_documents.router,
 )
 OPERATORS = (
-    *(weights.router, adapters.router, drafter.router, control.router),
+    *(weights.router, adapters.router, drafter.router, pause.router),
     monitoring.metrics,
 )
-COMMON = (monitoring.router, documents.problems)
+COMMON = (monitoring.router, api_documents.problems)
 ROUTERS: dict[RouteAudience, Sequence[APIRouter]] = {
     "callers": (*CALLERS, *COMMON),
     "operators": (*OPERATORS, *COMMON),

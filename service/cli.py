@@ -13,8 +13,8 @@ import typer
 import yaml
 
 from engine.cudagraphs.from_settings import capture_limits, graph_memory, load_trace, make_plan
+from engine.cudagraphs.plan_report import compare, render
 from engine.cudagraphs.planner import shape_weights
-from engine.cudagraphs.report import compare, render
 from engine.errors import StartFailed
 from engine.launch.model_files import resolve_model_config
 from engine.protocol import Engine

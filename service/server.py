@@ -12,8 +12,8 @@ from coppice.wire.rollouts import GroupAnswer
 from engine.errors import EngineError
 from engine.protocol import Engine
 from engine.types import EngineHealth
+from service.adapters.adapter_files import AdapterFiles
 from service.adapters.manager import AdapterManager
-from service.adapters.upload import AdapterFiles
 from service.cluster.in_memory import InMemoryRegistry
 from service.cluster.membership import ClusterMembership
 from service.cluster.redis_registry import RedisRegistry
@@ -29,11 +29,11 @@ from service.observability.tracing import Tracing
 from service.prompt_kv.manager import PromptKvManager
 from service.prompt_kv.socket_sender import SocketSender
 from service.rollouts.admission import Admission
+from service.rollouts.fairness import PriorityAging
 from service.rollouts.group import Group
 from service.rollouts.group_factory import GroupFactory
 from service.rollouts.manager import RolloutManager
 from service.rollouts.rollout import Rollout
-from service.rollouts.scheduling import PriorityAging
 from service.rollouts.scoring import Scoring
 from service.rollouts.tokenizer import Tokenizer
 from service.trees.external_tree import ExternalTrees

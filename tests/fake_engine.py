@@ -18,8 +18,8 @@ from engine.errors import (
     EngineError,
     RequestRefused,
 )
+from engine.feature_stats import CudaGraphStats, DrafterStatus, SharedPrefixStats, SpeculationStats
 from engine.kv_types import ExportStatus
-from engine.stats import CudaGraphStats, DrafterStatus, SharedPrefixStats, SpeculationStats
 from engine.types import (
     AdapterInfo,
     ChatRequest,

@@ -16,8 +16,8 @@ from engine.protocol import Engine
 from service.app import create_app
 from service.cluster.registry import ClusterRegistry
 from service.config.settings import Settings
-from service.http.protocol import protocol_with_limits
 from service.http.serve import SignalFreeServer
+from service.http.uvicorn_protocol import protocol_with_limits
 from service.server import Server
 from tests.contract.recorded import Recorded
 

@@ -36,7 +36,7 @@ def imported(statement: str, *paths: Path) -> set[str]:
         "engine.settings",
         "engine.protocol",
         "engine.types",
-        "engine.stats",
+        "engine.feature_stats",
         "engine.errors",
     ],
 )

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from engine.cudagraphs.capture_limits import CaptureLimits
+from engine.cudagraphs.allowed_shapes import CaptureLimits
 from engine.cudagraphs.counters import COUNTERS
 from engine.cudagraphs.planner import Plan
 

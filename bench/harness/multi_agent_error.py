@@ -1,6 +1,6 @@
 """Error of spliced prompts on a seedling trained on other agents' messages.
 
-Measures the accuracy of its answers (examples/seedling/agents.py), and the divergence of the
+Measures the accuracy of its answers (examples/seedling/multi_agent_task.py), and the divergence of the
 distributions at the right answer's tokens.
 
 An assembly mode maps a prompt's parts to a cache of all its tokens but the last, and the number of
@@ -23,8 +23,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from bench.harness.cached_generation import CachedPrompt, generate, log_probabilities
 from bench.harness.hf_splice import HfAssembler, divergence
 from coppice.wire.rollouts import PromptSpan
-from examples.seedling import agents
-from service.kv_reuse.spans import joined
+from examples.seedling import multi_agent_task
+from service.kv_reuse.prompt_sections import joined
 from service.kv_reuse.splicing import token_runs
 
 
@@ -37,9 +37,9 @@ class AssembledPrompt:
 Assembly = Callable[[Sequence[PromptSpan]], AssembledPrompt]
 
 SHAPES = (
-    agents.Shape(num_peers=2, own=80, steps=7),
-    agents.Shape(num_peers=3, own=250, steps=8),
-    agents.Shape(num_peers=4, own=640, steps=9),
+    multi_agent_task.Shape(num_peers=2, own=80, steps=7),
+    multi_agent_task.Shape(num_peers=3, own=250, steps=8),
+    multi_agent_task.Shape(num_peers=4, own=640, steps=9),
 )
 NUM_TURNS, SAMPLES, MAX_TOKENS, SEED = 256, 1, 72, 7
 PREFILLED = "prefilled"
@@ -64,7 +64,7 @@ class TurnScores:
 class Case:
     parts: list[PromptSpan]
     answer: list[int]
-    question: agents.Question
+    question: multi_agent_task.Question
 
 
 class AgentEvaluation:
@@ -78,9 +78,11 @@ class AgentEvaluation:
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         return cls(model.eval(), AutoTokenizer.from_pretrained(folder))
 
-    def asked(self, shape: agents.Shape, num_turns: int) -> list[Case]:
+    def asked(self, shape: multi_agent_task.Shape, num_turns: int) -> list[Case]:
         draw = random.Random(SEED)
-        return [self._asked(agents.draw(draw, shape, held_out=True)) for _ in range(num_turns)]
+        return [
+            self._asked(multi_agent_task.draw(draw, shape, held_out=True)) for _ in range(num_turns)
+        ]
 
     def scores(self, asked: Sequence[Case], ways: Mapping[str, Assembly]) -> TurnScores:
         """Score all modes. `PREFILLED` is the first one, with which the others are compared."""
@@ -117,7 +119,7 @@ class AgentEvaluation:
         end = self._words.eos_token_id
         return generate(self.model, prompted, noise, draft=draft, end=end)
 
-    def _reward(self, question: agents.Question, answer: Sequence[int]) -> float:
+    def _reward(self, question: multi_agent_task.Question, answer: Sequence[int]) -> float:
         text = self._words.decode(answer, skip_special_tokens=True)
         return question.reward(text) if answer[-1] == self._words.eos_token_id else 0.0
 
@@ -128,7 +130,7 @@ class AgentEvaluation:
         gumbel = -torch.empty(shape).exponential_(generator=chance).log()
         return torch.cat([torch.zeros(1, *shape[1:]), gumbel])
 
-    def _asked(self, turn: agents.Turn) -> Case:
+    def _asked(self, turn: multi_agent_task.Turn) -> Case:
         encode = self._words.encode
         return Case(
             parts=[

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from bench.harness.hf_prediction import HfPredictor
+from bench.harness.hf_kv_prediction import HfPredictor
 from bench.harness.hf_splice import HfAssembler, divergence
 from bench.harness.record import Row
 from bench.harness.splice_error import SEEDLING
 from coppice.wire.rollouts import PromptSpan
 from examples.seedling import arithmetic
 from service.kv_reuse.anchors import Anchor
-from service.kv_reuse.spans import joined
+from service.kv_reuse.prompt_sections import joined
 
 THRESHOLDS = (0.1, 0.3, 0.5, 0.9)
 

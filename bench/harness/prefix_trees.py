@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.shared_prefix_attention.plan import Int32s, SharingPlan
+from kernels.shared_prefix_attention.sharing_plan import Int32s, SharingPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from bench.harness.hf_splice import HfAssembler, divergence
 from coppice.wire.rollouts import PromptSpan
 from examples.seedling import arithmetic
-from service.kv_reuse.spans import joined
+from service.kv_reuse.prompt_sections import joined
 from service.kv_reuse.splicing import token_runs
 
 SEEDLING = "examples/seedling/model"

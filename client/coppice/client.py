@@ -11,8 +11,8 @@ from coppice.operations.control import ControlOperations
 from coppice.operations.rollouts import AsyncPending, RolloutOperations
 from coppice.operations.scoring import ScoreOperations
 from coppice.operations.weights import DrafterOperations, WeightsOperations
-from coppice.options import RolloutOptions
 from coppice.prompts import PromptLike
+from coppice.rollout_options import RolloutOptions
 from coppice.transport.driver import Clock, Driver, RedirectingDriver
 from coppice.transport.httpx_drivers import (
     AsyncClock,

@@ -17,12 +17,16 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from engine.attention import cpu_calibration, crossover
-from engine.attention.backend import GroupedAttentionImpl, GroupedMetadata, GroupingMetadataBuilder
+from engine.attention.base_backend import (
+    GroupedAttentionImpl,
+    GroupedMetadata,
+    GroupingMetadataBuilder,
+)
 from engine.attention.counters import COUNTERS
 from engine.attention.crossover import Crossover
 from engine.attention.host_block_tables import FEATURE
 from engine.attention.register import settings
-from engine.stats import AttentionFallbackReason
+from engine.feature_stats import AttentionFallbackReason
 from kernels.shared_prefix_attention import cpu
 
 

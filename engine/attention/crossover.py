@@ -24,7 +24,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels.shared_prefix_attention.plan import Int32s, SharingPlan
+from kernels.shared_prefix_attention.sharing_plan import Int32s, SharingPlan
 
 Floats = NDArray[np.float64]
 

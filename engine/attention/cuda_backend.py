@@ -21,13 +21,17 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
-from engine.attention.backend import GroupedAttentionImpl, GroupedMetadata, GroupingMetadataBuilder
+from engine.attention.base_backend import (
+    GroupedAttentionImpl,
+    GroupedMetadata,
+    GroupingMetadataBuilder,
+)
 from engine.attention.grouping import StepGrouping
 from engine.attention.host_block_tables import FEATURE, host_table
-from engine.stats import AttentionFallbackReason
+from engine.feature_stats import AttentionFallbackReason
 from kernels.shared_prefix_attention import cuda
-from kernels.shared_prefix_attention.plan import SharingPlan
-from kernels.shared_prefix_attention.work_list import WorkList, WorkShape
+from kernels.shared_prefix_attention.gpu_work_list import WorkList, WorkShape
+from kernels.shared_prefix_attention.sharing_plan import SharingPlan
 
 
 class SharedPrefixBackend(FlashAttentionBackend):  # type: ignore[misc]

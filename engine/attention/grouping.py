@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from engine.attention.counters import Counters
 from engine.attention.crossover import Crossover, StepWork
+from engine.feature_stats import AttentionFallbackReason
 from engine.settings import SharedPrefixMode
-from engine.stats import AttentionFallbackReason
-from kernels.shared_prefix_attention.plan import Int32s, SharingPlan
+from kernels.shared_prefix_attention.sharing_plan import Int32s, SharingPlan
 
 Int64s = NDArray[np.int64]
 

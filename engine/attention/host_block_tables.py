@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from engine.runtime.guard import feature
-from kernels.shared_prefix_attention.plan import Int32s
+from engine.runtime.feature_guard import feature
+from kernels.shared_prefix_attention.sharing_plan import Int32s
 
 FEATURE = feature("shared-prefix attention")
 

@@ -9,7 +9,7 @@ from typing import TypedDict
 
 from engine.cudagraphs.planner import Plan
 from engine.cudagraphs.shapes import UNEVEN
-from engine.stats import CudaGraphStats
+from engine.feature_stats import CudaGraphStats
 
 
 class Snapshot(TypedDict):

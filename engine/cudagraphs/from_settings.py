@@ -3,7 +3,7 @@
 import logging
 from pathlib import Path
 
-from engine.cudagraphs.capture_limits import CaptureLimits, DraftLengthTiers, default_tiers
+from engine.cudagraphs.allowed_shapes import CaptureLimits, DraftLengthTiers, default_tiers
 from engine.cudagraphs.evaluation import GraphMemory, estimate_memory
 from engine.cudagraphs.planner import BudgetTooSmall, Plan, plan
 from engine.cudagraphs.shapes import Trace, read_trace

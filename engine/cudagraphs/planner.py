@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from engine.cudagraphs.capture_limits import CaptureLimits, vllm_shapes
+from engine.cudagraphs.allowed_shapes import CaptureLimits, vllm_shapes
 from engine.cudagraphs.evaluation import GraphMemory, PerLengthLookup, step_cost
 from engine.cudagraphs.shapes import GraphShape, Trace, decode, mixed
 

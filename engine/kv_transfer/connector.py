@@ -23,7 +23,7 @@ from engine.kv_transfer.jobs import ExportJob, StepJobs
 from engine.kv_transfer.worker.export_writer import EXPORT_FEATURE, ExportWriter
 from engine.kv_transfer.worker.loader import LOAD_FEATURE, Loader
 from engine.kv_types import KvTransferParams
-from engine.runtime.guard import Failure, attempt
+from engine.runtime.feature_guard import Failure, attempt
 
 _NOT_DELAYED: Final = (False, None)
 _NO_EXPORTS: Final[tuple[ExportJob, ...]] = ()

@@ -12,7 +12,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from engine.cudagraphs.planner import Plan
 from engine.launch.environment import NO_SPECULATION
 from engine.settings import GIB, DType, EngineSettings, SpeculationSettings
-from engine.speculation.lifecycle import set_speculative_config
+from engine.speculation.startup import set_speculative_config
 from engine.weights.validation import TARGET_MODULES
 
 log = logging.getLogger(__name__)

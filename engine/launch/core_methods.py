@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Final, TypedDict
 
 from engine.attention import counters as attention
 from engine.cudagraphs.counters import Snapshot as CudaGraphSnapshot
+from engine.drafter.acceptance_by_version import Snapshot as DrafterSnapshot
 from engine.drafter.core import rpc as drafter
-from engine.drafter.counters import Snapshot as DrafterSnapshot
 from engine.launch.environment import graph_plan
 from engine.speculation import counters as speculation
 

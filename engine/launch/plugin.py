@@ -12,7 +12,7 @@ from typing import Literal
 from engine.attention import register as attention
 from engine.launch import core_methods
 from engine.launch.environment import attention_settings, speculation_settings, started_by_coppice
-from engine.patches import chunked_seed, expand_kernel, graph_candidates, lora_cpu_ops
+from engine.patches import chunked_seed, cpu_sampling_expansion, graph_candidates, lora_cpu_ops
 from engine.runtime import process_setup
 from engine.speculation import process_settings as speculation
 
@@ -35,7 +35,12 @@ class Patch:
 
 
 PATCHES = (
-    Patch(name="expand_kernel", install=expand_kernel.install, platform="cpu", processes=("",)),
+    Patch(
+        name="expand_kernel",
+        install=cpu_sampling_expansion.install,
+        platform="cpu",
+        processes=("",),
+    ),
     Patch(
         name="chunked_seed",
         install=chunked_seed.install,

@@ -20,7 +20,7 @@ from engine.cudagraphs.counters import COUNTERS as GRAPHS
 from engine.cudagraphs.counters import Snapshot as CudaGraphSnapshot
 from engine.kv_transfer.worker import rpc
 from engine.kv_transfer.worker.rpc import KvExportInfo
-from engine.runtime.guard import Failure, attempt
+from engine.runtime.feature_guard import Failure, attempt
 from engine.speculation import counters as speculation
 from engine.weights import worker_reload
 from engine.weights.checkpoint import LM_HEAD, Checkpoint, check_same_tensors, read_checkpoint

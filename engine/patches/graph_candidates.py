@@ -22,7 +22,7 @@ from engine.cudagraphs.counters import COUNTERS
 from engine.cudagraphs.planner import Plan
 from engine.cudagraphs.shapes import GraphShape
 from engine.launch.environment import graph_plan
-from engine.runtime.guard import feature
+from engine.runtime.feature_guard import feature
 
 FEATURE = feature("counting of graphs")
 EXPECTED_DIGESTS = {

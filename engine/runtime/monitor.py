@@ -7,10 +7,10 @@ from engine.attention.counters import aggregate_ranks
 from engine.cudagraphs.counters import aggregate_ranks as aggregate_graph_ranks
 from engine.drafter.service.drafter import Drafter
 from engine.errors import EngineDead, StartFailed
+from engine.feature_stats import CudaGraphStats, SharedPrefixStats, SpeculationStats
 from engine.launch.processes import VllmProcesses, engine_processes, kill_processes
 from engine.runtime.heartbeat import Heartbeat
 from engine.speculation.counters import to_speculation_stats
-from engine.stats import CudaGraphStats, SharedPrefixStats, SpeculationStats
 
 log = logging.getLogger(__name__)
 

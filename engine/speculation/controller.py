@@ -25,8 +25,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.feature_stats import SpeculationDecision
 from engine.speculation.cost import MIN_SECONDS, Step, StepCostModel
-from engine.stats import SpeculationDecision
 
 Floats = NDArray[np.float64]
 BIN_EDGES = np.array([0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95])

@@ -6,7 +6,12 @@ from typing import TypedDict, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.stats import DraftScope, SpeculationDecision, SpeculationSkipReason, SpeculationStats
+from engine.feature_stats import (
+    DraftScope,
+    SpeculationDecision,
+    SpeculationSkipReason,
+    SpeculationStats,
+)
 
 SCOPES: tuple[DraftScope, ...] = get_args(DraftScope)
 """Draft scopes, in the order of their numbers in the draft store."""

@@ -15,12 +15,16 @@ from vllm import __version__ as vllm_version
 
 from engine.attention import register as attention
 from engine.attention.crossover import CacheKey
-from engine.runtime.guard import Failure, attempt, feature
+from engine.runtime.feature_guard import Failure, attempt, feature
 from engine.speculation.controller import Controller, DraftCalibration
 from engine.speculation.cost import Profile, ProfileCache, StepCostModel, can_speed_up
 from engine.speculation.counters import COUNTERS
+from engine.speculation.draft_verification import (
+    DraftStepSkipper,
+    DraftVerifier,
+    can_skip_draft_step,
+)
 from engine.speculation.process_settings import settings
-from engine.speculation.runner_hooks import DraftStepSkipper, DraftVerifier, can_skip_draft_step
 from engine.speculation.speculator import Speculator, TokenLists
 from kernels.draft_index.store import DraftStore
 from kernels.draft_index.store_protocol import Int32Array

@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 
 from examples.agent.rollout import rollout
 from examples.seedling import arithmetic
-from examples.seedling.grow import SEEDLING
+from examples.seedling.enlarge import SEEDLING
 
 
 def main(url: str) -> None:

@@ -22,7 +22,7 @@ from examples.grpo.loop import Loop
 from examples.grpo.picture import draw
 from examples.grpo.questions import Questions
 from examples.grpo.server import serving
-from examples.seedling.grow import SEEDLING
+from examples.seedling.enlarge import SEEDLING
 
 
 def main() -> int:

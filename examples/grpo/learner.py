@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
 from coppice.train import Totals, TrainingGroup, advantages, grouped_backward, grpo_loss, token_mean
-from examples.seedling.grow import SEEDLING
+from examples.seedling.enlarge import SEEDLING
 
 MAX_NORM = 1.0
 

@@ -1,4 +1,4 @@
-"""Trains the seedling further on the multi-agent task of agents.py.
+"""Trains the seedling further on the multi-agent task of multi_agent_task.py.
 
 Prompt lengths grow from about 70 to about 1,050 tokens during the run, and remain mixed. Each
 prompt is followed by several questions with answers, since the shared prompt dominates the cost.
@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from examples.seedling import agents, batches, tokenizer, train
-from examples.seedling.grow import SEEDLING
+from examples.seedling import batches, multi_agent_task, tokenizer, train
+from examples.seedling.enlarge import SEEDLING
 
 SEED = 7
 NUM_STEPS = 1000
@@ -33,10 +33,10 @@ def longest_at(done: float) -> float:
     return min(1.0, 0.1 + 1.8 * max(0.0, done - 0.2))
 
 
-def shape_of(rng: random.Random, longest: float) -> agents.Shape:
+def shape_of(rng: random.Random, longest: float) -> multi_agent_task.Shape:
     size = longest * math.sqrt(rng.random())
     share_of_own = 1.0 if rng.random() < 0.5 else rng.random()
-    return agents.Shape(
+    return multi_agent_task.Shape(
         num_peers=rng.randint(2, 4),
         own=int(680 * size * share_of_own),
         steps=1 + round(8 * size),
@@ -59,7 +59,7 @@ def stream(words: PreTrainedTokenizerFast, *, seed: int, num_steps: int) -> Iter
 
 
 def _draw(rng: random.Random, words: PreTrainedTokenizerFast, longest: float) -> batches.Example:
-    turn = agents.draw(rng, shape_of(rng, longest), held_out=False, num_later=NUM_LATER)
+    turn = multi_agent_task.draw(rng, shape_of(rng, longest), held_out=False, num_later=NUM_LATER)
     example = batches.Example(tokens=[], labels=[])
     prompts = [turn.prompt, *(f"\nquestion {asked}.\n{turn.ask}" for asked in turn.later)]
     for text, asked in zip(prompts, (turn.question, *turn.later), strict=True):
@@ -77,7 +77,7 @@ def reset_embeddings(model: Qwen3ForCausalLM, words: PreTrainedTokenizerFast) ->
     direction, so the seedling cannot distinguish them.
     """
     embedding, known = model.get_input_embeddings().weight, words.encode("0123456789+-*=")
-    rows = sorted(set(words.encode(f"question{agents.AGENTS}")))
+    rows = sorted(set(words.encode(f"question{multi_agent_task.AGENTS}")))
     with torch.no_grad():
         embedding[rows] = torch.randn_like(embedding[rows]) * embedding[known].std()
 

@@ -54,7 +54,7 @@ class Params(ctypes.Structure):
 
 
 class Step(ctypes.Structure):
-    """Mirror of `Step` in csrc/store.h."""
+    """Mirror of `Step` in csrc/draft_store.h."""
 
     _fields_ = [
         *[(name, ctypes.c_void_p) for name in ("slots", "counts", "tokens", "limits")],

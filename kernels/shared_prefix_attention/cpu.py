@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kernels.shared_prefix_attention.plan import SharingPlan
+from kernels.shared_prefix_attention.sharing_plan import SharingPlan
 
 LIBRARY = Path(__file__).with_name("libshared_prefix_attention.so")
 VERSION = 1

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.shared_prefix_attention.work_list import WorkList
+from kernels.shared_prefix_attention.gpu_work_list import WorkList
 
 HEAD_SIZES = (64, 80, 96, 128, 192, 256)
 DTYPES = (torch.bfloat16, torch.float16)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.shared_prefix_attention.plan import SharingPlan
+from kernels.shared_prefix_attention.sharing_plan import SharingPlan
 
 
 def merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:

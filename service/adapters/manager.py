@@ -16,7 +16,7 @@ from coppice.wire.weights import AdapterAnswer, AdaptersAnswer
 from engine.errors import CheckpointRefused, LoadFailed
 from engine.protocol import Engine
 from engine.types import AdapterInfo
-from service.adapters.upload import AdapterFiles, ReceivedAdapter
+from service.adapters.adapter_files import AdapterFiles, ReceivedAdapter
 from service.http.errors import (
     ActivationFailed,
     AdapterNotFound,

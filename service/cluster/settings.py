@@ -5,7 +5,7 @@ from typing import Self
 
 from pydantic import Field, SecretStr, model_validator
 
-from engine.settings_types import Seconds, Section
+from engine.settings_base import Seconds, Section
 
 
 class ClusterSettings(Section):

@@ -15,9 +15,9 @@ from starlette.routing import BaseRoute
 from service import __version__
 from service.auth.access import authorize, declared_access, public
 from service.compat import (
-    models,
     openai_chat,
     openai_completions,
+    served_model,
     sglang_control,
     sglang_generate,
     unsupported,
@@ -33,15 +33,15 @@ OPENAPI_PATH = "/compat/openapi.json"
 
 RouteAudience = Literal["everybody", "callers", "operators"]
 
-OPENAI = (models.openai, openai_completions.router, openai_chat.router, unsupported.openai)
+OPENAI = (served_model.openai, openai_completions.router, openai_chat.router, unsupported.openai)
 ROUTERS: dict[CompatApi, Sequence[APIRouter]] = {
     "openai": OPENAI,
     "vllm": (
-        *(*OPENAI, models.router, vllm_tokens.generation, vllm_tokens.tokenization),
+        *(*OPENAI, served_model.router, vllm_tokens.generation, vllm_tokens.tokenization),
         *(vllm_control.router, unsupported.vllm, unsupported.skyrl),
     ),
     "sglang": (
-        *(*OPENAI, models.router, sglang_generate.router),
+        *(*OPENAI, served_model.router, sglang_generate.router),
         *(sglang_control.router, unsupported.sglang),
     ),
 }

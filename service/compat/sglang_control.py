@@ -8,13 +8,7 @@ from pydantic import Field
 from coppice.wire.base import Label
 from engine.types import PauseMode
 from service.auth.access import Caller, allow_any_key, public, requires_role
-from service.compat.bodies import (
-    CompatModel,
-    Directory,
-    EmptyBody,
-    read_compat_body,
-    request_body,
-)
+from service.compat.bodies import CompatModel, Directory, EmptyBody, read_compat_body, request_body
 from service.compat.compat_request import RunningRequests
 from service.compat.weight_updates import UPDATE_RESPONSES, Updates
 from service.http.cross_site import refuse_browsers

@@ -5,13 +5,7 @@ from fastapi import APIRouter, Request, Response
 from coppice.wire.base import Label
 from engine.types import PauseMode
 from service.auth.access import allow_any_key, public, requires_role
-from service.compat.bodies import (
-    CompatModel,
-    Directory,
-    EmptyBody,
-    read_compat_body,
-    request_body,
-)
+from service.compat.bodies import CompatModel, Directory, EmptyBody, read_compat_body, request_body
 from service.compat.unsupported import NCCL
 from service.compat.weight_updates import UPDATE_RESPONSES, Updates
 from service.http.errors import EngineGone, InvalidRequest, Unsupported

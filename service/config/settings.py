@@ -19,7 +19,7 @@ from engine.settings import (
     SpeculationSettings,
     cache_directory,
 )
-from engine.settings_types import (
+from engine.settings_base import (
     Bytes,
     Count,
     Port,

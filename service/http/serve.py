@@ -24,7 +24,7 @@ from fastapi import FastAPI
 from engine.errors import StartFailed
 from engine.types import EngineHealth
 from service.config.settings import Settings
-from service.http.protocol import protocol_with_limits
+from service.http.uvicorn_protocol import protocol_with_limits
 
 log = logging.getLogger(__name__)
 

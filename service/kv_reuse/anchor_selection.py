@@ -19,8 +19,8 @@ import numpy.typing as npt
 
 from engine.kv_types import ExportSlot, KvFormat
 from service.kv_reuse.anchors import Anchor
+from service.kv_reuse.prompt_sections import PromptTemplate
 from service.kv_reuse.span_cache import ITEM_BYTES, SpanCache
-from service.kv_reuse.spans import PromptTemplate
 
 MAX_ANCHORS_PER_SECTION = 4
 """Number of nearest anchors used; each is read once per section predicted from it."""

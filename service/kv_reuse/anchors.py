@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from engine.errors import EngineError
+from service.kv_reuse.prompt_sections import PromptTemplate, Scope
 from service.kv_reuse.span_cache import CacheEntry, EntryKey, SpanCache
-from service.kv_reuse.spans import PromptTemplate, Scope
 
 MAX_ANCHORS_PER_CONTEXT = 20
 EVICTION_WINDOW = 5

@@ -12,9 +12,7 @@ from engine.types import Completion, SampleRequest
 from service.kv_reuse.anchor_selection import DistanceCache
 from service.kv_reuse.anchors import AnchorStore
 from service.kv_reuse.prediction import PredictionPlan
-from service.kv_reuse.span_cache import SpanCache
-from service.kv_reuse.span_lease import ReuseFailed, SpanLease
-from service.kv_reuse.spans import (
+from service.kv_reuse.prompt_sections import (
     APPROXIMATE_MODES,
     DEFAULT_MAX_ENTROPY,
     DEFAULT_RECOMPUTE_TOKENS,
@@ -23,6 +21,8 @@ from service.kv_reuse.spans import (
     Scope,
     joined,
 )
+from service.kv_reuse.span_cache import SpanCache
+from service.kv_reuse.span_lease import ReuseFailed, SpanLease
 from service.kv_reuse.splicing import SplicePlan
 from service.rollouts.group_options import GroupOptions
 from service.rollouts.prompt_kv_source import GroupMonitor, PromptSource

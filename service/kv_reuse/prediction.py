@@ -24,9 +24,9 @@ from service.kv_reuse.anchor_selection import (
     select_anchors,
 )
 from service.kv_reuse.anchors import Anchor, AnchorStore
+from service.kv_reuse.prompt_sections import PromptTemplate, TemplateSection, template_of
 from service.kv_reuse.span_cache import CacheEntry
 from service.kv_reuse.span_lease import ReuseFailed, SpanLease, cancel_on_end
-from service.kv_reuse.spans import PromptTemplate, TemplateSection, template_of
 from service.rollouts.prompt_kv_source import GroupMonitor
 
 MAX_SECTIONS = 128

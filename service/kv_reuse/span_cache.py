@@ -25,7 +25,7 @@ from coppice.wire.rollouts import PromptSpan
 from engine.errors import EngineError
 from engine.kv_types import ExportSlot, ExportStatus, KvFormat
 from engine.protocol import Engine
-from service.kv_reuse.spans import Scope, digest
+from service.kv_reuse.prompt_sections import Scope, digest
 from service.prompt_kv.arena import (
     PAGE_BYTES,
     Arena,

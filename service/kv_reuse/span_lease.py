@@ -15,8 +15,8 @@ from coppice.wire.rollouts import PromptSpan
 from engine.kv_types import ExportSlot, KvLoad
 from engine.protocol import Engine
 from engine.types import Completion, SampleRequest, Sampling
+from service.kv_reuse.prompt_sections import Scope
 from service.kv_reuse.span_cache import CacheEntry, SpanCache
-from service.kv_reuse.spans import Scope
 from service.rollouts.prompt_kv_source import GroupMonitor
 
 T = TypeVar("T")

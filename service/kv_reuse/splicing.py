@@ -17,8 +17,8 @@ from coppice.wire.rollouts import PromptSpan
 from engine.kv_types import ExportSlot, KvLoad, LoadPiece
 from engine.protocol import Engine
 from engine.types import Completion, SampleRequest
+from service.kv_reuse.prompt_sections import joined
 from service.kv_reuse.span_lease import ReuseFailed, SpanLease
-from service.kv_reuse.spans import joined
 from service.rollouts.prompt_kv_source import GroupMonitor
 
 

@@ -7,8 +7,7 @@ from typing import get_args
 
 from prometheus_client import CollectorRegistry
 
-from engine.settings import MAX_DRAFT_TOKENS
-from engine.stats import (
+from engine.feature_stats import (
     AttentionFallbackReason,
     CudaGraphStats,
     DrafterOutcome,
@@ -20,7 +19,8 @@ from engine.stats import (
     SpeculationStats,
     TrainingState,
 )
-from service.observability.metric_table import MetricTable, cumulative_counter, gauge
+from engine.settings import MAX_DRAFT_TOKENS
+from service.observability.metric_declaration import MetricTable, cumulative_counter, gauge
 
 
 class AttentionMetrics(MetricTable):

@@ -9,9 +9,9 @@ from coppice.wire.kv import KvReason
 from coppice.wire.kv_reuse import KvReuseAnswer, KvReuseMode, KvReuseReason
 from coppice.wire.rollouts import GroupAnswer
 from service.kv_reuse.anchors import AnchorOutcome, AnchorStore
+from service.kv_reuse.prompt_sections import APPROXIMATE_MODES
 from service.kv_reuse.span_cache import SpanCache
-from service.kv_reuse.spans import APPROXIMATE_MODES
-from service.observability.metric_table import MetricTable, counter, cumulative_counter, gauge
+from service.observability.metric_declaration import MetricTable, counter, cumulative_counter, gauge
 from service.prompt_kv.socket_sender import TransferOutcome
 
 ARENA_STATES = ("free", "reserved", "leased", "quarantined")

@@ -25,7 +25,7 @@ from service.observability.engine_metrics import (
     SpeculationMetrics,
 )
 from service.observability.kv_metrics import KvReuseMetrics, PromptKvMetrics
-from service.observability.metric_table import MetricTable, counter, gauge, histogram
+from service.observability.metric_declaration import MetricTable, counter, gauge, histogram
 from service.weights.replication.downloader import FetchMethod
 from service.weights.replication.status import ReplicationStatus
 

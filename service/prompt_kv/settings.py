@@ -4,7 +4,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from engine.settings_types import BufferBytes, Bytes, PositiveInt, Seconds, SecondsOrZero, Section
+from engine.settings_base import BufferBytes, Bytes, PositiveInt, Seconds, SecondsOrZero, Section
 
 
 class KvSettings(Section):

@@ -26,10 +26,10 @@ from engine.kv_types import KvLoad
 from engine.protocol import Engine
 from engine.types import Completion, SampleRequest, TopLogprobs
 from service.prompt_kv.group_exports import GroupKvExports
+from service.rollouts.fairness import Turns
 from service.rollouts.finish_policy import FinishPolicy
 from service.rollouts.group_options import GroupOptions, derive_seed
 from service.rollouts.prompt_kv_source import PrefilledPrompt, PromptSource
-from service.rollouts.scheduling import Turns
 
 EndReason = Literal["cancelled", "deadline", "surplus", "version_changed"]
 OnPart = Callable[[SampleAnswer | SegmentAnswer], None]

@@ -9,11 +9,11 @@ from engine.protocol import Engine
 from engine.types import Sampling
 from service.kv_reuse.manager import KvReuseManager
 from service.rollouts import validation
+from service.rollouts.fairness import PriorityAging, TimeSlice
 from service.rollouts.finish_policy import FinishPolicy
 from service.rollouts.group import Group
 from service.rollouts.group_options import GroupOptions, derive_seed
 from service.rollouts.prompt_kv_source import PrefilledPrompt, PromptSource
-from service.rollouts.scheduling import PriorityAging, TimeSlice
 from service.rollouts.tokenizer import Tokenizer
 from service.trees.external_tree import ExternalTree
 from service.trees.group import TreeGroup

@@ -37,9 +37,9 @@ from service.http.exception_handlers import to_service_error
 from service.observability.logs import group_id, rollout_id
 from service.prompt_kv.group_exports import NOT_CONTINUED, KvState, exporting_group
 from service.prompt_kv.manager import PromptKvManager
+from service.rollouts.fairness import PER_TURN, TimeSlice, Turns
 from service.rollouts.group import EndReason, Group
 from service.rollouts.idempotency import IdempotencyClaim
-from service.rollouts.scheduling import PER_TURN, TimeSlice, Turns
 
 log = logging.getLogger(__name__)
 

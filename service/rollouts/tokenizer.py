@@ -16,7 +16,7 @@ from engine.types import ChatRequest, ChatResponse
 from service.http.errors import InvalidRequest, NoChatTemplate, PromptTooLong
 from service.http.fair_executor import FairExecutor, QueueLimits
 from service.observability.logs import key_name
-from service.rollouts.scheduling import TimeSlice
+from service.rollouts.fairness import TimeSlice
 
 Result = TypeVar("Result")
 

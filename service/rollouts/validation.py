@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from coppice.wire.rollouts import GroupRequest, RolloutRequest, UnfinishedSample
 from engine.types import EngineInfo
 from service.http.errors import InvalidRequest, PromptTooLong
-from service.kv_reuse.spans import check as check_reuse
-from service.rollouts.scheduling import TimeSlice
+from service.kv_reuse.prompt_sections import check as check_reuse
+from service.rollouts.fairness import TimeSlice
 from service.trees.plan import check as check_branching
 
 

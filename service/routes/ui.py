@@ -15,7 +15,7 @@ from fastapi.responses import StreamingResponse
 
 from service.auth.access import page, public, requires_role
 from service.http.responses import AUTH_ERRORS, declare_responses
-from service.observability.dashboard import snapshot
+from service.observability.dashboard_snapshot import snapshot
 from service.routes.dependencies import AnyServer
 from service.server import Server
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from coppice.wire.weights import DrafterAcceptance, DrafterAnswer, DrafterTraining
 from engine.errors import CheckpointRefused, DrafterRefused
+from engine.feature_stats import DrafterPairStats, DrafterStatus
 from engine.protocol import Engine
-from engine.stats import DrafterPairStats, DrafterStatus
 from service.http.errors import NoDrafter, VersionConflict, WeightsRefused
 from service.weights.checkpoint_store import CheckpointStore
 

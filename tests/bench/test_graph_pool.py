@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.graph_pool_gpu import (
+from bench.harness.graph_arms import Captured, schedule
+from bench.harness.paired_runs import Pairs
+from bench.planned_graphs_gpu import (
     BYTES_GOAL,
     HIT_GOAL,
     LLAMA_8B,
@@ -19,10 +21,8 @@ from bench.graph_pool_gpu import (
     table,
     write_model,
 )
-from bench.graph_pool_gpu import main as bench
-from bench.harness.graph_arms import Captured, schedule
-from bench.harness.paired_runs import Pairs
-from engine.cudagraphs.capture_limits import CaptureLimits, DraftLengthTiers
+from bench.planned_graphs_gpu import main as bench
+from engine.cudagraphs.allowed_shapes import CaptureLimits, DraftLengthTiers
 from engine.cudagraphs.evaluation import PerLengthLookup, VllmLookup, estimate_memory, score
 from engine.cudagraphs.shapes import read_trace
 

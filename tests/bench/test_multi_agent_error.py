@@ -15,11 +15,11 @@ from bench.harness.multi_agent_error import (
     assembly_modes,
 )
 from bench.harness.multi_agent_table import agents_rows, change
-from examples.seedling import agents
-from examples.seedling.grow import SEEDLING
-from service.kv_reuse.spans import joined
+from examples.seedling import multi_agent_task
+from examples.seedling.enlarge import SEEDLING
+from service.kv_reuse.prompt_sections import joined
 
-SHAPE = agents.Shape(num_peers=2, own=60, steps=3)
+SHAPE = multi_agent_task.Shape(num_peers=2, own=60, steps=3)
 
 
 @pytest.fixture(scope="module")

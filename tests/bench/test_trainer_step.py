@@ -5,9 +5,9 @@ from functools import partial
 import pytest
 import torch
 
+from bench.optimizer_step.arms import Arms
+from bench.optimizer_step.cells import DTYPES, SHAPES, VOCABULARIES, Cell
 from bench.trainer_step import record
-from bench.training.grid import DTYPES, SHAPES, VOCABULARIES, Cell
-from bench.training.optimizer_step_arms import Arms
 
 TEXT = "1000/100x8,float32,512"
 

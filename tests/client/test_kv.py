@@ -12,8 +12,8 @@ import pytest
 
 from coppice import Kv, KvHandle, KvLost, KvSource, KvUnavailable, PromptKV, Rollouts
 from coppice.errors import BadAnswer
+from coppice.prompt_kv.file_layout import layout_of
 from coppice.prompt_kv.http_client import Download
-from coppice.prompt_kv.layout import layout_of
 from coppice.wire.kv import KvLocator
 from tests.fake_engine import FakeEngine
 from tests.fake_export import fake_kv

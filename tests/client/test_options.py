@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from coppice.options import RolloutOptions, rollout_request, session_headers
+from coppice.rollout_options import RolloutOptions, rollout_request, session_headers
 from coppice.wire.rollouts import GroupRequest, RolloutRequest, Sampling
 
 

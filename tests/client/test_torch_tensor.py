@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from coppice.weights.writer import StateDict, tensors_of
+from coppice.weights.safetensors_writer import StateDict, tensors_of
 
 torch = pytest.importorskip("torch")
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 from coppice.transport.driver import CHUNK_BYTES
-from coppice.weights.writer import StateDict, Tensor, tensors_of, write_safetensors
+from coppice.weights.safetensors_writer import StateDict, Tensor, tensors_of, write_safetensors
 
 T = TypeVar("T")
 

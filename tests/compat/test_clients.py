@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from examples.agent.calculator import call_calculator
 from examples.agent.rollout import rollout
-from examples.seedling.grow import SEEDLING
+from examples.seedling.enlarge import SEEDLING
 from tests.compat.programs import ROOT, install, told
 from tests.invariants.service_process import home, service
 

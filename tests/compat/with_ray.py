@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from coppice.integrations.version_labels import step_of
-from examples.seedling.grow import SEEDLING
+from examples.seedling.enlarge import SEEDLING
 from tests.compat import programs
 from tests.invariants.service_process import home, service
 

@@ -2,7 +2,7 @@ import logging
 
 import pytest
 
-from engine.runtime.guard import Failure, Feature, attempt, feature, features
+from engine.runtime.feature_guard import Failure, Feature, attempt, feature, features
 
 
 class Hook:

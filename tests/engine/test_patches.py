@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from engine.launch.plugin import install_patches
-from engine.patches import expand_kernel
+from engine.patches import cpu_sampling_expansion
 from tests.engine.random_models import random_tensors, write_model
 from tests.engine.stepped_engine import LiveEngine, live_engine
 from tests.engine.upstream_defects import (
@@ -51,11 +51,11 @@ TOP_K = torch.tensor([7, 8, 9], dtype=torch.int32)
 
 def test_expand_writes_every_value_to_its_tokens() -> None:
     assert torch.equal(
-        expanded(expand_kernel.expand, TEMPERATURES, 0, 1),
+        expanded(cpu_sampling_expansion.expand, TEMPERATURES, 0, 1),
         torch.tensor([1.0, 1.0, 0.7, 0.7, 0.7]),
     )
     assert torch.equal(
-        expanded(expand_kernel.expand, TOP_K, 0, 0),
+        expanded(cpu_sampling_expansion.expand, TOP_K, 0, 0),
         torch.tensor([7, 7, 9, 9, 9], dtype=torch.int32),
     )
 

@@ -14,8 +14,8 @@ import torch
 from prometheus_client import REGISTRY
 
 from engine.errors import CheckpointRefused, RequestRefused, StartFailed
+from engine.feature_stats import CudaGraphStats
 from engine.settings import GraphsSettings
-from engine.stats import CudaGraphStats
 from engine.types import ChatRequest, Completion, SampleRequest, Sampling, TopLogprobs
 from engine.vllm_engine import VllmEngine
 from tests.engine.seedling import BLOCK, MODEL, reference, settings, teacher_forced

@@ -7,10 +7,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from examples.seedling import agents, arithmetic, batches, tokenizer, train_agents
-from examples.seedling.grow import SEEDLING
+from examples.seedling import arithmetic, batches, multi_agent_task, tokenizer, train_agents
+from examples.seedling.enlarge import SEEDLING
 
-SHAPE = agents.Shape(num_peers=4, own=200, steps=3)
+SHAPE = multi_agent_task.Shape(num_peers=4, own=200, steps=3)
 
 
 @pytest.fixture(scope="module")
@@ -20,9 +20,14 @@ def words() -> PreTrainedTokenizerFast:
     return words
 
 
-def turns(number: int = 50, *, held_out: bool = False, num_later: int = 2) -> list[agents.Turn]:
+def turns(
+    number: int = 50, *, held_out: bool = False, num_later: int = 2
+) -> list[multi_agent_task.Turn]:
     rng = random.Random(1)
-    return [agents.draw(rng, SHAPE, held_out=held_out, num_later=num_later) for _ in range(number)]
+    return [
+        multi_agent_task.draw(rng, SHAPE, held_out=held_out, num_later=num_later)
+        for _ in range(number)
+    ]
 
 
 def test_written_turns_are_correct_in_every_line() -> None:
@@ -86,7 +91,7 @@ def test_prompts_grow_to_a_thousand_tokens(words: PreTrainedTokenizerFast) -> No
     rng = random.Random(1)
     for done, least, most in ((0.0, 80, 250), (1.0, 900, 1200)):
         shapes = [train_agents.shape_of(rng, train_agents.longest_at(done)) for _ in range(60)]
-        prompts = [agents.draw(rng, shape, held_out=False).prompt for shape in shapes]
+        prompts = [multi_agent_task.draw(rng, shape, held_out=False).prompt for shape in shapes]
         assert least < max(len(words.encode(prompt)) for prompt in prompts) < most
 
 
@@ -101,6 +106,6 @@ def test_agents_are_distinguishable_before_training(words: PreTrainedTokenizerFa
 
 def alike(model: Qwen3ForCausalLM, words: PreTrainedTokenizerFast) -> float:
     """The smallest cosine between two agents' embeddings."""
-    rows = model.get_input_embeddings().weight.detach()[words.encode(agents.AGENTS)]
+    rows = model.get_input_embeddings().weight.detach()[words.encode(multi_agent_task.AGENTS)]
     rows = rows / rows.norm(dim=1, keepdim=True)
     return float((rows @ rows.T).min())

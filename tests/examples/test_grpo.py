@@ -22,7 +22,7 @@ from examples.grpo.picture import draw
 from examples.grpo.questions import Questions
 from examples.grpo.stopwatch import PARTS, Stopwatch
 from examples.seedling.arithmetic import parse
-from examples.seedling.grow import SEEDLING
+from examples.seedling.enlarge import SEEDLING
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from examples.seedling import arithmetic, batches, grow, measure, tokenizer
+from examples.seedling import arithmetic, batches, enlarge, measure, tokenizer
 
 ODD_TEXTS = [
     "",
@@ -21,14 +21,14 @@ ODD_TEXTS = [
 
 @pytest.fixture(scope="module")
 def words() -> PreTrainedTokenizerFast:
-    words = AutoTokenizer.from_pretrained(grow.SEEDLING)
+    words = AutoTokenizer.from_pretrained(enlarge.SEEDLING)
     assert isinstance(words, PreTrainedTokenizerFast)
     return words
 
 
 @pytest.fixture(scope="module")
 def seedling() -> Qwen3ForCausalLM:
-    return Qwen3ForCausalLM.from_pretrained(grow.SEEDLING, dtype=torch.float32)
+    return Qwen3ForCausalLM.from_pretrained(enlarge.SEEDLING, dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +156,7 @@ def test_seedling_ends_an_easy_response_by_itself(
 def test_growing_keeps_the_logits_in_float32(
     seedling: Qwen3ForCausalLM, prompt_tokens: list[torch.Tensor], size: str
 ) -> None:
-    grown = grow.grow(seedling, grow.SHAPES[size])
+    grown = enlarge.grow(seedling, enlarge.SHAPES[size])
     target = int(size.removesuffix("m")) * 1_000_000
     assert grown.num_parameters() == pytest.approx(target, rel=0.03)
     with torch.no_grad():
@@ -167,8 +167,8 @@ def test_growing_keeps_the_logits_in_float32(
 
 @pytest.mark.slow
 def test_growing_keeps_every_greedy_choice_in_bfloat16(prompt_tokens: list[torch.Tensor]) -> None:
-    seedling = Qwen3ForCausalLM.from_pretrained(grow.SEEDLING, dtype=torch.bfloat16)
-    grown = grow.grow(seedling, grow.SHAPES["25m"])
+    seedling = Qwen3ForCausalLM.from_pretrained(enlarge.SEEDLING, dtype=torch.bfloat16)
+    grown = enlarge.grow(seedling, enlarge.SHAPES["25m"])
     for tokens in prompt_tokens:
         # One pass over the seedling's own response: decoding step by step takes twenty seconds.
         whole = torch.cat([tokens, torch.tensor([greedy(seedling, tokens)])], dim=1)
@@ -182,7 +182,7 @@ def test_growing_keeps_every_greedy_choice_in_bfloat16(prompt_tokens: list[torch
 def test_untying_keeps_the_logits_and_separates_the_head(
     seedling: Qwen3ForCausalLM, prompt_tokens: list[torch.Tensor], tmp_path: Path
 ) -> None:
-    grow.untie(seedling).save_pretrained(tmp_path)
+    enlarge.untie(seedling).save_pretrained(tmp_path)
     untied = Qwen3ForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     assert untied.lm_head.weight is not untied.model.embed_tokens.weight
     with torch.no_grad():
@@ -191,12 +191,12 @@ def test_untying_keeps_the_logits_and_separates_the_head(
 
 
 def test_committed_model_is_small() -> None:
-    num_bytes = sum(path.stat().st_size for path in grow.SEEDLING.iterdir())
+    num_bytes = sum(path.stat().st_size for path in enlarge.SEEDLING.iterdir())
     assert num_bytes <= 8 * 1024 * 1024
 
 
 def test_measured_accuracy_leaves_room_for_reinforcement_learning() -> None:
-    measured = json.loads((grow.SEEDLING / "measured.json").read_text())
+    measured = json.loads((enlarge.SEEDLING / "measured.json").read_text())
     assert 0.3 <= measured["pass_at_1"] <= 0.6
     assert measured["p95_over_p50"] >= 3
     assert measured["truncated"] < 0.02

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 
 from kernels.shared_prefix_attention import cuda, reference
-from kernels.shared_prefix_attention.plan import SharingPlan
 from kernels.shared_prefix_attention.reference import Step
+from kernels.shared_prefix_attention.sharing_plan import SharingPlan
 from tests.kernels.decode_steps import HYDRAGEN, Levels, Shape, nothing_shared, rounded, step_of
 from tests.kernels.tree_strategies import Drawn, random_values
 from tests.kernels.work_lists import Inputs, work_list

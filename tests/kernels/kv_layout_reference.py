@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kernels.kv_layout import PackOrder
+from kernels.kv_block_copy import PackOrder
 
 
 def slow_unpack(

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import torch
 
-from kernels.kv_predict import Observation
 from kernels.rope_shift import RotaryParams
+from kernels.span_kv_prediction import Observation
 from tests.kernels.rope_shift_reference import slow_shift
 
 

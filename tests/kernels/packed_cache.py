@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from kernels.shared_prefix_attention import cpu
-from kernels.shared_prefix_attention.plan import SharingPlan
 from kernels.shared_prefix_attention.reference import Step
+from kernels.shared_prefix_attention.sharing_plan import SharingPlan
 
 
 def packed(keys: Tensor, values: Tensor) -> Tensor:

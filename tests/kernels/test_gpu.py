@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kernels.shared_prefix_attention import cuda, reference
-from kernels.shared_prefix_attention.work_list import WorkList
+from kernels.shared_prefix_attention.gpu_work_list import WorkList
 from tests.kernels.decode_steps import HYDRAGEN, Levels, Shape, rounded, step_of
 from tests.kernels.work_lists import Inputs, work_list
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels.kv_layout import (
+from kernels.kv_block_copy import (
     MAX_INDICES,
     PackOrder,
     UnknownPacking,

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kernels.kv_predict import Observation, predict, token_weights
 from kernels.rope_shift import RotaryParams, parse_rotary, shift_keys
+from kernels.span_kv_prediction import Observation, predict, token_weights
 from tests.kernels.kv_predict_reference import slow_predict, slow_weights
 
 CLOSE = 1e-5

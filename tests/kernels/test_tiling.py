@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from kernels.shared_prefix_attention.work_list import (
+from kernels.shared_prefix_attention.gpu_work_list import (
     ITEM_FIELDS,
     OPEN_END,
     OWN_BLOCKS,

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from kernels.shared_prefix_attention import cuda
+from kernels.shared_prefix_attention.gpu_work_list import WorkList, WorkShape
 from kernels.shared_prefix_attention.reference import Step
-from kernels.shared_prefix_attention.work_list import WorkList, WorkShape
 from tests.kernels.decode_steps import Shape
 
 

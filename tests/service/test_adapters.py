@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from engine.errors import LoadFailed
-from service.adapters.upload import _copy
+from service.adapters.adapter_files import _copy
 from service.cluster.in_memory import InMemoryRegistry
 from service.http.errors import WeightsRefused
 from tests.adapters import adapter_config, saved_adapter, tensors_file

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from engine.cudagraphs.shapes import Trace, decode, mixed
-from engine.stats import CudaGraphStats
+from engine.feature_stats import CudaGraphStats
 from service.cli import build_cli
 from service.observability.metrics import Metrics
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from engine.errors import StartFailed
-from engine.stats import SharedPrefixStats
+from engine.feature_stats import SharedPrefixStats
 from service.kv_reuse.span_cache import SpanCache
 from tests.fake_engine import FakeEngine
 from tests.service.test_resume import started

@@ -13,7 +13,7 @@ import pytest
 from coppice.wire.rollouts import GroupAnswer, RolloutAnswer, SampleAnswer, Usage, VersionSpan
 from service.http.responses import PART_BYTES, rollout_parts, value_parts
 from service.http.serve import tuned
-from service.rollouts.scheduling import Turns
+from service.rollouts.fairness import Turns
 from tests.fake_engine import FakeEngine
 from tests.serving import serving
 

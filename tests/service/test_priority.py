@@ -7,7 +7,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.rollouts.scheduling import MICROSECONDS, PriorityAging
+from service.rollouts.fairness import MICROSECONDS, PriorityAging
 from tests.fake_engine import FakeEngine
 from tests.service.test_rollouts import body, group, running_samples
 from tests.serving import serving

@@ -29,7 +29,7 @@ from coppice import (
     VersionUnavailable,
     WeightsConstraint,
 )
-from coppice.options import RolloutOptions, rollout_request
+from coppice.rollout_options import RolloutOptions, rollout_request
 from tests.soak.cluster_model import FleetModel, TokenReport
 from tests.soak.replicas import LEASE_SECONDS
 

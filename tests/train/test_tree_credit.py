@@ -10,7 +10,7 @@ from torch import Tensor
 from coppice import Tree, segment_advantages, segment_weights
 from coppice.credit import Scheme, Weighting
 from coppice.train import Totals, TrainingGroup, advantages, grpo_loss, naive_backward, token_mean
-from coppice.train.groups import RowLogprobs
+from coppice.train.training_group import RowLogprobs
 from tests.client.trees import tree
 from tests.train.models import tiny_model
 

@@ -11,9 +11,14 @@ import httpx
 import pytest
 from fastapi.routing import APIRoute
 
-from engine.stats import SpeculationStats
+from engine.feature_stats import SpeculationStats
 from service.app import create_app
-from service.observability.dashboard import MAX_GROUPS, MAX_LEASES, MAX_ROLLOUTS, speculation
+from service.observability.dashboard_snapshot import (
+    MAX_GROUPS,
+    MAX_LEASES,
+    MAX_ROLLOUTS,
+    speculation,
+)
 from tests.fake_engine import FakeEngine
 from tests.service.keyfile import bearer, write_keys
 from tests.service.prompt_kv.export_requests import export_handle

@@ -19,8 +19,8 @@ from typing import Any
 from coppice.client import Rollouts
 from coppice.errors import Incomplete, Unsupported
 from coppice.integrations.version_labels import VersionLabels
-from coppice.options import RolloutOptions
 from coppice.results import Group
+from coppice.rollout_options import RolloutOptions
 from coppice.wire.rollouts import WeightsConstraint
 
 # Values of GRPOConfig arguments that have no effect.

@@ -11,9 +11,9 @@ from pydantic import BaseModel
 
 from coppice.errors import BadAnswer, EngineUnavailable, TimedOut
 from coppice.operations.record_stream import NDJSON, Collector, RecordDeduplicator, stream_records
-from coppice.options import RolloutOptions, rollout_request, session_headers
 from coppice.prompts import PromptLike
 from coppice.results import RolloutResult, Segment, result_of, result_of_packed, segment_of
+from coppice.rollout_options import RolloutOptions, rollout_request, session_headers
 from coppice.transport.messages import HttpRequest, HttpResponse, json_request
 from coppice.transport.retry import RequestSender
 from coppice.wire.branching import BranchRequest

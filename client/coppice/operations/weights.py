@@ -14,7 +14,7 @@ from coppice.transport.messages import OCTET_STREAM, HttpRequest, file_request, 
 from coppice.transport.retry import RequestSender
 from coppice.weights.delta_writer import BaseFile
 from coppice.weights.safetensors_index import checkpoint_files
-from coppice.weights.writer import (
+from coppice.weights.safetensors_writer import (
     StateDict,
     Tensor,
     sha256_of,

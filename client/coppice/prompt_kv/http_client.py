@@ -22,7 +22,7 @@ from coppice.errors import (
     QuotaExceeded,
     TimedOut,
 )
-from coppice.prompt_kv.layout import TensorRange
+from coppice.prompt_kv.file_layout import TensorRange
 from coppice.transport.messages import HttpResponse
 from coppice.transport.redirects import MAX_REDIRECTS, RedirectPolicy, ServerAddress
 

@@ -14,7 +14,6 @@ except ModuleNotFoundError as missing:
 from coppice.train.attention_modes import UnsupportedModel, attending
 from coppice.train.backward import BackwardReport, Schedule, grouped_backward
 from coppice.train.data_parallel import reduce_gradients
-from coppice.train.groups import LossFunction, RowLogprobs, TrainingGroup, TrainingTree
 from coppice.train.logprobs import compute_prompt_kv, group_logprobs, packed_logprobs
 from coppice.train.losses import (
     Clip,
@@ -28,7 +27,8 @@ from coppice.train.losses import (
     token_mean,
 )
 from coppice.train.naive import naive_backward, naive_logprobs
-from coppice.train.prompt_kv import PromptKV
+from coppice.train.prompt_kv_leaves import PromptKV
+from coppice.train.training_group import LossFunction, RowLogprobs, TrainingGroup, TrainingTree
 
 __all__ = [
     "BackwardReport",

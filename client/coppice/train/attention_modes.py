@@ -23,7 +23,7 @@ from transformers import AttentionInterface
 from coppice.train.attention import causal_attention, shared_prompt_attention
 from coppice.train.flex import FlexAttention, packed_layout, response_layout, wants_flex
 from coppice.train.packed_row import Inputs, Spans
-from coppice.train.prompt_kv import Layers
+from coppice.train.prompt_kv_leaves import Layers
 
 NAME = "coppice"
 

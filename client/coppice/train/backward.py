@@ -15,7 +15,6 @@ from torch import Tensor
 
 from coppice.train.attention_modes import attending
 from coppice.train.data_parallel import loss_scale, no_gradient_sync, unwrap_ddp
-from coppice.train.groups import LossFunction, TrainingGroup
 from coppice.train.logprobs import (
     PASS_TOKENS,
     compute_layers,
@@ -25,8 +24,15 @@ from coppice.train.logprobs import (
     plan_micro_batches,
     response_logprobs,
 )
-from coppice.train.model_info import ModelInfo, get_model_info, graph_fits
-from coppice.train.prompt_kv import Layers, PromptKV, backward_through, leaves_of, relative_error
+from coppice.train.prompt_kv_leaves import (
+    Layers,
+    PromptKV,
+    backward_through,
+    leaves_of,
+    relative_error,
+)
+from coppice.train.schedule_limits import ModelInfo, get_model_info, graph_fits
+from coppice.train.training_group import LossFunction, TrainingGroup
 
 Schedule: TypeAlias = Literal["kept", "recomputed", "injected", "packed"]
 """Order of forwards and backwards.

@@ -18,21 +18,21 @@ from coppice.train.attention_modes import (
     is_attending,
 )
 from coppice.train.data_parallel import is_sharded, max_passes_over_ranks, unwrap_ddp
-from coppice.train.groups import (
-    RowLogprobs,
-    TrainingGroup,
-    max_row_tokens,
-    subtrees_of,
-    token_logprobs,
-)
-from coppice.train.model_info import get_model_info
 from coppice.train.packed_row import (
     concatenate_inputs,
     plan_subtree_passes,
     prompt_inputs,
     response_inputs,
 )
-from coppice.train.prompt_kv import Layers, PromptKV, layers_of, prompt_kv_of
+from coppice.train.prompt_kv_leaves import Layers, PromptKV, layers_of, prompt_kv_of
+from coppice.train.schedule_limits import get_model_info
+from coppice.train.training_group import (
+    RowLogprobs,
+    TrainingGroup,
+    max_row_tokens,
+    subtrees_of,
+    token_logprobs,
+)
 
 # Measured on CPU: 100 tokens per micro-batch cost up to 43 % more time, 8,000 up to 32 % more.
 PASS_TOKENS = 1024

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from coppice.train.groups import RowLogprobs, TrainingGroup
+from coppice.train.training_group import RowLogprobs, TrainingGroup
 
 TokenWeights: TypeAlias = Callable[[Tensor], Tensor]
 """Maps response lengths to the weight of each token of these responses in the loss."""

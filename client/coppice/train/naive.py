@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from coppice.train.groups import (
+from coppice.train.packed_row import Spans
+from coppice.train.training_group import (
     LossFunction,
     RowLogprobs,
     TrainingGroup,
     TrainingTree,
     token_logprobs,
 )
-from coppice.train.packed_row import Spans
 
 
 def naive_logprobs(model: Any, group: TrainingGroup, *, temperature: float = 1.0) -> RowLogprobs:

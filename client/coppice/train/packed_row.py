@@ -14,7 +14,7 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from coppice.train.groups import TrainingGroup, parents_of, subtrees_of
+from coppice.train.training_group import TrainingGroup, parents_of, subtrees_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

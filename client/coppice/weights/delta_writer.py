@@ -30,7 +30,7 @@ from coppice.weights.safetensors_index import (
     read_exactly,
     read_safetensors_index,
 )
-from coppice.weights.writer import Tensor, write_safetensors
+from coppice.weights.safetensors_writer import Tensor, write_safetensors
 
 MAX_DELTA_RATIO = 0.9
 """Largest size of a difference relative to its tensor; coding costs time on both sides."""

@@ -14,11 +14,11 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.feature_stats import SpeculationDecision, SpeculationSkipReason
 from engine.speculation.controller import Controller
 from engine.speculation.cost import Profile, StepCostModel
 from engine.speculation.cost import Step as CostStep
 from engine.speculation.request_table import find_skip_reason
-from engine.stats import SpeculationDecision, SpeculationSkipReason
 
 STEP_DECAY: Final = 0.99
 """Decay of a step's weight per later step."""

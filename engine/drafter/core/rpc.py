@@ -3,8 +3,8 @@
 import hashlib
 from typing import TYPE_CHECKING, Any
 
+from engine.drafter.acceptance_by_version import Snapshot
 from engine.drafter.core.scheduler_hooks import DraftingHooks
-from engine.drafter.counters import Snapshot
 from engine.launch.environment import graph_plan, speculation_settings
 from engine.speculation.controller import Controller
 from engine.speculation.cost import ProfileCache, StepCostModel

@@ -13,9 +13,9 @@ from typing import Any, Final
 
 import numpy as np
 
+from engine.drafter.acceptance_by_version import PairCounters, Snapshot
 from engine.drafter.core.draft_length import Acceptance, BatchState, DraftLengthPolicy, DraftLimits
-from engine.drafter.counters import PairCounters, Snapshot
-from engine.runtime.guard import feature
+from engine.runtime.feature_guard import feature
 from engine.speculation.controller import Controller
 from engine.speculation.cost import Step as CostStep
 from engine.speculation.counters import SCOPES, Counters

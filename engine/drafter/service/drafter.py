@@ -11,15 +11,15 @@ from typing import Any, Final
 
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from engine.drafter.counters import Snapshot
+from engine.drafter.acceptance_by_version import Snapshot
 from engine.drafter.service.checkpoint_dir import DrafterDir
 from engine.drafter.service.promotion import DrafterPromotion
 from engine.drafter.service.trainer_process import TrainerProcess
 from engine.drafter.trainer.messages import Sample, encode_top_k, top_k_of
+from engine.feature_stats import DrafterPairStats, DrafterStatus
 from engine.runtime.await_engine import await_engine
 from engine.settings import SpeculationSettings
-from engine.speculation.lifecycle import measure_step_costs
-from engine.stats import DrafterPairStats, DrafterStatus
+from engine.speculation.startup import measure_step_costs
 from engine.types import Completion, EngineInfo, SampleRequest
 
 log = logging.getLogger(__name__)

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-from engine.drafter.counters import Snapshot
+from engine.drafter.acceptance_by_version import Snapshot
 from engine.drafter.service.checkpoint_dir import INITIAL_VERSION, TRAINER_CHECKPOINT, DrafterDir
 from engine.errors import DrafterRefused
-from engine.stats import DrafterOutcome
+from engine.feature_stats import DrafterOutcome
 
 WINDOWS_PER_SIDE: Final = 3
 """Windows of each drafter."""

@@ -19,8 +19,16 @@ import torch
 from vllm import _custom_ops
 
 from engine.kv_transfer.cache_layout import CacheLayout
-from engine.runtime.guard import Failure, attempt
-from kernels.kv_layout import PackOrder, gather, index_digits, infer_order, pack, scatter, unpack
+from engine.runtime.feature_guard import Failure, attempt
+from kernels.kv_block_copy import (
+    PackOrder,
+    gather,
+    index_digits,
+    infer_order,
+    pack,
+    scatter,
+    unpack,
+)
 from kernels.rope_shift import RotaryParams, shift_keys
 
 OnDone = Callable[[Failure | None], None]

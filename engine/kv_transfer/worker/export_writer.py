@@ -23,7 +23,7 @@ from engine.kv_transfer.worker.cache_blocks import (
 )
 from engine.kv_transfer.worker.mapped_arena import ArenaError, Arenas
 from engine.kv_types import ExportStatus
-from engine.runtime.guard import Failure, Feature, attempt, feature
+from engine.runtime.feature_guard import Failure, Feature, attempt, feature
 
 EXPORT_FEATURE = feature("prompt_kv")
 

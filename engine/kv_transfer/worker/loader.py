@@ -26,9 +26,9 @@ from engine.kv_transfer.worker.cache_blocks import (
 )
 from engine.kv_transfer.worker.mapped_arena import ArenaError, Arenas
 from engine.kv_types import ExportSlot, LoadPiece
-from engine.runtime.guard import Feature, feature
-from kernels.kv_predict import Observation, predict, shift_keys_of_layers, token_weights
+from engine.runtime.feature_guard import Feature, feature
 from kernels.rope_shift import RotaryParams
+from kernels.span_kv_prediction import Observation, predict, shift_keys_of_layers, token_weights
 
 MAX_PREDICTED_TOKENS: Final = 256
 

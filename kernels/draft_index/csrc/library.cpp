@@ -1,5 +1,5 @@
 // C interface of the library, called by store.py.
-#include "store.h"
+#include "draft_store.h"
 
 // The exported symbols.
 #pragma GCC visibility push(default)

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "store.h"
+#include "draft_store.h"
 
 namespace {
 

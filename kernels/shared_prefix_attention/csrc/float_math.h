@@ -2,7 +2,7 @@
 #pragma once
 #include <cmath>
 
-#include "pass.h"
+#include "register_pass.h"
 
 namespace {
 

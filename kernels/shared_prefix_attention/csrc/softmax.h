@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "pass.h"
+#include "register_pass.h"
 
 namespace {
 

@@ -1,6 +1,6 @@
 // Weighted sum of values.
 #pragma once
-#include "pass.h"
+#include "register_pass.h"
 
 namespace {
 

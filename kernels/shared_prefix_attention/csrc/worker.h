@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "tile_attention.h"
-#include "schedule.h"
+#include "work_items.h"
 
 // State that the threads of one call share.
 struct SharedState {

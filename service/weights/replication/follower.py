@@ -18,8 +18,8 @@ from service.weights.replication.announcer import (
     is_published,
     was_withdrawn,
 )
+from service.weights.replication.background_downloads import Fetcher
 from service.weights.replication.downloader import WeightsDownloader
-from service.weights.replication.fetcher import Fetcher
 from service.weights.replication.status import ReplicaStatus
 from service.weights.stager import WeightStager
 from service.weights.versions import Version, Versions

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kernels.shared_prefix_attention.plan import Int32s, SharingPlan
+from kernels.shared_prefix_attention.sharing_plan import Int32s, SharingPlan
 
 BLOCK = 32
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.runtime.guard import FeatureState
+from engine.runtime.feature_guard import FeatureState
 from tests.engine.attention.sample_groups import StepKinds, assert_all_greedy, sample
 from tests.engine.attention.shared_engine import SharedEngine, shared_engine
 

@@ -13,8 +13,8 @@ import torch
 from engine.attention.counters import COUNTERS, Counters
 from engine.attention.grouping import StepGrouper
 from engine.attention.host_block_tables import record_table
-from engine.runtime.guard import FeatureState
-from kernels.shared_prefix_attention.work_list import WorkList, WorkShape
+from engine.runtime.feature_guard import FeatureState
+from kernels.shared_prefix_attention.gpu_work_list import WorkList, WorkShape
 from tests.engine.attention.block_tables import BLOCK, table_of
 
 # Importing vLLM without a GPU emits unrelated warnings.

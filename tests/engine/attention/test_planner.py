@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.attention.grouping import Planner
-from kernels.shared_prefix_attention.plan import Int32s
+from kernels.shared_prefix_attention.sharing_plan import Int32s
 from tests.engine.attention.block_tables import (
     BLOCK,
     Node,

@@ -9,9 +9,9 @@ from engine.cudagraphs.counters import Counters, Snapshot, aggregate_ranks
 from engine.cudagraphs.from_settings import plan_for_start
 from engine.cudagraphs.planner import Plan
 from engine.cudagraphs.shapes import decode
+from engine.feature_stats import CudaGraphStats
 from engine.launch.environment import NO_SPECULATION, engine_environment, graph_plan
 from engine.settings import AttentionSettings, EngineSettings, GraphsSettings, SpeculationSettings
-from engine.stats import CudaGraphStats
 from tests.engine.cudagraphs.managers import SEEDLING
 
 BUDGETED = GraphsSettings(budget_bytes=2**26)

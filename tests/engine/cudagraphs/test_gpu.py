@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from bench.harness.graph_arms import Arm, Request
-from engine.cudagraphs.capture_limits import CaptureLimits, DraftLengthTiers
+from engine.cudagraphs.allowed_shapes import CaptureLimits, DraftLengthTiers
 from engine.cudagraphs.evaluation import estimate_memory
 from engine.cudagraphs.planner import plan
 from tests.engine.cudagraphs.managers import SEEDLING

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.cudagraphs.capture_limits import (
+from engine.cudagraphs.allowed_shapes import (
     CaptureLimits,
     DraftLengthTiers,
     tlt_shapes,

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from engine.cudagraphs.capture_limits import (
+from engine.cudagraphs.allowed_shapes import (
     CaptureLimits,
     DraftLengthTiers,
     vllm_shapes,

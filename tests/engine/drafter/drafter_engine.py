@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from engine.attention import register as attention
+from engine.drafter.acceptance_by_version import Snapshot
 from engine.drafter.core.rpc import counted
 from engine.drafter.core.scheduler_hooks import DraftingHooks
-from engine.drafter.counters import Snapshot
 from engine.settings import AttentionSettings
 from engine.speculation.controller import Controller
 from tests.engine.speculation.distributions import VOCAB

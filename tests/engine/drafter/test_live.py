@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.runtime.guard import features
+from engine.runtime.feature_guard import features
 from tests.engine.drafter.drafter_engine import FIRST, drafter_engine, num_accepted, read
 from tests.engine.greedy import assert_greedy
 from tests.engine.random_models import make_models

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.drafter.counters import PairSnapshot, Snapshot
+from engine.drafter.acceptance_by_version import PairSnapshot, Snapshot
 from engine.drafter.service.checkpoint_dir import INITIAL_VERSION, DrafterDir
 from engine.drafter.service.promotion import WINDOW_DRAFTS, DrafterPromotion
 from engine.errors import DrafterRefused

@@ -6,7 +6,7 @@ import pytest
 
 from engine.drafter.core import scheduler_hooks as module
 from engine.drafter.core.draft_length import HOLD_STEPS, INITIAL_PROBES
-from engine.runtime.guard import FeatureState
+from engine.runtime.feature_guard import FeatureState
 from engine.speculation.request_table import NO_DRAFTS_ARG
 from tests.engine.drafter.fake_scheduler import LONGEST, ROWS, Scheduler, Versions, drafting_over
 

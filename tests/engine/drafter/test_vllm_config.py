@@ -8,7 +8,7 @@ from engine.cudagraphs.planner import Plan
 from engine.cudagraphs.shapes import decode, mixed
 from engine.launch.arguments import engine_arguments
 from engine.settings import SpeculationSettings
-from engine.speculation.lifecycle import resolve_mode
+from engine.speculation.startup import resolve_mode
 from tests.engine.seedling import MODEL, settings
 
 DRAFTER = SpeculationSettings(mode="drafter", drafter=Path("/drafter"), longest_draft=5)

@@ -7,7 +7,7 @@ from typing import Any
 
 from coppice.wire.rollouts import PromptSpan
 from engine.kv_types import ExportSlot, KvLoad
-from service.kv_reuse.spans import joined
+from service.kv_reuse.prompt_sections import joined
 from service.kv_reuse.splicing import TokenRun, build_load, prefill_lengths, token_runs
 from tests.arena import TestArena
 from tests.engine.kv_transfer.export_models import COMMITTED

@@ -15,8 +15,8 @@ from service.kv_reuse.anchor_selection import (
 )
 from service.kv_reuse.anchors import Anchor, AnchorContext
 from service.kv_reuse.prediction import load_pieces
+from service.kv_reuse.prompt_sections import Scope, joined, template_of
 from service.kv_reuse.span_cache import CacheEntry, EntryKey
-from service.kv_reuse.spans import Scope, joined, template_of
 from service.prompt_kv.arena import Extent
 from tests.arena import TestArena
 from tests.engine.kv_transfer.export_models import COMMITTED

@@ -11,8 +11,8 @@ from engine.kv_transfer.cache_layout import CacheLayout
 from engine.kv_transfer.worker.loader import SpanAssembler
 from engine.kv_transfer.worker.mapped_arena import Arenas
 from engine.kv_types import ExportSlot, LoadPiece, ObservedKv
-from kernels.kv_predict import Observation
 from kernels.rope_shift import RotaryParams, parse_rotary
+from kernels.span_kv_prediction import Observation
 from tests.arena import TestArena
 from tests.engine.kv_transfer.export_models import kv_format
 from tests.kernels.kv_predict_reference import slow_predict, slow_weights

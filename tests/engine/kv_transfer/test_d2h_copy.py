@@ -5,7 +5,7 @@ import threading
 import torch
 
 from engine.kv_transfer.worker.cache_blocks import CopyThread
-from engine.runtime.guard import Failure
+from engine.runtime.feature_guard import Failure
 
 
 class Transfer:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.kv_types import ExportSlot, ExportStatus
-from engine.runtime.guard import Feature
+from engine.runtime.feature_guard import Feature
 from tests.arena import TestArena
 from tests.engine.kv_transfer.export_models import COMMITTED, exported
 from tests.fake_export import FORMAT

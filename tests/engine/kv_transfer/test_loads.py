@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from coppice.wire.rollouts import PromptSpan
-from service.kv_reuse.spans import joined
+from service.kv_reuse.prompt_sections import joined
 from service.kv_reuse.splicing import prefill_lengths
 from tests.arena import TestArena
 from tests.engine.kv_transfer.export_models import (

@@ -27,7 +27,7 @@ def test_packed_values_are_restored_bit_for_bit(
     from vllm import _custom_ops
 
     from engine.kv_transfer.worker.cache_blocks import derive_order
-    from kernels.kv_layout import unpack
+    from kernels.kv_block_copy import unpack
 
     num_tokens, ids = 2 * block + 5, [3, 0, 4]
     for isa in instruction_sets(dtype, block, head_dim):

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from bench.harness.hf_prediction import HfPredictor
+from bench.harness.hf_kv_prediction import HfPredictor
 from bench.harness.hf_splice import HfAssembler
 from coppice.wire.rollouts import PromptSpan
 from engine.kv_transfer.worker.loader import group_runs
 from engine.kv_types import KvLoad, LoadPiece
-from engine.runtime.guard import features
-from service.kv_reuse.spans import joined
+from engine.runtime.feature_guard import features
+from service.kv_reuse.prompt_sections import joined
 from tests.arena import TestArena
 from tests.engine.kv_transfer.export_models import (
     EXPORTING,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.runtime.guard import FeatureState, features
+from engine.runtime.feature_guard import FeatureState, features
 from engine.speculation import proposer as proposers
 from engine.speculation.counters import COUNTERS, Snapshot
 from engine.speculation.proposer import Proposer

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from engine.runtime.guard import Feature
+from engine.runtime.feature_guard import Feature
 from engine.speculation.counters import Counters
-from engine.speculation.runner_hooks import DraftStepSkipper
+from engine.speculation.draft_verification import DraftStepSkipper
 from engine.speculation.speculator import STORE_UPDATE_INTERVAL, Speculator
 from tests.engine.speculation.drafting_engine import SendAllDrafts
 from tests.engine.speculation.fake_runner import Runner

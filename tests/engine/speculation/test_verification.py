@@ -14,7 +14,7 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from engine.launch.plugin import install_patches
-from engine.speculation.runner_hooks import DraftVerifier
+from engine.speculation.draft_verification import DraftVerifier
 from tests.engine.speculation.distributions import (
     VOCAB,
     Setting,

@@ -7,7 +7,7 @@ import pytest
 from engine.launch.arguments import engine_arguments
 from engine.settings import SpeculationSettings
 from engine.speculation.cost import Profile, ProfileCache, Step, profile_batches
-from engine.speculation.lifecycle import resolve_mode
+from engine.speculation.startup import resolve_mode
 from kernels.draft_index.store import is_built
 from tests.engine.seedling import MODEL, settings
 

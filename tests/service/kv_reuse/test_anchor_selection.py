@@ -24,8 +24,8 @@ from service.kv_reuse.anchor_selection import (
 )
 from service.kv_reuse.anchors import Anchor, AnchorContext
 from service.kv_reuse.prediction import load_pieces
+from service.kv_reuse.prompt_sections import joined, template_of
 from service.kv_reuse.span_cache import CacheEntry, EntryKey
-from service.kv_reuse.spans import joined, template_of
 from service.prompt_kv.arena import Extent
 from tests.service.kv_reuse.anchor_pool import SCOPE, prompt_of
 

@@ -12,7 +12,7 @@ from service.kv_reuse.anchors import (
     Anchor,
     least_used_of_oldest,
 )
-from service.kv_reuse.spans import Scope
+from service.kv_reuse.prompt_sections import Scope
 from tests.service.kv_reuse.anchor_pool import SCOPE, a_pool, prompt_of, template
 
 

@@ -1,5 +1,5 @@
 from coppice.wire.rollouts import PromptSpan
-from service.kv_reuse.spans import MAX_ORDERS, PrefixOrders, Scope
+from service.kv_reuse.prompt_sections import MAX_ORDERS, PrefixOrders, Scope
 
 SCOPE = Scope("key", None)
 

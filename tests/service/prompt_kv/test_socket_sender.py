@@ -9,7 +9,7 @@ import httpx
 import pytest
 import uvloop
 
-from service.http.protocol import SEND_BODY_EXTENSION
+from service.http.uvicorn_protocol import SEND_BODY_EXTENSION
 from service.prompt_kv.settings import KvSettings
 from service.prompt_kv.socket_sender import SocketSender
 from tests.service.prompt_kv.stalled_readers import (

@@ -10,8 +10,8 @@ from coppice.client import AsyncRollouts
 from coppice.errors import CoppiceError, Incomplete, Unsupported
 from coppice.integrations.version_labels import step_of
 from coppice.operations.rollouts import AsyncPending
-from coppice.options import RolloutOptions
 from coppice.results import Group, Sample
+from coppice.rollout_options import RolloutOptions
 
 _ALTERNATIVES = {
     "repetition_penalty": "reward repetition less",

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from coppice.client import AsyncRollouts
 from coppice.integrations.version_labels import VersionLabels
-from coppice.weights.writer import tensors_of, write_safetensors
+from coppice.weights.safetensors_writer import tensors_of, write_safetensors
 
 MERGE_ADAPTER = (
     "adapters are not sent separately: set actor_rollout_ref.model.lora.merge=True, which sends the"

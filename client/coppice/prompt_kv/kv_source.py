@@ -1,0 +1,181 @@
+"""Source of prompt KV: transports, measured rates and counts of failures.
+
+Recomputing the prompt is always possible, so failures are not raised to the caller. They are
+counted, and the caller recomputes.
+"""
+
+import mmap
+import os
+import stat
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from coppice.errors import CoppiceError, ProblemError
+from coppice.prompt_kv.http_client import KvHttpClient
+from coppice.prompt_kv.nixl import NixlReader, installed
+from coppice.transport.redirects import RedirectPolicy, parse_address
+from coppice.wire.kv import KvHandle, KvLayout, KvLease, KvLeaseAnswer, KvLocator
+
+MOVING_AVERAGE_WEIGHT = 0.3
+
+
+ARENA_PREFIX = "coppice-kv-"
+
+
+TRANSPORTS = ("shm", "nixl", "http")
+
+
+"""In order of decreasing speed."""
+
+
+class BreakEven:
+    """Break-even estimate: fetching a prompt's KV against recomputing it.
+
+    Both rates are moving averages of measurements: bytes per second of each transport, and tokens
+    per second of the caller's own forward. While one of them is unknown, fetching is preferred. Not
+    thread-safe: a race can only lose a measurement.
+    """
+
+    def __init__(self) -> None:
+        self.bytes_per_second: dict[str, float] = {}
+        self.tokens_per_second: float | None = None
+
+    def fetched(self, transport: str, num_bytes: int, seconds: float) -> None:
+        before = self.bytes_per_second.get(transport)
+        self.bytes_per_second[transport] = _moving_average(before, num_bytes / max(seconds, 1e-9))
+
+    def computed(self, num_tokens: int, seconds: float) -> None:
+        """Records the duration of the caller's forward over num_tokens prompt tokens."""
+        self.tokens_per_second = _moving_average(
+            self.tokens_per_second, num_tokens / max(seconds, 1e-9)
+        )
+
+    def is_worth_fetching(self, handle: KvHandle, transport: str) -> bool:
+        bandwidth = self.bytes_per_second.get(transport)
+        if bandwidth is None or self.tokens_per_second is None:
+            return True
+        return handle.num_bytes / bandwidth < handle.num_tokens / self.tokens_per_second
+
+
+def _moving_average(before: float | None, latest: float) -> float:
+    return latest if before is None else before + MOVING_AVERAGE_WEIGHT * (latest - before)
+
+
+class SharedMemoryMap:
+    """Mapping of the latest arena in shared memory, read without a copy.
+
+    Reading does not pin the memory, so the lease must not expire while the bytes are in use.
+    Checksums verify that it did not. An arena is mapped once as a whole, so page faults occur once
+    and not per handle. Memory that was handed out stays mapped while it is in use.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._path: str | None = None
+        self._arena: memoryview | None = None
+
+    def get_file(self, handle: KvHandle, locator: KvLocator) -> memoryview | None:
+        """Read-only memory, or None if it is on another host or belongs to another user."""
+        if locator.path is None or locator.offset is None:
+            return None
+        with self._lock:
+            if self._path != locator.path:
+                self._path, self._arena = locator.path, _map_file(Path(locator.path))
+            arena = self._arena
+        end = locator.offset + handle.num_bytes
+        if arena is None or end > len(arena):
+            return None
+        return arena[locator.offset : end]
+
+
+def _map_file(path: Path) -> memoryview | None:
+    if not path.name.startswith(ARENA_PREFIX):
+        return None  # a server must not make the client open arbitrary files
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode) or not status.st_size:
+            return None
+        return memoryview(mmap.mmap(file, status.st_size, access=mmap.ACCESS_READ))
+    finally:
+        os.close(file)
+
+
+class KvSource:
+    """A Coppice server as a source of prompt KV; thread-safe.
+
+    The address arguments are those of Rollouts. `transports` lists the allowed transports, the
+    preferred one first; None allows all available ones. `counts` holds the number of fetches by
+    transport and of failures by reason.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        api_key: str | None = None,
+        timeout: float | None = 60.0,
+        transports: Sequence[str] | None = None,
+        replicas: Iterable[str] = (),
+    ) -> None:
+        address = parse_address(base_url, api_key)
+        self.endpoint = KvHttpClient(address, timeout, RedirectPolicy(address.base_url, replicas))
+        self.transports = _available_transports(transports)
+        self.shared_memory = SharedMemoryMap()
+        self.nixl_reader = NixlReader(self.endpoint)
+        self.break_even = BreakEven()
+        self.counts: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def layout(self, handle: str, *, version: str | None = None) -> KvLayout:
+        """Layout of the data. Raises KvUnavailable if it is of another version than `version`."""
+        query = "" if version is None else f"?version={version}"
+        return self.endpoint.request("GET", f"/v1/kv/{handle}{query}").read(KvLayout)
+
+    def renew(self, handle: str, lease_seconds: float = 60.0) -> float:
+        """Renews the lease; returns its remaining seconds. Raises KvUnavailable if it expired."""
+        body = KvLease(lease_seconds=lease_seconds).model_dump()
+        reply = self.endpoint.request("POST", f"/v1/kv/{handle}/lease", body)
+        return reply.read(KvLeaseAnswer).lease_seconds
+
+    def release(self, handle: str) -> None:
+        """Frees the memory before the lease expires. An expired handle is ignored."""
+        self.endpoint.request("DELETE", f"/v1/kv/{handle}")
+
+    def worth_fetching(self, handle: KvHandle) -> bool:
+        """True if fetching is faster than recomputing, by the rates measured so far."""
+        offered = {locator.transport for locator in handle.locators}
+        best = next((known for known in self.transports if known in offered), None)
+        return best is not None and self.break_even.is_worth_fetching(handle, best)
+
+    def computed(self, num_tokens: int, seconds: float) -> None:
+        """Reports the duration of the trainer's own prefill, for worth_fetching."""
+        self.break_even.computed(num_tokens, seconds)
+
+    def count(self, reason: str) -> None:
+        with self._lock:
+            self.counts[reason] += 1
+
+    def count_failure(self, error: CoppiceError) -> None:
+        self.count(error.code if isinstance(error, ProblemError) else type(error).__name__)
+
+    def fetched(self, transport: str, num_bytes: int, began: float) -> None:
+        self.break_even.fetched(transport, num_bytes, time.monotonic() - began)
+        self.count(transport)
+
+
+def _available_transports(transports: Sequence[str] | None) -> tuple[str, ...]:
+    """Validates the given transports; by default returns all that are available."""
+    if transports is None:
+        return tuple(known for known in TRANSPORTS if known != "nixl" or installed())
+    if unknown := sorted(set(transports) - set(TRANSPORTS)):
+        raise ValueError(f"unknown transport: {', '.join(unknown)}")
+    if "nixl" in transports and not installed():
+        raise ValueError("the transport nixl needs NIXL: pip install 'coppice-client[nixl]'")
+    return tuple(transports)

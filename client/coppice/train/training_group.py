@@ -1,0 +1,212 @@
+"""A prompt with its responses, or a rollout tree, as tensors; logprobs as input of a loss function.
+
+Shapes: T tokens of some responses without padding, G responses of the whole group, V vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from coppice.results import Group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RowLogprobs:
+    """Concatenated logprobs of some responses of a group.
+
+    `logprobs` is [T] in float32 or wider, `rows` are the indices of the responses in their group.
+    """
+
+    logprobs: Tensor
+    rows: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    def split(self) -> tuple[Tensor, ...]:
+        """One tensor per response."""
+        return torch.split(self.logprobs, list(self.lengths))
+
+    def pick(self, group_tokens: Sequence[Tensor]) -> Tensor:
+        """Selects these responses' per-token values from those of the whole group; returns [T]."""
+        picked_T = torch.cat([group_tokens[row] for row in self.rows])
+        if picked_T.shape != self.logprobs.shape:
+            raise ValueError(
+                "the number of values differs from the number of tokens in the responses"
+            )
+        return picked_T.to(self.logprobs)
+
+    def spread(self, group_rows: Tensor) -> Tensor:
+        """Expands one value per response of the whole group to these tokens; returns [T]."""
+        rows = torch.tensor(self.rows, device=group_rows.device)
+        lengths = torch.tensor(self.lengths, device=group_rows.device)
+        return group_rows[rows].repeat_interleave(lengths).to(self.logprobs)
+
+
+LossFunction: TypeAlias = Callable[[RowLogprobs], Tensor]
+
+
+"""A sum over tokens or rows, so that the losses of micro-batches add up to the group's loss."""
+
+
+def token_logprobs(logits_TV: Tensor, targets_T: Tensor, temperature: float) -> Tensor:
+    """Returns [T]: logprobs under the temperature-scaled distribution."""
+    wide = torch.float64 if logits_TV.dtype == torch.float64 else torch.float32
+    scaled_TV = logits_TV.to(wide)
+    if temperature != 1.0:
+        scaled_TV = scaled_TV / temperature
+    return -F.cross_entropy(scaled_TV, targets_T.to(logits_TV.device), reduction="none")
+
+
+# Tensor's == is elementwise, so these dataclasses compare by identity.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TrainingGroup:
+    """One prompt and its responses.
+
+    `logprobs`, if given, are those that the responses were sampled with. A response may be empty,
+    for example if it was aborted; it does not contribute to the loss.
+    """
+
+    prompt: Tensor
+    responses: tuple[Tensor, ...]
+    logprobs: tuple[Tensor, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not len(self.prompt):
+            raise ValueError("the prompt must have at least one token")
+        if not self.responses:
+            raise ValueError("the group must have at least one response")
+        if self.logprobs and self.lengths != tuple(len(logprobs) for logprobs in self.logprobs):
+            raise ValueError(
+                "the number of logprobs differs from the number of tokens of the responses"
+            )
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Number of tokens per response."""
+        return tuple(len(response) for response in self.responses)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of all responses."""
+        return sum(self.lengths)
+
+    @classmethod
+    def of(cls, prompt: Any, group: Group) -> "TrainingGroup":
+        """Builds it from the prompt's token ids (list, array or tensor) and a rollout's group."""
+        return cls(
+            prompt=prompt_of(prompt, group),
+            responses=tuple(torch.from_numpy(sample.token_ids) for sample in group.samples),
+            logprobs=tuple(torch.from_numpy(sample.logprobs) for sample in group.samples),
+        )
+
+
+def prompt_of(prompt: Any, group: Group) -> Tensor:
+    """Returns the token ids. Raises ValueError if the server counted another number of them."""
+    prompt_ids = torch.as_tensor(prompt, dtype=torch.int64)
+    if len(prompt_ids) != group.num_prompt_tokens:
+        raise ValueError(
+            f"the server counted {group.num_prompt_tokens} prompt tokens, not {len(prompt_ids)}"
+        )
+    return prompt_ids
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TrainingTree(TrainingGroup):
+    """A group whose responses are the segments of a tree: each starts where its parent ends.
+
+    `parents` holds the index of each segment's parent, which is less than its own, or None if the
+    segment starts at the prompt. `leaves` holds the indices of the leaf segments.
+    """
+
+    parents: tuple[int | None, ...]
+    leaves: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        TrainingGroup.__post_init__(self)
+        if len(self.parents) != len(self.responses):
+            raise ValueError("the number of parents differs from the number of segments")
+        if not all(parent is None or 0 <= parent < at for at, parent in enumerate(self.parents)):
+            raise ValueError("a parent must have a smaller index than its child segments")
+        if not all(0 <= leaf < len(self.responses) for leaf in self.leaves):
+            raise ValueError("a leaf must be the index of a segment")
+
+    @classmethod
+    def of(cls, prompt: Any, group: Group) -> "TrainingTree":
+        """Builds it from the prompt's token ids and the tree of a rollout result, in its order."""
+        if group.tree is None:
+            raise ValueError("the group is not a tree")
+        segments = group.tree.segments
+        places = {segment.id: place for place, segment in enumerate(segments)}
+        return cls(
+            prompt=prompt_of(prompt, group),
+            responses=tuple(torch.from_numpy(segment.token_ids) for segment in segments),
+            logprobs=tuple(torch.from_numpy(segment.logprobs) for segment in segments),
+            parents=tuple(None if s.parent is None else places[s.parent] for s in segments),
+            leaves=tuple(places[leaf] for leaf in group.tree.leaves),
+        )
+
+    def path(self, segment: int) -> tuple[int, ...]:
+        """Indices from the prompt to the given segment, inclusive."""
+        path = [segment]
+        while (parent := self.parents[path[-1]]) is not None:
+            path.append(parent)
+        return tuple(path[::-1])
+
+    def flattened(self) -> TrainingGroup:
+        """One response per leaf, with the shared tokens repeated."""
+
+        def rows(by_segment: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            paths = map(self.path, self.leaves)
+            return tuple(torch.cat([by_segment[at] for at in path]) for path in paths)
+
+        return TrainingGroup(
+            prompt=self.prompt,
+            responses=rows(self.responses),
+            logprobs=None if self.logprobs is None else rows(self.logprobs),
+        )
+
+    def by_leaf(self, rows: RowLogprobs) -> RowLogprobs:
+        """Joins the logprobs of a micro-batch's segments into rows of the flattened group."""
+        by_segment = dict(zip(rows.rows, rows.split(), strict=True))
+        paths = [self.path(leaf) for leaf in self.leaves]
+        whole = [leaf for leaf, path in enumerate(paths) if by_segment.keys() >= set(path)]
+        parts = [torch.cat([by_segment[at] for at in paths[leaf]]) for leaf in whole]
+        return RowLogprobs(
+            logprobs=torch.cat([rows.logprobs[:0], *parts]),
+            rows=tuple(whole),
+            lengths=tuple(len(part) for part in parts),
+        )
+
+
+def parents_of(group: TrainingGroup) -> tuple[int | None, ...]:
+    """Parent of each response; None for all responses of a group that is not a tree."""
+    if isinstance(group, TrainingTree):
+        return group.parents
+    return (None,) * len(group.responses)
+
+
+def subtrees_of(group: TrainingGroup) -> list[tuple[int, ...]]:
+    """For each response that starts at the prompt, its descendants and itself, depth first."""
+    children: dict[int | None, list[int]] = {}
+    for row, parent in enumerate(parents_of(group)):
+        children.setdefault(parent, []).append(row)
+
+    def below(row: int) -> tuple[int, ...]:
+        subtree, open_rows = [], [row]
+        while open_rows:
+            subtree.append(open_rows.pop())
+            open_rows += reversed(children.get(subtree[-1], []))
+        return tuple(subtree)
+
+    return [below(root) for root in children[None]]
+
+
+def max_row_tokens(group: TrainingGroup) -> int:
+    """Number of tokens of the longest row, prompt included."""
+    ends: list[int] = []
+    for length, parent in zip(group.lengths, parents_of(group), strict=True):
+        ends.append(length + (0 if parent is None else ends[parent]))
+    return len(group.prompt) + max(ends)

@@ -1,0 +1,170 @@
+"""Base of the shared-prefix attention backends: everything that does not depend on the device.
+
+A backend's classes inherit from the classes here and then from vLLM's for the device, which are
+reached by `super()`: the KV cache, its layout and its writes stay vLLM's. Rows that share nothing
+are part of the same kernel call. Prefill rows, and steps and layers that the kernel does not
+support, use stock attention. So does everything after the first failure here.
+"""
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.config import get_layers_from_vllm_config
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backend import (
+    AttentionImpl,
+    AttentionLayer,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+)
+
+from engine.attention.counters import COUNTERS
+from engine.attention.crossover import Crossover
+from engine.attention.grouping import StepGrouper, StepGrouping
+from engine.attention.host_block_tables import FEATURE
+from engine.attention.register import settings
+from engine.feature_stats import AttentionFallbackReason
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class GroupedMetadata:
+    """Extension of a step's stock metadata: its grouped tokens, and metadata of the other rows."""
+
+    num_grouped_tokens: int
+    tail: Any
+
+    def attend(
+        self, *, query: torch.Tensor, kv_cache: torch.Tensor, scale: float, out: torch.Tensor
+    ) -> None:
+        """Run the shared-prefix kernel of one layer for the grouped tokens."""
+        raise NotImplementedError
+
+
+class GroupingMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
+    """Metadata builder that groups the rows of each step."""
+
+    grouper: StepGrouper | None = None
+    """None if it could not be made; the feature is then disabled."""
+
+    def make_grouper(
+        self,
+        *,
+        unsupported: AttentionFallbackReason | None,
+        layer_bytes_per_token: int,
+        max_query_tokens: int,
+        crossover: Crossover | None = None,
+    ) -> StepGrouper:
+        return StepGrouper(
+            mode=settings().shared_prefix,
+            block_size=self.block_size,
+            bytes_per_token=layer_bytes_per_token * len(self.layer_names),
+            max_query_tokens=max_query_tokens,
+            counts=COUNTERS,
+            unsupported=unsupported,
+            crossover=crossover,
+        )
+
+    def prepare_layers(self) -> AttentionFallbackReason | None:
+        """Enable the kernel where supported; the reason if no layer of the group is supported."""
+        layers = get_layers_from_vllm_config(self.vllm_config, Attention, self.layer_names)
+        reasons = [layer.impl.prepare(self) for layer in layers.values()]
+        if "not_built" in reasons:
+            logger.warning("shared-prefix attention kernel not built; using stock attention")
+        return None if None in reasons else next(iter(reasons), "failed")
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> Any:
+        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        return self.grouped_or_stock(metadata, common_attn_metadata)
+
+    def _stock_after_failure(self, metadata: Any, common: CommonAttentionMetadata) -> Any:
+        COUNTERS.record_skipped("failed")
+        self.on_failed_step(common)
+        return metadata
+
+    @FEATURE.guarded(_stock_after_failure)
+    def grouped_or_stock(self, metadata: Any, common: CommonAttentionMetadata) -> Any:
+        """`GroupedMetadata` that extends `metadata`, or `metadata` if the step is not grouped."""
+        return self.group(metadata, common)
+
+    def group(self, metadata: Any, common: CommonAttentionMetadata) -> Any:
+        raise NotImplementedError
+
+    def on_failed_step(self, common: CommonAttentionMetadata) -> None:
+        """Called for each step that uses stock attention because grouping has failed."""
+
+    def tail(self, common: CommonAttentionMetadata, grouping: StepGrouping, num_rows: int) -> Any:
+        """Stock metadata of the rows after the grouped ones, up to `num_rows`; None if none."""
+        if grouping.num_rows == num_rows:
+            return None
+        return super().build(0, _ungrouped_rows(common, grouping))
+
+
+def _ungrouped_rows(
+    common: CommonAttentionMetadata, grouping: StepGrouping
+) -> CommonAttentionMetadata:
+    """Metadata of the rows after the grouped ones, as a step of their own."""
+    rows, tokens = grouping.num_rows, grouping.num_tokens
+    lens = common.seq_lens_cpu_upper_bound
+    return common.replace(
+        query_start_loc=common.query_start_loc[rows:] - tokens,
+        query_start_loc_cpu=common.query_start_loc_cpu[rows:] - tokens,
+        seq_lens=common.seq_lens[rows:],
+        seq_lens_cpu_upper_bound=None if lens is None else lens[rows:],
+        num_reqs=common.num_reqs - rows,
+        num_actual_tokens=common.num_actual_tokens - tokens,
+        block_table_tensor=common.block_table_tensor[rows:],
+        slot_mapping=common.slot_mapping[tokens:],
+    )
+
+
+class GroupedAttentionImpl(AttentionImpl):  # type: ignore[misc]
+    """Attention layer that runs grouped tokens in the shared-prefix kernel."""
+
+    _is_supported = False
+
+    def prepare(self, builder: Any) -> AttentionFallbackReason | None:
+        """Enable the kernel for this layer, or return the reason why it stays with stock attention.
+
+        Called by the metadata builder of the layer's group, which knows the KV cache.
+        """
+        reason = self.unsupported_reason(builder)
+        self._is_supported = reason is None
+        return reason
+
+    def unsupported_reason(self, builder: Any) -> AttentionFallbackReason | None:
+        raise NotImplementedError
+
+    def _stock_forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+    @FEATURE.guarded(_stock_forward)
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        *scales: torch.Tensor | None,
+        **named_scales: torch.Tensor | None,
+    ) -> Any:
+        stock, step = super().forward, attn_metadata
+        if not (self._is_supported and isinstance(step, GroupedMetadata)):
+            stock(layer, query, key, value, kv_cache, step, output, *scales, **named_scales)
+            return output
+        if step.tail is not None:
+            tokens = slice(step.num_grouped_tokens, attn_metadata.num_actual_tokens)
+            stock(layer, query[tokens], key, value, kv_cache, step.tail, output[tokens])
+        step.attend(query=query, kv_cache=kv_cache, scale=self.scale, out=output)
+        return output

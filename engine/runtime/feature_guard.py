@@ -1,0 +1,120 @@
+"""Error boundaries inside EngineCore and the workers.
+
+This is the only module that catches `Exception` there. An exception that leaves a hook there kills
+the process and every request. So each hook that vLLM calls belongs to a feature and is guarded. Its
+first failure is logged with a traceback and disables the feature for the life of this process; all
+its hooks return their fallbacks from then on. A method that the service calls uses `attempt`, which
+returns the failure as a value.
+
+Failures that cannot be caught, such as signals or exhausted shared memory, must be prevented.
+"""
+
+import functools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+
+
+T = TypeVar("T")
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeatureState:
+    """State of a feature. `reason` is the first of `num_failures` exceptions, or None."""
+
+    on: bool
+    num_failures: int
+    reason: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An exception caught by `attempt`, in one line."""
+
+    message: str
+
+
+class Feature:
+    """An optional function of this process. One object per name; once disabled it stays disabled.
+
+    A guarded hook may fail half-way, so it must not change state that its fallback relies on before
+    it has succeeded.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.state = FeatureState(on=True, num_failures=0, reason=None)
+
+    def guarded(self, fallback: Callable[P, T]) -> Callable[[Callable[P, T]], Callable[P, T]]:
+        """Decorate a hook to call `fallback` with the same arguments if it fails or is disabled."""
+
+        def decorate(hook: Callable[P, T]) -> Callable[P, T]:
+            @functools.wraps(hook)
+            def call(*args: P.args, **kwargs: P.kwargs) -> T:
+                if self.state.on:
+                    try:
+                        return hook(*args, **kwargs)
+                    except Exception as error:
+                        self.disable(error)
+                return fallback(*args, **kwargs)
+
+            return call
+
+        return decorate
+
+    def guarded_with_default(self, default: T) -> Callable[[Callable[P, T]], Callable[P, T]]:
+        """Decorate a hook to return `default` if it fails or is disabled.
+
+        Calls share the `default` object.
+        """
+
+        def decorate(hook: Callable[P, T]) -> Callable[P, T]:
+            def fallback(*args: P.args, **kwargs: P.kwargs) -> T:
+                return default
+
+            return self.guarded(fallback)(hook)
+
+        return decorate
+
+    def disable(self, error: Exception) -> None:
+        """Disable the feature. Only the first failure is logged."""
+        previous, reason = self.state, describe(error)
+        self.state = FeatureState(
+            on=False, num_failures=previous.num_failures + 1, reason=previous.reason or reason
+        )
+        if previous.on:
+            logger.error("%s is off in this process: %s", self.name, reason, exc_info=error)
+
+
+_features: dict[str, Feature] = {}
+
+
+def feature(name: str) -> Feature:
+    """The feature of that name in this process."""
+    return _features.setdefault(name, Feature(name))
+
+
+def features() -> dict[str, FeatureState]:
+    return {name: known.state for name, known in _features.items()}
+
+
+def attempt(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | Failure:
+    """Return the call's result, or its exception as a value.
+
+    Failures are logged; nothing is disabled.
+    """
+    try:
+        return call(*args, **kwargs)
+    except Exception as error:
+        logger.exception("%s failed", getattr(call, "__qualname__", call))
+        return Failure(describe(error))
+
+
+def describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,195 @@
+"""Replacements in vLLM's model runner: verification of drafts, and steps without drafting."""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any, Protocol
+
+import torch
+
+from engine.runtime.feature_guard import Feature, feature
+
+# Separate from the drafting feature: drafting fails on one rank, but all ranks must sample alike.
+FEATURE = feature("verifying drafts")
+
+
+class DraftVerifier:
+    """Replacement for the runner's rejection sampler, which it wraps.
+
+    A draft names a single token per position. Accepting it with the probability that the model
+    assigns to it, and otherwise sampling from the remaining tokens, is equivalent to sampling from
+    the full distribution and comparing. vLLM's rejection sampler does the former, at twice the cost
+    of its sampler, in steps without drafts too. This class does the latter: it calls the sampler
+    once over all positions of the step, so a step without drafts costs the same as in an engine
+    without speculation.
+
+    Where a token's distribution depends on the tokens before it (penalties, bad words,
+    `min_tokens`), it would depend on the drafts. A step that has drafts and a request with such a
+    parameter is left to vLLM's rejection sampler.
+
+    Shape suffixes: b requests; n sampled tokens in all, one after every draft token and one per
+    request; k one more than the longest draft; v vocabulary.
+    """
+
+    def __init__(self, rejection_sampler: Any) -> None:
+        self._sampler: Callable[..., Any] = rejection_sampler.sampler
+        self._vllm_rejection_sampler: Callable[..., Any] = rejection_sampler
+        self._verify = FEATURE.guarded(rejection_sampler)(make_verifier(self._sampler))
+
+    def __call__(
+        self, metadata: Any, draft_probs: None, logits_nv: torch.Tensor, sampling: Any
+    ) -> Any:
+        if metadata.max_spec_len == 0:
+            return self._sampler(logits=logits_nv, sampling_metadata=sampling)
+        if draft_probs is not None or not can_sample_all_positions(sampling, metadata):
+            return self._vllm_rejection_sampler(metadata, draft_probs, logits_nv, sampling)
+        return self._verify(metadata, draft_probs, logits_nv, sampling)
+
+
+def can_sample_all_positions(sampling: Any, metadata: Any) -> bool:
+    """Return whether each token's distribution depends on its logits only."""
+    holder = sampling.thinking_budget_state_holder
+    processors = [
+        *sampling.logitsprocs.argmax_invariant,
+        *sampling.logitsprocs.non_argmax_invariant,
+    ]
+    return (
+        sampling.no_penalties
+        and not sampling.bad_words_token_ids
+        and not sampling.logprob_token_ids
+        and sampling.allowed_token_ids_mask is None
+        and sampling.max_num_logprobs != -1
+        and (holder is None or not holder.has_tracked_requests())
+        # With speculation, `min_tokens` is vLLM's only built-in logits processor.
+        and all(getattr(processor, "min_toks", None) == {} for processor in processors)
+        and not any(metadata.num_draft_tokens[row] for row in sampling.generators)
+    )
+
+
+def make_verifier(sampler: Callable[..., Any]) -> Callable[..., Any]:
+    """A function with the signature and result of vLLM's rejection sampler, based on `sampler`."""
+
+    def verified(metadata: Any, _: None, logits_nv: torch.Tensor, sampling: Any) -> Any:
+        # The sampler may modify its logits, which vLLM's rejection sampler needs if this fails.
+        logits_copy_nv = logits_nv.clone() if logits_nv.dtype == torch.float32 else logits_nv
+        output = sampler(
+            logits=logits_copy_nv, sampling_metadata=expand_sampling_metadata(sampling, metadata)
+        )
+        tokens_n = output.sampled_token_ids.squeeze(1)
+        drafted_n = torch.full_like(tokens_n, -1)
+        drafted_n[metadata.target_logits_indices] = metadata.draft_token_ids
+        indices_bk = _token_indices(metadata, len(tokens_n))
+        matches_bk = (tokens_n == drafted_n)[indices_bk]
+        # A token counts while all drafts before it match; past the end of a row there is no draft.
+        counts_bk = torch.ones_like(matches_bk)
+        counts_bk[:, 1:] = matches_bk.cumprod(1)[:, :-1]
+        logprobs = output.logprobs_tensors
+        if logprobs is not None:
+            logprobs = type(logprobs)(*(each[indices_bk.flatten()] for each in logprobs[:3]))
+        return replace(
+            output,
+            sampled_token_ids=tokens_n[indices_bk].masked_fill(~counts_bk, -1),
+            logprobs_tensors=logprobs,
+        )
+
+    return verified
+
+
+def expand_sampling_metadata(sampling: Any, metadata: Any) -> Any:
+    """Sampling metadata repeated for all tokens of each request.
+
+    Requests with a generator of their own have no drafts, so each generator is drawn from once.
+    """
+    counts_b = torch.tensor(metadata.num_draft_tokens, device=metadata.draft_token_ids.device) + 1
+    rows_n = counts_b.new_tensor(range(len(counts_b))).repeat_interleave(counts_b)
+    ends = list(accumulate(1 + number for number in metadata.num_draft_tokens))
+    per_row = {
+        name: None if (values := getattr(sampling, name)) is None else values[rows_n]
+        for name in ("temperature", "top_p", "top_k")
+    }
+    generators = {ends[row] - 1: generator for row, generator in sampling.generators.items()}
+    return replace(sampling, generators=generators, **per_row)
+
+
+def _token_indices(metadata: Any, num_tokens: int) -> torch.Tensor:
+    """[b, k]: index of each row's tokens among all; arbitrary past a row's end."""
+    ends_b = metadata.cu_num_sampled_tokens
+    starts_b = torch.cat([ends_b.new_zeros(1), ends_b[:-1]])
+    steps_k = torch.arange(metadata.max_spec_len + 1, device=ends_b.device, dtype=ends_b.dtype)
+    return (starts_b[:, None] + steps_k).clamp_(max=num_tokens - 1).long()
+
+
+class StepObserver(Protocol):
+    """Interface of the drafting component that decides before every step whether it drafts."""
+
+    def end(self, ended: Any) -> None:
+        """Handle requests that have finished and are about to be dropped by the runner."""
+
+    def needs_draft_step(self, running: int) -> bool:
+        """Return whether a step with this many rows must end with a call for drafts."""
+
+    def on_skipped_step(self, running: int, seconds: float) -> None:
+        """Record the duration of a step in which drafting was skipped."""
+
+
+class DraftStepSkipper:
+    """Wrapper of one runner's `execute_model` that runs steps without drafting as plain steps.
+
+    With a draft method, vLLM's runner prepares verification in every step, requests drafts at its
+    end and passes them to the scheduler, even if there are none. Together with this project's part
+    that costs 2.5% of a step of 64 rows (25M parameters, one thread). All of it depends on
+    `speculative_config`, which the runner reads in every step (v1/worker/gpu_model_runner.py:2184,
+    2532, 4201, 4384) and which this class owns from then on. The scheduler is not affected: a
+    request without drafts is scheduled like any other.
+    """
+
+    def __init__(
+        self,
+        runner: Any,
+        observer: Callable[[], StepObserver | None],
+        feature: Feature,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`observer` returns None where nothing will ever be drafted."""
+        self._runner = runner
+        self._observer = observer
+        self._clock = clock
+        self._config = runner.speculative_config
+        self._execute_model: Callable[..., Any] = runner.execute_model
+        self._needs_draft_step = feature.guarded(_has_drafts)(self._observe)
+        self._skipped_running, self._began = 0, 0.0
+        runner.execute_model = self.execute_model
+
+    def execute_model(self, step: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run `step`, the scheduler's output. The same config applies when it is sampled."""
+        self._runner.speculative_config = self._config if self._needs_draft_step(step) else None
+        return self._execute_model(step, *args, **kwargs)
+
+    def _observe(self, step: Any) -> bool:
+        observer = self._observer()
+        if observer is None:
+            return _has_drafts(step)
+        observer.end(step.finished_req_ids)
+        running, now = len(step.num_scheduled_tokens), self._clock()
+        if not running:  # an empty step must not use up an evaluation
+            self._skipped_running = 0
+            return True
+        decodes = step.total_num_scheduled_tokens == running and not step.finished_req_ids
+        if decodes and self._skipped_running == running:
+            observer.on_skipped_step(running, now - self._began)
+        needs_draft_step = observer.needs_draft_step(running) or _has_drafts(step)
+        self._skipped_running, self._began = 0 if needs_draft_step or not decodes else running, now
+        return needs_draft_step
+
+
+def can_skip_draft_step(runner: Any) -> bool:
+    """Return whether steps may be run without the draft method.
+
+    The state of recurrent layers is laid out differently in the two kinds of steps.
+    """
+    return runner.device.type == "cpu" and not runner.model_config.is_hybrid
+
+
+def _has_drafts(step: Any) -> bool:
+    return bool(step.scheduled_spec_decode_tokens)

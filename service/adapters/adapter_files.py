@@ -1,0 +1,121 @@
+"""Import of an adapter's two files into a private directory.
+
+Files from a directory are copied, because a trainer may write the next version to the same path. An
+upload is one safetensors file whose metadata contains the adapter config as `adapter_config`.
+"""
+
+import asyncio
+import hashlib
+import shutil
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from pydantic_core import from_json
+
+from engine.weights.validation import ADAPTER_CONFIG_FILE, ADAPTER_TENSORS_FILE
+from service.http.errors import InsufficientStorage, WeightsRefused
+from service.weights.checkpoint_store import CheckpointStore, Upload
+
+MAX_CONFIG_BYTES = 2**20
+
+
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+
+
+COPY_BYTES = 4 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceivedAdapter:
+    """Imported files that are not validated yet. Equal digests mean identical adapters."""
+
+    folder: Path
+    digest: str
+
+
+class AdapterFiles:
+    """Owner of the adapter directories that it creates, until they are discarded."""
+
+    def __init__(self, checkpoints: CheckpointStore, *, max_bytes: int) -> None:
+        self._checkpoints = checkpoints
+        self._max_bytes = max_bytes
+
+    async def from_directory(self, path: str) -> ReceivedAdapter:
+        """Copy an adapter from a directory. Raises PathRefused unless it is an allowed source."""
+        directory = self._checkpoints.resolve_allowed(path)
+        limits = {ADAPTER_CONFIG_FILE: MAX_CONFIG_BYTES, ADAPTER_TENSORS_FILE: self._max_bytes}
+        files = {name: self._checkpoints.resolve_allowed(str(directory / name)) for name in limits}
+        return await self._create(lambda folder: _copy(files, limits, folder))
+
+    async def from_upload(
+        self, chunks: AsyncIterator[bytes], content_digest: str | None
+    ) -> ReceivedAdapter:
+        upload = await self._checkpoints.receive(chunks, content_digest)
+        try:
+            return await self._create(lambda folder: _unpack(upload, folder))
+        finally:
+            self._checkpoints.discard(upload)
+
+    def discard(self, folder: Path) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+
+    async def _create(self, fill: Callable[[Path], str]) -> ReceivedAdapter:
+        folder = self._checkpoints.make_temp_dir(".adapter-")
+        try:
+            digest = await asyncio.to_thread(fill, folder)
+        except OSError as error:
+            self.discard(folder)
+            raise InsufficientStorage() from error
+        except BaseException:
+            self.discard(folder)
+            raise
+        return ReceivedAdapter(folder=folder, digest=digest)
+
+
+def _copy(files: Mapping[str, Path], limits: Mapping[str, int], folder: Path) -> str:
+    """Copy files under their given names, since a symlink's target may be named differently."""
+    sha256 = hashlib.sha256()
+    for name, file in files.items():
+        with (folder / name).open("wb") as target:
+            for chunk in _chunks(name, file, limits[name]):
+                sha256.update(chunk)
+                target.write(chunk)
+    return sha256.hexdigest()
+
+
+def _chunks(name: str, file: Path, limit: int) -> Iterator[bytes]:
+    """Read a file in chunks. The limit is enforced during the read, as the file may grow."""
+    left = limit
+    try:
+        if not file.is_file() or file.stat().st_size > limit:
+            raise WeightsRefused(f"{name} must be a file of at most {limit} bytes")
+        with file.open("rb") as source:
+            while chunk := source.read(min(COPY_BYTES, left + 1)):
+                left -= len(chunk)
+                if left < 0:
+                    raise WeightsRefused(f"{name} must be a file of at most {limit} bytes")
+                yield chunk
+    except OSError as error:
+        raise WeightsRefused(f"{name} cannot be read: {error.strerror}") from error
+
+
+def _unpack(upload: Upload, folder: Path) -> str:
+    with upload.path.open("rb") as file:
+        config = _read_config(file)
+    (folder / ADAPTER_CONFIG_FILE).write_bytes(config)
+    upload.path.rename(folder / ADAPTER_TENSORS_FILE)
+    return upload.sha256
+
+
+def _read_config(file: BinaryIO) -> bytes:
+    length = int.from_bytes(file.read(8), "little")
+    try:
+        header = from_json(file.read(length) if length <= MAX_HEADER_BYTES else b"")
+        config: bytes | None = header["__metadata__"]["adapter_config"].encode()
+    except (ValueError, TypeError, KeyError, AttributeError):
+        config = None
+    if config is None or len(config) > MAX_CONFIG_BYTES:
+        raise WeightsRefused("the metadata of the safetensors file must contain adapter_config")
+    return config
