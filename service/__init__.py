@@ -1,4 +1,4 @@
-"""The HTTP service."""
+"""HTTP service of Coppice, which serves rollouts to RL trainers."""
 
 from importlib.metadata import version
 

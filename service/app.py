@@ -111,9 +111,10 @@ def _app(
 
 @cache
 def _routes(audience: RouteAudience, with_ui: bool) -> Sequence[BaseRoute]:
-    """Routes for an audience, cached because building them dominates the cost of an app.
+    """Routes for an audience: callers, operators or everybody.
 
-    Apps can share them: a route gets its server from the request.
+    Cached, because building them takes most of the time to create an app. Apps can share them: a
+    route gets its server from the request.
     """
     combined = APIRouter(dependencies=[Depends(authorize)])
     for router in (*ROUTERS[audience], *((ui.router,) if with_ui else ())):
@@ -122,9 +123,10 @@ def _routes(audience: RouteAudience, with_ui: bool) -> Sequence[BaseRoute]:
 
 
 def _add_compat(app: FastAPI, server: Server, audience: RouteAudience) -> None:
-    """Install the compat app as the router's fallback for paths that match no native route.
+    """Serve the APIs of other inference servers on paths that match no native route.
 
-    A mount would also take over the 405 responses of native routes.
+    The compat app is the router's default app. A mount would also take over the 405 responses of
+    native routes.
     """
     compat = create_compat_app(server.settings.server.compat, audience)
     compat.state.server = server

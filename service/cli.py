@@ -1,4 +1,4 @@
-"""Command line `coppice`; the only module that loads the engine."""
+"""The command `coppice` and its subcommands; the only service module that loads vLLM."""
 
 import importlib
 import logging
@@ -72,7 +72,7 @@ def run_server(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeComponents:
-    """Replaceable steps of the `serve` command, for tests."""
+    """Functions that the `serve` command calls, one per step; tests can replace them."""
 
     configure_logging: Callable[[LogSettings], None] = configure_logging
     load_engine: Callable[[Settings], Engine] = load_engine
@@ -121,7 +121,10 @@ def main() -> None:
 
 
 def render_graph_plan(settings: Settings) -> str:
-    """Report of the CUDA graphs that `serve` would capture, without a GPU. Raises StartFailed."""
+    """Text report of the CUDA graphs that `serve` would capture; needs no GPU.
+
+    Raises StartFailed.
+    """
     engine, graphs, speculation = settings.engine, settings.graphs, settings.speculation
     model = resolve_model_config(engine.model, engine.revision)
     plan, limits, trace = (

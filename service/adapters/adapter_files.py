@@ -1,4 +1,4 @@
-"""Import of an adapter's two files into a private directory.
+"""Import of the config and tensor files of a LoRA adapter into a private directory.
 
 Files from a directory are copied, because a trainer may write the next version to the same path. An
 upload is one safetensors file whose metadata contains the adapter config as `adapter_config`.
@@ -29,21 +29,21 @@ COPY_BYTES = 4 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceivedAdapter:
-    """Imported files that are not validated yet. Equal digests mean identical adapters."""
+    """Files of a received LoRA adapter, not validated yet; the digest identifies their content."""
 
     folder: Path
     digest: str
 
 
 class AdapterFiles:
-    """Owner of the adapter directories that it creates, until they are discarded."""
+    """Copies received LoRA adapters into private directories, which `discard` deletes."""
 
     def __init__(self, checkpoints: CheckpointStore, *, max_bytes: int) -> None:
         self._checkpoints = checkpoints
         self._max_bytes = max_bytes
 
     async def from_directory(self, path: str) -> ReceivedAdapter:
-        """Copy an adapter from a directory. Raises PathRefused unless it is an allowed source."""
+        """Copy an adapter from a directory; raises PathRefused unless the directory is allowed."""
         directory = self._checkpoints.resolve_allowed(path)
         limits = {ADAPTER_CONFIG_FILE: MAX_CONFIG_BYTES, ADAPTER_TENSORS_FILE: self._max_bytes}
         files = {name: self._checkpoints.resolve_allowed(str(directory / name)) for name in limits}
@@ -75,7 +75,10 @@ class AdapterFiles:
 
 
 def _copy(files: Mapping[str, Path], limits: Mapping[str, int], folder: Path) -> str:
-    """Copy files under their given names, since a symlink's target may be named differently."""
+    """Copy the files of an adapter into `folder`; returns the SHA-256 of their content.
+
+    Each copy gets the name given in `files`, since a symlink's target may be named differently.
+    """
     sha256 = hashlib.sha256()
     for name, file in files.items():
         with (folder / name).open("wb") as target:
@@ -86,7 +89,7 @@ def _copy(files: Mapping[str, Path], limits: Mapping[str, int], folder: Path) ->
 
 
 def _chunks(name: str, file: Path, limit: int) -> Iterator[bytes]:
-    """Read a file in chunks. The limit is enforced during the read, as the file may grow."""
+    """Read a file in chunks. The size limit is checked during the read, as the file may grow."""
     left = limit
     try:
         if not file.is_file() or file.stat().st_size > limit:

@@ -35,7 +35,7 @@ OnLoad = Callable[[AdapterLoadOutcome], None]
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class LoadedAdapter:
-    """One loaded adapter version.
+    """One version of a LoRA adapter that is loaded in the engine.
 
     `folder` is the server's private copy of its files. `num_users` counts the running rollouts and
     scoring requests that use it.
@@ -64,7 +64,7 @@ class LoadedAdapter:
 
 
 class AdapterManager:
-    """Owner of every adapter that the engine holds."""
+    """Loads and unloads LoRA adapters in the engine, and counts the requests that use each."""
 
     def __init__(self, engine: Engine, files: AdapterFiles, *, on_load: OnLoad) -> None:
         self._engine = engine
@@ -72,7 +72,7 @@ class AdapterManager:
         self._on_load = on_load
         self._loaded_by_label: dict[str, LoadedAdapter] = {}
         self._digests: dict[str, str] = {}
-        """Digests by label, including unloaded versions: a label is never reused for others."""
+        """Content digests by label. Kept after unloading, so that no label gets other content."""
         self._current_by_name: dict[str, LoadedAdapter] = {}
         self._change_lock = asyncio.Lock()
         self._last_version_number = 0
@@ -85,7 +85,7 @@ class AdapterManager:
         return list(self._current_by_name.values())
 
     def answer(self) -> AdaptersAnswer:
-        """List of the current and the used adapters; unused replaced versions are omitted."""
+        """Response body that lists adapters: current versions, and replaced ones still in use."""
         info = self._engine.info
         listed = [
             adapter
@@ -104,7 +104,10 @@ class AdapterManager:
     # Use
 
     def resolve(self, reference: str | None) -> str | None:
-        """Label of the current version; there must be no await between this call and `begin`."""
+        """Label (`name@version`) of the current version of an adapter; None for no adapter.
+
+        There must be no await between this call and `begin`.
+        """
         if reference is None:
             return None
         name, separator, version = reference.partition("@")
@@ -149,7 +152,10 @@ class AdapterManager:
     async def receive(
         self, name: str, chunks: AsyncIterator[bytes], digest: str | None
     ) -> ReceivedAdapter:
-        """Receive an upload for `add`. Cancellable if the client disconnects, unlike `add`."""
+        """Receive the uploaded files of an adapter, which `add` loads afterwards.
+
+        Cancellable if the client disconnects, unlike `add`.
+        """
         self._check_supported(name)
         return await self._files.from_upload(chunks, digest)
 
@@ -198,7 +204,7 @@ class AdapterManager:
     def _existing(
         self, name: str, version: str | None, digest: str, replace: bool
     ) -> LoadedAdapter | None:
-        """Current adapter of the name if it is identical, otherwise None.
+        """Current adapter of this name if it has the same files, otherwise None.
 
         Raises VersionConflict if the name or version must not be reassigned.
         """
@@ -213,7 +219,7 @@ class AdapterManager:
         return None
 
     def _check_version_reusable(self, label: str, digest: str) -> None:
-        """Refuse a label that had other content, or whose adapter is current or still in use."""
+        """Refuse to reuse a label that had other content, or is current or still in use."""
         if self._digests[label] != digest:
             raise VersionConflict("the adapter had this version with different content")
         adapter = self._loaded_by_label.get(label)
@@ -260,7 +266,7 @@ class AdapterManager:
         return self._current_by_name.get(adapter.name) is adapter
 
     def _next_unused_version(self, name: str) -> str:
-        """Generated version that the name never had and never gets again."""
+        """Generate a version string that no adapter of this name has ever had."""
         while True:
             self._last_version_number += 1
             version = f"update-{self._last_version_number}"

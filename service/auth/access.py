@@ -1,4 +1,4 @@
-"""Access control of routes by API key and role; a route without a declaration is refused.
+"""Access control of routes by API key and role; routes that declare no access are refused.
 
 A decorator declares the access on the endpoint itself, and a dependency of the whole app enforces
 it. Paths are never inspected: vLLM did, and a crafted Host header bypassed its check
@@ -30,10 +30,10 @@ ANONYMOUS = ApiKey(name="nobody", roles=frozenset())
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """Access that an endpoint declares.
+    """Who may call an endpoint: anyone, any API key, or API keys with a certain role.
 
-    `role`: the role that a key needs; None: any key is accepted. `page`: other sites may link to
-    the endpoint.
+    `public`: no key is needed. `role`: the role that a key needs; None: any key is accepted.
+    `page`: other sites may link to the endpoint.
     """
 
     public: bool = False
@@ -42,22 +42,22 @@ class Access:
 
 
 def public(endpoint: Endpoint) -> Endpoint:
-    """Allow requests without a key."""
+    """Decorator: allow requests to the endpoint without an API key."""
     return _declare(endpoint, Access(public=True))
 
 
 def page(endpoint: Endpoint) -> Endpoint:
-    """Allow requests without a key, and links from pages of other sites."""
+    """Decorator: allow requests without an API key, and links from pages of other sites."""
     return _declare(endpoint, Access(public=True, page=True))
 
 
 def allow_any_key(endpoint: Endpoint) -> Endpoint:
-    """Allow every key, whatever its roles."""
+    """Decorator: allow requests to the endpoint with any API key, whatever its roles."""
     return _declare(endpoint, Access())
 
 
 def requires_role(role: Role) -> Callable[[Endpoint], Endpoint]:
-    """Allow keys that have the role."""
+    """Decorator: allow requests to the endpoint only with an API key that has the role."""
     return lambda endpoint: _declare(endpoint, Access(role=role))
 
 
@@ -67,7 +67,7 @@ def declared_access(endpoint: object) -> Access | None:
 
 
 async def authorize(request: Request) -> ApiKey:
-    """Check the endpoint's access and return the caller's key.
+    """FastAPI dependency: check access to the requested endpoint, return the caller's API key.
 
     Returns `ANONYMOUS` for public endpoints. Raises Unauthorized or Forbidden.
     """
@@ -84,7 +84,7 @@ async def authorize(request: Request) -> ApiKey:
 
 
 Caller = Annotated[ApiKey, Depends(authorize)]
-"""The caller's key, for routes that need its name or roles."""
+"""The caller's API key, for routes that need the name or roles of the caller."""
 
 
 def _declare(endpoint: Endpoint, access: Access) -> Endpoint:
@@ -93,7 +93,7 @@ def _declare(endpoint: Endpoint, access: Access) -> Endpoint:
 
 
 def _check_browser(request: Request, access: Access) -> None:
-    """Refuse cross-site requests and, on a server without keys, unknown host names.
+    """Refuse cross-site requests and, on a server without API keys, unknown names in `Host`.
 
     If keys are required, DNS rebinding gives no access, so `Host` is not checked.
     """
@@ -116,7 +116,7 @@ def _authenticate(request: Request) -> ApiKey:
 
 
 def _authenticate_local(request: Request) -> ApiKey:
-    """The local key, unless the request comes from a web page.
+    """Authenticate a request to a server without API keys; refused if sent by a web page.
 
     A web page in a local browser can reach loopback too; the browser then sends Origin.
     """
@@ -126,7 +126,7 @@ def _authenticate_local(request: Request) -> ApiKey:
 
 
 def key_from_headers(headers: Headers) -> str | None:
-    """The key of a Bearer header, or of a Basic header with the key as its password.
+    """API key in the Authorization header: a Bearer token, or the password of Basic credentials.
 
     None if there is no Authorization header or more than one.
     """
@@ -143,7 +143,7 @@ def key_from_headers(headers: Headers) -> str | None:
 
 
 def _password(credentials: str) -> str | None:
-    """Password of Basic credentials (RFC 7617). The user name is ignored."""
+    """Password in HTTP Basic credentials (RFC 7617). The user name is ignored."""
     try:
         text = base64.b64decode(credentials, validate=True).decode()
     except (binascii.Error, ValueError):

@@ -1,4 +1,4 @@
-"""Audit log of calls to routes with the role admin, allowed or refused.
+"""Audit log of all calls, allowed or refused, to routes that require the role admin.
 
 A record holds the key's name, the client's address, the route and the status. Records go to the
 logger coppice.audit at every log level.
@@ -17,9 +17,10 @@ log = logging.getLogger(LOGGER)
 
 
 def log_admin_call(scope: Scope, status: int) -> None:
-    """Log a call to an admin route, once its response has ended.
+    """Write the audit record of a request if its route requires the role admin.
 
-    The logging context adds the request id and the key's name to every record.
+    Called once the response has ended. The logging context adds the request id and the key's name
+    to every record.
     """
     access = declared_access(scope.get("endpoint"))
     if access is None or access.role != "admin":

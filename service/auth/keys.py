@@ -1,4 +1,4 @@
-"""API keys, their roles, the keys file and the keyring that reloads it.
+"""API keys and their roles, from a keys file that is reloaded when it changes.
 
 The file holds only hashes. A key has 256 random bits, so a plain SHA-256 cannot be inverted by
 guessing. A slow hash protects passwords that people choose; here it would only let unauthenticated
@@ -32,7 +32,7 @@ _Signature = tuple[int, int, int] | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiKey:
-    """The identity of a caller.
+    """The identity of a caller: name and roles of an API key, without its secret.
 
     Rollouts, idempotency keys and limits are bound to the name, not to the secret.
     """
@@ -42,7 +42,7 @@ class ApiKey:
 
 
 class ApiKeyEntry(BaseModel):
-    """One entry of the keys file."""
+    """One API key in the keys file: name, roles and SHA-256 of the secret."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -59,7 +59,7 @@ _ENTRIES = TypeAdapter(tuple[ApiKeyEntry, ...])
 
 
 def generate_key(name: str, roles: Iterable[str]) -> tuple[str, str]:
-    """A new secret, and the lines that add it to the keys file."""
+    """Generate an API key; returns its secret, and the YAML entry for the keys file."""
     secret = _PREFIX + secrets.token_urlsafe(32)
     lines = [{"name": name, "roles": list(roles), "sha256": _sha256(secret)}]
     _parse_entries(lines, "the new key")
@@ -67,7 +67,7 @@ def generate_key(name: str, roles: Iterable[str]) -> tuple[str, str]:
 
 
 def read_keys(file: Path) -> tuple[ApiKeyEntry, ...]:
-    """Read the keys file; raises SettingsError, which never quotes the file's content."""
+    """Read the keys file; raises SettingsError, whose message never quotes the file."""
     entries = _parse_entries(read_yaml(file), str(file))
     if not entries:
         raise SettingsError(f"{file}: contains no key; create one with 'coppice new-key'")
@@ -78,7 +78,7 @@ def read_keys(file: Path) -> tuple[ApiKeyEntry, ...]:
 
 
 def match_key(entries: Sequence[ApiKeyEntry], secret: str) -> ApiKey | None:
-    """The key with this secret; compares all entries in constant time against timing attacks."""
+    """API key with this secret, or None. All entries are compared, each in constant time."""
     digest = _sha256(secret)
     found = None
     for entry in entries:
@@ -109,7 +109,7 @@ LOCAL_KEY = ApiKey(name="local", roles=ROLES)
 
 
 class Keyring:
-    """The accepted keys. Without a file every caller is accepted as `LOCAL_KEY`.
+    """API keys that the server accepts. Without a keys file, every caller is `LOCAL_KEY`.
 
     The file is checked for changes when a key is looked up, at most once per CHECK_SECONDS. It is
     small and local, so it is read on the event loop. If a changed file is invalid, the previous
@@ -134,9 +134,9 @@ class Keyring:
         return match_key(self._entries, secret)
 
     def _reload_if_changed(self, file: Path) -> None:
-        """Read the file again if its signature changed.
+        """Read the keys file again if its modification time, size or inode changed.
 
-        The signature is taken before the read, so that a change during the read is seen by the
+        This signature is taken before the read, so that a change during the read is seen by the
         next check.
         """
         signature = _signature(file)
@@ -152,7 +152,7 @@ class Keyring:
 
 
 def _signature(file: Path) -> _Signature:
-    """Modification time, size and inode of the file; None if it cannot be read.
+    """Modification time, size and inode of a file, to detect changes; None if unreadable.
 
     Symbolic links are followed: Kubernetes updates a mounted secret by changing a link's target.
     """

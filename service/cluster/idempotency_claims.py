@@ -1,4 +1,4 @@
-"""Idempotency-key claims of this replica, and their synchronization with the cluster registry.
+"""Idempotency keys that this replica has claimed, and their updates to the cluster registry.
 
 Releases, and all claims after a registry reset, are sent with the heartbeats. A key can be claimed
 or released again while its previous state is being sent.
@@ -10,9 +10,10 @@ MAX_CLAIMS_PER_HEARTBEAT = 2000
 
 
 class Claims:
-    """Local set of claimed keys with the updates that are still to be sent.
+    """Idempotency keys claimed by this replica, and updates not yet sent to the cluster registry.
 
-    `claim` and `release` send the update of one key. They raise RegistryUnavailable.
+    The callbacks `claim` and `release` send the update of one key to the registry. They raise
+    RegistryUnavailable.
     """
 
     def __init__(
@@ -31,27 +32,33 @@ class Claims:
         self._claimed.add(claim_key)
 
     def discard(self, claim_key: str) -> None:
-        """Remove a key whose claim failed."""
+        """Remove an idempotency key whose claim failed."""
         self._claimed.discard(claim_key)
 
     def release(self, claim_key: str) -> bool:
-        """Release a key; returns whether the release is still to be sent. Idempotent."""
+        """Release an idempotency key; returns whether the registry still has to be informed.
+
+        Idempotent.
+        """
         if claim_key in self._claimed:
             self._claimed.remove(claim_key)
             self._unsynced_releases.add(claim_key)
         return claim_key in self._unsynced_releases
 
     async def sync_release(self, claim_key: str) -> None:
-        """Send a release immediately. The key must not be claimed here meanwhile."""
+        """Send the release of an idempotency key to the cluster registry immediately.
+
+        The key must not be claimed on this replica meanwhile.
+        """
         await self._release(claim_key)
         self._unsynced_releases.discard(claim_key)
 
     def on_registry_reset(self) -> None:
-        """Schedule all claims to be sent again, because the registry may have lost them."""
+        """Schedule all claims to be sent again, because the cluster registry may have lost them."""
         self._unsynced_claims |= self._claimed
 
     async def sync(self) -> bool:
-        """Send pending updates; returns whether none are left.
+        """Send pending claims and releases to the registry; returns whether none are left.
 
         At most `MAX_CLAIMS_PER_HEARTBEAT` of each kind are sent, so that the next heartbeat is not
         delayed.

@@ -85,7 +85,7 @@ class InMemoryRegistry:
         return self._target
 
     async def close(self) -> None:
-        """No resources to release."""
+        """Do nothing, as an in-memory registry holds no resources."""
 
     def _drop_expired(self) -> None:
         now = self._clock()

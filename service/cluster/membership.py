@@ -1,4 +1,4 @@
-"""Cluster membership of this replica: heartbeats, the cached view, id ownership and claims.
+"""Cluster membership of this replica: heartbeats, cached cluster view, idempotency-key claims.
 
 Running rollouts never wait for the registry. The owner of an id is found in the cached view; the
 registry is queried only for a replica that was never seen. The holder of an idempotency key is
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class RedirectToReplica(Exception):
-    """The resource belongs to another replica, whose registered base URL is `url`."""
+    """Raised if a requested resource is on another replica, whose base URL is `url`."""
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
@@ -40,12 +40,12 @@ class RedirectToReplica(Exception):
 
 
 class ClusterMembership:
-    """Owner of this replica's registry entry. Runs on one event loop.
+    """Registers this replica by heartbeats, finds other replicas, and claims idempotency keys.
 
-    `describe` returns the entry for each heartbeat. With `is_standalone` no other replica uses the
-    registry, so that nothing needs to be replicated. `on_failure` is called with the name of each
-    registry operation that failed, `on_unshared_key` for each rollout whose idempotency key could
-    not be claimed in the registry.
+    Runs on one event loop. `describe` returns the registry entry for each heartbeat. With
+    `is_standalone` no other replica uses the registry, so that nothing needs to be replicated.
+    `on_failure` is called with the name of each registry operation that failed, `on_unshared_key`
+    for each rollout whose idempotency key could not be claimed in the registry.
     """
 
     def __init__(
@@ -82,12 +82,12 @@ class ClusterMembership:
 
     @property
     def view(self) -> ClusterView:
-        """Most recent view, which may be stale while the registry is unavailable."""
+        """Most recent view of the cluster; may be stale while the registry is unavailable."""
         return self._view
 
     @property
     def last_view_number(self) -> int:
-        """Number of the last heartbeat that was started; see `ClusterView.view_number`."""
+        """Number of the latest heartbeat that was started, as in `ClusterView.view_number`."""
         return self._num_heartbeats_started
 
     @property
@@ -96,12 +96,12 @@ class ClusterMembership:
 
     @property
     def contact_age_seconds(self) -> float:
-        """Seconds since the last successful heartbeat, or since the start."""
+        """Seconds since the last successful heartbeat, or since the start if there was none."""
         return self._clock() - self._last_contact_at
 
     @property
     def is_settled(self) -> bool:
-        """True once every live replica has had time to send a heartbeat."""
+        """True once every live replica has had time to send a heartbeat to the registry."""
         if self._connected_since is None:
             return False
         alone = self._settings.redis_url is None
@@ -109,7 +109,7 @@ class ClusterMembership:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Run the heartbeat task; remove this replica from the registry on exit.
+        """Context manager that sends heartbeats; removes this replica from the registry on exit.
 
         Does not wait for the first heartbeat.
         """
@@ -127,7 +127,7 @@ class ClusterMembership:
             await self.registry.close()
 
     def request_heartbeat(self) -> None:
-        """Send a heartbeat now, because the entry of this replica has changed."""
+        """Send a heartbeat now, because the registry entry of this replica has changed."""
         self._heartbeat_requested.set()
 
     def start_fast_heartbeats(self) -> None:
@@ -140,7 +140,7 @@ class ClusterMembership:
         self.request_heartbeat()
 
     async def refresh(self) -> ClusterView:
-        """View that is not older than this call; this replica's entry is up to date in it.
+        """Send a heartbeat and return the cluster view, in which this replica is up to date.
 
         Concurrent calls share a heartbeat. Raises RegistryUnavailable.
         """
@@ -155,7 +155,7 @@ class ClusterMembership:
         return self._view
 
     async def check_local(self, replica_id: str) -> None:
-        """Raise unless the id is this replica's.
+        """Raise an exception unless `replica_id` is the id of this replica.
 
         Raises RedirectToReplica for a known replica, otherwise ReplicaGone or ClusterUnavailable.
         """
@@ -175,11 +175,11 @@ class ClusterMembership:
             raise
 
     def release(self, claim_key: str) -> None:
-        """Release a key; the release is sent with the next heartbeat. Idempotent."""
+        """Release an idempotency key; the release is sent with the next heartbeat. Idempotent."""
         self._claims.release(claim_key)
 
     async def release_now(self, claim_key: str) -> None:
-        """Release a key and send the release immediately if the registry is available.
+        """Release an idempotency key, immediately in the registry too if it is available.
 
         A request that is refused here may be retried on another replica at once. The key must not
         be claimed here meanwhile. If this call is cancelled, the next heartbeat sends the release.
@@ -190,7 +190,7 @@ class ClusterMembership:
 
     @contextmanager
     def count_failures(self, operation: str) -> Iterator[None]:
-        """Context manager around every registry call that reports its failure."""
+        """Context manager around a call to the cluster registry; reports a failure of the call."""
         try:
             yield
         except RegistryUnavailable:
@@ -225,9 +225,9 @@ class ClusterMembership:
             await self.registry.release(claim_key, self.own_id)
 
     async def _find_replica(self, replica_id: str) -> None:
-        """Refresh the view to find a replica.
+        """Find a replica by refreshing the cluster view; raises ReplicaGone if it is not there.
 
-        Raises ReplicaGone, or ClusterUnavailable if the view is not settled.
+        Raises ClusterUnavailable instead if the view is not settled.
         """
         with suppress(RegistryUnavailable):
             await self.refresh()
@@ -255,7 +255,7 @@ class ClusterMembership:
             self._on_unavailable("internal error")
 
     def _delay_seconds(self) -> float:
-        """Seconds to the next heartbeat: exponential backoff with jitter after failures."""
+        """Seconds to wait before the next heartbeat, with exponential backoff after failures."""
         delay = self._settings.heartbeat_seconds
         if self._clock() < self._fast_until:
             delay = min(delay, FAST_HEARTBEAT_SECONDS)

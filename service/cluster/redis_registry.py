@@ -122,7 +122,10 @@ class RedisRegistry:
 
 
 class _PasswordFile(CredentialProvider):
-    """Credentials read per connection: Kubernetes updates mounted secrets at run time."""
+    """Redis credentials whose password is read from a file for each connection.
+
+    Kubernetes updates mounted secrets at run time.
+    """
 
     def __init__(self, user: str, file: Path) -> None:
         self._user = user
@@ -154,7 +157,10 @@ def _connection_pool(url: str, settings: ClusterSettings) -> BlockingConnectionP
 
 
 def _parse_entry(kind: TypeAdapter[T], entry: bytes | None) -> T | None:
-    """Parse a JSON entry. Replicas of other releases write to the same keys, so it may fail."""
+    """Parse a JSON entry of the cluster registry; None if there is none or it is invalid.
+
+    Replicas of other releases write to the same Redis keys.
+    """
     if entry is None:
         return None
     try:

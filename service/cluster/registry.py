@@ -1,4 +1,4 @@
-"""Cluster registry: the state that replicas share, behind one interface.
+"""Interface of the cluster registry, which holds the state that replicas share.
 
 It stores the replicas and what each serves, the published weights versions, the activation target,
 and the holders of idempotency keys. Rollouts, handles and checkpoints belong to their replicas.
@@ -23,20 +23,21 @@ _NAME = re.compile(r"^(?P<replica>[0-9a-f]{12})\.[0-9A-Za-z_-]{1,64}$")
 
 
 class RegistryUnavailable(Exception):
-    """The registry did not respond in time; the outcome of the call is unknown."""
+    """The cluster registry did not respond in time; the outcome of the call is unknown."""
 
 
 class ManifestConflict(Exception):
-    """The version is published with other content, or another version has its sequence."""
+    """A weights version is published with other content, or its sequence number is taken."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replica:
-    """Registry entry of one replica. Entries of other releases may lack fields with defaults.
+    """Registry entry of one replica: its URL, state and weights versions.
 
-    `epoch` is that of the last applied activation target. `holds` are the versions whose files
-    other replicas can download from it, `staged` those that it can activate. `failed` is the
-    version that it could not fetch or activate, `error` the reason.
+    Entries written by other releases may lack the fields with defaults. `epoch` is the epoch of the
+    last applied activation target. `holds` are the versions whose files other replicas can download
+    from this one, `staged` the versions that it can activate. `failed` is the version that it could
+    not fetch or activate, `error` the reason.
     """
 
     id: str
@@ -60,7 +61,7 @@ class ManifestFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """Published files of a weights version.
+    """Files of a published weights version, from which other replicas fetch it.
 
     `delta` is the same content as changes relative to the version `base`. `path` is the location of
     the files if they are in a directory that all replicas share.
@@ -76,7 +77,7 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationTarget:
-    """Version that all replicas have to activate. Of two targets the higher epoch wins."""
+    """Weights version that all replicas have to activate; the highest epoch wins."""
 
     epoch: int
     version: str
@@ -86,7 +87,7 @@ class ActivationTarget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterView:
-    """Snapshot of the registry, as returned to a heartbeat.
+    """Snapshot of the cluster registry that a heartbeat returns: replicas, weights, target.
 
     `known` means that this replica was still registered. If it is false, the registry was reset or
     had expired the replica. `view_number` counts this replica's heartbeats in the order in which
@@ -101,7 +102,7 @@ class ClusterView:
 
 
 class ClusterRegistry(Protocol):
-    """Interface of the registry. Calls raise RegistryUnavailable within a bounded time.
+    """Interface of the cluster registry. A call that gets no response raises RegistryUnavailable.
 
     beat: Register or renew the replica for `ttl_seconds` and return the current view.
     leave: Remove the replica. Idempotent.
@@ -134,7 +135,7 @@ class ClusterRegistry(Protocol):
 
 
 def new_replica_id() -> str:
-    """Id of one server process. A restart is a new replica, as no state survives it."""
+    """New id of a replica, i.e. of one server process. A restarted server is a new replica."""
     return secrets.token_hex(6)
 
 
@@ -148,6 +149,6 @@ def new_handle_id(replica_id: str) -> str:
 
 
 def replica_id_of(name: str) -> str | None:
-    """Replica that created the id; None if the id is malformed."""
+    """Id of the replica that created a rollout id or handle id; None if that is malformed."""
     found = _NAME.match(name)
     return None if found is None else found["replica"]
