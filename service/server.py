@@ -1,4 +1,4 @@
-"""Composition of one server: creates its components, and starts and closes them in order."""
+"""Composition of one server: creates its components, starts and closes them in order."""
 
 import asyncio
 import logging
@@ -282,7 +282,7 @@ class Server:
         self.traces.group(rollout.id, answer, group.began_at, group.sample_seconds)
 
     def _count_failed(self, rollout: Rollout) -> None:
-        """Count the groups that failed: they have no answer, callers get a problem document."""
+        """Count in the metrics the groups of a rollout that failed, i.e. that have no answer."""
         self.metrics.rollouts.groups.labels("failed").inc(
             len(rollout.groups) - len(rollout.answers())
         )

@@ -1,4 +1,4 @@
-"""Sub-application for other servers' APIs; receives requests that no native route matches."""
+"""FastAPI app for the APIs of vLLM, SGLang and OpenAI; serves paths without a native route."""
 
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -50,9 +50,9 @@ ROUTERS: dict[CompatApi, Sequence[APIRouter]] = {
 def create_compat_app(
     shapes: Sequence[CompatApi], audience: RouteAudience = "everybody"
 ) -> FastAPI:
-    """Sub-application with the routes of the given APIs.
+    """Create the FastAPI app with the routes of the given APIs (vLLM, SGLang, OpenAI).
 
-    A route that two of them share occurs once. The audience "operators" selects the routes that
+    A route that two of the APIs share occurs once. The audience "operators" selects the routes that
     require the role admin, "callers" the others.
     """
     app = FastAPI(
@@ -70,7 +70,10 @@ def create_compat_app(
 
 @cache
 def _routes(shapes: tuple[CompatApi, ...]) -> Sequence[BaseRoute]:
-    """Routes of the given APIs, shared by all apps: they get their server from the request."""
+    """Routes of the given APIs (vLLM, SGLang, OpenAI), shared by all apps.
+
+    They get their server from the request.
+    """
     selected = [router for shape in shapes for router in ROUTERS[shape]]
     combined = APIRouter(dependencies=[Depends(authorize)])
     for router in {id(router): router for router in selected}.values():
@@ -115,7 +118,7 @@ def _build_openapi(routes: Sequence[BaseRoute]) -> dict[str, Any]:
 
 
 def _drop_fastapi_validation(operations: dict[str, Any]) -> None:
-    """Remove FastAPI's own 422 response from routes with parameters.
+    """Remove from an OpenAPI path the 422 response that FastAPI adds for its own validation.
 
     FastAPI's validation never fails on these routes.
     """

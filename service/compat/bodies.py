@@ -1,4 +1,4 @@
-"""Request bodies of clients written for other servers, with their sampling parameters.
+"""Base models for the request bodies of clients written for vLLM, SGLang or OpenAI.
 
 These clients send more fields than are needed. Unknown fields are ignored and counted. Fields that
 would change the samples are rejected (service/compat/unsupported.py). Fields that would reach into
@@ -42,7 +42,7 @@ Flag = Annotated[bool, BeforeValidator(lambda value: False if value is None else
 
 
 class CompatModel(BaseModel):
-    """Model of a request body that keeps unknown fields for `check_extra_fields`."""
+    """Pydantic model of a request body that keeps unknown fields, for `check_extra_fields`."""
 
     model_config = ConfigDict(extra="allow", frozen=True, protected_namespaces=())
 
@@ -51,11 +51,11 @@ Body = TypeVar("Body", bound=CompatModel)
 
 
 class EmptyBody(CompatModel):
-    """Body whose fields are all ignored."""
+    """Request body of a route that ignores all fields."""
 
 
 class SamplingFields(CompatModel):
-    """Sampling parameters common to all APIs; the name of the token limit differs between them."""
+    """Sampling parameters that have the same names in all APIs, unlike the token limit."""
 
     temperature: Annotated[float, Field(ge=0.0, le=2.0, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] | None = None
@@ -66,7 +66,7 @@ class SamplingFields(CompatModel):
     n: NumSamples = 1
 
     def sampling(self, max_tokens: int | None) -> Sampling:
-        """Native sampling parameters; top_k -1 and 0 both disable top-k."""
+        """Convert to native sampling parameters; `top_k` -1 and 0 both disable top-k."""
         return Sampling(
             max_tokens=max_tokens,
             temperature=1.0 if self.temperature is None else self.temperature,
@@ -78,7 +78,7 @@ class SamplingFields(CompatModel):
 
 
 def request_body(model: type[BaseModel]) -> dict[str, Any]:
-    """Request body declaration for a route's `openapi_extra=`.
+    """OpenAPI declaration of a route's request body, for the route's argument `openapi_extra`.
 
     FastAPI does not know the body models, since the routes parse their bodies themselves.
     """

@@ -1,4 +1,4 @@
-"""Execution of other servers' requests as rollouts.
+"""Execution of requests in the formats of vLLM, SGLang and OpenAI as native rollouts.
 
 A route module defines only its wire format. `CompatRequest` does the rest: it reads the body,
 converts prompts to token ids, starts the rollout and waits for its samples. The prompt token ids in
@@ -62,7 +62,7 @@ _SEED_MASK = 2**62 - 1  # trainers send seeds of 63 bits
 
 
 class CommonRequestFields(CompatModel):
-    """Common fields of OpenAI's and vLLM's requests besides prompt and sampling parameters."""
+    """Request fields that OpenAI's and vLLM's APIs share, except prompt and sampling parameters."""
 
     model: str | None = None
     return_token_ids: Flag = False
@@ -88,7 +88,7 @@ class CommonRequestFields(CompatModel):
 
 
 class DecodedSample(NamedTuple):
-    """A sample with its group and its text."""
+    """A sample of a rollout with its detokenized text and the group that it belongs to."""
 
     group: GroupAnswer
     sample: SampleAnswer
@@ -97,7 +97,10 @@ class DecodedSample(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CompatRequest:
-    """One request of another server's client; a dependency of the route's handler."""
+    """A request in the format of vLLM, SGLang or OpenAI that runs as a rollout.
+
+    A FastAPI dependency of the route's handler.
+    """
 
     request: Request
     server: ReadyServer
@@ -107,7 +110,7 @@ class CompatRequest:
         return await read_compat_body(self.request, model, self.server, limit=limit)
 
     def resolve_adapter(self, model: str | None) -> str | None:
-        """Adapter that a model name denotes; None for the served model itself."""
+        """LoRA adapter that a request's model name denotes; None for the served model itself."""
         info = self.server.engine.info
         if model in (None, info.model, info.model_given):
             return None
@@ -119,7 +122,7 @@ class CompatRequest:
         return model
 
     async def tokenize(self, build_prompts: Callable[[], list[Prompt]]) -> list[list[int]]:
-        """Token ids of the prompts, validated against the limits of a rollout.
+        """Validate the prompts of a request against the limits of a rollout, and tokenize them.
 
         The client's request format does not enforce these limits.
         """
@@ -146,7 +149,7 @@ class CompatRequest:
         return await self.server.rollouts.start(request, owner=self.caller.name, options=options)
 
     async def wait(self, rollout: Rollout) -> RolloutAnswer:
-        """Answer of the rollout; if the client disconnects, the rollout is cancelled."""
+        """Wait for a rollout and return its answer; cancel it if the client disconnects."""
         try:
             await cancel_on_disconnect(self.request, rollout.wait())
         finally:
@@ -154,7 +157,7 @@ class CompatRequest:
         return await rollout.answer()
 
     async def decode(self, answer: RolloutAnswer) -> list[DecodedSample]:
-        """All samples with their texts, in the order of the prompts."""
+        """Detokenize all samples of a rollout, in the order of the prompts."""
         return [
             DecodedSample(group, sample, await self.server.tokenizer.text(sample.token_ids))
             for group in answer.groups
@@ -166,7 +169,7 @@ Compat = Annotated[CompatRequest, Depends()]
 
 
 class RequestIds:
-    """Running rollouts by API key and the request id that the client chose, used to abort them.
+    """Lookup of running rollouts by API key and client-chosen request id, to abort them.
 
     Several rollouts may have the same id.
     """
@@ -207,7 +210,10 @@ def rollout_request(
     weights: WeightsConstraint | None,
     seed: int | None = None,
 ) -> RolloutRequest:
-    """Native request: n samples of each prompt. `seed` has precedence over `fields.seed`."""
+    """Build the native rollout request for n samples of each prompt.
+
+    `seed` has precedence over `fields.seed`.
+    """
     seed = fields.seed if seed is None else seed
     truncated_seed = None if seed is None else seed & _SEED_MASK
     return RolloutRequest(
@@ -223,12 +229,12 @@ def rollout_request(
 
 
 def _checked(token_ids: list[int]) -> Prompt:
-    """Prompt without another validation, which is slow on the event loop."""
+    """Prompt of token ids that are already validated; a second validation would be slow."""
     return Prompt.model_construct({"token_ids"}, token_ids=token_ids)
 
 
 def namespaced_salt(caller: ApiKey, given: str | None) -> str | None:
-    """Cache salt prefixed by the API key's name.
+    """Prefix-cache salt for a request: the client's salt after the name of its API key.
 
     No key can probe the cache of another one by guessing its salt.
     """
@@ -236,7 +242,7 @@ def namespaced_salt(caller: ApiKey, given: str | None) -> str | None:
 
 
 def name_of(server: Server, model: str | None) -> str:
-    """Model name in the answer; the served name if the request names the model's path."""
+    """Model name to put in a response: as requested, but the served name for the model's path."""
     info = server.engine.info
     return info.model if model is None or model == info.model_given else model
 
@@ -251,7 +257,7 @@ def finish_reason(sample: SampleAnswer) -> str:
 
 
 def weight_version_spans(sample: SampleAnswer) -> list[dict[str, Any]]:
-    """Weights version of each range of sampled tokens."""
+    """Ranges of a sample's tokens as JSON, each with the weights version that generated it."""
     return [span.model_dump() for span in sample.versions]
 
 

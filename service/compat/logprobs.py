@@ -1,9 +1,9 @@
-"""Top-k logprobs of response and prompt tokens, as clients of OpenAI and vLLM request them.
+"""Top-k logprobs of response and prompt tokens, in the formats of OpenAI and vLLM.
 
 The number per token is limited by `engine.max_logprobs`. Prompt logprobs are computed once for all
-samples of a prompt, by scoring it: computing them in the samples' requests would keep these from
-sharing the cached prefix. They are computed before the samples, so that a rejection, or a drain
-that begins meanwhile, costs no sample.
+samples of a prompt, by scoring it: requests that compute prompt logprobs could not share the cached
+prefix. They are computed before the samples, so that a rejection, or a drain that begins meanwhile,
+costs no sample.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -23,10 +23,10 @@ from service.server import Server
 
 NumLogprobs = Annotated[int, Field(ge=0, le=1024)]
 MAX_PROMPT_LOGPROBS = 2**20
-"""Limit per response, counting each repetition; a value takes about 50 bytes of JSON."""
+"""Maximum number of prompt logprobs in a response, over all choices; each takes about 50 bytes."""
 PromptLogprobs = list[list[TopLogprobs]] | None
 TokenName = Callable[[int], str]
-"""Name of a token in logprobs: its text, or `token_id:` and its id."""
+"""Returns the name of a token in logprobs: its text, or `token_id:` and its id."""
 
 
 def check(server: Server, **counts: int | None) -> None:
@@ -37,7 +37,7 @@ def check(server: Server, **counts: int | None) -> None:
 
 
 def sample_logprobs(rollout: Rollout, group: int, index: int) -> list[TopLogprobs]:
-    """Top logprobs of a sample's tokens; empty if none were requested."""
+    """Top-k logprobs for each token of a sample; empty if none were requested."""
     return rollout.groups[group].top_logprobs.get(index, [])
 
 
@@ -54,7 +54,7 @@ async def compute_prompt_logprobs(
 
 
 def _check_size(prompts: Sequence[list[int]], count: int, *, n: int) -> None:
-    """Reject a request whose response would be too large.
+    """Reject a request whose prompt logprobs would make the response too large.
 
     Every choice repeats the logprobs of its prompt, so a small request could produce a response of
     gigabytes.
@@ -69,9 +69,10 @@ def _check_size(prompts: Sequence[list[int]], count: int, *, n: int) -> None:
 
 
 def as_chat_logprobs(candidates: TopLogprobs) -> list[dict[str, Any]]:
-    """Top-k logprobs in vLLM's chat format, with or without the sampled token.
+    """Top-k logprobs at one token position, in vLLM's chat format.
 
-    The sampled token is the first candidate, and is left out unless it is one of the top k.
+    The first candidate is the sampled token. It is left out, but occurs again if it is one of the
+    top k.
     """
     return [
         {"token": id_name(r.token_id), "token_id": r.token_id, "logprob": r.logprob}
@@ -80,7 +81,7 @@ def as_chat_logprobs(candidates: TopLogprobs) -> list[dict[str, Any]]:
 
 
 def as_prompt_logprobs(prompts: PromptLogprobs, index: int) -> list[dict[str, Any] | None] | None:
-    """Prompt logprobs in vLLM's format: None for the first token."""
+    """Logprobs of one prompt's tokens in vLLM's format, with None for the first token."""
     if prompts is None:
         return None
     return [
@@ -90,14 +91,17 @@ def as_prompt_logprobs(prompts: PromptLogprobs, index: int) -> list[dict[str, An
 
 
 def id_name(token: int) -> str:
-    """Name with the token id, which is unique, unlike text."""
+    """Name of a token in logprobs by its id (`token_id:42`), which is unique, unlike its text."""
     return f"token_id:{token}"
 
 
 async def token_names(
     tokenizer: Tokenizer, collect: Callable[[], Iterable[int]], *, as_ids: bool
 ) -> TokenName:
-    """Naming function for the tokens that `collect` returns; `collect` is called in a thread."""
+    """Function that returns the name of a token in logprobs: its text, or its id if `as_ids`.
+
+    Supports the tokens that `collect` returns; `collect` is called in a thread.
+    """
     return id_name if as_ids else (await tokenizer.token_texts(collect)).__getitem__
 
 
@@ -112,7 +116,7 @@ def top_token_ids(per_token: Iterable[TopLogprobs]) -> Iterable[int]:
 def chat_logprobs(
     sample: SampleAnswer, per_token: Sequence[TopLogprobs], name: TokenName
 ) -> list[dict[str, Any]]:
-    """Logprobs in OpenAI's chat format, with token ids added."""
+    """Logprobs of a sample's tokens in OpenAI's chat format, with token ids added."""
     others = [candidates[1:] for candidates in per_token] or [[]] * len(sample.token_ids)
     return [
         {
@@ -135,7 +139,7 @@ def completion_logprobs(
     per_token: Sequence[TopLogprobs],
     name: TokenName,
 ) -> dict[str, Any]:
-    """Logprobs in OpenAI's completions format.
+    """Logprobs of a list of tokens in OpenAI's completions format.
 
     Offsets count characters from the first token, as in vLLM.
     """
@@ -151,7 +155,7 @@ def completion_logprobs(
 
 
 def _highest(candidates: TopLogprobs, name: TokenName) -> dict[str, float] | None:
-    """Top logprobs by token name; of several tokens with the same text, the highest logprob."""
+    """Top-k logprobs at one position, by token name; tokens with equal text keep the highest."""
     named: dict[str, float] = {}
     for ranked in candidates:
         text = name(ranked.token_id)

@@ -50,7 +50,7 @@ class ChatMessage(CompatModel):
     task: str | None = None
 
     def to_template_message(self) -> dict[str, Any]:
-        """Message for the chat template.
+        """Convert a chat message to the dict that the chat template renders.
 
         vLLM's renderer reads only `reasoning`, and passes both names to the template.
         """
@@ -96,10 +96,10 @@ ToolChoice = Annotated[Literal["auto", "none"] | None, BeforeValidator(_check_to
 
 
 class ChatBody(SamplingFields, CommonRequestFields, StreamFields):
-    """Body of a chat request.
+    """Request body of POST /v1/chat/completions.
 
-    `logprobs` returns the logprob of each sampled token, and those of the top `top_logprobs` tokens
-    at its position.
+    `logprobs` returns the logprob of each sampled token, and the logprobs of the `top_logprobs`
+    most likely tokens at its position.
     """
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096, fail_fast=True)]
@@ -151,7 +151,7 @@ async def chat(call: Compat) -> Response:
 
 
 def _count_ignored(server: Server, options: dict[str, Any]) -> None:
-    """Count template options that the chat template does not use.
+    """Count in the metrics the `chat_template_kwargs` that the chat template does not use.
 
     They are not rejected: clients send `enable_thinking` to every model, and vLLM also ignores
     options that a template lacks.
@@ -161,7 +161,7 @@ def _count_ignored(server: Server, options: dict[str, Any]) -> None:
 
 
 class ChatResponseBuilder:
-    """Response format of one chat request, as a whole or as a stream."""
+    """Builds the response to one chat request in OpenAI's format, as a whole or as a stream."""
 
     def __init__(
         self,
@@ -218,9 +218,9 @@ class ChatResponseBuilder:
         return stream_response(self._server, rollout, head, chunk, self._body.stream_options)
 
     def _prompt_ids(self) -> dict[str, Any]:
-        """Prompt token ids, returned beside `choices`, in a stream with every choice.
+        """Top-level response field with the prompt token ids; empty if they are not requested.
 
-        vLLM streams them with the first chunk of each choice.
+        In a stream it is sent with every choice; vLLM sends it with the first chunk of each choice.
         """
         return {"prompt_token_ids": self._prompt} if self._body.return_token_ids else {}
 

@@ -46,15 +46,16 @@ from service.server import Server
 router = APIRouter(route_class=OpenAIRoute)
 
 IndexedSamples = Sequence[tuple[int, SampleAnswer]]
-"""Samples with the index of their group."""
+"""Pairs of a group's index and a sample of the group."""
 
 NOTHING_SAMPLED: dict[str, Any] = {"token_ids": [], "logprobs": [], "versions": []}
 
 
 class CompletionBody(SamplingFields, CommonRequestFields, StreamFields):
-    """Body of a completion request; `logprobs` is the number of top logprobs per sampled token.
+    """Request body of POST /v1/completions.
 
-    `echo` returns the prompt before the response, with logprobs; lm-eval uses it.
+    `logprobs` is the number of top-k logprobs per sampled token. `echo` returns the prompt before
+    the response, with logprobs; lm-eval uses it.
     """
 
     prompt: Text | Texts | TokenIds | ListsOfTokenIds
@@ -67,7 +68,7 @@ class CompletionBody(SamplingFields, CommonRequestFields, StreamFields):
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """Number of top logprobs per prompt token; None: the prompts are not scored."""
+        """Number of top-k logprobs per prompt token; None: prompt logprobs are not computed."""
         return self.logprobs if self.echo else self.prompt_logprobs
 
     def check(self) -> None:
@@ -80,7 +81,10 @@ class CompletionBody(SamplingFields, CommonRequestFields, StreamFields):
             raise InvalidRequest.of_parameter("max_tokens", "0 is allowed only with echo")
 
     def _check_echo(self) -> None:
-        """Reject more than one sample: a short request could return its prompt a thousand times."""
+        """Reject parameters that are not supported with `echo`: n > 1, stream, prompt_logprobs.
+
+        With n > 1 a short request could return its prompt a thousand times.
+        """
         if self.n > 1:
             raise InvalidRequest.of_parameter("echo", "not supported with n above 1")
         if self.stream:
@@ -151,7 +155,7 @@ def _tokens(prompt_param: object) -> Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionBuilder:
-    """Inputs of a choice other than its sample."""
+    """Builds the `choices` of a completions response from the samples of its rollout."""
 
     body: CompletionBody
     rollout: Rollout
@@ -163,7 +167,7 @@ class CompletionBuilder:
     async def with_token_names(
         self, server: Server, samples: IndexedSamples
     ) -> "CompletionBuilder":
-        """Copy of the builder with the texts of all tokens and of echoed prompts."""
+        """Copy of this builder with token names for logprobs and with texts of echoed prompts."""
         name, echoed = self.name, None
         if self.body.logprobs is not None:
             as_ids = self.body.return_tokens_as_token_ids
@@ -181,7 +185,7 @@ class CompletionBuilder:
                 yield from logprobs.top_token_ids(self.prompt_scores[group])
 
     def choice(self, group: int, sample: SampleAnswer, text: str) -> dict[str, Any]:
-        """Choice of one sample.
+        """Element of the response's `choices` for one sample.
 
         Its index counts the n samples of each prompt consecutively, in prompt order, as clients
         expect.
@@ -253,7 +257,7 @@ def _stream_response(server: Server, builder: CompletionBuilder) -> Response:
 
 
 async def _prompt_texts(server: Server, given: Any, prompts: Sequence[list[int]]) -> list[str]:
-    """Texts of the prompts: as they were sent, or decoded from the token ids that were sent."""
+    """Texts of the prompts as the client sent them, or decoded from the token ids it sent."""
     if isinstance(given, str):
         return [given]
     if isinstance(given[0], str):

@@ -36,7 +36,7 @@ class OpenAIRoute(APIRoute):
 
 
 def as_openai(responses: Responses) -> Responses:
-    """Response declarations of such a route."""
+    """Response declarations of an `OpenAIRoute`, which never responds with 422."""
     return {status: answer for status, answer in responses.items() if status != UNPROCESSABLE}
 
 

@@ -27,7 +27,7 @@ KEEP_ALIVE = b": samples are still being generated\n\n"
 DONE = b"data: [DONE]\n\n"
 
 Chunk = Callable[[int, SampleAnswer], Awaitable[dict[str, Any]]]
-"""Payload of a sample of the group with this index: `choices` and top-level fields."""
+"""Builds the payload (`choices` and top-level fields) of a sample and its group's index."""
 
 
 class StreamOptions(CompatModel):
@@ -53,14 +53,14 @@ def stream_response(
     chunk: Chunk,
     options: StreamOptions | None,
 ) -> Response:
-    """Event stream of a rollout for its caller; a disconnect cancels the rollout."""
+    """Response that streams a rollout as server-sent events; a disconnect cancels the rollout."""
     stream = _Stream(server, rollout, head, chunk, options or StreamOptions())
     return StreamingResponse(stream.events(), media_type=EVENT_STREAM)
 
 
 @dataclass(frozen=True, slots=True)
 class _Stream:
-    """Event stream of one rollout.
+    """Server-sent events of one rollout, in OpenAI's streaming format.
 
     Each choice is sent as a whole once it has ended, since the engine returns samples and not
     single tokens.
@@ -73,7 +73,7 @@ class _Stream:
     options: StreamOptions
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Encoded events of the stream.
+        """Encoded server-sent events of the stream, with `[DONE]` as the last.
 
         An error is an event as well, since the status is sent before the first event.
         """
@@ -102,7 +102,7 @@ class _Stream:
                     yield _sse_event({**self.head, "choices": [], "usage": total})
 
     def _usage(self, group: int, sample: SampleAnswer) -> dict[str, Any]:
-        """Usage field of a chunk; null, as in OpenAI's chunks, while there is no usage yet."""
+        """Field `usage` of a stream's chunk, if requested; null in chunks without token counts."""
         if not self.options.include_usage:
             return {}
         if not self.options.continuous_usage_stats:
@@ -111,7 +111,7 @@ class _Stream:
         return {"usage": token_counts(len(prompt), len(sample.token_ids))}
 
     def _error(self, problem: Problem) -> bytes:
-        """Error event in the format of vLLM's ErrorResponse."""
+        """Server-sent error event in the format of vLLM's ErrorResponse; counted in the metrics."""
         self.server.metrics.http.problems.labels(problem.code).inc()
         error = {**with_openai_error(problem)["error"], "param": None, "code": problem.status}
         return _sse_event({"error": error})
@@ -122,5 +122,5 @@ def _sse_event(value: object) -> bytes:
 
 
 def unix_time() -> int:
-    """Seconds since 1970, the unit of `created`."""
+    """Current Unix time in seconds, for the response field `created`."""
     return int(time.time())

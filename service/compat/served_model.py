@@ -53,7 +53,7 @@ LOAD_ERRORS = (
 
 
 class LoadBody(CompatModel):
-    """Body of a load request.
+    """Request body of the routes that load a LoRA adapter.
 
     `load_inplace` replaces an adapter of the same name; without it a name in use is rejected.
     """
@@ -108,7 +108,7 @@ async def server_info(request: Request, server: ReadyServer) -> Response:
 )
 @requires_role("admin")
 async def load(request: Request, server: ReadyServer) -> Response:
-    """Load an adapter as vLLM does; the answer is plain text."""
+    """Load a LoRA adapter like vLLM, with a response in plain text."""
     body = await read_compat_body(request, LoadBody, server)
     await _load(server, body, replace=body.load_inplace)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
@@ -133,9 +133,9 @@ async def unload(request: Request, server: ReadyServer) -> Response:
 )
 @requires_role("admin")
 async def load_replacing(request: Request, server: ReadyServer) -> Response:
-    """Load or replace an adapter, for prime-rl and SGLang.
+    """Load or replace a LoRA adapter, for trainers that use prime-rl or SGLang.
 
-    Their trainers use one name for the adapters of all steps.
+    These trainers use one name for the adapters of all steps.
     """
     body = await read_compat_body(request, LoadBody, server)
     adapter = await _load(server, body, replace=True)
@@ -197,7 +197,7 @@ def _vllm_config(info: EngineInfo) -> dict[str, Any]:
 
 
 def _lora_config(info: EngineInfo) -> dict[str, Any] | None:
-    """LoRA configuration; TRL publishes adapters if it is present, and full models otherwise."""
+    """LoRA limits, for clients; TRL publishes adapters if they are present, else full models."""
     if not info.max_adapters:
         return None
     return {"max_lora_rank": info.max_adapter_rank, "max_loras": info.max_adapters}
@@ -220,9 +220,9 @@ def _sglang_config(info: EngineInfo) -> dict[str, Any]:
 
 
 def _single_node(request: Request) -> dict[str, Any]:
-    """Fields that the trainer miles compares with a single-node server that it would launch.
+    """Server information that the RL trainer "miles" compares with a single-node server.
 
-    They include the address.
+    miles expects the values of a server that it would launch itself. They include the address.
     """
     return {
         "host": request.url.hostname,

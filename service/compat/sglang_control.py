@@ -105,7 +105,7 @@ async def update(request: Request, server: ReadyServer, updates: Updates) -> Res
 @router.get("/flush_cache", responses=ADMIN_RESPONSES)
 @requires_role("admin")
 async def flush_cache_by_get(request: Request, server: ReadyServer) -> Response:
-    """Flush the cache by GET, the method that miles, slime and SGLang's own clients use."""
+    """Flush the prefix cache by GET, the method that miles, slime and SGLang's clients use."""
     refuse_browsers(request.headers)
     return await flush_cache(server)
 
@@ -140,7 +140,7 @@ async def model_info(server: ReadyServer) -> Response:
 @router.get("/v1/loads", responses=declare_responses({200: JSON}, *AUTH_ERRORS))
 @allow_any_key
 async def loads(server: AnyServer) -> Response:
-    """Load of the server; slime polls it until there are no running requests."""
+    """Number of running samples in SGLang's format; the trainer slime polls it until it is 0."""
     running = server.rollouts.num_samples_running
     load = {"dp_rank": 0, "num_running_reqs": running, "num_waiting_reqs": 0, "num_reqs": running}
     return json_response({"loads": [load]})

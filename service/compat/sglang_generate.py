@@ -35,14 +35,14 @@ router = APIRouter()
 
 
 class SglangSampling(SamplingFields):
-    """Sampling parameters; as in SGLang, max_new_tokens is 128 by default."""
+    """SGLang's sampling parameters; as in SGLang, max_new_tokens is 128 by default."""
 
     max_new_tokens: MaxTokens | None = 128
     sampling_seed: int | None = None
 
 
 class SglangBody(CompatModel):
-    """Body of a generate request.
+    """Request body of SGLang's POST /generate.
 
     It has one prompt or a list of them, as text or as token ids. `lora_path` is the name of an
     adapter.
@@ -61,7 +61,7 @@ class SglangBody(CompatModel):
 
     @property
     def is_single(self) -> bool:
-        """True if the answer is a single object: one prompt with one sample."""
+        """True if the response is one object and not a list: one prompt with one sample."""
         prompt_param = self.input_ids if self.text is None else self.text
         nested = isinstance(prompt_param, list) and not (
             prompt_param and isinstance(prompt_param[0], int)

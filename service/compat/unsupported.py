@@ -16,7 +16,10 @@ from service.http.responses import AUTH_ERRORS, declare_responses
 
 
 class UnsupportedParam(NamedTuple):
-    """Neutral values of a field, and the alternative to suggest; null is always neutral."""
+    """Unsupported request field: its values without effect, and the alternative to suggest.
+
+    Null never has an effect.
+    """
 
     allowed_values: tuple[object, ...]
     suggestion: str
@@ -146,7 +149,10 @@ UNSUPPORTED: dict[str, UnsupportedParam] = {
 
 
 def check_param(name: str, value: Any) -> bool:
-    """True if the field is in UNSUPPORTED and has a neutral value; raises at any other value."""
+    """Raise InvalidRequest if a request field is unsupported and its value has an effect.
+
+    Returns whether the field is in `UNSUPPORTED`.
+    """
     param = UNSUPPORTED.get(name)
     if param is None:
         return False
@@ -156,7 +162,7 @@ def check_param(name: str, value: Any) -> bool:
 
 
 def _is_neutral(value: Any, param: UnsupportedParam) -> bool:
-    """True if the value, or each element of a list, is neutral.
+    """True if the value of an unsupported request field, or each element of it, has no effect.
 
     SGLang accepts most fields also as a list with one value per prompt.
     """

@@ -19,7 +19,7 @@ ADMIN_RESPONSES = declare_responses({200: JSON}, *ADMIN_ERRORS)
 
 
 class UpdateBody(CompatModel):
-    """Body of a weight update.
+    """Request body of vLLM's POST /update_weights.
 
     prime-rl sends a directory. TRL announces the tensors that it is about to broadcast.
     """
@@ -36,7 +36,7 @@ class FinishBody(CompatModel):
 @router.post("/pause", responses=declare_responses({200: JSON}, *ADMIN_ERRORS, InvalidRequest))
 @requires_role("admin")
 async def pause(request: Request, server: ReadyServer) -> Response:
-    """Pause generation.
+    """Pause generation in vLLM's mode abort, wait or keep.
 
     The parameter `clear_cache` has no effect: a prefix is never reused across weights versions.
     """

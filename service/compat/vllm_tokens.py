@@ -49,7 +49,7 @@ TOKENIZE_RESPONSES = as_openai(
 
 
 class GenerateSampling(SamplingFields):
-    """Sampling parameters.
+    """Sampling parameters of vLLM's POST /inference/v1/generate.
 
     `logprobs` 0 and 1 return the logprobs of the sampled tokens only, larger values also the top-k
     logprobs.
@@ -61,7 +61,7 @@ class GenerateSampling(SamplingFields):
 
     @property
     def num_top_logprobs(self) -> int:
-        """Number of top logprobs; zero for `logprobs` 1.
+        """Number of top-k logprobs to return per sampled token; zero if `logprobs` is 1.
 
         A client that sends 1 reads the sampled token's logprob and requires that there is no other.
         """
@@ -69,7 +69,10 @@ class GenerateSampling(SamplingFields):
 
 
 class GenerateBody(CommonRequestFields):
-    """Body of a generate request; without max_tokens a response may fill the context."""
+    """Request body of vLLM's POST /inference/v1/generate.
+
+    Without max_tokens a response may fill the context.
+    """
 
     token_ids: Annotated[TokenIds, Field(min_length=1, max_length=MAX_TOKENS)]
     sampling_params: GenerateSampling = GenerateSampling()
@@ -78,7 +81,7 @@ class GenerateBody(CommonRequestFields):
 
 
 class TokenizeBody(CompatModel):
-    """Body of a tokenize request: a text in `prompt`, or chat `messages`."""
+    """Request body of POST /tokenize: a text in `prompt`, or chat `messages`."""
 
     model: str | None = None
     prompt: str | None = None
@@ -188,7 +191,7 @@ def _choice(sample: SampleAnswer, with_logprobs: bool, rollout: Rollout) -> dict
 
 
 def _content(sample: SampleAnswer, per_token: Sequence[TopLogprobs]) -> list[dict[str, Any]]:
-    """Logprobs with the token under both names.
+    """Logprobs of a sample, with each token id under the names `token` and `token_id`.
 
     vLLM 0.32 renamed `token` to `token_id`; this supports clients of either version.
     """

@@ -1,7 +1,8 @@
-"""Weight updates by trainers that name a directory and often no version.
+"""Weight updates in vLLM's and SGLang's protocols, which often name no version.
 
-Their protocols consist of a start, updates and a finish, or of an update alone. All of these calls
-are retried after a lost response. A repeated update names the same files and changes nothing.
+The trainer names a directory. The protocols consist of a start, updates and a finish, or of an
+update alone. All of these calls are retried after a lost response. A repeated update names the same
+files and changes nothing.
 """
 
 import asyncio
@@ -33,9 +34,9 @@ UPDATE_RESPONSES = declare_responses(
 
 
 class WeightUpdates:
-    """Weight update protocol; runs on one event loop, with one update at a time.
+    """Stages and activates weights from a trainer's directory, one update at a time.
 
-    A retry waits for the update in progress.
+    Runs on one event loop. A retry waits for the update in progress.
     """
 
     def __init__(self, server: Server) -> None:
@@ -46,13 +47,13 @@ class WeightUpdates:
         self._published: dict[str, tuple[Path, Fingerprint]] = {}
 
     async def start(self) -> None:
-        """Start an update; discards what an unfinished one has staged."""
+        """Start a weight update; discard weights that an unfinished update has staged."""
         async with self._lock:
             self._started = True
             await self._discard_staged()
 
     async def update(self, path: str, label: str | None = None) -> Version:
-        """Stage the weights after a start, otherwise activate them before returning."""
+        """Stage the weights in a directory; without a started update, also activate them."""
         async with self._lock:
             version = await self._stage(path, label)
             if self._started:
@@ -62,7 +63,7 @@ class WeightUpdates:
             return self._server.versions.get(version.label)
 
     async def publish(self, path: str, label: str | None = None) -> Version:
-        """Stage and activate the weights at once, even while an update is started."""
+        """Stage and activate the weights in a directory, even during a started update."""
         async with self._lock:
             await self._activate(await self._stage(path, label))
             return self._server.versions.active
@@ -94,7 +95,7 @@ class WeightUpdates:
         return version
 
     async def _relabel(self, staged: Version, label: str | None) -> Version:
-        """Stage the weights again under the label given at the end of the update.
+        """Stage the weights again under the version label given at the end of the update.
 
         vLLM names a version when it finishes an update, which is after its files were validated.
         """
@@ -112,10 +113,9 @@ class WeightUpdates:
         return answer
 
     async def _delete_overwritten(self, active: Version) -> None:
-        """Delete other versions with the path of the active one.
+        """Delete weights versions whose files the active version has overwritten.
 
-        A trainer that writes every version to the same directory has overwritten them, so that no
-        rollback is possible.
+        A trainer may write every version to the same directory, so that no rollback is possible.
         """
         for version in self._server.versions.all():
             if version.label != active.label and version.path == active.path:
@@ -127,9 +127,9 @@ class WeightUpdates:
             await self._delete_if_staged(staged.label)
 
     async def _delete_if_staged(self, label: str) -> None:
-        """Delete the version unless it is active.
+        """Delete a weights version if it is staged but not active.
 
-        If the directory was not written again, the staged version is the active one.
+        If the trainer did not write the directory again, the staged version is the active one.
         """
         version = self._server.versions.find(label)
         if version is not None and version.state == "staged":
@@ -143,9 +143,9 @@ class WeightUpdates:
 
 
 def _fingerprint(path: Path) -> Fingerprint:
-    """File names, sizes and modification times, which change if a file is rewritten.
+    """Names, sizes and modification times of weight files, to detect that a file is rewritten.
 
-    The content need not change.
+    A rewritten file counts as changed even if its content is the same.
     """
     files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
     try:

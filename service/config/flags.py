@@ -61,7 +61,7 @@ def settings_flags() -> list[Flag]:
 def with_settings_flags(
     command: Callable[[Mapping[str, str], Path | None], None],
 ) -> Callable[..., None]:
-    """A Typer command that calls `command` with the given flags and the settings file."""
+    """Typer command with `--config` and a flag for each setting, which calls `command`."""
     flags = settings_flags()
     config = typer.Option("--config", help="YAML file with settings", metavar="PATH")
     parameters = [

@@ -1,4 +1,4 @@
-"""The settings tree: validated once at the start, immutable, logged with secrets masked.
+"""All settings of the server: validated once at the start, immutable, secrets masked in logs.
 
 service/config/sources.py loads it. No other part of the server reads the environment.
 """
@@ -263,7 +263,7 @@ class TraceSettings(Section):
 
 
 class Settings(Section):
-    """The whole settings tree. Without arguments all fields have their defaults."""
+    """All settings of the server, by section. Without arguments all fields have their defaults."""
 
     server: ServerSettings = ServerSettings()
     engine: EngineSettings = EngineSettings()
@@ -287,7 +287,7 @@ class Settings(Section):
 
 
 def settings_fields() -> Iterator[tuple[str, str, FieldInfo]]:
-    """All fields of the tree, as section, name and field."""
+    """Yields the section, name and pydantic field of every setting."""
     for section, info in Settings.model_fields.items():
         model = info.annotation
         assert isinstance(model, type) and issubclass(model, BaseModel), section

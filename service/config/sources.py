@@ -31,7 +31,10 @@ class SettingsError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A source of settings: its values, and the name of a field in it."""
+    """Settings from flags, environment variables or a file, not validated yet.
+
+    `field_name` returns the name that a setting has in this source, for error messages.
+    """
 
     values: Mapping[str, Any]
     field_name: Callable[[str, str], str]
@@ -57,12 +60,12 @@ def variable_name(section: str, field: str) -> str:
 
 
 def from_flags(flags: Mapping[str, str]) -> Source:
-    """Source of flags, given by dotted path (`engine.block_size`)."""
+    """Settings from command-line flags, given by dotted path (`engine.block_size`)."""
     return Source(values=_nest(flags, "."), field_name=flag_name)
 
 
 def from_environment(environ: Mapping[str, str]) -> Source:
-    """Source of environment variables.
+    """Settings from environment variables named COPPICE_<SECTION>__<FIELD>.
 
     Names without the delimiter are ignored: Kubernetes sets COPPICE_PORT for a Service named
     coppice.
@@ -84,7 +87,7 @@ def from_file(file: Path) -> Source:
 
 
 def merge(sources: Sequence[Source]) -> dict[str, Any]:
-    """Merge sources field by field; the first source that has a field wins."""
+    """Merge settings from several sources; the first source that has a field wins."""
     tree: dict[str, Any] = {}
     for source in reversed(sources):
         for section, values in source.values.items():
@@ -104,7 +107,7 @@ def _nest(values: Mapping[str, str], delimiter: str) -> dict[str, Any]:
 
 
 def read_yaml(file: Path) -> object:
-    """Parse a YAML file. Errors give the line number, never its text: it may hold a secret."""
+    """Parse a YAML file. Errors give the line number, not the text, which may hold a secret."""
     try:
         return yaml.safe_load(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -139,7 +142,7 @@ def load_settings(
 
 
 def _error_line(detail: ErrorDetails, sources: Sequence[Source]) -> str:
-    """Error message in one line. Never includes the value, which may be a secret."""
+    """One-line message for an invalid setting, without the value, which may be a secret."""
     path = [str(part) for part in detail["loc"]]
     text = detail["msg"].removeprefix("Value error, ")
     if detail["type"] == "extra_forbidden":
@@ -155,7 +158,7 @@ def _suggestion(path: Sequence[str]) -> str:
 
 
 def _origin(path: Sequence[str], sources: Sequence[Source]) -> str | None:
-    """Name that the setting has in its source: a flag, a variable or a file.
+    """Flag, environment variable or file that an invalid setting comes from, for its error.
 
     None for a known section as a whole, because several sources may contribute to it.
     """
@@ -172,5 +175,5 @@ def _origin(path: Sequence[str], sources: Sequence[Source]) -> str | None:
 
 
 def _is_sole_source(section: str, source: Source) -> bool:
-    """True if this source alone caused the error of the section."""
+    """True if only this source can have caused an error about a whole settings section."""
     return section not in Settings.model_fields or not isinstance(source.values.get(section), dict)

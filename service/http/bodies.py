@@ -21,17 +21,17 @@ Model = TypeVar("Model", bound=BaseModel)
 
 MAX_FIELD_ERRORS = 1000
 INLINE_BYTES = 64 * 2**10
-"""Largest body that is parsed on the event loop.
+"""Size of the largest request body that is parsed on the event loop, in bytes.
 
 Parsing this many bytes takes about 1 ms; a hand-over to a thread costs about 0.1 ms per request.
 """
 WAITING_BODIES_PER_KEY = 4
 WAITING_BODIES = 8
-"""Bounds of the parser's queue, in bodies of the largest size."""
+"""Limits of the parser's queue, in request bodies of the maximum size."""
 
 
 class Bodies:
-    """Reader and parser of request bodies. Owns the parser's thread; `close` ends it."""
+    """Reads and parses request bodies, large ones in a thread of its own, ended by `close`."""
 
     def __init__(self, limits: LimitsSettings) -> None:
         self._max_bytes = limits.max_body_bytes
@@ -65,7 +65,7 @@ class Bodies:
 
 
 async def read_small_json(request: Request, model: type[Model]) -> Model:
-    """Read and parse a body of a few fields, at most `INLINE_BYTES`."""
+    """Read and parse a small JSON request body, of at most `INLINE_BYTES`."""
     return parse(await read_body(request, limit=INLINE_BYTES), model)
 
 
@@ -77,7 +77,7 @@ async def read_body(request: Request, *, limit: int) -> bytes:
 
 
 def parse(body: bytes, model: type[Model]) -> Model:
-    """Parse a small body in one pydantic call."""
+    """Parse a small JSON request body in one pydantic call."""
     try:
         return model.model_validate_json(body or b"{}")
     except ValidationError as error:
@@ -92,7 +92,7 @@ def parse_in_steps(body: bytes, model: type[Model], limits: JsonLimits) -> Model
 
 
 async def stream_body(request: Request, *, limit: int) -> AsyncIterator[bytes]:
-    """Chunks of the body; raises BodyTooLarge as soon as `limit` is known to be exceeded."""
+    """Yields chunks of a request body; raises BodyTooLarge once `limit` is surely exceeded."""
     content_length = request.headers.get("content-length", "0")
     if content_length.isdecimal() and int(content_length) > limit:
         raise BodyTooLarge(f"the body exceeds the limit of {limit} bytes")
@@ -105,7 +105,7 @@ async def stream_body(request: Request, *, limit: int) -> AsyncIterator[bytes]:
 
 
 def fault(error: ValidationError) -> InvalidJson | InvalidRequest:
-    """The error for the caller: field locations and messages.
+    """Convert a pydantic error to an error response with the locations of invalid fields.
 
     Never includes values, because they may be prompts.
     """
@@ -120,7 +120,7 @@ def fault(error: ValidationError) -> InvalidJson | InvalidRequest:
 
 
 def _field_errors(error: ValidationError) -> list[ErrorDetails]:
-    """Errors by field; an empty list if there are more than `MAX_FIELD_ERRORS`.
+    """Pydantic's errors by field; an empty list if there are more than `MAX_FIELD_ERRORS`.
 
     pydantic lists either all errors or none, at 2 us each.
     """

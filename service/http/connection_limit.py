@@ -13,9 +13,7 @@ MAX_OPEN_FILES = 2**20
 
 
 RESERVED_FILES = 256
-
-
-"""Descriptors for everything except connections: the engine, weights, logs, Redis."""
+"""File descriptors reserved for everything but connections: engine, weights, logs, Redis."""
 
 
 RESERVED_CONNECTIONS = 64
@@ -32,7 +30,7 @@ class Closable(Protocol):
 
 
 class Connections:
-    """The open connections of one port.
+    """Open connections of one port; at the limit, idle connections are closed for new ones.
 
     `limit`: the number of connections that are served. `shed` is called with the outcome for every
     connection that is closed, refused or dropped because of the limit.
@@ -49,7 +47,7 @@ class Connections:
         return len(self._open)
 
     def add(self, connection: Closable) -> bool:
-        """Add a connection; False if it is past the limit."""
+        """Add a connection, closing an idle one if necessary; False if it is past the limit."""
         if self.num_open >= self.limit:
             self._close_longest_waiting()
         self._open.add(connection)
@@ -65,7 +63,7 @@ class Connections:
         return self.num_open <= self.limit + RESERVED_CONNECTIONS
 
     def wait(self, connection: Closable) -> None:
-        """Mark a connection as idle, once its response is complete."""
+        """Mark a connection as idle once its response is complete, so that it may be closed."""
         if connection in self._open:
             self._waiting[connection] = None
 
@@ -85,7 +83,7 @@ class Connections:
 
 
 def connection_limit(max_connections: int) -> int:
-    """Connection limit of each of the two ports.
+    """Maximum number of open connections of each port (for callers and for operators).
 
     At most `max_connections`, and no more than the process's limit of open files allows.
     """

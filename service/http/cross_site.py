@@ -24,7 +24,7 @@ MARKS = ("origin", "referer", "sec-fetch-site", "sec-fetch-mode", "sec-fetch-des
 
 
 class AllowedHosts:
-    """Host names that a server without keys accepts in `Host`.
+    """Host names that a server without API keys accepts in the header `Host`.
 
     IP addresses are always accepted: no name was resolved, so DNS rebinding is impossible.
     """
@@ -36,7 +36,7 @@ class AllowedHosts:
         self._patterns = [name.lower() for name in (*LOOPBACK, *own, *settings.allowed_hosts)]
 
     def check(self, headers: Headers) -> None:
-        """Raise Forbidden if `Host` names a host that is not allowed.
+        """Raise Forbidden if the header `Host` holds a name that is not allowed.
 
         A request without `Host` is accepted: browsers always send it.
         """
@@ -52,7 +52,7 @@ class AllowedHosts:
 
 
 def check_site(headers: Headers, *, page: bool) -> None:
-    """Raise Forbidden for a request that a page of another site caused.
+    """Raise Forbidden if a web page of another site made the browser send the request.
 
     The exception is navigation (following a link) to an endpoint with `page`.
     """

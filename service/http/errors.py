@@ -1,4 +1,4 @@
-"""Errors that are answered with a problem document; one class per entry of `PROBLEMS`."""
+"""Exceptions that become RFC 9457 problem documents; one class per entry of `PROBLEMS`."""
 
 from collections.abc import Mapping
 from typing import ClassVar
@@ -7,7 +7,7 @@ from coppice.wire.problem_catalogue import PROBLEMS, Problem, ProblemKind
 
 
 class ServiceError(Exception):
-    """Base class of errors that are answered with a problem document.
+    """Base class of exceptions that are answered with an RFC 9457 problem document.
 
     `detail` is shown to the caller: it must not hold paths, addresses, tracebacks or prompts.
     """
@@ -34,7 +34,7 @@ class ServiceError(Exception):
         self.retry_after_seconds = retry_after_seconds
 
     def problem(self, request_id: str | None = None) -> Problem:
-        """The problem document.
+        """RFC 9457 problem document that describes this error to the client.
 
         Text that UTF-8 cannot encode is escaped: `detail` may hold a file name with such bytes.
         """
@@ -58,7 +58,7 @@ def _encodable(text: str) -> str:
 class InvalidRequest(ServiceError, code="invalid_request"):
     @classmethod
     def of_parameter(cls, name: str, message: str) -> "InvalidRequest":
-        """The error for a header or URL parameter, with its name as the location."""
+        """Error about a header or URL parameter, whose name is the location of the error."""
         return cls(f"{name}: {message}", errors=[{"location": name, "message": message}])
 
 

@@ -1,4 +1,4 @@
-"""Failed requests: handlers that answer with a problem document, and disconnects of clients."""
+"""Exception handlers, which answer with a problem document, and handling of disconnects."""
 
 import asyncio
 import logging
@@ -65,7 +65,7 @@ def problem_response(
 def error_response(
     scope: Scope, error: ServiceError, headers: Mapping[str, str] = NO_HEADERS
 ) -> Response:
-    """The response to a failed request; also counts the problem in the metrics."""
+    """Build the problem-document response to an exception, and count it in the metrics."""
     scope["app"].state.server.metrics.http.problems.labels(error.kind.code).inc()
     problem = error.problem(scope.get("coppice.request_id"))
     write: ProblemWriter = scope["app"].state.write_problem
@@ -78,9 +78,9 @@ async def _service_error(request: Request, error: Exception) -> Response:
 
 
 async def _framework_error(request: Request, error: Exception) -> Response:
-    """Handler of Starlette's HTTPException.
+    """Answer Starlette's HTTPException with the problem for an unknown path or method.
 
-    Starlette raises it only for unknown paths and methods; the service parses all bodies itself.
+    Starlette raises it only for these; the service parses all bodies itself.
     """
     assert isinstance(error, HTTPException)
     problem_error = {404: NotFound(), 405: MethodNotAllowed()}.get(error.status_code, Internal())
@@ -91,12 +91,12 @@ async def _framework_error(request: Request, error: Exception) -> Response:
 
 
 async def _engine_dead(request: Request, error: Exception) -> Response:
-    """Handler of EngineDead from requests that call the engine directly, such as a pause."""
+    """Answer EngineDead, raised by routes that call the engine directly, such as a pause."""
     return await _service_error(request, EngineGone(retry_after_seconds=ENGINE_RETRY_SECONDS))
 
 
 def _allowed_methods(request: Request) -> str:
-    """Value of `Allow`: the methods of all routes that match the path.
+    """Value of the header `Allow`: the methods of all routes that match the path.
 
     Starlette lists the methods of the first matching route only.
     """
@@ -106,7 +106,7 @@ def _allowed_methods(request: Request) -> str:
 
 
 async def _client_disconnected(request: Request, error: Exception) -> Response:
-    """Handler of a disconnect while the body is read or the request is served.
+    """Handle a client that disconnects while its request is read or served.
 
     Nobody receives the response, but the metrics count it.
     """
@@ -114,7 +114,7 @@ async def _client_disconnected(request: Request, error: Exception) -> Response:
 
 
 async def _unhandled_error(request: Request, error: Exception) -> Response:
-    """Handler of unexpected exceptions.
+    """Log an unexpected exception and answer it with an internal error.
 
     Starlette raises the exception again after the response, and uvicorn closes the connection.
     """
@@ -123,7 +123,7 @@ async def _unhandled_error(request: Request, error: Exception) -> Response:
 
 
 async def _redirect(request: Request, error: Exception) -> Response:
-    """Redirect to the same path and query on the other replica; 307 keeps method and body."""
+    """Redirect a request to the replica that has its resource; 307 keeps method and body."""
     assert isinstance(error, RedirectToReplica)
     query = request.scope["query_string"].decode("latin-1")
     location = error.url.rstrip("/") + quote(request.scope["path"]) + (query and f"?{query}")
@@ -155,7 +155,7 @@ async def _wait_for_disconnect(request: Request) -> None:
 
 
 def to_service_error(failures: BaseExceptionGroup[BaseException]) -> ServiceError:
-    """The error for the first exception of the group.
+    """Convert the first exception of an exception group to the error for the client.
 
     An unexpected exception is logged and reported as Internal, without details.
     """

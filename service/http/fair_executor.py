@@ -16,7 +16,7 @@ RETRY_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueLimits:
-    """Limits of the bytes of queued work, per key and over all keys."""
+    """Maximum queued work of a `FairExecutor` in bytes, per API key and over all keys."""
 
     key_bytes: int
     total_bytes: int
@@ -30,7 +30,7 @@ class _Job:
 
 
 class FairExecutor:
-    """One worker thread with round robin between queues and FIFO within each.
+    """Worker thread with one queue per API key: round robin between queues, FIFO within each.
 
     Used from one event loop. When a caller is cancelled, its queued work is dropped; running work
     is not interrupted, but its result is discarded. Owns its thread; `close` ends it.
@@ -83,7 +83,7 @@ class FairExecutor:
             )
 
     def _start_next(self) -> None:
-        """Start the first job of the next queue, and move that queue to the end."""
+        """Start the first job of the next queue in round-robin order."""
         queue = next(iter(self._queues), None)
         if queue is None:
             return
@@ -109,7 +109,7 @@ class FairExecutor:
             job.done.set_result(finished.result())
 
     def _drop(self, queue: str, job: _Job) -> None:
-        """Remove a job that is still queued; otherwise do nothing."""
+        """Remove a job from its queue; do nothing if the job has been started."""
         jobs = self._queues.get(queue)
         if jobs is None or job not in jobs:
             return

@@ -60,7 +60,7 @@ _CLOSER = {b"[": b"]", b"{": b"}"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JsonLimits:
-    """Limits of a JSON document and sizes of the parser's steps.
+    """Limits on the values in a JSON document, and step sizes of its parser.
 
     `values`: all values of the document. `containers`: the objects and arrays among them, limited
     separately because they take far more memory.
@@ -73,7 +73,7 @@ class JsonLimits:
 
 
 def read_value(body: bytes, limits: JsonLimits) -> Any:
-    """Parse one JSON document.
+    """Parse a JSON document, a large one in bounded steps that release the GIL in between.
 
     Raises InvalidJson if `body` is not one JSON document, BodyTooLarge if it exceeds the limits.
     """
@@ -94,7 +94,7 @@ def _parsed(piece: bytes) -> Any:
 
 
 def _integers(values: list[Any]) -> list[Any]:
-    """The list with whole floats converted to integers, as JSON Schema regards them.
+    """Convert whole-number floats (1.0) in a list to integers, as JSON Schema treats them.
 
     pydantic models accept both, but validation of a list of a million such floats takes 0.3 s, in
     one call.
@@ -106,7 +106,9 @@ def _integers(values: list[Any]) -> list[Any]:
 
 @dataclass(slots=True)
 class _Outline:
-    """Containers (objects and arrays) longer than a piece, with the positions of their cuts.
+    """Where to cut the long containers (arrays and objects) of a JSON document for parsing.
+
+    The text between two cuts is a piece. Only containers longer than `piece_bytes` are cut.
 
     `ends`: start of a container to the position after its end. `cuts`: start of a container to the
     positions of the commas between its elements where it is cut. `nested`: start of a piece to the
@@ -120,7 +122,7 @@ class _Outline:
 
 @dataclass(slots=True)
 class _Open:
-    """A container that is not closed yet.
+    """A JSON array or object whose closing bracket has not been scanned yet.
 
     `closer`: its closing bracket. `gap`: start of the text before the container, after the previous
     bracket or long string. `piece`: start of its current piece.
@@ -133,7 +135,7 @@ class _Open:
 
 
 class _Scan:
-    """First pass: scans a document from bracket to bracket."""
+    """First pass over a JSON document: checks the limits and finds the positions to cut it."""
 
     def __init__(self, body: bytes, limits: JsonLimits) -> None:
         self._body = body
@@ -153,7 +155,7 @@ class _Scan:
         return self._outline
 
     def _step(self, position: int) -> int:
-        """Scan one step; returns the position where the next one starts."""
+        """Scan up to the next bracket, in bounded steps; returns the position to continue at."""
         step = _STEP.match(self._body, position, position + self._limits.step_bytes)
         assert step is not None, "it matches nothing as well"
         text_end, end = step.span(1)[1], step.end()
@@ -180,7 +182,7 @@ class _Scan:
         return self._gap
 
     def _count(self, start: int, end: int) -> None:
-        """Count values: one per comma here, one per container in `_begin`."""
+        """Count the JSON values in a range by its commas; `_begin` adds one per array or object."""
         if self._body.find(b'"', start, end) < 0:
             self._num_values += self._body.count(b",", start, end)
         else:
@@ -191,7 +193,7 @@ class _Scan:
             )
 
     def _separate(self, end: int) -> None:
-        """Add cuts at commas of the innermost open container until its last piece is short enough.
+        """Cut the innermost open array or object at commas, until its last piece is short enough.
 
         An element that is longer than a piece is not cut here.
         """
@@ -247,7 +249,7 @@ class _Scan:
                 self._isolate(closed)
 
     def _isolate(self, closed: _Open) -> None:
-        """Put a long container into a piece of its own.
+        """Cut so that a long array or object is parsed separately from its neighbours.
 
         The piece is cut before the container here. `_separate` cuts it at the next comma, because
         by then it is longer than a piece.
@@ -265,7 +267,7 @@ class _Scan:
 
 
 class _Builder:
-    """Second pass: parses the pieces and joins them to one value.
+    """Second pass over a JSON document: parses the text between cuts and joins the results.
 
     A piece is parsed as elements of an array or as members of an object. Only a malformed document
     can have a cut at a wrong position; its pieces then fail to parse.
@@ -308,7 +310,7 @@ class _Builder:
         return ((before + 1, at) for before, at in pairwise(bounds))
 
     def _some(self, form: bytes, first: int, last: int) -> Any:
-        """Parse a piece; raises InvalidJson if it is empty next to a comma."""
+        """Parse the JSON text between two cuts; raises InvalidJson if it is empty next to a comma."""
         value = _parsed(form % self._body[first:last])
         if not value and b"," in (self._body[first - 1 : first], self._body[last : last + 1]):
             raise InvalidJson()

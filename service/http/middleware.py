@@ -28,7 +28,10 @@ PIECE_BYTES = 256 * 2**10
 
 
 class RequestContextMiddleware:
-    """Outermost middleware except for Starlette's own: request id, metrics, trace and audit log."""
+    """Middleware that gives each request an id, metrics, a trace span and an audit record.
+
+    The outermost middleware except for Starlette's own.
+    """
 
     def __init__(self, app: ASGIApp, *, metrics: Metrics, traces: Tracing) -> None:
         self._app = app
@@ -58,7 +61,7 @@ class RequestContextMiddleware:
 
 
 class _TrackedResponse:
-    """Response of a request: its headers get the request id, and its status is recorded."""
+    """Wraps ASGI `send`: adds the request id to the response headers, records the status."""
 
     def __init__(self, send: Send, request_id: str) -> None:
         self._send = send
@@ -73,7 +76,7 @@ class _TrackedResponse:
 
 
 class LimitsMiddleware:
-    """Middleware that enforces the limits of a request.
+    """Middleware that limits headers, connections and the time to receive a request body.
 
     Runs inside RequestContextMiddleware, so that refused requests have an id and are counted.
     """
@@ -99,7 +102,7 @@ class LimitsMiddleware:
 
 
 def head_bytes(scope: Scope) -> int:
-    """Bytes of the request's target and headers as received, without separators."""
+    """Size in bytes of a request's URL and headers as received, without separators."""
     header_bytes = sum(len(name) + len(value) for name, value in scope["headers"])
     return header_bytes + len(scope.get("raw_path", b"")) + len(scope["query_string"])
 
@@ -118,7 +121,7 @@ class _TimedBody:
         self._deadline: float | None = None
 
     async def receive(self) -> Message:
-        """Receive the next message within the deadline of the current block.
+        """Receive the next ASGI message within the deadline of the body's current block.
 
         After the end of the body the only message is the disconnect, which has no timeout.
         """
@@ -143,10 +146,10 @@ class _TimedBody:
 
 
 def _split_large_bodies(send: Send) -> Send:
-    """Wrap `send` so that large bodies are sent in pieces of `PIECE_BYTES`.
+    """Wrap ASGI `send` so that large response bodies are sent in parts of `PIECE_BYTES`.
 
     A large response is then never in the write buffer as a whole, and the write timeout applies to
-    each piece instead of the whole response.
+    each part instead of the whole response.
     """
 
     async def send_in_pieces(message: Message) -> None:

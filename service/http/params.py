@@ -28,7 +28,7 @@ def label(text: str, parameter: str = "version") -> str:
 
 
 def upload_parameters(query: QueryParams) -> tuple[int | None, str | None]:
-    """The query parameters `sequence` and `base`."""
+    """Query parameters of a weights upload: its sequence number and the label of its base."""
     base = _single_param(query, "base", "sequence")
     return _sequence(_single_param(query, "sequence", "base")), None if base is None else label(
         base
@@ -67,7 +67,7 @@ def expected_version(query: QueryParams) -> str | None:
 
 
 def _single_param(query: QueryParams, name: str, *others: str) -> str | None:
-    """Value of the query parameter `name`.
+    """Value of one query parameter; None if it is absent.
 
     Raises InvalidRequest if `name` is repeated, or for a parameter other than `name` and `others`.
     """
@@ -89,7 +89,10 @@ class ResponseFormat(StrEnum):
 
 
 def negotiate_format(accept: str | None) -> ResponseFormat:
-    """The accepted format: packed before NDJSON before JSON; JSON without `Accept`."""
+    """Format of a rollout's response by `Accept`: packed if accepted, else NDJSON, else JSON.
+
+    JSON without `Accept`.
+    """
     accepted = {part.partition(";")[0].strip().lower() for part in (accept or "*/*").split(",")}
     for response_format in (ResponseFormat.PACKED, ResponseFormat.NDJSON):
         if response_format in accepted:
@@ -100,7 +103,7 @@ def negotiate_format(accept: str | None) -> ResponseFormat:
 
 
 def accepts_file(accept: str | None) -> bool:
-    """True if the file's bytes are accepted; False if `Accept` names JSON."""
+    """True if `Accept` allows sending a file's bytes; False if it asks for JSON instead."""
     accepted = {part.partition(";")[0].strip().lower() for part in (accept or "*/*").split(",")}
     if ResponseFormat.JSON in accepted:
         return False
@@ -110,7 +113,7 @@ def accepts_file(accept: str | None) -> bool:
 
 
 def accepts_html(accept: str | None) -> bool:
-    """True if `Accept` names HTML and not JSON, as browsers send it."""
+    """True if `Accept` names HTML and not JSON, as in requests of browsers."""
     accepted = {part.partition(";")[0].strip().lower() for part in (accept or "").split(",")}
     return "text/html" in accepted and ResponseFormat.JSON not in accepted
 

@@ -1,4 +1,4 @@
-"""Responses: the declarations of routes, and JSON bodies that are encoded in parts.
+"""Response declarations of routes, and JSON responses that are encoded in parts.
 
 The declarations list status codes, media types and errors. Their only use is a test that compares
 them with openapi.yaml in both directions.
@@ -64,7 +64,7 @@ PART_BYTES = 256 * 2**10
 def declare_responses(
     successes: Mapping[int, Collection[str]], *raised: type[ServiceError]
 ) -> Responses:
-    """Value of a route's `responses=`.
+    """Declare the responses of a route, as the value of its argument `responses`.
 
     `successes`: the media types of each success status. `raised`: the errors that the route can
     raise, besides `COMMON_ERRORS`.
@@ -82,13 +82,13 @@ def _content(media_types: Collection[str]) -> dict[str, Any]:
 
 
 def json_response(answer: object, status_code: int = 200) -> Response:
-    """Response with a small JSON document: a model or plain values."""
+    """JSON response from a small pydantic model or from plain values."""
     content = answer.model_dump_json() if isinstance(answer, BaseModel) else to_json(answer)
     return Response(content, status_code, media_type=JSON[0])
 
 
 class PartsResponse(Response):
-    """Response whose body is a list of parts.
+    """Response whose body is a list of byte strings, which are sent one by one.
 
     The parts are never joined: copying hundreds of MiB would block the event loop.
     """
@@ -119,7 +119,7 @@ async def parts_response(
     media_type: str = JSON[0],
     headers: Mapping[str, str] | None = None,
 ) -> Response:
-    """Response whose parts are encoded in a thread: a large one would block the event loop."""
+    """Response with a large body, encoded in a thread because it would block the event loop."""
     parts = await asyncio.to_thread(lambda: list(encode()))
     return PartsResponse(parts, media_type=media_type, headers=headers)
 
@@ -130,13 +130,13 @@ def rollout_parts(answer: RolloutAnswer) -> Iterator[bytes]:
 
 
 def model_parts(answer: BaseModel, name: str) -> Iterator[bytes]:
-    """JSON parts of an answer whose list field `name` is long."""
+    """Encode a model as JSON in parts, its long list field `name` element by element."""
     elements: Sequence[BaseModel] = getattr(answer, name)
     return collected(_filled(answer, name, ([_json(element)] for element in elements)))
 
 
 def value_parts(value: object) -> Iterator[bytes]:
-    """JSON parts of plain values.
+    """Encode plain values (dicts, lists, numbers) as JSON in parts.
 
     A list of objects is encoded element by element, at the top level or as a member of an object.
     """
@@ -144,7 +144,7 @@ def value_parts(value: object) -> Iterator[bytes]:
 
 
 def collected(fragments: Iterable[bytes]) -> Iterator[bytes]:
-    """Fragments joined to parts of at least `PART_BYTES`; the last part may be smaller."""
+    """Join byte fragments to parts of at least `PART_BYTES`; the last part may be smaller."""
     part: list[bytes] = []
     size = 0
     for fragment in fragments:
@@ -167,7 +167,7 @@ def _group(group: GroupAnswer) -> Iterator[bytes]:
 
 
 def _filled(model: BaseModel, name: str, elements: Iterable[Iterable[bytes]]) -> Iterator[bytes]:
-    """Fragments of the model's JSON with `elements` in its list field `name`.
+    """JSON of a model, in fragments, with `elements` as the content of its list field `name`.
 
     Quotes inside strings are escaped, so the search for the empty list finds the field only.
     """

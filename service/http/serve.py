@@ -1,4 +1,4 @@
-"""The app under uvicorn, from the start to the end of the drain.
+"""Serving of the app with uvicorn: listening sockets, signals, and draining at shutdown.
 
 The first signal drains and stops the server, the second stops it at once. The server listens during
 the drain: new requests get a 503 instead of a refused connection, and waiting requests are still
@@ -43,12 +43,13 @@ _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 async def tuned(collect_seconds: float = COLLECT_SECONDS) -> None:
-    """Apply the interpreter settings until cancelled. One task per process.
+    """Set the garbage collector and the GIL switch interval for serving, until cancelled.
+
+    Run one such task per process.
 
     CPython runs a full garbage collection whenever the heap has grown by a quarter. During a
-    rollout of 65,536 samples that causes eight pauses, each longer than the one before, up to
-    0.5 s. Here full collections run at fixed intervals; the young generations are collected as
-    usual.
+    rollout of 65,536 samples that causes eight pauses, each longer than the one before, up to 0.5
+    s. Here full collections run at fixed intervals; the young generations are collected as usual.
     """
     (young, middle, old), switch = gc.get_threshold(), sys.getswitchinterval()
     gc.set_threshold(young, middle, NEVER)
@@ -63,7 +64,7 @@ async def tuned(collect_seconds: float = COLLECT_SECONDS) -> None:
 
 
 class ServerLifecycle(Protocol):
-    """Operations of the server that its runner uses."""
+    """Operations of `Server` that `run_server` uses: health, drain and kill."""
 
     def health(self) -> EngineHealth: ...
 
@@ -115,7 +116,7 @@ class GracefulShutdown:
 
 
 def open_listener(host: str, port: int) -> socket.socket:
-    """Open the listening socket.
+    """Open the listening socket of a host and port.
 
     It listens at once, so that a second server for the same port fails before it loads a model.
     """
@@ -143,7 +144,7 @@ def server_url(listener: socket.socket) -> str:
 
 
 def example_command(url: str) -> str:
-    """A small rollout that works when pasted into a shell."""
+    """Shell command (curl) that requests a small rollout, as an example for users."""
     body = {
         "groups": [{"prompt": {"text": "Compute 12+34.\n"}, "n": 2}],
         "sampling": {"max_tokens": 64},
@@ -183,7 +184,7 @@ def run_server(
 
 
 class OperatorsServer(SignalFreeServer):
-    """uvicorn server of the operators' port; runs as long as the callers' server."""
+    """uvicorn server of the operators' port, which runs as long as the server for callers."""
 
     def __init__(self, config: uvicorn.Config, listener: socket.socket) -> None:
         super().__init__(config)
@@ -232,7 +233,7 @@ async def _serve(
     listener: socket.socket,
     operators: OperatorsServer | None,
 ) -> str | None:
-    """Serve until shutdown.
+    """Serve HTTP until shutdown, with signal handlers and the operators' server.
 
     Returns the reason why the engine did not start; None if it started or was stopped before.
     """
@@ -256,7 +257,7 @@ async def _log_when_ready(
     settings: Settings,
     listener: socket.socket,
 ) -> str | None:
-    """Log once that the engine serves.
+    """Wait until the engine serves, then log that the server is ready.
 
     If the engine dies during the start, stops the server and returns the reason.
     """

@@ -53,9 +53,7 @@ CROWDED_SECONDS = 1.0
 
 
 CHUNK_LINE_BYTES = 32
-
-
-"""Framing bytes that a chunk may have: its size field and two line ends."""
+"""Framing bytes allowed per chunk of a chunked body: its size field and two line ends."""
 
 
 MAX_PIPELINED_REQUESTS = 64
@@ -80,7 +78,7 @@ SendBodyExtension = Callable[[SendBody], Awaitable[None]]
 
 
 class TimeoutProtocol(HttpToolsProtocol):
-    """HTTP protocol with timeouts and size limits.
+    """uvicorn's HTTP protocol of a connection, with timeouts and size limits.
 
     uvicorn instantiates the subclass that `protocol_with_limits` returns, one object per
     connection.
@@ -130,10 +128,9 @@ class TimeoutProtocol(HttpToolsProtocol):
         self._watch_hangup()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Handle a header field.
+        """Handle a header field; drop a trailer field.
 
-        Trailer fields are dropped, because they must not be merged into the headers (RFC 9110,
-        6.5.1).
+        Trailer fields must not be merged into the headers (RFC 9110, 6.5.1).
         """
         if self._is_reading_head:
             super().on_header(name, value)
@@ -193,7 +190,7 @@ class TimeoutProtocol(HttpToolsProtocol):
         self._send_error(MalformedRequest("the request could not be parsed as HTTP/1.1"))
 
     async def _hand_off(self, cycle: RequestResponseCycle, send: SendBody) -> None:
-        """Let `send` write the body directly to the socket, bypassing the transport.
+        """Let `send` write a response body directly to the socket, bypassing the transport.
 
         The transport's write buffer must be empty, and the transport writes nothing meanwhile. If
         the body cannot be sent completely, the connection is aborted, because Content-Length has
@@ -221,7 +218,7 @@ class TimeoutProtocol(HttpToolsProtocol):
             self.send_400_response("")
 
     def _feed(self, data: memoryview) -> memoryview | None:
-        """Feed the parser; returns the bytes that it did not consume, after an Upgrade request.
+        """Feed the HTTP parser; returns the bytes left after a request with Upgrade, else None.
 
         The parser assumes that a request with Upgrade has no body, and would parse its body as the
         next request. Therefore its head is parsed again without the Upgrade header. A server may
@@ -247,7 +244,7 @@ class TimeoutProtocol(HttpToolsProtocol):
         return b"\r\n".join([*lines, b"", b""])
 
     def _check_sizes(self) -> None:
-        """Send an error if the head or the framing of the body is too large.
+        """Send an error if a request's headers, or the chunk framing of its body, are too large.
 
         Framing bytes are the body's bytes without its content, less `CHUNK_LINE_BYTES` per chunk:
         chunk extensions and trailers.
@@ -276,7 +273,7 @@ class TimeoutProtocol(HttpToolsProtocol):
         self._watch_hangup()
 
     def _disconnect_running(self) -> None:
-        """Signal the disconnect to the running request.
+        """Signal the client's disconnect to the app that serves the running request.
 
         uvicorn signals it only to the latest request of the connection.
         """
@@ -301,7 +298,7 @@ class TimeoutProtocol(HttpToolsProtocol):
             self._write_timer = None
 
     def _on_read_timeout(self) -> None:
-        """Answer with a timeout error if a part of the head was received, otherwise abort.
+        """Handle a read timeout: send an error if a part of the headers arrived, otherwise abort.
 
         While reading is paused the timer is restarted.
         """
@@ -321,7 +318,7 @@ class TimeoutProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _is_answering(self) -> bool:
-        """True if a response sent now would be taken for the response to another request."""
+        """True if an error sent now would be taken for a part of another response."""
         if self.cycle is None:
             return False
         if self.pipeline:
@@ -336,9 +333,9 @@ class TimeoutProtocol(HttpToolsProtocol):
 def protocol_with_limits(
     limits: LimitsSettings, pool: Connections | None = None
 ) -> type[TimeoutProtocol]:
-    """Protocol class with these limits.
+    """Create the HTTP protocol class of a port, with its limits and its open connections.
 
-    `pool`: the connections of the port; created here if None.
+    `pool`: the open connections of the port; created here if None.
     """
     pool = pool or Connections(connection_limit(limits.max_connections))
     return type("Bounded", (TimeoutProtocol,), {"limits": limits, "pool": pool})
