@@ -111,7 +111,7 @@ def _app(
 
 @cache
 def _routes(audience: RouteAudience, with_ui: bool) -> Sequence[BaseRoute]:
-    """Routes for an audience: callers, operators or everybody.
+    """HTTP routes for one audience: callers, operators or everybody.
 
     Cached, because building them takes most of the time to create an app. Apps can share them: a
     route gets its server from the request.

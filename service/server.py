@@ -54,7 +54,7 @@ Result = TypeVar("Result")
 
 
 class Server:
-    """One replica: the engine, the service's components and their lifetimes.
+    """One replica of the service: creates its components around the engine, starts and closes them.
 
     Created before the event loop starts; active inside `running`. A `registry` passed in is shared
     with other servers of this process.
@@ -195,7 +195,7 @@ class Server:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Run the server's components until the context exits.
+        """Context manager that starts the server's components, and closes them on exit.
 
         The engine starts in the background, so that the probes are served during the start.
         """

@@ -104,7 +104,7 @@ class AdapterManager:
     # Use
 
     def resolve(self, reference: str | None) -> str | None:
-        """Label (`name@version`) of the current version of an adapter; None for no adapter.
+        """Look up the label (`name@version`) of an adapter's current version; None for no adapter.
 
         There must be no await between this call and `begin`.
         """
@@ -140,7 +140,7 @@ class AdapterManager:
     async def load(
         self, name: str, version: str | None, path: str, *, replace: bool = True
     ) -> tuple[LoadedAdapter, bool]:
-        """Load an adapter from a directory and make it current.
+        """Load an adapter from a directory and make it the current version of its name.
 
         Returns the adapter and whether it is new. Loading the same files again has no effect. With
         `replace` false, different files under an existing name are refused.
@@ -166,7 +166,7 @@ class AdapterManager:
             return await self._add(name, version, received, replace=True)
 
     async def unload(self, name: str) -> None:
-        """Unload an adapter. New rollouts cannot use it; running ones continue."""
+        """Unload an adapter. New rollouts cannot use it; running rollouts continue with it."""
         async with self._change_lock:
             if self._current_by_name.pop(name, None) is None:
                 raise AdapterNotFound(NOT_LOADED)

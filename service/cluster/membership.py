@@ -179,7 +179,7 @@ class ClusterMembership:
         self._claims.release(claim_key)
 
     async def release_now(self, claim_key: str) -> None:
-        """Release an idempotency key, immediately in the registry too if it is available.
+        """Release an idempotency key, and send the release at once if the registry is available.
 
         A request that is refused here may be retried on another replica at once. The key must not
         be claimed here meanwhile. If this call is cancelled, the next heartbeat sends the release.

@@ -87,7 +87,7 @@ class ActivationTarget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterView:
-    """Snapshot of the cluster registry that a heartbeat returns: replicas, weights, target.
+    """Snapshot of the cluster registry, as a heartbeat returns it to a replica.
 
     `known` means that this replica was still registered. If it is false, the registry was reset or
     had expired the replica. `view_number` counts this replica's heartbeats in the order in which

@@ -1,4 +1,4 @@
-"""Settings section `cluster`."""
+"""Settings of the cluster registry: Redis address and credentials, heartbeats, timeouts."""
 
 from pathlib import Path
 from typing import Self

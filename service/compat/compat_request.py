@@ -234,7 +234,7 @@ def _checked(token_ids: list[int]) -> Prompt:
 
 
 def namespaced_salt(caller: ApiKey, given: str | None) -> str | None:
-    """Prefix-cache salt for a request: the client's salt after the name of its API key.
+    """Prefix-cache salt of a request, prefixed with the name of its API key.
 
     No key can probe the cache of another one by guessing its salt.
     """

@@ -177,7 +177,7 @@ def _card(info: EngineInfo, name: str) -> dict[str, Any]:
 
 
 def _vllm_config(info: EngineInfo) -> dict[str, Any]:
-    """Parts of vLLM's configuration that clients read."""
+    """Server information in the form of vLLM's configuration: the fields that clients read."""
     return {
         "model_config": {
             "model": info.model,
@@ -197,7 +197,7 @@ def _vllm_config(info: EngineInfo) -> dict[str, Any]:
 
 
 def _lora_config(info: EngineInfo) -> dict[str, Any] | None:
-    """LoRA limits, for clients; TRL publishes adapters if they are present, else full models."""
+    """LoRA limits in the server information; if None, TRL publishes full models, not adapters."""
     if not info.max_adapters:
         return None
     return {"max_lora_rank": info.max_adapter_rank, "max_loras": info.max_adapters}
@@ -220,9 +220,9 @@ def _sglang_config(info: EngineInfo) -> dict[str, Any]:
 
 
 def _single_node(request: Request) -> dict[str, Any]:
-    """Server information that the RL trainer "miles" compares with a single-node server.
+    """Server information that the RL trainer miles expects from a single-node server.
 
-    miles expects the values of a server that it would launch itself. They include the address.
+    miles compares it with a server that it would launch itself. The fields include the address.
     """
     return {
         "host": request.url.hostname,

@@ -1,4 +1,4 @@
-"""Parameters and routes of other servers that are not supported; errors name the alternative.
+"""Unsupported parameters and routes of vLLM, SGLang and OpenAI; errors name the alternative.
 
 A parameter at its neutral value has no effect and is accepted, since these clients send all of
 their fields. Any other value is rejected, because ignoring it would silently change the training.

@@ -36,7 +36,7 @@ class FinishBody(CompatModel):
 @router.post("/pause", responses=declare_responses({200: JSON}, *ADMIN_ERRORS, InvalidRequest))
 @requires_role("admin")
 async def pause(request: Request, server: ReadyServer) -> Response:
-    """Pause generation in vLLM's mode abort, wait or keep.
+    """Pause generation, in one of vLLM's modes: abort, wait or keep.
 
     The parameter `clear_cache` has no effect: a prefix is never reused across weights versions.
     """

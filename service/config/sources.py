@@ -22,7 +22,7 @@ DELIMITER = "__"
 
 
 class SettingsError(Exception):
-    """Invalid settings; `lines` holds one message per fault."""
+    """Raised for invalid settings; `lines` holds one message per error."""
 
     def __init__(self, *lines: str) -> None:
         super().__init__("\n".join(lines))
@@ -158,7 +158,7 @@ def _suggestion(path: Sequence[str]) -> str:
 
 
 def _origin(path: Sequence[str], sources: Sequence[Source]) -> str | None:
-    """Flag, environment variable or file that an invalid setting comes from, for its error.
+    """Flag, environment variable or file that an invalid setting comes from, for the message.
 
     None for a known section as a whole, because several sources may contribute to it.
     """

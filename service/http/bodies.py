@@ -1,4 +1,4 @@
-"""Reading and parsing of request bodies, with size limits and errors located by field.
+"""Reading and parsing of request bodies, with size limits and errors that name the field.
 
 Small bodies are parsed on the event loop. Larger ones are parsed in a thread, in bounded steps
 (service/http/incremental_json.py), because pydantic holds the GIL for a whole call.
@@ -31,7 +31,7 @@ WAITING_BODIES = 8
 
 
 class Bodies:
-    """Reads and parses request bodies, large ones in a thread of its own, ended by `close`."""
+    """Reads and parses request bodies. Owns a thread for large bodies, which `close` ends."""
 
     def __init__(self, limits: LimitsSettings) -> None:
         self._max_bytes = limits.max_body_bytes
@@ -92,7 +92,10 @@ def parse_in_steps(body: bytes, model: type[Model], limits: JsonLimits) -> Model
 
 
 async def stream_body(request: Request, *, limit: int) -> AsyncIterator[bytes]:
-    """Yields chunks of a request body; raises BodyTooLarge once `limit` is surely exceeded."""
+    """Yields the chunks of a request body; raises BodyTooLarge if the body exceeds `limit`.
+
+    Raises as early as possible: before the first chunk if Content-Length exceeds the limit.
+    """
     content_length = request.headers.get("content-length", "0")
     if content_length.isdecimal() and int(content_length) > limit:
         raise BodyTooLarge(f"the body exceeds the limit of {limit} bytes")

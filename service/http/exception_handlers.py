@@ -132,7 +132,7 @@ async def _redirect(request: Request, error: Exception) -> Response:
 
 
 async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """Result of `work`; if the client disconnects first, cancels it and raises ClientDisconnect.
+    """Await `work`; if the client disconnects first, cancel it and raise ClientDisconnect.
 
     The body must have been read before: the only message after it is the disconnect.
     """

@@ -106,9 +106,10 @@ def _integers(values: list[Any]) -> list[Any]:
 
 @dataclass(slots=True)
 class _Outline:
-    """Where to cut the long containers (arrays and objects) of a JSON document for parsing.
+    """Positions at which the long arrays and objects of a JSON document are cut for parsing.
 
-    The text between two cuts is a piece. Only containers longer than `piece_bytes` are cut.
+    The text between two cuts is a piece. Containers are arrays and objects; only containers longer
+    than a piece are cut.
 
     `ends`: start of a container to the position after its end. `cuts`: start of a container to the
     positions of the commas between its elements where it is cut. `nested`: start of a piece to the
@@ -155,7 +156,7 @@ class _Scan:
         return self._outline
 
     def _step(self, position: int) -> int:
-        """Scan up to the next bracket, in bounded steps; returns the position to continue at."""
+        """Scan the document up to the next bracket at most; returns the position to continue at."""
         step = _STEP.match(self._body, position, position + self._limits.step_bytes)
         assert step is not None, "it matches nothing as well"
         text_end, end = step.span(1)[1], step.end()
@@ -193,7 +194,7 @@ class _Scan:
             )
 
     def _separate(self, end: int) -> None:
-        """Cut the innermost open array or object at commas, until its last piece is short enough.
+        """Cut the innermost open array or object at commas, until the rest is short enough.
 
         An element that is longer than a piece is not cut here.
         """
@@ -310,7 +311,7 @@ class _Builder:
         return ((before + 1, at) for before, at in pairwise(bounds))
 
     def _some(self, form: bytes, first: int, last: int) -> Any:
-        """Parse the JSON text between two cuts; raises InvalidJson if it is empty next to a comma."""
+        """Parse the JSON text between two cuts; raises InvalidJson if it is empty at a comma."""
         value = _parsed(form % self._body[first:last])
         if not value and b"," in (self._body[first - 1 : first], self._body[last : last + 1]):
             raise InvalidJson()

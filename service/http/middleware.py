@@ -76,7 +76,7 @@ class _TrackedResponse:
 
 
 class LimitsMiddleware:
-    """Middleware that limits headers, connections and the time to receive a request body.
+    """Middleware that limits header sizes, connections and the time to receive a body.
 
     Runs inside RequestContextMiddleware, so that refused requests have an id and are counted.
     """
@@ -108,7 +108,7 @@ def head_bytes(scope: Scope) -> int:
 
 
 class _TimedBody:
-    """Request body with a timeout per block of `BLOCK_BYTES`, independent of the chunk sizes.
+    """Request body with a timeout for each `BLOCK_BYTES` received, whatever the chunk sizes.
 
     A timeout per chunk would let a client send single bytes forever.
     """

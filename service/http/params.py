@@ -28,7 +28,7 @@ def label(text: str, parameter: str = "version") -> str:
 
 
 def upload_parameters(query: QueryParams) -> tuple[int | None, str | None]:
-    """Query parameters of a weights upload: its sequence number and the label of its base."""
+    """Query parameters of a weights upload: sequence number, and base version if it is a delta."""
     base = _single_param(query, "base", "sequence")
     return _sequence(_single_param(query, "sequence", "base")), None if base is None else label(
         base

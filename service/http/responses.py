@@ -64,7 +64,7 @@ PART_BYTES = 256 * 2**10
 def declare_responses(
     successes: Mapping[int, Collection[str]], *raised: type[ServiceError]
 ) -> Responses:
-    """Declare the responses of a route, as the value of its argument `responses`.
+    """Declare the responses that a route can return, for the route's argument `responses`.
 
     `successes`: the media types of each success status. `raised`: the errors that the route can
     raise, besides `COMMON_ERRORS`.

@@ -166,7 +166,7 @@ class SignalFreeServer(uvicorn.Server):
 def run_server(
     app: FastAPI, lifecycle: ServerLifecycle, settings: Settings, listener: socket.socket
 ) -> None:
-    """Run the server until it has drained.
+    """Run the HTTP server until a signal has drained and stopped it.
 
     Raises StartFailed if the engine did not start.
     """
@@ -184,7 +184,7 @@ def run_server(
 
 
 class OperatorsServer(SignalFreeServer):
-    """uvicorn server of the operators' port, which runs as long as the server for callers."""
+    """uvicorn server of the separate port for operators; runs as long as the main server."""
 
     def __init__(self, config: uvicorn.Config, listener: socket.socket) -> None:
         super().__init__(config)

@@ -105,7 +105,7 @@ class TimeoutProtocol(HttpToolsProtocol):
         self._start_read_timer()
 
     def close(self) -> None:
-        """Close the idle connection to make room for another one."""
+        """Close this idle connection to make room for a new one at the connection limit."""
         self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
