@@ -10,17 +10,11 @@ from collections.abc import Callable
 from typing import Literal, Protocol
 
 MAX_OPEN_FILES = 2**20
-
-
 RESERVED_FILES = 256
 """File descriptors reserved for everything but connections: engine, weights, logs, Redis."""
 
-
 RESERVED_CONNECTIONS = 64
-
-
 """Connections accepted past the limit, for probes and refusals."""
-
 
 ShedOutcome = Literal["idle_closed", "refused", "dropped"]
 

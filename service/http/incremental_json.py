@@ -19,42 +19,21 @@ from pydantic_core import from_json
 from service.http.errors import BodyTooLarge, InvalidJson
 
 PIECE_BYTES = 64 * 2**10
-
-
 STEP_BYTES = 64 * 2**10
-
-
 MAX_DEPTH = 200
-
-
 """pydantic_core's own depth limit, which would otherwise restart at 0 in every piece."""
-
-
 MAX_MEMBERS = 65_536
-
-
 """Largest number of members of one object.
 
 pydantic reports all unknown members in one call, about 1 us each.
 """
 
-
 # Text up to a bracket, including short strings, then the bracket itself if there is one.
 _STEP = re.compile(rb'((?:[^"\[\]{}]++|"(?:[^"\\]{1,4096}+|\\.){0,64}+")*+)([\[\]{}]?)', re.DOTALL)
-
-
 _LONG_STRING = re.compile(rb'(?:[^"\\]{1,16384}+|\\.){1,64}+', re.DOTALL)
-
-
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
-
-
 _STRING_OR_COMMA = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)|,', re.DOTALL)
-
-
 _WHITESPACE = b" \t\n\r"
-
-
 _CLOSER = {b"[": b"]", b"{": b"}"}
 
 
