@@ -5,8 +5,8 @@ registry is queried only for a replica that was never seen. The holder of an ide
 queried before a rollout starts, with a timeout. If that fails, the rollout starts here and its key
 is registered once the registry is available again.
 
-A replica missing from the view is gone only if the view is settled. After an outage or a reset of
-the registry that takes one full expiry time, in which every live replica sends a heartbeat.
+A replica missing from the view is gone only if the view is settled, i.e. if every live replica has
+had time to send a heartbeat: one full expiry time after an outage or a reset of the registry.
 """
 
 import asyncio
@@ -181,7 +181,7 @@ class ClusterMembership:
     async def release_now(self, claim_key: str) -> None:
         """Release an idempotency key, and send the release at once if the registry is available.
 
-        A request that is refused here may be retried on another replica at once. The key must not
+        A request that this replica refuses may be retried on another one at once. The key must not
         be claimed here meanwhile. If this call is cancelled, the next heartbeat sends the release.
         """
         if self._claims.release(claim_key) and not self.unavailable:

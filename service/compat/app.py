@@ -72,7 +72,7 @@ def create_compat_app(
 def _routes(shapes: tuple[CompatApi, ...]) -> Sequence[BaseRoute]:
     """Routes of the given APIs (vLLM, SGLang, OpenAI), shared by all apps.
 
-    They get their server from the request.
+    Apps can share them, because a route gets its server from the request.
     """
     selected = [router for shape in shapes for router in ROUTERS[shape]]
     combined = APIRouter(dependencies=[Depends(authorize)])

@@ -1,6 +1,6 @@
 """All settings of the server: validated once at the start, immutable, secrets masked in logs.
 
-service/config/sources.py loads it. No other part of the server reads the environment.
+service/config/sources.py loads them. No other part of the server reads the environment.
 """
 
 import ipaddress

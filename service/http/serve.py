@@ -48,8 +48,9 @@ async def tuned(collect_seconds: float = COLLECT_SECONDS) -> None:
     Run one such task per process.
 
     CPython runs a full garbage collection whenever the heap has grown by a quarter. During a
-    rollout of 65,536 samples that causes eight pauses, each longer than the one before, up to 0.5
-    s. Here full collections run at fixed intervals; the young generations are collected as usual.
+    rollout of 65,536 samples that causes eight pauses, each longer than the one before, up to
+    0.5 s. Here full collections run at fixed intervals; the young generations are collected as
+    usual.
     """
     (young, middle, old), switch = gc.get_threshold(), sys.getswitchinterval()
     gc.set_threshold(young, middle, NEVER)
