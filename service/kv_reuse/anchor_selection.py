@@ -1,9 +1,10 @@
-"""Selection of the anchors from which a prompt is predicted, or rejection of the prediction.
+"""Select the anchors (observed prompts) from which to predict a prompt's KV, or reject prediction.
 
-If an anchor has the same text up to and including a section, the section's KV is taken from that
-anchor: it equals the prompt's own. Any other section is predicted from anchors whose text there is
-at least as long. They are shareable if some of them are much nearer than the others, that is, if
-the entropy of their similarity weights is low (KVCOMM, arXiv 2510.12872).
+A prompt is divided into sections (see PromptTemplate). If an anchor has the same text up to and
+including a section, the section's KV is taken from that anchor, because it equals the prompt's own.
+Any other section is predicted from anchors whose same section is at least as long. They are
+shareable, that is, good enough for a prediction, if some of them are much nearer than the others:
+if the entropy of their similarity weights is low (KVCOMM, arXiv 2510.12872).
 """
 
 import asyncio
@@ -23,10 +24,13 @@ from service.kv_reuse.prompt_sections import PromptTemplate
 from service.kv_reuse.span_cache import ITEM_BYTES, SpanCache
 
 MAX_ANCHORS_PER_SECTION = 4
-"""Number of nearest anchors used; each is read once per section predicted from it."""
+"""Maximum number of anchors, the nearest, from which one section of a prompt is predicted.
+
+An anchor is read once per section predicted from it.
+"""
 USED_WEIGHT_SHARE = 0.9
 DistanceMap = Mapping[tuple[int, Anchor], float]
-"""Distances by index of a keyed section and anchor."""
+"""Distances of a prompt's texts to those of anchors, by (index of a keyed section, anchor)."""
 MAX_CACHED_PAIRS = 2**16
 Pair = tuple[ExportSlot, ExportSlot]
 Floats = npt.NDArray[np.float32]
@@ -34,11 +38,11 @@ Floats = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SectionCandidates:
-    """Anchors that can provide one section of the prompt.
+    """Anchors (observed prompts) that can provide the KV of one section of a prompt.
 
-    `exact_match` is an anchor with the same texts up to this section; otherwise `anchors` are the
-    candidates for a prediction. A plain section has the candidates and distances of the
-    preceding keyed one, section `compared_section`.
+    `exact_match` is an anchor with the same texts up to this section. Without one, `anchors` are
+    the candidates for a prediction. A section without cache key has the candidates and distances
+    of the preceding section with one, number `compared_section`.
     """
 
     exact_match: Anchor | None
@@ -48,11 +52,11 @@ class SectionCandidates:
 
 @dataclass(slots=True, kw_only=True)
 class AnchorSelection:
-    """Weights of the anchors for each section.
+    """Anchors that provide each section of a prompt, with their weights in the prediction.
 
     `weights` has one entry per section, empty for exact matches. `exact_tokens` is the length of
-    the prompt's prefix with exact KV. `used` are the exact matches of keyed sections and the
-    anchors with most of the weight of a predicted one, `sources` all anchors that are read.
+    the prompt's prefix with exact KV. `used` are the exact matches of keyed sections, and the
+    anchors with most of the weight of a predicted section. `sources` are all anchors that are read.
     """
 
     weights: list[dict[Anchor, float]] = field(default_factory=list)
@@ -64,9 +68,9 @@ class AnchorSelection:
 def find_candidates(
     template: PromptTemplate, anchors: Sequence[Anchor]
 ) -> list[SectionCandidates] | None:
-    """Candidates of each section; None if a section has too few.
+    """Find the anchors that can provide each section of a prompt; None if a section has too few.
 
-    A plain section after the last keyed one is left out, and prefilled, unless all candidates
+    A section after the last one with a cache key is left out, and prefilled, unless all candidates
     have the same text there.
     """
     found: list[SectionCandidates] = []
@@ -105,7 +109,7 @@ def select_anchors(
     distances: DistanceMap,
     max_entropy: float,
 ) -> AnchorSelection | None:
-    """Weights of the candidates; None if a section is not shareable."""
+    """Select and weight the candidates of each section; None if a section cannot be predicted."""
     selection = AnchorSelection(exact_tokens=_exact_tokens(template, found))
     for section, candidates in zip(template.sections, found, strict=False):
         if candidates.exact_match is not None:
@@ -128,10 +132,10 @@ def select_anchors(
 
 
 def are_shareable(distances: Sequence[float], max_entropy: float) -> bool:
-    """True if the entropy of the similarity weights is low enough for a prediction.
+    """Whether the entropy of anchors' similarity weights is low enough for a prediction.
 
-    There is one distance per distinct text: two anchors with the same text do not discriminate. A
-    single text is shareable only if it equals the prompt's.
+    There is one distance per distinct text, because anchors with the same text do not discriminate.
+    A single text is shareable only if it equals the prompt's.
     """
     if max_entropy in (0.0, 1.0):
         return max_entropy == 1.0  # exact comparison, independent of rounding in the entropy
@@ -141,14 +145,14 @@ def are_shareable(distances: Sequence[float], max_entropy: float) -> bool:
 
 
 def similarity_weights(distances: Sequence[float]) -> list[float]:
-    """Softmax of the negated distances."""
+    """Similarity weights of anchors: softmax of their negated distances."""
     least = min(distances)
     shares = [math.exp(least - distance) for distance in distances]
     return [share / sum(shares) for share in shares]
 
 
 def entropy(weights: Sequence[float]) -> float:
-    """Entropy in bits."""
+    """Shannon entropy of a distribution, in bits."""
     return -sum(weight * math.log2(weight) for weight in weights if weight > 0)
 
 
@@ -169,10 +173,10 @@ def _heaviest(ranked: Sequence[tuple[float, Anchor]]) -> Iterator[Anchor]:
 
 
 def _exact_tokens(template: PromptTemplate, found: Sequence[SectionCandidates]) -> int:
-    """Number of prompt tokens with exact KV.
+    """Length in tokens of the prompt prefix whose loaded KV is exact, not predicted.
 
-    The first section is a prefix whatever it contains; the following ones are exact as long as an
-    anchor has the same texts.
+    The first section is always exact, because nothing precedes it. The following sections are exact
+    as long as an anchor has the same texts.
     """
     exact = 0
     for index, candidates in enumerate(found):
@@ -193,9 +197,10 @@ def _has_same_text(anchor: Anchor, index: int, text_digest: bytes) -> bool:
 
 
 class DistanceCache:
-    """Cache of distances between texts, and the thread that computes them.
+    """Cache of the distances between the KV of texts, which a background thread computes.
 
-    Each pair is compared once: an export name always denotes the same KV. Runs on one event loop.
+    Each pair is compared once, because an export name always denotes the same KV. Runs on one event
+    loop.
     """
 
     def __init__(self, cache: SpanCache) -> None:
@@ -204,7 +209,10 @@ class DistanceCache:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="text-distances")
 
     async def get_distances(self, pairs: Iterable[Pair]) -> dict[Pair, float]:
-        """Distances of the pairs; cancelling it stops the computation after the current pair."""
+        """Look up or compute the distances of pairs of texts.
+
+        Cancellation stops the computation after the current pair.
+        """
         distances: dict[Pair, float] = {}
         unknown = []
         for pair in dict.fromkeys(pairs):
@@ -239,10 +247,10 @@ class DistanceCache:
 
 
 def distance(view: memoryview, kv_format: KvFormat, text: ExportSlot, other: ExportSlot) -> float:
-    """Norm of the difference of the value tensors of two texts that were prefilled alone.
+    """Euclidean distance between the value tensors of two texts that were each prefilled alone.
 
-    It is over all layers, heads, channels and the tokens of `text`. The tensors are read from the
-    span cache's arena, where both must be pinned; one layer at a time is held in float32.
+    Compares all layers, heads and channels, over the tokens of `text`. The tensors are read from
+    the span cache's arena, where both must be pinned. One layer at a time is held in float32.
     """
     total = 0.0
     for layer in range(kv_format.num_layers):
@@ -254,7 +262,7 @@ def distance(view: memoryview, kv_format: KvFormat, text: ExportSlot, other: Exp
 
 
 def _values(view: memoryview, kv_format: KvFormat, slot: ExportSlot, layer: int) -> Floats:
-    """Values of one layer in float32, shape [num_kv_heads, num_tokens, head_dim]."""
+    """Value tensor of one layer of cached KV in float32, [num_kv_heads, num_tokens, head_dim]."""
     dtype = np.dtype("<u2" if kv_format.dtype == "bfloat16" else f"<f{ITEM_BYTES[kv_format.dtype]}")
     shape = (kv_format.num_kv_heads, slot.num_tokens, kv_format.head_dim)
     count = kv_format.num_kv_heads * slot.num_tokens * kv_format.head_dim

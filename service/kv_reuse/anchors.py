@@ -1,10 +1,10 @@
-"""Anchors: prefilled prompts from which others with the same template context are predicted.
+"""Anchors: observed prompts from which the KV of other prompts of the same template is predicted.
 
 The API calls them observations; "anchor" is KVCOMM's word. An anchor consists of the KV of a whole
 prompt, as its prefill has written it, and the KV of each of its keyed spans prefilled alone. It
-belongs to one API key, cache salt, weights epoch and template, and is dropped at the next
-activation. The number of anchors per context is bounded: the least used of the oldest is evicted.
-If the span cache is full, an anchor that nothing uses is evicted.
+belongs to one context, that is one API key, cache salt, weights epoch and template, and is dropped
+at the next activation. The number of anchors per context is bounded: the least used of the oldest
+is evicted. If the span cache is full, an anchor that no request uses is evicted.
 
 Not thread-safe; runs on one event loop.
 """
@@ -33,10 +33,10 @@ class AnchorContext(NamedTuple):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Anchor:
-    """Stored prompt; modified only by the AnchorStore.
+    """Observed prompt with cached KV, from which other prompts are predicted.
 
-    `real` is the KV of the whole prompt. `bases` are the KV of its keyed sections prefilled alone,
-    by section index. All of them are pinned.
+    Modified only by the AnchorStore. `real` is the KV of the whole prompt. `bases` are the KV of
+    its keyed sections, each prefilled alone, by section index. All these cache entries are pinned.
     """
 
     context: AnchorContext
@@ -50,7 +50,7 @@ class Anchor:
 
 
 class AnchorStore:
-    """Registry of anchors; holds a pin on each cache entry of an anchor.
+    """Registry of anchors (observed prompts), which keeps their KV pinned in the span cache.
 
     `num_by_outcome` counts anchors by what became of them.
     """
@@ -69,7 +69,7 @@ class AnchorStore:
         return sum(map(len, self._contexts.values()))
 
     def find(self, scope: Scope, template: PromptTemplate) -> list[Anchor]:
-        """Completely written anchors of the template's context, oldest first."""
+        """Find the completely written anchors of a scope and template, oldest first."""
         self._drop_outdated()
         context = self._context(scope, template)
         for anchor in list(self._contexts.get(context, ())):
@@ -83,7 +83,7 @@ class AnchorStore:
     def begin(
         self, scope: Scope, template: PromptTemplate, bases: Mapping[int, CacheEntry]
     ) -> Anchor | None:
-        """Reserve a new anchor; None if there is no room.
+        """Reserve a new anchor's entry in the span cache; None if there is no room.
 
         The caller prefills the prompt, which writes the anchor, and then calls `end`. The anchor is
         found as soon as it is written.
@@ -106,7 +106,7 @@ class AnchorStore:
     def is_missing(
         self, scope: Scope, template: PromptTemplate, bases: Mapping[int, CacheEntry]
     ) -> bool:
-        """True if no anchor with the same texts exists or is being written.
+        """Whether no anchor with the same texts exists or is being written.
 
         False also if the weights have changed since the spans were looked up.
         """
@@ -119,7 +119,7 @@ class AnchorStore:
             anchor.num_uses += 1
 
     def end(self, anchor: Anchor) -> None:
-        """Complete an anchor whose writing request has left the engine."""
+        """Complete an anchor after the request that writes its KV has left the engine."""
         if self._cache.is_committed(anchor.real):
             self._on_write_end(anchor, is_written=True)
             return
@@ -128,12 +128,12 @@ class AnchorStore:
         task.add_done_callback(self._settle_tasks.discard)
 
     def forget(self, anchors: Sequence[Anchor]) -> None:
-        """Drop anchors that the engine can no longer load."""
+        """Drop anchors whose KV the engine can no longer load."""
         for anchor in anchors:
             self._drop(anchor, "outdated")
 
     def check(self) -> None:
-        """Assert that all anchors are pinned."""
+        """Assert that all anchors are pinned and that no context has too many of them."""
         for anchors in self._contexts.values():
             assert 0 < len(anchors) <= MAX_ANCHORS_PER_CONTEXT
             assert all(cached.pins > 0 for anchor in anchors for cached in anchor.cached())
@@ -160,7 +160,11 @@ class AnchorStore:
         self._cache.unpin(anchor.real, settled=True)
 
     def _evict_idle(self) -> bool:
-        """Evict one unused anchor, of the least recently requested context that has any."""
+        """Make room in the span cache by evicting an anchor that no request uses.
+
+        Drops all outdated anchors if there are any, else one of the least recently requested
+        context that has an unused anchor.
+        """
         if self._drop_outdated():
             return True
         for anchors in self._contexts.values():
@@ -183,7 +187,7 @@ class AnchorStore:
         return bool(outdated)
 
     def _drop(self, anchor: Anchor, outcome: AnchorOutcome) -> None:
-        """Remove an anchor; its bytes are freed once nothing uses them."""
+        """Remove an anchor from the store; its KV is freed once no request uses it."""
         existing = self._contexts.get(anchor.context, [])
         if anchor not in existing:
             return
@@ -199,5 +203,5 @@ class AnchorStore:
 
 
 def least_used_of_oldest(anchors: Sequence[Anchor]) -> Anchor:
-    """Least used of the oldest EVICTION_WINDOW anchors; the oldest in case of a tie."""
+    """Least used of the EVICTION_WINDOW oldest anchors; the oldest in case of a tie."""
     return min(anchors[:EVICTION_WINDOW], key=lambda anchor: anchor.num_uses)

@@ -1,4 +1,4 @@
-"""KV reuse manager: prompts given as spans are reordered, spliced, predicted or unchanged."""
+"""KV reuse for prompts given as spans: reordering, splicing of cached spans, or prediction."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -31,9 +31,9 @@ PromptPlan = SplicePlan | PredictionPlan
 
 
 class KvReuseManager:
-    """Span cache, anchors and span orders of earlier prompts, and the prompt sources that use them.
+    """Manages KV reuse between prompts: cached spans, anchors, and span orders of earlier prompts.
 
-    `cache` opens once the engine serves.
+    Open `cache` once the engine serves.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class KvReuseManager:
     def prompt_source(
         self, request: RolloutRequest, options: GroupOptions
     ) -> tuple[GroupOptions, PromptSource]:
-        """Source of a prompt given as spans, and the options with the prompt in its final order."""
+        """Options of a group with its spans in final order, and the source of its prompt KV."""
         spans = request.groups[options.index].prompt.spans
         assert spans is not None, "the prompt is given as spans"
         reuse, scope = request.kv_reuse or REUSE_OFF, Scope(options.owner, options.cache_salt)
@@ -99,10 +99,10 @@ class KvReuseManager:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class SpanPrompt:
-    """PromptSource of a prompt given as spans; reports its KV reuse.
+    """PromptSource of a prompt given as spans, which also reports how much KV it reused.
 
-    Without a `plan` the samples prefill it, after its spans were sorted by `order` if `is_applied`.
-    With one they load what the plan prepares, or nothing if that fails.
+    Without a `plan` the samples prefill the prompt, with its spans in `order` if `is_applied`. With
+    a plan they load the KV that the plan prepares, or prefill if the preparation fails.
     """
 
     mode: KvReuseMode
@@ -162,7 +162,7 @@ class SpanPrompt:
             self.plan.release(settled=settled)
 
     def _num_anchors(self, plan: PromptPlan, answer: GroupAnswer) -> int:
-        """Number of anchors used: none if the engine no longer knows the KV and has prefilled."""
+        """Number of anchors that predicted a prompt; 0 if the engine prefilled it instead."""
         if plan.is_loaded(answer.num_cached_tokens):
             return plan.num_anchors
         self._reason = "not_loaded"

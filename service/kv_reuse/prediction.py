@@ -1,8 +1,8 @@
-"""Prediction: a prompt whose KV is predicted from anchors, or prefilled and stored as an anchor.
+"""KV reuse by prediction: predict a prompt's KV from anchors, or prefill it and store an anchor.
 
-A predicted prompt is loaded by one engine request per sample, except its last token. A prefilled
-prompt is submitted like any other, so its KV is exact; spans that are not cached yet are prefilled
-alone, concurrently with it.
+The engine request of each sample loads the predicted KV and prefills the rest, at least the last
+token. A prompt that is prefilled instead is submitted like any other, so its KV is exact; spans
+that are not cached yet are prefilled alone, concurrently with it.
 """
 
 import uuid
@@ -30,7 +30,10 @@ from service.kv_reuse.span_lease import ReuseFailed, SpanLease, cancel_on_end
 from service.rollouts.prompt_kv_source import GroupMonitor
 
 MAX_SECTIONS = 128
-"""Maximum number of sections; each is compared with every anchor, each keyed one is prefilled."""
+"""Maximum number of sections of a predicted prompt.
+
+Each section is compared with every anchor, and each keyed section is prefilled alone.
+"""
 
 
 def load_pieces(
@@ -39,7 +42,7 @@ def load_pieces(
     found: Sequence[SectionCandidates],
     selection: AnchorSelection,
 ) -> tuple[LoadPiece, ...]:
-    """Consecutive pieces from the first token on."""
+    """KV pieces that the engine loads for a predicted prompt, consecutive from token 0 on."""
     return tuple(
         _piece(template.sections[index], index, candidates, bases, selection.weights[index])
         for index, candidates in enumerate(found)
@@ -69,7 +72,7 @@ def _piece(
 def _from_anchor(
     section: TemplateSection, anchor: Anchor, index: int, observations: Sequence[ObservedKv] = ()
 ) -> LoadPiece:
-    """Piece from an anchor's prompt KV."""
+    """LoadPiece that takes a section of a prompt from the prompt KV of an anchor."""
     there = anchor.template.sections[index]
     return LoadPiece(
         source=anchor.real.slot,
@@ -84,7 +87,7 @@ def _from_anchor(
 def _from_base(
     section: TemplateSection, base: CacheEntry, observations: Sequence[ObservedKv] = ()
 ) -> LoadPiece:
-    """Piece from a section's KV that was prefilled alone."""
+    """LoadPiece that takes a section of a prompt from the section's KV prefilled alone."""
     return LoadPiece(
         source=base.slot,
         token_offset=0,
@@ -115,7 +118,7 @@ def _observed(
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class PredictionPlan:
-    """Plan of a prompt for `num_samples` samples that is predicted from anchors."""
+    """Plan to predict a prompt's KV from anchors (observed prompts), for `num_samples` samples."""
 
     lease: SpanLease
     anchors: AnchorStore
@@ -162,15 +165,15 @@ class PredictionPlan:
         await self.lease.on_completed(self._entry_by_request.pop(request.id), request, done)
 
     def is_approximate(self, num_cached: int) -> bool:
-        """True if a sample with `num_cached` cached tokens has used predicted KV."""
+        """Whether a sample with `num_cached` cached tokens has used predicted KV."""
         return num_cached > self._exact_tokens
 
     def is_loaded(self, num_cached: int) -> bool:
-        """True if a sample with `num_cached` cached tokens has loaded any KV of this plan."""
+        """Whether a sample with `num_cached` cached tokens has loaded any KV of this plan."""
         return num_cached >= min(self._exact_tokens + 1, self._end)
 
     def forget(self) -> None:
-        """Drop the KV that the engine no longer loads, so that it is written again."""
+        """Drop cached KV that the engine can no longer load, so that it is written again."""
         self.anchors.forget(self._source_anchors)
         self.lease.forget()
 
@@ -181,7 +184,7 @@ class PredictionPlan:
         self.lease.release(settled=settled)
 
     def _acquire_bases(self, template: PromptTemplate) -> dict[int, CacheEntry]:
-        """Cache entries of the keyed sections' KV prefilled alone, by section index."""
+        """Pin cache entries with the KV of each keyed section prefilled alone, by section index."""
         keyed = {span.cache_key: span for span in self.spans if span.cache_key is not None}
         sections = enumerate(template.sections)
         return self.lease.acquire(
@@ -190,7 +193,7 @@ class PredictionPlan:
 
     @contextmanager
     def _pinned_while_choosing(self, anchors: Sequence[Anchor]) -> Iterator[None]:
-        """Pin anchors until the selected ones are pinned by the lease.
+        """Context manager that keeps anchors pinned until the lease pins the selected ones.
 
         The selection awaits, and unpinned anchors could be dropped meanwhile.
         """
@@ -220,7 +223,7 @@ class PredictionPlan:
     def _prefill_and_store(
         self, template: PromptTemplate, bases: Mapping[int, CacheEntry], reason: KvReuseReason
     ) -> None:
-        """Prefill the prompt; its first sample writes the anchor unless that exists already."""
+        """Let the samples prefill the prompt, and the first one store an anchor if none exists."""
         self.reason = reason
         for request, cached in self.lease.write_requests():
             self.prefills.append(request)

@@ -1,6 +1,6 @@
-"""Prompt spans: validation, order and template of the pieces whose KV can be reused.
+"""Prompt spans, parts of a prompt whose KV can be reused: their validation, order and template.
 
-A span with a cache key is called keyed, one without plain.
+A span with a cache key is called keyed, a span without cache key is called plain.
 """
 
 import hashlib
@@ -40,7 +40,7 @@ REUSE_OFF = KvReuse(mode="off")
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Isolation scope of KV reuse: the API key and the cache salt."""
+    """Isolation scope of KV reuse (API key and cache salt): KV is not reused across scopes."""
 
     owner: str
     salt: str | None
@@ -56,10 +56,10 @@ def joined(spans: Sequence[PromptSpan]) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateSection:
-    """Tokens [start, end) of one keyed span or of consecutive plain ones.
+    """Section of a prompt: one span with a cache key, or consecutive spans without cache keys.
 
-    `text_digest` is the digest of the complete text, including a last token of the prompt that is
-    outside of [start, end).
+    It has the tokens [start, end). `text_digest` is the digest of the complete text, including a
+    last token of the prompt that is outside of [start, end).
     """
 
     start: int
@@ -74,17 +74,17 @@ class TemplateSection:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptTemplate:
-    """Sections of a prompt without its last token, which is always prefilled.
+    """Sections of a prompt, without the last token, which is always prefilled.
 
-    Keyed spans vary, plain ones are fixed: prompts share a template if their plain texts up to
-    the last keyed span are the same. The text after it may differ.
+    Prompts are of the same template if they have the same cache keys and the same plain texts up to
+    the last keyed span. The texts of keyed spans, and the text after the last one, may differ.
     """
 
     sections: tuple[TemplateSection, ...]
 
     @cached_property
     def context(self) -> bytes:
-        """Digest of the template: cache keys of the keyed sections, texts of the plain ones."""
+        """Digest of the template: cache keys of keyed sections, texts of the sections between."""
         known = hashlib.sha256()
         for section in self.sections[: self.num_template_sections]:
             content = (
@@ -95,7 +95,7 @@ class PromptTemplate:
 
     @cached_property
     def num_template_sections(self) -> int:
-        """Number of sections up to and including the last keyed one."""
+        """Number of sections up to and including the last one with a cache key."""
         keyed = [i for i, section in enumerate(self.sections) if section.cache_key is not None]
         return keyed[-1] + 1 if keyed else 0
 
@@ -104,7 +104,7 @@ class PromptTemplate:
         return self.sections[-1].end
 
     def has_same_prefix(self, other: "PromptTemplate", num: int) -> bool:
-        """True if the first `num` sections have the same texts."""
+        """Whether the first `num` sections of two prompts have the same texts."""
         ours, theirs = self.sections[:num], other.sections[:num]
         return [s.text_digest for s in ours] == [s.text_digest for s in theirs]
 
@@ -128,7 +128,7 @@ def template_of(spans: Sequence[PromptSpan]) -> PromptTemplate:
 
 
 def _merge_plain(spans: Sequence[PromptSpan]) -> list[list[PromptSpan]]:
-    """Groups of spans: consecutive plain ones are merged."""
+    """Put each span with a cache key alone, and consecutive spans without one together."""
     keys = [
         (i, span.cache_key) if span.cache_key is not None else None for i, span in enumerate(spans)
     ]
@@ -139,10 +139,10 @@ def _merge_plain(spans: Sequence[PromptSpan]) -> list[list[PromptSpan]]:
 
 
 class PrefixOrders:
-    """LRU cache of the span orders of earlier prompts; runs on one event loop.
+    """LRU cache of the span orders of earlier prompts, to reorder prompts for prefix-cache hits.
 
     An order is private to one scope and weights epoch, and is stored as digests of tokens. Whether
-    the KV blocks of its prompt are still cached is not tracked.
+    the KV blocks of an order's prompt are still cached is not tracked. Runs on one event loop.
     """
 
     def __init__(self, epoch: Callable[[], int]) -> None:
@@ -150,7 +150,10 @@ class PrefixOrders:
         self._known: OrderedDict[tuple[Scope, int], OrderedDict[PrefixOrder, None]] = OrderedDict()
 
     def suggest(self, scope: Scope, spans: Sequence[PromptSpan]) -> list[int]:
-        """Order of all spans as indices: keyed ones first, then the others in their given order."""
+        """Order of a prompt's spans, as indices, that starts like an earlier prompt if possible.
+
+        All keyed spans come first, then the others in their given order.
+        """
         keyed = {
             i: digest(span.token_ids) for i, span in enumerate(spans) if span.cache_key is not None
         }
@@ -162,7 +165,7 @@ class PrefixOrders:
         return [*longest, *rest, *(i for i in range(len(spans)) if i not in keyed)]
 
     def remember(self, scope: Scope, spans: Sequence[PromptSpan]) -> None:
-        """Store the order of the keyed spans that the prompt starts with.
+        """Store the order of the keyed spans at the start of a prompt, for later prompts.
 
         Text after the first plain span is specific to this prompt and is of no use to others.
         """
@@ -189,7 +192,10 @@ class PrefixOrders:
 
 
 def _match_prefix(order: PrefixOrder, keyed: dict[int, bytes]) -> list[int]:
-    """Indices of the spans that match the longest prefix of an order; each is used at most once."""
+    """Match spans with an earlier order from its start on; returns the spans' indices in order.
+
+    Each span is used at most once.
+    """
     left: dict[bytes, list[int]] = {}
     for i in reversed(keyed):
         left.setdefault(keyed[i], []).append(i)

@@ -1,11 +1,11 @@
-"""Span cache: KV of spans in a shared-memory arena of bounded size.
+"""Span cache: KV of spans of prompts in a shared-memory arena of bounded size.
 
-An entry is specific to an API key, cache salt, cache key, text and weights epoch; nothing else
-finds it. The engine writes it once, by a prefill of the span alone from position 0 on, and loads it
-at other positions. Entries that are not pinned are evicted in LRU order; after these,
-`evict_anchor` evicts anchors. `drop_outdated_anchors` drops the anchors of earlier weights together
-with the entries of these. The AnchorStore sets both callbacks. Bytes that the engine may still read
-or write are not freed before its exports are flushed.
+An entry is found only under its API key, cache salt, cache key, text and weights epoch (number of
+activations). The engine writes it once, by a prefill of the span alone from position 0 on, and
+loads it at other positions. Entries that are not pinned are evicted in LRU order. If none is left,
+`evict_anchor` evicts an anchor. When entries of earlier weights are dropped,
+`drop_outdated_anchors` drops the anchors of earlier weights. The AnchorStore sets both callbacks.
+Bytes that the engine may still read or write are not freed before its exports are flushed.
 
 Not thread-safe; runs on one event loop.
 """
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 class EntryKey(NamedTuple):
-    """Identity of a cached span: scope, weights epoch, cache key and digest of its tokens."""
+    """Key of a span-cache entry: isolation scope, weights epoch, cache key and token digest."""
 
     scope: Scope
     epoch: int
@@ -50,7 +50,7 @@ class EntryKey(NamedTuple):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class CacheEntry:
-    """KV of one span in the arena; modified only by its cache.
+    """KV of one span, or of a whole observed prompt, in the arena of the span cache.
 
     `ended` is set once `is_written` is final. The entry is not freed while it has `pins`.
     """
@@ -64,9 +64,10 @@ class CacheEntry:
 
 
 class SpanCache:
-    """Span cache; `open` it once the engine serves, `close` it after the last group has ended.
+    """Cache of the KV of prompt spans, which the engine writes once and loads into later prompts.
 
-    `reason` says why the cache is unavailable; None if it is available.
+    `open` it once the engine serves, `close` it after the last group has ended. `reason` says why
+    the cache is unavailable; it is None if the cache is available.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class SpanCache:
         self._unpin_tasks: set[asyncio.Task[None]] = set()
 
     def open(self) -> None:
-        """Create the arena; sets `reason` on failure, and prompts are then prefilled."""
+        """Create the arena. On failure, `reason` is set and all prompts are prefilled."""
         if not self._capacity_bytes:
             return
         info = self._engine.info
@@ -136,7 +137,7 @@ class SpanCache:
 
     @property
     def num_bytes(self) -> int:
-        """Allocated bytes, including those of dropped entries that are still pinned."""
+        """Allocated bytes of the arena, including dropped entries that are still pinned."""
         return self._extents.capacity_bytes - self._extents.free_bytes
 
     @property
@@ -144,7 +145,10 @@ class SpanCache:
         return len(self._entries)
 
     def get_or_reserve(self, scope: Scope, span: PromptSpan) -> tuple[CacheEntry, bool] | None:
-        """Pinned entry, and True if the caller must have it written; None if there is no room."""
+        """Pin the entry of a span, or reserve one; None if there is no room.
+
+        The second value is True if the entry is new and the caller must have it written.
+        """
         assert span.cache_key is not None, "only spans with a cache key are cached"
         self._drop_outdated()
         key = EntryKey(scope, self._epoch(), span.cache_key, digest(span.token_ids))
@@ -161,7 +165,7 @@ class SpanCache:
         return cached, True
 
     def reserve(self, num_tokens: int, key: EntryKey) -> CacheEntry | None:
-        """Pinned, unwritten entry; None if no room can be made."""
+        """Allocate an unwritten, pinned entry, evicting others if needed; None without room."""
         assert self._arena is not None, "the cache is open"
         num_bytes = PAGE_BYTES + _data_bytes(self.kv_format, num_tokens)
         extent = self._extents.allocate(num_bytes)
@@ -182,7 +186,7 @@ class SpanCache:
         return CacheEntry(slot=slot, extent=extent, key=key, pins=1)
 
     async def finish_write(self, cached: CacheEntry) -> bool:
-        """Record the end of the writing request; True if the entry is written."""
+        """Record that the request that writes an entry has ended; returns whether it is written."""
         if not self.is_committed(cached):
             await self._engine.flush_exports()
         cached.is_written = self.is_committed(cached)
@@ -192,13 +196,13 @@ class SpanCache:
         return cached.is_written
 
     def abandon(self, cached: CacheEntry) -> None:
-        """Drop and unpin an entry that its caller has not written; wakes up its waiters."""
+        """Drop and unpin an entry that will not be written; wake up the tasks that wait for it."""
         self.forget(cached)
         cached.ended.set()
         self.unpin(cached, settled=False)
 
     def unpin(self, cached: CacheEntry, *, settled: bool) -> None:
-        """Release one pin.
+        """Release one pin of an entry, at once if `settled`, else after a flush of the exports.
 
         `settled`: the engine no longer writes or reads the entry on behalf of the caller.
         """
@@ -211,7 +215,7 @@ class SpanCache:
         task.add_done_callback(self._unpin_tasks.discard)
 
     def check(self) -> None:
-        """Assert the invariants of the allocator and of the keys."""
+        """Assert the invariants of the cache's allocator and of its index by key."""
         self._extents.check()
         assert all(key == cached.key for key, cached in self._entries.items())
 
@@ -239,7 +243,7 @@ class SpanCache:
         self.drop_outdated_anchors()
 
     def _drop_other_texts(self, key: EntryKey) -> None:
-        """Drop unpinned entries of the same cache key with other texts."""
+        """Drop unpinned entries that hold another text under the same scope and cache key."""
         for other, cached in list(self._entries.items()):
             is_same = (other.scope, other.cache_key) == (key.scope, key.cache_key)
             if is_same and not cached.pins:
@@ -252,7 +256,7 @@ class SpanCache:
         return unused is not None
 
     def forget(self, cached: CacheEntry) -> None:
-        """Remove an entry from the index; its bytes are freed once it is not pinned."""
+        """Remove an entry from the cache's index; its bytes are freed once it is not pinned."""
         if self._entries.get(cached.key) is not cached:
             return
         del self._entries[cached.key]

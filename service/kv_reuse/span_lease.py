@@ -1,7 +1,7 @@
-"""Lease on the cached spans of one group.
+"""Lease that pins the cached prompt spans of one group, and has missing spans written.
 
-Spans that are not cached are prefilled alone, from position 0 on. All are pinned until the lease is
-released.
+A span that is not cached is prefilled alone, from position 0 on. All spans are pinned until the
+lease is released.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ PREFILL_ONLY = Sampling(max_tokens=1, temperature=0.0)
 
 
 class ReuseFailed(Exception):
-    """The prompt cannot reuse KV and must be prefilled."""
+    """Raised if a prompt cannot reuse KV and must be prefilled."""
 
     def __init__(self, reason: KvReuseReason) -> None:
         super().__init__(reason)
@@ -33,10 +33,10 @@ class ReuseFailed(Exception):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class SpanLease:
-    """Pinned spans of one group.
+    """Span-cache entries that are pinned for one group until `release`.
 
-    `num_prepared` counts the tokens prefilled alone for it, `round_trips` the batches of such
-    prefills.
+    `num_prepared` counts the tokens of spans prefilled alone for this lease, `round_trips` the
+    batches of such prefills.
     """
 
     cache: SpanCache
@@ -49,7 +49,7 @@ class SpanLease:
     _unwritten: dict[int, tuple[PromptSpan, CacheEntry]] = field(default_factory=dict)
 
     def acquire(self, spans: Mapping[int, PromptSpan]) -> dict[int, CacheEntry]:
-        """Pin the cache entries of spans, by the same indices.
+        """Pin or reserve the cache entries of `spans`; returns them by the same indices.
 
         Entries may still have to be written, by this lease or by another one.
         """
@@ -65,20 +65,20 @@ class SpanLease:
         return self._entries
 
     def pin(self, cached: CacheEntry) -> None:
-        """Pin an additional entry, which must be pinned already."""
+        """Add an entry to the lease and pin it once more; another user must have it pinned."""
         assert cached.pins > 0, "the entry is not pinned"
         cached.pins += 1
         self._pinned.append(cached)
 
     def write_requests(self) -> list[tuple[SampleRequest, CacheEntry]]:
-        """Requests that write the missing spans."""
+        """Engine requests that prefill each missing span alone and write it to the span cache."""
         return [
             (self.request(list(span.token_ids), export=cached.slot), cached)
             for span, cached in self._unwritten.values()
         ]
 
     async def write(self, engine: Engine, monitor: GroupMonitor) -> None:
-        """Write the missing spans and wait for those that other leases write.
+        """Have missing spans written, and wait for the spans that other leases have written.
 
         Raises ReuseFailed if a span cannot be written.
         """
@@ -92,7 +92,7 @@ class SpanLease:
     async def on_completed(
         self, cached: CacheEntry, request: SampleRequest, done: Completion
     ) -> bool:
-        """Record that the writing request has ended; True if the entry is written."""
+        """Record that the request that writes an entry has ended; returns whether it is written."""
         if done.finish in ("stop", "length"):
             self.num_prepared += len(request.prompt_token_ids) - done.num_cached_tokens
         is_written = await self.cache.finish_write(cached)
@@ -151,7 +151,7 @@ class SpanLease:
 
 
 async def cancel_on_end(monitor: GroupMonitor, wait: Coroutine[Any, Any, T]) -> T | None:
-    """Result of the coroutine; None, with the coroutine cancelled, once the group is ending."""
+    """Await a coroutine; cancel it and return None once the group is ending."""
     work_task, ended = asyncio.create_task(wait), asyncio.create_task(monitor.wait_for_end())
     try:
         await asyncio.wait((work_task, ended), return_when=asyncio.FIRST_COMPLETED)

@@ -1,11 +1,12 @@
-"""Splicing: a prompt whose keyed spans are loaded from the span cache instead of prefilled.
+"""KV reuse by splicing: load spans with a cache key from the span cache instead of prefilling.
 
 Spans that are not cached are prefilled alone first. vLLM prefills only the tail of a prompt, so
-every other run of prefilled tokens is the tail of a separate engine request of one token. These
-requests form a chain that ends with the group's samples, and all are submitted together. Each finds
-the KV of the previous one in whole cache blocks, so a spliced run starts at a block boundary, and
-the engine loads the spliced KV in between. The KV before the first spliced token is exact and is
-cached like that of any prompt. If the spans cannot be provided, the prompt is prefilled.
+every other run of prefilled tokens is the tail of a separate engine request, which samples one
+token. These requests form a chain that ends with the group's samples, and all are submitted
+together. Each request finds the KV of the previous one in whole cache blocks, so a spliced run
+starts at a block boundary, and the engine loads the spliced KV in between. The KV before the first
+spliced token is exact and is cached like that of any prompt. If the spans cannot be provided, the
+prompt is prefilled.
 """
 
 import uuid
@@ -24,7 +25,7 @@ from service.rollouts.prompt_kv_source import GroupMonitor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenRun:
-    """Tokens [start, end) of a prompt.
+    """Run of tokens [start, end) of a prompt that is either prefilled or spliced from a span.
 
     `span` is the index of the span whose cached KV is spliced in, and `origin` that span's position
     in the prompt. Without `span` the tokens are prefilled.
@@ -41,11 +42,12 @@ class TokenRun:
 
 
 def token_runs(spans: Sequence[PromptSpan], *, recompute_tokens: int, block: int) -> list[TokenRun]:
-    """Consecutive runs that cover the prompt; the last is prefilled and has at least one token.
+    """Divide a prompt into prefilled and spliced token runs; the last one is prefilled.
 
-    Of a keyed span, the first tokens up to a block boundary are prefilled. It is prefilled
-    completely if less than one block would be spliced, or if the prompt starts with it: there it is
-    an ordinary prefix and exact.
+    The last run has at least one token. The first `recompute_tokens` tokens of a keyed span, and
+    the tokens up to the next block boundary, are prefilled. The span is prefilled completely if
+    less than one block would be spliced, or if the prompt starts with the span, which is then an
+    ordinary and exact prefix.
     """
     spliced = [
         run
@@ -77,7 +79,7 @@ def _spliced_runs(
 
 
 def prefill_lengths(runs: Sequence[TokenRun]) -> list[int]:
-    """Prompt lengths of the prefill requests: one per prefilled run with a spliced run after it.
+    """Prompt lengths of a chain's prefill requests: one per prefilled run before a spliced run.
 
     The last prefilled run is part of the group's samples.
     """
@@ -87,7 +89,7 @@ def prefill_lengths(runs: Sequence[TokenRun]) -> list[int]:
 def build_load(
     runs: Sequence[TokenRun], slots: Mapping[int, ExportSlot], *, chain: str, num_requests: int
 ) -> KvLoad:
-    """KV load of the spliced runs; `slots` are those of the cached spans by index."""
+    """KvLoad of the spliced token runs; `slots` holds the cached KV of each span, by index."""
     pieces = tuple(
         LoadPiece(
             source=slots[run.span],
@@ -105,9 +107,9 @@ def build_load(
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class SplicePlan:
-    """Plan of a prompt for `num_samples` samples that splices cached spans.
+    """Plan to splice cached spans into a prompt, for `num_samples` samples.
 
-    `num_computed` counts the tokens that the prefills before the samples have computed.
+    `num_computed` counts the tokens that the prefill requests before the samples have computed.
     """
 
     lease: SpanLease
@@ -124,7 +126,7 @@ class SplicePlan:
     _num_prefilled: int = 0
 
     async def prepare(self, engine: Engine, monitor: GroupMonitor) -> KvLoad:
-        """KV that the prefill requests and the samples load."""
+        """Have missing spans written; returns the KV that prefill requests and samples load."""
         if self.lease.cache.reason is not None:
             raise ReuseFailed(self.lease.cache.reason)
         runs = token_runs(
@@ -154,10 +156,10 @@ class SplicePlan:
         self._num_prefilled = len(request.prompt_token_ids)
 
     def is_approximate(self, num_cached: int) -> bool:
-        """True if a sample with `num_cached` cached tokens has used spliced KV.
+        """Whether a sample with `num_cached` cached tokens has used spliced KV.
 
-        Blocks of the prefill requests may have been evicted before it started: then it has loaded
-        the KV itself or prefilled.
+        Blocks of the prefill requests may have been evicted before the sample started. The sample
+        has then loaded the spliced KV itself, or prefilled.
         """
         behind_first = num_cached > len(self.prefills[0].prompt_token_ids)
         return behind_first and (self._any_spliced or num_cached > self._num_prefilled)
@@ -166,7 +168,7 @@ class SplicePlan:
         return self.is_approximate(num_cached)
 
     def forget(self) -> None:
-        """Drop the KV that the engine no longer loads, so that it is written again."""
+        """Drop cached KV that the engine can no longer load, so that it is written again."""
         self.lease.forget()
 
     def release(self, *, settled: bool) -> None:
