@@ -1,4 +1,4 @@
-"""Select the anchors (observed prompts) from which to predict a prompt's KV, or reject prediction.
+"""Select the anchors (observed prompts) from which a prompt's KV is predicted, if any qualify.
 
 A prompt is divided into sections (see PromptTemplate). If an anchor has the same text up to and
 including a section, the section's KV is taken from that anchor, because it equals the prompt's own.

@@ -59,7 +59,10 @@ def snapshot(server: Server) -> dict[str, Any]:
 
 
 def speculation(stats: SpeculationStats) -> dict[str, Any] | None:
-    """Acceptance, gain and number of drafts by length; None until a draft was verified."""
+    """Dashboard data of speculative decoding; None until a draft has been verified.
+
+    Has the acceptance ratio, the speedup and the number of drafts by length.
+    """
     drafts = sorted((length, number) for length, number in stats.drafts.items() if number)
     if not drafts:
         return None
@@ -67,7 +70,7 @@ def speculation(stats: SpeculationStats) -> dict[str, Any] | None:
 
 
 def _kv_arena(prompt_kv: PromptKvManager) -> dict[str, Any]:
-    """Usage of the KV arena, and the `MAX_LEASES` leases that expire first.
+    """Dashboard data of the prompt-KV arena: usage, and the `MAX_LEASES` first leases to expire.
 
     Handles whose lease has not begun, because their rollout is still running, come last.
     """
@@ -105,7 +108,7 @@ def _rollout(rollout: Rollout) -> dict[str, Any]:
 
 
 def _group(group: Group, ended: list[SampleAnswer]) -> dict[str, Any]:
-    """A group. The length of running samples is unknown: vLLM reports it when they end."""
+    """Dashboard data of one group. The length of a sample is known once the sample has ended."""
     return {
         "index": group.options.index,
         "n": group.options.n,
@@ -127,7 +130,7 @@ def _sample(sample: SampleAnswer) -> dict[str, Any]:
 
 
 def _tree(group: TreeGroup) -> dict[str, Any]:
-    """The current tree without dropped segments; parents come before their children."""
+    """Dashboard data of a tree: its segments except dropped ones, parents before children."""
     segments = group.tree.segments()[:MAX_SEGMENTS]
     shown = {segment.id for segment in segments} | {None}
     return {

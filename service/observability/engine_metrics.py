@@ -1,6 +1,6 @@
-"""Tables of the engine's metrics: attention, CUDA graphs, speculative decoding and drafters.
+"""Prometheus metrics of the engine: attention, CUDA graphs, speculative decoding, drafters.
 
-Updated from the engine's cumulative counts and status.
+They are updated from the engine's cumulative counts and status.
 """
 
 from typing import get_args
@@ -24,7 +24,7 @@ from service.observability.metric_declaration import MetricTable, cumulative_cou
 
 
 class AttentionMetrics(MetricTable):
-    """Metrics of shared-prefix attention."""
+    """Metrics of attention that reads the KV of a prefix shared by several samples only once."""
 
     steps = cumulative_counter(
         "shared_prefix_steps", "Engine steps whose attention read each shared prefix only once"
@@ -49,7 +49,7 @@ class AttentionMetrics(MetricTable):
 
 
 class GraphMetrics(MetricTable):
-    """Metrics of planned CUDA graphs."""
+    """Metrics of CUDA graphs captured by a plan: their number, memory, hits and misses."""
 
     graphs = gauge("graphs", "CUDA graphs captured by the plan")
     bytes = gauge(
@@ -135,7 +135,7 @@ class SpeculationMetrics(MetricTable):
 
 
 class DrafterMetrics(MetricTable):
-    """Metrics of the drafter and its training; all zero without one."""
+    """Metrics of the drafter model and its training; all are zero without a drafter."""
 
     acceptance = gauge(
         "drafter_acceptance_ratio",
@@ -163,7 +163,7 @@ class DrafterMetrics(MetricTable):
         self.update(DrafterStatus(serving=""))
 
     def update(self, status: DrafterStatus | None) -> None:
-        """Update the metrics from the engine's latest status.
+        """Update the metrics from the latest drafter status of the engine.
 
         Acceptance is exported only for the pairs of drafter and weights version in `status`, the
         latest few; older pairs are removed.

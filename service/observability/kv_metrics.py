@@ -1,4 +1,4 @@
-"""Tables of the metrics of exported prompt KV and of KV reuse between prompts."""
+"""Prometheus metrics of prompt-KV exports and of KV reuse between prompts."""
 
 from typing import get_args
 
@@ -20,7 +20,7 @@ PREDICTION_REASONS = frozenset({"no_observations", "entropy_too_high"})
 
 
 class PromptKvMetrics(MetricTable):
-    """Metrics of exported prompt KV."""
+    """Metrics of prompt KV: exports, arena memory, handles and downloads."""
 
     exports = counter(
         "kv_exports",
@@ -50,7 +50,10 @@ class PromptKvMetrics(MetricTable):
 
 
 class KvReuseMetrics(MetricTable):
-    """KV reuse metrics; the reuse rate is reused / (reused + computed) tokens."""
+    """Metrics of KV reuse between prompts.
+
+    The reuse rate is reused / (reused + computed) tokens.
+    """
 
     groups = counter(
         "kv_reuse_groups",

@@ -34,7 +34,7 @@ _STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {
 
 @contextmanager
 def log_context(**ids: str) -> Iterator[None]:
-    """Set ids for the log records of a block, by the names of the variables above."""
+    """Context manager that adds ids, such as `rollout_id`, to the log records of a block."""
     variables = {variable.name: variable for variable in _IDS}
     tokens = [(variables[name], variables[name].set(value)) for name, value in ids.items()]
     try:
@@ -55,12 +55,12 @@ def _details(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def _process(record: logging.LogRecord) -> str:
-    """Process name; vLLM's own name is more descriptive than that of multiprocessing."""
+    """Process name of a log record: vLLM's descriptive name if set, else multiprocessing's."""
     return str(getattr(record, "vllm_process_name", record.processName))
 
 
 class JsonFormatter(logging.Formatter):
-    """Formatter with one JSON object per line."""
+    """Log formatter that writes each record as one line of JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
         fields = {
@@ -77,7 +77,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class HumanFormatter(logging.Formatter):
-    """Formatter with time, level, message, the process if not the main one, and extra fields."""
+    """Log formatter for people: time, level, message, process (if not main) and extra fields."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S")
@@ -92,7 +92,7 @@ class HumanFormatter(logging.Formatter):
 
 
 def logging_config(settings: LogSettings) -> dict[str, Any]:
-    """Configuration for `dictConfig`, in this process.
+    """Logging configuration of this process, as a dictionary for `dictConfig`.
 
     The engine's processes read the same configuration from a file.
     """
@@ -121,7 +121,7 @@ def logging_config(settings: LogSettings) -> dict[str, Any]:
 
 
 def _vllm_level(settings: LogSettings) -> str:
-    """Log level of vLLM.
+    """Log level for vLLM's loggers: INFO if the server logs at debug, else ERROR.
 
     At INFO, vLLM logs its choices in detail, which is only useful for debugging.
     """
@@ -129,7 +129,7 @@ def _vllm_level(settings: LogSettings) -> str:
 
 
 def configure_logging(settings: LogSettings) -> None:
-    """Configure logging of this process and, by environment variables, of vLLM's processes.
+    """Configure the logging of this process and, via environment variables, of vLLM's processes.
 
     Must be called before vLLM is imported, because the import reads the variables.
     """
@@ -143,7 +143,7 @@ def configure_logging(settings: LogSettings) -> None:
 
 
 def _write_config_file(config: dict[str, Any]) -> Path:
-    """Write the configuration to an in-memory file, which even a killed server does not leave."""
+    """Write the logging configuration to an in-memory file, which vanishes with the server."""
     file = os.memfd_create("coppice-logging")
     os.write(file, json.dumps(config).encode())
     return Path(f"/proc/{os.getpid()}/fd/{file}")

@@ -1,7 +1,8 @@
 """Metric tables: classes whose attributes declare Prometheus metrics with the prefix coppice_.
 
 A label is declared with its values. A metric with labels is exported as zero for each combination
-of these values, so that `rate` is defined for rare events too. A label without values is open.
+of these values, so that `rate` is defined for rare events too. A label that is declared without
+values accepts any value.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -18,25 +19,25 @@ Values = Iterable[object]
 
 
 class CumulativeCounter(Counter):
-    """Counter of events that their source counts cumulatively, such as the engine."""
+    """Prometheus counter that is updated from the cumulative total of a source like the engine."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._last_total = 0.0
 
     def update(self, total: float) -> None:
-        """Add the events since the last update."""
+        """Add the increase of the source's total since the last update."""
         self.inc(total - self._last_total)
         self._last_total = total
 
     def update_all(self, totals: Mapping[Any, float]) -> None:
-        """Update each value of the only label."""
+        """Update a counter with a single label from the totals by label value."""
         for value, total in totals.items():
             self.labels(str(value)).update(total)
 
 
 class Metric(Generic[Collector]):
-    """Declaration of a metric. As an attribute of a table, it is the registered collector."""
+    """Declaration of a metric; on a MetricTable instance it reads as the registered collector."""
 
     def __init__(self, register: Callable[[CollectorRegistry], Collector]) -> None:
         self.register = register
@@ -50,7 +51,7 @@ class Metric(Generic[Collector]):
 
 
 class MetricTable:
-    """Metrics of one subsystem, in one registry."""
+    """Base class for the Prometheus metrics of a subsystem, declared as Metric attributes."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.collectors: dict[Metric[Any], Any] = {

@@ -36,7 +36,7 @@ RATIO_BUCKETS = (1.05, 1.1, 1.25, 1.5, 2, 3, 5, 10, 30)
 
 
 class ServerMetrics(MetricTable):
-    """Metrics of the server's state."""
+    """Metrics of the server's state: readiness, drain, engine heartbeat and event-loop lag."""
 
     build = gauge("build_info", "Always 1; the label is the version of Coppice", version=())
     ready = gauge("ready", "1 while /readyz answers 200")
@@ -51,7 +51,7 @@ class ServerMetrics(MetricTable):
 
 
 class HttpMetrics(MetricTable):
-    """Metrics of connections and requests."""
+    """Metrics of HTTP connections, requests and responses."""
 
     requests = counter("requests", "HTTP requests answered, by route and status", route=(), code=())
     request_seconds = histogram(
@@ -118,7 +118,7 @@ class RolloutMetrics(MetricTable):
     )
 
     def record(self, group: GroupAnswer, sample_seconds: Sequence[float]) -> None:
-        """Record a finished group.
+        """Update the rollout metrics with a finished group.
 
         `sample_seconds`: the duration of each sample, in order of completion.
         """
@@ -186,7 +186,7 @@ class WeightMetrics(MetricTable):
 
 
 class ClusterMetrics(MetricTable):
-    """Metrics of the cluster registry."""
+    """Metrics of this replica's use of the cluster registry, and of redirects to other replicas."""
 
     up = gauge("cluster_up", "1 while the cluster registry is available")
     settled = gauge("cluster_settled", "1 once every live replica has had time to send a heartbeat")
@@ -213,7 +213,7 @@ class ClusterMetrics(MetricTable):
 
 
 class Metrics:
-    """Metrics of one server.
+    """All Prometheus metrics of one server, by subsystem.
 
     Each server has its own registry, so that one process can hold several servers.
     """
@@ -236,7 +236,10 @@ class Metrics:
         self.server.build.labels(__version__).set(1)
 
     def record_group(self, group: GroupAnswer, sample_seconds: Sequence[float]) -> None:
-        """Record a finished group; see `RolloutMetrics.record`."""
+        """Update rollout, prompt-KV and KV-reuse metrics with a finished group.
+
+        `sample_seconds` is as in `RolloutMetrics.record`.
+        """
         self.rollouts.record(group, sample_seconds)
         self.prompt_kv.record(group)
         if group.kv_reuse is not None:
@@ -247,7 +250,7 @@ class Metrics:
 
 
 async def watch_loop_lag(observe: Callable[[float], None]) -> None:
-    """Measure how late the event loop runs a timer that is due."""
+    """Measure, until cancelled, how late the event loop runs timers that are due."""
     loop = asyncio.get_running_loop()
     while True:
         due = loop.time() + LAG_INTERVAL_SECONDS

@@ -11,7 +11,7 @@ WEIGHTS_RETRY_SECONDS = 2.0
 
 
 class Readiness:
-    """State of the server's lifecycle, as the checks of probes and routes.
+    """Lifecycle state of the server, with the checks that health probes and routes call.
 
     `started`: the model is loaded. `caught_up`: the weights version that the cluster serves is
     active too. `draining`: admission is closed. The server sets each flag once.

@@ -27,9 +27,9 @@ def status(server: Server) -> StatusAnswer:
 
 
 def update_gauges(server: Server) -> None:
-    """Set the gauges, and add the engine's cumulative counts, before metrics are exported.
+    """Update all gauges, and the counters of engine events, right before metrics are exported.
 
-    The service's own counters are incremented when the events happen.
+    Counters of events in the service are incremented when the events happen.
     """
     health = server.engine.health()
     metrics, readiness = server.metrics, server.readiness

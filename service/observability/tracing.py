@@ -29,7 +29,7 @@ MAX_SAMPLES = 100  # exported as events of a group's span
 
 
 class Tracing:
-    """Tracer of the service. Owns the exporter's thread; `close` sends the remaining spans."""
+    """OpenTelemetry tracer of the service; `close` sends the remaining spans."""
 
     def __init__(self, settings: TraceSettings) -> None:
         self._provider = None if settings.endpoint is None else _provider(settings)
@@ -65,7 +65,7 @@ class Tracing:
     def group(
         self, rollout_id: str, group: GroupAnswer, began_at: float, sample_seconds: Sequence[float]
     ) -> None:
-        """Record the span of a finished group. Called in the context of its request."""
+        """Record the trace span of a finished group; call it in the context of the HTTP request."""
         if self._provider is None:
             return
         began = time.time_ns() - _nanoseconds(asyncio.get_running_loop().time() - began_at)
@@ -88,7 +88,7 @@ class Tracing:
         span.end(began + _nanoseconds(max(sample_seconds, default=0.0)))
 
     def close(self) -> None:
-        """Send the remaining spans and stop the exporter. Blocks for a few seconds at most."""
+        """Send the remaining trace spans and stop the exporter; may block for a few seconds."""
         if self._provider is not None:
             self._provider.shutdown()
 

@@ -1,9 +1,9 @@
-"""Shared-memory arena for prompt KV, one preallocated file with a random name, and its allocator.
+"""Shared-memory arena for prompt KV (one preallocated file), and the allocator of its pages.
 
 The engine's workers write to the arena. This process reads it, and a trainer of the same user on
-the same host may map it as well. Touching a page of a sparse file on a full mount raises SIGBUS,
-so every page is allocated at the start. If the mount has too little space, the arena is smaller or
-is not created.
+the same host may map it as well; the file's name is random. Touching a page of a sparse file on a
+full mount raises SIGBUS, so every page is allocated at the start. If the mount has too little
+space, the arena is smaller or is not created.
 """
 
 import errno
@@ -20,7 +20,7 @@ from pathlib import Path
 from engine.runtime.leftover_files import acquire_lock, try_acquire
 
 PAGE_BYTES = 4096
-"""Page size: the granularity of mmap offsets, so that every slot can be mapped on its own."""
+"""Granularity of allocations: that of mmap offsets, so that each slot can be mapped by itself."""
 PREFIX = "coppice-kv-"
 MIN_BYTES = 2**20
 # vLLM's shared-memory queues and other processes need space in the same mount.
@@ -56,7 +56,7 @@ class ExtentAllocator:
         return sum(extent.num_bytes for extent in self._free)
 
     def allocate(self, num_bytes: int) -> Extent | None:
-        """Allocate at least `num_bytes`, rounded up to whole pages.
+        """Allocate an extent of at least `num_bytes`, rounded up to whole pages.
 
         Returns None if no free extent is large enough. Because of fragmentation that can happen
         even if `free_bytes` is sufficient.
@@ -81,7 +81,7 @@ class ExtentAllocator:
         self._merge_with_next(at - 1)
 
     def check(self) -> None:
-        """Assert that the extents tile the capacity and that adjacent free extents are merged."""
+        """Assert that extents cover the arena without overlap and free neighbors are merged."""
         end = 0
         for extent in sorted([*self._free, *self._taken]):
             assert extent.start == end < extent.end, "extents overlap or leave a hole"
@@ -91,7 +91,7 @@ class ExtentAllocator:
         assert all(left.end < right.start for left, right in pairs), "adjacent free extents"
 
     def _merge_with_next(self, index: int) -> None:
-        """Merge the free extent at `index` with its successor if the two are adjacent."""
+        """Merge the free extent at `index` with the next free extent if the two are adjacent."""
         if index < 0 or index + 1 >= len(self._free):
             return
         left, right = self._free[index : index + 2]
@@ -109,10 +109,10 @@ def free_bytes(directory: Path) -> int:
 
 
 class Arena:
-    """Owner of the arena file, which `create` makes and `close` unlinks.
+    """Memory-mapped arena file in shared memory, made by `create` and unlinked by `close`.
 
-    The file stays locked while it is owned. A server that starts later in the same directory can
-    therefore recognize the unlocked file of a killed server and remove it.
+    The file stays locked while its server runs. A server that starts later in the same directory
+    can therefore recognize the unlocked file of a killed server and remove it.
     """
 
     def __init__(self, path: Path, file: int, num_bytes: int) -> None:
@@ -125,7 +125,7 @@ class Arena:
     def create(
         cls, directory: Path, wanted_bytes: int, *, get_free_bytes: FreeBytes = free_bytes
     ) -> "Arena | None":
-        """Create an arena of `wanted_bytes`, or of what the mount has space for.
+        """Create an arena of `wanted_bytes`, or a smaller one if the mount lacks space.
 
         Returns None if less than `MIN_BYTES` can be allocated.
         """
@@ -149,13 +149,13 @@ class Arena:
         return cls(path, file, num_bytes)
 
     def close(self) -> None:
-        """Unlink the file. Trainers that have it mapped keep their pages; no new mappings."""
+        """Unlink the arena file; trainers that have it mapped keep their pages."""
         self.path.unlink(missing_ok=True)
         os.close(self._file)  # the mapping is released with its last memoryview
 
 
 def remove_stale_arenas(directory: Path) -> list[str]:
-    """Remove the arenas of dead servers and return their file names."""
+    """Remove arena files that dead servers left in a directory, and return the files' names."""
     removed = []
     for file in directory.glob(f"{PREFIX}*"):
         with suppress(OSError), try_acquire(file) as is_stale:  # OSError: its owner removed it
@@ -175,9 +175,9 @@ def _create_file(directory: Path) -> tuple[Path, int]:
 
 
 def _allocate(file: int, num_bytes: int) -> int:
-    """Allocate up to `num_bytes` and return the size, which is halved while the mount is full.
+    """Allocate pages of a file, halving `num_bytes` while the mount is full; returns the size.
 
-    The mount can have less space than statvfs reported.
+    The mount can have less space than statvfs reported. Returns 0 on failure.
     """
     while num_bytes >= MIN_BYTES:
         try:

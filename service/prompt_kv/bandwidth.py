@@ -1,4 +1,4 @@
-"""Shares of downloads: bandwidth limits, and turns of the sender threads between API keys."""
+"""Limits on prompt-KV downloads: total bandwidth, slow readers, fair turns between API keys."""
 
 import asyncio
 import threading
@@ -14,7 +14,7 @@ MIN_PIECE_BYTES = 2**12
 
 
 class RateLimiter:
-    """Thread-safe limit on the total bytes per second.
+    """Thread-safe limit on the bytes per second that all downloads together send.
 
     A thread calls `acquire` after it has sent bytes and sleeps until they are within the limit.
     With a limit of None it never sleeps.
@@ -51,10 +51,11 @@ class RateLimiter:
 
 
 class ReaderRate:
-    """Throughput of one reader over the time that the server waits for its socket.
+    """Detects a reader of a download that is too slow, from the server's waits for its socket.
 
-    Only that time counts, so waits for `RateLimiter` or for other readers do not make a reader
-    slow. `is_too_slow` is set once the reader falls below the minimum rate over one window.
+    Only these waits count, so waits for `RateLimiter` or for other readers do not make a reader
+    slow. `is_too_slow` is set once the reader falls below the minimum rate over one window, that is
+    over `window_seconds` of such waits.
     """
 
     def __init__(self, min_bytes_per_second: float, window_seconds: float) -> None:
@@ -66,7 +67,7 @@ class ReaderRate:
 
     @property
     def seconds_left(self) -> float:
-        """Remaining seconds of waiting in the current window."""
+        """Seconds of waiting for the socket that remain in the current measurement window."""
         return self._window_seconds - self._waited_seconds
 
     def on_sent(self, num_bytes: int) -> None:
@@ -80,7 +81,7 @@ class ReaderRate:
 
 
 class Turns:
-    """Semaphore of `num_turns` that is fair between keys.
+    """Semaphore with `num_turns` permits (turns) that are shared fairly between API keys.
 
     A free turn goes to the waiting key that holds the fewest turns; ties are resolved round-robin.
     Not thread-safe: runs on one event loop.

@@ -1,9 +1,10 @@
-"""Export of a prompt's KV: from the submission of the prompt to a handle or a failure reason.
+"""Export of a prompt's KV: reserve a slot, wait until the engine has written it, grant handles.
 
-A slot is reserved before the group's samples are submitted to the engine. The first group with a
-prompt writes the slot; groups with the same prompt that arrive meanwhile share it. The engine sends
-no notification: the per-rank status words in the slot are polled. Once every rank has committed,
-the data is checksummed in a thread, the slot is sealed, and each group gets its own handle.
+A slot of the arena is reserved before the group's samples are submitted to the engine. The first
+group with a prompt writes the slot; groups with the same prompt that arrive meanwhile share it. The
+engine sends no notification, so the per-rank status words in the slot are polled. Once every rank
+has committed, the data is checksummed in a thread, the slot is sealed, and each group gets its own
+handle.
 
 An export ends exactly once. No group waits longer than the engine takes to flush its exports.
 Not thread-safe: all methods run on one event loop.
@@ -36,7 +37,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Export:
-    """Export of one prompt, or of one path in a tree, for one group.
+    """KV export of one prompt, or of one path of a tree, on behalf of one group.
 
     `export_slot` is attached to the engine request that writes `slot`; it is None if another group
     writes it. Once `ended` is set, `handle` or `reason` is set.
@@ -64,7 +65,7 @@ class Export:
 
 
 class ExportManager:
-    """Owner of the slots being written and of the exports that wait for them.
+    """Carries out prompt-KV exports: polls the slots that the engine writes, grants handles.
 
     `run` must be running as a task.
     """
@@ -95,9 +96,9 @@ class ExportManager:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def begin(self, owner: str, prompt: Sequence[int], lease_seconds: float) -> Export:
-        """Start an export; call it before the prompt is submitted to the engine.
+        """Start the export of a prompt's KV; call it before the prompt is submitted to the engine.
 
-        `after_weights_update` covers an activation between this call and the submission.
+        `after_weights_update` handles an activation between this call and the submission.
         """
         export = Export(owner=owner, lease_seconds=lease_seconds)
         if len(prompt) < 2:
@@ -126,7 +127,7 @@ class ExportManager:
         await export.ended.wait()
 
     def abandon(self, export: Export) -> None:
-        """End the export of an aborted group, including a write that other groups share."""
+        """End the export of an aborted group; if it wrote a shared slot, end that write as well."""
         slot = export.slot
         if slot is None or export.ended.is_set():
             return
@@ -136,18 +137,21 @@ class ExportManager:
             self._spawn(self._finish_write(slot), slot)
 
     def poll(self) -> None:
-        """Check the status words of every slot being written once."""
+        """Check once, by their status words, whether the slots being written are complete."""
         for slot in list(self._pending):
             self._poll_one(slot)
 
     async def before_weights_update(self) -> None:
-        """Flush and poll while the engine is paused: KV committed now is of the old weights."""
+        """Flush and poll the exports before new weights are activated.
+
+        The engine is paused, and KV that is committed by now is of the old weights.
+        """
         if self._pending:
             await self._engine.flush_exports()
             self.poll()
 
     def after_weights_update(self, version: str) -> None:
-        """Relabel the reserved slots with the new weights version.
+        """Assign the slots that are not written yet to the new weights version.
 
         Their KV is prefilled under the new weights only, or the engine reports `MIXED_VERSION`.
         """
@@ -156,7 +160,7 @@ class ExportManager:
                 self._slots.relabel(slot, version)
 
     async def run(self) -> None:
-        """Poll while slots are being written."""
+        """Background task that polls the slots while the engine writes any."""
         while True:
             await self._has_pending.wait()
             began = time.monotonic()
@@ -167,7 +171,7 @@ class ExportManager:
             await asyncio.sleep(max(POLL_SECONDS, took / MAX_POLL_SHARE))
 
     async def close(self) -> None:
-        """Cancel the tasks. No group is running any more, so the slots need no cleanup."""
+        """Cancel the export tasks; no group is running any more, so slots need no cleanup."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -207,7 +211,7 @@ class ExportManager:
             self._spawn(self._seal(slot), slot)
 
     async def _finish_write(self, slot: Slot) -> None:
-        """Seal or fail a slot whose writing request has ended.
+        """Seal a slot, or fail its exports, after the request that writes it has ended.
 
         After a flush of the engine's exports no more data can arrive.
         """
@@ -233,7 +237,7 @@ class ExportManager:
             self._slots.discard(slot)
 
     def _fail(self, slot: Slot, reason: KvReason) -> None:
-        """Fail the exports of a slot and free it once the engine's exports are flushed.
+        """Fail all exports of a slot, and free the slot once the engine's exports are flushed.
 
         Until then other ranks may still write to it.
         """
@@ -245,7 +249,10 @@ class ExportManager:
         self._slots.allow_reuse(slot)
 
     def _refuse_all(self, slot: Slot, reason: KvReason) -> None:
-        """Refuse the exports of a slot and quarantine it, because it may still be written."""
+        """End all exports of a slot without a handle, and quarantine the slot.
+
+        The engine may still write to it.
+        """
         self._slots.discard(slot, is_writable=True)
         for export in self._remove_pending(slot):
             export.refuse(reason)
@@ -261,7 +268,7 @@ class ExportManager:
         return task
 
     async def _run_safely(self, work: Coroutine[Any, Any, None], slot: Slot) -> None:
-        """Run `work` so that its exceptions fail the export but never a rollout."""
+        """Await `work` on a slot; an exception fails the slot's exports, but never a rollout."""
         try:
             await work
         except EngineError:

@@ -1,4 +1,4 @@
-"""KV exports of one group: of its prompt, and of the tree paths that are continued.
+"""KV exports of one group: the KV of its prompt and, in a tree, of the paths that are continued.
 
 A group's export ends with a handle, whose lease starts once the rollout has ended:
 `GroupKvExports` -> `Export` -> `Handle`, which holds a `Slot` of the arena.
@@ -17,7 +17,7 @@ from service.prompt_kv.manager import PromptKvManager
 
 
 class KvState(NamedTuple):
-    """KV fields of a response, named as in the wire schema."""
+    """KV fields of a prompt or segment in a response: a handle, or the reason why there is none."""
 
     kv: KvHandle | None
     kv_reason: KvReason | None
@@ -35,10 +35,11 @@ async def exporting_group(
     token_ids: Sequence[int],
     on_export: OnExport,
 ) -> AsyncIterator["GroupKvExports | None"]:
-    """Context manager that begins a group's exports and finishes them on exit.
+    """Context manager that begins a group's prompt-KV exports and finishes them on exit.
 
     Enter it before the first engine request of the group, exit it after the last. Exports that the
-    engine has not written by then end without a handle. Without `lease_seconds` there are none.
+    engine has not written by then end without a handle. If `lease_seconds` is None, there are no
+    exports.
     """
     if lease_seconds is None:
         yield None
@@ -55,7 +56,7 @@ async def exporting_group(
 
 
 class GroupKvExports:
-    """Exports of one group, keyed by segment id.
+    """Prompt-KV exports of one group, by segment id.
 
     The key None is the prompt; a segment id stands for the path that ends with that segment. Create
     it inside the task group `tasks`, which waits for the exports. `on_export` is called with each
@@ -80,7 +81,7 @@ class GroupKvExports:
         self._dropped: set[str] = set()
 
     def begin(self, token_ids: Sequence[int], segment: str | None = None) -> ExportSlot | None:
-        """Start an export; returns the slot for the engine request, or None if it does not write.
+        """Start an export; returns the slot that the engine request writes, None if it does not.
 
         `token_ids` are the tokens of the path, `segment` is its last segment.
         """
@@ -95,13 +96,13 @@ class GroupKvExports:
         return self._exports[None].export_slot
 
     def on_writer_ended(self, segment: str | None) -> None:
-        """Finish the export of a request that has left the engine and can write no more."""
+        """Finish an export after the request that writes it has left the engine."""
         export = self._exports.get(segment)
         if export is not None and export.is_writer and not export.ended.is_set():
             self._tasks.create_task(self._prompt_kv.finish(export))
 
     def drop(self, segments: Iterable[str]) -> None:
-        """Release the handles of paths that nobody will read.
+        """Release the KV handles of tree paths that were dropped, so nobody will read them.
 
         The writing request may not have reached the engine yet, so the handle of an export that has
         not ended is released once it ends.
@@ -113,9 +114,9 @@ class GroupKvExports:
                 self._release(export)
 
     async def finish(self) -> None:
-        """Finish all exports after all requests have left the engine.
+        """Finish all exports of the group, after all its requests have left the engine.
 
-        Exports that write are finished first, because others may share their slots.
+        Exports that write are finished first, because other exports may share their slots.
         """
         for writes in (True, False):
             exports = [e for e in self._exports.values() if e.is_writer is writes]
@@ -123,18 +124,18 @@ class GroupKvExports:
             await asyncio.gather(*map(self._prompt_kv.finish, pending))
 
     def abandon(self) -> None:
-        """Abandon all exports because the group was aborted."""
+        """End all exports of the group early, because the group was aborted."""
         for export in self._exports.values():
             self._prompt_kv.abandon(export)
 
     def start_leases(self) -> None:
-        """Start the leases. Call it when the rollout has ended and its caller gets the handles."""
+        """Start the leases of all handles, once the rollout has ended and its caller gets them."""
         for export in self._exports.values():
             if export.handle is not None:
                 export.handle.start_lease()
 
     def state(self, segment: str | None) -> KvState:
-        """KV fields of an export that has ended; `NOT_CONTINUED` if there was none."""
+        """KV fields of the prompt or a segment after its export; `NOT_CONTINUED` without export."""
         export = self._exports.get(segment)
         if export is None:
             return NOT_CONTINUED
@@ -142,7 +143,7 @@ class GroupKvExports:
         return KvState(handle, export.reason)
 
     def with_kv(self, answer: GroupAnswer) -> GroupAnswer:
-        """The group's answer with the KV fields of its prompt and its segments."""
+        """Copy of the group's answer with the KV fields of its prompt and segments filled in."""
         segments = answer.segments and [
             segment.model_copy(update=self.state(segment.id)._asdict())
             for segment in answer.segments

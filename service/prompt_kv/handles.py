@@ -1,4 +1,4 @@
-"""Handles: unguessable names of sealed slots, readable by their owner while the lease is active.
+"""Handles: unguessable ids of exported prompt KV, which their owner can read during a lease.
 
 A handle belongs to the API key that requested it and is 404 for every other key. The most recent
 ended handles are remembered, so that their owner gets 410 instead of 404.
@@ -21,7 +21,10 @@ MAX_RELEASED_REMEMBERED = 16_384
 
 
 class Handle:
-    """Handle of one export, with its lease. Groups that share a slot have separate handles."""
+    """Handle by which one API key reads the prompt KV of one slot, with the lease on it.
+
+    Groups that share a slot have separate handles.
+    """
 
     def __init__(
         self,
@@ -58,7 +61,7 @@ class Handle:
         return self.remaining_seconds
 
     def end_lease(self) -> None:
-        """End the lease. Its last deadline is kept for downloads in progress."""
+        """End the lease; the last deadline is kept for downloads in progress."""
         self._deadline = self.deadline
         self._has_ended = True
 
@@ -72,7 +75,7 @@ class Handle:
 
     @property
     def remaining_seconds(self) -> float:
-        """Remaining seconds of the lease; before its start the longest initial duration."""
+        """Remaining seconds of the lease; before its start, the maximum lease duration."""
         if self._has_ended:
             return 0.0
         if self._deadline is None:
@@ -81,7 +84,7 @@ class Handle:
 
     @property
     def deadline(self) -> float:
-        """Time at which the lease ends; before its start the latest end if it started now."""
+        """Time at which the lease ends; before its start, now plus the maximum lease duration."""
         if self._deadline is None:
             return self._clock() + self._settings.max_lease_seconds
         return self._deadline
@@ -95,9 +98,10 @@ class Handle:
 
 
 class DownloadPin:
-    """Pin that keeps a slot's bytes unchanged inside a `turn`, and between turns under the lease.
+    """Pin of one download, which keeps a slot's bytes unchanged until the lease ends.
 
-    Renewals extend the pin. After a release the last deadline still applies, so a download in
+    A read in progress (`turn`) extends the pin to the end of the read, and renewals of the lease
+    extend it too. After a release of the handle the last deadline still applies, so a download in
     progress can complete.
     """
 
@@ -110,10 +114,10 @@ class DownloadPin:
 
     @contextmanager
     def turn(self) -> Iterator[bool]:
-        """Context manager around one read of the bytes.
+        """Context manager around one read of the pinned bytes; yields False if the lease is over.
 
-        Yields False if the lease is over; the bytes must not be read then. Keep it short: the pin
-        is not released inside a turn.
+        The bytes must not be read then. Keep it short, because the pin is not released inside a
+        turn.
         """
         self.sweep()
         self._in_turn = self._is_open
@@ -124,19 +128,19 @@ class DownloadPin:
             self.sweep()
 
     def sweep(self) -> None:
-        """Release the pin if the lease's deadline has passed and no turn is in progress."""
+        """Release the pin if the lease's deadline has passed and no read is in progress."""
         if not self._in_turn and self._handle.is_past_deadline:
             self.close()
 
     def close(self) -> None:
-        """Release the pin. Idempotent."""
+        """Release the pin; further calls have no effect."""
         if self._is_open:
             self._is_open = False
             self._slots.unpin(self._handle.slot)
 
 
 class Handles:
-    """Table of handles. A handle holds its slot from `grant` until its lease ends or `release`."""
+    """Table of prompt-KV handles; a handle holds its slot until its lease ends or its release."""
 
     def __init__(
         self,
@@ -161,7 +165,7 @@ class Handles:
         return iter(self._handles.values())
 
     def grant(self, owner: str, slot: Slot, lease_seconds: float) -> Handle:
-        """Create a handle. Its lease does not expire before `start_lease`."""
+        """Create a handle for a slot; its lease does not expire before `start_lease`."""
         handle = Handle(
             new_handle_id(self._replica_id),
             owner,
@@ -175,7 +179,7 @@ class Handles:
         return handle
 
     def get(self, handle_id: str, owner: str) -> Handle:
-        """Raises KvGone or KvNotFound."""
+        """Find an owner's handle; raises KvGone if its lease has ended, KvNotFound if unknown."""
         handle = self._handles.get(handle_id)
         if handle is not None and not handle.is_active:
             self._drop(handle, expired=True)
@@ -187,7 +191,7 @@ class Handles:
         return handle
 
     def release(self, handle_id: str, owner: str) -> None:
-        """Release a handle. No effect if its lease is already over."""
+        """Release an owner's handle; no effect if its lease is already over."""
         try:
             handle = self.get(handle_id, owner)
         except KvGone:
@@ -201,7 +205,7 @@ class Handles:
 
     @contextmanager
     def pinned(self, handle: Handle) -> Iterator[DownloadPin]:
-        """Pin the slot for a download; its bytes are unchanged until the lease ends."""
+        """Context manager that pins the slot of a handle during a download; see DownloadPin."""
         pin = DownloadPin(handle, self._slots)
         self._pins.add(pin)
         try:
@@ -211,14 +215,14 @@ class Handles:
             pin.close()
 
     def sweep(self) -> None:
-        """Release expired pins and handles. A linear scan: renewals destroy any order."""
+        """Release expired pins and handles, by a linear scan because renewals change the order."""
         for pin in self._pins:
             pin.sweep()
         for handle in [handle for handle in self if not handle.is_active]:
             self._drop(handle, expired=True)
 
     def check(self) -> None:
-        """Assert that slots count their handles correctly."""
+        """Assert that every slot's number of handles is correct."""
         for slot in {handle.slot for handle in self}:
             num_handles = sum(handle.slot is slot for handle in self)
             assert slot.num_handles == num_handles, "a slot's handles are miscounted"

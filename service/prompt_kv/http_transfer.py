@@ -1,4 +1,4 @@
-"""HTTP response with a handle's file, or a byte range of it (RFC 9110, 14.2).
+"""HTTP response with exported prompt KV, or with a byte range of its file (RFC 9110, 14.2).
 
 Under Coppice's own uvicorn protocol the body is sent by a thread that bypasses the event loop.
 Under any other ASGI server it is sent in pieces as ordinary ASGI body messages.
@@ -32,7 +32,7 @@ class ByteRange:
 
 
 class OutOfRange(RangeNotSatisfiable):
-    """416 response with the file's length in Content-Range."""
+    """HTTP 416 response with the file's length in Content-Range."""
 
     def __init__(self, num_bytes: int) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class OutOfRange(RangeNotSatisfiable):
 def requested_range(
     header: str | None, if_range: str | None, etag: str, num_bytes: int
 ) -> ByteRange | None:
-    """Byte range that the headers request; None for the whole file.
+    """Byte range that the HTTP headers Range and If-Range request; None for the whole file.
 
     The whole file is sent if there is no valid single range, or if `if_range` differs from `etag`.
     """
@@ -62,7 +62,7 @@ def requested_range(
 
 
 class KvDataResponse(Response):
-    """Response that looks up its handle when it is sent.
+    """HTTP response with prompt KV that looks up the handle only when the response is sent.
 
     There is no await between the lookup and the pin of the slot. Exceptions of the lookup become
     problem documents.

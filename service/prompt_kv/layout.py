@@ -1,4 +1,4 @@
-"""Byte layout of a slot: status words, then a safetensors file with a page-aligned header.
+"""Byte layout of a KV slot: status words, then a safetensors file with a page-aligned header.
 
     words     one page: an `ExportStatus` per rank, written by the engine; not part of the file
     header    8 bytes of length, then JSON, padded with spaces to whole pages
@@ -31,7 +31,7 @@ _DTYPES = {"float32": ("F32", 4), "bfloat16": ("BF16", 2), "float16": ("F16", 2)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRange:
-    """Byte range of one tensor, relative to the first tensor."""
+    """Byte range of one tensor of the file, relative to the start of the first tensor."""
 
     name: str
     start: int
@@ -39,13 +39,13 @@ class TensorRange:
 
 
 def tokens_sha256(token_ids: Sequence[int]) -> str:
-    """SHA-256 of the covered tokens as little-endian int32."""
+    """SHA-256 of token ids as little-endian int32, which identifies the prompt of exported KV."""
     return hashlib.sha256(np.asarray(token_ids, dtype="<i4").tobytes()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Layout for the first `num_tokens` tokens of a prompt under one weights version."""
+    """Layout of exported KV: the first `num_tokens` tokens of a prompt, one weights version."""
 
     model: str
     version: str
@@ -92,7 +92,7 @@ class Layout:
         return room.to_bytes(8, "little") + text.ljust(room)
 
     def _metadata(self, checksums: Mapping[str, str]) -> dict[str, str]:
-        """safetensors metadata. Values must be strings, so mappings are JSON-encoded."""
+        """Metadata of the safetensors header; mappings are JSON, as values must be strings."""
         return {
             "model": self.model,
             "version": self.version,
@@ -105,7 +105,7 @@ class Layout:
 
 
 class LayoutFactory:
-    """Factory of the layouts for one model and KV format."""
+    """Creates the layouts of exported KV for one model and KV format."""
 
     def __init__(self, model: str, kv_format: KvFormat) -> None:
         self._model = model
@@ -133,7 +133,7 @@ class LayoutFactory:
 
 
 def checksums(layout: Layout, data: memoryview) -> dict[str, str]:
-    """xxh3 digest of each tensor, by name. Runs in a thread: hashing releases the GIL."""
+    """xxh3 digest of each tensor, by name; run it in a thread, as hashing releases the GIL."""
     assert len(data) == layout.data_bytes, "the data has another length than the layout"
     return {
         tensor.name: xxhash.xxh3_64_hexdigest(data[tensor.start : tensor.end])
@@ -142,5 +142,5 @@ def checksums(layout: Layout, data: memoryview) -> dict[str, str]:
 
 
 def etag(header: bytes) -> str:
-    """Strong ETag of the file: its header contains the checksum of every tensor."""
+    """Strong ETag of a KV file, from its header, which has the checksum of every tensor."""
     return f'"{xxhash.xxh3_128_hexdigest(header)}"'

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class PromptKvManager:
-    """Owner of the arena, the slots, the handles and the export tasks.
+    """Facade of prompt KV, which owns the arena, the slots, the handles and the export tasks.
 
     Call `open` once the engine has started, `close` after the last group and the last reader.
     """
@@ -62,7 +62,7 @@ class PromptKvManager:
         self._create_tables(0)
 
     def open(self) -> None:
-        """Create the arena and start the tasks. On failure sets `reason` instead of raising."""
+        """Create the arena and start the tasks. On failure, sets `reason` instead of raising."""
         info = self._engine.info
         if info.kv_format is None:
             self.reason = info.kv_reason or "unsupported_cache"
@@ -136,7 +136,7 @@ class PromptKvManager:
             self._exports.after_weights_update(version)
 
     def stop_new_readers(self) -> None:
-        """Refuse new reads; reads in progress continue."""
+        """Refuse new reads of prompt KV; reads in progress continue."""
         self._closing = True
 
     async def wait_until_idle(self) -> None:
@@ -151,7 +151,7 @@ class PromptKvManager:
         return None if self._nixl is None else self._nixl.agent
 
     def answer(self, handle: Handle, *, lease_seconds: float | None = None) -> KvHandle:
-        """Wire form of a handle. `lease_seconds` defaults to the granted duration."""
+        """Handle as sent to its caller; `lease_seconds` defaults to the granted duration."""
         assert self.arena is not None, "a handle exists only with an arena"
         slot = handle.slot
         return KvHandle(
@@ -188,7 +188,7 @@ class PromptKvManager:
         )
 
     def file(self, handle: Handle) -> memoryview:
-        """Bytes of the handle's file. Read them only inside `handles.pinned`."""
+        """Bytes of the KV file of a handle; read them only inside `handles.pinned`."""
         if self.arena is None:
             raise KvNotFound()
         start = handle.slot.file_offset
@@ -206,7 +206,7 @@ class PromptKvManager:
         )
 
     def check(self) -> None:
-        """Assert the consistency of slots, handles and leases."""
+        """Assert that the slots and the handles are consistent."""
         self._slots.check()
         self.handles.check()
 

@@ -1,4 +1,4 @@
-"""One-sided reads of the arena over NIXL: an agent in a child process of the server.
+"""One-sided reads of the prompt-KV arena over NIXL, served by an agent in a child process.
 
 UCX has no authentication: anyone who reaches the agent over the network can read its process
 memory. The child process therefore maps the arena and nothing else, and gets only selected
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class NixlAgentProcess:
-    """Child process with the NIXL agent.
+    """Child process whose NIXL agent serves one-sided reads of the prompt-KV arena.
 
     `agent` is the address to read from. It is set shortly after the start, and None again once the
     process has ended.
@@ -43,7 +43,7 @@ class NixlAgentProcess:
         self.agent: KvAgent | None = None
 
     async def run(self) -> None:
-        """Run until the agent's process ends. A failure disables one-sided reads only."""
+        """Run the agent's process until it ends; a failure disables one-sided reads only."""
         if not installed():
             log.warning(NOT_INSTALLED)
             return

@@ -1,4 +1,4 @@
-"""Settings section `kv`."""
+"""Settings section `kv`: exported prompt KV, and the cache of the KV of prompt spans."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from engine.settings_base import BufferBytes, Bytes, PositiveInt, Seconds, Secon
 
 
 class KvSettings(Section):
-    """Location, lease and bandwidth settings of prompt KV, which `engine.prompt_kv` enables."""
+    """Memory, lease and download settings of prompt KV, which `engine.prompt_kv` enables."""
 
     directory: Path = Field(
         Path("/dev/shm"), description="shared-memory mount for the prompt KV arena"

@@ -1,4 +1,4 @@
-"""Slots of the arena and their accounting: free + reserved + leased + quarantined = capacity.
+"""Slots of the prompt-KV arena; free + reserved + leased + quarantined bytes = capacity.
 
     reserved       the engine may write it; nobody reads it
     leased         written and sealed; holders of a handle may read it
@@ -40,7 +40,10 @@ class _SlotKey(NamedTuple):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Slot:
-    """One slot, changed only by `SlotTable`. `pins` counts the reads in progress."""
+    """Arena memory for the KV of one prompt, changed only by `SlotTable`.
+
+    `pins` counts the downloads in progress.
+    """
 
     owner: str
     layout: Layout
@@ -69,7 +72,7 @@ class Slot:
 
 
 class SlotTable:
-    """Table of slots and sole allocator of the arena's bytes."""
+    """Table of all slots, which alone allocates and frees the bytes of the prompt-KV arena."""
 
     def __init__(
         self, capacity_bytes: int, *, grace_seconds: float, clock: Callable[[], float]
@@ -89,11 +92,11 @@ class SlotTable:
         return self._num_bytes[state]
 
     def find(self, owner: str, version: str, tokens_sha256: str) -> Slot | None:
-        """Reserved or leased slot that a further group can share; None if there is none."""
+        """Reserved or leased slot of an owner's prompt that a further group can share, or None."""
         return self._shared.get(_SlotKey(owner, version, tokens_sha256))
 
     def reserve(self, owner: str, layout: Layout) -> Slot | None:
-        """Reserve a slot; None if there is no space even after a sweep."""
+        """Reserve a slot for a prompt; None if the arena has no space even after a sweep."""
         self.sweep()
         extent = self._extents.allocate(layout.slot_bytes)
         if extent is None:
@@ -121,7 +124,7 @@ class SlotTable:
         slot.num_handles += 1
 
     def drop(self, slot: Slot, *, expired: bool) -> None:
-        """Remove a handle from a slot and quarantine the slot after its last handle.
+        """Remove one handle from a slot; quarantine the slot if it was the last handle.
 
         If the lease `expired`, a shared-memory or NIXL read that the server cannot see may be in
         progress, so the slot is not reused for the grace period.
@@ -158,7 +161,7 @@ class SlotTable:
         self.sweep()
 
     def sweep(self) -> None:
-        """Free quarantined slots that are reusable. A linear scan: the deadlines are unordered."""
+        """Free reusable quarantined slots, by a linear scan because the deadlines are unordered."""
         now = self._clock()
         quarantined = [slot for slot in self._slots if slot.state is SlotState.QUARANTINED]
         for slot in quarantined:

@@ -1,6 +1,6 @@
-"""Thread pool that sends arena bytes on a connection's socket, bypassing the event loop.
+"""Thread pool that sends prompt KV on the sockets of connections, bypassing the event loop.
 
-Large transfers through the event loop would delay all other requests. A thread sends for one turn:
+Large transfers through the event loop would delay all other requests. A thread sends for one turn,
 while the reader keeps up, but at most `TURN_SECONDS`. Between turns the event loop waits for the
 socket to become writable, so a stalled reader occupies no thread. The socket stays non-blocking
 because the loop's transport shares it.
@@ -30,7 +30,7 @@ TransferOutcome = Literal["complete", "disconnected", "too_slow", "lease_expired
 
 
 class Transfer:
-    """State of one download. `send_for_a_turn` runs in a thread."""
+    """State of one prompt-KV download; `send_for_a_turn` runs in a thread."""
 
     def __init__(self, connection: socket.socket, data: memoryview, rate: ReaderRate) -> None:
         self.connection = connection
@@ -64,7 +64,7 @@ class Transfer:
             limiter.acquire(num_bytes)
 
     async def wait_until_writable(self) -> None:
-        """Wait on the event loop for a writable socket, at most until the rate window ends."""
+        """Wait until the socket is writable, at most until the window of the rate check ends."""
         loop, is_writable = asyncio.get_running_loop(), asyncio.Event()
         began = time.monotonic()
         loop.add_writer(self.connection, is_writable.set)
@@ -84,7 +84,7 @@ class Transfer:
 
 
 class SocketSender:
-    """Owner of the sender threads. `kv.max_transfers` transfers send at a time, others queue."""
+    """Sends prompt-KV downloads in threads: `kv.max_transfers` at a time, others wait."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class SocketSender:
 
     @contextmanager
     def admitted(self, owner: str) -> Iterator[None]:
-        """Count a download until it ends. Beyond the limits it is refused, not queued."""
+        """Context manager that counts an open download; beyond the limits it raises an error."""
         self._check_limits(owner)
         self._open[owner] += 1
         try:
@@ -122,7 +122,7 @@ class SocketSender:
     async def send(
         self, connection: socket.socket, data: memoryview, *, owner: str, pin: DownloadPin
     ) -> bool:
-        """Send `data`; returns True if it was sent completely.
+        """Send `data` on a socket, in turns with other downloads; returns whether all was sent.
 
         Does not return while a thread reads the data, even if cancelled. Closes `connection`, which
         is a duplicate of the transport's socket.
@@ -139,7 +139,7 @@ class SocketSender:
         return outcome == "complete"
 
     def abort_all(self) -> None:
-        """Shut down the sockets of all transfers; their readers get truncated bodies."""
+        """Shut down the sockets of all downloads; their readers get truncated bodies."""
         self._stopped = True
         for connection in self._connections:
             with suppress(OSError):

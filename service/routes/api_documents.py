@@ -1,4 +1,4 @@
-"""Routes of documents: openapi.yaml, and the catalogue of problems."""
+"""Routes that serve documents: openapi.yaml, and the catalogue of problems (API errors)."""
 
 import html
 from collections.abc import Collection
@@ -48,7 +48,7 @@ async def list_problems(request: Request) -> Response:
 @problems.get("/{code}", responses=declare_responses({200: PROBLEM_TYPES}, NotFound))
 @page
 async def get_problem(code: str, request: Request) -> Response:
-    """Get the meaning of a problem; the `type` of problem documents refers to this path."""
+    """Describe one problem (API error); `type` in problem documents refers to this route."""
     kind = PROBLEMS.get(code)
     if kind is None:
         raise NotFound(f"no problem has this code: GET {CATALOGUE_PATH} lists all codes")

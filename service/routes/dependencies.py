@@ -29,7 +29,7 @@ def _serving(server: Annotated[Server, Depends(_server)]) -> Server:
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """A file that a request uploads: its bytes, and the digest that they must have."""
+    """File in the body of an upload request, and the digest that its bytes must have."""
 
     chunks: AsyncIterator[bytes]
     digest: str | None
@@ -49,10 +49,10 @@ async def _check_rollout_local(
 
 
 async def _check_handle_local(handle: str, server: Annotated[Server, Depends(_server)]) -> None:
-    """Redirect to the replica that owns the handle.
+    """Redirect the request to the replica that owns the prompt-KV handle, if it is another one.
 
-    Raises KvGone if that replica has left the cluster, as for an expired lease: its KV no longer
-    exists.
+    Raises KvGone, as for an expired lease, if the owning replica has left the cluster, because its
+    KV no longer exists.
     """
     replica_id = replica_id_of(handle)
     if replica_id is not None:

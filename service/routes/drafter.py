@@ -1,4 +1,4 @@
-"""Routes under /v1/drafter: status, download and upload of the drafter."""
+"""Routes under /v1/drafter: status, download and upload of the drafter model."""
 
 import asyncio
 import os

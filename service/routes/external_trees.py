@@ -1,4 +1,4 @@
-"""Routes of external trees: /v1/rollouts/{id}/branch and /v1/rollouts/{id}/segments."""
+"""Routes of external trees, which the client branches: /v1/rollouts/{id}/branch and /segments."""
 
 from fastapi import APIRouter, Request, Response
 
@@ -66,7 +66,10 @@ async def branch(
 @router.delete("/segments/{segment_id}", responses=DROP_RESPONSES)
 @requires_role("rollout")
 async def drop(rollout_id: str, segment_id: str, server: ReadyServer, caller: Caller) -> Response:
-    """Drop a segment and its subtree. The segment's id starts with the index of its group."""
+    """Drop a segment of an external tree, with the segments below it.
+
+    The segment's id starts with the index of its group.
+    """
     index = segment_id.partition(".")[0]
     group = int(index) if index.isdecimal() and len(index) < 5 else 0
     tree = await server.external_trees.find(rollout_id, group, owner=caller.name)

@@ -102,7 +102,8 @@ async def get_rollout(
 ) -> Response:
     """Get a rollout's result, or its progress if it has not ended.
 
-    Waits for the end of a running rollout for up to `wait` seconds.
+    Waits for the end of a running rollout for up to `wait` seconds. With NDJSON, the records are
+    streamed instead.
     """
     response_format = negotiate_format(request.headers.get("accept"))
     seconds = wait_seconds(request.query_params)
@@ -145,7 +146,7 @@ async def _answer_until_disconnect(
 
 
 async def _claim(owner: str, key: str, content: bytes) -> IdempotencyClaim:
-    """The idempotency claim; a large body is hashed in a thread."""
+    """Claim of a request on its idempotency key; a large body is hashed in a thread."""
     if len(content) <= INLINE_BYTES:
         return IdempotencyClaim.of(owner, key, content)
     return await asyncio.to_thread(IdempotencyClaim.of, owner, key, content)
@@ -156,9 +157,10 @@ def _stream(rollout: Rollout, lines: AsyncIterator[bytes]) -> Response:
 
 
 async def _lines_until_disconnect(server: Server, rollout: Rollout) -> AsyncIterator[bytes]:
-    """NDJSON lines for the request that started the rollout.
+    """NDJSON lines of a rollout, for the HTTP request that started the rollout.
 
-    Its disconnect cancels the rollout unless it is detached; disconnects of other readers do not.
+    A disconnect of this request cancels the rollout unless the rollout is detached; disconnects of
+    other readers do not.
     """
     try:
         async for line in _lines(rollout):
@@ -174,7 +176,7 @@ async def _lines(rollout: Rollout) -> AsyncIterator[bytes]:
 
 
 async def _answer(rollout: Rollout, response_format: ResponseFormat) -> Response:
-    """The rollout's result as a response."""
+    """HTTP response with the result of a rollout, in the negotiated format."""
     rollout.awaits_fetch = False  # the shutdown waits for responses in progress
     answer = await rollout.answer()
     return await parts_response(

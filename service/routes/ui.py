@@ -1,7 +1,7 @@
 """Routes under /ui: the dashboard page and its event stream.
 
-The page itself holds no data and is public; the events need the role watch. The events are not part
-of the API contract: only the page of the same version reads them.
+The page itself holds no data and is public; the events need the role `watch`. The events are not
+part of the API contract: only the page of the same version reads them.
 """
 
 import asyncio
@@ -55,7 +55,7 @@ async def events(server: AnyServer) -> Response:
 
 
 async def _events(server: Server) -> AsyncIterator[str]:
-    """Server-sent events with snapshots, until the client disconnects or a drain starts."""
+    """Server-sent events with dashboard snapshots, until a disconnect or a drain."""
     while not server.readiness.draining:
         yield f"data: {json.dumps(snapshot(server))}\n\n"
         await asyncio.sleep(INTERVAL_SECONDS)

@@ -1,6 +1,6 @@
 """Routes under /v1/weights: upload, stage, list, activate and delete weights versions.
 
-Other replicas download the uploaded files from `files`.
+Other replicas download the uploaded files through the router `files`.
 """
 
 import asyncio
@@ -147,7 +147,7 @@ def _stored_response(version: Version, is_new: bool) -> Response:
 
 
 def _path(version: Version | None, name: str) -> Path | None:
-    """Path of an uploaded file of a version; None if there is no such file.
+    """Local path of an uploaded file of a weights version; None if there is no such file.
 
     The name must be one that was recorded at the upload, so that the request cannot choose a path.
     """
