@@ -52,7 +52,7 @@ class SectionCandidates:
 
 @dataclass(slots=True, kw_only=True)
 class AnchorSelection:
-    """Anchors that provide each section of a prompt, with their weights in the prediction.
+    """Anchors (observed prompts) selected for each section of a prompt, with their weights.
 
     `weights` has one entry per section, empty for exact matches. `exact_tokens` is the length of
     the prompt's prefix with exact KV. `used` are the exact matches of keyed sections, and the
@@ -68,7 +68,7 @@ class AnchorSelection:
 def find_candidates(
     template: PromptTemplate, anchors: Sequence[Anchor]
 ) -> list[SectionCandidates] | None:
-    """Find the anchors that can provide each section of a prompt; None if a section has too few.
+    """Find anchors (observed prompts) that can provide each prompt section; None if too few can.
 
     A section after the last one with a cache key is left out, and prefilled, unless all candidates
     have the same text there.
@@ -109,7 +109,7 @@ def select_anchors(
     distances: DistanceMap,
     max_entropy: float,
 ) -> AnchorSelection | None:
-    """Select and weight the candidates of each section; None if a section cannot be predicted."""
+    """Choose and weight anchors (observed prompts) per section; None if one cannot be predicted."""
     selection = AnchorSelection(exact_tokens=_exact_tokens(template, found))
     for section, candidates in zip(template.sections, found, strict=False):
         if candidates.exact_match is not None:
@@ -132,10 +132,11 @@ def select_anchors(
 
 
 def are_shareable(distances: Sequence[float], max_entropy: float) -> bool:
-    """Whether the entropy of anchors' similarity weights is low enough for a prediction.
+    """Whether some observed prompts are so much nearer than others that KV can be predicted.
 
-    There is one distance per distinct text, because anchors with the same text do not discriminate.
-    A single text is shareable only if it equals the prompt's.
+    That is, whether the entropy of the similarity weights is low enough. There is one distance per
+    distinct text, because anchors with the same text do not discriminate. A single text is
+    shareable only if it equals the prompt's.
     """
     if max_entropy in (0.0, 1.0):
         return max_entropy == 1.0  # exact comparison, independent of rounding in the entropy
@@ -145,7 +146,7 @@ def are_shareable(distances: Sequence[float], max_entropy: float) -> bool:
 
 
 def similarity_weights(distances: Sequence[float]) -> list[float]:
-    """Similarity weights of anchors: softmax of their negated distances."""
+    """Similarity weights of observed prompts: softmax of their negated distances."""
     least = min(distances)
     shares = [math.exp(least - distance) for distance in distances]
     return [share / sum(shares) for share in shares]
@@ -197,7 +198,7 @@ def _has_same_text(anchor: Anchor, index: int, text_digest: bytes) -> bool:
 
 
 class DistanceCache:
-    """Cache of the distances between the KV of texts, which a background thread computes.
+    """Cache of the distances between the KV of prompt spans, computed in a background thread.
 
     Each pair is compared once, because an export name always denotes the same KV. Runs on one event
     loop.
@@ -209,7 +210,7 @@ class DistanceCache:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="text-distances")
 
     async def get_distances(self, pairs: Iterable[Pair]) -> dict[Pair, float]:
-        """Look up or compute the distances of pairs of texts.
+        """Look up or compute the KV distances of pairs of prompt spans.
 
         Cancellation stops the computation after the current pair.
         """

@@ -69,7 +69,7 @@ class AnchorStore:
         return sum(map(len, self._contexts.values()))
 
     def find(self, scope: Scope, template: PromptTemplate) -> list[Anchor]:
-        """Find the completely written anchors of a scope and template, oldest first."""
+        """Find the written anchors (observed prompts) of a scope and template, oldest first."""
         self._drop_outdated()
         context = self._context(scope, template)
         for anchor in list(self._contexts.get(context, ())):
@@ -83,7 +83,7 @@ class AnchorStore:
     def begin(
         self, scope: Scope, template: PromptTemplate, bases: Mapping[int, CacheEntry]
     ) -> Anchor | None:
-        """Reserve a new anchor's entry in the span cache; None if there is no room.
+        """Reserve cache memory for a new anchor (observed prompt); None if there is no room.
 
         The caller prefills the prompt, which writes the anchor, and then calls `end`. The anchor is
         found as soon as it is written.
@@ -106,7 +106,7 @@ class AnchorStore:
     def is_missing(
         self, scope: Scope, template: PromptTemplate, bases: Mapping[int, CacheEntry]
     ) -> bool:
-        """Whether no anchor with the same texts exists or is being written.
+        """Whether no anchor (observed prompt) with the same texts exists or is being written.
 
         False also if the weights have changed since the spans were looked up.
         """
@@ -119,7 +119,7 @@ class AnchorStore:
             anchor.num_uses += 1
 
     def end(self, anchor: Anchor) -> None:
-        """Complete an anchor after the request that writes its KV has left the engine."""
+        """Complete an anchor (observed prompt) after its writing request has left the engine."""
         if self._cache.is_committed(anchor.real):
             self._on_write_end(anchor, is_written=True)
             return
@@ -128,7 +128,7 @@ class AnchorStore:
         task.add_done_callback(self._settle_tasks.discard)
 
     def forget(self, anchors: Sequence[Anchor]) -> None:
-        """Drop anchors whose KV the engine can no longer load."""
+        """Drop anchors (observed prompts) whose KV the engine can no longer load."""
         for anchor in anchors:
             self._drop(anchor, "outdated")
 
@@ -160,7 +160,7 @@ class AnchorStore:
         self._cache.unpin(anchor.real, settled=True)
 
     def _evict_idle(self) -> bool:
-        """Make room in the span cache by evicting an anchor that no request uses.
+        """Make room in the span cache by evicting an observed prompt that no request uses.
 
         Drops all outdated anchors if there are any, else one of the least recently requested
         context that has an unused anchor.
@@ -187,7 +187,7 @@ class AnchorStore:
         return bool(outdated)
 
     def _drop(self, anchor: Anchor, outcome: AnchorOutcome) -> None:
-        """Remove an anchor from the store; its KV is freed once no request uses it."""
+        """Remove an anchor (observed prompt); its KV is freed once no request uses it."""
         existing = self._contexts.get(anchor.context, [])
         if anchor not in existing:
             return
@@ -203,5 +203,5 @@ class AnchorStore:
 
 
 def least_used_of_oldest(anchors: Sequence[Anchor]) -> Anchor:
-    """Least used of the EVICTION_WINDOW oldest anchors; the oldest in case of a tie."""
+    """Least used of the EVICTION_WINDOW oldest observed prompts; the oldest in case of a tie."""
     return min(anchors[:EVICTION_WINDOW], key=lambda anchor: anchor.num_uses)

@@ -31,7 +31,7 @@ PromptPlan = SplicePlan | PredictionPlan
 
 
 class KvReuseManager:
-    """Manages KV reuse between prompts: cached spans, anchors, and span orders of earlier prompts.
+    """Manages KV reuse between prompts, from cached spans, observed prompts and span orders.
 
     Open `cache` once the engine serves.
     """
@@ -162,7 +162,7 @@ class SpanPrompt:
             self.plan.release(settled=settled)
 
     def _num_anchors(self, plan: PromptPlan, answer: GroupAnswer) -> int:
-        """Number of anchors that predicted a prompt; 0 if the engine prefilled it instead."""
+        """Number of anchors from which a prompt was predicted; 0 if it was prefilled instead."""
         if plan.is_loaded(answer.num_cached_tokens):
             return plan.num_anchors
         self._reason = "not_loaded"

@@ -1,8 +1,9 @@
-"""KV reuse by prediction: predict a prompt's KV from anchors, or prefill it and store an anchor.
+"""KV reuse by prediction: predict a prompt's KV from observed prompts (anchors), or prefill it.
 
 The engine request of each sample loads the predicted KV and prefills the rest, at least the last
-token. A prompt that is prefilled instead is submitted like any other, so its KV is exact; spans
-that are not cached yet are prefilled alone, concurrently with it.
+token. A prompt that is prefilled instead is stored as an anchor if there is room. It is submitted
+like any other prompt, so its KV is exact; spans that are not cached yet are prefilled alone,
+concurrently with it.
 """
 
 import uuid
@@ -72,7 +73,7 @@ def _piece(
 def _from_anchor(
     section: TemplateSection, anchor: Anchor, index: int, observations: Sequence[ObservedKv] = ()
 ) -> LoadPiece:
-    """LoadPiece that takes a section of a prompt from the prompt KV of an anchor."""
+    """LoadPiece that takes a section's KV from the prompt KV of an anchor (observed prompt)."""
     there = anchor.template.sections[index]
     return LoadPiece(
         source=anchor.real.slot,
@@ -87,7 +88,7 @@ def _from_anchor(
 def _from_base(
     section: TemplateSection, base: CacheEntry, observations: Sequence[ObservedKv] = ()
 ) -> LoadPiece:
-    """LoadPiece that takes a section of a prompt from the section's KV prefilled alone."""
+    """LoadPiece that takes a section's KV from a prefill of the section alone."""
     return LoadPiece(
         source=base.slot,
         token_offset=0,
@@ -184,7 +185,7 @@ class PredictionPlan:
         self.lease.release(settled=settled)
 
     def _acquire_bases(self, template: PromptTemplate) -> dict[int, CacheEntry]:
-        """Pin cache entries with the KV of each keyed section prefilled alone, by section index."""
+        """Pin cache entries of keyed sections, each prefilled alone; returns them by index."""
         keyed = {span.cache_key: span for span in self.spans if span.cache_key is not None}
         sections = enumerate(template.sections)
         return self.lease.acquire(
@@ -193,9 +194,10 @@ class PredictionPlan:
 
     @contextmanager
     def _pinned_while_choosing(self, anchors: Sequence[Anchor]) -> Iterator[None]:
-        """Context manager that keeps anchors pinned until the lease pins the selected ones.
+        """Context manager that keeps anchors (observed prompts) pinned while some are selected.
 
-        The selection awaits, and unpinned anchors could be dropped meanwhile.
+        The lease then pins the selected ones. The selection awaits, and unpinned anchors could be
+        dropped meanwhile.
         """
         held = [cached for anchor in anchors for cached in anchor.cached()]
         for cached in held:
@@ -223,7 +225,7 @@ class PredictionPlan:
     def _prefill_and_store(
         self, template: PromptTemplate, bases: Mapping[int, CacheEntry], reason: KvReuseReason
     ) -> None:
-        """Let the samples prefill the prompt, and the first one store an anchor if none exists."""
+        """Let the samples prefill the prompt; the first one stores it as an anchor if needed."""
         self.reason = reason
         for request, cached in self.lease.write_requests():
             self.prefills.append(request)

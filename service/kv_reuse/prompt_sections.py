@@ -74,7 +74,7 @@ class TemplateSection:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptTemplate:
-    """Sections of a prompt, without the last token, which is always prefilled.
+    """Prompt divided into sections by cache key, without the last token, which is prefilled.
 
     Prompts are of the same template if they have the same cache keys and the same plain texts up to
     the last keyed span. The texts of keyed spans, and the text after the last one, may differ.
@@ -84,7 +84,7 @@ class PromptTemplate:
 
     @cached_property
     def context(self) -> bytes:
-        """Digest of the template: cache keys of keyed sections, texts of the sections between."""
+        """Digest of what prompts of a template share: cache keys, and texts without cache key."""
         known = hashlib.sha256()
         for section in self.sections[: self.num_template_sections]:
             content = (
@@ -192,7 +192,7 @@ class PrefixOrders:
 
 
 def _match_prefix(order: PrefixOrder, keyed: dict[int, bytes]) -> list[int]:
-    """Match spans with an earlier order from its start on; returns the spans' indices in order.
+    """Indices of the spans that match the start of an earlier prompt, in that prompt's order.
 
     Each span is used at most once.
     """

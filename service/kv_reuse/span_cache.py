@@ -93,7 +93,7 @@ class SpanCache:
         self._unpin_tasks: set[asyncio.Task[None]] = set()
 
     def open(self) -> None:
-        """Create the arena. On failure, `reason` is set and all prompts are prefilled."""
+        """Create the arena of the cache. On failure, sets `reason`; all prompts are prefilled."""
         if not self._capacity_bytes:
             return
         info = self._engine.info
@@ -186,7 +186,7 @@ class SpanCache:
         return CacheEntry(slot=slot, extent=extent, key=key, pins=1)
 
     async def finish_write(self, cached: CacheEntry) -> bool:
-        """Record that the request that writes an entry has ended; returns whether it is written."""
+        """Record the end of the request that writes an entry; returns whether it is written."""
         if not self.is_committed(cached):
             await self._engine.flush_exports()
         cached.is_written = self.is_committed(cached)

@@ -49,7 +49,7 @@ class SpanLease:
     _unwritten: dict[int, tuple[PromptSpan, CacheEntry]] = field(default_factory=dict)
 
     def acquire(self, spans: Mapping[int, PromptSpan]) -> dict[int, CacheEntry]:
-        """Pin or reserve the cache entries of `spans`; returns them by the same indices.
+        """Pin or reserve the cache entries of `spans`; returns them under the same indices.
 
         Entries may still have to be written, by this lease or by another one.
         """
@@ -92,7 +92,7 @@ class SpanLease:
     async def on_completed(
         self, cached: CacheEntry, request: SampleRequest, done: Completion
     ) -> bool:
-        """Record that the request that writes an entry has ended; returns whether it is written."""
+        """Record the end of the request that writes an entry; returns whether it is written."""
         if done.finish in ("stop", "length"):
             self.num_prepared += len(request.prompt_token_ids) - done.num_cached_tokens
         is_written = await self.cache.finish_write(cached)

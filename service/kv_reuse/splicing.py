@@ -79,7 +79,7 @@ def _spliced_runs(
 
 
 def prefill_lengths(runs: Sequence[TokenRun]) -> list[int]:
-    """Prompt lengths of a chain's prefill requests: one per prefilled run before a spliced run.
+    """Prompt lengths of the requests that prefill a prompt up to each spliced token run.
 
     The last prefilled run is part of the group's samples.
     """

@@ -49,7 +49,7 @@ class AttentionMetrics(MetricTable):
 
 
 class GraphMetrics(MetricTable):
-    """Metrics of CUDA graphs captured by a plan: their number, memory, hits and misses."""
+    """Metrics of CUDA graphs planned within a memory budget: number, bytes, hits and misses."""
 
     graphs = gauge("graphs", "CUDA graphs captured by the plan")
     bytes = gauge(

@@ -26,12 +26,12 @@ class CumulativeCounter(Counter):
         self._last_total = 0.0
 
     def update(self, total: float) -> None:
-        """Add the increase of the source's total since the last update."""
+        """Raise the counter to the source's total, by the increase since the last update."""
         self.inc(total - self._last_total)
         self._last_total = total
 
     def update_all(self, totals: Mapping[Any, float]) -> None:
-        """Update a counter with a single label from the totals by label value."""
+        """Update a counter with one label from a mapping of label values to totals."""
         for value, total in totals.items():
             self.labels(str(value)).update(total)
 

@@ -51,7 +51,7 @@ class RateLimiter:
 
 
 class ReaderRate:
-    """Detects a reader of a download that is too slow, from the server's waits for its socket.
+    """Detects a slow reader of a download, by its rate while the server waits for the socket.
 
     Only these waits count, so waits for `RateLimiter` or for other readers do not make a reader
     slow. `is_too_slow` is set once the reader falls below the minimum rate over one window, that is

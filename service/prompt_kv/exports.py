@@ -249,7 +249,7 @@ class ExportManager:
         self._slots.allow_reuse(slot)
 
     def _refuse_all(self, slot: Slot, reason: KvReason) -> None:
-        """End all exports of a slot without a handle, and quarantine the slot.
+        """Refuse a handle to all exports of a slot, and quarantine the slot.
 
         The engine may still write to it.
         """

@@ -81,7 +81,7 @@ class GroupKvExports:
         self._dropped: set[str] = set()
 
     def begin(self, token_ids: Sequence[int], segment: str | None = None) -> ExportSlot | None:
-        """Start an export; returns the slot that the engine request writes, None if it does not.
+        """Start an export; returns the slot that the engine request must write, or None.
 
         `token_ids` are the tokens of the path, `segment` is its last segment.
         """
