@@ -8,9 +8,9 @@ rounds, of which the first two are prefilled. Prompts have about a thousand toke
 per message. Messages are random, because the time does not depend on them.
 
 The error of spliced or predicted prompts against prefilled ones is measured separately: on the
-seedling as trained (bench/harness/splice_error.py, bench/harness/prediction_threshold_sweep.py), and for
-spliced prompts on a seedling trained on other agents' messages, including the accuracy of its
-answers (bench/harness/multi_agent_error.py).
+seedling as trained (bench/harness/splice_error.py, bench/harness/prediction_threshold_sweep.py),
+and for spliced prompts on a seedling trained on other agents' messages, including the accuracy of
+its answers (bench/harness/multi_agent_error.py).
 
 Goals apply to all prompts of an arm, including those that it had to prefill.
 """

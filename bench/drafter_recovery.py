@@ -24,11 +24,7 @@ from coppice import AsyncRollouts
 from coppice.wire.weights import DrafterAnswer
 
 BEFORE_SECONDS = 30.0
-
-
 GOAL_SECONDS, MIN_FALL = 300.0, 1 / 3
-
-
 WINDOW_SECONDS = 10.0
 
 

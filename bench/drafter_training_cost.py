@@ -21,11 +21,7 @@ from bench.harness.record import Record, Row
 from engine.drafter.trainer.training_loop import CONVERGED_DUTY_CYCLE
 
 MAX_LOSS = 0.05
-
-
 SETTLING_SECONDS = 180.0
-
-
 ROUNDS = 8
 
 

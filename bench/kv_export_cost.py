@@ -29,14 +29,8 @@ from engine.types import Completion, SampleRequest, Sampling
 from engine.vllm_engine import VllmEngine
 
 GROUPS, SAMPLES, PROMPT_TOKENS, TOKENS = 4, 8, 1024, 128
-
-
 GOAL = 0.97
-
-
 WORD_BYTES = 64
-
-
 SAMPLING = Sampling(max_tokens=TOKENS, ignore_eos=True)
 
 

@@ -26,17 +26,9 @@ from engine.cudagraphs.planner import Plan, plan
 from engine.cudagraphs.shapes import GraphShape, Trace, read_trace
 
 TRACE = Path(__file__).parent / "graph_traces" / "seedling.json"
-
-
 MAX_TOKENS, MIXED_TOKENS, MIB = 2048, 512, 2**20
-
-
 BYTES_GOAL, HIT_GOAL, TIME_GOAL = 0.4, 0.98, 0.99
-
-
 TLT_GIGABYTES = (30.39, 10.69)
-
-
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -55,8 +47,6 @@ LLAMA_8B = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
-
-
 DRAFTER = LLAMA_8B | {"num_hidden_layers": 1, "hidden_size": 1024, "intermediate_size": 2816}
 
 

@@ -21,26 +21,16 @@ AttentionFallbackReason = Literal[
     "not_worth_it",
     "failed",
 ]
-
-
 """Reason why a step used vLLM's attention: kernel limitations, then properties of the step."""
-
-
 DraftScope = Literal["self", "siblings", "prompt", "all", "drafter"]
-
-
 """Source of a drafted token.
 
 self: the sample's own text; siblings: other running samples of its group; prompt: earlier responses
 to the same prompt; all: any text in the draft store; drafter: the draft model.
 """
-
-
 SpeculationDecision = Literal[
     "drafted", "nothing_drafted", "not_worth_it", "baseline", "suspended", "probed"
 ]
-
-
 """Outcome of a step's drafts.
 
 drafted: sent to verification. nothing_drafted: no drafts found. not_worth_it: verification would
@@ -48,31 +38,19 @@ cost more time than it saves. baseline: left out to measure the cost of a step w
 suspended: drafting is suspended for a while because it cost more than it saved. probed: a single
 token is drafted while suspended, to measure the drafter's acceptance.
 """
-
-
 SpeculationSkipReason = Literal["disabled", "seeded", "store_full", "failed"]
-
-
 """Reason why a sample or step was not speculated.
 
 disabled: the request disables speculation. seeded: the request has a seed. store_full: the store
 accepts no more concurrent responses to one prompt. failed: an error in a step, which is logged.
 """
-
-
 DrafterOutcome = Literal["promoted", "rolled_back", "failed"]
-
-
 """Result of a drafter's test.
 
 promoted: its acceptance rate was at least as high. rolled_back: it was lower. failed: the drafter
 could not be loaded.
 """
-
-
 TrainingState = Literal["off", "running", "paused", "failed"]
-
-
 """State of drafter training.
 
 off: not enabled. running: enabled. paused: suspended while the engine is busy. failed: stopped for

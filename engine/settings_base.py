@@ -9,29 +9,13 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 
 PositiveInt = Annotated[int, Field(ge=1)]
-
-
 Count = Annotated[int, Field(ge=0)]
-
-
 Bytes = Annotated[int, Field(ge=0)]
-
-
 BufferBytes = Annotated[int, Field(ge=2**20)]
-
-
 """Size of a memory area, at least 1 MiB."""
-
-
 Seconds = Annotated[float, Field(gt=0)]
-
-
 SecondsOrZero = Annotated[float, Field(ge=0)]
-
-
 Ratio = Annotated[float, Field(ge=0, le=1)]
-
-
 Port = Annotated[int, Field(ge=0, le=65535)]
 
 

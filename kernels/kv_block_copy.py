@@ -63,8 +63,6 @@ def infer_order(written: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 MAX_INDICES: Final = 2**20
-
-
 """Values gathered per call; bounds the index tensor, which takes eight bytes per value."""
 
 

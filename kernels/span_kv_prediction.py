@@ -20,8 +20,6 @@ import torch
 from kernels.rope_shift import RotaryParams, shift_keys
 
 MIN_SQUARED_DISTANCE: Final = 1e-30
-
-
 """Lower bound of squared distances, so that the logarithm of zero is finite."""
 
 

@@ -23,17 +23,9 @@ from engine.launch.plugin import install_patches
 from engine.settings import EngineSettings
 
 FILE = Path(__file__).with_name("seedling.json")
-
-
 SCHEDULE, LENGTHS = [(1, 8, 4), (9, 32, 2), (33, 64, 0)], "8:4 32:2 0"
-
-
 MAX_SEQUENCES, MAX_TOKENS, GROUP = 64, 2048, 8
-
-
 MEDIAN_TOKENS, SPREAD = 40, 1.0
-
-
 PROMPTS = ("Compute {}+{}.\n", "Compute {}*{}.\n", "Write {} and then {}, step by step.\n")
 
 

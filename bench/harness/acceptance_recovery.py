@@ -8,19 +8,13 @@ import matplotlib
 from matplotlib.figure import Figure
 
 PICTURE = Path(__file__).parents[2] / "docs" / "drafter.png"
-
-
 STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
     "axes.spines.top": False,
     "axes.spines.right": False,
 }
-
-
 ARMS = (("with", "trained in the background", "#2f7d4f"), ("without", "not trained", "#8a8f98"))
-
-
 RECOVERED_SHARE = 0.95
 
 

@@ -8,14 +8,13 @@ from typing import Any
 from bench.harness.record import RECORDS
 
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks.md"
-
-
 HEAD = """# Benchmarks
 
-Written by `python -m bench.harness.benchmarks_page` from `bench/records/`. Arms of one benchmark run in turn
-on the same machine in the same process layout; ratios are medians over pairs with a 95 % bootstrap
-interval. What is slower is here too. Where a record was made in parts (speculation, trainer_step),
-command and date are those of the last part; how many rounds there were stands in the rows.
+Written by `python -m bench.harness.benchmarks_page` from `bench/records/`. The arms of a benchmark
+run in turn on the same machine in the same process layout. Ratios are medians over pairs with a
+95 % bootstrap interval. Slowdowns and missed goals are included. If a record was made in parts
+(speculation, trainer_step), its command and date are those of the last part, and the rows state the
+number of rounds.
 """
 
 

@@ -1,7 +1,7 @@
 """Error of spliced prompts on a seedling trained on other agents' messages.
 
-Measures the accuracy of its answers (examples/seedling/multi_agent_task.py), and the divergence of the
-distributions at the right answer's tokens.
+Measures the accuracy of its answers (examples/seedling/multi_agent_task.py), and the divergence of
+the distributions at the right answer's tokens.
 
 An assembly mode maps a prompt's parts to a cache of all its tokens but the last, and the number of
 spliced tokens. It is called turn by turn, in the same order every time, so it may keep state.

@@ -10,8 +10,6 @@ from bench.harness.paired_runs import RESAMPLES
 from bench.harness.record import Row
 
 LARGEST_DIVERGENCE = 0.05
-
-
 LARGEST_CHANGE = 1.0
 
 

@@ -25,14 +25,8 @@ from service.kv_reuse.anchors import Anchor
 from service.kv_reuse.prompt_sections import joined
 
 THRESHOLDS = (0.1, 0.3, 0.5, 0.9)
-
-
 NUM_AGENTS, NUM_ROUNDS, NUM_HEARD = 4, 12, 3
-
-
 FEWEST = 10
-
-
 """Minimum number of predicted prompts for a verdict on their mean."""
 
 

@@ -16,8 +16,6 @@ from engine.launch.environment import engine_environment
 from engine.settings import AttentionSettings, EngineSettings
 
 Run = dict[str, Any]
-
-
 Texts = list[list[int]]
 
 

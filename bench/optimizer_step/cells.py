@@ -13,11 +13,7 @@ SHAPES = ("1000/100x8", "4096/64x8", "512/512x8", "128/1024x8", "4096/64x16")
 
 # Ratios that Castform's blog of 2026-05-11 reports for a step of Qwen3.5-4B on a GPU.
 GPU_SHAPES = {"16384/64x8": 7.5, "8192/4096x8": 1.7}
-
-
 DTYPES = ("float32", "bfloat16")
-
-
 VOCABULARIES = (512, 32768)
 
 

@@ -26,11 +26,7 @@ THREADS = {"idle": 2, "shared": 1, "gpu": 2}
 
 # Rows per micro-batch to try; larger batches pay only for short rows.
 MICRO_BATCHES = (1, 2)
-
-
 LONGEST_MICRO_BATCH_TOKENS = 5000
-
-
 GPU_MICRO_BATCHES = (1, 2, 4, 8)
 
 

@@ -17,19 +17,13 @@ from bench.replay.traces import TRACES, Trace
 from kernels.draft_index.store_protocol import Reliability, Scope
 
 PICTURE = Path(__file__).parents[2] / "docs" / "drafts.png"
-
-
 NAMES = {
     Scope.SELF: "the request itself",
     Scope.SIBLINGS: "its siblings",
     Scope.PROMPT: "earlier responses to its prompt",
     Scope.ALL: "responses to other prompts",
 }
-
-
 COLOURS = ("#b5793a", "#2f7d4f", "#3f6fa8", "#8a8f98")
-
-
 FEWEST = 50
 
 

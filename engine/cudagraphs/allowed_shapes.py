@@ -8,8 +8,6 @@ from itertools import pairwise
 from engine.cudagraphs.shapes import GraphShape, decode, mixed
 
 MAX_DRAFT_TOKENS = 127  # vLLM's MAX_SPEC_LEN - 1
-
-
 _TEXT = re.compile(r"(\d+:\d+(,\d+)* )*\d+(,\d+)*")
 
 

@@ -8,8 +8,6 @@ from engine.cudagraphs.planner import Plan
 from engine.cudagraphs.shapes import GraphShape
 
 MIB = 2**20
-
-
 NOTE = "Memory and padding are model estimates. The hit rate is that of decode steps."
 
 

@@ -19,17 +19,9 @@ from vllm.renderers.hf import AssistantTracker, HfRenderer, resolve_chat_templat
 from engine.errors import ConversationRefused
 
 log = logging.getLogger(__name__)
-
-
 MAX_CHARACTERS = 2**18
-
-
 """Limit of all strings in one request's options. A template may render them once per message."""
-
-
 MAX_NUMBER = 2**20
-
-
 """Limit of numbers, since a template may repeat a string that often.
 
 Jinja's sandbox limits only `range`.

@@ -12,8 +12,6 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, UniformTypeKVCacheSpecs
 
 DRAFT_MODEL: Final = "draft_model"
-
-
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 
 

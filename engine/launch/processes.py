@@ -30,8 +30,6 @@ from engine.runtime.leftover_files import TempDir, remove_leftover_shared_memory
 from engine.settings import AttentionSettings, EngineSettings, GraphsSettings, SpeculationSettings
 
 log = logging.getLogger(__name__)
-
-
 SHUTDOWN_SECONDS: Final = 30.0
 KILL_RETRY_SECONDS: Final = 0.5
 

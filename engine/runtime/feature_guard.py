@@ -16,11 +16,7 @@ from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
-
-
 T = TypeVar("T")
-
-
 logger = logging.getLogger(__name__)
 
 

@@ -22,24 +22,14 @@ from pathlib import Path
 from typing import BinaryIO
 
 _LOCK_FILE = ".owner"
-
-
 _TEMP_DIR_PREFIX = "coppice-engine-"
-
-
 FileId = tuple[int, int]
-
-
 """Device and inode number."""
-
-
 SHM_DIR = Path("/dev/shm")
 
 
 # A younger file may belong to an engine that is about to map it.
 MIN_AGE_SECONDS = 2.0
-
-
 _LEFTOVER_NAMES = re.compile(r"^(psm_|vllm_dist_|sem\.mp-|__KMP_REGISTERED_LIB_)")
 
 

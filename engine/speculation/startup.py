@@ -79,8 +79,6 @@ def _method_config(arguments: AsyncEngineArgs, settings: SpeculationSettings) ->
 
 
 log = logging.getLogger(__name__)
-
-
 PROFILE_SECONDS = 5.0
 
 

@@ -24,17 +24,9 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 SEEDLING = Path(__file__).parent / "model"
-
-
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-
-
 SEED = 7
-
-
 _ZERO_WHERE_NEW = ("embed_tokens", "lm_head", "o_proj", "down_proj")
-
-
 _RESIDUAL_NORMS = (
     "input_layernorm.weight",
     "post_attention_layernorm.weight",

@@ -33,11 +33,7 @@ from examples.seedling import arithmetic
 from examples.seedling.arithmetic import Problem, Term
 
 AGENTS = "ABCDE"
-
-
 LARGEST = 99
-
-
 LONGEST_SHORT_WORK = len("Compute 99*99.\n99*99=8910+891=9801\nanswer: 9801\n")
 
 

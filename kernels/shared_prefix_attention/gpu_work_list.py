@@ -21,23 +21,11 @@ from torch import Tensor
 from kernels.shared_prefix_attention.sharing_plan import Int32s, SharingPlan
 
 ITEM_FIELDS = ("begin", "end", "blocks_at", "first_block", "rows_at", "num_rows")
-
-
 OWN_BLOCKS = -1
-
-
 """Value of `blocks_at` for a suffix, which is read through its row's block table."""
-
-
 OPEN_END = np.iinfo(np.int32).max
-
-
 MIN_ITEM_TOKENS = 256
-
-
 ITEM_ALIGNMENT = 64
-
-
 """Items are cut at multiples of it, relative to the start of the node or suffix."""
 
 

@@ -19,11 +19,7 @@ from service.http.errors import InsufficientStorage, WeightsRefused
 from service.weights.checkpoint_store import CheckpointStore, Upload
 
 MAX_CONFIG_BYTES = 2**20
-
-
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
-
-
 COPY_BYTES = 4 * 2**20
 
 

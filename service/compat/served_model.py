@@ -35,17 +35,9 @@ from service.routes.dependencies import ReadyServer
 from service.server import Server
 
 openai = APIRouter(route_class=OpenAIRoute)
-
-
 router = APIRouter()
-
-
 TEXT = ("text/plain",)
-
-
 INFO_RESPONSES = declare_responses({200: JSON}, *ADMIN_ERRORS)
-
-
 LOAD_ERRORS = (
     *(*ADMIN_ERRORS, *BODY_ERRORS, Unsupported, PathRefused, VersionConflict, WeightsRefused),
     *(ActivationFailed, AdaptersFull, InsufficientStorage),

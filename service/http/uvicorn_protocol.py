@@ -32,48 +32,22 @@ from service.http.errors import HeadersTooLarge, MalformedRequest, RequestTimeou
 from service.http.exception_handlers import problem_response
 
 SEND_BODY_EXTENSION = "coppice.handoff"
-
-
 """ASGI extension that sends the body of a response directly on the socket.
 
 It is called after the response has started.
 """
-
-
 CROWDED = "coppice.crowded"
-
-
 """ASGI extension that marks requests on a connection past the connection limit."""
-
-
 CROWDED_SECONDS = 1.0
-
-
 """Timeout of a request's head on a connection past the limit, in seconds."""
-
-
 CHUNK_LINE_BYTES = 32
 """Framing bytes allowed per chunk of a chunked body: its size field and two line ends."""
-
-
 MAX_PIPELINED_REQUESTS = 64
-
-
 """Limit of pipelined requests: those that wait for the response to an earlier one."""
-
-
 HANGUP_SECONDS = 0.3
-
-
 """Interval of the checks for a closed connection while reading is paused, in seconds."""
-
-
 SendBody = Callable[[socket.socket], Awaitable[bool]]
-
-
 """Sends the whole body on the socket, which it owns and closes; returns False on failure."""
-
-
 SendBodyExtension = Callable[[SendBody], Awaitable[None]]
 
 

@@ -18,23 +18,11 @@ from coppice.wire.rollouts import PromptSpan, RolloutRequest
 from service.http.errors import InvalidRequest
 
 MAX_SCOPES = 256
-
-
 MAX_ORDERS = 256
-
-
 PrefixOrder = tuple[bytes, ...]
-
-
 DEFAULT_RECOMPUTE_TOKENS = 16
-
-
 DEFAULT_MAX_ENTROPY = 0.3
-
-
 APPROXIMATE_MODES: Final[tuple[KvReuseMode, ...]] = ("splice", "predict")
-
-
 REUSE_OFF = KvReuse(mode="off")
 
 

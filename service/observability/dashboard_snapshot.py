@@ -19,17 +19,9 @@ from service.server import Server
 from service.trees.group import TreeGroup
 
 MAX_ROLLOUTS = 20
-
-
 MAX_GROUPS = 24  # of one rollout
-
-
 MAX_SAMPLES = 64  # of one group
-
-
 MAX_SEGMENTS = 256  # of one tree
-
-
 MAX_LEASES = 8
 
 

@@ -13,8 +13,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics import MetricWrapperBase
 
 Collector = TypeVar("Collector", bound=MetricWrapperBase)
-
-
 Values = Iterable[object]
 
 

@@ -21,8 +21,8 @@ class KvSettings(Section):
     spans_bytes: Bytes = Field(
         0,
         description="size of the cache for the KV of prompt spans and observed prompts, in bytes, "
-        "used by kv_reuse.mode splice and predict; at most half of the free space of kv.directory; 0: "
-        "all prompts are prefilled",
+        "used by kv_reuse.mode splice and predict; at most half of the free space of "
+        "kv.directory; 0: all prompts are prefilled",
     )
     max_lease_seconds: Seconds = Field(
         60.0, description="maximum lease of a handle when granted or renewed, in seconds"

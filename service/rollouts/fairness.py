@@ -6,11 +6,7 @@ from collections import deque
 from collections.abc import Callable
 
 MICROSECONDS = 1_000_000
-
-
 PER_TURN = 16
-
-
 SLICE_SECONDS = 0.005
 
 

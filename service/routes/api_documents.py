@@ -14,20 +14,10 @@ from service.http.params import accepts_html
 from service.http.responses import JSON, declare_responses, json_response
 
 router = APIRouter()
-
-
 problems = APIRouter(prefix=CATALOGUE_PATH)
-
-
 YAML = "application/yaml"
-
-
 HTML = "text/html"
-
-
 CATALOGUE = ProblemCatalogue(problems=list(PROBLEMS.values()))
-
-
 PROBLEM_TYPES = (*JSON, HTML)
 
 

@@ -28,18 +28,12 @@ from service.rollouts.idempotency import IdempotencyClaim
 from service.routes.dependencies import ROLLOUT_LOCAL, ReadyServer
 
 router = APIRouter(prefix="/v1/rollouts/{rollout_id}", dependencies=[ROLLOUT_LOCAL])
-
-
 TREE_ERRORS = (*CLUSTER_ERRORS, RolloutNotFound, SegmentNotFound, TreeClosed)
-
-
 BRANCH_RESPONSES = declare_responses(
     {200: JSON, **REDIRECT},
     *(*AUTH_ERRORS, *READINESS_ERRORS, *BODY_ERRORS, *TREE_ERRORS),
     *(IdempotencyInProgress, IdempotencyMismatch),
 )
-
-
 DROP_RESPONSES = declare_responses(
     {200: JSON, **REDIRECT}, *AUTH_ERRORS, *READINESS_ERRORS, *TREE_ERRORS
 )

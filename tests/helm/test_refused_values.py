@@ -10,8 +10,6 @@ from service.config.settings import Settings, settings_fields
 from tests.helm.chart import WITH_KEYS, Object, defaults
 
 pytestmark = pytest.mark.slow
-
-
 MISTAKES: list[tuple[str, Object]] = [
     ("containerPort", {"containerPort": "abc"}),
     ("replicas", {"replicas": 3}),

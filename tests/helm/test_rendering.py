@@ -14,8 +14,6 @@ from helm.golden import CHART
 from tests.helm.chart import FILES, WITH_KEYS, Object, objects, settings, values_of
 
 pytestmark = pytest.mark.slow
-
-
 VERSIONS = ("1.29", "1.31", "1.34")
 
 
@@ -25,8 +23,6 @@ CUSTOM = {
     "PrometheusRule": ("spec.groups",),
     "ScaledObject": ("spec.scaleTargetRef.name", "spec.triggers", "spec.fallback.replicas"),
 }
-
-
 every_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 
 

@@ -24,11 +24,7 @@ from tests.monitoring.tools import MONITORING, RULES, promtool
 from tests.tools import ROOT
 
 pytestmark = pytest.mark.slow
-
-
 OF_THE_PROCESS = {"process_start_time_seconds", "process_resident_memory_bytes", "up"}
-
-
 _ROW = re.compile(
     r"^\| `(?P<name>coppice_\w+)` \| (?P<type>\w+) \| (?P<labels>.*?) \| (?P<text>.*) \|$"
 )

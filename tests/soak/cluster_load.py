@@ -34,8 +34,6 @@ from tests.soak.cluster_model import FleetModel, TokenReport
 from tests.soak.replicas import LEASE_SECONDS
 
 NUM_SAMPLES = 4
-
-
 MAX_TOKENS = 24
 
 
@@ -44,8 +42,6 @@ RESEND = (
     *(ConnectionFailed, StreamBroken, TimedOut, RolloutLost, NotFound),
     *(EngineUnavailable, ClusterUnavailable, VersionSuperseded, VersionUnavailable),
 )
-
-
 RETRY = Retry(attempts=4, base_seconds=0.1, max_seconds=1.0, total_seconds=15.0)
 
 

@@ -29,8 +29,6 @@ from tests.serving import Served, serving, settings_for
 from tests.ui.browser import tab
 
 ON: dict[str, Any] = {"ui": True}
-
-
 PAGES = ("/ui", "/ui/page.js", "/ui/page.css")
 
 

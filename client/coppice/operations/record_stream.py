@@ -26,8 +26,6 @@ from coppice.wire.result_formats import (
 from coppice.wire.rollouts import GroupHead
 
 RecordKey = tuple[str, int, int | str]
-
-
 NDJSON = "application/x-ndjson"
 
 

@@ -15,11 +15,7 @@ from coppice.errors import BadAnswer
 from coppice.wire.kv import KvHandle
 
 LENGTH_BYTES = 8
-
-
 Dtype = Literal["float32", "bfloat16", "float16"]
-
-
 _DTYPES: dict[str, tuple[Dtype, int]] = {
     "F32": ("float32", 4),
     "BF16": ("bfloat16", 2),

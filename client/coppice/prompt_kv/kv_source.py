@@ -20,14 +20,8 @@ from coppice.transport.redirects import RedirectPolicy, parse_address
 from coppice.wire.kv import KvHandle, KvLayout, KvLease, KvLeaseAnswer, KvLocator
 
 MOVING_AVERAGE_WEIGHT = 0.3
-
-
 ARENA_PREFIX = "coppice-kv-"
-
-
 TRANSPORTS = ("shm", "nixl", "http")
-
-
 """In order of decreasing speed."""
 
 

@@ -46,8 +46,6 @@ class PromptKV:
 
 
 Layers = Sequence[tuple[Tensor, Tensor]]
-
-
 """Keys and values [1, K, P, D] of every layer, as attention functions receive them."""
 
 

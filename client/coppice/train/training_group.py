@@ -46,8 +46,6 @@ class RowLogprobs:
 
 
 LossFunction: TypeAlias = Callable[[RowLogprobs], Tensor]
-
-
 """A sum over tokens or rows, so that the losses of micro-batches add up to the group's loss."""
 
 

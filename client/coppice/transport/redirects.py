@@ -20,8 +20,6 @@ import httpx
 from coppice.errors import Redirected
 
 MAX_REDIRECTS = 2
-
-
 """An object that has moved may move again during the request."""
 
 

@@ -30,11 +30,7 @@ from coppice.weights.safetensors_index import (
 )
 
 StateDict = Mapping[str, Any]
-
-
 """Maps names to numpy arrays or torch tensors."""
-
-
 _CODES = {
     "float64": "F64",
     "float32": "F32",
@@ -52,11 +48,7 @@ _CODES = {
     "uint8": "U8",
     "bool": "BOOL",
 }
-
-
 FROM_TORCH: Mapping[str, str] = {"format": "pt"}
-
-
 _ALIGNMENT = 8
 
 

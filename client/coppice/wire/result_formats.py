@@ -39,11 +39,7 @@ from coppice.wire.rollouts import (
 )
 
 PACKED_MEDIA_TYPE = "application/vnd.coppice.safetensors"
-
-
 Part = SampleAnswer | SegmentAnswer
-
-
 _NAMES = ("token_ids", "logprobs", "offsets")
 
 
@@ -114,8 +110,6 @@ Record = Annotated[
     | EndRecord,
     Field(discriminator="type"),
 ]
-
-
 RECORD: TypeAdapter[Record] = TypeAdapter(Record)
 
 

@@ -31,8 +31,6 @@ from kernels.rope_shift import RotaryParams
 from kernels.span_kv_prediction import Observation, predict, shift_keys_of_layers, token_weights
 
 MAX_PREDICTED_TOKENS: Final = 256
-
-
 """Tokens predicted at a time, to limit memory."""
 LOAD_FEATURE = feature("kv_reuse")
 

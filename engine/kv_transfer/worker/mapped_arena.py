@@ -17,11 +17,7 @@ from engine.kv_transfer.cache_layout import CacheLayout
 from engine.kv_types import ExportSlot, ExportStatus
 
 ALIGNMENT: Final = 64
-
-
 STATUS_BYTES: Final = 8
-
-
 STAT_BLOCK_BYTES: Final = 512  # the unit of st_blocks, see stat(2)
 
 

@@ -13,8 +13,6 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 _PORTS = {"http": 80, "https": 443}
-
-
 _ALLOWED = re.compile(
     r"(https?)://(\*\.)?([A-Za-z0-9.-]+|\[[0-9a-fA-F:.]+\])(/\d{1,3})?(:(?:\d{1,5}|\*))?"
 )

@@ -18,11 +18,7 @@ from service.weights.replication.status import ReplicaStatus
 from service.weights.versions import Versions
 
 log = logging.getLogger(__name__)
-
-
 FailureReason = str | None
-
-
 STOPPING = "this replica is shutting down"
 
 

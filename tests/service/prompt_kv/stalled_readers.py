@@ -12,11 +12,7 @@ from tests.service.prompt_kv.export_requests import rollout_body
 from tests.serving import Served
 
 NUM_BYTES = 16 * 10**6
-
-
 CAPACITY: dict[str, Any] = {"capacity_bytes": 20 * 2**20}
-
-
 SHORT_PATIENCE = {"min_bytes_per_second": 1e6, "slow_reader_seconds": 0.3}
 
 

@@ -187,8 +187,6 @@ def pages_of(extent: Extent) -> set[int]:
 Pages.TestCase.settings = settings(
     max_examples=60, stateful_step_count=40, deadline=None, derandomize=True, database=None
 )
-
-
 TestPages = Pages.TestCase
 
 

@@ -9,16 +9,12 @@ from engine.kv_types import KvFormat
 from service.prompt_kv.layout import LayoutFactory
 
 OPERATION = Path(__file__).parents[3] / "docs" / "operation.md"
-
-
 ROW = re.compile(
     r"^\| (?P<models>[^|]+) \| (?P<layers>\d+) x (?P<heads>\d+) x (?P<dim>\d+) "
     r"\| (?P<token>\d+) \| (?P<samples>\d+) GiB \| (?P<prompt>[\d.]+ MiB|none) "
     r"\| (?P<arena>[\d,]+|none) \|$",
     re.MULTILINE,
 )
-
-
 ROWS = list(ROW.finditer(OPERATION.read_text()))
 
 
