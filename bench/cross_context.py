@@ -238,7 +238,7 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="enlarged seedling, for timing")
     parser.add_argument("--agents", required=True, help="seedling trained on the multi-agent task")
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--first-tokens", type=int, default=4)
+    parser.add_argument("--recompute-tokens", type=int, default=4)
     parser.add_argument("--block-size", type=int, default=32)
     options = parser.parse_args()
     found = distances(FIRST_TOKENS, options.block_size)

@@ -291,7 +291,7 @@ async def test_settings_refused_by_vllm_are_reported_in_its_words_alone() -> Non
 @pytest.mark.parametrize(
     ("model", "revision", "said"),
     [
-        ("/no/such/directory", None, "no model directory"),
+        ("/no/such/directory", None, "the model directory"),
         ("somebody/some-model", None, "set engine.revision to a commit"),
     ],
 )
