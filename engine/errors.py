@@ -33,7 +33,7 @@ class ConversationRefused(RequestRefused):
 
 
 class PromptTooLong(RequestRefused):
-    """A rendered chat request is longer than the context."""
+    """The prompt rendered from a chat request is longer than the model's context."""
 
 
 class CheckpointRefused(EngineError):
@@ -41,11 +41,11 @@ class CheckpointRefused(EngineError):
 
 
 class DrafterRefused(EngineError):
-    """Another drafter is under test, or a drafter of this version exists."""
+    """A drafter was refused: another one is under test, or one of this version exists."""
 
 
 class LoadFailed(EngineError):
-    """Loading failed after validation; the previous weights were restored."""
+    """Loading weights or an adapter failed after validation; what was served before still is."""
 
 
 class StartFailed(EngineError):

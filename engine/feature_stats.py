@@ -41,8 +41,9 @@ token is drafted while suspended, to measure the drafter's acceptance.
 SpeculationSkipReason = Literal["disabled", "seeded", "store_full", "failed"]
 """Reason why a sample or step was not speculated.
 
-disabled: the request disables speculation. seeded: the request has a seed. store_full: the store
-accepts no more concurrent responses to one prompt. failed: an error in a step, which is logged.
+disabled: the request disables speculation. seeded: the request has a seed. store_full: the draft
+store accepts no more concurrent responses to one prompt. failed: an error in a step, which is
+logged.
 """
 DrafterOutcome = Literal["promoted", "rolled_back", "failed"]
 """Result of a drafter's test.
@@ -97,7 +98,7 @@ class SpeculationStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterPairStats:
-    """Acceptance of a drafter under one weights version.
+    """Drafted and accepted tokens of one drafter under one weights version.
 
     `first_accepted` of `first_drafted` first tokens were accepted. Unlike the rate over all drafted
     tokens, this rate does not depend on draft lengths.
@@ -113,7 +114,7 @@ class DrafterPairStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterStatus:
-    """The serving drafter, the candidate under or awaiting test, and training progress.
+    """The serving drafter, the candidate that is or will be tested, and training progress.
 
     Training progress is the number of steps, the number of tokens and the recent loss per token.
     `pairs` are the most recent pairs of drafter and weights, the latest last.
@@ -132,7 +133,7 @@ class DrafterStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CudaGraphStats:
-    """Planned CUDA graphs and their use by steps.
+    """Number and size of the planned CUDA graphs, and steps that ran with and without one.
 
     `hits` are decode steps that ran with a graph. `misses` are decode steps without one, keyed by
     the number of samples, rounded up to a power of two, and the tokens per sample, 0 where these

@@ -1,4 +1,4 @@
-"""Descriptions of prompt KV outside the engine: export slots and KV to load.
+"""Value types that describe prompt KV stored outside the engine: export slots and KV to load.
 
 `to_dict` and `from_dict` convert them to and from the plain values that reach EngineCore as a
 request's `kv_transfer_params`.
@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 
 
 class ExportStatus(IntEnum):
-    """Result of one rank's part of an export. Each rank writes it once, after the KV bytes."""
+    """Result of a prompt KV export on one rank, which writes it once, after the KV bytes."""
 
     PENDING = 0
     COMMITTED = 1
@@ -39,7 +39,7 @@ class KvFormat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportSlot:
-    """Arena memory into which the engine writes the KV of the prompt's first `num_tokens` tokens.
+    """Part of an arena file that receives the KV of a prompt's first `num_tokens` tokens.
 
     The KV of a slot with a `name` can be loaded later; names are unique.
 
@@ -67,7 +67,7 @@ class ExportSlot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedKv:
-    """KV of the same span in another prompt of the same template, used to predict a spliced span.
+    """KV of a span, observed in another prompt of the template, to predict the span's KV from.
 
     `real` is the export of that prompt; the span starts at its token `token_offset` and is shifted
     by `shift` positions. `base` is the export of the same text prefilled alone, where the span
@@ -87,7 +87,7 @@ class ObservedKv:
         return (self.real.name,) if self.base is None else (self.real.name, self.base.name)
 
     def without_first(self, num_tokens: int) -> Self:
-        """The observation without its first tokens."""
+        """This observation without its first `num_tokens` tokens."""
         return replace(
             self,
             token_offset=self.token_offset + num_tokens,
@@ -126,16 +126,16 @@ class LoadPiece:
 
     @property
     def end(self) -> int:
-        """Position in the prompt after its last token."""
+        """Position in the prompt after the span's last token."""
         return self.start + self.num_tokens
 
     @property
     def names(self) -> tuple[str | None, ...]:
-        """Names of all exports that it is made from."""
+        """Names of all exports from which the span's KV is made."""
         return (self.source.name, *(name for kv in self.observations for name in kv.names))
 
     def suffix_from(self, position: int) -> Self:
-        """The part from this position of the prompt on."""
+        """The part of the span that starts at prompt position `position`."""
         num_skipped = position - self.start
         return replace(
             self,
@@ -146,7 +146,7 @@ class LoadPiece:
         )
 
     def prefix_until(self, position: int) -> Self:
-        """The part before this position of the prompt."""
+        """The part of the span that ends before prompt position `position`."""
         return replace(self, num_tokens=position - self.start)
 
     def to_dict(self) -> dict[str, Any]:
@@ -166,7 +166,7 @@ class LoadPiece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvLoad:
-    """KV of spans inside a prompt that is loaded from exports instead of being prefilled.
+    """Spans of a prompt whose KV is loaded from exports instead of being prefilled.
 
     A vLLM request prefills only the tail of its prompt, so a prompt with several spans is a `chain`
     of `num_requests` requests. Each ends where the next span begins, and finds the blocks of the

@@ -1,4 +1,4 @@
-"""The engine interface of the service, without vLLM types.
+"""Interface between the service and its inference engine, without vLLM types.
 
 An engine serves one model. Every method runs on the service's event loop. The fake engine of the
 tests and the vLLM engine pass the same contract tests.
@@ -23,7 +23,7 @@ from engine.types import (
 
 
 class Engine(Protocol):
-    """Interface of an engine.
+    """What the service requires of an engine: methods, their errors and their guarantees.
 
     start/stop: once each. start stamps `version` on every token. It raises StartFailed with the
         reason, which `health` reports too. stop is idempotent and leaves no process and no shared

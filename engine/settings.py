@@ -41,7 +41,7 @@ DraftLengths = Annotated[
 
 
 def cache_directory(name: str) -> Path:
-    """Default directory of data that is kept between runs."""
+    """Default directory, in the user's cache, for data that is kept between runs."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "coppice" / name
 

@@ -20,6 +20,6 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 
 
 class Section(BaseModel):
-    """Base class of the sections of the settings tree."""
+    """Base class of a section of the settings; immutable, rejects unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)

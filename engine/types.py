@@ -92,7 +92,7 @@ class ChatRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """A tool call. `arguments` is the JSON text that the model generated."""
+    """A tool call in a response. `arguments` is the JSON text that the model generated."""
 
     id: str
     name: str
@@ -101,7 +101,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatResponse:
-    """A response, split into content, reasoning and tool calls.
+    """A chat response, split into content, reasoning and tool calls.
 
     `parsed` is false if a parser failed; then the whole text is the content.
     """
@@ -114,7 +114,7 @@ class ChatResponse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionSpan:
-    """Tokens start..end (end excluded), sampled under one weights version."""
+    """Tokens `start` to `end` (excluded) of a response, sampled under one weights version."""
 
     version: str
     start: int

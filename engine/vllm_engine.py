@@ -42,7 +42,7 @@ from engine.weights.validation import check_adapter, check_checkpoint
 
 
 class VllmEngine:
-    """An `engine.protocol.Engine`. Started and driven from one event loop."""
+    """The `engine.protocol.Engine` that runs vLLM. Use it from a single event loop."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class VllmEngine:
         )
 
     def _open_drafter_dir(self, model: Path, served: Checkpoint) -> None:
-        """Open the drafter directory and set its serving drafter as vLLM's `drafter` setting."""
+        """Open the drafter directory and set the `drafter` setting to its serving drafter."""
         if self._speculation_settings.mode != "drafter":
             return
         self._drafter_dir = open_drafter_dir(
@@ -162,7 +162,7 @@ class VllmEngine:
             await self._drafter.start_drafting()
 
     async def _verify_plugin(self) -> None:
-        """Check that the plugin is active: vLLM only logs a plugin that fails to load."""
+        """Check that the Coppice plugin is active; vLLM only logs if a plugin fails to load."""
         try:
             await self._processes.call_core("coppice_ping")
         except Exception as error:
@@ -188,7 +188,7 @@ class VllmEngine:
             self._drafter_dir.close()
 
     async def _save_drafts(self) -> None:
-        """Save the draft store, unless the engine hangs."""
+        """Save the draft store (earlier texts to draft from), unless the engine hangs."""
         if (
             self._processes.is_running
             and self._heartbeat.stage == "stopping"
@@ -244,7 +244,7 @@ class VllmEngine:
         await self._generation.abort(sample_ids)
 
     async def flush_exports(self) -> None:
-        """Call all workers; the call runs after every abort and step that was sent before it."""
+        """Wait for exports by calling all workers, which run earlier steps and aborts first."""
         if self.info.kv_format is not None:
             await self._processes.call_workers("coppice_flush_exports")
 

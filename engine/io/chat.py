@@ -1,4 +1,4 @@
-"""Chat requests to token ids and responses to chat messages, by vLLM's renderer and parsers."""
+"""Converts chat requests to token ids and responses to messages, by vLLM's renderer and parsers."""
 
 import copy
 import logging
@@ -26,7 +26,7 @@ from engine.types import ChatRequest, ChatResponse, ToolCall
 log = logging.getLogger(__name__)
 
 MAX_ARGUMENTS_CHARACTERS = 2**20
-"""Limit per tool call. Longer than most contexts, and parsed within milliseconds."""
+"""Limit of a tool call's arguments. Longer than most contexts, and parsed within milliseconds."""
 
 _FORM = {
     "messages": "not valid messages of OpenAI's chat API; a tool call needs id, type, "
@@ -36,7 +36,7 @@ _FORM = {
 
 
 class ChatProcessor:
-    """Encoder and parser of chats for one engine. Not thread-safe, like the tokenizer."""
+    """Encodes chat requests and parses responses. Not thread-safe, as the tokenizer is not."""
 
     def __init__(self, llm: AsyncLLM, settings: EngineSettings) -> None:
         self._renderer: Any = llm.renderer
@@ -60,7 +60,7 @@ class ChatProcessor:
     def _rendered(
         self, messages: list[Any], chat_request: ChatRequest, options: dict[str, Any]
     ) -> Any:
-        """Rendered prompt, as text so that its length is checked before tokenization.
+        """Render the prompt of a chat, as text, so that its length is checked before tokenization.
 
         Renderers without a Jinja template may return tokens.
         """
@@ -110,7 +110,7 @@ class ChatProcessor:
     def _parser_of(
         self, request: ChatCompletionRequest, chat_request: ChatRequest
     ) -> tuple[Any, ChatCompletionRequest]:
-        """A parser, and the request it adjusted: some parsers find tool calls by special tokens."""
+        """A response parser and the request as adjusted by it, e.g. to keep special tokens."""
         parser = self._parser(
             self._tokenizer,
             request.tools,
@@ -136,7 +136,7 @@ class ChatProcessor:
         return self._renderer.get_tokenizer()
 
     def _decode(self, token_ids: Sequence[int], *, skip_special: bool) -> str:
-        """Decode text. If special tokens are kept, a final EOS token is dropped."""
+        """Decode a response. If special tokens are kept, a final EOS token is dropped."""
         ids = list(token_ids)
         if ids and not skip_special and ids[-1] == self._renderer.get_eos_token_id():
             ids.pop()
@@ -159,7 +159,7 @@ def _parser(tokenizer: Any, settings: EngineSettings) -> Any:
 
 
 def _openai_request(chat_request: ChatRequest) -> ChatCompletionRequest:
-    """The request for vLLM's parsers, from a deep copy.
+    """Validate a chat request and convert a deep copy of it to vLLM's request type.
 
     vLLM renames fields of messages, and its renderer replaces the arguments of tool calls.
     """
@@ -179,7 +179,7 @@ def _openai_request(chat_request: ChatRequest) -> ChatCompletionRequest:
 
 
 def _check_arguments(messages: list[Any]) -> None:
-    """Limit the size of tool call arguments before the renderer parses them.
+    """Refuse tool call arguments above the size limit, before the renderer parses them.
 
     The renderer parses them while it blocks all other threads. It ignores tool calls of other roles
     than the assistant, as validation does.
@@ -195,7 +195,7 @@ def _check_arguments(messages: list[Any]) -> None:
 
 
 def _checked_request(chat_request: ChatRequest) -> ChatCompletionRequest:
-    """The same request without validation, since it was validated when the prompt was encoded."""
+    """Convert a chat request, which has been validated, to vLLM's type without validation."""
     tools = [ChatCompletionToolsParam.model_validate(tool) for tool in chat_request.tools]
     return ChatCompletionRequest.model_construct(
         messages=list(chat_request.messages),

@@ -20,7 +20,7 @@ from engine.errors import ConversationRefused
 
 log = logging.getLogger(__name__)
 MAX_CHARACTERS = 2**18
-"""Limit of all strings in one request's options. A template may render them once per message."""
+"""Limit of the characters in one request's options. A template may render them per message."""
 MAX_NUMBER = 2**20
 """Limit of numbers, since a template may repeat a string that often.
 
@@ -54,7 +54,7 @@ _IGNORED_ARGUMENTS = {"add_generation_prompt", "return_dict", "tokenize"}
 
 
 def template_variables(renderer: Any, model_config: Any) -> frozenset[str]:
-    """Variables of the chat templates, including the template for tools."""
+    """Names of the variables that the model's chat templates use, with and without tools."""
     if not isinstance(renderer, HfRenderer):
         return ENCODER_VARIABLES
     tokenizer: Any = renderer.get_tokenizer()
@@ -67,7 +67,7 @@ def template_variables(renderer: Any, model_config: Any) -> frozenset[str]:
 
 
 def template_options(given: Mapping[str, Any], variables: frozenset[str]) -> dict[str, Any]:
-    """The options to pass to the template. Raises ConversationRefused."""
+    """The request's options that the chat template uses. Raises ConversationRefused."""
     arguments = sorted(n for n in given.keys() & _ARGUMENTS - _IGNORED_ARGUMENTS if given[n])
     if arguments:
         taken = ", ".join(sorted(variables)) or "none"
@@ -81,7 +81,10 @@ def template_options(given: Mapping[str, Any], variables: frozenset[str]) -> dic
 
 
 def _undeclared(template: str) -> set[str]:
-    """Undeclared variables of a template, found as in vLLM, with transformers' Jinja extensions."""
+    """Names that a chat template reads but does not define, found in the same way as in vLLM.
+
+    Transformers' Jinja extensions are enabled.
+    """
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         extensions=[AssistantTracker, jinja2.ext.loopcontrols]
     )

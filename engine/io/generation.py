@@ -32,7 +32,7 @@ from engine.weights.updates import LoadedAdapters
 
 
 def sampling_params(sample: SampleRequest, max_context_tokens: int) -> SamplingParams:
-    """vLLM's sampling parameters of a sample.
+    """Convert a sample request to vLLM's SamplingParams.
 
     Fields are copied one by one, so no other field of a request reaches vLLM. `max_context_tokens`
     may be smaller than vLLM's own limit.
@@ -62,7 +62,7 @@ def sampling_params(sample: SampleRequest, max_context_tokens: int) -> SamplingP
 
 
 def _extra_args(sample: SampleRequest) -> dict[str, Any] | None:
-    """Extra arguments of a sample. `kv_transfer_params` are set only here, never by a request."""
+    """`extra_args` of a sample's SamplingParams. Only this code sets `kv_transfer_params`."""
     carried: dict[str, Any] = {}
     if sample.group is not None:
         carried[GROUP_ARG] = sample.group
@@ -79,7 +79,7 @@ def _extra_args(sample: SampleRequest) -> dict[str, Any] | None:
 
 
 class PendingSample:
-    """A running sample. Unlike a coroutine, it may be dropped without being awaited.
+    """Awaitable of a running sample. Unlike a coroutine, it may be dropped without being awaited.
 
     `on_finished` receives the completion, including the top k tokens if they were recorded.
     """
@@ -131,14 +131,14 @@ def to_completion(output: RequestOutput, *, entropy: bool, top_logprobs: bool) -
 
 
 class Generation:
-    """Samples and scores of the running vLLM."""
+    """Generates samples and scores responses with the running vLLM."""
 
     def __init__(self, processes: VllmProcesses, adapters: LoadedAdapters) -> None:
         self._processes = processes
         self._adapters = adapters
 
     async def warm_up(self, eos_token_ids: Sequence[int]) -> None:
-        """Generate once, because the first generation compiles for seconds."""
+        """Generate once, because vLLM compiles for seconds in its first generation."""
         token = eos_token_ids[0] if eos_token_ids else 0
         params = SamplingParams(
             max_tokens=4, top_p=0.9, top_k=20, ignore_eos=True, logprobs=0, detokenize=False

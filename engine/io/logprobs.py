@@ -1,8 +1,8 @@
 """Logprobs of sampled tokens and of prompts, and the text of single tokens.
 
 Logprobs of given tokens are computed by prefilling them as a prompt. vLLM does not use cached
-prefixes for such a request. So a sample does not carry it, since its siblings would prefill their
-prompt again.
+prefixes for such a request. So samples never ask for prompt logprobs, since their siblings would
+prefill the prompt again.
 """
 
 import math
@@ -26,7 +26,7 @@ from engine.types import TokenLogprob, TopLogprobs
 async def prompt_logprobs(
     llm: AsyncLLM, token_ids: Sequence[int], adapter: LoRARequest | None, num_top_logprobs: int
 ) -> Any:
-    """vLLM's prompt logprobs: one entry per token, the first one empty.
+    """vLLM's prompt logprobs of given tokens: one entry per token, the first one empty.
 
     A request that a pause aborts is repeated.
     """
@@ -55,7 +55,7 @@ async def _score_once(
 
 
 def _scoring_params(num_top_logprobs: int) -> SamplingParams:
-    """Parameters of a request for prompt logprobs. vLLM requires it to sample one token."""
+    """SamplingParams of a request for prompt logprobs; vLLM requires that it samples a token."""
     return SamplingParams(
         max_tokens=1,
         prompt_logprobs=num_top_logprobs,
@@ -66,7 +66,7 @@ def _scoring_params(num_top_logprobs: int) -> SamplingParams:
 
 
 def sampled_logprobs(flat: Any) -> list[float]:
-    """Logprobs of the sampled tokens.
+    """Logprob of the sampled token at every position of vLLM's flat logprobs.
 
     vLLM puts the sampled token first at every position. The first position of a prompt has no
     entry.
@@ -78,7 +78,7 @@ def sampled_logprobs(flat: Any) -> list[float]:
 
 
 def parse_top_logprobs(flat: Any) -> list[TopLogprobs]:
-    """Top logprobs per position, without tokens that top-k or top-p excluded (minus infinity)."""
+    """Top logprobs at each position, without tokens that top-k or top-p excluded."""
     if flat is None:
         return []
     each = list(zip(flat.token_ids, flat.logprobs, flat.ranks, strict=True))
@@ -89,7 +89,10 @@ def parse_top_logprobs(flat: Any) -> list[TopLogprobs]:
 
 
 def top_k_entropies(flat: Any) -> list[float]:
-    """Entropy per position of the renormalised top k, which follow the sampled token."""
+    """Entropy at each position over the renormalised top k logprobs.
+
+    The top k tokens are listed after the sampled token.
+    """
     if flat is None:
         return []
     spans = zip(flat.start_indices, flat.end_indices, strict=True)
@@ -97,7 +100,7 @@ def top_k_entropies(flat: Any) -> list[float]:
 
 
 def _entropy(logprobs: list[float]) -> float:
-    """Entropy of the renormalised distribution. Excluded tokens, at minus infinity, are ignored."""
+    """Entropy of renormalised logprobs. Excluded tokens, at minus infinity, are ignored."""
     kept = [logprob for logprob in logprobs if logprob > -math.inf]
     probabilities = [math.exp(logprob) for logprob in kept]
     total = sum(probabilities)
@@ -111,12 +114,12 @@ def _entropy(logprobs: list[float]) -> float:
 
 
 def token_texts(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
-    """Decoded text per token. An incomplete character becomes the replacement character."""
+    """Decoded text of each token. An incomplete character becomes the replacement character."""
     known = [token for token in token_ids if token < len(tokenizer)]
     found = dict(zip(known, convert_ids_list_to_tokens(tokenizer, known), strict=True))
     return [found.get(token, "") for token in token_ids]
 
 
 def token_pieces(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
-    """Vocabulary entry per token. A model's vocabulary may be padded beyond the tokenizer's."""
+    """Vocabulary entry of each token, empty for the padding of the model's vocabulary."""
     return [piece or "" for piece in tokenizer.convert_ids_to_tokens(list(token_ids))]

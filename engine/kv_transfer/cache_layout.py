@@ -21,7 +21,7 @@ class UnsupportedCache(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheLayout:
-    """Layout of an exportable cache.
+    """Layout of a KV cache from which prompts can be exported.
 
     `group` is the index of the KV cache group, `layers` are names in layer order, `num_kv_heads`
     counts the heads of all ranks.
@@ -40,7 +40,7 @@ class CacheLayout:
         return values * self.dtype.itemsize
 
     def heads_to_write(self, rank: int) -> range:
-        """Heads that a rank exports. Replicated heads are exported by their first rank."""
+        """KV heads that a rank exports. Replicated heads are exported by the first of their ranks."""
         held = self.local_heads(rank)
         return held if rank % self._replicas == 0 else held[:0]
 
@@ -54,7 +54,7 @@ class CacheLayout:
         return max(1, self.num_ranks // self.num_kv_heads)
 
     def kernel_blocks(self, block_ids: Sequence[int], kernel_block: int) -> list[int]:
-        """Block ids of the kernel.
+        """Convert the scheduler's block ids to the attention kernel's block ids.
 
         Some GPU kernels split the scheduler's blocks into smaller, adjacent ones.
         """
@@ -63,7 +63,7 @@ class CacheLayout:
 
 
 def cache_layout(vllm_config: Any, kv_cache_config: Any) -> CacheLayout:
-    """The layout of the cache. Raises UnsupportedCache if it is not supported."""
+    """The layout of the model's KV cache. Raises UnsupportedCache if it cannot be exported."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     for name in ("pipeline", "decode_context", "prefill_context"):
         if getattr(parallel, f"{name}_parallel_size") > 1:
@@ -89,7 +89,7 @@ def cache_layout(vllm_config: Any, kv_cache_config: Any) -> CacheLayout:
 
 
 def _target_layers(kv_cache_config: Any, num_layers: int) -> tuple[int, tuple[str, ...]]:
-    """The group and the layer names, each layer once. Layers of a draft model are skipped."""
+    """KV cache group and layer names of the model, without the layers of a draft model."""
     found: dict[int, tuple[int, str]] = {}
     for group, members in enumerate(kv_cache_config.kv_cache_groups):
         for name in members.layer_names:
@@ -113,7 +113,7 @@ def _spec(spec: Any, layer: str) -> Any:
 
 
 def _check_plain_attention(name: str, spec: Any, dtype: torch.dtype) -> None:
-    """Require exactly FullAttentionSpec, because its subclasses are special cases."""
+    """Raise UnsupportedCache unless a layer has plain full attention in the model's dtype."""
     if type(spec) is not FullAttentionSpec:
         raise UnsupportedCache(f"{name} has a {type(spec).__name__}")
     if spec.sliding_window is not None or spec.attention_chunk_size is not None:

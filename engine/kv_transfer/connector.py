@@ -31,7 +31,7 @@ _NO_MATCH: Final[tuple[int | None, bool]] = (0, False)
 
 
 class PromptKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """Connector that exports and loads prompt KV.
+    """vLLM KV connector that exports and loads prompt KV.
 
     If `unsupported_reason` is set, the model's prompts cannot be exported, and it does nothing.
     """
@@ -76,7 +76,10 @@ class PromptKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self.load_planner.match(request, num_computed), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external: int) -> None:
-        """Not guarded: if matched tokens were not loaded, vLLM would sample from empty blocks."""
+        """Schedule the load of matched tokens.
+
+        Not guarded: if they were not loaded, vLLM would sample from empty blocks.
+        """
         self.load_planner.on_allocated(request, blocks, num_external)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepJobs:
@@ -103,7 +106,7 @@ class PromptKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return _NOT_DELAYED
 
     def reset_cache(self) -> None:
-        """Called whenever the prefix cache is reset, between two weights versions.
+        """Forget the exports of the old weights. Called when the prefix cache is reset.
 
         Not guarded: it cannot fail, and KV of the old weights must not be loaded under new ones.
         """
@@ -120,7 +123,7 @@ class PromptKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self.loader.register(kv_caches)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Called before the forward pass of every step with a load."""
+        """Load KV into the step's blocks. Called before the forward pass."""
         if self.loader is not None and self.has_connector_metadata():
             for job in self._get_connector_metadata().loads:
                 self.loader.load(job)
@@ -137,7 +140,7 @@ class PromptKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """No-op: all layers are copied at once when the prompt is complete."""
 
     def wait_for_save(self) -> None:
-        """Called after the forward pass, before any of its blocks can be reallocated."""
+        """Export completed prompts. Called after the forward pass, before blocks are reused."""
         if self.writer is None or self.loader is None or not self.has_connector_metadata():
             return
         end = self.writer.fail if self.loader.take_step_failed() else self.writer.export

@@ -9,7 +9,7 @@ from engine.kv_types import ExportSlot, ExportStatus, LoadPiece
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportJob:
-    """An export of blocks that are complete after this step's forward pass.
+    """Export of a prompt whose blocks are complete after this step's forward pass.
 
     `status` is the status to write if the export succeeds.
     """
@@ -21,7 +21,7 @@ class ExportJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadJob:
-    """Consecutive spans to load before the forward pass.
+    """Consecutive spans of a prompt whose KV is loaded before the step's forward pass.
 
     The blocks are filled from the first token of the first span on.
     """

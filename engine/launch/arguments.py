@@ -31,9 +31,9 @@ KV_CONNECTOR = {
 
 
 def cpu_dtype(dtype: DType, capabilities: Mapping[str, object]) -> DType:
-    """The dtype to run with.
+    """The dtype in which the model runs on a CPU.
 
-    For auto, float32 where bfloat16 is emulated, which is several times slower.
+    `auto` means float32 where bfloat16 is emulated, which is several times slower.
     """
     if dtype != "auto" or _may_have_bfloat16(capabilities):
         return dtype
@@ -45,7 +45,7 @@ def cpu_dtype(dtype: DType, capabilities: Mapping[str, object]) -> DType:
 
 
 def _may_have_bfloat16(capabilities: Mapping[str, object]) -> bool:
-    """True also on architectures for which torch reports none of the capabilities."""
+    """Whether the CPU has bfloat16 instructions, or torch cannot tell for its architecture."""
     reported = [capabilities[name] for name in BFLOAT16_CAPABILITIES if name in capabilities]
     return not reported or any(reported)
 
@@ -99,7 +99,7 @@ def engine_arguments(
 
 
 def _seed(settings: EngineSettings) -> int:
-    """The engine seed.
+    """Random seed of the engine: the `seed` setting, or else a random number.
 
     vLLM's default is 0 at every start, so replicas and restarts would generate the same samples.
     """
@@ -123,7 +123,7 @@ def _weight_transfer_arguments(settings: EngineSettings) -> dict[str, Any]:
 
 
 def _cuda_graph_arguments(plan: Plan | None) -> dict[str, Any]:
-    """Capture sizes.
+    """CUDA graph capture sizes of the plan, as vLLM's arguments.
 
     vLLM captures their product with the draft lengths, which is then filtered to the plan.
     """
@@ -139,7 +139,7 @@ def _kv_transfer_arguments(settings: EngineSettings) -> dict[str, Any]:
 
 
 def adapters(num: int, rank: int) -> dict[str, Any]:
-    """LoRA arguments. One step can use all loaded adapters, so vLLM never has to evict any."""
+    """vLLM's LoRA arguments. A step can use all loaded adapters, so vLLM never evicts any."""
     if not num:
         return {}
     return {

@@ -39,7 +39,7 @@ class PrefixCacheReset(TypedDict):
 
 
 class PoolState(TypedDict):
-    """State of the block pool.
+    """Counts of blocks, references and requests in the block pool, by which leaks are detected.
 
     When idle, `num_references` is 0 and `num_free_blocks` equals `num_blocks`.
     """
@@ -119,7 +119,7 @@ def _num_usable_blocks(pool: Any) -> int:
 
 
 def _clear_block_hashes(pool: Any) -> int:
-    """Clear all block hashes while blocks are in use.
+    """Empty the prefix cache by clearing all block hashes, even while blocks are in use.
 
     The pool's `reset_prefix_cache` does the same, but fails while blocks are in use. The pool
     supports blocks without a hash: they are freed to the front of the queue, evicted without an

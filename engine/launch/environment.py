@@ -36,7 +36,7 @@ def started_by_coppice() -> bool:
 
 
 def attention_settings() -> AttentionSettings:
-    """The engine's attention settings, read in one of its processes."""
+    """The engine's attention settings, read from the environment in EngineCore or a worker."""
     return AttentionSettings.model_validate_json(os.environ[ATTENTION_ENV])
 
 
@@ -45,7 +45,7 @@ def speculation_settings() -> SpeculationSettings:
 
 
 def graph_plan() -> Plan | None:
-    """The engine's plan of CUDA graphs, if there is one, read in one of its processes."""
+    """The engine's CUDA graph plan, if any, read from the environment in EngineCore or a worker."""
     text = os.environ.get(GRAPHS_ENV)
     return Plan.from_json(text) if text else None
 
@@ -100,7 +100,7 @@ def _common_variables() -> dict[str, str]:
 
 
 def _temp_dir_variables(temp_dir: Path) -> dict[str, str]:
-    """Temporary directories. Compiled code is cached elsewhere, so that later runs find it."""
+    """Variables for temporary directories, and for a cache of compiled code that outlives them."""
     compiled = Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}"
     return {
         "VLLM_RPC_BASE_PATH": str(temp_dir),
@@ -168,7 +168,7 @@ def _intel_openmp_library() -> Path | None:
 
 
 def _preload_variable(library: Path) -> str:
-    """LD_PRELOAD with a single OpenMP runtime: vLLM does not start with two."""
+    """LD_PRELOAD with a single OpenMP runtime, because vLLM does not start with two."""
     others = os.environ.get("LD_PRELOAD", "").split(":")
     kept = [other for other in others if other and not _OPENMP_LIBRARY.match(Path(other).name)]
     return ":".join([*kept, str(library)])

@@ -58,7 +58,7 @@ def collect_info(
 
 
 async def kv_support(processes: VllmProcesses, settings: EngineSettings) -> KvFormat | KvReason:
-    """The format of exported KV, or the reason why there is none.
+    """Format of exported prompt KV, or the reason why prompt KV cannot be exported.
 
     Prepares every rank; one unsupported rank disables exports on all.
     """
@@ -83,7 +83,7 @@ def _kv_bytes_per_token(config: Any) -> int:
 
 
 def _eos_token_ids(llm: AsyncLLM) -> tuple[int, ...]:
-    """The tokenizer's EOS token, then those of the model's generation config."""
+    """EOS tokens: the tokenizer's, then further ones of the model's generation config."""
     first = llm.renderer.get_eos_token_id()
     more = llm.input_processor.generation_config_fields.get("eos_token_id") or []
     every = [first, *([more] if isinstance(more, int) else more)]

@@ -61,7 +61,7 @@ def _require_config(directory: Path) -> Path:
 def _download(
     model: str, revision: str | None, download: Callable[..., str], files: list[str]
 ) -> Path:
-    """Download into the hub's own cache; cached files are not downloaded again."""
+    """Download a model's files into the model hub's cache, unless they are cached."""
     try:
         return Path(download(model, revision=revision, allow_patterns=files))
     except (OSError, ValueError) as error:

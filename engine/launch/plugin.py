@@ -1,4 +1,4 @@
-"""The vLLM plugin of Coppice: installs patches and hooks per process, in order.
+"""vLLM plugin of Coppice, which installs the patches and hooks that each process needs.
 
 vLLM calls `install` in the service and in every process that it starts. In a vLLM that Coppice did
 not start it does nothing.
@@ -22,10 +22,9 @@ _installed = False
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patch:
-    """A patch of vLLM code.
+    """A patch of vLLM code and the processes that need it.
 
-    `processes` are prefixes of the names of the processes that need it; the empty prefix matches
-    all.
+    `processes` are prefixes of process names; the empty prefix matches all.
     """
 
     name: str
@@ -63,7 +62,7 @@ PATCHES = (
 
 
 def install_patches(process_name: str) -> tuple[str, ...]:
-    """Install the patches for a process of this name and return their names. Idempotent."""
+    """Install the patches that the named process needs; returns their names. Idempotent."""
     from vllm.platforms import current_platform
 
     platform = "cpu" if current_platform.is_cpu() else "gpu"

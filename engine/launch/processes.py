@@ -35,7 +35,7 @@ KILL_RETRY_SECONDS: Final = 0.5
 
 
 class VllmProcesses:
-    """EngineCore and the workers of one engine."""
+    """Starts, calls and stops EngineCore and the workers of one engine."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class VllmProcesses:
         return self._llm is not None
 
     async def start(self, model: Path, speculation: SpeculationSettings) -> None:
-        """Start vLLM in a thread for seconds to minutes. `stop` ends a start that was cancelled."""
+        """Start vLLM in a thread, for seconds to minutes. If cancelled, call `abort_start`."""
         self._starting = asyncio.ensure_future(asyncio.to_thread(self._start, model, speculation))
         await asyncio.shield(self._starting)
 
@@ -116,7 +116,7 @@ class VllmProcesses:
         await await_engine(self.llm, self.llm.update_weight_version(version))
 
     async def abort_start(self) -> None:
-        """Kill vLLM's processes until the start in progress fails; it cannot be cancelled."""
+        """Kill vLLM's processes until the start in progress fails, as it cannot be cancelled."""
         while self._starting is not None and not self._starting.done():
             kill_processes()
             await asyncio.wait({self._starting}, timeout=KILL_RETRY_SECONDS)
@@ -149,7 +149,7 @@ def _start_failures() -> Iterator[None]:
 
 
 def _create_llm(arguments: AsyncEngineArgs) -> AsyncLLM:
-    """Create the AsyncLLM. Cache environment variables, which vLLM otherwise reads per token."""
+    """Create the AsyncLLM and cache environment variables, which vLLM would read per token."""
     envs.disable_envs_cache()
     llm = AsyncLLM.from_engine_args(arguments)
     envs.enable_envs_cache()

@@ -45,7 +45,7 @@ class LoadSuccess(TypedDict):
 
 
 class LoadFailure(TypedDict):
-    """Result of a failed load.
+    """Result of a failed load of weights or of a drafter.
 
     `restored`: every rank has the previous weights again; otherwise the engine must not run.
     """
@@ -56,7 +56,7 @@ class LoadFailure(TypedDict):
 
 
 class WorkerExtension:
-    """Mixin of vLLM's worker, whose attributes it uses. Every method has our prefix."""
+    """Mixin of vLLM's worker class, whose attributes it uses. Method names begin with coppice."""
 
     rank: int
     model_runner: Any
@@ -77,10 +77,7 @@ class WorkerExtension:
         )
 
     def coppice_start_speculation(self) -> bool:
-        """Attach the proposer to its runner and start a profile.
-
-        Returns true if a profile is to be measured.
-        """
+        """Attach the draft proposer; returns whether a profile of step times must be measured."""
         return attempt(self.coppice_attach_proposer) is True
 
     def coppice_finish_profile(self) -> bool:
@@ -93,12 +90,12 @@ class WorkerExtension:
         return GRAPHS.read()
 
     def coppice_reset_graph_counters(self) -> CudaGraphSnapshot | None:
-        """Start counting, after warm-up steps."""
+        """Reset the CUDA graph counters, after the warm-up steps."""
         GRAPHS.reset()
         return GRAPHS.read()
 
     def coppice_load_weights(self, path: str, previous_path: str) -> LoadSuccess | LoadFailure:
-        """Load validated files into the paused model, on every rank or on none.
+        """Load validated weights into the paused model, on every rank or on none.
 
         Both checkpoints are indexed on every rank before any weight changes: the files may have
         changed since validation, and the previous weights must be readable. If a rank fails later,
@@ -110,7 +107,10 @@ class WorkerExtension:
         return answer
 
     def coppice_load_drafter(self, path: str, previous_path: str) -> LoadSuccess | LoadFailure:
-        """Load the drafter's weights likewise. No pause is needed, because drafts are verified."""
+        """Load weights into the drafter, on every rank or on none.
+
+        No pause is needed, because drafts are verified.
+        """
         return self.coppice_load_or_restore(path, previous_path, drafter=True)
 
     def coppice_load_or_restore(
@@ -142,7 +142,7 @@ class WorkerExtension:
         return not isinstance(attempt(self.model_runner.remove_lora, number), Failure)
 
     def coppice_prepare_kv_export(self) -> KvExportInfo | str:
-        """This rank's export format, or the reason why it cannot export."""
+        """Prepare prompt KV exports. Returns their format, or why this rank cannot export."""
         answer = attempt(rpc.prepare, self.vllm_config, self.model_runner.model)
         return answer.message if isinstance(answer, Failure) else answer
 
@@ -150,7 +150,10 @@ class WorkerExtension:
         return not isinstance(attempt(rpc.flush), Failure)
 
     def coppice_attach_proposer(self) -> bool:
-        """Attach the proposer. All ranks sample identically; only the drafts of rank 0 are used."""
+        """Attach the draft proposer on rank 0, whose drafts are used by all ranks.
+
+        All ranks sample identically.
+        """
         self.model_runner.drafter.replace_rejection_sampler(self.model_runner)
         if self.rank != 0:
             return False
@@ -180,7 +183,7 @@ class WorkerExtension:
         return checkpoint, previous
 
     def coppice_read_checkpoint(self, path: str, *, drafter: bool = False) -> Checkpoint:
-        """Index the tensors that the model loads: all but a tied head."""
+        """Index the tensors of a checkpoint, without a tied head, which the model does not load."""
         checkpoint = read_checkpoint(Path(path), follow_links=True)
         config = self.model_config
         if drafter:
@@ -205,7 +208,7 @@ def _load_failure(outcome: object, failed_ranks: list[int], *, restored: bool) -
 
 
 def _failed_ranks(failed: bool) -> list[int]:
-    """The ranks that failed, gathered on every rank. All ranks must call it equally often."""
+    """Gather on every rank which ranks failed. All ranks must call it equally often."""
     world = get_world_group()
     if world.world_size == 1:
         return [world.rank] if failed else []

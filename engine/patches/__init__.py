@@ -1,1 +1,1 @@
-"""Fixes of upstream bugs, one per file. Each has a test that fails without it."""
+"""Fixes of bugs in vLLM, one per file. Each has a test that fails without the fix."""

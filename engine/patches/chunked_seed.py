@@ -1,4 +1,4 @@
-"""Generators of seeded requests during chunked prefill on CPU.
+"""Fix for seeded requests on CPU whose prompts are prefilled in chunks.
 
 vllm/v1/worker/gpu_model_runner.py:3502 in 0.32.0. The same loop in another vLLM backend:
 https://github.com/RBLN-SW/vllm-rbln/issues/1025
@@ -24,7 +24,7 @@ Method = Callable[Concatenate[Any, P], T]
 
 @contextmanager
 def without_discarded_generators(runner: Any) -> Iterator[None]:
-    """Remove the generators of discarded rows from the dictionary that the sampler reads."""
+    """Hide the generators of requests whose sample is discarded from vLLM's sampler."""
     batch = runner.input_batch
     discarded = runner.discard_request_mask.np[: batch.num_reqs].nonzero()[0].tolist()
     held = {row: batch.generators.pop(row) for row in discarded if row in batch.generators}

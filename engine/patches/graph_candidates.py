@@ -1,4 +1,4 @@
-"""Restriction of CUDA graph capture to a plan. https://github.com/vllm-project/vllm/pull/56136
+"""Restricts vLLM's CUDA graph capture to a plan. https://github.com/vllm-project/vllm/pull/56136
 
 vLLM's second model runner (vllm/v1/worker/gpu/cudagraph_utils.py in 0.32.0) captures a graph for
 every capture size with every draft length of the schedule. This patch filters its candidates to the
@@ -43,7 +43,7 @@ class GraphPlanMismatch(RuntimeError):
 
 
 def filter_candidates(manager: Any, plan: Plan) -> None:
-    """Restrict a manager's candidates to the plan."""
+    """Restrict the graphs that vLLM's CUDA graph manager captures and uses to the plan."""
     wanted = set(plan.shapes)
     kept = {
         mode: [desc for desc in descs if _shape(desc) in wanted]
@@ -56,10 +56,10 @@ def filter_candidates(manager: Any, plan: Plan) -> None:
 
 
 def candidates_by_num_tokens(descs: Iterable[Any]) -> dict[tuple[int, int], list[Any]]:
-    """Candidates per number of tokens and number of active LoRAs.
+    """CUDA graphs that can run a batch, by number of tokens and number of active LoRAs.
 
-    For each, the smallest graph of each query length that has room: decode graphs first, as vLLM
-    prefers them, and the mixed one last.
+    For each, the smallest graph of each query length that is large enough: decode graphs first, as
+    vLLM prefers them, and the mixed one last.
     """
     rungs: dict[tuple[int, int | None], list[Any]] = {}
     for desc in sorted(descs, key=lambda desc: desc.num_tokens):
@@ -75,7 +75,7 @@ def candidates_by_num_tokens(descs: Iterable[Any]) -> dict[tuple[int, int], list
 
 
 def check_captured(manager: Any, plan: Plan, measured_bytes: int) -> None:
-    """Check captured graphs against the plan.
+    """Check that vLLM captured exactly the planned CUDA graphs, and record their memory.
 
     Mixed graphs may be held by wrappers of model parts.
     """
@@ -91,7 +91,10 @@ def check_captured(manager: Any, plan: Plan, measured_bytes: int) -> None:
 
 
 def count(desc: Any, num_reqs: int, query_len: int | None, max_query_len: int | None) -> None:
-    """Count a step's dispatch. vLLM passes no `max_query_len` for steps with prefill."""
+    """Count whether a step runs with a planned CUDA graph.
+
+    vLLM passes no `max_query_len` for steps with prefill.
+    """
     if query_len is None and max_query_len is None:
         COUNTERS.record_mixed()
     else:
@@ -100,7 +103,7 @@ def count(desc: Any, num_reqs: int, query_len: int | None, max_query_len: int | 
 
 
 def _shape(desc: Any) -> GraphShape | None:
-    """The graph's shape, or None if no plan can contain a graph of its kind."""
+    """Shape of a vLLM graph descriptor, or None if no plan can contain such a graph."""
     if desc.num_ubatches > 1 or desc.max_query_len is not None:
         return None
     return GraphShape(desc.num_tokens, desc.uniform_token_count)
@@ -119,7 +122,7 @@ def _check_shapes(plan: Plan, descs: Iterable[Any], what: str) -> None:
 
 
 def source_digests() -> dict[str, str]:
-    """Digests of the installed vLLM's sources."""
+    """Digests of the installed vLLM's sources, to compare with EXPECTED_DIGESTS."""
     from vllm.v1.worker.gpu import cudagraph_utils
 
     return {
@@ -149,7 +152,7 @@ def install_plan(plan: Plan) -> None:
 
 
 def patched_methods(manager: Any, plan: Plan) -> dict[str, Callable[..., Any]]:
-    """The manager's methods, wrapped to follow the plan."""
+    """Methods of vLLM's CUDA graph manager, wrapped so that they follow the plan."""
     return {
         "_init_candidates": _filtering(plan, manager._init_candidates),
         "capture": _checking(plan, manager.capture),

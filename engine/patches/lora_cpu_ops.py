@@ -1,4 +1,4 @@
-"""LoRA operations on CPU. https://github.com/vllm-project/vllm/pull/48421
+"""Fix of LoRA operations on CPU for rows without an adapter. https://github.com/vllm-project/vllm/pull/48421
 
 On CPU a row without an adapter has the index -1, and vLLM's torch ops use the last adapter for it.
 In a step that mixes rows with and without adapters, samples of the base model silently get an
@@ -18,7 +18,7 @@ Rows = torch.Tensor | slice
 def rows_by_adapter(
     lengths: torch.Tensor, indices: torch.Tensor, batches: int
 ) -> Iterator[tuple[Rows, int]]:
-    """Rows and index of each adapter, without rows of index -1."""
+    """Group rows by adapter: yields rows and index of each adapter, except for index -1."""
     if batches == 1:
         runs: list[tuple[Rows, int]] = [(slice(None), int(indices[0]))]
     else:
@@ -41,7 +41,7 @@ def shrink(
     token_nums: int,
     scaling: float,
 ) -> None:
-    """Write rows with an adapter. Other rows keep their initial zeros."""
+    """Multiply rows with their adapter's LoRA A matrix; rows without adapter keep their zeros."""
     for rows, index in rows_by_adapter(seq_len_tensor, lora_indices_tensor, batches):
         narrow = _product(inputs[rows], lora_a_weights[index], output_tensor.dtype)
         output_tensor[rows, : narrow.shape[1]] = scaling * narrow
@@ -59,7 +59,7 @@ def expand(
     token_nums: int,
     add_inputs: bool = False,
 ) -> None:
-    """Add or write rows with an adapter."""
+    """Multiply rows with their adapter's LoRA B matrix, and add or write them to the output."""
     grouped = rows_by_adapter(seq_len_tensor, lora_indices_tensor, batches)
     _expand(inputs, lora_b_weights, output_tensor, grouped, add_inputs)
 
@@ -90,7 +90,10 @@ def _expand(
     grouped: Iterator[tuple[Rows, int]],
     add: bool,
 ) -> None:
-    """Add or write rows. The model's output may be less padded than the adapter's."""
+    """Multiply grouped rows with LoRA B matrices, and add or write them to the output.
+
+    The model's output may be less padded than the adapter's.
+    """
     for rows, index in grouped:
         wide = _product(inputs[rows], lora_b_weights[index], output.dtype)
         part = output[:, : wide.shape[1]]
@@ -99,7 +102,7 @@ def _expand(
 
 
 def _product(rows: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Product with an adapter's matrix [out, in], which may have a leading dimension of one."""
+    """Product of rows with a LoRA matrix [out, in], which may have a leading dimension of one."""
     return torch.nn.functional.linear(rows.to(dtype), weights.flatten(0, -2).to(dtype))
 
 

@@ -1,4 +1,4 @@
-"""Calls of EngineCore that fail when the engine dies.
+"""Calls of EngineCore that raise EngineDead when the engine dies.
 
 vLLM never resolves the futures of calls that are in flight when the engine dies. The task that
 handles the engine's outputs does end when the engine dies or is stopped, so calls wait for it too.
@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 
 
 async def await_engine(llm: AsyncLLM, call: Coroutine[Any, Any, Result]) -> Result:
-    """Await a call. Raises EngineDead if the engine dies first."""
+    """Await a call of EngineCore. Raises EngineDead if the engine dies first."""
     llm._run_output_handler()  # otherwise started by the first request only
     handler: asyncio.Task[None] = llm.output_handler
     task = asyncio.ensure_future(call)

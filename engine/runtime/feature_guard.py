@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureState:
-    """State of a feature. `reason` is the first of `num_failures` exceptions, or None."""
+    """Whether an optional feature is on. `reason` is the first of `num_failures` exceptions."""
 
     on: bool
     num_failures: int
@@ -31,13 +31,15 @@ class FeatureState:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An exception caught by `attempt`, in one line."""
+    """Message of an exception that `attempt` has caught."""
 
     message: str
 
 
 class Feature:
-    """An optional function of this process. One object per name; once disabled it stays disabled.
+    """Optional feature of this process that is switched off for good when one of its hooks fails.
+
+    There is one object per name.
 
     A guarded hook may fail half-way, so it must not change state that its fallback relies on before
     it has succeeded.
@@ -48,7 +50,7 @@ class Feature:
         self.state = FeatureState(on=True, num_failures=0, reason=None)
 
     def guarded(self, fallback: Callable[P, T]) -> Callable[[Callable[P, T]], Callable[P, T]]:
-        """Decorate a hook to call `fallback` with the same arguments if it fails or is disabled."""
+        """Decorator of a hook: calls `fallback` instead if the hook fails or the feature is off."""
 
         def decorate(hook: Callable[P, T]) -> Callable[P, T]:
             @functools.wraps(hook)
@@ -65,7 +67,7 @@ class Feature:
         return decorate
 
     def guarded_with_default(self, default: T) -> Callable[[Callable[P, T]], Callable[P, T]]:
-        """Decorate a hook to return `default` if it fails or is disabled.
+        """Decorator of a hook: returns `default` if the hook fails or the feature is off.
 
         Calls share the `default` object.
         """
@@ -79,7 +81,7 @@ class Feature:
         return decorate
 
     def disable(self, error: Exception) -> None:
-        """Disable the feature. Only the first failure is logged."""
+        """Switch the feature off because of an error. Only the first error is logged."""
         previous, reason = self.state, describe(error)
         self.state = FeatureState(
             on=False, num_failures=previous.num_failures + 1, reason=previous.reason or reason
@@ -92,7 +94,7 @@ _features: dict[str, Feature] = {}
 
 
 def feature(name: str) -> Feature:
-    """The feature of that name in this process."""
+    """The only Feature object with this name in this process."""
     return _features.setdefault(name, Feature(name))
 
 
@@ -101,7 +103,7 @@ def features() -> dict[str, FeatureState]:
 
 
 def attempt(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | Failure:
-    """Return the call's result, or its exception as a value.
+    """Call a function; returns its result, or a Failure if it raises.
 
     Failures are logged; nothing is disabled.
     """

@@ -5,8 +5,8 @@ that hangs in a step blocks EngineCore and is detected in the same way. A stoppe
 detected by its process state even while the engine is idle. Starting and loading weights block the
 loop for long, so these stages have their own timeouts.
 
-Timeouts count only the time in which the watch was running. While the service is suspended or its
-event loop is blocked, no ping can be read, and the delay is not the engine's.
+Timeouts count only the time in which the task `watch` was running. While the service is suspended
+or its event loop is blocked, no ping can be read, and the delay is not the engine's.
 """
 
 import asyncio
@@ -18,12 +18,12 @@ from engine.types import EngineHealth, EngineStage
 
 INTERVAL_SECONDS = 1.0
 MAX_GAP_SECONDS = 2 * INTERVAL_SECONDS
-"""Maximum time between two wake-ups of the watch that counts towards timeouts."""
+"""Maximum time between two wake-ups of `watch` that counts towards timeouts."""
 _STOPPED_STATES = "TtZX"
 
 
 class Heartbeat:
-    """Tracks the last heartbeat.
+    """Pings EngineCore, and judges by the time since its last answer whether the engine is alive.
 
     Owned by the engine, which runs `run` as a task. Read `health` from the event loop.
     """
@@ -59,7 +59,7 @@ class Heartbeat:
     async def watch(
         self, hang_seconds: float, *, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     ) -> None:
-        """Return when the engine has been late for `hang_seconds`."""
+        """Return when the heartbeat is late by `hang_seconds` more than its timeout."""
         self._wake()
         while not self._is_hung(hang_seconds):
             await sleep(INTERVAL_SECONDS)
@@ -74,17 +74,17 @@ class Heartbeat:
         self._woken_at = self._clock()
 
     def _stall(self) -> float:
-        """Seconds by which the watch is overdue; zero before it runs."""
+        """Seconds by which the next wake-up of `watch` is overdue; zero before `watch` runs."""
         if self._woken_at is None:
             return 0.0
         return max(0.0, self._clock() - self._woken_at - MAX_GAP_SECONDS)
 
     def _now(self) -> float:
-        """The clock, minus the time in which the watch was stalled."""
+        """Monotonic time, minus the time in which the task `watch` could not run."""
         return self._clock() - self._stalled_seconds - self._stall()
 
     async def run(self, ping: Callable[[], Awaitable[object]], processes: dict[int, str]) -> None:
-        """Ping until cancelled. A beat counts only if every process of the engine is running."""
+        """Ping until cancelled. A ping counts only if every process of the engine is running."""
         while self._dead is None:
             await ping()
             stopped = [
@@ -102,7 +102,7 @@ def _process_states(processes: dict[int, str]) -> dict[str, str]:
 
 
 def _process_state(pid: int) -> str:
-    """State letter of proc_pid_stat(5); X for a process that does not exist."""
+    """State letter of a process, as in proc_pid_stat(5); X if the process does not exist."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -34,14 +34,14 @@ _LEFTOVER_NAMES = re.compile(r"^(psm_|vllm_dist_|sem\.mp-|__KMP_REGISTERED_LIB_)
 
 
 def acquire_lock(file: int) -> bool:
-    """Lock the file until it is closed. Returns false if it was removed before."""
+    """Lock an open file until it is closed. Returns false if it was deleted before the lock."""
     fcntl.flock(file, fcntl.LOCK_EX)
     return os.fstat(file).st_nlink > 0
 
 
 @contextmanager
 def try_acquire(path: Path) -> Iterator[bool]:
-    """Yield true if the owner is gone; then the lock is held until the context exits."""
+    """Yield whether the file's owner is gone; if so, hold its lock until the context exits."""
     try:
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
@@ -62,9 +62,9 @@ def _try_flock(file: int) -> bool:
 
 
 def create_locked_dir(prefix: str, parent: Path) -> tuple[Path, BinaryIO]:
-    """Create a directory, owned for as long as the lock is open.
+    """Create a directory that is owned for as long as the returned lock file is open.
 
-    Removes abandoned ones of this prefix.
+    Abandoned directories with the same prefix are removed.
     """
     _remove_abandoned_dirs(prefix, parent)
     while True:
@@ -98,7 +98,7 @@ class TempDir:
 
 
 def remove_leftover_shared_memory(folder: Path = SHM_DIR) -> list[str]:
-    """Remove shared memory that a killed engine left behind. Returns the names."""
+    """Remove shared memory that killed engines left behind. Returns the file names."""
     stale = find_leftover_shared_memory(folder)
     for file in stale:
         file.unlink(missing_ok=True)
@@ -129,7 +129,7 @@ def _candidates(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
 
 
 def files_in_use() -> Iterator[FileId]:
-    """All files that a running process maps or has open."""
+    """Device and inode numbers of all files that running processes map or have open."""
     for process in Path("/proc").glob("[0-9]*"):
         yield from files_used_by(int(process.name))
 

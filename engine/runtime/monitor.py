@@ -1,4 +1,4 @@
-"""Monitor of the running engine: heartbeat, counters of the last ping, and end of a hung engine."""
+"""Monitors the running engine: pings it, keeps its counters, and kills it if it hangs."""
 
 import asyncio
 import logging
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class EngineMonitor:
-    """Counters of the last ping. `run` pings until it is cancelled."""
+    """Pings the engine, keeps the counters of the last ping, and kills the engine if it hangs."""
 
     def __init__(self, heartbeat: Heartbeat, processes: VllmProcesses) -> None:
         self._heartbeat = heartbeat

@@ -26,7 +26,7 @@ def disable_gc() -> None:
 
 
 def freeze_gc() -> None:
-    """Exclude all current objects from garbage collection for good, and enable it."""
+    """Exclude all existing objects from garbage collection for good, then enable collection."""
     gc.freeze()
     gc.enable()
 
@@ -43,14 +43,14 @@ def gc_disabled_during_imports() -> Iterator[None]:
 def create_process_group() -> None:
     """Create a process group, so that Ctrl-C reaches only the service.
 
-    It drains and stops the engine.
+    The service then drains and stops the engine.
     """
     if os.getpgrp() != os.getpid():
         os.setpgrp()
 
 
 def exit_with_service() -> None:
-    """Kill the engine when the service dies, for which vLLM's EngineCore would wait forever."""
+    """Kill EngineCore and its workers when the service dies, since vLLM would wait forever."""
     threading.Thread(target=_watch_service, daemon=True, name="service-watch").start()
 
 

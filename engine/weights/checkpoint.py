@@ -1,4 +1,4 @@
-"""Checkpoints in safetensors files: the index from their headers, and the tensors' bytes.
+"""Reads checkpoints in safetensors files: an index from the headers, and the tensors' bytes.
 
 Imports neither torch nor vLLM: the service reads it in a thread while the engine generates. Any
 defect raises CheckpointRefused. Messages name files and tensors, never directories.
@@ -56,7 +56,7 @@ def read_into(tensor: StoredTensor, buffer: memoryview) -> None:
 
 
 def read_chunks(tensor: StoredTensor) -> Iterator[memoryview]:
-    """The tensor's bytes in order. All chunks share one buffer, so use each before the next."""
+    """Yield a tensor's bytes in chunks that share one buffer, so use each before the next."""
     buffer = memoryview(bytearray(min(CHUNK_BYTES, tensor.num_bytes)))
     with _open_at_tensor(tensor) as stream:
         for start in range(0, tensor.num_bytes, CHUNK_BYTES):
@@ -94,7 +94,7 @@ def printable(name: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """Tensors by name. Holds no open file, so the files must stay in place."""
+    """Index of a checkpoint's tensors by name. The files must stay in place, as none is open."""
 
     tensors: Mapping[str, StoredTensor]
 
@@ -125,7 +125,7 @@ def read_checkpoint(path: Path, *, follow_links: bool = False) -> Checkpoint:
 
 
 def read_base_checkpoint(path: Path) -> Checkpoint:
-    """Index of the files that the engine started from, the reference for candidates.
+    """Index the checkpoint that the engine started from, against which later ones are checked.
 
     Links are followed, since hub caches consist of them. A head that the model's config ties to the
     embedding is left out, since the model never loads it.
@@ -138,7 +138,10 @@ def read_base_checkpoint(path: Path) -> Checkpoint:
 
 
 def check_same_tensors(served: Checkpoint, candidate: Checkpoint) -> None:
-    """Require the served names and shapes. Any float dtype is allowed and converted on loading."""
+    """Check that a candidate has the tensor names and shapes of the served checkpoint.
+
+    Any of the dtypes BF16, F16 and F32 is allowed and converted on loading.
+    """
     ours, theirs = served.tensors, candidate.tensors
     shapes = [n for n in sorted(ours.keys() & theirs.keys()) if ours[n].shape != theirs[n].shape]
     dtypes = [n for n in sorted(theirs) if theirs[n].dtype not in DTYPE_BYTES]
@@ -173,7 +176,7 @@ def _tensors(path: Path, follow_links: bool) -> Iterator[tuple[str, StoredTensor
 
 
 def _list_files(path: Path) -> Mapping[str, set[str] | None]:
-    """File names, each with the tensors that the shard index maps to it."""
+    """Names of a checkpoint's files, each with its tensors according to the shard index."""
     if path.is_file():
         return {path.name: None}
     if not path.is_dir():
@@ -229,7 +232,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_file(file: Path) -> dict[str, StoredTensor]:
-    """Index one file.
+    """Index the tensors of one safetensors file.
 
     The safetensors library validates the format (sizes, gaps, overlaps, trailing bytes); we need
     the offsets.
@@ -248,7 +251,7 @@ def _read_file(file: Path) -> dict[str, StoredTensor]:
 
 
 def _read_head(file: Path) -> tuple[bytes, int]:
-    """The bytes before the first tensor, and the size of the file."""
+    """Read the bytes before a file's first tensor; returns them and the size of the file."""
     with file.open("rb") as stream:
         num_bytes = os.fstat(stream.fileno()).st_size
         prefix = stream.read(LENGTH_BYTES)

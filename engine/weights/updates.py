@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class ServedWeights:
-    """Files of the weights that the engine serves.
+    """Weights files that the engine serves, and their replacement by new ones.
 
     `checkpoint` indexes the files that the engine started from, the reference for candidates.
     """
@@ -51,7 +51,7 @@ class ServedWeights:
 
 
 class LoadedAdapters:
-    """Loaded adapters by label. Only one caller may load or unload at a time.
+    """LoRA adapters loaded into vLLM, by label. Only one caller may load or unload at a time.
 
     vLLM caches prefixes by an adapter's name and path, and its weights by a number. Neither is ever
     reused here, so a replaced adapter's KV is never matched. vLLM never holds more adapters than it
@@ -64,7 +64,7 @@ class LoadedAdapters:
         self._last_number = 0
 
     def request(self, label: str | None) -> LoRARequest | None:
-        """The LoRARequest for samples under this adapter."""
+        """The LoRARequest of a loaded adapter, or None for samples without an adapter."""
         if label is None:
             return None
         if label not in self._requests:
@@ -72,7 +72,7 @@ class LoadedAdapters:
         return self._requests[label]
 
     def new_request(self, label: str, path: Path) -> LoRARequest:
-        """A LoRARequest with an unused name and number."""
+        """Create a LoRARequest with an unused name and number."""
         self._last_number += 1
         return LoRARequest(f"{label}/{self._last_number}", self._last_number, str(path))
 
@@ -92,7 +92,7 @@ class LoadedAdapters:
         self._requests[label] = request
 
     async def unload(self, processes: VllmProcesses, label: str) -> None:
-        """Unload an adapter. No sample may run under it."""
+        """Unload an adapter that no running sample uses."""
         held = self._requests.pop(label, None)
         if held is not None:
             await processes.call_workers("coppice_unload_adapter", held.lora_int_id)

@@ -66,9 +66,9 @@ PLAIN_LORA_VALUES: Final[Mapping[str, tuple[object, ...]]] = {
 
 
 def check_checkpoint(served: Checkpoint, candidate: Path, *, dtype: str = "float32") -> Checkpoint:
-    """Index a candidate that the engine can load.
+    """Check that the engine can load a candidate checkpoint; returns its index.
 
-    Raises CheckpointRefused with the reason otherwise.
+    Raises CheckpointRefused with the reason if it cannot.
 
     `served` is `read_base_checkpoint` of the files that the engine started from, `dtype` the
     engine's dtype. A head that only repeats a tied embedding is left out of the result.
@@ -81,7 +81,7 @@ def check_checkpoint(served: Checkpoint, candidate: Path, *, dtype: str = "float
 
 
 def _without_tied_head(served: Checkpoint, candidate: Checkpoint) -> Checkpoint:
-    """Drop a tied head, which a trainer's state dict may contain but the model ignores."""
+    """Leave out a tied LM head, which a trainer's state dict may contain but the model ignores."""
     head, embedding = candidate.tensors.get(LM_HEAD), candidate.embedding
     if head is None or embedding is None or LM_HEAD in served.tensors:
         return candidate
@@ -101,7 +101,7 @@ def _have_equal_bytes(one: StoredTensor, other: StoredTensor) -> bool:
 
 
 def check_values(tensor: StoredTensor, dtype: str) -> None:
-    """Raise CheckpointRefused unless all values are finite in `dtype`."""
+    """Raise CheckpointRefused unless all values of a tensor are finite in `dtype`."""
     not_finite = NON_FINITE_BITS[tensor.dtype]
     limit = OVERFLOW_BITS.get((tensor.dtype, dtype), not_finite)
     bits = BITS_DTYPES[DTYPE_BYTES[tensor.dtype]]
@@ -116,14 +116,14 @@ def check_values(tensor: StoredTensor, dtype: str) -> None:
 
 
 def _largest_magnitude(bits: npt.NDArray[Any]) -> int:
-    """Largest magnitude, as bits. The shift drops the sign."""
+    """Largest magnitude of floats that are given as bits, itself as bits. Drops the sign."""
     return int((bits << 1).max()) >> 1
 
 
 def check_adapter(
     served: Checkpoint, adapter: Path, *, max_rank: int, dtype: str = "float32"
 ) -> AdapterInfo:
-    """Validate an adapter.
+    """Check that the engine can serve a LoRA adapter.
 
     Raises CheckpointRefused with the reason if it cannot be served over `served`.
     """
@@ -175,7 +175,7 @@ def _ranks(config: Mapping[str, Any], max_rank: int) -> set[int]:
 
 
 def _check_pattern(name: str, pattern: object) -> None:
-    """Require plain module names. vLLM matches the keys as regular expressions during a step."""
+    """Require plain module names, because vLLM would match them as regular expressions."""
     if not isinstance(pattern, dict) or not all(map(PLAIN_NAME.fullmatch, pattern)):
         raise CheckpointRefused(
             f"{ADAPTER_CONFIG_FILE}: the keys of {name} must be plain module names, not patterns"
@@ -190,7 +190,7 @@ def _check_alphas(alphas: Sequence[object]) -> None:
 
 
 def _tensors_by_module(tensors: Mapping[str, StoredTensor]) -> dict[str, dict[str, StoredTensor]]:
-    """The two LoRA matrices of each module."""
+    """The LoRA matrices A and B of each adapted module, by module name."""
     modules: dict[str, dict[str, StoredTensor]] = {}
     for name, tensor in tensors.items():
         suffix = next((suffix for suffix in LORA_SUFFIXES if name.endswith(suffix)), None)

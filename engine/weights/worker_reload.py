@@ -28,7 +28,7 @@ TORCH_DTYPES: Final = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torc
 
 
 def read_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors in host memory, one at a time, with those of a layer adjacent."""
+    """Yield a checkpoint's tensors in host memory, sorted so that a layer's are adjacent."""
     for name, stored in sorted(checkpoint.tensors.items()):
         yield name, _read_tensor(stored)
 
@@ -42,7 +42,7 @@ def _read_tensor(stored: StoredTensor) -> torch.Tensor:
 def load(
     worker: Any, tensors: Iterable[tuple[str, torch.Tensor]], *, drafter: bool = False
 ) -> None:
-    """Load every tensor of the model, or of its draft model.
+    """Load all tensors into the model, or into its draft model.
 
     After an exception, call `reset` and load again.
     """
@@ -61,7 +61,7 @@ def load(
 
 
 def reset(worker: Any, *, drafter: bool = False) -> None:
-    """Discard the state of a failed load. Values that it wrote stay."""
+    """Discard vLLM's reload state after a failed load. Values already written stay."""
     _cancel_reload(_model(worker, drafter).modules())
     LOADING_LAYERS.clear()
 
@@ -101,7 +101,7 @@ def _tied_modules(model: torch.nn.Module) -> list[Any]:
 
 
 def _repack_tied_heads(tied: Iterable[Any]) -> None:
-    """Repack tied heads. On CPU they use a packed copy of the weight, stale after a load."""
+    """Rebuild the packed weight copies that tied heads use on CPU, stale after a load."""
     for module in tied:
         if hasattr(module, "cpu_linear"):
             module.quant_method.process_weights_after_loading(module)

@@ -1,4 +1,4 @@
-"""Export planning in EngineCore: prompts that are complete after a step, and their weights version.
+"""Plans exports in EngineCore: which prompts a step completes, and under which weights.
 
 A prompt is exported in the step that prefills the last token to export, so no block has to outlive
 its request. Its KV belongs to one epoch, the time between two activations, or is mixed. A request
@@ -22,7 +22,7 @@ class Tracked:
 
 
 class ExportPlanner:
-    """Owner of pending exports. Called from EngineCore's loop only.
+    """Tracks prompts to export until a step completes them. Called from EngineCore's loop only.
 
     `on_exported` receives the names of exports computed under one weights version.
     """
@@ -42,14 +42,14 @@ class ExportPlanner:
             self._tracked[request_id] = Tracked(target_slot)
 
     def forget(self, request_id: str) -> None:
-        """Stop tracking a finished request. A status that is not written by now never will be."""
+        """Stop tracking a finished request. A prompt that is not exported by now never will be."""
         self._tracked.pop(request_id, None)
 
     def start_epoch(self) -> None:
         self._epoch += 1
 
     def plan(self, output: Any) -> tuple[ExportJob, ...]:
-        """Export jobs of the step that `output` describes."""
+        """Export jobs of the step that vLLM's scheduler output describes."""
         return tuple(self._plan_jobs(output)) if self._tracked else ()
 
     def _plan_jobs(self, output: Any) -> Iterator[ExportJob]:
@@ -81,7 +81,7 @@ class ExportPlanner:
 
 
 def _scheduled_requests(output: Any) -> Iterator[tuple[str, int, bool]]:
-    """Request id, tokens computed before this step, and whether the request starts (again) now."""
+    """Id, tokens computed before this step and whether it (re)starts, per scheduled request."""
     for new in output.scheduled_new_reqs:
         yield new.req_id, new.num_computed_tokens, True
     cached = output.scheduled_cached_reqs

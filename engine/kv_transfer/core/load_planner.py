@@ -1,4 +1,4 @@
-"""Load planning in EngineCore: the spans of a prompt that are loaded instead of prefilled.
+"""Plans loads in EngineCore: which spans of a prompt are loaded instead of prefilled.
 
 A span is loaded if everything before it is cached, and only from exports written under the current
 weights version: names are recorded when their export is scheduled, and cleared when the weights
@@ -29,7 +29,7 @@ MAX_WAIT_SECONDS: Final = 0.05
 
 @dataclass(slots=True)
 class PendingLoad:
-    """A request with KV to load.
+    """A tracked request with KV to load from exports.
 
     Its first `num_public_blocks` blocks are shared with other requests.
     """
@@ -41,7 +41,11 @@ class PendingLoad:
 
 @dataclass(slots=True)
 class IncompleteChain:
-    """A chain with missing requests: its first request, the number missing, and the deadline."""
+    """A chain (requests that make up one prompt) of which some requests have not arrived yet.
+
+    `first` is the request that arrived first, `missing` the number of requests that have not, and
+    `until` the time at which the others stop waiting for them.
+    """
 
     first: str
     missing: int
@@ -49,7 +53,7 @@ class IncompleteChain:
 
 
 class LoadPlanner:
-    """Owner of the loadable exports and of the loads of the step being scheduled.
+    """Decides which KV is loaded in the step being scheduled; knows the loadable exports.
 
     Called from EngineCore's loop only.
     """
@@ -70,7 +74,7 @@ class LoadPlanner:
         return len(self._pending) + len(self._incomplete) + len(self._matched)
 
     def add(self, request: Any, load: KvLoad | None) -> None:
-        """Track a request with KV to load, and make its blocks private to its chain."""
+        """Track a request with KV to load, and make its blocks private to its chain of requests."""
         if load is None or self._layout is None:
             return
         num_public_blocks = load.exact_tokens // self._layout.block_size
@@ -133,12 +137,12 @@ class LoadPlanner:
         self._jobs.append(self._job(matched, blocks.get_block_ids()[self._layout.group]))
 
     def take_jobs(self) -> tuple[LoadJob, ...]:
-        """Return and clear the loads of the step."""
+        """Return and clear the load jobs of the step being scheduled."""
         jobs, self._jobs = tuple(self._jobs), []
         return jobs
 
     def _must_wait(self, request_id: str, chain: str) -> bool:
-        """Return true while the chain is incomplete and its deadline has not passed.
+        """Whether a request must wait for others of its chain until they arrive or time out.
 
         The first request checks the deadline for the whole chain, so that no request overtakes
         those that it depends on.
@@ -152,7 +156,7 @@ class LoadPlanner:
         return False
 
     def _privatize_chain(self, chain: str, num_computed: int) -> None:
-        """Make blocks private to the chain from this position on, since they will be loaded.
+        """Make a chain's blocks after the computed tokens private, since they will be loaded.
 
         This applies to all waiting requests of the chain, even to exact KV, so that one finds the
         blocks that another has loaded.
@@ -168,7 +172,7 @@ class LoadPlanner:
     def _loadable(
         self, pieces: Sequence[LoadPiece], position: int, num_tokens: int
     ) -> Iterator[LoadPiece]:
-        """Consecutive loadable spans from this position on, if it is a block boundary."""
+        """Consecutive loadable spans from `position` on; none unless it is a block boundary."""
         assert self._layout is not None, "only supported caches are loaded"
         if position % self._layout.block_size:
             return
@@ -191,7 +195,7 @@ class LoadPlanner:
 
 
 def privatize_blocks(request: Any, num_public_blocks: int, chain: str) -> None:
-    """Make the blocks of a waiting request from `num_public_blocks` on private to the chain.
+    """Make all but the first `num_public_blocks` blocks of a waiting request private to its chain.
 
     vLLM finds a block by a hash of its tokens, its salt and all blocks before it. KV computed after
     spliced spans differs from the exact KV of the same tokens, so its hash must differ. A load may

@@ -1,4 +1,4 @@
-"""Copies of KV between a worker's cache blocks and CPU memory: packed blocks on CPU, and on GPU.
+"""Copies KV between a worker's cache blocks and CPU memory, for vLLM's CPU and GPU backends.
 
 `BlockReader.copy` either raises, or calls `on_done` exactly once, with None or the failure, when
 the bytes have been written or never will be. No block is read after `copy` has returned and the
@@ -37,7 +37,7 @@ NUM_PROBED_HEADS: Final = 2  # enough to verify that heads are packed alike
 
 
 class CopyThread:
-    """Thread for the last stage of an asynchronous export: from pinned memory to the arena.
+    """Thread for the last stage of an export from a GPU: the copy from pinned memory to the arena.
 
     The worker's own thread proceeds to the next step, while this one waits for the transfer without
     holding the GIL. Copies complete in the order of submission.
@@ -85,7 +85,7 @@ class BlockReader(Protocol):
 
 
 class PackedBlockReader:
-    """Reader of the packed cache of vLLM's CPU backend, on the calling thread."""
+    """Reads the packed KV cache of vLLM's CPU backend, on the calling thread."""
 
     def __init__(self, caches: Sequence[torch.Tensor], order: PackOrder) -> None:
         self._caches, self._order = caches, order
@@ -99,7 +99,7 @@ class PackedBlockReader:
 
 
 class CudaBlockReader:
-    """Reader of a GPU's cache. Not tested yet on a machine with a GPU.
+    """Reads the KV cache of a GPU. Not tested yet on a machine with a GPU.
 
     The blocks are gathered on the model's stream, in order, so they are read before a later step
     overwrites them. The gathered prompt is copied to pinned memory on a separate stream while the
@@ -131,11 +131,11 @@ class CudaBlockReader:
 
 class BlockWriter(Protocol):
     def write(self, span: torch.Tensor, shift: int, block_ids: Sequence[int]) -> None:
-        """Write from the first token of the first block on, keys shifted by `shift` positions."""
+        """Write a span to blocks, with its keys shifted by `shift` positions."""
 
 
 class PackedBlockWriter:
-    """Writer into the packed cache of vLLM's CPU backend, on the calling thread."""
+    """Writes into the packed KV cache of vLLM's CPU backend, on the calling thread."""
 
     def __init__(
         self, caches: Sequence[torch.Tensor], order: PackOrder, rotary: RotaryParams | None
@@ -153,7 +153,7 @@ class PackedBlockWriter:
 
 
 class CudaBlockWriter:
-    """Writer into a GPU's cache. Not tested yet on a machine with a GPU.
+    """Writes into the KV cache of a GPU. Not tested yet on a machine with a GPU.
 
     The span is copied to pinned memory at once. The copy to the device, the key shift and the
     scatter are queued on the model's stream, in order.
@@ -179,13 +179,18 @@ class CudaBlockWriter:
 def packed_order(
     caches: Sequence[torch.Tensor], layout: CacheLayout, attention_layers: Mapping[str, Any]
 ) -> PackOrder:
-    """Element order of packed blocks, for a model whose attention kernels vLLM has chosen."""
+    """Order in which the model's cache on CPU stores the elements of a block.
+
+    Call it once vLLM has chosen the attention kernels.
+    """
     isa = attention_layers[layout.layers[0]].isa
     return derive_order(caches[0].shape[2], layout.head_dim, layout.dtype, isa)
 
 
 def derive_order(block: int, head_dim: int, dtype: torch.dtype, isa: str) -> PackOrder:
-    """Element order for an instruction set, measured with vLLM's own cache-write operation.
+    """Measure, with vLLM's cache-write operation, the order in which a block's elements are stored.
+
+    The order depends on `isa`, the instruction set of the attention kernel.
 
     Keys and values are distinguished by writing one of them at a time. Raises UnknownPacking if
     packing is not a permutation.
@@ -205,7 +210,7 @@ def derive_order(block: int, head_dim: int, dtype: torch.dtype, isa: str) -> Pac
 
 
 def write_block(keys: torch.Tensor, values: torch.Tensor, isa: str) -> torch.Tensor:
-    """One block [N, H, D] as packed by vLLM: [H, 2 * N * D]."""
+    """Pack a block of keys and values [N, H, D] as vLLM does; returns [H, 2 * N * D]."""
     block, heads, head_dim = keys.shape
     cache = torch.zeros(1, heads, 2 * block, head_dim, dtype=keys.dtype, device="cpu")
     halves: Any = cache.chunk(2, dim=2)

@@ -1,4 +1,4 @@
-"""Export of prompts that a step completes: this rank's heads are copied to the arena.
+"""Exports the KV of prompts that a step completes, by copying this rank's heads to the arena.
 
 The KV bytes are written first, the rank's status last. On any failure the status becomes FAILED, if
 it can be written. A region outside the arena has no other effect; any other failure disables
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class ExportWriter:
-    """Writer of this rank's exports. Called from the worker's main thread."""
+    """Writes this rank's part of prompt KV exports. Called from the worker's main thread."""
 
     def __init__(self, layout: CacheLayout, rank: int, guard: Feature = EXPORT_FEATURE) -> None:
         self._layout, self._rank = layout, rank
@@ -42,11 +42,11 @@ class ExportWriter:
         self._reader: BlockReader | None = None
 
     def register(self, caches: Mapping[str, torch.Tensor]) -> None:
-        """Register caches [B, H, N, 2 * D], one per layer, in any memory order."""
+        """Register the KV caches [B, H, N, 2 * D], one per layer, in any memory order."""
         self._caches = [caches[name] for name in self._layout.layers]
 
     def prepare(self, attention_layers: Mapping[str, Any]) -> None:
-        """Determine the cache's packing. Call it once vLLM has chosen its attention kernels."""
+        """Determine how the KV cache is packed, once vLLM has chosen its attention kernels."""
         self._reader = self._reader or self._make_reader(attention_layers)
 
     def flush(self) -> None:
@@ -65,11 +65,11 @@ class ExportWriter:
             self.fail(job)
 
     def fail(self, job: ExportJob) -> None:
-        """Fail an export, for example of a step over blocks that failed to load."""
+        """Mark an export as FAILED, for example if its step uses blocks that failed to load."""
         attempt(self._write_status, job, ExportStatus.FAILED)
 
     def _write(self, job: ExportJob) -> None:
-        """Write an export. Raises ArenaError before a byte is written."""
+        """Write an export. If it raises ArenaError, no byte has been written."""
         if job.status != ExportStatus.COMMITTED or not self._heads:
             self._write_status(job, job.status)
             return
@@ -90,7 +90,7 @@ class ExportWriter:
         return PackedBlockReader(self._caches, order)
 
     def _output_view(self, job: ExportJob) -> torch.Tensor:
-        """[L, 2, this rank's heads, T, D], over the arena itself."""
+        """View of this rank's heads in an export's slot in the arena, [L, 2, H, T, D]."""
         return self._arenas.kv(job.target_slot)[:, :, self._heads.start : self._heads.stop]
 
     def _kernel_blocks(self, job: ExportJob) -> list[int]:

@@ -1,4 +1,4 @@
-"""Loading of exported KV into a step's blocks, in a worker, before the forward pass.
+"""Loads exported KV into a step's cache blocks, in a worker, before the forward pass.
 
 A span whose keys are only shifted is read directly from the arena. Predicted spans and spans that
 share a block are assembled first, in parts small enough to limit memory. Prediction weights are
@@ -38,18 +38,18 @@ logger = logging.getLogger(__name__)
 
 
 class SpanAssembler:
-    """Assembler of the KV written to this rank's cache, from exported spans in the arena."""
+    """Assembles the KV that is written to this rank's cache from exported spans in the arena."""
 
     def __init__(self, layout: CacheLayout, arenas: Arenas, heads: range) -> None:
         self._layout, self._arenas = layout, arenas
         self._heads = slice(heads.start, heads.stop)
 
     def local_kv(self, piece: LoadPiece) -> torch.Tensor:
-        """[L, 2, H, T, D] of this rank's heads, with unshifted keys, over the arena itself."""
+        """View of this rank's heads of an exported span, [L, 2, H, T, D], with unshifted keys."""
         return self._kv(piece.source, piece.token_offset, piece.num_tokens)[:, :, self._heads]
 
     def assemble(self, run: Sequence[LoadPiece], rotary: RotaryParams | None) -> torch.Tensor:
-        """[L, 2, H, T, D] of all tokens of the run, with keys shifted to their positions."""
+        """Assemble the KV of consecutive spans, [L, 2, H, T, D], with keys at new positions."""
         start, layout = run[0].start, self._layout
         num_heads = self._heads.stop - self._heads.start
         shape = (len(layout.layers), 2, num_heads, run[-1].end - start, layout.head_dim)
@@ -85,14 +85,14 @@ class SpanAssembler:
         predict(source[:, :, self._heads], piece.shift, observations, rotary, out)
 
     def _kv(self, slot: ExportSlot, token_offset: int, num_tokens: int) -> torch.Tensor:
-        """[L, 2, H, T, D] of all heads, over the arena itself."""
+        """View of tokens of a slot in the arena, [L, 2, H, T, D], with the heads of all ranks."""
         return self._arenas.kv(slot)[:, :, :, token_offset : token_offset + num_tokens]
 
 
 def _weights(
     piece: LoadPiece, source: torch.Tensor, bases: Sequence[torch.Tensor | None]
 ) -> torch.Tensor:
-    """Weights [A, 2, T] of A observations.
+    """Weights [A, 2, T] of the A observations from which a span of T tokens is predicted.
 
     Either all or none of a span's observations have a base.
     """
@@ -106,7 +106,7 @@ def _weights(
 
 
 def group_runs(pieces: Sequence[LoadPiece], block: int) -> Iterator[list[LoadPiece]]:
-    """Consecutive spans as runs that start at a block boundary.
+    """Group consecutive spans into runs that each start at a block boundary.
 
     Spans that share a block are written together, and predicted spans are split into parts. A run
     of several spans is no longer than such a part. A longer run is a single span, read directly
@@ -133,7 +133,7 @@ def _split_runs(pieces: Sequence[LoadPiece], block: int) -> Iterator[LoadPiece]:
 
 
 def _split_at(piece: LoadPiece, cuts: Iterable[int]) -> Iterator[LoadPiece]:
-    """Split a span at the positions inside it."""
+    """Split a span at those of the given prompt positions that are inside it."""
     for cut in cuts:
         if piece.start < cut < piece.end:
             yield piece.prefix_until(cut)
@@ -142,7 +142,7 @@ def _split_at(piece: LoadPiece, cuts: Iterable[int]) -> Iterator[LoadPiece]:
 
 
 class Loader:
-    """Owner of the mappings of exports. Called from the worker's main thread."""
+    """Loads exported KV into this rank's cache blocks. Called from the worker's main thread."""
 
     def __init__(self, layout: CacheLayout, rank: int, guard: Feature = LOAD_FEATURE) -> None:
         self._layout = layout
@@ -156,11 +156,11 @@ class Loader:
         self._step_failed = False
 
     def register(self, caches: Mapping[str, torch.Tensor]) -> None:
-        """Register caches [B, H, N, 2 * D], one per layer, in any memory order."""
+        """Register the KV caches [B, H, N, 2 * D], one per layer, in any memory order."""
         self._caches = [caches[name] for name in self._layout.layers]
 
     def prepare(self, attention_layers: Mapping[str, Any], rotary: RotaryParams | None) -> None:
-        """Prepare the writer once vLLM has chosen its attention kernels.
+        """Create the block writer. Call it once vLLM has chosen its attention kernels.
 
         Without `rotary` keys cannot be shifted.
         """
@@ -177,7 +177,7 @@ class Loader:
         return failed
 
     def take_step_failed(self) -> bool:
-        """Return and clear whether this step computes over blocks that failed to load."""
+        """Return and clear whether this step uses blocks that failed to load."""
         failed, self._step_failed = self._step_failed, False
         return failed
 

@@ -1,4 +1,4 @@
-"""Mapping of the service's arenas in a worker, with bounds checks against the file's current size.
+"""Maps the service's arenas (files for KV) in a worker, and checks bounds before each access.
 
 A store to a page beyond the file raises SIGBUS, which no guard catches and which ends every
 sample. So before every copy the file's size and full allocation are checked.
@@ -22,11 +22,11 @@ STAT_BLOCK_BYTES: Final = 512  # the unit of st_blocks, see stat(2)
 
 
 class ArenaError(Exception):
-    """The region is outside the file, or the file is not a valid arena."""
+    """The region is outside the arena file, or the file is not a valid arena."""
 
 
 class MappedArena:
-    """Owner of a mapping of the file until `close`. Views must be released before."""
+    """Memory mapping of an arena file until `close`, before which all views must be released."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -40,12 +40,12 @@ class MappedArena:
             raise ArenaError(f"the arena cannot be mapped: {error}") from error
 
     def region(self, offset: int, num_bytes: int) -> torch.Tensor:
-        """A uint8 CPU tensor over the file itself. Raises ArenaError if it exceeds the file."""
+        """View of the arena as a uint8 CPU tensor. Raises ArenaError if it exceeds the file."""
         self._check(offset, num_bytes, ALIGNMENT)
         return torch.frombuffer(self._map, dtype=torch.uint8, count=num_bytes, offset=offset)
 
     def write_status(self, offset: int, status: ExportStatus) -> None:
-        """Write a status by a system call, which can fail but not crash.
+        """Write an export's status by a system call, which may fail but cannot crash the process.
 
         It is visible only after all earlier stores.
         """
@@ -68,14 +68,14 @@ class MappedArena:
 
 
 class Arenas:
-    """Owner of the mapped arenas, by path. Raises ArenaError for a slot outside its arena."""
+    """Arenas that a worker has mapped, by path. Raises ArenaError for a slot outside its arena."""
 
     def __init__(self, layout: CacheLayout) -> None:
         self._layout = layout
         self._arenas: dict[Path, MappedArena] = {}
 
     def kv(self, slot: ExportSlot) -> torch.Tensor:
-        """[L, 2, H, T, D] with all ranks' heads, over the arena itself."""
+        """View of a slot's KV in the arena, [L, 2, H, T, D], with the heads of all ranks."""
         layout = self._layout
         region = self._arena(slot).region(slot.offset, layout.num_bytes(slot.num_tokens))
         shape = (len(layout.layers), 2, layout.num_kv_heads, slot.num_tokens, layout.head_dim)

@@ -1,4 +1,4 @@
-"""Worker side of the calls that prepare and flush exports.
+"""Worker methods, called by the service, that prepare and flush prompt KV exports.
 
 The rotary embedding of the served model, from its configuration, is checked against vLLM's tables.
 If they differ, or if layers have different embeddings, keys cannot be shifted.
@@ -18,7 +18,7 @@ SAMPLE_POSITIONS: Final = (0, 1, 2, 3, 5, 8, 13, 31)
 
 
 class KvExportInfo(TypedDict):
-    """Format of exported KV, over all ranks."""
+    """Format of exported prompt KV, which contains the heads of all ranks."""
 
     num_layers: int
     num_kv_heads: int
@@ -28,7 +28,7 @@ class KvExportInfo(TypedDict):
 
 
 def prepare(vllm_config: Any, model: Any) -> KvExportInfo:
-    """Prepare exports and loads on this rank.
+    """Prepare exports and loads of prompt KV on this rank.
 
     Raises UnsupportedCache, or whatever prevents this rank from determining its cache's packing.
     """
@@ -71,7 +71,7 @@ def _connector() -> PromptKvConnector:
 
 
 def rotary_of_model(model: Any, config: Any, layout: CacheLayout) -> RotaryParams:
-    """The model's rotary parameters. Raises UnsupportedRotary unless all layers share them."""
+    """Rotary parameters of the model. Raises UnsupportedRotary unless all layers share them."""
     embeddings = [_embedding_of(model, name) for name in layout.layers]
     if any(embedding is not embeddings[0] for embedding in embeddings):
         raise UnsupportedRotary("layers have different rotary embeddings")
@@ -84,7 +84,7 @@ def rotary_of_model(model: Any, config: Any, layout: CacheLayout) -> RotaryParam
 
 
 def _embedding_of(model: Any, layer: str) -> Any:
-    """Rotary embedding of a cache layer's attention module, `model.layers.0.self_attn.attn`."""
+    """Rotary embedding of the layer of a KV cache, e.g. `model.layers.0.self_attn.attn`."""
     try:
         return model.get_submodule(layer.rpartition(".")[0]).rotary_emb
     except AttributeError as error:
