@@ -1,7 +1,7 @@
-"""Throughput cost of LoRA adapters on a CPU.
+"""Benchmark: how much throughput LoRA adapters cost on a CPU.
 
-Three arms: a server without adapter support, one with support whose samples use no adapter, and one
-whose samples all use one adapter.
+Three arms (configurations): an engine without adapter support, one with support whose samples use
+no adapter, and one whose samples all use one adapter.
 
 Two engines differ only in `max_adapters`; runs alternate. The model is the seedling grown to 25
 million parameters, the adapter covers every projection of every layer at rank 16.
@@ -44,13 +44,13 @@ NUMBERS = itertools.count()
 
 
 def prompts(number: int) -> list[list[int]]:
-    """Prompts unique to each run, so that nothing is found in the prefix cache."""
+    """Prompts that differ in each run, so that none of them hits the prefix cache."""
     tail = [5 + i % 60 for i in range(PROMPT_TOKENS - 2)]
     return [[5 + number % 60, 5 + number // 60 * GROUPS + group, *tail] for group in range(GROUPS)]
 
 
 async def run(engine: VllmEngine, adapter: str | None) -> float:
-    """Sampled tokens per second."""
+    """Sample the groups of one run; returns sampled tokens per second."""
     number = next(NUMBERS)
     began = time.perf_counter()
     pending: list[Awaitable[Completion]] = []
@@ -135,7 +135,7 @@ def record(arms: dict[str, list[float]]) -> Record:
 
 
 def saved(model: Path, folder: Path) -> Path:
-    """Write a random adapter over every projection of the model."""
+    """Write a random LoRA adapter for every projection of the model."""
     folder.mkdir()
     draw = np.random.default_rng(0)
     tensors = {

@@ -1,11 +1,12 @@
-"""Speedup of splicing the KV of a text that occurs after many prefixes, instead of prefilling it.
+"""Benchmark: speedup if KV of a text that occurs after many prefixes is spliced, not prefilled.
 
 Five agents receive each other's messages. In every round, an agent's prompt is its own text, the
-question, and the messages of the other four in the previous round. The arms alternate on one
-engine: prefilled with prefix caching; reordered so that shared texts form a prefix; spliced, with
-different numbers of first tokens recomputed; and predicted from what the agent received in earlier
-rounds, of which the first two are prefilled. Prompts have about a thousand tokens, or 512 tokens
-per message. Messages are random, because the time does not depend on them.
+question, and the messages of the other four in the previous round. The arms (configurations)
+alternate on one engine: prefilled with prefix caching; reordered so that shared texts form a
+prefix; spliced, with different numbers of first tokens recomputed; and predicted from what the
+agent received in earlier rounds, of which the first two are prefilled. Prompts have about a
+thousand tokens, or 512 tokens per message. Messages are random, because the time does not depend on
+them.
 
 The error of spliced or predicted prompts against prefilled ones is measured separately: on the
 seedling as trained (bench/harness/splice_error.py, bench/harness/prediction_threshold_sweep.py),
@@ -45,7 +46,7 @@ PROBLEMS_A_TEXT = (1, 2)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Tokens per agent's message, and the number of rounds per arm."""
+    """Size of the benchmark's agent prompts, number of rounds, and KV reuse modes to compare."""
 
     num_own_tokens: int
     rounds: int
@@ -57,7 +58,10 @@ def splice_modes(recompute_tokens: int) -> str:
 
 
 def shapes_of(recompute_tokens: int, rounds: int) -> tuple[Shape, Shape]:
-    """The shapes. The goal applies to the first, whose arms form a curve."""
+    """The prompt shapes to measure; the first one covers all KV reuse modes.
+
+    Its spliced modes form a curve over the number of recomputed tokens. The goal applies to it.
+    """
     curve = {
         splice_modes(k): KvReuse(mode="splice", recompute_tokens=k)
         for k in (recompute_tokens, 0, 64)
@@ -71,7 +75,7 @@ def shapes_of(recompute_tokens: int, rounds: int) -> tuple[Shape, Shape]:
 
 @dataclass(slots=True)
 class Arm:
-    """Measurements per request.
+    """Measurements of one KV reuse mode, one entry per request.
 
     `later` are the times of a round's requests after its first. `predicted` are the indices of
     predicted requests.
@@ -107,7 +111,7 @@ async def measure_time(model: str, shapes: Sequence[Shape], block: int) -> list[
 
 
 async def one_shape(rollouts: AsyncRollouts, shape: Shape, vocab_size: int) -> dict[str, Arm]:
-    """Measure all arms of one shape.
+    """Measure all KV reuse modes on prompts of one shape, alternating between them.
 
     Agents' own texts are cached first, as after any first round.
     """
@@ -127,7 +131,7 @@ async def one_shape(rollouts: AsyncRollouts, shape: Shape, vocab_size: int) -> d
 async def one_round(
     rollouts: AsyncRollouts, prompts: Sequence[list[PromptSpan]], reuse: KvReuse, arm: Arm
 ) -> None:
-    """Measure the time to first token of a round's prompts, sequentially."""
+    """Measure the time to first token of each prompt of a round, one after another."""
     for agent, prompt in enumerate(prompts):
         began = time.perf_counter()
         result = await rollouts.rollout([prompt], max_tokens=1, kv_reuse=reuse)
@@ -168,10 +172,10 @@ def time_rows(shape: Shape, arms: dict[str, Arm], recompute_tokens: int) -> list
 
 
 def _predicted(what: str, arms: dict[str, Arm], arm: Arm) -> list[Row]:
-    """Rows of predicted prompts, compared with the same prompts of the prefilled arm.
+    """Table rows that compare predicted prompts with the same prompts when prefilled.
 
-    The other prompts made the anchors. There is no goal, because the prompts were selected by their
-    outcome.
+    The other prompts are the anchors (observed prompts from which others are predicted). There is
+    no goal, because the prompts were selected by their outcome.
     """
     pairs = [(arms["prefilled"].seconds[i], arm.seconds[i]) for i in arm.predicted]
     computed, seconds = ([pair[i] for pair in pairs] for i in (0, 1))

@@ -1,4 +1,4 @@
-"""Time of the draft store's updates and drafts at sizes up to ten million tokens, and of saving it.
+"""Benchmark: time to update, draft from and save a draft store of up to ten million tokens.
 
 Texts are drawn from a distribution in which phrases recur, over a vocabulary of 32,000; a group's
 samples copy some of the same phrases. One call processes a whole step of 256 requests. The store
@@ -27,7 +27,7 @@ MAX_BYTES = 2**32
 
 
 class Texts:
-    """Random texts. A prompt's responses consist of phrases of its own and common ones."""
+    """Random texts to draft. A prompt's responses consist of its own and of common phrases."""
 
     def __init__(self, seed: int) -> None:
         self._random = np.random.default_rng(seed)
@@ -57,7 +57,7 @@ class Texts:
 class Measured:
     tokens: int
     microseconds: list[float]
-    """Per request and token, step by step."""
+    """Time per request and token, one entry per step."""
     allocated: int
 
 
@@ -84,7 +84,10 @@ def step(store: DraftStore, slots: list[int], came: list[Int32Array], limit: int
 
 
 def measured(size: int) -> Measured:
-    """Measure requests of different prompts and lengths, one token per step each."""
+    """Measure the time per step and request to update the draft store and to draft from it.
+
+    The requests differ in prompt and length, and each gets one token per step.
+    """
     texts = Texts(seed=1)
     store = filled(texts, size)
     slots: list[int] = []
@@ -110,7 +113,7 @@ def measured(size: int) -> Measured:
 
 
 def saved(size: int) -> tuple[float, float, int]:
-    """Seconds to save and to load, and the size of the file in bytes."""
+    """Save and load a draft store; returns the seconds of each, and the file size in bytes."""
     store = filled(Texts(seed=2), size)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "drafts"

@@ -1,4 +1,4 @@
-"""Recovery of a drafter's acceptance by training after a policy update.
+"""Benchmark: how a drafter's acceptance recovers by training after a policy update.
 
     python -m examples.seedling.drafter --out build/drafter/fitted
     python -m bench.harness.policy_shift --out build/drafter/other
@@ -43,7 +43,7 @@ async def curve(*, training: bool, seconds: float) -> Curve:
 
 
 def _is_recovered(so_far: Curve) -> bool:
-    """Return true five windows after recovery."""
+    """Whether acceptance recovered at least five windows ago, so that measuring can end."""
     back = so_far.recovered_seconds
     return back is not None and so_far.points[-1].seconds >= back + 5 * WINDOW_SECONDS
 

@@ -1,4 +1,4 @@
-"""Cost of background drafter training for served rollouts.
+"""Benchmark: how much drafter training in the background slows down rollouts.
 
     python -m examples.seedling.drafter --out build/drafter/fitted
     python -m bench.drafter_training_cost
@@ -27,7 +27,7 @@ ROUNDS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """Seconds of the same work with the trainer stopped and running.
+    """Times of the same rollouts, in pairs with the drafter's trainer stopped and running.
 
     `learning` is measured right after the trainer's start, `settled` after convergence.
     """
@@ -66,7 +66,7 @@ async def _compared(traffic: Traffic, trainer: psutil.Process, rounds: int) -> P
 
 
 async def _until_settled(traffic: Traffic, trainer: psutil.Process) -> None:
-    """Wait until the trainer has converged, seen by its lower processor share."""
+    """Wait until the drafter's trainer has converged, which lowers its share of CPU time."""
     began = time.monotonic()
     while time.monotonic() - began < SETTLING_SECONDS:
         before = trainer.cpu_times().user

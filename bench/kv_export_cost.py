@@ -1,8 +1,9 @@
-"""Throughput cost of prompt KV exports: the same groups with one export each, and without.
+"""Benchmark: how much throughput it costs to export the prompt KV of every group.
 
-Both arms run on one engine with the connector configured, so they differ only in the export of
-every group's prompt into an arena in shared memory. The model is the seedling grown to 25 million
-parameters. Prompts are new in every run, so each is prefilled, and exported, once.
+Both arms, with and without exports, run on one engine with the connector configured, so they differ
+only in the export of every group's prompt into an arena in shared memory. The model is the seedling
+grown to 25 million parameters. Prompts are new in every run, so each is prefilled, and exported,
+once.
 """
 
 import argparse
@@ -36,7 +37,7 @@ SAMPLING = Sampling(max_tokens=TOKENS, ignore_eos=True)
 
 @dataclass(slots=True)
 class Arena:
-    """An arena with one slot per group, reused in every run."""
+    """File in shared memory that receives exports, with one slot per group for all runs."""
 
     path: Path
     slot_bytes: int
@@ -76,20 +77,23 @@ def arena(bytes_per_token: int) -> Iterator[Arena]:
 
 @dataclass(slots=True)
 class Arms:
-    """Sampled tokens per second, by run."""
+    """Sampled tokens per second of each run, with exports and without."""
 
     exported: list[float] = field(default_factory=list)
     plain: list[float] = field(default_factory=list)
 
 
 def prompts(number: int) -> list[list[int]]:
-    """Prompts unique to each run, so that nothing is found in the prefix cache."""
+    """Prompts that differ in each run, so that none of them hits the prefix cache."""
     tail = [5 + i % 60 for i in range(PROMPT_TOKENS - 2)]
     return [[5 + number % 60, 5 + number // 60 * GROUPS + group, *tail] for group in range(GROUPS)]
 
 
 async def run(engine: VllmEngine, number: int, slots: list[ExportSlot | None]) -> float:
-    """Tokens per second. A group's first sample carries its export."""
+    """Sample the groups of one run; returns sampled tokens per second.
+
+    The export of a group's prompt is requested with its first sample.
+    """
     began = time.perf_counter()
     pending: list[Awaitable[Completion]] = []
     for group, prompt in enumerate(prompts(number)):

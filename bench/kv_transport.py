@@ -1,4 +1,4 @@
-"""Bandwidth of prompt KV to a trainer on the same machine, against the cost of prefilling again.
+"""Benchmark: bandwidth of prompt KV to a local trainer, against prefilling the prompt again.
 
 The server is a separate process whose engine only writes bytes, as many per token as Qwen3-8B has.
 The sender of the bare socket arm is a separate process too, with the same bytes in the same chunks.
@@ -48,7 +48,7 @@ H200_SECONDS_PER_TOKEN = 2 * 8.2e9 / (0.4 * 989e12)
 
 
 def serve_bytes(path: Path, offset: int, num_bytes: int) -> None:
-    """Sender of the bare socket arm. Sends all bytes to each connection, from its own memory."""
+    """Send all bytes of a file region to each connection, as the plain-socket baseline."""
     with path.open("rb") as file:
         arena = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     data = arena[offset : offset + num_bytes]
@@ -75,7 +75,7 @@ def bare_sender(handle: KvHandle) -> Iterator[int]:
 
 
 class Reader:
-    """Reads one handle's bytes by every transport. Seconds by arm and round."""
+    """Reads the KV of one handle by every transport, and records the seconds of each read."""
 
     def __init__(self, url: str, handle: KvHandle, port: int) -> None:
         self.seconds: dict[str, list[float]] = {}
@@ -110,7 +110,7 @@ class Reader:
         assert PromptKV.fetch(self._handle, self._nixl) is not None, self._nixl.counts
 
     def first_layer(self) -> Callable[[], None]:
-        """Read the first layer. Returns a function that reads the rest, untimed."""
+        """Read the KV of the first layer; returns a function that reads the rest, untimed."""
         kv = PromptKV.fetch(self._handle, self._http, buffer=self._buffer, wait=False)
         assert kv is not None
         kv.layer(0)
@@ -141,7 +141,7 @@ class Reader:
 
 
 def forward_tokens_per_second(model_path: str) -> tuple[float, int]:
-    """Tokens per second of the shipped model's PyTorch forward, and its KV bytes per token."""
+    """Speed of a model's PyTorch forward in tokens per second, and its KV bytes per token."""
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
     config = model.config
     prompt = torch.randint(5, 64, (1, 256))
@@ -168,7 +168,7 @@ def transports(rounds: int) -> tuple[dict[str, list[float]], int]:
 
 
 def latency_beside_readers(num_rounds: int) -> list[Row]:
-    """Request latency while four readers use a quarter of the loopback bandwidth (P10)."""
+    """Request latency while four KV readers use a quarter of the loopback bandwidth."""
     rate = loopback_bytes_per_second() / 4
     with kv_server(rate) as url:
         handle = handle_of(url, TOKENS // 2)
@@ -248,7 +248,7 @@ def _relative_to_http(seconds: dict[str, list[float]]) -> list[Row]:
 
 
 def _worth_row(arm: str, per_second: float, speed: float, small_bytes: int, needed: float) -> Row:
-    """Bandwidth of an arm over the break-even bandwidth at which fetching equals prefilling."""
+    """Table row: how many times faster a transport is than fetching needs to beat prefilling."""
     here = speed * small_bytes
     return Row(
         what=f"break-even against prefilling again, {arm}",

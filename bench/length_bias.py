@@ -1,4 +1,4 @@
-"""Length bias of finishing a group after k of n samples, by finish policy.
+"""Benchmark: length bias if a group finishes after k of its n samples, by finish policy.
 
 The lengths are those of the seedling's samples, drawn with Hugging Face; nothing is timed. The
 finish policy is the service's. Samples run concurrently, one token per step, so they finish in the
@@ -37,7 +37,7 @@ def recorded_lengths(num_prompts: int) -> list[list[int]]:
 def simulate_policy(
     policy: FinishPolicyName, lengths: Sequence[int], *, num_required: int, seed: int
 ) -> tuple[float, int]:
-    """Mean length of a group's selected samples, and the tokens after which the group finished."""
+    """Mean length of the samples that a policy selects, and number of steps until it finishes."""
     rule = FinishPolicy(policy, num_required=num_required, n=len(lengths), seed=seed)
     for index in sorted(range(len(lengths)), key=lambda i: lengths[i]):
         if rule.on_sample_end(index, lengths[index]):

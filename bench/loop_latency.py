@@ -1,4 +1,4 @@
-"""Latency of health probes while the largest valid requests are submitted and answered.
+"""Benchmark: latency of health probes while the service handles its largest valid requests.
 
 The service runs with the tests' fake engine, so all time is the service's own. A separate process
 sends probes of `/livez` at a fixed rate. Latency counts from the time when a probe was due, so
@@ -40,7 +40,10 @@ def rollout(num_groups: int, n: int, prompt_tokens: int, max_tokens: int) -> byt
 
 
 def refused() -> bytes:
-    """Whole-number floats, which are valid integers, and an invalid group at the end."""
+    """Large request body that is refused only for its last group.
+
+    Its token ids are whole-number floats, which are valid.
+    """
     floats = ",".join(["1.0"] * 1_000_000)
     group = f'{{"prompt": {{"token_ids": [{floats}]}}}}'
     return f'{{"groups": [{group}, {group}, {group}, 1]}}'.encode()
@@ -58,7 +61,7 @@ REQUESTS: Mapping[str, Callable[[], bytes]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Milliseconds per probe while requests were in flight, and seconds per request."""
+    """Latency of each probe in ms while requests were in flight, and seconds of each request."""
 
     probes: list[float]
     seconds: list[float]
@@ -101,7 +104,7 @@ async def _started(*arguments: str) -> asyncio.subprocess.Process:
 
 
 async def probe(url: str) -> None:
-    """Probe until the end of stdin.
+    """Send health probes at a fixed rate until stdin ends, then print their latencies.
 
     Each probe has its own connection, so none waits for another.
     """

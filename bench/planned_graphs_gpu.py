@@ -1,4 +1,4 @@
-"""A planned pool of CUDA graphs against the full product of sizes and lengths, on a GPU.
+"""GPU benchmark: planned CUDA graphs against graphs of all batch sizes and draft lengths.
 
     python -m bench.planned_graphs_gpu
 
@@ -59,7 +59,7 @@ def capture_limits(trace: Trace) -> CaptureLimits:
 
 
 def plans(trace: Trace, memory: GraphMemory) -> tuple[Plan, Plan]:
-    """The full product of sizes and lengths, and a plan for the trace in 0.4 of its bytes."""
+    """A plan of all CUDA graphs, and one made for the trace with 40 % of the first one's memory."""
     limits = capture_limits(trace)
     shapes = tuple(sorted(vllm_shapes(limits), key=lambda s: (s.query_len is not None, -s.tokens)))
     total = memory.total_bytes(shapes)
@@ -70,7 +70,7 @@ def plans(trace: Trace, memory: GraphMemory) -> tuple[Plan, Plan]:
 
 
 def decode_steps(trace: Trace, number: int) -> list[tuple[GraphShape, int]]:
-    """The most frequent decode shapes of the trace, with their counts."""
+    """The most frequent shapes of decode steps in the trace, with their counts."""
     counted = [(s, steps) for s, steps in trace.counts().items() if s.query_len]
     return sorted(counted, key=lambda pair: -pair[1])[:number]
 
@@ -84,7 +84,10 @@ def write_model(directory: Path, config: dict[str, object]) -> Path:
 async def measure(
     full: Arm, ours: Arm, steps: list[tuple[GraphShape, int]], rounds: int
 ) -> tuple[list[float], list[float]]:
-    """Seconds of a decode step per round, weighted by the trace's counts."""
+    """Measure both plans; returns for each the mean seconds of a decode step, per round.
+
+    The mean is weighted by the counts of the trace.
+    """
     seconds: dict[str, list[float]] = {"full": [], "ours": []}
 
     def timed(name: str, arm: Arm) -> Callable[[], Awaitable[None]]:

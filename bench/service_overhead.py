@@ -1,4 +1,4 @@
-"""Overhead of the HTTP service: the same rollout over HTTP and directly with vLLM's AsyncLLM.
+"""Benchmark: overhead of rollouts over HTTP, against direct calls of vLLM's AsyncLLM.
 
 Both arms use one engine in one service process, so threads, preloads and process layout are
 identical. The HTTP client is a separate process, as a trainer is. The direct arm uses AsyncLLM as
@@ -27,7 +27,7 @@ GOAL = 0.97
 
 @dataclass(slots=True)
 class Arm:
-    """Tokens per second, CPU time of the service and bytes of the response, by run."""
+    """Throughput, CPU time of the service and response size of each run of one arm."""
 
     tokens_per_second: list[float] = field(default_factory=list)
     cpu_milliseconds: list[float] = field(default_factory=list)

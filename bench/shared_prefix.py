@@ -1,4 +1,4 @@
-"""End-to-end decode steps with shared-prefix attention, against vLLM's own attention.
+"""Benchmark: whole decode steps with shared-prefix attention, against vLLM's own attention.
 
 One engine in one process with the environment of the server's EngineCore;
 bench/harness/decode_timing.py describes how its steps are timed. The model has 25M random
@@ -55,7 +55,7 @@ CASES = sorted(
 
 
 def planning_rows() -> list[Row]:
-    """Planning time of 256 rows of 4096 tokens, in groups of eight and after a common prefix."""
+    """Table rows: time to plan prefix sharing of 256 samples of 4096 tokens, in two layouts."""
     return [
         planning_row("groups of 8", Tree(levels=((32, 4064),), rows_per_leaf=8, suffix=32)),
         planning_row(
@@ -113,7 +113,7 @@ def measured_file(alone: bool) -> Path:
 
 
 def load_measured(alone: bool) -> dict[str, Steps]:
-    """Steps of the parts measured so far."""
+    """Read the step times of the benchmark parts that have been measured."""
     files = [measured_file(alone) / f"{part}.json" for part in PARTS]
     parts = [json.loads(file.read_text()) for file in files if file.exists()]
     return {name: Steps(**steps) for part in parts for name, steps in part.items()}
@@ -140,7 +140,7 @@ def record(measured: dict[str, Steps], *, alone: bool) -> Record:
 
 
 def goal_of(case: Case, measured: dict[str, Steps]) -> float | None:
-    """The case's goal. For samples with drafts, the speedup of the same samples without drafts."""
+    """Minimum speedup of a case; with drafts, that of the same samples without drafts."""
     if not case.drafted:
         return case.goal
     alike = measured.get(replace(case, drafted=0).name)
@@ -148,7 +148,7 @@ def goal_of(case: Case, measured: dict[str, Steps]) -> float | None:
 
 
 def throughput_kept_rows(measured: dict[str, Steps]) -> list[Row]:
-    """Remaining throughput when a group's prefix grows from 1K to 16K."""
+    """Table rows: throughput kept when a group's prefix grows from 1K to 16K tokens."""
     cases = [Case(num_groups=1, group_size=32, prefix=prefix) for prefix in (1024, LONGEST)]
     if not all(case.name in measured for case in cases):
         return []

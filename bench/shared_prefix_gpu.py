@@ -1,4 +1,4 @@
-"""The Triton attention kernel against FlashAttention's paged decode, in isolation, on a GPU.
+"""GPU benchmark: the Triton attention kernel alone, against FlashAttention's paged decode.
 
     python -m bench.shared_prefix_gpu
 
@@ -45,15 +45,15 @@ def groups(prompts: int, rows: int, prefix: int, suffix: int) -> Case:
 
 
 def hydragen(rows: int, prefix: int) -> Case:
-    """A case of Hydragen's micro-benchmark: one of eight ranks of CodeLlama-34b."""
+    """A batch of Hydragen's micro-benchmark, as on one of eight ranks of CodeLlama-34b."""
     tree = Tree(levels=((1, prefix),), rows_per_leaf=rows, suffix=256)
     return Case(name=f"Hydragen {rows} at {prefix}", tree=tree, num_heads=8, num_kv_heads=1)
 
 
 def pat(counts: list[int], tokens: list[int]) -> Case:
-    """A tree of PAT's grid, such as `8,16,32,256_512,512,256,32`.
+    """A batch of PAT's benchmark grid, such as `8,16,32,256_512,512,256,32`.
 
-    It lists the nodes of each level and their tokens; the last level are the rows.
+    The name lists the prefix tree's nodes per level and their tokens; the last level are the rows.
     """
     widths = [below // above for above, below in zip([1, *counts], counts, strict=False)]
     *shared, rows = widths
@@ -75,7 +75,7 @@ CASES = [
 
 
 class Inputs:
-    """A decode step of a case on the GPU, with both arms captured."""
+    """Inputs of a case's decode step on the GPU; both kernels are captured as CUDA graphs."""
 
     def __init__(self, case: Case) -> None:
         from vllm.v1.attention.backends.fa_utils import (
@@ -154,7 +154,7 @@ class Inputs:
         return float(began.elapsed_time(ended)) / 1e3
 
     def apart(self) -> float:
-        """Largest difference of the arms' outputs, relative to the largest output."""
+        """Largest difference of the two kernels' outputs, relative to the largest output."""
         return float((self.stock_out - self.our_out).abs().max() / self.stock_out.abs().max())
 
 

@@ -1,4 +1,4 @@
-"""The compiled CPU attention kernel against vLLM's own, in isolation.
+"""Benchmark: the compiled CPU attention kernel alone, against vLLM's own.
 
 Both use the same cache, queries and threads. The shape is that of the end-to-end benchmark: 8 query
 and 4 KV heads of 64, blocks of 32 tokens, bfloat16. Both arms write the same outputs from the same
@@ -87,7 +87,7 @@ CASES = [
 
 
 class Inputs:
-    """A step of a case: the inputs of vLLM's attention, and the sharing plan."""
+    """Inputs of both attention kernels for a case's decode step, with the sharing plan."""
 
     def __init__(self, case: Case) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -104,7 +104,7 @@ class Inputs:
         self.stock_out, self.our_out = torch.empty_like(self.query), torch.empty_like(self.query)
 
     def _caches(self, generator: torch.Generator) -> list[Tensor]:
-        """Caches of all layers.
+        """Fill random KV caches for all layers.
 
         The first is written by vLLM's own operation; the others are copies.
         """
@@ -162,7 +162,7 @@ class Inputs:
             step.layer(query=self.query, cache=cache, scale=SCALE, out=self.our_out)
 
     def errors(self) -> tuple[float, float]:
-        """Relative RMS errors of some rows, stock and ours, against float64."""
+        """Relative RMS errors of vLLM's and of our outputs against float64, for some rows."""
         chosen = range(0, len(self.seq_lens), -(-len(self.seq_lens) // CHECKED_ROWS))
         tokens = self.case.query_tokens
         at = torch.cat([torch.arange(row * tokens, (row + 1) * tokens) for row in chosen])
@@ -185,11 +185,14 @@ class Inputs:
         return float(stock), float(ours)
 
     def flops(self) -> float:
-        """Operations of a layer: two products of every query with every position it attends to."""
+        """Floating-point operations of a layer's attention.
+
+        There are two products of every query with every position it attends to.
+        """
         return 4.0 * len(self.query) * HEADS * SIZE * float(self.seq_lens[0])
 
     def share(self, seconds: float, peak: Peak) -> str:
-        """Utilisation of the nearer roofline bound by a layer."""
+        """Utilisation of the roofline bound (compute or memory) that a layer comes closer to."""
         tokens = self.case.tree.num_rows * self.case.tree.length / self.case.tree.ratio
         moved = 2 * tokens * KV_HEADS * SIZE * self.query.itemsize + 2 * self.query.nbytes
         of_products = self.flops() / seconds / peak.flops_per_second
@@ -200,7 +203,7 @@ class Inputs:
 
 
 def halves(cache: Tensor) -> tuple[Tensor, Tensor]:
-    """Key and value halves of a cache, as split by vLLM's backend."""
+    """Views of the keys and of the values of a KV cache, as split by vLLM's CPU backend."""
     keys, values = cache.view(len(cache), KV_HEADS, 2 * BLOCK, SIZE).chunk(2, dim=2)
     return keys, values
 
@@ -237,7 +240,7 @@ async def measure(
 
 
 def gemm_row() -> Row:
-    """Throughput of oneDNN's products without softmax over contiguous operands, for comparison."""
+    """Table row: throughput of oneDNN's plain matrix products, for comparison."""
     speeds = [f"{gemm_flops(*shape) / 1e9:.0f} at {' x '.join(map(str, shape))}" for shape in GEMMS]
     what = "oneDNN bfloat16 matmul, for comparison"
     return Row(what=what, value=f"{', '.join(speeds)} GFLOP/s")

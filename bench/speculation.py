@@ -1,4 +1,4 @@
-"""End-to-end throughput of drafting from siblings, against other drafters.
+"""Benchmark: throughput when drafting from sibling samples, against other drafters.
 
 The baselines are no drafts, vLLM's ngram, Arctic's suffix decoding, every fixed draft length and an
 oracle.
@@ -31,7 +31,7 @@ CACHE = Path("build/speculation_profile")
 
 
 def run_workloads(names: Sequence[str], arms: Arms, works: Sequence[Workload]) -> list[Round]:
-    """Run all workloads. The first is the warm-up."""
+    """Run all workloads with all arms; the first workload is the warm-up."""
     rounds, runs_of, texts_of = [], [], []
     for number, work in enumerate(works):
         drawn = arms.run("off", work, None)
@@ -51,7 +51,7 @@ def _fill(
     texts_of: Sequence[Texts],
     works: Sequence[Workload],
 ) -> None:
-    """Add the replay's prediction for each arm, based on the steps of all arms."""
+    """Add results to the rounds, with times predicted by a replay with measured step times."""
     steps = cells([run for runs in runs_of[1:] for run in runs.values()])
     asked = [prompts(work) for work in works]
     for name in runs_of[0]:
@@ -62,7 +62,10 @@ def _fill(
 
 
 def run_guard(arms: Arms, works: Sequence[Workload]) -> list[Round]:
-    """Run workloads of fixed length that cannot be predicted. Each arm samples its own texts."""
+    """Run workloads with unpredictable texts, where speculation must not cost throughput.
+
+    Responses have a fixed length, and each arm samples its own texts.
+    """
     rounds = []
     for number, work in enumerate(works):
         order = ("off", "ours") if number % 2 else ("ours", "off")

@@ -1,4 +1,4 @@
-"""Cost of waiting for a group's longest samples, and of not waiting.
+"""Benchmark: cost of waiting for a group's longest samples, and of not waiting.
 
 First, groups of 16 that finish after 8 samples alternate with groups that finish completely. Then
 runs of 20 steps, each with new weights and a deadline that cuts off the longest samples; cut
@@ -30,7 +30,7 @@ SEEDLING = Path(EngineSettings().model)
 
 @dataclass(slots=True)
 class WaitTimes:
-    """Seconds per round."""
+    """Seconds of each round, when waiting for enough or for all samples of a group."""
 
     enough: list[float] = field(default_factory=list)
     whole: list[float] = field(default_factory=list)
@@ -38,7 +38,7 @@ class WaitTimes:
 
 @dataclass(slots=True)
 class Run:
-    """Tokens of samples that finished by themselves, and the seconds of the steps."""
+    """Totals of a simulated run: tokens and number of finished samples, and seconds."""
 
     tokens: int = 0
     num_samples: int = 0
@@ -50,7 +50,7 @@ class Run:
 
 
 class Prompts:
-    """Held-out problems, new ones on each call."""
+    """Source of prompts: held-out problems, new ones on each call."""
 
     def __init__(self) -> None:
         self._rng = random.Random(7)
@@ -79,7 +79,7 @@ async def wait_times(rollouts: AsyncRollouts, rounds: int) -> WaitTimes:
 
 
 async def simulated_run(rollouts: AsyncRollouts, seconds_each: float, *, continued: bool) -> Run:
-    """Run steps that take the samples finished by their deadline.
+    """Simulate training steps that use only samples finished by a deadline.
 
     Cut samples are resumed in the next step, or discarded. The remaining capacity goes to new
     prompts.

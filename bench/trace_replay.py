@@ -1,4 +1,4 @@
-"""Replay of drafters on recorded rollouts that were sampled without speculation.
+"""Benchmark: compares drafters by replaying rollouts recorded without speculation.
 
 Lossless speculation does not change the output distribution. So a recorded text can be replayed
 with any drafter, step by step, with the same siblings and waves. No engine runs, and nothing is
@@ -58,7 +58,7 @@ def replay_all(
     *,
     is_oracle: bool = False,
 ) -> ReplayResult:
-    """Replay all epochs in order; the weights change after each."""
+    """Replay all epochs of a trace in order; the weights change after each."""
     replayer = Replay(
         drafter=drafter,
         controller=controller,
@@ -74,7 +74,7 @@ def replay_all(
 
 
 def replay_with_finished(trace: Trace, drafter: Callable[[], Drafter], number: int) -> ReplayResult:
-    """Replay each response of the first epoch alone, given only some of its finished siblings."""
+    """Replay each response of the first epoch alone, with `number` finished siblings known."""
     result = ReplayResult()
     for index, group in enumerate(trace.epochs[0]):
         for at, response in enumerate(group.responses):
@@ -94,13 +94,13 @@ def replay_with_finished(trace: Trace, drafter: Callable[[], Drafter], number: i
 def add_finished(
     drafter: Drafter, group: bytes, prompt: Sequence[int], responses: Sequence[Sequence[int]]
 ) -> None:
-    """Add finished responses for which nothing was drafted."""
+    """Add finished responses to a drafter as known texts."""
     for response in responses:
         drafter.end(drafter.begin(b"%s/0" % group, prompt), response)
 
 
 def accepted_length_ratio(one: ReplayResult, other: ReplayResult) -> Ratio:
-    """The ratio of mean accepted lengths, with a bootstrap interval over groups."""
+    """Ratio of two replays' mean accepted lengths, with a bootstrap interval over groups."""
     groups = sorted(one.by_group)
     chance = random.Random(0)
 
@@ -153,9 +153,10 @@ def whole_rows(trace: Trace) -> Iterator[Row]:
 
 
 def regret_rows(trace: Trace, steps: Sequence[Step]) -> Iterator[Row]:
-    """Rows of regret with a linear cost model and, given `steps`, at an engine's measured costs.
+    """Table rows: how far draft-length controllers are from the best fixed length and an oracle.
 
-    The latter include the engine's own controller.
+    Time is by a linear cost model and, given `steps`, by an engine's measured costs; only then is
+    the engine's own controller included.
     """
     yield from _regret_rows_of(trace, "linear cost model", LINEAR_COST, CONTROLLERS)
     if steps:

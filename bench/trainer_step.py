@@ -1,4 +1,6 @@
-"""Time of a trainer's step with the prompt computed once, against repeated rows and PrefixGrouper.
+"""Benchmark: time of a training step on a group if its prompt is computed only once.
+
+Compared with rows that repeat the prompt, and with PrefixGrouper.
 
     python -m bench.trainer_step [--parts time handle memory] [--shapes ...] [--dtypes ...]
 
@@ -28,7 +30,7 @@ ARMS = ("naive", "public", "kept", "recomputed", "single", "given", "injected", 
 SCHEDULES = ("kept", "recomputed", "single", "injected", "packed")
 MEMORY_SHARE = 1.10
 Cells = dict[str, dict[str, Any]]
-"""Results by part and cell."""
+"""Results by part of the benchmark and cell of its grid."""
 
 MACHINES = {
     "idle": "two pinned threads",
@@ -50,8 +52,8 @@ MALLOC_TRIM = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
 
 
 def run_worker(*arguments: str, **environment: str) -> Iterator[dict[str, Any]]:
-    """Run the measuring process and yield one result per cell."""
-    command = [sys.executable, "-m", "bench.optimizer_step.worker", *arguments]
+    """Run the measuring process, and yield its result for each cell of the grid."""
+    command = [sys.executable, "-m", "bench.training.worker", *arguments]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, env=os.environ | environment
     ) as worker:
@@ -71,7 +73,7 @@ def timed(
 
 
 def peaks(machine: str, cells: Iterable[Cell]) -> Iterator[tuple[Cell, dict[str, Any]]]:
-    """Measure peak memory, with each arm in a fresh process."""
+    """Measure the peak memory of training steps, each kind of step in a fresh process."""
     for cell in cells:
         results = {
             arm: next(run_worker(machine, "peak", arm, str(cell), **MALLOC_TRIM)) for arm in ARMS
@@ -159,7 +161,7 @@ def record(measured: Cells, machine: str = "idle") -> Record:
 
 
 def earlier(machine: str) -> Cells:
-    """Results of the existing record, if it has the same machine and versions."""
+    """Results of the existing record, or nothing if machine or versions differ."""
     path = RECORDS / f"{_name(machine)}.json"
     if not path.exists():
         return {}

@@ -1,4 +1,4 @@
-"""Savings of tree rollouts against independent samples.
+"""Benchmark: savings of tree rollouts against independent samples.
 
 Both have the same number of leaves, of the same length. Two services run concurrently, identical
 except for shared-prefix attention. They alternate between trees and independent samples, so one is
@@ -31,7 +31,7 @@ CACHE_BYTES = 2**28
 
 @dataclass(slots=True)
 class Arm:
-    """Measurements by run."""
+    """Measurements of each run of one arm: trees, or independent samples."""
 
     seconds: list[float] = field(default_factory=list)
     sampled: list[int] = field(default_factory=list)
@@ -61,7 +61,7 @@ class Measured:
 
 
 def prompts(number: int) -> list[list[int]]:
-    """Prompts unique to each run, so that nothing is found in the prefix cache."""
+    """Prompts that differ in each run, so that none of them hits the prefix cache."""
     return [
         [5 + (number + i) % 64, 5 + number // 64 % 64, *[12 + i % 7] * (PROMPT - 2)]
         for i in range(GROUPS)
@@ -111,7 +111,7 @@ def asking(
 
 
 def independent(result: RolloutResult) -> float:
-    """Effective number of independent leaves of a group."""
+    """Effective number of independent samples in a rollout's first group."""
     group = result.groups[0]
     return float(len(group.samples)) if group.tree is None else effective_leaves(group.tree)
 

@@ -1,4 +1,4 @@
-"""Bytes of weight updates as deltas of the previous step, in a GRPO run.
+"""Benchmark: bytes of weight updates sent as deltas of the previous step, in a GRPO run.
 
 The run is that of `make demo`: a served seedling with new weights in every step, sent by the client
 as deltas. The server's count of received bytes is compared with the size of deltas of whole tensors
@@ -45,7 +45,7 @@ EMPTY_LINEAGE = Lineage("0" * 64, "0" * 64)
 
 
 class Recording(Learner):
-    """A learner that saves every step's weights in a directory."""
+    """Learner that also saves the weights of every training step in a directory."""
 
     def __init__(self, learning_rate: float, folder: Path) -> None:
         super().__init__(learning_rate)
@@ -61,7 +61,7 @@ class Recording(Learner):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """Two consecutive steps."""
+    """Sizes and changes of the weights between two consecutive training steps."""
 
     num_bytes: int
     received_bytes: int
@@ -70,7 +70,10 @@ class Pair:
 
 
 def run(learning_rate: float, steps: int, folder: Path) -> list[Pair]:
-    """Run the steps. The first weights are sent whole, since the client has no base for a delta."""
+    """Run training steps; returns the sizes of each weight update but the first.
+
+    The first weights are sent whole, since the client has no base for a delta.
+    """
     cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(max(1, cores // 2))
     torch.manual_seed(SEED)
@@ -108,7 +111,7 @@ def pair(old: Path, new: Path, received_bytes: int, delta: Path) -> Pair:
 
 
 def values(path: Path) -> dict[str, Bits]:
-    """Tensors as the integers of their bits."""
+    """Read the tensors of a file as integers with the same bits, so that they compare exactly."""
     file = read_safetensors_index(path)
     return {name: _bits(path, tensor) for name, tensor in file.tensors.items()}
 

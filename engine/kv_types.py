@@ -67,12 +67,12 @@ class ExportSlot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedKv:
-    """KV of a span, observed in another prompt of the template, to predict the span's KV from.
+    """KV of a span as observed in another prompt, used to predict its KV in a new prompt.
 
-    `real` is the export of that prompt; the span starts at its token `token_offset` and is shifted
-    by `shift` positions. `base` is the export of the same text prefilled alone, where the span
-    starts at `base_token_offset`. Without a base, all tokens of the observation are weighted by
-    `weight`.
+    Both prompts have the same template. `real` is the export of the other prompt; the span starts
+    at its token `token_offset` and is shifted by `shift` positions. `base` is the export of the
+    same text prefilled alone, where the span starts at `base_token_offset`. Without a base, all
+    tokens of the observation are weighted by `weight`.
     """
 
     real: ExportSlot

@@ -11,7 +11,7 @@ from engine.settings_base import BufferBytes, Count, PositiveInt, Ratio, Seconds
 
 GIB = 2**30
 MAX_DRAFT_TOKENS = 15
-"""With the last sampled token, 16 query tokens: the limit of shared-prefix attention."""
+"""Maximum draft length: shared-prefix attention takes 16 query tokens, one of them sampled."""
 
 
 def _parse_off(value: object) -> object:

@@ -1,4 +1,4 @@
-"""Records an engine's steps as a trace for planning CUDA graphs, and shows a plan for it.
+"""Records the shapes of an engine's steps, for planning CUDA graphs, and prints a plan.
 
     python -m bench.graph_traces.record_step_shapes
 

@@ -1,4 +1,4 @@
-"""Curve of a drafter's acceptance before and after a policy update, plotted in docs/drafter.png."""
+"""Curve of a drafter's acceptance around a policy update, and its plot in docs/drafter.png."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ RECOVERED_SHARE = 0.95
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """A time window after or before the update.
+    """Acceptance of a drafter in a time window before or after the policy update.
 
     `seconds` counts from the update; `acceptance` is the share of `drafts` whose first token is
     accepted.
@@ -33,7 +33,7 @@ class Point:
 
     @property
     def is_after(self) -> bool:
-        """True after the update.
+        """Whether the window is after the policy update.
 
         A window's time is its end, so the last window before it ends at zero.
         """
@@ -50,7 +50,7 @@ class Curve:
 
     @property
     def after(self) -> float:
-        """Acceptance of the first two windows, before any trained drafter can be tested."""
+        """Acceptance in the two windows after the update, before a new drafter can be tested."""
         return _mean([p for p in self.points if p.is_after][:2])
 
     @property
@@ -59,9 +59,9 @@ class Curve:
 
     @property
     def recovered_seconds(self) -> float | None:
-        """Time from which acceptance is at least RECOVERED_SHARE of its old value, for two windows.
+        """Seconds from the policy update until acceptance has recovered, or None if it has not.
 
-        None if it never is.
+        In two consecutive windows it must be at least RECOVERED_SHARE of its old value.
         """
         wanted = RECOVERED_SHARE * self.before
         pairs = zip(self.points, self.points[1:], strict=False)
@@ -76,7 +76,7 @@ class Curve:
 
 
 def _mean(points: list[Point]) -> float:
-    """Mean acceptance, weighted by the number of drafts."""
+    """Mean acceptance over time windows, weighted by their numbers of drafts."""
     return sum(p.acceptance * p.drafts for p in points) / max(sum(p.drafts for p in points), 1)
 
 

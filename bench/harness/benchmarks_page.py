@@ -1,4 +1,4 @@
-"""Writes docs/benchmarks.md from the records. `--check` tests whether it is up to date."""
+"""Writes docs/benchmarks.md from the benchmark records; `--check` tests if it is up to date."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Generation from a prompt's KV cache, with a draft of the answer.
+"""Generates responses with a Hugging Face model from a prompt's KV cache, sped up by a draft.
 
 Many draft tokens are verified at once, as in speculative decoding, so an answer costs one forward
 per token that differs from the draft. The generated tokens do not depend on the draft.
@@ -14,14 +14,14 @@ from transformers import DynamicCache
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachedPrompt:
-    """KV cache of all prompt tokens but the `last`."""
+    """A prompt, as the KV cache of all its tokens but the last, and the last token."""
 
     cache: DynamicCache
     last: int
 
 
 def log_probabilities(model: Any, prompted: CachedPrompt, response: Sequence[int]) -> torch.Tensor:
-    """Log-probabilities [T + 1, V] at the response's tokens and at the token after them."""
+    """Log-probabilities [T + 1, V] at a response's tokens and at the position after them."""
     tokens = torch.tensor([[prompted.last, *response]])
     with torch.inference_mode():
         logits: torch.Tensor = model(tokens, past_key_values=_copy(prompted.cache)).logits[0]
@@ -36,7 +36,7 @@ def generate(
     draft: Sequence[int],
     end: int,
 ) -> list[int]:
-    """Generate up to `end`, or as many tokens as `noise` [T, V] has rows.
+    """Generate until the token `end`, or as many tokens as the given noise has rows.
 
     A token is the argmax of logits plus noise: zeros make it greedy, Gumbel noise a sample at
     temperature 1. The same noise gives the same choices wherever distributions are equal.

@@ -1,4 +1,4 @@
-"""Timing of whole decode steps of an in-process vLLM, alternating between attention backends.
+"""Times decode steps of a vLLM in this process, alternating between attention backends.
 
 Adjacent steps of the same samples use vLLM's own attention and shared-prefix attention; a third
 skips attention, as a bound. On a machine with other work, steps run on one thread and its processor
@@ -54,7 +54,10 @@ def write_config(model: Path) -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """`system` tokens shared by all samples, then groups of samples with `prefix` tokens each."""
+    """A batch to time: a shared system prompt, then groups of samples with a common prefix.
+
+    `system` and `prefix` are numbers of tokens.
+    """
 
     num_groups: int
     group_size: int
@@ -79,7 +82,10 @@ class Case:
         return self.num_groups * self.group_size
 
     def prompts(self) -> list[list[int]]:
-        """Prompts of all samples. Prompts of the first group share their start across lengths."""
+        """Prompts of all samples of the batch.
+
+        They are drawn by group number, so a group's shorter prompts are prefixes of longer ones.
+        """
         system = _tokens(10**6, self.system)
         own = (_tokens(group, self.prefix) for group in range(self.num_groups))
         return [system + prompt for prompt in own for _ in range(self.group_size)]
@@ -87,7 +93,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Milliseconds of decode steps; equal indices were measured in the same round."""
+    """Milliseconds of decode steps by attention backend; equal indices are of the same round."""
 
     stock: list[float] = field(default_factory=list)
     shared: list[float] = field(default_factory=list)
@@ -111,7 +117,7 @@ class Steps:
 
 
 class Engine:
-    """In-process vLLM that is stepped manually."""
+    """vLLM in this process, stepped and timed by the benchmark."""
 
     def __init__(self, model: Path, cache: Path, *, alone: bool, **settings: Any) -> None:
         from vllm import LLM
@@ -146,7 +152,7 @@ class Engine:
         self._client.shutdown()
 
     def measure(self, case: Case, *, seconds: float, rounds: int) -> Steps:
-        """Measure at least nine rounds, then until the time is up or `rounds` are measured."""
+        """Time a batch for at least nine rounds, then until the time or the rounds are used up."""
         self._begin(case, num_tokens=3 * rounds + 30)
         num_threads = torch.get_num_threads()
         if not self._alone:
@@ -163,7 +169,10 @@ class Engine:
         return steps
 
     def _begin(self, case: Case, num_tokens: int) -> None:
-        """Prefill each prompt once, then start all samples until they decode."""
+        """Start all samples of a batch and step until each of them decodes.
+
+        Each prompt is prefilled once before.
+        """
         from vllm import SamplingParams
 
         prompts = case.prompts()
@@ -218,7 +227,7 @@ class Engine:
 
 
 class Drafts:
-    """Proposer for vLLM's `custom_class`: the same draft for every sample, mostly rejected."""
+    """Proposer for vLLM's `custom_class` with a constant draft, which is mostly rejected."""
 
     def __init__(self, vllm_config: Any) -> None:
         self.num_speculative_tokens = DRAFTED

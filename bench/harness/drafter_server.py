@@ -1,4 +1,4 @@
-"""A server whose drafter was fitted to the seedling, and traffic for it.
+"""Server with a drafter trained for the seedling (the small test model), and traffic for it.
 
 The engine computes on one thread, so that one core is free, as cores are on a machine with a GPU.
 """
@@ -41,7 +41,7 @@ async def drafter_server(*, training: bool) -> AsyncIterator[AsyncRollouts]:
 
 
 class Traffic:
-    """Endless rollouts of new prompts."""
+    """Rollouts of ever new prompts, as load for a server."""
 
     def __init__(self, rollouts: AsyncRollouts) -> None:
         self._rollouts, self._rng = rollouts, random.Random(7)
@@ -54,7 +54,7 @@ class Traffic:
             await self._rollouts.rollout(self.prompts(), n=N, max_tokens=MAX_TOKENS)
 
     async def timed(self) -> float:
-        """Seconds of a fixed number of tokens."""
+        """Run rollouts with a fixed number of tokens; returns their seconds."""
         began = time.perf_counter()
         for _ in range(ROLLOUTS):
             await self._rollouts.rollout(

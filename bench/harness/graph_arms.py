@@ -1,4 +1,4 @@
-"""An engine with a plan of CUDA graphs in its own process, with timed decode steps.
+"""Runs an engine with planned CUDA graphs in its own process, and times its decode steps.
 
 The patch modifies a class, so two plans need two processes. They share the GPU and run in turn.
 """
@@ -23,7 +23,7 @@ CONTEXT_TOKENS = 512
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A decode step's number of samples and drafts per sample."""
+    """Request to time a decode step: its number of samples, and drafted tokens per sample."""
 
     samples: int
     drafts: int
@@ -38,9 +38,9 @@ class Captured:
 
 
 class Arm:
-    """Owner of its process.
+    """Benchmark arm: starts an engine with one CUDA graph plan in a process of its own.
 
-    A failure there is printed with its traceback and raises EOFError here.
+    A failure in the process is printed with its traceback and raises EOFError here.
     """
 
     def __init__(self, model: Path, drafter: Path, limits: CaptureLimits, plan: Plan) -> None:
@@ -53,7 +53,7 @@ class Arm:
         assert self._here.recv() == "ready"
 
     def seconds(self, request: Request) -> float:
-        """Mean seconds of a step."""
+        """Mean seconds of a decode step of the requested size."""
         self._here.send(request)
         return float(self._here.recv())
 
@@ -112,9 +112,9 @@ def _llm(model: str, drafter: str, limits: CaptureLimits, plan: Plan) -> Any:
 
 
 def schedule(limits: CaptureLimits) -> list[tuple[int, int, int]]:
-    """vLLM's schedule of draft lengths, with the longest allowed length per number of samples.
+    """vLLM's schedule of draft lengths: the longest allowed one for each number of samples.
 
-    Every length must occur in it, so that vLLM captures graphs for it.
+    Every length must occur in the schedule, so that vLLM captures graphs for it.
     """
     ranges: list[tuple[int, int, int]] = []
     for samples in range(1, limits.max_sequences + 1):
@@ -137,7 +137,7 @@ class _Engine:
         self._number = self._hits = self._misses = 0
 
     def seconds(self, request: Request) -> float:
-        """Mean seconds of a step.
+        """Mean seconds of a decode step of the requested size.
 
         All samples are past their prompt, and their number is constant.
         """

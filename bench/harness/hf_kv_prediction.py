@@ -1,4 +1,4 @@
-"""Reference of KV prediction from anchors, with Hugging Face's forward.
+"""Reference implementation, in Hugging Face, of KV prediction from observed prompts (anchors).
 
 Mirrors what the engine loads, written for simplicity, and gives access to whole distributions.
 
@@ -30,7 +30,10 @@ SCOPE = Scope("nobody", None)
 
 
 class HfPredictor:
-    """Predictor for one model. Each span and each anchor is prefilled once."""
+    """Predicts prompt KV for one model from anchors (observed prompts).
+
+    Each span and each anchor is prefilled once.
+    """
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -69,7 +72,7 @@ class HfPredictor:
         *,
         max_entropy: float,
     ) -> torch.Tensor | None:
-        """Log-probabilities [T, V] at the response's tokens.
+        """Log-probabilities [T, V] at a response's tokens after a prompt with predicted KV.
 
         None if there is too little to predict the prompt from; then it is prefilled.
         """
@@ -113,7 +116,7 @@ class HfPredictor:
         return float((ours - theirs)[:, 1].double().norm())
 
     def _taken(self, template: PromptTemplate, index: int, anchor: Anchor) -> torch.Tensor:
-        """KV of a section in an anchor, shifted to its position here."""
+        """KV of a prompt span in an anchor (observed prompt), shifted for the new prompt."""
         ours, theirs = template.sections[index], anchor.template.sections[index]
         real = self._of[anchor][0][:, :, :, theirs.start : theirs.start + ours.num_tokens]
         return self._moved(real, ours.start - theirs.start)
@@ -144,7 +147,10 @@ class HfPredictor:
 
 
 def _shares(base: torch.Tensor, bases: Mapping[Anchor, torch.Tensor]) -> dict[Anchor, torch.Tensor]:
-    """Weights [2, T] by anchor. The remaining weight is that of a zero offset."""
+    """Prediction weights [2, T] of each anchor (observed prompt) for K and V of a span's tokens.
+
+    The remaining weight is that of a zero offset.
+    """
     others = [*bases.values(), torch.zeros_like(base)]
     far = torch.stack([(base - other).pow(2).sum((0, 2, 4)) for other in others])
     near = 1 / far.double().clamp(min=1e-30)

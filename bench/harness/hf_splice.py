@@ -1,4 +1,4 @@
-"""Reference of a spliced prompt, with Hugging Face's forward.
+"""Reference implementation, in Hugging Face, of prompts spliced from cached spans.
 
 Mirrors what the engine's chain computes, written for simplicity, and gives access to whole
 distributions.
@@ -17,7 +17,7 @@ from service.kv_reuse.splicing import TokenRun, token_runs
 
 
 class HfAssembler:
-    """Assembler for one float32 model. Each span is prefilled alone, once."""
+    """Splices prompts for one float32 model from spans, each of which is prefilled once, alone."""
 
     def __init__(self, model: Any, *, block: int = 32) -> None:
         self._model, self._block = model, block
@@ -26,7 +26,7 @@ class HfAssembler:
         self._kept: dict[tuple[int, ...], list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
     def dense(self, prompt: Sequence[int], response: Sequence[int]) -> torch.Tensor:
-        """Log-probabilities [T, V] at the response's tokens, with a fully prefilled prompt."""
+        """Log-probabilities [T, V] at a response's tokens after a fully prefilled prompt."""
         with torch.inference_mode():
             logits: torch.Tensor = self._model(torch.tensor([[*prompt, *response]])).logits[0]
         return logits[len(prompt) - 1 : -1].log_softmax(-1)
@@ -34,7 +34,7 @@ class HfAssembler:
     def assemble(
         self, parts: Sequence[PromptSpan], response: Sequence[int], *, recompute_tokens: int
     ) -> torch.Tensor:
-        """As `dense`, with the prompt as spliced by a chain."""
+        """Log-probabilities [T, V] at a response's tokens after a spliced prompt."""
         cache = self.cache(parts, recompute_tokens=recompute_tokens)
         tokens = torch.tensor([[joined(parts)[-1], *response]])
         with torch.inference_mode():
@@ -42,12 +42,12 @@ class HfAssembler:
         return logits[:-1].log_softmax(-1)
 
     def cache(self, parts: Sequence[PromptSpan], *, recompute_tokens: int) -> DynamicCache:
-        """KV cache of all prompt tokens but the last, as spliced by a chain."""
+        """KV cache of all tokens but the last of a prompt, spliced as the engine does."""
         runs = token_runs(parts, recompute_tokens=recompute_tokens, block=self._block)
         return self._filled(parts, runs)
 
     def computed_cache(self, parts: Sequence[PromptSpan]) -> DynamicCache:
-        """KV cache of a fully prefilled prompt."""
+        """KV cache of all tokens but the last of a prompt, fully prefilled."""
         return self._filled(parts, [TokenRun(start=0, end=len(joined(parts)))])
 
     def _filled(self, parts: Sequence[PromptSpan], runs: Sequence[TokenRun]) -> DynamicCache:
@@ -79,5 +79,5 @@ class HfAssembler:
 
 
 def divergence(exact: torch.Tensor, approximate: torch.Tensor) -> float:
-    """Mean of KL(exact || approximate) over positions, in nats."""
+    """KL divergence of approximate from exact distributions, mean over positions, in nats."""
     return float((exact.exp() * (exact - approximate)).sum(-1).mean())

@@ -1,4 +1,4 @@
-"""A complete service in the benchmark's own process, with access to its engine."""
+"""Runs a complete HTTP service in the benchmark's process, with access to its engine."""
 
 import asyncio
 import tempfile
@@ -53,7 +53,7 @@ async def running_service(
 
 
 def computed_prompt_tokens() -> float:
-    """Prompt tokens not found in any cache, from vLLM's counter."""
+    """Number of prompt tokens that vLLM has prefilled so far, according to its counter."""
     samples = (sample for metric in REGISTRY.collect() for sample in metric.samples)
     wanted = ("vllm:prompt_tokens_by_source_total", "local_compute")
     return sum(s.value for s in samples if (s.name, s.labels.get("source")) == wanted)

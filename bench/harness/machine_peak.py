@@ -1,4 +1,4 @@
-"""Measured peak operations and bytes per second of all cores together."""
+"""Measures the machine's peak FLOP/s and memory bandwidth, over all cores together."""
 
 import ctypes
 import subprocess
@@ -24,7 +24,7 @@ class Peak:
 
 
 def measure_peak(flags: list[str], *, num_threads: int) -> Peak:
-    """Peak of loops compiled with `flags` for an instruction set, on every core."""
+    """Measure peak speeds with loops that are compiled with `flags` and run in all threads."""
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder) / "peak.so"
         source = Path(__file__).with_name("machine_peak.cpp")
@@ -42,7 +42,7 @@ def measure_peak(flags: list[str], *, num_threads: int) -> Peak:
 
 
 def _best(measure: Callable[[int], float], num_threads: int) -> float:
-    """The fastest run of all threads together, since disturbances only slow a run down."""
+    """Highest total speed of all threads in several runs, since disturbances only slow down."""
     together = threading.Barrier(num_threads)
 
     def all_of(thread: int) -> list[float]:
@@ -58,7 +58,7 @@ def _best(measure: Callable[[int], float], num_threads: int) -> float:
 
 
 def best_seconds(run: Callable[[], object], times: int = NUM_REPEATS) -> float:
-    """Fastest of several runs."""
+    """Seconds of a function's fastest run among several."""
     seconds = []
     for _ in range(times):
         began = time.perf_counter()

@@ -1,7 +1,9 @@
-"""Error of spliced prompts on a seedling trained on other agents' messages.
+"""Benchmark: how splicing changes the answers of a small model trained on multi-agent prompts.
 
-Measures the accuracy of its answers (examples/seedling/multi_agent_task.py), and the divergence of
-the distributions at the right answer's tokens.
+The model is a seedling (small test model) trained on other agents' messages.
+
+Measured are the accuracy of its answers (examples/seedling/agents.py), and the divergence of the
+distributions at the right answer's tokens.
 
 An assembly mode maps a prompt's parts to a cache of all its tokens but the last, and the number of
 spliced tokens. It is called turn by turn, in the same order every time, so it may keep state.
@@ -47,7 +49,10 @@ PREFILLED = "prefilled"
 
 @dataclass(slots=True, kw_only=True)
 class TurnScores:
-    """Measurements per turn of one shape. `greedy` and `sampled` are fractions of right answers."""
+    """Measurements of agents' prompts of one shape, one entry per prompt.
+
+    `greedy` and `sampled` are fractions of right answers.
+    """
 
     tokens: list[int] = field(default_factory=list)
     surprises: list[float] = field(default_factory=list)
@@ -68,7 +73,7 @@ class Case:
 
 
 class AgentEvaluation:
-    """A model and the turns it is evaluated on."""
+    """Evaluates a model's answers to agents' prompts under several ways to compute prompt KV."""
 
     def __init__(self, model: Any, words: Any) -> None:
         self.model, self._words = model, words
@@ -85,7 +90,7 @@ class AgentEvaluation:
         ]
 
     def scores(self, asked: Sequence[Case], ways: Mapping[str, Assembly]) -> TurnScores:
-        """Score all modes. `PREFILLED` is the first one, with which the others are compared."""
+        """Score the answers in all modes, the first of which (prefilled) is the reference."""
         scores = TurnScores()
         for number, one in enumerate(asked):
             self._score_turn(one, ways, self._noise(number), scores)
@@ -124,7 +129,7 @@ class AgentEvaluation:
         return question.reward(text) if answer[-1] == self._words.eos_token_id else 0.0
 
     def _noise(self, number: int) -> torch.Tensor:
-        """[1 + SAMPLES, T, V]: zeros, then Gumbel noise."""
+        """Noise [1 + SAMPLES, T, V] on logits: zeros for greedy answers, then Gumbel noise."""
         chance = torch.Generator().manual_seed(number)
         shape = (SAMPLES, MAX_TOKENS, self.model.config.vocab_size)
         gumbel = -torch.empty(shape).exponential_(generator=chance).log()
@@ -148,7 +153,7 @@ class AgentEvaluation:
 
 
 def evaluate_agents(folder: str, recompute_tokens: Sequence[int], block: int) -> list[TurnScores]:
-    """Scores of turns of every shape, in all modes."""
+    """Evaluate a model on agents' prompts of every shape, prefilled and spliced."""
     hearing = AgentEvaluation.of(folder)
     return [
         hearing.scores(
@@ -159,7 +164,7 @@ def evaluate_agents(folder: str, recompute_tokens: Sequence[int], block: int) ->
 
 
 def assembly_modes(model: Any, recompute_tokens: Sequence[int], block: int) -> dict[str, Assembly]:
-    """Assembly modes for one shape's turns, whose spans are cached."""
+    """Ways to compute the KV of agents' prompts: prefilled, or spliced from cached spans."""
     kept = HfAssembler(model, block=block)
 
     def computed(parts: Sequence[PromptSpan]) -> AssembledPrompt:

@@ -12,7 +12,7 @@ def num_prompt_tokens(said: int) -> int:
 
 
 class MultiAgentPrompts:
-    """Messages of all agents in all rounds, drawn anew for every arm."""
+    """Draws random prompts for agents that receive each other's messages, round by round."""
 
     def __init__(self, seed: str, said: int, vocab_size: int) -> None:
         self._draw = random.Random(seed)
@@ -21,7 +21,7 @@ class MultiAgentPrompts:
         self._question = PromptSpan(token_ids=self._text(QUESTION), cache_key="question")
 
     def prompts(self) -> list[list[PromptSpan]]:
-        """Prompts of one round, by agent."""
+        """Draw the messages of the next round; returns the prompt of each agent."""
         said = [
             PromptSpan(token_ids=self._text(self._said), cache_key=f"agent-{i}")
             for i in range(NUM_AGENTS)

@@ -1,4 +1,4 @@
-"""Table rows of the multi-agent results."""
+"""Table rows of the results of bench/harness/multi_agent_error.py."""
 
 import random
 import statistics
@@ -22,7 +22,7 @@ class Change:
     high: float
 
     def verdict(self, goal: float) -> str:
-        """Verdict on a goal of at most `goal` points in either direction."""
+        """Verdict on the goal that accuracy changes by at most `goal` points."""
         if max(-self.low, self.high) <= goal:
             return "met"
         if self.low > goal or self.high < -goal:
@@ -31,7 +31,7 @@ class Change:
 
 
 def change(computed: Sequence[float], placed: Sequence[float]) -> Change:
-    """Bootstrap over turns, each answered in both modes."""
+    """Change of accuracy between two modes, with a bootstrap interval over answered prompts."""
     points = [100 * (b - a) for a, b in zip(computed, placed, strict=True)]
     # Fixed seed, so that the same answers give the same interval.
     chance = random.Random(0)

@@ -1,4 +1,4 @@
-"""Two arms measured alternately, A B A B, and the interval of their ratio.
+"""Measures two configurations (arms) alternately, and computes an interval of their ratio.
 
 A machine's speed drifts, so only adjacent runs are compared. The interval is a bootstrap over
 pairs. If it contains a goal, the goal is neither met nor missed.
@@ -14,14 +14,14 @@ RESAMPLES = 10_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ratio:
-    """Ratio of arm A to arm B: the median over pairs, with a 95 % interval."""
+    """Ratio of configuration A to B: the median over pairs of runs, with a 95 % interval."""
 
     median: float
     low: float
     high: float
 
     def verdict(self, goal: float) -> str:
-        """Verdict on a goal of at least `goal`."""
+        """Verdict on the goal that the ratio is at least `goal`."""
         if self.low >= goal:
             return "met"
         if self.high < goal:
@@ -31,7 +31,7 @@ class Ratio:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pairs:
-    """Measurements of both arms, pair by pair."""
+    """Measurements of two configurations; equal indices were measured one after the other."""
 
     a: list[float]
     b: list[float]
@@ -50,7 +50,7 @@ class Pairs:
 async def alternate(
     arms: Sequence[Callable[[], Awaitable[None]]], *, rounds: int, warm_up: int = 1
 ) -> None:
-    """Run the arms in turn. Every second round is reversed, so that no arm is always first."""
+    """Run functions in turn, in reverse in every second round, so that none is always first."""
     for number in range(warm_up + rounds):
         for arm in arms if number % 2 == 0 else reversed(arms):
             await arm()

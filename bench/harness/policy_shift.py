@@ -1,4 +1,4 @@
-"""A policy update that the drafter was not trained on: the seedling in another notation.
+"""Writes a policy update unknown to the drafter: the test model writing in another notation.
 
     python -m bench.harness.policy_shift --out build/drafter/other
 
@@ -25,7 +25,7 @@ Zero is fixed, so that no number starts with it. Prompts contain only the digits
 
 
 def permuted_rows(tokens: int) -> torch.Tensor:
-    """The embedding row of each token after the permutation."""
+    """For each token, the row of the old embedding that becomes its row in the new one."""
     words = AutoTokenizer.from_pretrained(SEEDLING)
     whose = torch.arange(tokens)
     for old, new in zip(*EXCHANGED_BYTES, strict=True):

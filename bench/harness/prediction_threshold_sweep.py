@@ -1,9 +1,10 @@
-"""Error of prompts predicted from anchors, and the fraction predicted, over the threshold.
+"""Measures error and number of predicted prompts by the threshold up to which one is predicted.
 
-On the seedling. Agents keep their own text and receive three other messages, different in every
-round; each problem is unique. As in the service, a prompt that cannot be predicted is prefilled and
-becomes an anchor. Each threshold predicts different prompts, so the error is also given over all
-prompts, with zero for prefilled ones.
+The model is the seedling (test model). Agents keep their own text and receive three other messages,
+different in every round; each problem is unique. As in the service, a prompt that cannot be
+predicted is prefilled and becomes an anchor (observed prompt from which others are predicted). Each
+threshold predicts different prompts, so the error is also given over all prompts, with zero for
+prefilled ones.
 """
 
 import random
@@ -32,7 +33,7 @@ FEWEST = 10
 
 @dataclass(slots=True, kw_only=True)
 class Tokens:
-    """Token counts as in the service.
+    """Counts of reused and prefilled prompt tokens, as the service would count them.
 
     A span that is not `known` yet is prefilled alone, whether or not its prompt is predicted.
     Prefix caching is not counted.
@@ -52,7 +53,7 @@ class Tokens:
 
 @dataclass(slots=True, kw_only=True)
 class Predictions:
-    """Results by threshold.
+    """Errors of predicted prompts and fractions of reused tokens, by prediction threshold.
 
     `divergences` are those of predicted prompts, in nats per token; `num_prompts` counts all
     prompts. `reused` is the fraction of tokens not prefilled, counting only spans.
@@ -76,7 +77,7 @@ class Round:
 
 
 def predictions(num_problems: int) -> Predictions:
-    """Predictions with `num_problems` solved problems per text."""
+    """Predict prompts whose texts have `num_problems` solved problems each, at all thresholds."""
     model: Any = AutoModelForCausalLM.from_pretrained(SEEDLING, dtype=torch.float32).eval()
     words, draw = AutoTokenizer.from_pretrained(SEEDLING), random.Random(11)
     agents = [_rounds(model, words, draw, num_problems) for _ in range(NUM_AGENTS)]

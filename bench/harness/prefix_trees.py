@@ -1,4 +1,4 @@
-"""Steps whose rows share prefixes in a regular tree: sharing plan and paged cache layout."""
+"""Decode steps whose samples share prefixes in a regular tree, as inputs of attention kernels."""
 
 from dataclasses import dataclass
 from itertools import accumulate
@@ -12,7 +12,10 @@ from kernels.shared_prefix_attention.sharing_plan import Int32s, SharingPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tree:
-    """`levels` from the root: the number of children per node above, and the tokens of each."""
+    """Regular tree of prefixes that the samples (rows) of a decode step share.
+
+    `levels`, from the root: the number of children of each node above, and the tokens per child.
+    """
 
     levels: tuple[tuple[int, int], ...]
     rows_per_leaf: int
@@ -21,7 +24,7 @@ class Tree:
 
     @property
     def widths(self) -> list[int]:
-        """Number of nodes per level."""
+        """Number of nodes of each level of the prefix tree."""
         return list(accumulate((width for width, _ in self.levels), lambda a, b: a * b))
 
     @property
@@ -30,7 +33,7 @@ class Tree:
 
     @property
     def depth(self) -> int:
-        """Shared tokens per row."""
+        """Number of tokens of each row that are shared with other rows."""
         return sum(tokens for _, tokens in self.levels)
 
     @property
@@ -39,13 +42,13 @@ class Tree:
 
     @property
     def ratio(self) -> float:
-        """Tokens that rows attend to, over distinct tokens: the bound of what sharing can save."""
+        """Attended tokens divided by distinct tokens, which bounds the speedup by sharing."""
         pairs = zip(self.widths, self.levels, strict=True)
         unique = sum(width * tokens for width, (_, tokens) in pairs) + self.num_rows * self.suffix
         return self.num_rows * self.length / unique
 
     def laid_out(self, block: int, generator: torch.Generator) -> tuple[SharingPlan, Tensor]:
-        """The plan and the block table [rows, width], with randomly placed blocks."""
+        """Sharing plan and block table [rows, width] of the step, with randomly placed blocks."""
         runs = [
             (width, tokens // block, tokens)
             for width, (_, tokens) in zip(self.widths, self.levels, strict=True)

@@ -1,4 +1,4 @@
-"""Benchmark results as JSON files: the benchmark, its machine, the date and the results."""
+"""Writes benchmark results as JSON files, with command, date, machine and versions."""
 
 import json
 import os
@@ -25,7 +25,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """A benchmark's result. `claim` is the tested claim in one sentence.
+    """Results of one benchmark. `claim` is the tested claim in one sentence.
 
     `bench` is the benchmark's file, if it differs from `name`.
     """

@@ -1,4 +1,4 @@
-"""Replay-based estimates of an arm's decode time, from measured step costs."""
+"""Predicts the decode time of a speculation setup by a replay with measured step times."""
 
 import statistics
 from collections import defaultdict
@@ -18,7 +18,7 @@ LEAST = 2
 
 
 def cells(runs: Sequence[dict[str, Any]]) -> list[Step]:
-    """Median step times by number of rows and tokens, over all arms."""
+    """Median step times by number of samples and of tokens, over the runs of all benchmark arms."""
     found = defaultdict(list)
     for run in runs:
         for rows, context, verified, _, seconds in run["decoded"]:
@@ -41,7 +41,7 @@ def predict_seconds(
     texts: Sequence[Sequence[Sequence[int]]],
     steps: Sequence[Step],
 ) -> list[float] | None:
-    """Predicted seconds of each round's decode steps. None for arms that are not ours."""
+    """Predict the seconds of each round's decode steps; None for drafters other than ours."""
     if name in ("ngram", "suffix") or name.endswith(GNU):
         return None
     replayer = Replay(

@@ -17,13 +17,13 @@ GROUPS, SAMPLES, TOKENS, PROMPT_TOKENS = 32, 8, 128, 64
 
 
 class RolloutProcess:
-    """The benchmark's handle of the client process."""
+    """Handle by which a benchmark requests rollouts from its client process."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
 
     async def run(self, number: int) -> tuple[float, int]:
-        """Seconds and response bytes of one rollout, measured in the client."""
+        """Run one rollout; returns its seconds, measured in the client, and its response bytes."""
         assert self._process.stdin and self._process.stdout
         self._process.stdin.write(f"{number}\n".encode())
         await self._process.stdin.drain()
@@ -46,7 +46,7 @@ async def rollout_process(url: str) -> AsyncIterator[RolloutProcess]:
 
 
 def prompts(number: int) -> list[list[int]]:
-    """Prompts unique to each run, so that nothing is found in the prefix cache."""
+    """Prompts that differ in each run, so that none of them hits the prefix cache."""
     tail = [12] * (PROMPT_TOKENS - 2)
     return [[5 + (number + i) % 64, 5 + (number // 64) % 64, *tail] for i in range(GROUPS)]
 

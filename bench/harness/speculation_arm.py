@@ -1,4 +1,4 @@
-"""One arm of the speculation benchmark: an engine in its own process.
+"""Process of one arm (drafter configuration) of the speculation benchmark, with its engine.
 
     python -m bench.harness.speculation_arm ARM MODEL CACHE
 
@@ -44,7 +44,7 @@ END = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """A workload. `ignore_eos`: every sample has exactly `max_tokens` tokens."""
+    """Groups to sample in one run. With `ignore_eos` all samples have `max_tokens` tokens."""
 
     seed: int
     temperature: float
@@ -56,7 +56,7 @@ class Workload:
 
 @dataclass(slots=True)
 class RunResult:
-    """Results of one workload.
+    """Times, counts and texts of one run of a workload.
 
     `decoded` holds, for each step without prefill, its rows, their context, the tokens computed and
     emitted, and seconds. `texts` are all samples in the order of their prompts; `surprise` is the
@@ -73,10 +73,10 @@ class RunResult:
 
 
 class Arm:
-    """`off`, `ours`, `ngram` or `suffix`, optionally with the suffix GNU.
+    """Engine with one drafter: `off` (none), `ours`, `ngram` or `suffix`.
 
-    vLLM is identical in all of them, including its own attention. `ours` can be limited to a fixed
-    draft length or use the oracle (`run`).
+    vLLM is identical in all arms, including its own attention; if the name ends in GNU, it runs
+    with GNU's OpenMP. `ours` can be limited to a fixed draft length or use the oracle (`run`).
     """
 
     def __init__(self, name: str, model: Path, cache: Path) -> None:
@@ -139,7 +139,7 @@ class Arm:
         proposer.end_profile()
 
     def run(self, name: str, work: Workload, texts: list[list[int]] | None) -> RunResult:
-        """Run a workload. With `texts`, the samples generate these."""
+        """Run a workload. If texts are given, the samples generate exactly those tokens."""
         from engine.speculation.request_table import GROUP_ARG
 
         came, ids = RunResult(), []
@@ -160,7 +160,7 @@ class Arm:
         return came
 
     def _switch_to(self, name: str) -> None:
-        """Switch to a variant.
+        """Switch to a variant of `ours`, such as a fixed draft length or the oracle.
 
         Each has its own draft store and controller, since all generate the same texts.
         """
@@ -232,7 +232,7 @@ class Arm:
 
 
 def prompts(work: Workload) -> list[list[int]]:
-    """Held-out problems, unique to each run."""
+    """Prompts of a workload: held-out problems, different ones for each seed."""
     from transformers import AutoTokenizer
 
     from examples.seedling import arithmetic

@@ -1,4 +1,4 @@
-"""Rounds of the speculation benchmark in a record, and the rows of its table."""
+"""Results of the speculation benchmark: rounds as stored in its record, and table rows."""
 
 import json
 import statistics
@@ -13,13 +13,13 @@ from bench.harness.speculation_arm import GNU, ROWS
 from engine.speculation.cost import Step
 
 BUCKETS = (1, 8, 32, ROWS)
-"""Upper bounds of buckets of running samples."""
+"""Upper bounds of the buckets into which steps are sorted by number of running samples."""
 MIN_SPEED, MIN_SHARE_OF_ORACLE, MIN_SHARE_OF_REPLAY, MIN_SPEEDUP = 0.97, 0.85, 0.97, 1.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArmResult:
-    """Result of one arm's run.
+    """Result of one run of one arm (drafter configuration) of the speculation benchmark.
 
     `buckets` holds, by bucket of decode steps, their number, rows, context, seconds and tokens.
     `predicted` is the replay's prediction of their seconds.
@@ -36,7 +36,7 @@ class ArmResult:
         return sum(of[what] for bucket, of in self.buckets.items() if int(bucket) <= most)
 
     def rate(self, most: int = ROWS) -> float:
-        """Tokens per second of decode steps with at most `most` rows; 0 if there were none."""
+        """Tokens per second in decode steps of at most `most` samples; 0 if there were none."""
         return self.total(TOKENS, most) / max(self.total(SECONDS, most), 1e-9)
 
 
@@ -55,7 +55,7 @@ def summarize_run(run: dict[str, Any], predicted: float | None) -> ArmResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """A round of all arms.
+    """A round of the speculation benchmark, in which all arms run the same workload.
 
     `steps`: median step times of its part, stored with the part's last round.
     """
@@ -70,7 +70,7 @@ class Round:
 
     @classmethod
     def added(cls, record: Path, new: Sequence["Round"]) -> list["Round"]:
-        """The record's rounds plus new ones.
+        """Rounds stored in a record, plus new ones.
 
         A new round replaces one with the same seed and arms.
         """
@@ -107,7 +107,7 @@ def described(name: str, rounds: Sequence[Round]) -> Row:
 def speedup(
     rounds: Sequence[Round], other: str, goal: float | None = None, one: str = "ours"
 ) -> Row:
-    """Throughput of one arm over the other, in total and in the tail."""
+    """Table row with the ratio of two arms' throughput, overall and with few samples running."""
     pairs = shared(rounds, other, one)
     ratio = Pairs(a=[a.rate() for a, _ in pairs], b=[b.rate() for _, b in pairs]).ratio()
     tails = [(a.rate(8), b.rate(8)) for a, b in pairs]
@@ -131,7 +131,7 @@ def shared(
 
 
 def replayed(rounds: Sequence[Round]) -> Row:
-    """Measured speedup of `ours` over `off`, relative to the replay's predicted speedup."""
+    """Table row: measured speedup of drafting, relative to the speedup that a replay predicts."""
     found, predicted = [], []
     for ours, off in shared(rounds, "off"):
         assert ours.predicted and off.predicted
@@ -148,7 +148,10 @@ def replayed(rounds: Sequence[Round]) -> Row:
 
 
 def guard_rows(rounds: Sequence[Round]) -> list[Row]:
-    """Rows of the guard. The goal applies to the lower end of the interval."""
+    """Table rows on unpredictable texts, where drafting must not lose throughput.
+
+    The goal applies to the lower end of the interval.
+    """
     both = shared(rounds, "off")
     low = Pairs(a=[a.rate() for a, _ in both], b=[b.rate() for _, b in both]).ratio().low
     row = replace(

@@ -1,4 +1,4 @@
-"""Arms of the speculation benchmark: worker processes that run in turn."""
+"""Runs the arms (configurations) of the speculation benchmark in processes, in turn."""
 
 import json
 import os
@@ -20,7 +20,7 @@ Texts = list[list[int]]
 
 
 class Arms:
-    """Arms by name. Variants of `ours` share its process."""
+    """Running arms of the speculation benchmark, by name. Variants of `ours` share its process."""
 
     def __init__(self, processes: "dict[str, subprocess.Popen[str]]") -> None:
         self._processes = processes
@@ -37,7 +37,7 @@ class Arms:
 
 @contextmanager
 def arms(names: Sequence[str], model: Path, *, cache: Path, arctic: str | None) -> Iterator[Arms]:
-    """Start the arms' processes. `ours` profiles its steps at startup, so it starts alone."""
+    """Start the processes of all arms. `ours` profiles its steps at startup, so it starts alone."""
     hosts = dict.fromkeys(process_of(name) for name in names)
     with ExitStack() as stack:
         begun: dict[str, subprocess.Popen[str]] = {}
@@ -58,7 +58,7 @@ def process_of(name: str) -> str:
 
 
 def _gnu_environment(environment: dict[str, str]) -> dict[str, str]:
-    """Environment of an engine without Intel's OpenMP."""
+    """Environment variables of an engine that uses GNU's OpenMP instead of Intel's."""
     cpus = " ".join(map(str, sorted(os.sched_getaffinity(0))))
     kept = {k: v for k, v in environment.items() if k != "LD_PRELOAD" and not k.startswith("KMP_")}
     return kept | {"GOMP_CPU_AFFINITY": cpus}

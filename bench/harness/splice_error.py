@@ -1,4 +1,4 @@
-"""Error of spliced prompts against prefilled ones, on the seedling.
+"""Measures how far spliced prompts change the distributions of the seedling (test model).
 
 The KL divergence of the distributions at the response's tokens, teacher-forced, over the number of
 recomputed tokens per span, and over the prompt's length. A prompt is an own text, three peers'
@@ -29,7 +29,7 @@ PROBLEMS_A_TEXT = (1, 2, 4)
 
 @dataclass(slots=True, kw_only=True)
 class Distance:
-    """Results for prompts of one length.
+    """Divergence of spliced from prefilled prompts, for prompts of one length.
 
     `shares` is the spliced fraction of their tokens and `divergences` the divergence per prompt, by
     number of recomputed first tokens per span.
@@ -76,7 +76,10 @@ def _distance(
 
 
 def _asked(words: Any, draw: random.Random, num_problems: int) -> Case:
-    """A case. The first text is the agent's own."""
+    """Draw a prompt of solved problems and a final problem, with the right answer.
+
+    The first text is the agent's own.
+    """
     texts = [
         "".join("".join(_problem(draw)) for _ in range(num_problems)) for _ in range(NUM_TEXTS)
     ]

@@ -1,4 +1,4 @@
-"""Teacher forcing: samples generate the texts that an earlier run sampled.
+"""Makes samples generate the texts that an earlier run sampled (teacher forcing).
 
 Lossless speculation does not change the output distribution, so a text sampled without drafts is a
 valid sample for any drafter. An engine computes, verifies and samples as usual. Then each sample
@@ -19,7 +19,10 @@ from kernels.draft_index.store_protocol import Int32Array
 
 
 class TeacherForced:
-    """Wrapper of a runner's `_sample`. `texts` by request id; other requests are unaffected."""
+    """Wraps a model runner's `_sample` so that requests generate the given texts.
+
+    `texts` are by request id. While there are none, sampling is unaffected.
+    """
 
     def __init__(self, runner: Any) -> None:
         self._runner, self._sample = runner, runner._sample
@@ -27,7 +30,7 @@ class TeacherForced:
         runner._sample = self.sample
 
     def left(self) -> list[list[int]]:
-        """Remaining text of each row."""
+        """Tokens that each sample of the batch still has to generate."""
         batch = self._runner.input_batch
         ids = batch.req_ids
         said = batch.num_tokens_no_spec[: len(ids)] - batch.num_prompt_tokens[: len(ids)]
@@ -54,7 +57,7 @@ class TeacherForced:
 
 
 class Fixed(Controller):
-    """Controller that cuts every draft to a fixed length."""
+    """Draft-length controller that cuts every draft to a fixed length."""
 
     def __init__(self, length: int) -> None:
         super().__init__()
@@ -68,7 +71,7 @@ class Fixed(Controller):
 
 
 class OraclePolicy(Controller):
-    """Oracle controller: sends exactly the correct part of each draft, so nothing is rejected."""
+    """Draft-length controller that knows the text and sends only the correct part of drafts."""
 
     def __init__(self, forced: TeacherForced) -> None:
         super().__init__()

@@ -1,1 +1,1 @@
-"""Measurements of bench.trainer_step: the grid's cells and the arms of a step."""
+"""Measurements of bench.trainer_step: a grid of group shapes, and ways to run a step."""

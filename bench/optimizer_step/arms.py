@@ -1,4 +1,4 @@
-"""Arms of an optimiser step on a group. Each leaves its gradient, then takes the step."""
+"""Different ways (arms) to compute a group's gradient in an optimiser step, for comparison."""
 
 import time
 from collections.abc import Callable
@@ -26,7 +26,10 @@ from coppice.train.training_group import token_logprobs
 
 
 class Arms:
-    """All arms share one model and one group. The learning rate is zero."""
+    """Computes the same gradient in different ways, with one model and one group.
+
+    The learning rate is zero.
+    """
 
     def __init__(
         self, cell: Cell, device: torch.device, clock: Callable[[], float] = time.perf_counter
@@ -43,7 +46,7 @@ class Arms:
         self.loss: LossFunction = partial(grpo_loss, advantages=advantages, weights=weights)
 
     def seconds(self, backward: Callable[[], None]) -> tuple[float, float]:
-        """Seconds of the gradient and of the optimiser."""
+        """Time an optimiser step; returns the seconds of the gradient and of the update."""
         self.optimizer.zero_grad()
         began = self._now()
         backward()
@@ -52,7 +55,7 @@ class Arms:
         return middle - began, self._now() - middle
 
     def _now(self) -> float:
-        """The clock, after synchronising a GPU."""
+        """Time after all work queued on the GPU, if any, has run."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         return self.clock()
@@ -63,7 +66,7 @@ class Arms:
         grouped_backward(self.model, self.group, self.loss, schedule=schedule, prompt_kv=prompt_kv)
 
     def single(self) -> None:
-        """Processes one response at a time, which keeps the fewest activations."""
+        """Compute the gradient one response at a time, which keeps the fewest activations."""
         grouped_backward(self.model, self.group, self.loss, schedule="recomputed", pass_tokens=1)
 
     def public(self) -> None:
@@ -72,7 +75,10 @@ class Arms:
         self.model.config._attn_implementation = "sdpa"
 
     def naive_rows(self, count: int) -> None:
-        """One micro-batch of `count` repeated rows, with logits only where they count."""
+        """Compute the gradient of a micro-batch of `count` rows that each repeat the prompt.
+
+        Logits are computed only for response tokens.
+        """
         some = slice(0, count)
         responses_NR = torch.stack(self.group.responses[some])
         prompts_NP = self.group.prompt.expand(count, -1)
@@ -96,7 +102,7 @@ class Arms:
         group_logprobs(self.model, self.group, prompt_kv)
 
     def gradient(self, backward: Callable[[], None]) -> Tensor:
-        """The full gradient as one flat vector."""
+        """Gradient of all parameters as one flat vector, computed in the given way."""
         self.optimizer.zero_grad()
         backward()
         grads = [p.grad for p in self.model.parameters() if p.grad is not None]

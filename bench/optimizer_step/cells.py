@@ -1,4 +1,4 @@
-"""Grid of the benchmark: group shape, model dtype and vocabulary size."""
+"""Grid of bench.trainer_step: group shapes, model dtypes and vocabulary sizes."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -26,9 +26,9 @@ GOALS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """A cell of the grid, written as 1000/100x8,float32,512.
+    """One combination in the grid of bench.trainer_step, written as 1000/100x8,float32,512.
 
-    These are prompt and response tokens, samples, dtype and vocabulary.
+    The text lists prompt and response tokens, samples, dtype and vocabulary.
     """
 
     prompt_tokens: int
@@ -59,7 +59,7 @@ class Cell:
 
     @property
     def goal(self) -> float | None:
-        """Goals apply to the small vocabulary, where the cost of logits is negligible."""
+        """Minimum speedup of a cell; None for the large vocabulary, where logits are costly."""
         return GOALS[self.dtype].get(self.shape) if self.vocabulary == VOCABULARIES[0] else None
 
     @property
@@ -67,7 +67,7 @@ class Cell:
         return GPU_SHAPES.get(self.shape)
 
     def model(self) -> Qwen3ForCausalLM:
-        """A model with 25M parameters besides the embedding, which is tied to the output head."""
+        """Create a model with 25M parameters besides its embedding, which is tied to the head."""
         torch.manual_seed(0)
         config = Qwen3Config(
             vocab_size=self.vocabulary,

@@ -1,4 +1,4 @@
-"""Baseline that computes a prompt once: PrefixGrouper from PyPI (arXiv 2506.05433).
+"""Baseline that also computes a prompt only once: PrefixGrouper (PyPI, arXiv 2506.05433).
 
 The whole group is one row. Its attention is split into that of the prompt and that of the responses
 over a copy of the prompt's KV each. PrefixGrouper's own attention function uses the FlashAttention
@@ -22,7 +22,7 @@ NAME = "prefix_grouper"
 
 
 class GroupedInputs:
-    """A group's tokens in PrefixGrouper's format."""
+    """Tokens, positions and masks of a group in PrefixGrouper's format."""
 
     def __init__(self, group: TrainingGroup, device: torch.device) -> None:
         prompt, responses = group.prompt[None].to(device), torch.stack(group.responses).to(device)
@@ -38,7 +38,7 @@ class GroupedInputs:
         self.visible_RS = torch.ones(R, P + R, dtype=torch.bool, device=device).tril(P)
 
     def logprobs(self, model: Any) -> RowLogprobs:
-        """Logprobs, with the head applied only where a response's token is predicted."""
+        """Logprobs of the response tokens; the output head is applied only to them."""
         hidden = model.model(
             input_ids=self.input_ids,
             position_ids=self.position_ids,

@@ -31,7 +31,10 @@ GPU_MICRO_BATCHES = (1, 2, 4, 8)
 
 
 def time_cell(arms: Arms, rounds: int) -> dict[str, object]:
-    """Seconds of a step per round. Every second round is reversed.
+    """Time the training steps of a cell, ours and the baselines, in turn.
+
+    Every second round is reversed.
+
 
     Naive rows have the same length and cost, so one micro-batch is timed and multiplied.
     """
@@ -48,7 +51,7 @@ def time_cell(arms: Arms, rounds: int) -> dict[str, object]:
 
 
 def time_prompt_kv(arms: Arms, rounds: int) -> dict[str, object]:
-    """Times with and without given prompt KV: of an update, and of a pass without a gradient."""
+    """Time updates and passes without gradient, with given prompt KV and without."""
     prompt_kv = arms.prompt_kv()
     steps: dict[str, tuple[Callable[[], None], int]] = {
         "update": (arms.ours, 1),
@@ -62,7 +65,10 @@ def time_prompt_kv(arms: Arms, rounds: int) -> dict[str, object]:
 
 
 def peak_of(arms: Arms, arm: str) -> dict[str, object]:
-    """Peak MiB over the model and its gradients. The optimiser, the same for all, is excluded."""
+    """Peak memory of a gradient computation, in MiB beyond the model and its gradients.
+
+    The optimiser, the same for all arms, is excluded.
+    """
     for parameter in arms.model.parameters():
         # Not zeros_like, whose pages are allocated lazily on the first write.
         parameter.grad = torch.empty_like(parameter).zero_()
@@ -78,7 +84,7 @@ def peak_of(arms: Arms, arm: str) -> dict[str, object]:
 
 
 def _one_by_one(arms: Arms) -> None:
-    """Two repeated rows: the second runs with the gradients of the first, as in a whole step."""
+    """Compute two rows in turn, the second with the gradients of the first, as in a whole step."""
     for _ in range(2):
         arms.naive_rows(1)
 
@@ -128,7 +134,7 @@ def _fastest_micro_batch(arms: Arms) -> int:
 
 
 def _distance(arms: Arms) -> float:
-    """Relative L2 distance of PrefixGrouper's gradient from ours. Also the warm-up of both."""
+    """Relative L2 distance of PrefixGrouper's gradient from ours. Also warms up both."""
     ours, public = arms.gradient(arms.ours), arms.gradient(arms.public)
     return float((public - ours).norm() / ours.norm())
 

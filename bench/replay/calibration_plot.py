@@ -1,4 +1,4 @@
-"""Plots the calibration of drafts' acceptance probabilities: docs/drafts.png.
+"""Plots predicted against observed acceptance of drafted tokens, to docs/drafts.png.
 
 python -m bench.replay.calibration_plot
 """

@@ -1,4 +1,4 @@
-"""Cost models of a replay's steps: linear, or measured on an engine."""
+"""Models of the time of a simulated decode step: linear, or measured on an engine."""
 
 import json
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ from engine.speculation.cost import Step, StepCostModel
 
 class Costs(Protocol):
     def of(self, *, running: int, context: int, tokens: int) -> float:
-        """Seconds of a step that computes `tokens` tokens."""
+        """Seconds of a decode step that computes `tokens` tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinearCost:
-    """Seconds of a step: a `fixed` cost plus a cost per `token`."""
+    """Models the seconds of a decode step as a fixed cost plus a cost per token."""
 
     fixed: float
     token: float
@@ -28,7 +28,7 @@ class LinearCost:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredCost:
-    """Step cost as measured on an engine."""
+    """Models the seconds of a decode step by measurements of an engine."""
 
     cost: StepCostModel
 
@@ -38,7 +38,7 @@ class MeasuredCost:
 
 
 def measured_steps(record: Path) -> list[Step]:
-    """Measured steps of the last part of a `bench.speculation` record."""
+    """Step times from the last part of a `bench.speculation` record; empty without a record."""
     rounds = json.loads(record.read_text())["raw"]["rounds"] if record.exists() else []
     parts = [[Step(**step) for step in one["steps"]] for one in rounds if one["steps"]]
     return parts[-1] if parts else []

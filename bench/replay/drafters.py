@@ -1,4 +1,4 @@
-"""Drafters for a replay: the draft store, vLLM's n-grams and Arctic's suffix decoding."""
+"""Drafters to compare in a replay: draft store, vLLM's n-grams, Arctic's suffix decoding."""
 
 import sys
 from collections.abc import Sequence
@@ -18,14 +18,14 @@ class Drafter(Protocol):
     def begin(self, group: bytes, prompt: Sequence[int]) -> int: ...
 
     def end(self, slot: int, came: Sequence[int]) -> None:
-        """End a response, given its last tokens."""
+        """Add a response's last tokens, and stop drafting for it."""
 
     def age(self) -> None: ...
 
     def step(
         self, rows: Sequence[int], came: Sequence[Sequence[int]], max_draft_tokens: int
     ) -> DraftBatch:
-        """Add each row's new tokens and return drafts of at most `max_draft_tokens`."""
+        """Add the new tokens of each running response; returns drafts for all of them."""
 
 
 class StoreDrafter:
@@ -66,7 +66,7 @@ class StoreDrafter:
 
 @dataclass(slots=True)
 class NgramDrafter:
-    """vLLM 0.32's `ngram` with prompt lookup 2 to 4.
+    """Drafter like `ngram` of vLLM 0.32, with prompt lookup of 2 to 4 tokens.
 
     The draft follows the earliest occurrence of the longest match in the request's own tokens.
     """
@@ -83,7 +83,7 @@ class NgramDrafter:
         self.texts[slot] = []
 
     def age(self) -> None:
-        """No-op: it keeps no text between requests."""
+        """No-op: the n-gram drafter keeps no text between requests."""
 
     def step(
         self, rows: Sequence[int], came: Sequence[Sequence[int]], max_draft_tokens: int
@@ -103,7 +103,7 @@ class NgramDrafter:
 
 
 class SuffixDrafter:
-    """Suffix decoding as used by vLLM 0.32, with its defaults for all other parameters."""
+    """Arctic's suffix decoding as used by vLLM 0.32, with its defaults for other parameters."""
 
     DEPTH = 24
 
@@ -130,7 +130,7 @@ class SuffixDrafter:
         self._cache.stop_request(slot)
 
     def age(self) -> None:
-        """No-op: it does not distinguish weights versions."""
+        """No-op: suffix decoding does not distinguish weights versions."""
 
     def step(
         self, rows: Sequence[int], came: Sequence[Sequence[int]], max_draft_tokens: int
@@ -144,7 +144,7 @@ class SuffixDrafter:
         )
 
     def _draft(self, slot: int, tokens: Sequence[int], max_draft_tokens: int) -> list[int]:
-        """Update, then speculate, as vLLM does for each request in turn."""
+        """Add a request's new tokens and draft for it, one request after another as vLLM does."""
         text = self._texts[slot]
         if tokens:
             text += tokens
@@ -160,7 +160,7 @@ class SuffixDrafter:
 
 
 def drafted(drafts: Sequence[Sequence[int]], max_draft_tokens: int) -> DraftBatch:
-    """A DraftBatch for a drafter that provides only tokens."""
+    """Convert drafted tokens to a DraftBatch, for drafters without probabilities."""
     found = DraftBatch.empty(len(drafts), max_draft_tokens)
     for row, draft in enumerate(drafts):
         found.lengths[row] = len(draft)

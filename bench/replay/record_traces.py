@@ -1,4 +1,4 @@
-"""Records the traces: the seedling's rollouts over several epochs of training.
+"""Records traces for replays: rollouts of the seedling (test model) over training epochs.
 
     python -m bench.replay.record_traces --out bench/replay/traces
 
@@ -27,7 +27,7 @@ LEARNING = ("--steps", "10", "--learning-rate", "2e-3", "--at-once-share", "0.05
 
 
 def prompts() -> list[str]:
-    """Held-out problems of several terms, since short ones leave little to save."""
+    """Prompts to sample: held-out problems of several terms, which have long responses."""
     rng = random.Random(SEED)
     drawn = (draw(rng, held_out=True) for _ in range(10_000))
     return [p.prompt for p in drawn if len(p.terms) >= MIN_TERMS][:NUM_PROMPTS]
@@ -43,7 +43,7 @@ def policies(folder: Path) -> Iterator[Path]:
 
 
 def sampled(model: Path, texts: Sequence[str]) -> dict[float, tuple[tuple[Group, ...], float]]:
-    """Groups and the entropy of their text, by temperature."""
+    """Sample a model at all temperatures; returns the groups and the entropy of their texts."""
     from vllm import LLM
 
     llm = LLM(

@@ -1,4 +1,4 @@
-"""Step-by-step replay of a trace with drafts, as an engine would run it.
+"""Simulates step by step how an engine would generate a recorded trace with drafts.
 
 All running requests step together, each advancing by its own accepted tokens, so a sibling's text
 has the length it would have at that time. A request's first token comes from its prefill, without a
@@ -20,12 +20,15 @@ from kernels.draft_index.store_protocol import DraftBatch, Int32Array
 
 
 class Controller(Protocol):
-    """Interface of the engine's controller, which can be used in its place."""
+    """Interface of a controller that decides how many tokens of each draft to verify.
+
+    The engine's controller can be used in its place.
+    """
 
     def should_draft(self, running: int) -> bool: ...
 
     def lengths(self, drafted: DraftBatch, *, running: int, context: int) -> Int32Array:
-        """The number of tokens of each draft to send."""
+        """Number of tokens of each draft to send to verification."""
 
     def record_acceptance(
         self, drafted: DraftBatch, sent: NDArray[np.int64], right: NDArray[np.int64]
@@ -34,25 +37,25 @@ class Controller(Protocol):
     def record_step(
         self, *, running: int, context: int, verified: int, seconds: float, emitted: int
     ) -> None:
-        """Record the actual cost of the last step."""
+        """Record the actual time of the last step."""
 
 
 class StatelessPolicy:
-    """A controller that ignores measurements."""
+    """Base of draft-length controllers that ignore measured step times and acceptance."""
 
     def should_draft(self, running: int) -> bool:
         return True
 
     def record_acceptance(self, *_: object) -> None:
-        """No-op."""
+        """No-op: the policy does not learn."""
 
     def record_step(self, **_: float) -> None:
-        """No-op."""
+        """No-op: the policy does not learn."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fixed(StatelessPolicy):
-    """Sends a fixed number of tokens of every draft."""
+    """Draft-length controller that sends a fixed number of tokens of every draft."""
 
     length: int
 
@@ -63,7 +66,7 @@ class Fixed(StatelessPolicy):
 
 @dataclass(frozen=True, slots=True)
 class ThresholdPolicy(StatelessPolicy):
-    """Sends a draft while its cumulative acceptance probability is at least `threshold`."""
+    """Draft-length controller: sends tokens up to a minimum cumulative acceptance probability."""
 
     threshold: float
 
@@ -75,25 +78,25 @@ class ThresholdPolicy(StatelessPolicy):
 
 @dataclass(slots=True)
 class ReplayResult:
-    """Counts of decode steps."""
+    """Counts and simulated time of the decode steps of a replay."""
 
     steps: int = 0
     passes: int = 0
-    """Sum of the rows of all steps: the number of verifications of a request."""
+    """Number of forward passes, counted per request: the sum of rows over all steps."""
     emitted: int = 0
     sent: int = 0
     seconds: float = 0.0
     by_group: dict[bytes, list[int]] = field(default_factory=dict)
-    """Passes and tokens of each group."""
+    """Forward passes and tokens of each group."""
 
     @property
     def accepted_length(self) -> float:
-        """Tokens per pass, including the sampled one."""
+        """Mean tokens that a request gains per forward pass, including the sampled one."""
         return self.emitted / max(self.passes, 1)
 
     @property
     def acceptance(self) -> float:
-        """Accepted fraction of the sent draft tokens."""
+        """Fraction of the sent draft tokens that were accepted."""
         return (self.emitted - self.passes) / max(self.sent, 1)
 
     @property
@@ -122,11 +125,11 @@ class Replay:
     max_draft_tokens: int = 16
     costs: Costs = field(default_factory=lambda: LinearCost(fixed=1.0, token=0.0))
     is_oracle: bool = False
-    """Use the oracle: send exactly the part of each draft that will be accepted."""
+    """Whether to send exactly the part of each draft that will be accepted, as an oracle would."""
     result: ReplayResult = field(default_factory=ReplayResult)
 
     def epoch(self, number: int, groups: Iterable[Group]) -> None:
-        """Replay every response to every prompt, in the order of requests."""
+        """Replay all responses of one epoch of a trace, in the order of requests."""
         waiting = deque(
             Request(b"%d/%d" % (number, index), group.prompt, response)
             for index, group in enumerate(groups)
@@ -175,7 +178,7 @@ class Replay:
         return came
 
     def _sent(self, running: Sequence[Request], drafts: DraftBatch, context: int) -> "Sent":
-        """Number of sent and of correct tokens of each draft.
+        """Apply the controller to a step's drafts: how many tokens are sent, and are correct.
 
         The controller also learns whether the first token that was not sent is correct, since the
         token emitted after the draft shows it.
@@ -197,7 +200,7 @@ class Replay:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """Lengths by row."""
+    """Numbers of sent and of correct draft tokens of each request in a step."""
 
     lengths: list[int]
     right: list[int]

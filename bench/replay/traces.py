@@ -1,4 +1,4 @@
-"""Traces: token ids of rollouts that were sampled without speculation, for replays.
+"""Token ids of rollouts that were sampled without speculation, as traces for replays.
 
 A lossless drafter changes the number of steps of a text, never its distribution. So a text sampled
 without drafts is a valid sample of what speculation would have generated.

@@ -195,7 +195,7 @@ def _check_arguments(messages: list[Any]) -> None:
 
 
 def _checked_request(chat_request: ChatRequest) -> ChatCompletionRequest:
-    """Convert a chat request, which has been validated, to vLLM's type without validation."""
+    """Convert an already validated chat request to vLLM's request type."""
     tools = [ChatCompletionToolsParam.model_validate(tool) for tool in chat_request.tools]
     return ChatCompletionRequest.model_construct(
         messages=list(chat_request.messages),

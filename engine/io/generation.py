@@ -62,7 +62,7 @@ def sampling_params(sample: SampleRequest, max_context_tokens: int) -> SamplingP
 
 
 def _extra_args(sample: SampleRequest) -> dict[str, Any] | None:
-    """`extra_args` of a sample's SamplingParams. Only this code sets `kv_transfer_params`."""
+    """`extra_args` of a sample's SamplingParams. No request can set `kv_transfer_params`."""
     carried: dict[str, Any] = {}
     if sample.group is not None:
         carried[GROUP_ARG] = sample.group

@@ -40,7 +40,7 @@ class CacheLayout:
         return values * self.dtype.itemsize
 
     def heads_to_write(self, rank: int) -> range:
-        """KV heads that a rank exports. Replicated heads are exported by the first of their ranks."""
+        """KV heads that a rank exports. Replicated heads are exported by their first rank."""
         held = self.local_heads(rank)
         return held if rank % self._replicas == 0 else held[:0]
 

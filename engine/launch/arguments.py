@@ -123,7 +123,7 @@ def _weight_transfer_arguments(settings: EngineSettings) -> dict[str, Any]:
 
 
 def _cuda_graph_arguments(plan: Plan | None) -> dict[str, Any]:
-    """CUDA graph capture sizes of the plan, as vLLM's arguments.
+    """vLLM's arguments for the CUDA graph capture sizes of a plan.
 
     vLLM captures their product with the draft lengths, which is then filtered to the plan.
     """

@@ -22,7 +22,7 @@ SPECULATION_ENV = "COPPICE_ENGINE_SPECULATION"
 GRAPHS_ENV = "COPPICE_ENGINE_GRAPHS"
 _OPENMP_LIBRARY = re.compile(r"lib(g|i)?omp\d*[.-]")
 NO_STEP_DEADLINE_SECONDS = 10**6
-"""Disables vLLM's step deadline.
+"""Deadline of a vLLM step that is never reached.
 
 The heartbeat detects hangs. vLLM's deadline counts time in which the machine was suspended, and
 then stops a healthy engine with several ranks at its next step.
@@ -110,7 +110,7 @@ def _temp_dir_variables(temp_dir: Path) -> dict[str, str]:
 
 
 def _compilation_variables(settings: EngineSettings) -> dict[str, str]:
-    """Disable compilation where there is no C++ compiler, as in our image.
+    """Variables that disable compilation where there is no C++ compiler, as in our image.
 
     Even in eager mode vLLM's sampler compiles a few small functions at their first use
     (vllm/v1/sample/ops).
@@ -120,7 +120,9 @@ def _compilation_variables(settings: EngineSettings) -> dict[str, str]:
 
 
 def _thread_variables(settings: EngineSettings, cpus: list[int]) -> dict[str, str]:
-    """Explicit thread counts, because vLLM's own choice changes once a KV connector is configured.
+    """Variables for thread counts and binding.
+
+    They are explicit, because vLLM's own choice changes once a KV connector is configured.
 
     Threads are bound only if they use every processor. Otherwise two engines would both be bound to
     the first processors and leave the others idle.

@@ -24,7 +24,7 @@ Method = Callable[Concatenate[Any, P], T]
 
 @contextmanager
 def without_discarded_generators(runner: Any) -> Iterator[None]:
-    """Hide the generators of requests whose sample is discarded from vLLM's sampler."""
+    """Hide from vLLM's sampler the generators of requests whose sample will be discarded."""
     batch = runner.input_batch
     discarded = runner.discard_request_mask.np[: batch.num_reqs].nonzero()[0].tolist()
     held = {row: batch.generators.pop(row) for row in discarded if row in batch.generators}

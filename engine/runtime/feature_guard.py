@@ -94,7 +94,7 @@ _features: dict[str, Feature] = {}
 
 
 def feature(name: str) -> Feature:
-    """The only Feature object with this name in this process."""
+    """The Feature with this name in this process, created by the first call."""
     return _features.setdefault(name, Feature(name))
 
 

@@ -34,7 +34,7 @@ _LEFTOVER_NAMES = re.compile(r"^(psm_|vllm_dist_|sem\.mp-|__KMP_REGISTERED_LIB_)
 
 
 def acquire_lock(file: int) -> bool:
-    """Lock an open file until it is closed. Returns false if it was deleted before the lock."""
+    """Lock an open file until it is closed. Returns false if it has been deleted meanwhile."""
     fcntl.flock(file, fcntl.LOCK_EX)
     return os.fstat(file).st_nlink > 0
 

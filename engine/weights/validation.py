@@ -116,7 +116,7 @@ def check_values(tensor: StoredTensor, dtype: str) -> None:
 
 
 def _largest_magnitude(bits: npt.NDArray[Any]) -> int:
-    """Largest magnitude of floats that are given as bits, itself as bits. Drops the sign."""
+    """Bits of the largest magnitude among floats given as bits. The shift drops the sign."""
     return int((bits << 1).max()) >> 1
 
 

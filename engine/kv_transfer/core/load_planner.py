@@ -43,8 +43,8 @@ class PendingLoad:
 class IncompleteChain:
     """A chain (requests that make up one prompt) of which some requests have not arrived yet.
 
-    `first` is the request that arrived first, `missing` the number of requests that have not, and
-    `until` the time at which the others stop waiting for them.
+    `first` is the request that arrived first, `missing` the number of requests that have not
+    arrived, and `until` the time when the others stop waiting for them.
     """
 
     first: str
@@ -142,7 +142,7 @@ class LoadPlanner:
         return jobs
 
     def _must_wait(self, request_id: str, chain: str) -> bool:
-        """Whether a request must wait for others of its chain until they arrive or time out.
+        """Whether a request must wait until all requests of its chain arrive, or a deadline passes.
 
         The first request checks the deadline for the whole chain, so that no request overtakes
         those that it depends on.
@@ -156,7 +156,7 @@ class LoadPlanner:
         return False
 
     def _privatize_chain(self, chain: str, num_computed: int) -> None:
-        """Make a chain's blocks after the computed tokens private, since they will be loaded.
+        """Make the blocks of a chain of requests that will be loaded private to the chain.
 
         This applies to all waiting requests of the chain, even to exact KV, so that one finds the
         blocks that another has loaded.

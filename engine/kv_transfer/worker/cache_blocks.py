@@ -50,13 +50,16 @@ class CopyThread:
         threading.Thread(target=self._run, daemon=True, name="prompt-kv").start()
 
     def submit(self, staged: torch.Tensor, event: Any, out: torch.Tensor, on_done: OnDone) -> None:
-        """Copy `staged` to `out` once `event.synchronize()` returns, then call `on_done` once."""
+        """Queue a copy to the arena, which the thread makes after a CUDA event.
+
+        It copies `staged` to `out` once `event.synchronize()` returns, then calls `on_done` once.
+        """
         with self._changed:
             self._num_pending += 1
         self._queue.put((staged, event, out, on_done))
 
     def flush(self) -> None:
-        """Return when `on_done` of every earlier copy has been called."""
+        """Wait until `on_done` of every submitted copy has been called."""
         with self._changed:
             self._changed.wait_for(lambda: self._num_pending == 0)
 
@@ -81,7 +84,7 @@ class BlockReader(Protocol):
     def copy(self, block_ids: Sequence[int], out: torch.Tensor, on_done: OnDone) -> None: ...
 
     def flush(self) -> None:
-        """Return when `on_done` of every earlier `copy` has been called."""
+        """Wait until `on_done` of every earlier `copy` has been called."""
 
 
 class PackedBlockReader:

@@ -69,7 +69,7 @@ class ExportWriter:
         attempt(self._write_status, job, ExportStatus.FAILED)
 
     def _write(self, job: ExportJob) -> None:
-        """Write an export. If it raises ArenaError, no byte has been written."""
+        """Write the KV of an export. If it raises ArenaError, no byte has been written."""
         if job.status != ExportStatus.COMMITTED or not self._heads:
             self._write_status(job, job.status)
             return
