@@ -37,7 +37,7 @@ NGRAM = {
     "prompt_lookup_max": 4,
 }
 GNU = "-gnu"
-"""Suffix of an arm's name: runs with GNU's OpenMP instead of Intel's."""
+"""Suffix of the name of an arm that runs with GNU's OpenMP instead of Intel's."""
 END = 1
 """The seedling's end-of-response token."""
 

@@ -57,7 +57,7 @@ def summarize_run(run: dict[str, Any], predicted: float | None) -> ArmResult:
 class Round:
     """A round of the speculation benchmark, in which all arms run the same workload.
 
-    `steps`: median step times of its part, stored with the part's last round.
+    `steps` are the median step times of all rounds measured together, stored with the last one.
     """
 
     seed: int

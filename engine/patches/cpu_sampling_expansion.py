@@ -1,4 +1,6 @@
-"""Fix of the CPU kernel that expands sampling parameters to tokens. https://github.com/vllm-project/vllm/issues/55005
+"""Fix of the CPU kernel that expands sampling parameters to tokens.
+
+https://github.com/vllm-project/vllm/issues/55005
 
 On CPU, sampled (not greedy) speculative verification reads uninitialised temperature, top-p and
 top-k. `_expand_kernel_impl` passes the C++ kernel an int64 copy of its output, which is then

@@ -1,4 +1,6 @@
-"""Restricts vLLM's CUDA graph capture to a plan. https://github.com/vllm-project/vllm/pull/56136
+"""Restricts vLLM's CUDA graph capture to a plan.
+
+https://github.com/vllm-project/vllm/pull/56136
 
 vLLM's second model runner (vllm/v1/worker/gpu/cudagraph_utils.py in 0.32.0) captures a graph for
 every capture size with every draft length of the schedule. This patch filters its candidates to the

@@ -1,4 +1,6 @@
-"""Fix of LoRA operations on CPU for rows without an adapter. https://github.com/vllm-project/vllm/pull/48421
+"""Fix of LoRA operations on CPU for rows without an adapter.
+
+https://github.com/vllm-project/vllm/pull/48421
 
 On CPU a row without an adapter has the index -1, and vLLM's torch ops use the last adapter for it.
 In a step that mixes rows with and without adapters, samples of the base model silently get an

@@ -175,7 +175,7 @@ def _ranks(config: Mapping[str, Any], max_rank: int) -> set[int]:
 
 
 def _check_pattern(name: str, pattern: object) -> None:
-    """Require plain module names, because vLLM would match them as regular expressions."""
+    """Require plain module names in a PEFT pattern; vLLM matches them as regular expressions."""
     if not isinstance(pattern, dict) or not all(map(PLAIN_NAME.fullmatch, pattern)):
         raise CheckpointRefused(
             f"{ADAPTER_CONFIG_FILE}: the keys of {name} must be plain module names, not patterns"

@@ -28,7 +28,7 @@ TORCH_DTYPES: Final = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torc
 
 
 def read_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield a checkpoint's tensors in host memory, sorted so that a layer's are adjacent."""
+    """Yield a checkpoint's tensors in host memory, one at a time, those of a layer adjacent."""
     for name, stored in sorted(checkpoint.tensors.items()):
         yield name, _read_tensor(stored)
 
