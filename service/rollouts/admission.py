@@ -21,7 +21,10 @@ DRAINING_RETRY_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Reservation:
-    """Capacity reserved by one request; compared by identity."""
+    """Numbers of samples and prompt tokens that one request has reserved.
+
+    Compared by identity.
+    """
 
     key: str
     samples: int
@@ -29,7 +32,10 @@ class Reservation:
 
 
 class Admission:
-    """Registry of all reservations; every `reserve` must be followed by one `release`."""
+    """Capacity reservations of all running requests, checked against the limits.
+
+    Every `reserve` must be followed by one `release`.
+    """
 
     def __init__(self, limits: LimitsSettings) -> None:
         self._limits = limits
@@ -60,7 +66,7 @@ class Admission:
         return reservation
 
     def release(self, reservation: Reservation) -> None:
-        """Release a reservation; idempotent."""
+        """Return the capacity of a reservation; idempotent."""
         if reservation in self._reservations:
             self._reservations.remove(reservation)
             self._count(reservation, -1)
@@ -79,11 +85,11 @@ class Admission:
         self._closed = True
 
     async def wait_until_idle(self) -> None:
-        """Wait until there are no reservations."""
+        """Wait until no request holds a capacity reservation."""
         await self._idle.wait()
 
     def check(self) -> None:
-        """Assert that the counters match the reservations and that no limit is exceeded."""
+        """Assert that the admission counters match the reservations and exceed no limit."""
         keys = {reserved.key for reserved in self._reservations}
         assert keys == self._samples.keys() | self._prompt_tokens.keys(), "a key is left over"
         for key in keys:
@@ -94,7 +100,7 @@ class Admission:
         assert self._num_samples == sum(self._samples.values()) <= self._limits.max_samples_running
 
     def _check_limits(self, samples: int, prompt_tokens: int) -> None:
-        """Reject a request that exceeds a limit on its own, for which a retry cannot help."""
+        """Reject a request that exceeds a limit even on an idle server; a retry cannot help."""
         limits = self._limits
         max_samples = min(limits.max_samples_per_key or samples, limits.max_samples_running)
         if samples > max_samples:

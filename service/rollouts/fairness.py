@@ -1,4 +1,4 @@
-"""Scheduling of requests in the engine and of bulk work on the event loop."""
+"""Fairness: priorities of requests in the engine, and time slices of work on the event loop."""
 
 import asyncio
 import time
@@ -11,13 +11,13 @@ SLICE_SECONDS = 0.005
 
 
 class PriorityAging:
-    """Request priorities with ageing, so that no priority can starve another.
+    """Conversion of request priorities to vLLM priorities with ageing, so that none is starved.
 
     vLLM runs the request with the lowest priority number first and never changes that number, so a
-    group's age must be part of it from the start. It is the arrival time in microseconds plus a
-    handicap that depends on the priority and is always below a bound. A group of the lowest
-    priority is thus overtaken only by groups that arrive within that bound after it; later arrivals
-    rank behind it. The samples of a group, and the paths of a tree, share its number.
+    group's age must be part of it from the start. The number is the arrival time in microseconds
+    plus a handicap that depends on the requested priority and is always below a bound. A group of
+    the lowest priority is thus overtaken only by groups that arrive within that bound after it;
+    later arrivals rank behind it. All samples of a group and all paths of a tree have one number.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class PriorityAging:
         self._started_at = clock()
 
     def to_engine_priority(self, priority: int) -> int:
-        """Engine priority; lower runs first.
+        """vLLM priority number of a request that arrives now; lower numbers run first.
 
         The resolution is finest near 0, where the values used in practice are.
         """
@@ -38,7 +38,7 @@ class PriorityAging:
 
 
 class Turns:
-    """Rate limiter: lets at most `per_turn` waiters proceed per event loop iteration, in order."""
+    """Rate limiter: at most `per_turn` waiters proceed per event loop iteration, in FIFO order."""
 
     def __init__(self, per_turn: int = PER_TURN) -> None:
         self._per_turn = per_turn

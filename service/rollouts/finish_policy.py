@@ -12,9 +12,10 @@ FinishPolicyName = Literal["first", "random", "balanced_length"]
 
 
 class FinishPolicy:
-    """Finish policy of one group: selects `num_required` of `n` samples that finish by themselves.
+    """Early-finish policy of one group: selects `num_required` of its `n` samples.
 
-    `on_sample_end` must be called exactly once per finished sample.
+    Only samples that finish by themselves count, not aborted ones. `on_sample_end` must be called
+    exactly once for each of them.
     """
 
     def __init__(
@@ -37,14 +38,14 @@ class FinishPolicy:
                 return len(self._lengths) > self._length_ranks[-1]
 
     def on_sample_end(self, index: int, length: int) -> bool:
-        """Record a finished sample; True if it is the one that makes the policy met."""
+        """Record a finished sample; returns True if the policy is met now and was not before."""
         before = self.is_met
         self._lengths[index] = length
         return self.is_met and not before
 
     @property
     def selected(self) -> list[int] | None:
-        """Indices of the selected samples in ascending order; None until the policy is met.
+        """Indices of the samples that the finish policy selects, ascending; None until it is met.
 
         first: the samples that finished first. random: samples drawn before any of them started,
         independent of their lengths. balanced_length: samples at evenly spaced ranks of the order

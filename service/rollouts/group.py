@@ -1,4 +1,4 @@
-"""Group: one prompt and its n samples, from submission to the answer.
+"""Execution of a group, i.e. one prompt and its n samples, from submission to the answer.
 
 Every submitted group ends exactly once, and none of its samples outlives it in the engine: `run`
 aborts the remaining samples on every exit. `run` awaits the submission, the samples and that abort;
@@ -37,16 +37,16 @@ OnPart = Callable[[SampleAnswer | SegmentAnswer], None]
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Group:
-    """Samples of one prompt; owned by its rollout.
+    """One prompt and its samples: submits them to the engine and collects the answer.
 
-    `source` provides the prompt. `end_reason` is the reason for which the running samples are being
-    aborted, if they are. `finish_policy` decides when enough samples have finished by themselves.
-    If KV `exports` were requested, the first engine request carries the export slot of the prompt.
-    `name` is the globally unique id by which the engine recognizes the samples as siblings.
-    `sample_seconds` are the durations of the samples since `began_at` (event loop clock), in the
-    order in which they finished. `turns`, shared by the rollout, spread the answers of samples that
-    finish at the same time over iterations of the event loop. `top_logprobs` maps a sample's index
-    to the top logprobs of its tokens, if they were requested.
+    Owned by its rollout. `source` provides the prompt's KV. `end_reason` is the reason for which
+    the running samples are being aborted, if they are. `finish_policy` decides when enough samples
+    have finished by themselves. If KV `exports` were requested, the first engine request carries
+    the export slot of the prompt. `name` is the globally unique id by which the engine recognizes
+    the samples as siblings. `sample_seconds` are the durations of the samples since `began_at`
+    (event loop clock), in the order in which they finished. `turns`, shared by the rollout, spread
+    the answers of samples that finish at the same time over iterations of the event loop.
+    `top_logprobs` maps a sample's index to the top logprobs of its tokens, if they were requested.
     """
 
     options: GroupOptions
@@ -90,7 +90,7 @@ class Group:
                 self.source.release(settled=is_settled)
 
     async def end(self, engine: Engine, end_reason: EndReason) -> None:
-        """Abort the running samples; their tokens so far are kept."""
+        """Abort the running samples of the group; the tokens generated so far are in the answer."""
         self.end_reason = self.end_reason or end_reason
         self._ending.set()
         await engine.abort(list(self._unfinished))
@@ -125,11 +125,11 @@ class Group:
             return await self._gather(engine, pending, done)
 
     def _requests(self, load: KvLoad | None) -> list[SampleRequest]:
-        """Requests of the samples and the prefills of the prompt, in submission order.
+        """Engine requests of a group's samples and of its prompt prefills, in submission order.
 
-        If the samples load KV, the prefills come first, since samples use the blocks that these
-        leave. Otherwise they come after the first sample, whose prefill they must not delay: other
-        groups may wait for the KV that it writes.
+        If the samples load KV, the prefills come first, since the samples use the blocks that the
+        prefills leave. Otherwise the prefills come after the first sample, which they must not
+        delay: other groups may wait for the KV that this sample writes.
         """
         first, *others = [self._request(i, id_, load) for i, id_ in enumerate(self.sample_ids)]
         slot = self.exports.prompt_slot if self.exports else self.source.export
@@ -162,9 +162,10 @@ class Group:
 
     @asynccontextmanager
     async def _deadline(self, engine: Engine) -> AsyncIterator[None]:
-        """Context in which the deadline counts: it ends the group after so long in such contexts.
+        """Context manager that ends the group if its deadline passes inside the context.
 
-        The submission of the requests is outside of them.
+        The time spent in such contexts is added up. The submission of the requests is outside of
+        them.
         """
         if self.options.deadline_seconds is None:
             yield
@@ -185,7 +186,10 @@ class Group:
     async def _gather(
         self, engine: Engine, pending: Mapping[str, Awaitable[Completion]], done: OnPart
     ) -> list[tuple[SampleAnswer, int]]:
-        """Answers of the samples and their numbers of cached tokens; `pending` is by request id."""
+        """Wait for all samples; returns the answer and the number of cached tokens of each.
+
+        `pending` maps request ids to completions.
+        """
         self.began_at = asyncio.get_running_loop().time()
         async with asyncio.TaskGroup() as tasks:
             if self.source.prefills:
@@ -216,7 +220,7 @@ class Group:
         return answer, result.num_cached_tokens
 
     async def _on_sample_end(self, engine: Engine, index: int, result: Completion) -> None:
-        """Abort the other samples at once when this one makes the finish policy met."""
+        """Count a finished sample; if the finish policy is now met, abort the others."""
         self.num_done += 1
         if self.finish_policy is None or result.finish not in ("stop", "length"):
             return
@@ -225,7 +229,7 @@ class Group:
             await self.end(engine, "surplus")
 
     def _prior_tokens(self, index: int) -> list[int]:
-        """Tokens that a resumed sample already has."""
+        """Tokens that a sample resumed by `continue_from` already has; empty for other samples."""
         continued = self.options.continued
         return continued[index].token_ids if index < len(continued) else []
 
@@ -251,7 +255,10 @@ class Group:
         )
 
     def _num_valid_tokens(self, result: Completion) -> int:
-        """Number of leading tokens of the group's `exact_version`; all tokens if it has none."""
+        """Number of tokens before the first token of another version than `exact_version`.
+
+        All tokens if the group has no `exact_version`.
+        """
         if self.options.exact_version is None:
             return len(result.token_ids)
         exact_version = self.options.exact_version

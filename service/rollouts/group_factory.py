@@ -1,4 +1,4 @@
-"""Construction of a request's groups: prompt, sampling parameters, priority and finish policy."""
+"""Construction of the groups (one per prompt) of a rollout request."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,7 +21,7 @@ from service.trees.plan import Plan
 
 
 class GroupFactory:
-    """Creates groups without starting them."""
+    """Creates the groups of a rollout request, with all their options, without starting them."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class GroupFactory:
     async def groups(
         self, request: RolloutRequest, prompts: list[list[int]], shared: GroupOptions
     ) -> list[Group]:
-        """Groups of the request; `shared` are the options that all of them have."""
+        """Create one group per prompt of a request; `shared` are the options of all groups."""
         groups, turn = list[Group](), TimeSlice()
         continued = validation.samples_to_continue(request)
         for index, prompt in enumerate(prompts):

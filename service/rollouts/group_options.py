@@ -1,4 +1,4 @@
-"""Parameters of a group, fixed before it starts."""
+"""Parameters of a group (one prompt and its samples), fixed before it starts."""
 
 import hashlib
 from collections.abc import Awaitable, Callable, Sequence
@@ -12,12 +12,12 @@ Decode = Callable[[Sequence[int]], Awaitable[str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupOptions:
-    """Parameters of one group.
+    """Prompt, sampling parameters and limits of one group (one prompt and its samples).
 
-    The first ones are common to all groups of a rollout; the manager sets them before the groups
-    exist. After `deadline_seconds` the group ends with the samples as they are. Its first samples
-    resume those in `continued`. `num_required` is the number of samples after which the finish
-    policy ends the group.
+    `owner` to `num_top_logprobs` are common to all groups of a rollout; the manager sets them
+    before the groups exist. After `deadline_seconds` the group ends with the samples as they are.
+    Its first samples resume those in `continued`. `num_required` is the number of samples after
+    which the finish policy ends the group.
     """
 
     owner: str = ""
@@ -41,9 +41,9 @@ class GroupOptions:
 
 
 def derive_seed(seed: int, stream_key: int | str) -> int:
-    """Derive the seed of a random stream by hashing.
+    """Derive the seed of one random stream by hashing the request's seed with a stream key.
 
-    Adding would make groups with neighbouring seeds share random streams.
+    Adding them would make groups with neighbouring seeds share random streams.
     """
     digest = hashlib.blake2b(f"{seed}:{stream_key}".encode(), digest_size=8).digest()
     return int.from_bytes(digest) >> 1

@@ -1,7 +1,7 @@
 """Idempotency keys: a retried request finds the rollout that the first attempt started.
 
-Follows draft-ietf-httpapi-idempotency-key-header. A key belongs to its owner. It is claimed before
-the prompts are tokenized and bound once the rollout runs; if the request is rejected, it is
+Follows draft-ietf-httpapi-idempotency-key-header. A key is scoped to its owner. It is claimed
+before the prompts are tokenized and bound once the rollout runs; if the request is rejected, it is
 released. This module holds the keys of this replica; the cluster registry resolves keys that other
 replicas hold (service/cluster/membership.py). A key outlives its rollout by a fixed time, even if
 the result has been evicted earlier: a late retry then gets an error that the rollout is gone and
@@ -22,7 +22,7 @@ _KEY = re.compile(r"^[\x21-\x7e]{1,255}$")
 
 @dataclass(frozen=True, slots=True)
 class IdempotencyClaim:
-    """Idempotency key of one owner, with the SHA-256 of the request body.
+    """Idempotency key of a request, with its owner and the SHA-256 of the request body.
 
     The fingerprint distinguishes a retry from a different request under the same key.
     """
@@ -41,7 +41,7 @@ class IdempotencyClaim:
 
     @property
     def cluster_key(self) -> str:
-        """Key in the cluster registry, identical on all replicas."""
+        """Name of the idempotency key in the cluster registry, identical on all replicas."""
         return f"{self.owner}\n{self.key}"
 
     @property
@@ -56,7 +56,7 @@ class _Entry:
 
 
 class IdempotencyKeys:
-    """Idempotency keys of this replica.
+    """Idempotency keys that this replica holds, with the id of the rollout that each started.
 
     `claim` is followed by one `release`, or by one `bind` and one `ended`. `on_released` is called
     with the cluster key of every claim that is dropped.
@@ -79,7 +79,11 @@ class IdempotencyKeys:
         return len(self._claimed)
 
     def claim(self, claim: IdempotencyClaim) -> str | None:
-        """Claim the key: None for the first request, else the id of the rollout that it started."""
+        """Claim an idempotency key; returns None if it is new, else the id of its rollout.
+
+        Raises IdempotencyMismatch if the first request had another body, and IdempotencyInProgress
+        if its rollout has not started yet.
+        """
         self._drop_expired()
         existing = self._claimed.setdefault(claim.local_key, _Entry(claim))
         if existing.claim is claim:

@@ -1,6 +1,6 @@
 """Rollout manager: admission, execution, cancellation and retention of all rollouts.
 
-The gate is closed while weights are activated. Requests that arrive then wait for it, so that a
+Its gate is closed while weights are activated. Requests that arrive then wait for it, so that a
 weights constraint is checked against the version that will generate the samples. There is no await
 between that check and the start of the rollout, so an activation sees either the whole rollout or
 nothing of it.
@@ -36,7 +36,10 @@ NO_OPTIONS = GroupOptions()
 
 
 class RolloutManager:
-    """Registry of all running and retained rollouts; leaving `running` cancels the running ones."""
+    """Starts, finds and cancels rollouts, and retains the results of ended ones.
+
+    On exit, the context manager `running` cancels all running rollouts.
+    """
 
     def __init__(
         self,
@@ -105,11 +108,11 @@ class RolloutManager:
         claim: IdempotencyClaim | None = None,
         options: GroupOptions = NO_OPTIONS,
     ) -> Rollout:
-        """Validate the request and start a rollout; all rejections precede the first submission.
+        """Validate a request and start its rollout; a rejected request submits nothing to vLLM.
 
-        `options` are those of its groups that the request cannot express. With a claim, returns the
-        rollout that the same request has already started, if there is one, also during a drain.
-        Raises RedirectToReplica if another replica holds the claim.
+        `options` are group options that the request cannot express. With an idempotency claim,
+        returns the rollout that the same request has already started, if there is one, also during
+        a drain. Raises RedirectToReplica if another replica holds the claim.
         """
         options = replace(options, owner=owner)
         if claim is None:
@@ -161,7 +164,7 @@ class RolloutManager:
     async def _create_groups(
         self, request: RolloutRequest, prompts: list[list[int]], options: GroupOptions
     ) -> list[Group]:
-        """Create the groups; repeat if their version or adapter changed in the meantime.
+        """Create a request's groups; repeat if the weights version or the adapter has changed.
 
         There is no await after the last comparison.
         """
@@ -174,7 +177,7 @@ class RolloutManager:
                 return groups
 
     def _resolve(self, request: RolloutRequest, options: GroupOptions) -> GroupOptions:
-        """The options with the active weights version, if the request demands it, and adapter."""
+        """Group options with the adapter and, if the request requires one, the exact version."""
         return replace(
             options,
             exact_version=self._versions.admit(request.weights),
@@ -182,7 +185,7 @@ class RolloutManager:
         )
 
     def get(self, rollout_id: str, *, owner: str) -> Rollout:
-        """Running or retained rollout; one of another owner raises RolloutNotFound."""
+        """Find a running or retained rollout of `owner`; RolloutNotFound if there is none."""
         rollout = self._running.get(rollout_id) or self._results.get(rollout_id)
         if rollout is None or rollout.owner != owner:
             raise RolloutNotFound()
@@ -198,7 +201,7 @@ class RolloutManager:
                 await self.cancel(rollout)
 
     def on_disconnect(self, rollout: Rollout) -> None:
-        """Cancel the rollout of a disconnected caller unless it is detached.
+        """Cancel a rollout whose caller has disconnected, unless the rollout is detached.
 
         The cancellation runs in a separate task: the caller's task is itself being cancelled, so
         its first await might be its last.
@@ -207,21 +210,21 @@ class RolloutManager:
             self.in_background(self.cancel(rollout))
 
     def in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine in the task group of the rollouts; a no-op once that group has ended."""
+        """Run a coroutine in the manager's task group; a no-op once the task group has ended."""
         if self._tasks is None:
             work.close()
         else:
             self._tasks.create_task(work)
 
     async def cancel_all(self) -> None:
-        """Cancel all rollouts permanently; requests that wait at the gate are rejected."""
+        """Cancel all rollouts for shutdown; requests that wait for an activation are rejected."""
         self._stopped = True
         self._gate.set()
         for rollout in list(self._running.values()):
             await self.cancel(rollout)
 
     async def end_groups_bound_to_other_versions(self, version: str) -> int:
-        """Abort groups bound to another exact version; the number of samples aborted."""
+        """Abort groups that require another exact version; returns how many samples ran in them."""
         bound = [
             group
             for rollout in self._running.values()
@@ -248,9 +251,9 @@ class RolloutManager:
 
     @property
     def is_idle(self) -> bool:
-        """True if every rollout is idle, as are trees that wait for their callers.
+        """True if no rollout is sampling; trees that wait for their callers are idle.
 
-        Such trees can wait without a bound.
+        Trees can wait without a bound.
         """
         return all(rollout.is_idle for rollout in self._running.values())
 
@@ -260,7 +263,7 @@ class RolloutManager:
             await busy.wait_until_idle()
 
     async def wait_until_fetched(self) -> None:
-        """Wait until no retained result awaits its fetch: each was fetched or has expired."""
+        """Wait until every retained result that a caller is to fetch was fetched or has expired."""
         while self._results.num_awaiting_fetch:
             await asyncio.sleep(POLL_SECONDS)
 

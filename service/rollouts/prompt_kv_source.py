@@ -1,4 +1,4 @@
-"""Source of a group's prompt KV: prefilled by the samples themselves, or prepared before them."""
+"""Sources of a group's prompt KV: prefilled by the samples themselves, or prepared beforehand."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -10,7 +10,11 @@ from engine.types import Completion, SampleRequest
 
 
 class GroupMonitor(Protocol):
-    """Group as seen by its prompt source: tracks the source's engine requests, signals its end."""
+    """Interface of a group for its prompt source.
+
+    The source registers its own engine requests here, so that the group can abort them, and learns
+    from it that the group is ending.
+    """
 
     @property
     def ends(self) -> bool:
@@ -28,9 +32,10 @@ class GroupMonitor(Protocol):
 
 
 class PromptSource(Protocol):
-    """Prompt of one group: what its samples load, and what runs in the engine beside them.
+    """Source of the prompt KV of a group's samples.
 
-    `prefills` are submitted with the samples, the first of which carries `export`.
+    `prefills` are additional engine requests, submitted together with the samples. The first
+    sample's request carries the export slot `export`.
     """
 
     @property
@@ -40,26 +45,26 @@ class PromptSource(Protocol):
     def export(self) -> ExportSlot | None: ...
 
     async def prepare(self, engine: Engine, monitor: GroupMonitor) -> KvLoad | None:
-        """KV that the samples load; None if they prefill the prompt.
+        """Prepare the prompt KV; returns what the samples load, or None if they prefill.
 
-        If cancelled, its requests remain in the engine; the monitor knows them.
+        If this is cancelled, its requests remain in the engine; they are registered in `monitor`.
         """
 
     async def on_completed(self, request: SampleRequest, done: Completion) -> None:
-        """Record the end of a prefill; called in the order of `prefills`."""
+        """Record that a prefill request has completed; called in the order of `prefills`."""
 
     def annotated(self, answer: GroupAnswer) -> GroupAnswer:
-        """The group's answer with the report of its prompt."""
+        """Group answer to which the report about the prompt's KV is added."""
 
     def release(self, *, settled: bool) -> None:
-        """Release what the samples load, even if the preparation did not complete.
+        """Release the KV that the samples load, even if `prepare` did not complete.
 
-        `settled`: every request that was to load has ended by itself.
+        `settled` is True if every request that was to load KV has ended by itself.
         """
 
 
 class PrefilledPrompt:
-    """Prompt that the samples prefill; nothing to prepare, to report or to release."""
+    """Prompt source for samples that prefill their prompt; prepares and releases nothing."""
 
     prefills: Sequence[SampleRequest] = ()
     export: ExportSlot | None = None

@@ -12,7 +12,7 @@ from service.rollouts.rollout import Rollout
 
 
 class ResultCache:
-    """Result cache; every access evicts expired and excess entries."""
+    """Ended rollouts by id; every access evicts expired entries and those above the byte limit."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class ResultCache:
 
     @property
     def num_awaiting_fetch(self) -> int:
-        """Number of results that a caller is to fetch later and has not fetched yet."""
+        """Number of cached results that a caller is to fetch and has not fetched yet."""
         self.drop_expired()
         return sum(rollout.awaits_fetch for _, rollout in self._rollouts.values())
 
@@ -56,7 +56,7 @@ class ResultCache:
             self._drop(oldest)
 
     def check(self) -> None:
-        """Assert that the byte count matches the cached rollouts and is within the limit."""
+        """Assert that the byte count of the cache matches its entries and is within the limit."""
         held = sum(rollout.num_bytes for _, rollout in self._rollouts.values())
         assert held == self._num_bytes <= self._max_bytes, (
             "the sizes of cached results do not add up"

@@ -1,4 +1,4 @@
-"""Rollout: the groups of one request, run concurrently, and the log of their results.
+"""Execution of a rollout: runs the groups of one request concurrently and logs their results.
 
 The log is append-only and any number of readers can read it from the start, so a streamed and a
 plain answer are two views of the same run. A rollout ends exactly once, with an answer or with an
@@ -53,11 +53,11 @@ SPAN_BYTES = 1024
 
 
 class Rollout:
-    """Execution of one request; owned by the manager that runs it, on one event loop.
+    """Execution of one rollout request: its groups, the log of their results, and the answer.
 
-    `owner` is the API key that started it; no other key can see it. A detached rollout outlives its
-    caller's connection. `awaits_fetch` is true if a caller is to fetch the result later and
-    has not fetched it yet.
+    Owned by the rollout manager, which runs it on one event loop. `owner` is the API key that
+    started it; no other key can see it. A detached rollout outlives its caller's connection.
+    `awaits_fetch` is true if a caller is to fetch the result later and has not fetched it yet.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Rollout:
 
     @property
     def log(self) -> Sequence[Record]:
-        """Records so far."""
+        """Log records of the rollout so far."""
         return self._log
 
     @property
@@ -103,12 +103,12 @@ class Rollout:
 
     @property
     def num_bytes(self) -> int:
-        """Estimated memory in bytes of the answer and the log, without the groups."""
+        """Estimated memory, in bytes, of a rollout's answer and log, without its groups."""
         return self._num_bytes
 
     @property
     def is_idle(self) -> bool:
-        """True if nothing happens until a caller sends another request."""
+        """True if the rollout has ended or makes no progress until its caller sends a request."""
         return self.ended or all(group.is_idle for group in self.groups)
 
     async def wait_until_idle(self) -> None:
@@ -136,7 +136,7 @@ class Rollout:
             self._end()
 
     async def _spread(self, group: Group) -> None:
-        """Yield to the event loop once per PER_TURN samples, so that these enter the engine."""
+        """Yield to the event loop after every PER_TURN samples, so that they are submitted."""
         self._num_started += group.options.n
         while self._num_started >= PER_TURN:
             self._num_started -= PER_TURN
@@ -147,7 +147,7 @@ class Rollout:
             record_group(self, group, self._answers[group.options.index])
 
     def on_never_started(self) -> None:
-        """End a rollout whose task was cancelled before its first step.
+        """Record the end of a rollout whose task was cancelled before its first step.
 
         Such a task runs nothing, not even `finally`.
         """
@@ -175,7 +175,7 @@ class Rollout:
         await self._ended.wait()
 
     def answers(self) -> list[GroupAnswer]:
-        """Answers of the groups that have ended, by index."""
+        """Answers of the groups that have ended, in the order of the request."""
         return [self._answers[index] for index in sorted(self._answers)]
 
     def progress(self) -> RunningAnswer:
@@ -183,7 +183,7 @@ class Rollout:
         return RunningAnswer(id=self.id, num_samples=self.num_samples, num_samples_done=done)
 
     async def answer(self) -> RolloutAnswer:
-        """Wait for the end and return the answer; raises the error if the rollout failed."""
+        """Wait until the rollout ends and return its answer; raises its error if it failed."""
         await self.wait()
         if self.error is not None:
             raise self.error
@@ -192,7 +192,10 @@ class Rollout:
         )
 
     async def records(self) -> AsyncIterator[Record]:
-        """Yield the log from its start as it grows, and a progress record whenever it stalls."""
+        """Yield the rollout's log records from the first to the last, waiting for new ones.
+
+        While there is no new record, yields a progress record every PROGRESS_SECONDS.
+        """
         position, turn = 0, TimeSlice()
         while True:
             for record in self._log[position:]:
@@ -282,7 +285,7 @@ class Rollout:
 
 
 def _num_bytes(part: SampleAnswer | SegmentAnswer) -> int:
-    """Estimated bytes of a record; a number and its list entry take about 36 bytes."""
+    """Estimated memory of a log record in bytes; a number in a list takes about 36 bytes."""
     num_bytes = PART_BYTES + SPAN_BYTES * len(part.versions)
     if isinstance(part, SampleAnswer):
         return num_bytes + sys.getsizeof(part.text) + 80 * len(part.token_ids)

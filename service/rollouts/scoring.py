@@ -25,14 +25,14 @@ ComputedResult: TypeAlias = Coroutine[Any, Any, tuple[Result, str, str | None]]
 
 
 class ScoringOptions(NamedTuple):
-    """Options common to all responses of a request."""
+    """Weights constraint and adapter of a scoring request, common to all its responses."""
 
     weights: WeightsConstraint | None
     adapter: str | None
 
 
 class Scoring:
-    """Scoring of responses and prompts; keeps no state between requests."""
+    """Computes logprobs of given responses and prompts; keeps no state between requests."""
 
     def __init__(
         self,
@@ -110,7 +110,10 @@ class Scoring:
         owner: str,
         options: ScoringOptions,
     ) -> list[list[TopLogprobs]]:
-        """Top-k logprobs of each prompt in order, each computed on one weights version."""
+        """Top-k logprobs at the positions of each given prompt, in the order of the prompts.
+
+        Each prompt is computed on one weights version.
+        """
         for prompt in prompts:
             self._check(prompt, [])
 
@@ -140,7 +143,10 @@ class Scoring:
     async def _compute_on_one_version(
         self, compute: Callable[[str | None], Awaitable[Result]], options: ScoringOptions
     ) -> tuple[Result, str, str | None]:
-        """Result with the labels of the weights version and of the adapter that it used."""
+        """Run a computation on one weights version; repeat it if weights are activated meanwhile.
+
+        Returns the result with the labels of the weights version and of the adapter that it used.
+        """
         while True:
             await self._rollouts.wait_gate_open()
             self._versions.admit(options.weights)

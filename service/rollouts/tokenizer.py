@@ -25,7 +25,7 @@ WAITING = QueueLimits(key_bytes=16 * 2**20, total_bytes=64 * 2**20)
 
 
 class Tokenizer:
-    """Tokenizer thread and its queues; `close` ends the thread."""
+    """Runs the engine's tokenizer in one thread, fed by fair queues; `close` ends the thread."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -46,7 +46,7 @@ class Tokenizer:
         return self._check_token_ids(await self.rendered(chat_request))
 
     async def rendered(self, chat_request: ChatRequest) -> list[int]:
-        """Token ids of a rendered chat request, without the length check of `chat_request`."""
+        """Token ids of a chat request after applying the chat template; not checked for length."""
         # In a thread: a request may hold millions of values.
         num_chars = await asyncio.to_thread(_num_chars, [chat_request.messages, chat_request.tools])
         try:
@@ -59,7 +59,7 @@ class Tokenizer:
             raise NoChatTemplate() from error
 
     async def encoded(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text of any length; callers bound it."""
+        """Token ids of a text, whose length the caller must have limited."""
         engine = self._engine
         return await self._encoded(
             len(text), lambda: engine.encode_text(text, add_special_tokens=add_special_tokens)
@@ -69,7 +69,7 @@ class Tokenizer:
         return await self._decoded(lambda: self._engine.decode(token_ids))
 
     async def whole_text(self, token_ids: Sequence[int]) -> str:
-        """Text including special tokens."""
+        """Decoded text of the tokens, including special tokens."""
         return await self._decoded(
             lambda: self._engine.decode(token_ids, skip_special_tokens=False)
         )
@@ -78,7 +78,11 @@ class Tokenizer:
         return await self._decoded(lambda: self._engine.token_pieces(token_ids))
 
     async def token_texts(self, collect: Callable[[], Iterable[int]]) -> Mapping[int, str]:
-        """Text of each collected token; every token of the vocabulary is decoded only once."""
+        """Text of single tokens by token id; every token of the vocabulary is decoded only once.
+
+        `collect` returns the token ids to decode; it runs in the tokenizer thread. The result may
+        also contain tokens of earlier calls.
+        """
 
         def decode() -> Mapping[int, str]:
             known = self._token_texts
@@ -117,7 +121,7 @@ class Tokenizer:
         return await self.rendered(ChatRequest(messages=messages))
 
     async def _text_tokens(self, text: str) -> list[int]:
-        """Token ids of a text; one that is certainly too long is rejected before tokenization."""
+        """Token ids of a prompt text, rejected before tokenization if certainly too long."""
         info = self._engine.info
         if info.max_token_chars is not None:
             max_chars = info.max_context_tokens * info.max_token_chars
@@ -132,7 +136,7 @@ class Tokenizer:
         return await self._tokenizer.run(f"prompts of {key_name.get()}", num_chars, encode)
 
     async def _decoded(self, decode: Callable[[], Result]) -> Result:
-        """Run `decode` in the thread. Its queued size is 0, so the queue never rejects it."""
+        """Run a function in the tokenizer thread; its queued size is 0, so it is never rejected."""
         return await self._tokenizer.run(f"responses of {key_name.get()}", 0, decode)
 
 

@@ -1,4 +1,4 @@
-"""Request validation across fields, and the capacity that a request needs."""
+"""Validation of rollout requests across fields, and the number of samples that they need."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from service.trees.plan import check as check_branching
 
 
 def check(request: RolloutRequest, *, max_samples: int, is_blocking: bool) -> int:
-    """Validate a request across its fields; returns its number of samples.
+    """Validate a rollout request across its fields; returns its number of samples.
 
     `is_blocking`: the caller receives nothing before the rollout has ended.
     """
@@ -40,12 +40,15 @@ def check(request: RolloutRequest, *, max_samples: int, is_blocking: bool) -> in
 
 
 def num_samples_of(request: RolloutRequest, group: GroupRequest) -> int:
-    """Maximum number of samples that the group may have in the engine at once."""
+    """Maximum number of samples that a requested group may have in the engine at once."""
     return group.n if request.branching is None else request.branching.max_leaves
 
 
 def samples_to_continue(request: RolloutRequest) -> Mapping[int, list[UnfinishedSample]]:
-    """Samples to resume by group index; within a group they become its first samples."""
+    """Unfinished samples that a request resumes, by the index of their group.
+
+    They become the first samples of the group.
+    """
     continued = defaultdict[int, list[UnfinishedSample]](list)
     for sample in () if request.continue_from is None else request.continue_from.samples:
         continued[sample.group].append(sample)
