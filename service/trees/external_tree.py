@@ -1,4 +1,4 @@
-"""Trees that external callers grow: searches and process reward models.
+"""Rollout trees that callers grow with branch requests, e.g. search with a process reward model.
 
 Every branch and every drop renews a tree's lease, which does not expire while a path is running. A
 tree ends as it is when the lease expires or its rollout is ended.
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BranchResult:
-    """Pending segments of a branch request.
+    """Result of a branch request to a tree: the tasks that sample its new segments.
 
-    The tasks belong to the tree: to stop waiting for them does not end them.
+    The tasks belong to the tree: they continue if a caller stops waiting for them.
     """
 
     tasks: Sequence["asyncio.Task[Segment | None]"]
@@ -48,7 +48,7 @@ class BranchResult:
         return all(task.done() for task in self.tasks)
 
     async def segments(self) -> list[SegmentAnswer]:
-        """Wait for the segments; those dropped in the meantime are left out."""
+        """Wait for the new segments of a branch request; omits segments dropped in the meantime."""
         await asyncio.wait(self.tasks)
         failures = [e for task in self.tasks if not task.cancelled() and (e := task.exception())]
         if failures:
@@ -68,7 +68,7 @@ def check_branch(plan: Plan, parent: Segment | None, *, num_leaves: int) -> None
 
 
 def branch_bounds(plan: Plan, budget: Budget, request: BranchRequest, *, start: int) -> PathBounds:
-    """Limits of each path of a branch request."""
+    """Limits, mainly in tokens, of each new path that a branch request starts."""
     part = budget.remaining // request.n
     if part < 1:
         raise InvalidRequest("the tree's max_new_tokens_total is used up")
@@ -88,7 +88,10 @@ class _Claim:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ExternalTree(TreeGroup):
-    """Externally grown tree; raises TreeClosed before `run` has begun and after it has ended."""
+    """Group whose tree grows by its caller's branch and drop requests.
+
+    These raise TreeClosed before `run` has begun and after it has ended.
+    """
 
     lease_seconds: float
     _expires: float = 0.0
@@ -99,11 +102,11 @@ class ExternalTree(TreeGroup):
 
     @property
     def is_idle(self) -> bool:
-        """True if no path is running, so that nothing happens until the caller branches again."""
+        """True if no path of the tree is running: nothing happens until the caller branches."""
         return not self._unfinished
 
     async def branch(self, request: BranchRequest, claim: IdempotencyClaim | None) -> BranchResult:
-        """Start paths from a segment.
+        """Start new paths from a segment of the tree, or from its prompt.
 
         A retry with the same idempotency key gets the result of the first request.
         """
@@ -139,7 +142,7 @@ class ExternalTree(TreeGroup):
         return branch_result
 
     def _create_paths(self, request: BranchRequest) -> list[Path]:
-        """Validate the branch request and create its paths; rejections precede any reservation."""
+        """Validate a branch request and create its paths; a rejected request reserves nothing."""
         parent = self.tree.get_segment(request.segment)
         check_branch(self.plan, parent, num_leaves=self._num_leaves_with(parent, request.n))
         start = len(self.options.prompt_token_ids) + len(self.tree.token_ids(parent))
@@ -166,21 +169,22 @@ class ExternalTree(TreeGroup):
         return sorted(dropped_ids)
 
     async def cancel_branch(self, branch_result: BranchResult) -> None:
-        """Abort the paths of a disconnected caller, unless an idempotency key allows a retry."""
+        """Abort a disconnected caller's new paths, unless an idempotency key allows a retry."""
         if not branch_result.has_idempotency_key:
             await self._engine.abort(branch_result.path_ids)
 
     async def end(self, engine: Engine, end_reason: EndReason) -> None:
-        """End the tree.
+        """End the tree and abort its running paths; only the reason "cancelled" completes it.
 
-        A cancellation is its owner's way to complete it; any other reason truncates it.
+        Cancellation is the way in which an owner completes a tree. Any other reason truncates the
+        tree.
         """
         self._was_truncated |= end_reason != "cancelled"
         await TreeGroup.end(self, engine, end_reason)
         self._changed.set()
 
     def close(self) -> None:
-        """Reject further branches and end as soon as no path is running."""
+        """Reject further branches of this tree; it ends once none of its paths is running."""
         self._is_closing = True
         self._changed.set()
 
@@ -198,7 +202,7 @@ class ExternalTree(TreeGroup):
             self._is_open = False
 
     def _is_alive(self) -> bool:
-        """True while paths are running or the lease lasts.
+        """True while the tree has running paths or an unexpired lease, and has not been ended.
 
         When the tree ends early, the task group still awaits its running paths.
         """
@@ -215,19 +219,19 @@ class ExternalTree(TreeGroup):
             raise TreeClosed()
 
     def _num_leaves_with(self, parent: Segment | None, n: int) -> int:
-        """Number of leaves and running paths once n more paths have started at the parent."""
+        """Number of leaves and running paths of the tree once `n` more start at `parent`."""
         parents = {path.parent.id for path in self._paths.values() if path.parent}
         parents |= set() if parent is None else {parent.id}
         leaves = sum(leaf.id not in parents for leaf in self.tree.leaves())
         return leaves + len(self._paths) + n
 
     def _cut_at_position(self, path: Path, tokens: GeneratedTokens) -> tuple[Segment, list[Fork]]:
-        """Add the segment without forks; the caller decides about its children."""
+        """Add a cut path's tokens as one segment, from which the caller may branch later."""
         return self._add_segment(path.parent, path.depth, f"{path.name}+0", tokens, "cut"), []
 
     @property
     def complete_finishes(self) -> Collection[SegmentFinish]:
-        """Finish reasons of a complete leaf, including "cut".
+        """Finish reasons with which a leaf counts as complete, including "cut".
 
         The caller decides where a tree ends.
         """
@@ -235,13 +239,13 @@ class ExternalTree(TreeGroup):
 
 
 class ExternalTrees:
-    """Stateless view of all externally grown trees; each tree is owned by its rollout."""
+    """Finds and closes externally grown trees; stateless, as every rollout owns its trees."""
 
     def __init__(self, rollouts: "RolloutManager") -> None:
         self._rollouts = rollouts
 
     async def find(self, rollout_id: str, index: int, *, owner: str) -> ExternalTree:
-        """Tree of a rollout's group; waits at the activation gate like all requests for samples."""
+        """Find the tree of a rollout's group; waits for an activation of weights in progress."""
         await self._rollouts.wait_gate_open()
         groups = self._rollouts.get(rollout_id, owner=owner).groups
         group = groups[index] if index < len(groups) else None
@@ -250,12 +254,12 @@ class ExternalTrees:
         return group
 
     def on_disconnect(self, tree: ExternalTree, branch_result: BranchResult) -> None:
-        """Cancel a branch whose caller has disconnected."""
+        """Cancel a branch request whose caller has disconnected, if its paths are still running."""
         if not branch_result.done:
             self._rollouts.in_background(tree.cancel_branch(branch_result))
 
     def close(self) -> None:
-        """Close all trees: no further branches, and an end once no path is running."""
+        """Reject further branches of all trees; each ends once none of its paths is running."""
         for tree in self._running():
             tree.close()
 

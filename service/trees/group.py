@@ -1,9 +1,9 @@
 """Group whose samples form a tree: paths are sampled, cut and forked.
 
-Every path is one engine request whose prompt is the group's prompt plus the segments above it, so a
-fork prefills only what of that is not cached: one token. In the modes that cut by position, paths
-stop there. In mode entropy, paths run to their end and are cut afterwards at their most uncertain
-tokens.
+Every path is one engine request whose prompt is the group's prompt plus the segments above it. A
+fork prefills only the part of this that is not cached, which is one token. In the modes that cut by
+position, paths stop at the cut. In mode entropy, paths run to their end and are cut afterwards at
+their most uncertain tokens.
 """
 
 import asyncio
@@ -31,14 +31,14 @@ from service.trees.tree import (
 )
 
 Fork = tuple[Segment | None, int, list[int]]
-"""Parent segment of new paths, their depth in splits, and each path's share of leaves."""
+"""Parent segment of new paths, their depth in splits, and the number of leaves of each."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class TreeGroup(Group):
-    """Group that samples a tree.
+    """Group whose samples are the leaves of a tree and share the segments above them.
 
-    `n` is the maximum number of leaves. Cancelling `run` at any point aborts all its paths.
+    `n` is the maximum number of leaves. Cancelling `run` at any point aborts all running paths.
     """
 
     plan: Plan
@@ -71,7 +71,7 @@ class TreeGroup(Group):
 
     @property
     def growing(self) -> list[str | None]:
-        """Parent segment id of each running path."""
+        """Parent segment id of each running path; None for paths that continue the prompt."""
         return [path.parent_id for path in self._paths.values()]
 
     async def _run_until_done(self) -> None:
@@ -104,7 +104,7 @@ class TreeGroup(Group):
     def _create_path(
         self, parent: Segment | None, depth: int, start: int, bounds: PathBounds
     ) -> Path:
-        """Create a path and reserve its tokens."""
+        """Create a path and reserve its maximum length in the tree's token budget."""
         at = "" if parent is None else parent.name
         self._num_children[at] += 1
         self.budget.reserve(bounds.limit)
@@ -119,7 +119,7 @@ class TreeGroup(Group):
         )
 
     async def _start(self, paths: Sequence[Path]) -> None:
-        """Submit paths together; once the group is ending, release their budget instead."""
+        """Submit new paths to the engine; if the group is ending, release their tokens instead."""
         if self.end_reason or not paths:
             self._was_truncated |= bool(paths)
             for path in paths:
@@ -128,7 +128,7 @@ class TreeGroup(Group):
         await self._submit(paths, self._register(paths))
 
     def _register(self, paths: Sequence[Path]) -> list[SampleRequest]:
-        """Register paths as running and return their engine requests."""
+        """Register new paths of the tree as running and return their engine requests."""
         self._paths |= {path.id: path for path in paths}
         self._unfinished |= {path.id for path in paths}
         return [self._path_request(path) for path in paths]
@@ -163,7 +163,10 @@ class TreeGroup(Group):
         )
 
     def _export_place(self, path: Path, prompt: list[int]) -> ExportSlot | None:
-        """Export slot of the first path from a fork, whose prompt is the whole path up to there."""
+        """KV export slot for a path that is the first at its fork; None for other paths.
+
+        The engine request of that path has the tokens up to the fork as its prompt.
+        """
         if self.exports is None or not path.is_first:
             return None
         if path.parent_id is None:
@@ -171,7 +174,10 @@ class TreeGroup(Group):
         return self.exports.begin(prompt, path.parent_id)
 
     async def _await_path(self, path: Path, completion: Awaitable[Completion]) -> Segment | None:
-        """Add a finished path to the tree and return its last segment; None if it was dropped."""
+        """Wait for a path, add it to the tree, and start the paths that fork from it.
+
+        Returns the last segment of the path, or None if the path was dropped.
+        """
         result = await completion
         self._unfinished.discard(path.id)
         self._release_budget(path, used=len(result.token_ids))
@@ -194,7 +200,7 @@ class TreeGroup(Group):
         self.budget.num_future_leaves -= path.bounds.num_future_leaves
 
     async def _count_leaf(self, segment: Segment, forks: Sequence[Fork]) -> None:
-        """Count a leaf; as in flat groups, the one that meets the finish policy ends the others."""
+        """Count a finished leaf; abort the running paths once enough leaves are complete."""
         if segment.finish == "cut":
             return
         self.num_done += 1
@@ -216,7 +222,7 @@ class TreeGroup(Group):
     def _add_to_tree(
         self, path: Path, tokens: GeneratedTokens, finish: SegmentFinish
     ) -> tuple[Segment, list[Fork]]:
-        """Add generated tokens to the tree; returns the last segment and the new forks."""
+        """Add a path's tokens to the tree as segments; returns the last one and the new forks."""
         if finish == "cut":
             return self._cut_at_position(path, tokens)
         cuts, shares = self._entropy_forks(path, tokens, finish)

@@ -1,4 +1,4 @@
-"""Paths of a tree and their token budget; a path is one engine request, from a fork to its end."""
+"""Running paths of a rollout tree, each of which is one engine request, and their token budget."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from service.trees.tree import Segment
 
 
 class Budget:
-    """Token budget of one tree; every `reserve` must be followed by one `release`.
+    """Token budget of one rollout tree; every `reserve` must be followed by one `release`.
 
     A running path reserves its maximum length, so the bound is never exceeded. Unused tokens return
     to the budget for the paths that start next. Every future leaf gets an equal part of what
@@ -26,9 +26,10 @@ class Budget:
         return self._remaining
 
     def part(self, leaves: int, num_starting_leaves: int) -> int:
-        """Tokens for `leaves` of the `num_starting_leaves` leaves that start now.
+        """Part of the remaining token budget for a path with this number of leaves.
 
-        The remaining tokens are divided equally among these and the future leaves.
+        The remaining tokens are divided equally among the `num_starting_leaves` leaves of all paths
+        that start now, this path included, and the future leaves.
         """
         return self._remaining * leaves // (num_starting_leaves + self.num_future_leaves)
 
@@ -52,7 +53,7 @@ class Budget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PathBounds:
-    """Limits of a path.
+    """Limits of one path of a rollout tree, in tokens and in leaves.
 
     `limit` is its maximum number of tokens. `share` is its maximum number of leaves,
     `num_future_leaves` how many of them start only after it has ended. `cut`: the path is cut when
@@ -68,10 +69,10 @@ class PathBounds:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Path:
-    """Running path.
+    """Running path of a rollout tree: one engine request that continues the segment `parent`.
 
-    `start` is its initial length in tokens, prompt included. `depth` is the number of splits before
-    it.
+    `parent` is None for a path that continues the prompt. `start` is the length in tokens, prompt
+    included, at which the path begins. `depth` is the number of splits before that.
     """
 
     id: str
@@ -87,14 +88,14 @@ class Path:
 
     @property
     def is_first(self) -> bool:
-        """True for the first path of its fork."""
+        """True for the first of the paths that continue the same segment."""
         return self.name.endswith("/1")
 
 
 def path_bounds(
     plan: Plan, budget: Budget, share: int, *, start: int, depth: int, num_starting_leaves: int
 ) -> PathBounds:
-    """Limits of a path that starts together with others; reserves nothing.
+    """Compute the limits of one of the paths that start together; reserves no tokens.
 
     `num_starting_leaves` is the number of leaves of all paths that start together.
     """

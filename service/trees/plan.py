@@ -1,4 +1,4 @@
-"""Geometry of a tree for a branching request: positions of cuts and numbers of children.
+"""Geometry of a rollout tree: where its paths are cut, and into how many children they split.
 
 Lengths are those of whole paths, prompt included, unless named response lengths.
 """
@@ -17,11 +17,11 @@ UNUSED_FIELDS = {
     "entropy": ("interval", "positions", "lease_seconds"),
     "external": ("interval", "positions", "factor", "min_gap", "first_split", "on_early_stop"),
 }
-"""Fields that have no effect in a mode; rejected, since they would not do what is expected."""
+"""Request fields that have no effect in a mode; rejected, as callers would expect an effect."""
 
 
 def next_cut(length: int, block_size: int) -> int:
-    """Smallest path length >= `length` that costs a fork a prefill of one token only.
+    """Smallest path length >= `length` at which a fork prefills only one token.
 
     Full KV blocks of a path are cached, and its last token is always recomputed, so the cheapest
     path to fork is one token longer than a multiple of the block size.
@@ -31,7 +31,10 @@ def next_cut(length: int, block_size: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Plan of one tree; `prompt_length` and the bound `max_length` of paths are in tokens."""
+    """Geometry of one rollout tree, from the branching parameters of the request.
+
+    `prompt_length` and `max_length`, the maximum length of a path, are in tokens.
+    """
 
     branching: Branching
     prompt_length: int
@@ -39,13 +42,13 @@ class Plan:
     block_size: int
 
     def factor(self, depth: int) -> int:
-        """Number of children of a path at this depth."""
+        """Number of children into which a path splits at this depth (number of earlier splits)."""
         factor = self.branching.factor
         return factor if isinstance(factor, int) else factor[min(depth, len(factor) - 1)]
 
     @cached_property
     def max_depth(self) -> int:
-        """Maximum number of splits of a path."""
+        """Maximum number of splits between the prompt and a leaf of the tree."""
         if self.branching.mode == "positions":
             return min(self.branching.max_depth, len(self.branching.positions))
         return self.branching.max_depth
@@ -57,9 +60,10 @@ class Plan:
         return self.branching.first_split == 0
 
     def cut(self, start: int, depth: int) -> int | None:
-        """Length at which a path is cut that starts at `start` after `depth` splits; None: never.
+        """Length at which to cut a path that starts at length `start`; None if it is never cut.
 
-        At least `min_gap` tokens and one token after the previous cut, and below `max_length`.
+        `depth` is the number of splits before the path. The cut is at least `min_gap` tokens and
+        one token after the previous one, and below `max_length`.
         """
         if depth >= self.max_depth:
             return None
@@ -71,7 +75,7 @@ class Plan:
         return length if length < self.max_length else None
 
     def capacity(self, depth: int) -> int:
-        """Maximum number of leaves below a path at this depth."""
+        """Maximum number of leaves below a path that starts after `depth` splits."""
         most = self.branching.max_leaves
         leaves = 1
         for at in range(self.max_depth - 1, depth - 1, -1):
@@ -79,7 +83,7 @@ class Plan:
         return leaves
 
     def _leaves_above(self, leaves: int, depth: int) -> int:
-        """Number of leaves of a path at this depth, given those of each child."""
+        """Number of leaves below a path at `depth` if each of its children has `leaves` leaves."""
         factor = self.factor(depth)
         if self.branching.mode == "entropy" and not (depth == 0 and self.splits_at_prompt):
             cuts = min(self.entropy.top_n, self.max_depth - depth)
@@ -87,7 +91,7 @@ class Plan:
         return factor * leaves
 
     def _response_position(self, depth: int) -> int:
-        """Number of response tokens before the split at this depth."""
+        """Number of response tokens that the request puts before the split at this depth."""
         branching = self.branching
         if branching.mode == "positions":
             return branching.positions[depth]
@@ -117,7 +121,7 @@ def check(branching: Branching, *, n: int) -> None:
 
 
 def split(share: int, parts: int) -> list[int]:
-    """Distribute leaves as evenly as possible over at most `parts` children, at least one each."""
+    """Distribute `share` leaves evenly over at most `parts` children, at least one leaf each."""
     parts = min(share, parts)
     return [math.ceil((share - i) / parts) for i in range(parts)]
 
@@ -125,11 +129,13 @@ def split(share: int, parts: int) -> list[int]:
 def select_entropy_cuts(
     plan: Plan, entropy: Sequence[float], *, start: int, max_cuts: int
 ) -> list[int]:
-    """At most `max_cuts` ascending path lengths at which the tokens from `start` on are cut.
+    """Select the path lengths at which to cut a path, close to its tokens of highest entropy.
 
-    A token's entropy is that of the distribution it was sampled from, so the fork belongs before
-    that token. The cut moves to the next position at which a child prefills a single token, and
-    that position's score is the highest entropy of the tokens that move to it.
+    `entropy` is that of the path's tokens, the first of which follows the length `start`. Returns
+    at most `max_cuts` lengths in ascending order. A token's entropy is that of the distribution it
+    was sampled from, so the fork belongs before that token. The cut moves to the next position at
+    which a child prefills a single token, and that position's score is the highest entropy of the
+    tokens that move to it.
     """
     scores = _scores(plan, entropy, start)
     gap = max(plan.branching.min_gap, 1)
@@ -141,7 +147,11 @@ def select_entropy_cuts(
 
 
 def _scores(plan: Plan, entropy: Sequence[float], start: int) -> dict[int, float]:
-    """Scores of the allowed positions: after the first split, and `min_gap` after the fork."""
+    """Entropy score of every length at which a path may be cut.
+
+    Cuts are allowed after `first_split` response tokens and, in a path that starts at a fork,
+    `min_gap` tokens after that fork.
+    """
     earliest = max(plan.prompt_length + plan.branching.first_split, start + 1)
     if start > plan.prompt_length:
         earliest = max(earliest, start + plan.branching.min_gap)
@@ -154,10 +164,11 @@ def _scores(plan: Plan, entropy: Sequence[float], start: int) -> dict[int, float
 
 
 def distribute_leaves(leaves: int, capacities: Sequence[int], *, per_cut: int) -> list[list[int]]:
-    """Shares of leaves of the paths at each cut.
+    """Distribute leaves over the new paths at each cut; returns the leaves per path, by cut.
 
-    A path at cut `i` can have at most `capacities[i]` leaves. Leaves are dealt one at a time, so
-    that shares are even; leaves that exceed all capacities are left over.
+    At most `per_cut` new paths start at a cut. A path at cut `i` can have at most `capacities[i]`
+    leaves. Leaves are dealt one at a time, so that shares are even; leaves that exceed all
+    capacities are left over.
     """
     shares = [[0] * per_cut for _ in capacities]
     seats = [(cut, seat) for seat in range(per_cut) for cut in range(len(capacities))]

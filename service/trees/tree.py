@@ -1,6 +1,6 @@
-"""Tree and its segments, the tokens between two cuts; owned by the tree group.
+"""Tree of a rollout, whose nodes are segments: the tokens between two cuts of a path.
 
-Parents precede their children. Segments are immutable once added.
+Owned by the tree group. Parents precede their children. Segments are immutable once added.
 """
 
 from collections import Counter
@@ -21,7 +21,7 @@ COMPLETE_FINISHES: Collection[SegmentFinish] = frozenset({"stop", "length", "bud
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GeneratedTokens:
-    """Tokens with one logprob, one version and, if requested, one entropy per token."""
+    """Generated tokens with, per token, logprob, weights version and, if requested, entropy."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -37,7 +37,7 @@ class GeneratedTokens:
         )
 
     def pieces(self, cuts: Sequence[int]) -> list["GeneratedTokens"]:
-        """Split at ascending positions, all of them inside."""
+        """Split the tokens at the given positions, which are ascending and not at the ends."""
         borders = [0, *cuts, len(self.token_ids)]
         return [self.part(start, end) for start, end in zip(borders, borders[1:], strict=False)]
 
@@ -61,10 +61,10 @@ def _entropy(plan: Plan, result: Completion) -> list[float] | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Segment:
-    """Node of a tree.
+    """Node of a rollout tree: the tokens between two cuts, and the reason why they end there.
 
-    `depth` is the number of splits on its path. `name` is deterministic: the same for every run
-    that grows the same tree.
+    `depth` is the number of splits between the prompt and the segment. `name` is deterministic: the
+    same for every run that grows the same tree.
     """
 
     id: str
@@ -90,7 +90,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LeafPath:
-    """Tokens of the whole path to a leaf, as those of one sample."""
+    """Tokens of all segments from the prompt to a leaf, joined like the tokens of one sample."""
 
     leaf: Segment
     token_ids: list[int]
@@ -99,7 +99,7 @@ class LeafPath:
 
 
 class Tree:
-    """Segments of one tree; `prefix` makes their ids unique within a rollout."""
+    """Segments of one rollout tree; `prefix` makes their ids unique within the rollout."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
@@ -108,7 +108,7 @@ class Tree:
         self.num_dropped = 0
 
     def get_segment(self, segment_id: str | None) -> Segment | None:
-        """Segment with this id; None stands for the prompt."""
+        """Find a segment of the tree by its id; the id None stands for the prompt."""
         if segment_id is None:
             return None
         if segment_id not in self._segments:
@@ -137,7 +137,7 @@ class Tree:
         return segment
 
     def path(self, segment: Segment | None) -> list[Segment]:
-        """Segments from the prompt to this one, inclusive."""
+        """Segments on the way from the prompt to the given segment, inclusive."""
         path: list[Segment] = []
         while segment is not None:
             path.append(segment)
@@ -152,7 +152,7 @@ class Tree:
         return [segment for segment in self._segments.values() if segment.id not in parents]
 
     def descendants(self, segment: Segment) -> set[str]:
-        """Ids of the segment and of its descendants."""
+        """Ids of a segment and of all its descendants in the tree."""
         found = {segment.id}
         for each in self._segments.values():
             if each.parent in found:
@@ -185,7 +185,7 @@ class Tree:
 
 
 async def row_answer(index: int, row: LeafPath, decode: Decode | None) -> SampleAnswer:
-    """A leaf's path as the answer of a flat sample."""
+    """Answer in the form of a flat sample, from the tokens between the prompt and a leaf."""
     finish = row.leaf.finish
     return SampleAnswer(
         index=index,
@@ -205,7 +205,7 @@ def outcome_of(
     was_truncated: bool,
     cancelled: bool,
 ) -> Outcome:
-    """Outcome of a tree.
+    """Outcome of a tree rollout, from the finish reasons of its leaves.
 
     `complete_finishes` are the finish reasons of a complete leaf. `was_truncated`: the tree was
     ended before it was complete.
