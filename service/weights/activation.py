@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 class Activation:
-    """Owner of the engine's pause state, for activations and for operators."""
+    """Switches the engine to another weights version, and owns the engine's pause state."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Activation:
     async def apply(
         self, label: str, mode: ActivationMode, *, allow_rollback: bool
     ) -> ActivationAnswer:
-        """Activate a version on this replica. Once started, it does not stop half-way."""
+        """Activate a weights version on this replica; completes even if its caller disconnects."""
         await self._announcer.check_unchanged(label)
         return await self._run_to_completion(self._apply(label, mode, allow_rollback))
 
@@ -105,10 +105,10 @@ class Activation:
         return answer
 
     def _check_can_wait(self, mode: ActivationMode) -> None:
-        """Refuse mode `wait` if the operator's pause would keep rollouts from ending.
+        """Refuse activation mode `wait` if an operator's pause would keep rollouts from ending.
 
-        Call it behind the closed gate. It counts rollouts, because an admitted rollout may not have
-        started its samples yet.
+        Call it while the gate is closed. It counts rollouts, because an admitted rollout may not
+        have started its samples yet.
         """
         if mode == "wait" and self._paused and not self._rollouts.is_idle:
             raise VersionConflict(

@@ -33,7 +33,7 @@ _PREFIX = "weights-"
 WRITE_BYTES = 4 * 2**20
 SINGLE_FILE = "model.safetensors"
 DELTA = ".delta"
-"""File in a version's directory: the uploaded delta, sent to replicas that have the base."""
+"""Name of the uploaded delta in a version's directory; sent to replicas with the base version."""
 INDEX = "model.safetensors.index.json"
 _FILE_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
 _DIGEST = re.compile(r"sha-256=:([A-Za-z0-9+/]{43}=):")
@@ -41,7 +41,7 @@ _DIGEST = re.compile(r"sha-256=:([A-Za-z0-9+/]{43}=):")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Upload:
-    """Complete uploaded file under its temporary name, to be passed to `keep` or `discard`."""
+    """Complete uploaded file under a temporary name, to be passed to `keep` or `discard`."""
 
     path: Path
     num_bytes: int
@@ -49,10 +49,10 @@ class Upload:
 
 
 class CheckpointStore:
-    """Owner of a new locked folder below `directory`, from `open` to `close`.
+    """Stores uploaded checkpoints in a new locked folder below `directory`.
 
-    `sources` are the directories from which weights may be loaded by path. `open` also removes the
-    folders of servers that were killed.
+    `open` creates the folder and removes those of servers that were killed; `close` deletes it.
+    `sources` are the directories from which weights may be loaded by path.
     """
 
     def __init__(self, directory: Path, sources: Sequence[Path]) -> None:
@@ -77,7 +77,7 @@ class CheckpointStore:
         return self._root / label
 
     def make_temp_dir(self, prefix: str) -> Path:
-        """New directory inside the store, not assigned to a version."""
+        """Create a temporary directory inside the checkpoint store, assigned to no version."""
         return Path(tempfile.mkdtemp(prefix=prefix, dir=self._root))
 
     async def receive(self, chunks: AsyncIterator[bytes], content_digest: str | None) -> Upload:
@@ -108,7 +108,7 @@ class CheckpointStore:
             raise WeightsRefused(f"invalid delta: {refused}") from refused
 
     async def apply_delta_to(self, base: Path, delta: Upload, expected: str) -> Upload:
-        """Apply a delta to `base` in a thread; returns the resulting complete file.
+        """Apply a weights delta to the checkpoint `base` in a thread; returns the resulting file.
 
         `expected` is the SHA-256 of the result that the delta declares.
         """
@@ -143,7 +143,7 @@ class CheckpointStore:
         shutil.rmtree(self.folder(label), ignore_errors=True)
 
     def resolve_allowed(self, path: str) -> Path:
-        """Resolve a path and check that it is below an allowed source.
+        """Resolve a path and check that it is below a directory that the operator allows.
 
         It is resolved before the comparison, so `..` and symbolic links cannot escape.
         """
@@ -167,7 +167,7 @@ def validate_file_name(name: str) -> str:
 
 
 async def _write(file: BinaryIO, chunks: AsyncIterator[bytes]) -> bytes:
-    """Write and hash in a thread, `WRITE_BYTES` at a time; returns the SHA-256."""
+    """Write a stream to a file in a thread, `WRITE_BYTES` at a time; returns its SHA-256."""
     sha256 = hashlib.sha256()
 
     def flush(block: bytes) -> None:
@@ -198,7 +198,7 @@ def _expected_digest(header: str | None) -> bytes | None:
 
 
 async def missing_files(index: Path, present: dict[str, str]) -> tuple[str, ...]:
-    """Files that a sharded checkpoint lacks: the index, then the shards that the index names."""
+    """Missing files of a sharded checkpoint: its index or, if that is there, indexed shards."""
     if INDEX not in present:
         return (INDEX,)
     named = await asyncio.to_thread(_named_shards, index)
@@ -206,7 +206,7 @@ async def missing_files(index: Path, present: dict[str, str]) -> tuple[str, ...]
 
 
 def _named_shards(index: Path) -> set[str]:
-    """Shards that an index names; empty for an invalid index, which the later check refuses.
+    """Shards that a checkpoint index names; none if it is invalid, which a later check refuses.
 
     Unlike json.loads, from_json refuses lone surrogates, which cannot be encoded in a response.
     """
@@ -220,7 +220,7 @@ def _named_shards(index: Path) -> set[str]:
 
 
 def num_bytes_of(path: Path) -> int:
-    """Size of a checkpoint. Raises WeightsRefused if its files were removed since the check."""
+    """Size of a checkpoint in bytes; WeightsRefused if files were removed since its validation."""
     try:
         files = [path] if not path.is_dir() else path.glob("*.safetensors")
         return sum(file.stat().st_size for file in files)

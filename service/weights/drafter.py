@@ -1,4 +1,4 @@
-"""Drafter endpoints: download of the serving drafter, upload of a candidate, status."""
+"""Drafter (draft model for speculative decoding): download, upload of a candidate, status."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -13,7 +13,10 @@ from service.weights.checkpoint_store import CheckpointStore
 
 
 class DrafterManager:
-    """Stateless facade: the engine owns the versions, the checkpoint store the uploads."""
+    """Download, upload and status of the draft model that the engine speculates with.
+
+    Stateless: the engine owns the drafter versions, the checkpoint store the uploads.
+    """
 
     def __init__(self, engine: Engine, checkpoints: CheckpointStore) -> None:
         self._engine = engine
@@ -38,13 +41,13 @@ class DrafterManager:
         )
 
     def serving(self) -> tuple[str, Path]:
-        """Version of the serving drafter and the path of its file."""
+        """Version and file path of the drafter that the engine currently uses."""
         return self._status().serving, self._engine.drafter_file()
 
     async def upload(
         self, version: str, chunks: AsyncIterator[bytes], *, digest: str | None
     ) -> DrafterAnswer:
-        """Stream a drafter to disk, check it, and submit it to the engine as a candidate."""
+        """Stream an uploaded drafter to disk, check it, and submit it to the engine as candidate."""
         self._status()
         upload = await self._checkpoints.receive(chunks, digest)
         try:

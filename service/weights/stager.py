@@ -29,7 +29,7 @@ OnReceived = Callable[[int, int], None]
 
 
 class WeightStager:
-    """Owner of the changes to `versions` and `checkpoints`, which are serialized by a lock."""
+    """Adds and deletes weights versions and their files, one change at a time under a lock."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class WeightStager:
         digest: str | None,
         announced: bool = False,
     ) -> tuple[Version, bool]:
-        """Stage a version from an uploaded delta; returns the same as `upload`.
+        """Stage a version from an uploaded delta; returns the version and whether it is new.
 
         The result is a version of one complete file. The base cannot be deleted meanwhile, because
         changes are serialized.
@@ -120,19 +120,19 @@ class WeightStager:
             )
 
     async def revalidate(self, version: Version) -> None:
-        """Check a version in an external directory again: its files may have changed."""
+        """Check a version again if its files were not uploaded, since they may have changed."""
         if not version.owned:
             await self._check(version.path)
 
     async def delete(self, label: str, *, sync: bool = True) -> None:
-        """Delete a version; with `sync` also withdraw it from the other replicas."""
+        """Delete a weights version; with `sync` also withdraw it from the cluster registry."""
         async with self._change_lock:
             self._drop(label)
             if sync:
                 await self._announcer.on_deleted(label)
 
     async def trim(self) -> None:
-        """Delete the oldest superseded versions beyond `retain_superseded`.
+        """Delete the oldest superseded weights versions beyond `retain_superseded`.
 
         Otherwise a trainer that publishes every step would fill the disk.
         """
@@ -170,7 +170,7 @@ class WeightStager:
         return version is not None and version.digests.keys() == {SINGLE_FILE}
 
     def _get_base(self, label: str) -> Version:
-        """Base of a delta: it must be an uploaded version of one file.
+        """Find the base version of a delta, which must have been uploaded as one file.
 
         Only for such files is the digest known, and only they cannot be changed by others.
         """
@@ -232,9 +232,9 @@ class WeightStager:
         return await self._finish_staging(replace(version, state="staged"))
 
     async def _finish_staging(self, version: Version) -> Version:
-        """Add a staged version to the table, then announce it.
+        """Record a version as staged, then announce it to the other replicas.
 
-        In this order, replicas that react to the announcement can already fetch it here.
+        In this order, replicas that react to the announcement can already fetch the version.
         """
         self._versions.put(version)
         if version.announced:
@@ -253,7 +253,7 @@ class WeightStager:
             raise WeightsRefused(str(refused)) from refused
 
     def _check_sequence(self, label: str, sequence: int | None) -> None:
-        """Check that label and sequence belong together, before the body is read."""
+        """Refuse a sequence number that conflicts with the label or with another version."""
         existing = self._versions.find(label)
         if sequence is None:
             return

@@ -1,7 +1,8 @@
 """Table of weights versions: states, active version, and `WeightsConstraint` checks.
 
-A version has its publisher's label and an integer sequence, which orders versions identically on
-every replica. Exactly one version is active. The table accesses no files and no engine.
+A version has its publisher's label and an integer sequence number, which orders versions
+identically on every replica. Exactly one version is active. The table accesses no files and no
+engine.
 
     incomplete -> staged -> active -> superseded -> active (a rollback) ...
 """
@@ -26,7 +27,7 @@ RETRY_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Version:
-    """One weights version.
+    """Weights version: label, sequence number, state, and files.
 
     `owned` means that its files were uploaded, so the server may delete them. `delta_sha256` is the
     digest of the delta that it was uploaded as; the delta is stored too. `announced` means that it
@@ -60,7 +61,7 @@ class Version:
 
 
 def first_version(label: str) -> Version:
-    """Version of the weights that the engine starts with; not uploaded, so not owned."""
+    """Table entry for the weights that the engine starts with; not uploaded, so not owned."""
     return Version(
         label=label,
         sequence=0,
@@ -72,7 +73,7 @@ def first_version(label: str) -> Version:
 
 
 class Versions:
-    """Table of versions. All methods are synchronous and run on one event loop.
+    """Table of this replica's weights versions; all methods are synchronous, on one event loop.
 
     `epoch` counts activations. Equal epochs imply the same weights; equal labels do not.
     """
@@ -100,7 +101,7 @@ class Versions:
         return self._versions.get(label)
 
     def learn_sequences(self, sequences: Mapping[str, int]) -> None:
-        """Record the sequences of versions that other replicas have."""
+        """Record the sequence numbers of versions that the cluster registry lists."""
         self._remote_sequences |= sequences
 
     def sequence_of(self, label: str) -> int | None:
@@ -112,7 +113,7 @@ class Versions:
         return max(chain(known, self._remote_sequences.values())) + 1
 
     def check_sequence(self, label: str, sequence: int) -> None:
-        """Refuse a sequence that another label has: `min_version` compares sequences."""
+        """Refuse a sequence number that another version has, since `min_version` compares them."""
         holder = next((v for v in self._versions.values() if v.sequence == sequence), None)
         if holder is not None and holder.label != label:
             raise VersionConflict(f"{holder.label!r} already has sequence {sequence}")
@@ -129,13 +130,14 @@ class Versions:
         return self._versions.pop(label)
 
     def forget(self, label: str) -> None:
-        """Remove a version that was never complete."""
+        """Remove a version that never became complete from the table."""
         self._versions.pop(label, None)
 
     def admit(self, constraint: WeightsConstraint | None) -> str | None:
-        """Check the version requirement of a rollout against the active version.
+        """Check the weights constraint of a rollout against the active version.
 
-        Returns the label that the rollout is bound to, or None. Raises if it may not run now.
+        Returns the label that the rollout is bound to, or None. Raises if the rollout may not run
+        now.
         """
         if constraint is None:
             return None

@@ -20,7 +20,7 @@ _ALLOWED = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllowedPeer:
-    """One entry of the allow-list.
+    """Allow-list entry: scheme, host pattern and port of replicas that may be contacted.
 
     `host` is a host name, a domain suffix with a leading dot, or an IP network. A `port` of None
     matches any port.
@@ -61,7 +61,7 @@ def parse_allowed(text: str) -> AllowedPeer:
 
 
 class Peers:
-    """Allow-list of peers. Host names are compared as strings, without DNS lookups."""
+    """Allow-list of replica addresses for downloads; host names are compared without DNS lookups."""
 
     def __init__(self, allowed: Sequence[str], key_file: Path | None) -> None:
         self._allowed = [parse_allowed(text) for text in allowed]
@@ -79,7 +79,7 @@ class Peers:
         return any(allowed.matches(parts.scheme, host, port) for allowed in self._allowed)
 
     def headers(self) -> dict[str, str]:
-        """Authorization header. The key file is read on every call, because keys are rotated."""
+        """Authorization header for peers; reads the key file on every call, as keys are rotated."""
         if self._key_file is None:
             return {}
         return {"Authorization": f"Bearer {self._key_file.read_text().strip()}"}

@@ -21,11 +21,11 @@ from service.weights.versions import Version, Versions
 
 CHANGED_FILES = "the files differ from the published ones"
 DELTA = "delta.safetensors"
-"""Name under which a replica serves the delta that a version was uploaded as."""
+"""Name under which a replica serves the delta from which a version was uploaded."""
 
 
 class Announcer:
-    """Publisher of this replica's versions, which retries failures and handles registry resets."""
+    """Publishes this replica's versions in the cluster registry, again if that was reset."""
 
     def __init__(self, cluster: ClusterMembership, versions: Versions) -> None:
         self._cluster = cluster
@@ -39,10 +39,10 @@ class Announcer:
         cluster.view_listeners.append(self._on_view)
 
     async def announce(self, version: Version) -> bool:
-        """Publish a version; False if the registry is unavailable.
+        """Publish a version in the cluster registry; returns False if that is unavailable.
 
-        Raises VersionConflict if other content is published under its label or sequence. A
-        standalone server has nobody to publish to.
+        Raises VersionConflict if other content is published under its label or sequence number. A
+        standalone server has no registry and returns True.
         """
         if self._cluster.is_standalone:
             return True
@@ -57,17 +57,17 @@ class Announcer:
         return True
 
     def predates_announcement(self, view: ClusterView, label: str) -> bool:
-        """Return True if the view may have been requested before this replica's announcement."""
+        """Return True if the cluster view may be older than the announcement of the version."""
         return view.view_number <= self._announced_at.get(label, -1)
 
     def is_withdrawn(self, view: ClusterView, label: str) -> bool:
-        """Return True if the version was deleted here, although the view may still contain it."""
+        """Return True if this replica deleted the version, even if the view still lists it."""
         return label in self._pending_withdrawals or view.view_number <= self._withdrawn_at.get(
             label, -1
         )
 
     async def on_deleted(self, label: str) -> None:
-        """Withdraw a deleted version now, or when the registry is available again."""
+        """Withdraw a deleted version from the cluster registry, later if that is unavailable."""
         if self._cluster.is_standalone:
             return
         self._announced_at.pop(label, None)
@@ -76,9 +76,10 @@ class Announcer:
             await self.withdraw()
 
     async def withdraw(self) -> None:
-        """Send the pending withdrawals, one at a time.
+        """Withdraw deleted versions, as far as still pending, from the cluster registry.
 
         Call it before a publication, because a label can be published again immediately.
+        Withdrawals are sent one at a time.
         """
         async with self._withdrawing:
             while self._pending_withdrawals:
@@ -88,10 +89,10 @@ class Announcer:
                 self._pending_withdrawals.discard(label)
 
     async def check_unchanged(self, label: str) -> None:
-        """Compare a version in a shared directory with its manifest again.
+        """Raise WeightsRefused if a version in a shared directory differs from its manifest.
 
         Otherwise replicas that load it one after another could serve different weights under one
-        label. Raises WeightsRefused.
+        label.
         """
         version = self._versions.find(label)
         if version is None or version.owned:
@@ -102,15 +103,15 @@ class Announcer:
 
     @property
     def needs_reannounce(self) -> bool:
-        """True if the registry was reset after the last complete `sync`."""
+        """True if the cluster registry was reset after the last complete `sync`."""
         return self._synced_at < self._registry_reset_at
 
     async def sync(
         self, view: ClusterView, announce_one: Callable[[Version], Awaitable[bool]]
     ) -> None:
-        """Repeat pending withdrawals and announcements.
+        """Retry the pending withdrawals and announcements of versions.
 
-        `announce_one` returns whether a version needs no further announcement.
+        `announce_one` returns True if the version needs no further announcement.
         """
         await self.withdraw()
         all_announced = True
@@ -120,7 +121,7 @@ class Announcer:
             self._synced_at = view.view_number
 
     def _on_view(self, view: ClusterView) -> None:
-        """Record a registry reset, and prune numbers that no later view can precede.
+        """Record a reset of the cluster registry, and drop view numbers older than this view.
 
         The follower processes only the latest of several views, so a reset must be recorded for
         each view here.
@@ -141,11 +142,11 @@ class Announcer:
         ]
 
     async def _publish(self, manifest: Manifest) -> None:
-        """Publish a manifest.
+        """Publish a version's manifest in the cluster registry.
 
         A heartbeat is sent first: it lists this replica as a holder, so replicas that see the
-        manifest can find the files. A conflict with a manifest of the same files and sequence is
-        not an error.
+        manifest can find the files. A conflict with a manifest of the same files and sequence
+        number is not an error.
         """
         await self.withdraw()
         await self._cluster.refresh()
@@ -159,7 +160,7 @@ class Announcer:
 
 
 def manifest_of(version: Version) -> Manifest:
-    """Manifest of a version. Blocking: hashes the files if they are in an external directory."""
+    """Create a version's manifest. Blocking: hashes the files if they were not uploaded."""
     folder = version.path
     digests = dict(version.digests) if version.owned else _digests(folder)
     sizes = {name: _file(folder, name).stat().st_size for name in digests}
@@ -182,7 +183,7 @@ def manifest_of(version: Version) -> Manifest:
 
 
 def same_files(manifest: Manifest, path: Path) -> bool:
-    """Compare the files at a path with the manifest. Blocking. False if they cannot be read."""
+    """Return True if the files at a path match the manifest; False if unreadable. Blocking."""
     try:
         return _digests(path) == {file.name: file.sha256 for file in manifest.files}
     except OSError:
@@ -190,12 +191,12 @@ def same_files(manifest: Manifest, path: Path) -> bool:
 
 
 def is_published(version: Version) -> bool:
-    """Return False for the weights that the engine started with and for incomplete versions."""
+    """Return True for versions to publish: complete ones, except the engine's initial weights."""
     return version.state != "incomplete" and (version.owned or version.sequence > 0)
 
 
 def was_withdrawn(version: Version, view: ClusterView) -> bool:
-    """Return True if an announced version is unpublished, or published with other files."""
+    """Return True if an announced version left the registry, or is there with other files."""
     if version.state == "active" or not version.announced:
         return False
     vanished = version.state != "superseded" and version.label not in view.manifests
@@ -203,7 +204,7 @@ def was_withdrawn(version: Version, view: ClusterView) -> bool:
 
 
 def conflicts_with_manifest(version: Version, view: ClusterView) -> bool:
-    """Return True if the registry has other files under the version's label.
+    """Return True if the cluster registry lists other files under the version's label.
 
     Always False for versions in shared directories, which `same_files` compares.
     """
@@ -214,7 +215,7 @@ def conflicts_with_manifest(version: Version, view: ClusterView) -> bool:
 
 
 def digest_header(sha256: str) -> str:
-    """Content-Digest header (RFC 9530) of a SHA-256 in hexadecimal."""
+    """Content-Digest header (RFC 9530) for a SHA-256 given in hexadecimal."""
     return f"sha-256=:{base64.b64encode(bytes.fromhex(sha256)).decode()}:"
 
 
@@ -227,7 +228,7 @@ def _since_view(view: ClusterView, numbers: dict[str, int]) -> dict[str, int]:
 
 
 def _digests(path: Path) -> dict[str, str]:
-    """SHA-256 by file name, of one file or of a checkpoint directory."""
+    """SHA-256 by file name, of a single file or of the files in a checkpoint directory."""
     if path.is_file():
         return {path.name: _sha256(path)}
     files = [*path.glob("*.safetensors"), *path.glob(INDEX)]

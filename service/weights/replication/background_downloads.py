@@ -23,7 +23,7 @@ STOPPING = "this replica is shutting down"
 
 
 class Fetcher:
-    """Owner of the running downloads, which are cancelled when `running` exits.
+    """Downloads missing versions in background tasks, which are cancelled when `running` exits.
 
     Every cluster view is processed.
     """
@@ -62,7 +62,7 @@ class Fetcher:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def ensure_present(self, label: str) -> None:
-        """Download a published version unless it is here. Raises VersionConflict on failure."""
+        """Download a published version that this replica lacks; VersionConflict on failure."""
         manifest = self._cluster.view.manifests.get(label)
         if manifest is None or not self._is_missing(manifest):
             return
@@ -75,12 +75,12 @@ class Fetcher:
             raise _fetch_failed(failure)
 
     def on_view(self, view: ClusterView) -> None:
-        """Start the downloads that the view requires and that are not in progress."""
+        """Start the downloads that a cluster view requires and that are not in progress."""
         for manifest in self._versions_to_fetch(view) if self._open else ():
             self._start(manifest)
 
     def _versions_to_fetch(self, view: ClusterView) -> list[Manifest]:
-        """The activation target; once that is here, all newer versions.
+        """Manifests to download now: the activation target first, then all newer versions.
 
         Versions older than the active one are skipped. A version whose base is still to be
         downloaded is deferred, so that it can be fetched as a delta.
@@ -120,7 +120,7 @@ class Fetcher:
         return self._in_progress[label]
 
     async def _fetch_safely(self, manifest: Manifest) -> FailureReason:
-        """Download a version and record the outcome. Any exception counts as a failure."""
+        """Download a version and record the outcome; any exception counts as a failure."""
         try:
             failure = await self._download(manifest)
         except Exception:

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class ActivationCoordinator:
-    """Coordinator of activations that are requested from this replica."""
+    """Activates versions on all replicas, for activation requests that this replica receives."""
 
     def __init__(
         self,
@@ -51,7 +51,10 @@ class ActivationCoordinator:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Follow the cluster; on exit stop waiting for other replicas and for downloads."""
+        """Context manager that runs the follower; on exit, activations stop waiting.
+
+        They then wait neither for other replicas nor for downloads.
+        """
         follower_task = asyncio.create_task(self._follower.run())
         try:
             yield
@@ -69,7 +72,7 @@ class ActivationCoordinator:
     async def activate(
         self, label: str, mode: ActivationMode, *, allow_rollback: bool
     ) -> ActivationAnswer:
-        """Activate a version on all replicas; `pending_replicas` do not serve it yet.
+        """Activate a version on all replicas; the answer lists replicas that do not serve it yet.
 
         Once started, it does not stop half-way.
         """
@@ -112,9 +115,9 @@ class ActivationCoordinator:
     async def _set_target(
         self, label: str, mode: ActivationMode, allow_rollback: bool
     ) -> ActivationTarget:
-        """Set the activation target; if the version is the target already, return that one.
+        """Make a version the cluster's activation target, unless it is already; returns the target.
 
-        If the registry is unavailable, the follower sets the target once it is back.
+        If the registry is unavailable, the follower sets the target once the registry is back.
         """
         before = self._cluster.view.target
         if before is not None and before.version == label:
@@ -137,9 +140,9 @@ class ActivationCoordinator:
     async def _wait_until(
         self, done: Callable[[Replica], bool], deadline: float, *, failed_version: str | None = None
     ) -> list[Replica]:
-        """Wait until the other replicas are done or have failed, or the deadline has passed.
+        """Wait until `done` holds for the other replicas or they have failed, or until `deadline`.
 
-        Returns the replicas that are not done.
+        Returns the replicas for which `done` does not hold.
         """
         while True:
             try:

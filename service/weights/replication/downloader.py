@@ -35,11 +35,11 @@ log = logging.getLogger(__name__)
 
 
 class DownloadFailed(Exception):
-    """A download failed for now. The message contains no address."""
+    """Download of a version failed, perhaps temporarily. The message contains no addresses."""
 
 
 class WeightsDownloader:
-    """Downloader of versions from shared directories and peers.
+    """Downloads weights versions from shared directories or other replicas, and stages them.
 
     `on_fetched` is called with the method by which each version was fetched, or "failed".
     """
@@ -59,10 +59,10 @@ class WeightsDownloader:
         self._on_fetched = on_fetched
 
     async def download(self, manifest: Manifest, replicas: Sequence[Replica]) -> Version:
-        """Download and stage a version.
+        """Download a version as described by its manifest, and stage it; raises DownloadFailed.
 
-        After DownloadFailed only the complete files of a sharded version remain, to which the next
-        attempt adds the others.
+        After a failure, the complete files of a sharded version remain, and the next attempt adds
+        the others; nothing else remains.
         """
         try:
             _check(manifest, self._max_file_bytes)
@@ -153,13 +153,13 @@ class WeightsDownloader:
 
 
 def _error_text(error: Exception) -> str:
-    """Error text without addresses, because callers and other replicas can read it."""
+    """Text of a download error without addresses, as callers and other replicas can read it."""
     ours = isinstance(error, ServiceError | DownloadFailed)
     return str(error) if ours else type(error).__name__
 
 
 def _check(manifest: Manifest, max_file_bytes: int) -> None:
-    """Validate a manifest: its names become file names, and the registry is not trusted."""
+    """Validate the names, digests and sizes in a manifest, as the cluster registry is untrusted."""
     label(manifest.version)
     for file in (*manifest.files, *([manifest.delta] if manifest.delta else [])):
         validate_file_name(file.name)
@@ -176,7 +176,7 @@ async def _chunks(
     *,
     block_seconds: float = READ_TIMEOUT_SECONDS,
 ) -> AsyncIterator[bytes]:
-    """Stream a file from a peer, limited to the manifest's size and to a minimum rate.
+    """Stream a file from a peer; fails above the manifest's size and below a minimum rate.
 
     Without the minimum rate, a very slow peer would prevent a download from another one.
     """

@@ -1,4 +1,4 @@
-"""Reconciliation of this replica with the cluster registry: activates the target once staged.
+"""Loop that keeps the weights of this replica in line with the cluster registry.
 
 Every step is repeated with the next heartbeat, so failures are retried, and the state of a registry
 that was reset is restored.
@@ -31,7 +31,10 @@ log = logging.getLogger(__name__)
 
 
 class Follower:
-    """Reconciliation loop and writer of `replica_status`. One step runs at a time."""
+    """Follows the cluster registry: fetches, deletes and activates versions as it demands.
+
+    Also sends it what it lacks after a reset, and writes `replica_status`. One step runs at a time.
+    """
 
     def __init__(
         self,
@@ -57,9 +60,9 @@ class Follower:
         cluster.view_listeners.append(self._on_view)
 
     async def run(self) -> None:
-        """Run the loop once the engine has started; it is needed to check fetched weights.
+        """Run the reconciliation loop once the engine, which checks fetched weights, has started.
 
-        A standalone server never starts it.
+        A standalone server never starts the loop.
         """
         await self._engine_started.wait()
         async with self.fetcher.running():
@@ -72,9 +75,10 @@ class Follower:
             await self._step_safely(self._cluster.view)
 
     async def catch_up(self, seconds: float) -> None:
-        """Activate the target before the server accepts requests, for at most `seconds`.
+        """Try to activate the cluster's target version before the server accepts requests.
 
-        Call it after the engine has started. A standalone server has no target to follow.
+        Gives up after `seconds`. Call it after the engine has started. A standalone server has no
+        target to follow.
         """
         if self._cluster.is_standalone:
             return
@@ -97,7 +101,7 @@ class Follower:
             await asyncio.sleep(POLL_SECONDS)
 
     async def _step_safely(self, view: ClusterView) -> None:
-        """Run one step. An exception is logged and does not end the loop."""
+        """Run one reconciliation step; an exception is logged and does not end the loop."""
         try:
             await self._step(view)
         except Exception:
@@ -120,14 +124,14 @@ class Follower:
         self._cluster.stop_fast_heartbeats()
 
     async def _sync(self, view: ClusterView) -> None:
-        """Send withdrawals, manifests and the activation target that the registry lacks."""
+        """Send the withdrawals, manifests and activation target that the cluster registry lacks."""
         await self._announcer.sync(view, self._announce_one)
         own_target = self._last_target
         if own_target is not None and (view.target is None or view.target.epoch < own_target.epoch):
             await self._cluster.registry.set_target(own_target)
 
     async def _announce_one(self, version: Version) -> bool:
-        """Announce a version; returns whether no further attempt is needed."""
+        """Try to announce a version; returns False if another attempt is needed."""
         if not self.replica_status.is_due(version.label):
             return False
         try:
@@ -140,7 +144,7 @@ class Follower:
         return announced
 
     async def _delete_withdrawn(self, view: ClusterView) -> None:
-        """Delete versions that were withdrawn, or published again with other files."""
+        """Delete local versions that another replica withdrew or published with other files."""
         if not view.known or not self._cluster.is_settled or self._announcer.needs_reannounce:
             return
         withdrawn_labels = {v.label for v in self._versions.all() if was_withdrawn(v, view)}
@@ -174,7 +178,7 @@ class Follower:
             self.on_target_applied(target)
 
     def _is_newer_target(self, target: ActivationTarget) -> bool:
-        """Return True if the target has not been applied here.
+        """Return True if this replica has not applied the activation target yet.
 
         Two replicas can set targets with the same epoch while partitioned. The registry's target
         wins, and the replica that set the other one applies it.

@@ -1,4 +1,4 @@
-"""Status of weight replication: this replica's, which it publishes, and that of all replicas."""
+"""Weight replication status: of this replica, for the cluster registry, and of all replicas."""
 
 import logging
 import time
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class ReplicaStatus:
-    """Status of this replica, as its entry in the cluster registry.
+    """Weight replication status that this replica publishes as its cluster registry entry.
 
     `epoch` is that of the last applied activation target. `failed` is the label of the version that
     could not be fetched or activated, `error` the reason. Failed versions are retried after
@@ -59,7 +59,7 @@ class ReplicaStatus:
         )
 
     def is_due(self, label: str) -> bool:
-        """Return True unless the version failed within the last `RETRY_SECONDS`."""
+        """Return True unless the version was tried and failed within the last `RETRY_SECONDS`."""
         return self._clock() >= self._retry_at.get(label, -float("inf"))
 
     def on_failure(self, label: str, reason: str) -> None:
@@ -95,7 +95,7 @@ class ReplicationStatus:
         )
 
     def skew(self) -> int:
-        """Difference between the highest and the lowest active sequence of the replicas."""
+        """Difference between the highest and lowest sequence number active on any replica."""
         sequences = [r.sequence for r in self._replicas() if r.state != "starting"]
         return max(sequences, default=0) - min(sequences, default=0)
 
@@ -122,7 +122,7 @@ class ReplicationStatus:
         )
 
     def _versions_behind(self, replica: Replica) -> int:
-        """Sequence of the target minus that of the replica's active version, at least zero."""
+        """Sequence number of the target minus that of a replica's active version, at least 0."""
         view = self._cluster.view
         if view.target is None:
             return 0
