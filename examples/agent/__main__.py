@@ -1,4 +1,4 @@
-"""Runs some rollouts with the calculator against a server: `python -m examples.agent URL`."""
+"""Runs tool-calling rollouts (calculator) against a server: `python -m examples.agent URL`."""
 
 import random
 import sys

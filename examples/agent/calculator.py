@@ -1,4 +1,4 @@
-"""Calculator, the only tool of the example: it completes a line that ends in an equals sign."""
+"""Calculator tool of the agent example: completes a line that ends in an equals sign."""
 
 import re
 
@@ -6,7 +6,7 @@ _CALL = re.compile(r"(\d{1,9})([-+*])(\d{1,9})=")
 
 
 def call_calculator(line: str) -> str | None:
-    """Output of the calculator for a line, or None if the line is not a tool call."""
+    """Output of the calculator for a line of model output, or None if it is not a tool call."""
     found = _CALL.fullmatch(line)
     if found is None:
         return None

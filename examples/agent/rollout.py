@@ -14,7 +14,7 @@ from examples.agent.calculator import call_calculator
 
 
 class Tokenizer(Protocol):
-    """The required part of a tokenizer's interface."""
+    """Interface of the tokenizer that a rollout needs, as in transformers."""
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -23,7 +23,11 @@ class Tokenizer(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class Row:
-    """Prompt and response. `sampled` is False for tokens of the tool."""
+    """Training data of one trajectory: prompt, response, and logprobs of the response tokens.
+
+    `sampled` is False for tokens of the tool, which are masked in the loss. `cached_tokens` has the
+    number of cached prompt tokens of each turn.
+    """
 
     prompt: list[int]
     response: list[int] = field(default_factory=list)
@@ -45,7 +49,7 @@ class Row:
 def rollout(
     http: httpx.Client, words: Tokenizer, problem: str, *, session: str, max_turns: int = 12
 ) -> Row:
-    """Runs one trajectory.
+    """Runs one multi-turn trajectory: generates, calls the tool, and continues with its output.
 
     All turns have the same session id, so a load balancer routes them to the replica that has
     cached the earlier turns.

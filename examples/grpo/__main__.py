@@ -1,4 +1,4 @@
-"""`make demo`: serves the seedling, trains it with GRPO, and plots the results.
+"""`make demo`: serves a small test model, trains it with GRPO, and plots the results.
 
     python -m examples.grpo [--seed 1] [--steps 40] [--out build/demo]
 
@@ -54,7 +54,7 @@ def _options() -> argparse.Namespace:
 
 
 def _train(options: argparse.Namespace) -> list[Step]:
-    """Runs the training with half of the cores each for engine and trainer, which overlap."""
+    """Runs the training; engine and trainer run concurrently and get half of the cores each."""
     cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(max(1, cores // 2))
     torch.manual_seed(options.seed)

@@ -1,4 +1,4 @@
-"""Statistics per step, and the test whether the policy has learned."""
+"""Statistics of each GRPO step, and the significance test whether the policy has learned."""
 
 import json
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ STANDARD_ERRORS = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """Statistics of one step. Rewards are those of samples from before the step's update."""
+    """Statistics of one GRPO step; its rewards are of samples from before its weight update."""
 
     number: int
     held_out_reward: float
@@ -28,7 +28,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gain:
-    """Change of the mean held-out reward from the first WINDOW steps to the last."""
+    """Change of the mean held-out reward from the first WINDOW steps to the last WINDOW steps."""
 
     before: float
     after: float
@@ -50,7 +50,10 @@ class Gain:
 
 
 def compute_gain(steps: Sequence[Step]) -> Gain:
-    """Computes the gain. The standard error is from the variance of steps within each window."""
+    """Computes the change of the held-out reward from the first to the last WINDOW steps.
+
+    The standard error is from the variance of steps within each window.
+    """
     if len(steps) < 2 * WINDOW:
         raise ValueError(f"a gain needs at least {2 * WINDOW} steps, not {len(steps)}")
     rewards = [step.held_out_reward for step in steps]
@@ -63,7 +66,7 @@ def compute_gain(steps: Sequence[Step]) -> Gain:
 
 
 def table(steps: Sequence[Step]) -> str:
-    """Table with one line per WINDOW steps."""
+    """Formats the step statistics as a text table with one line per WINDOW steps."""
     head = f"{'steps':>9} {'held-out':>9} {'training':>9} {'tokens':>7} {'p95':>6} {'behind':>7}"
     head += "".join(f" {part + ' s':>12}" for part in steps[0].seconds)
     windows = [steps[start : start + WINDOW] for start in range(0, len(steps), WINDOW)]

@@ -1,4 +1,4 @@
-"""Policy in the trainer: float32 weights, exact gradients with one prefill per prompt."""
+"""Trainer of the GRPO example: exact gradients in float32, with one prefill per prompt."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -14,7 +14,10 @@ MAX_NORM = 1.0
 
 
 class Learner:
-    """Policy and optimizer. One step is `gradients`, then `update`; the server gets bfloat16."""
+    """Policy model and optimizer; a training step is `gradients`, then `update`.
+
+    The weights are float32; the server gets them in bfloat16.
+    """
 
     def __init__(self, learning_rate: float) -> None:
         self.model = Qwen3ForCausalLM.from_pretrained(SEEDLING, dtype=torch.float32).train()
@@ -37,6 +40,6 @@ class Learner:
         self._optimizer.zero_grad()
 
     def weights(self) -> dict[str, Tensor]:
-        """Weights by their names in a checkpoint; tied weights occur once."""
+        """Policy weights in bfloat16 by their names in a checkpoint; tied weights occur once."""
         parameters = self.model.named_parameters()
         return {name: parameter.detach().bfloat16() for name, parameter in parameters}

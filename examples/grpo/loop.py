@@ -1,4 +1,4 @@
-"""Training loop in which sampling of a batch overlaps with training on the batch before.
+"""GRPO training loop that trains on one batch while the server samples the next one.
 
 Each step publishes its weights while samples are running, so most samples come from two weights
 versions. The loss accounts for this with the sampling logprob of each token.
@@ -25,7 +25,10 @@ HELD_OUT_SAMPLES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Training questions of a pending rollout, whose later groups are the held-out questions."""
+    """Batch of a training step: the training questions, and the pending rollout that samples them.
+
+    The rollout's groups after those of the training questions are for the held-out questions.
+    """
 
     training: list[Question]
     pending: Pending
@@ -112,5 +115,5 @@ def _version(updates: int) -> str:
 
 
 def _updates(version: str) -> int:
-    """Number of updates in a version; 0 for the server's initial version."""
+    """Number of weight updates in a version label such as "step-3"; 0 for the initial version."""
     return int(version.removeprefix("step-")) if version.startswith("step-") else 0

@@ -1,4 +1,4 @@
-"""Plot of a run: reward, response length, and time per step."""
+"""Plot of a GRPO run: reward, response length, and time per step."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -88,7 +88,7 @@ def _times(axes: Axes, steps: Sequence[Step]) -> None:
 
 
 def _headroom(axes: Axes, share: float = 0.2) -> None:
-    """Adds free space at the top for the legend."""
+    """Adds free space for the legend at the top of a plot."""
     low, high = axes.get_ylim()
     axes.set_ylim(low, high + share * (high - low))
 

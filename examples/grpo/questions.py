@@ -1,4 +1,4 @@
-"""Prompts of the example, and rewards of responses."""
+"""Arithmetic questions that the GRPO example trains on, and rewards of the responses."""
 
 import random
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Question:
 
 
 class Questions:
-    """Endless training questions, determined by a seed, and a fixed set of held-out questions."""
+    """Seeded endless source of training questions, and a fixed set of held-out questions."""
 
     def __init__(self, words: PreTrainedTokenizerFast, *, seed: int, num_held_out: int) -> None:
         self._words = words
@@ -33,7 +33,7 @@ class Questions:
         return [self._of(arithmetic.draw(self._rng, held_out=False)) for _ in range(count)]
 
     def reward(self, question: Question, sample: Sample) -> float:
-        """Reward of a sample; 0 if it did not end by itself."""
+        """Reward of a sample: 1 if its answer is right, 0 if it is wrong or was cut off."""
         if sample.finish_reason != "stop":
             return 0.0
         response = self._words.decode(sample.token_ids.tolist(), skip_special_tokens=True)

@@ -1,4 +1,4 @@
-"""Subprocess with a Coppice server for the duration of the example."""
+"""Runs a Coppice server in a subprocess while the GRPO example runs."""
 
 import re
 import subprocess
@@ -15,7 +15,10 @@ _READY = re.compile(r"ready: serving .* on (http://\S+)")
 
 @contextmanager
 def serving(folder: Path, *, cpu_threads: int, seed: int) -> Iterator[str]:
-    """Yields the server's URL once it is ready; its log and uploaded weights are in `folder`."""
+    """Context manager that starts a server, yields its URL once it is ready, and stops it.
+
+    The server's log and uploaded weights are in `folder`.
+    """
     log = folder / "server.log"
     command = [sys.executable, "-m", "service", "serve", "--port", "0"]
     command += ["--weights.directory", str(folder / "weights")]

@@ -1,4 +1,4 @@
-"""Time measurement of the parts of a step."""
+"""Time measurement of the parts of a GRPO step."""
 
 import time
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ PARTS = ("samples", "rewards", "gradients", "weights")
 
 
 class Stopwatch:
-    """Stopwatch with accumulated seconds for each of PARTS."""
+    """Adds up the seconds spent in each part of a GRPO step; PARTS lists the parts."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(PARTS, 0.0)

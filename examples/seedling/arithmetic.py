@@ -20,7 +20,7 @@ _ANSWER = re.compile(r"(?:.*\n)?answer: (0|-?[1-9]\d*)\n*", re.DOTALL)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Term:
-    """A signed number, or a signed product if `right` is given."""
+    """Term of a sum: a signed number, or a signed product if `right` is given."""
 
     sign: int
     left: int
@@ -36,7 +36,7 @@ class Term:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """A sum of terms; the first one is positive."""
+    """Arithmetic problem: a sum of signed terms, the first of which is positive."""
 
     terms: tuple[Term, ...]
 
@@ -59,7 +59,7 @@ class Problem:
 
 
 def draw(rng: random.Random, *, held_out: bool) -> Problem:
-    """Draws a training problem or a held-out problem."""
+    """Draws a random arithmetic problem, either for training or held out."""
     while True:
         num_terms = min(MAX_TERMS, int(rng.paretovariate(1.0)))
         problem = _draw_terms(rng, num_terms)
@@ -68,7 +68,7 @@ def draw(rng: random.Random, *, held_out: bool) -> Problem:
 
 
 def written_out(problem: Problem) -> str:
-    """Response with one calculation step per line."""
+    """Step-by-step response to a problem, with one calculation per line."""
     total = 0
     lines = []
     for index, term in enumerate(problem.terms):
@@ -83,12 +83,12 @@ def written_out(problem: Problem) -> str:
 
 
 def at_once(problem: Problem) -> str:
-    """Response with the answer only: short, and hard to get right."""
+    """Response to a problem with the answer only: short, and hard to get right."""
     return f"answer: {problem.answer}"
 
 
 def parse(prompt: str) -> Problem:
-    """Finds the problem in a prompt. Raises ValueError if there is not exactly one."""
+    """Finds the arithmetic problem in a prompt; ValueError if there is not exactly one."""
     found = [text for text in _EXPRESSION.findall(prompt) if not text.isdigit()]
     if len(found) != 1:
         raise ValueError(f"expected one arithmetic expression in the prompt, found {len(found)}")
@@ -105,7 +105,10 @@ def parse(prompt: str) -> Problem:
 
 
 def reward(prompt: str, response: str) -> float:
-    """1.0 if the last line contains the right answer, else 0.0; steps are not checked."""
+    """Reward of a response: 1.0 if the last line has the right answer, else 0.0.
+
+    The steps are not checked.
+    """
     stated = _ANSWER.fullmatch(response)
     return float(stated is not None and int(stated[1]) == parse(prompt).answer)
 

@@ -1,4 +1,4 @@
-"""Endless streams of training batches: prompts with solutions, grouped by length.
+"""Endless streams of training batches: arithmetic prompts with solutions, grouped by length.
 
 Rows are padded on the right. Under a causal mask no other token reads the padding, so a batch needs
 no attention mask. Shape suffixes: B rows, T tokens.
@@ -34,7 +34,10 @@ def stream(
     tokens_per_batch: int,
     at_once_share: float,
 ) -> Iterator[Batch]:
-    """Batches of at most `tokens_per_batch` tokens including padding, without held-out problems."""
+    """Endless stream of training batches without held-out problems.
+
+    A batch has at most `tokens_per_batch` tokens, including padding.
+    """
     rng = random.Random(seed)
     return pooled(
         lambda: [_draw(rng, tokenizer, at_once_share) for _ in range(POOL_EXAMPLES)],
@@ -47,7 +50,10 @@ def stream(
 def pooled(
     draw: Callable[[], list[Example]], rng: random.Random, *, tokens_per_batch: int, pad: int
 ) -> Iterator[Batch]:
-    """Batches from one pool after another; the batches of each pool are shuffled."""
+    """Endless stream of batches: draws examples, groups them by length, shuffles the groups.
+
+    `draw` returns the examples for many batches at once.
+    """
     while True:
         batches = _by_length(draw(), tokens_per_batch)
         rng.shuffle(batches)

@@ -1,8 +1,9 @@
-"""Trains a draft model for the seedling, a tenth of its size, for `speculation.drafter`.
+"""Trains a draft model, of a tenth of the target's size, for the small test model (seedling).
 
-The training data are solutions in the seedling's two formats, in the proportion in which the
-seedling uses them. A server trains its draft model on actual samples and does not need this; it
-only provides a high acceptance rate from the start.
+The draft model is for the setting `speculation.drafter`. The training data are solutions in the
+seedling's two formats, in the proportion in which the seedling uses them. A server trains its draft
+model on actual samples and does not need this; it only provides a high acceptance rate from the
+start.
 """
 
 import argparse
@@ -39,7 +40,7 @@ Solve = Callable[[arithmetic.Problem], str]
 def samples(
     words: PreTrainedTokenizerFast, *, seed: int, written_out: Solve = arithmetic.written_out
 ) -> Callable[[], Sample]:
-    """Returns a function that draws samples, without end."""
+    """Returns a function that draws a random problem with a solution, as a training sample."""
     rng = random.Random(seed)
 
     def draw() -> Sample:

@@ -1,4 +1,4 @@
-"""Enlarges the seedling model without changing the function that it computes.
+"""Enlarges the small test model (seedling) without changing the function that it computes.
 
 The enlarged model generates the seedling's responses at the compute cost of its own size, so a
 benchmark has realistic responses and realistic step times. The seedling is the top left corner of
@@ -35,7 +35,7 @@ _RESIDUAL_NORMS = (
 
 
 class Shape(NamedTuple):
-    """Size of a model. As in the seedling, there are two query heads per KV head."""
+    """Dimensions of the enlarged model, with two query heads per KV head like the seedling."""
 
     hidden_size: int
     intermediate_size: int
@@ -68,7 +68,7 @@ def grow(model: Qwen3ForCausalLM, shape: Shape) -> Qwen3ForCausalLM:
 
 
 def untie(model: Qwen3ForCausalLM) -> Qwen3ForCausalLM:
-    """Returns a copy whose output head is a separate tensor, equal to the embedding."""
+    """Returns a copy of a model with an untied output head, which equals the embedding."""
     config = _config_with(model.config, tie_word_embeddings=False)
     untied = _random(config).to(model.dtype)
     untied.load_state_dict(model.state_dict())

@@ -1,4 +1,4 @@
-"""Multi-agent task: a sum of numbers that are known only from the messages of other agents.
+"""Multi-agent arithmetic task: add numbers that only the messages of other agents contain.
 
 A prompt consists of the agent's own earlier work, the question with each peer's task, the peers'
 messages, and a final request. Every peer starts from a number that its task does not contain:
@@ -39,10 +39,10 @@ LONGEST_SHORT_WORK = len("Compute 99*99.\n99*99=8910+891=9801\nanswer: 9801\n")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Size of a prompt.
+    """Size of a multi-agent prompt: number of peer agents, and lengths of its parts.
 
-    `own` is the maximum number of characters of own work, `steps` the approximate number of steps
-    of each peer.
+    `own` is the maximum number of characters of the agent's own earlier work, `steps` the
+    approximate number of calculation steps of each peer.
     """
 
     num_peers: int
@@ -52,14 +52,14 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """The peers whose results are to be added, and the sum."""
+    """Question of the multi-agent task: the peers whose results to add, and the sum of these."""
 
     names: tuple[str, ...]
     sum: Problem
 
     @property
     def written_out(self) -> str:
-        """Response that repeats each number just before adding it."""
+        """Step-by-step response that repeats each peer's result just before adding it."""
         lines, total = [f"{self}."], 0
         for index, (name, term) in enumerate(zip(self.names, self.sum.terms, strict=True)):
             before, total = total, total + term.sign * term.size
@@ -68,7 +68,10 @@ class Question:
         return "\n".join([*lines, f"answer: {total}"])
 
     def reward(self, response: str) -> float:
-        """1.0 if the last line contains the right answer, else 0.0; steps are not checked."""
+        """Reward of a response: 1.0 if the last line has the right answer, else 0.0.
+
+        The steps are not checked.
+        """
         return arithmetic.reward(self.sum.prompt, response)
 
     def __str__(self) -> str:
@@ -78,7 +81,11 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """Prompt of one agent. It shares `told` and `said` with other agents, but not `own`, `ask`."""
+    """Prompt of one agent in four parts, two of which other agents' prompts share, and question.
+
+    `own` is the agent's earlier work, `told` the question with the tasks of the peers, `said` the
+    messages of the peers, `ask` the final request. `told` and `said` are shared.
+    """
 
     own: str
     told: str
@@ -86,7 +93,7 @@ class Turn:
     ask: str
     question: Question
     later: tuple[Question, ...] = ()
-    """Questions that follow after the first answer."""
+    """Further questions, each of which follows the answer to the previous one."""
 
     @property
     def prompt(self) -> str:
@@ -95,7 +102,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """Work of a peer: its operations, its calculation steps, and the result."""
+    """Task of a peer agent, with its calculation steps and its result."""
 
     task: str
     lines: tuple[str, ...]
@@ -103,7 +110,7 @@ class Work:
 
 
 def draw(rng: random.Random, shape: Shape, *, held_out: bool, num_later: int = 0) -> Turn:
-    """Draws a turn whose questions are all training questions or all held-out ones."""
+    """Draws a random multi-agent prompt with training questions only or held-out ones only."""
     while True:
         agent, *peers = rng.sample(AGENTS, 1 + shape.num_peers)
         works = {peer: _work(rng, max(1, shape.steps + rng.choice((-1, 0, 1)))) for peer in peers}
@@ -132,7 +139,7 @@ def _own(rng: random.Random, length: int, *, held_out: bool) -> str:
 
 
 def _work(rng: random.Random, num_steps: int) -> Work:
-    """Draws the work of a peer. All intermediate numbers have at most two digits."""
+    """Draws a peer's task with its solution; all intermediate numbers are at most LARGEST."""
     total, task, lines = rng.randint(1, LARGEST), "", []
     for _ in range(num_steps):
         before, total = total, _other(rng, total)

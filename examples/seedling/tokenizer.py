@@ -1,4 +1,4 @@
-"""Tokenizer of the seedling: one token per byte, and one for each of the task's two words.
+"""Tokenizer of the small test model (seedling): a token per byte, and two whole-word tokens.
 
 Any text can be encoded, since the alphabet consists of all 256 bytes. There is no BOS token.
 """
@@ -20,7 +20,7 @@ CHAT_TEMPLATE = (
 
 
 def build() -> PreTrainedTokenizerFast:
-    """Builds the tokenizer; the result is deterministic."""
+    """Builds the tokenizer of the small test model (seedling); the result is deterministic."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -1,4 +1,4 @@
-"""Trains the seedling from scratch.
+"""Trains the seedling, a small test model that does arithmetic, from scratch.
 
 One seeded run on a CPU, float32 weights under bfloat16 autocast. Muon trains the hidden matrices,
 AdamW the embedding and the norms.
@@ -59,7 +59,7 @@ def optimizers(model: Qwen3ForCausalLM, learning_rate: float) -> list[torch.opti
 
 
 def learning_rate_factor(step: int, num_steps: int) -> float:
-    """Linear warm-up, then linear decay to zero."""
+    """Learning rate, relative to its maximum: linear warm-up, then linear decay to zero."""
     return min((step + 1) / WARMUP_STEPS, (num_steps - step) / num_steps)
 
 

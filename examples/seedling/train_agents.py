@@ -1,4 +1,4 @@
-"""Trains the seedling further on the multi-agent task of multi_agent_task.py.
+"""Trains the small test model (seedling) further on the task of multi_agent_task.py.
 
 Prompt lengths grow from about 70 to about 1,050 tokens during the run, and remain mixed. Each
 prompt is followed by several questions with answers, since the shared prompt dominates the cost.
@@ -25,7 +25,7 @@ POOL_TURNS = 64
 
 
 def longest_at(done: float) -> float:
-    """Maximum relative prompt size after the fraction `done` of the run.
+    """Maximum relative prompt size once the fraction `done` of the training is complete.
 
     1 means five agents and a thousand tokens. The model must learn to look up numbers in short
     prompts first; otherwise it never learns it.
@@ -44,7 +44,10 @@ def shape_of(rng: random.Random, longest: float) -> multi_agent_task.Shape:
 
 
 def stream(words: PreTrainedTokenizerFast, *, seed: int, num_steps: int) -> Iterator[batches.Batch]:
-    """Batches of at most TOKENS_PER_BATCH tokens, without held-out questions."""
+    """Endless stream of multi-agent training batches, whose prompts grow over `num_steps` steps.
+
+    A batch has at most TOKENS_PER_BATCH tokens and no held-out questions.
+    """
     rng = random.Random(seed)
     drawn = 0
 

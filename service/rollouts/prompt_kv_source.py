@@ -10,10 +10,9 @@ from engine.types import Completion, SampleRequest
 
 
 class GroupMonitor(Protocol):
-    """Interface of a group for its prompt source.
+    """Part of a group that its prompt source uses: tracks requests, signals the group's end.
 
-    The source registers its own engine requests here, so that the group can abort them, and learns
-    from it that the group is ending.
+    The source registers its own engine requests here, so that the group can abort them.
     """
 
     @property

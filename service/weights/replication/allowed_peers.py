@@ -61,7 +61,7 @@ def parse_allowed(text: str) -> AllowedPeer:
 
 
 class Peers:
-    """Allow-list of replica addresses for downloads; host names are compared without DNS lookups."""
+    """Allow-list of replica addresses for downloads; host names are not resolved by DNS."""
 
     def __init__(self, allowed: Sequence[str], key_file: Path | None) -> None:
         self._allowed = [parse_allowed(text) for text in allowed]
