@@ -34,7 +34,7 @@ def stream(
     tokens_per_batch: int,
     at_once_share: float,
 ) -> Iterator[Batch]:
-    """Endless stream of training batches without held-out problems.
+    """Endless stream of training batches of arithmetic problems, none of them held out.
 
     A batch has at most `tokens_per_batch` tokens, including padding.
     """

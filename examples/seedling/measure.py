@@ -1,4 +1,4 @@
-"""Measures reward and response length of the small test model (seedling), on held-out problems.
+"""Measures reward and response length of the small test model (seedling) on held-out problems.
 
 Prints a table and writes the same values to measured.json next to the weights. The length of a
 response includes its end token, as in a server's answer.

@@ -81,10 +81,10 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """Prompt of one agent in four parts, two of which other agents' prompts share, and question.
+    """Prompt of one agent, split into parts of its own and parts shared with other agents.
 
     `own` is the agent's earlier work, `told` the question with the tasks of the peers, `said` the
-    messages of the peers, `ask` the final request. `told` and `said` are shared.
+    messages of the peers, `ask` the final request. `told` and `said` are the shared parts.
     """
 
     own: str

@@ -25,7 +25,7 @@ POOL_TURNS = 64
 
 
 def longest_at(done: float) -> float:
-    """Maximum relative prompt size once the fraction `done` of the training is complete.
+    """Prompt-length curriculum: maximum relative size after the fraction `done` of the training.
 
     1 means five agents and a thousand tokens. The model must learn to look up numbers in short
     prompts first; otherwise it never learns it.

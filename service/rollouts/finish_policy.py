@@ -38,7 +38,7 @@ class FinishPolicy:
                 return len(self._lengths) > self._length_ranks[-1]
 
     def on_sample_end(self, index: int, length: int) -> bool:
-        """Record a finished sample; returns True if the policy is met now and was not before."""
+        """Record a finished sample; returns True if it is the one that meets the policy."""
         before = self.is_met
         self._lengths[index] = length
         return self.is_met and not before

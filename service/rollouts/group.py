@@ -186,7 +186,7 @@ class Group:
     async def _gather(
         self, engine: Engine, pending: Mapping[str, Awaitable[Completion]], done: OnPart
     ) -> list[tuple[SampleAnswer, int]]:
-        """Wait for all samples; returns the answer and the number of cached tokens of each.
+        """Wait for a group's samples; returns the answer and number of cached tokens of each.
 
         `pending` maps request ids to completions.
         """
@@ -255,9 +255,9 @@ class Group:
         )
 
     def _num_valid_tokens(self, result: Completion) -> int:
-        """Number of tokens before the first token of another version than `exact_version`.
+        """Number of leading tokens that the required `exact_version` generated.
 
-        All tokens if the group has no `exact_version`.
+        All tokens if the group requires no exact version.
         """
         if self.options.exact_version is None:
             return len(result.token_ids)

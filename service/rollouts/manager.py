@@ -177,7 +177,7 @@ class RolloutManager:
                 return groups
 
     def _resolve(self, request: RolloutRequest, options: GroupOptions) -> GroupOptions:
-        """Group options with the adapter and, if the request requires one, the exact version."""
+        """Group options completed with the adapter and, if required, the exact weights version."""
         return replace(
             options,
             exact_version=self._versions.admit(request.weights),
@@ -251,9 +251,9 @@ class RolloutManager:
 
     @property
     def is_idle(self) -> bool:
-        """True if no rollout is sampling; trees that wait for their callers are idle.
+        """True if no rollout is sampling; a tree that waits for its caller to branch is idle.
 
-        Trees can wait without a bound.
+        A tree can wait without a bound.
         """
         return all(rollout.is_idle for rollout in self._running.values())
 

@@ -10,7 +10,7 @@ from engine.types import Completion, SampleRequest
 
 
 class GroupMonitor(Protocol):
-    """Part of a group that its prompt source uses: tracks requests, signals the group's end.
+    """Interface of a group for its prompt source: registers requests, signals the group's end.
 
     The source registers its own engine requests here, so that the group can abort them.
     """
@@ -31,7 +31,7 @@ class GroupMonitor(Protocol):
 
 
 class PromptSource(Protocol):
-    """Source of the prompt KV of a group's samples.
+    """Determines how a group's samples get the KV of their prompt: by loading or by prefill.
 
     `prefills` are additional engine requests, submitted together with the samples. The first
     sample's request carries the export slot `export`.

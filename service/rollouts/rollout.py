@@ -136,7 +136,7 @@ class Rollout:
             self._end()
 
     async def _spread(self, group: Group) -> None:
-        """Yield to the event loop after every PER_TURN samples, so that they are submitted."""
+        """Yield to the event loop once per PER_TURN started samples, so that they are submitted."""
         self._num_started += group.options.n
         while self._num_started >= PER_TURN:
             self._num_started -= PER_TURN

@@ -121,7 +121,7 @@ class Tokenizer:
         return await self.rendered(ChatRequest(messages=messages))
 
     async def _text_tokens(self, text: str) -> list[int]:
-        """Token ids of a prompt text, rejected before tokenization if certainly too long."""
+        """Tokenize a prompt text; a text that is certainly too long is rejected before that."""
         info = self._engine.info
         if info.max_token_chars is not None:
             max_chars = info.max_context_tokens * info.max_token_chars
@@ -141,7 +141,7 @@ class Tokenizer:
 
 
 def _num_chars(value: object) -> int:
-    """Total length of all strings in nested plain values, without recursion."""
+    """Total length of all strings in nested mappings and lists, computed without recursion."""
     total, waiting = 0, [value]
     while waiting:
         found = waiting.pop()

@@ -1,4 +1,4 @@
-"""Rollout trees that callers grow with branch requests, e.g. search with a process reward model.
+"""Rollout trees that callers grow by branch requests, as in search with process reward models.
 
 Every branch and every drop renews a tree's lease, which does not expire while a path is running. A
 tree ends as it is when the lease expires or its rollout is ended.
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BranchResult:
-    """Result of a branch request to a tree: the tasks that sample its new segments.
+    """Result of a branch request to a tree: the tasks that sample the new segments.
 
     The tasks belong to the tree: they continue if a caller stops waiting for them.
     """
@@ -174,10 +174,9 @@ class ExternalTree(TreeGroup):
             await self._engine.abort(branch_result.path_ids)
 
     async def end(self, engine: Engine, end_reason: EndReason) -> None:
-        """End the tree and abort its running paths; only the reason "cancelled" completes it.
+        """End the tree; marks it as truncated unless the reason is "cancelled".
 
-        Cancellation is the way in which an owner completes a tree. Any other reason truncates the
-        tree.
+        Cancellation is the way in which its owner completes a tree.
         """
         self._was_truncated |= end_reason != "cancelled"
         await TreeGroup.end(self, engine, end_reason)

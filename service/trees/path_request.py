@@ -26,7 +26,7 @@ class Budget:
         return self._remaining
 
     def part(self, leaves: int, num_starting_leaves: int) -> int:
-        """Part of the remaining token budget for a path with this number of leaves.
+        """Number of tokens of the remaining budget for a new path with `leaves` leaves.
 
         The remaining tokens are divided equally among the `num_starting_leaves` leaves of all paths
         that start now, this path included, and the future leaves.
@@ -95,7 +95,7 @@ class Path:
 def path_bounds(
     plan: Plan, budget: Budget, share: int, *, start: int, depth: int, num_starting_leaves: int
 ) -> PathBounds:
-    """Compute the limits of one of the paths that start together; reserves no tokens.
+    """Compute the limits of a new path that starts together with others; reserves no tokens.
 
     `num_starting_leaves` is the number of leaves of all paths that start together.
     """

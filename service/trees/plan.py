@@ -91,7 +91,7 @@ class Plan:
         return factor * leaves
 
     def _response_position(self, depth: int) -> int:
-        """Number of response tokens that the request puts before the split at this depth."""
+        """Response length in tokens at which the request places the split at this depth."""
         branching = self.branching
         if branching.mode == "positions":
             return branching.positions[depth]

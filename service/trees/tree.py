@@ -185,7 +185,7 @@ class Tree:
 
 
 async def row_answer(index: int, row: LeafPath, decode: Decode | None) -> SampleAnswer:
-    """Answer in the form of a flat sample, from the tokens between the prompt and a leaf."""
+    """Convert the path from the prompt to a leaf to the answer of a sample without a tree."""
     finish = row.leaf.finish
     return SampleAnswer(
         index=index,

@@ -185,7 +185,7 @@ async def _write(file: BinaryIO, chunks: AsyncIterator[bytes]) -> bytes:
 
 
 def _expected_digest(header: str | None) -> bytes | None:
-    """SHA-256 in a Content-Digest header (RFC 9530).
+    """SHA-256 in a Content-Digest header (RFC 9530); None if the request has no such header.
 
     Any other algorithm is refused, because the digest could not be checked.
     """
@@ -198,7 +198,7 @@ def _expected_digest(header: str | None) -> bytes | None:
 
 
 async def missing_files(index: Path, present: dict[str, str]) -> tuple[str, ...]:
-    """Missing files of a sharded checkpoint: its index or, if that is there, indexed shards."""
+    """Missing files of a sharded checkpoint: the index, or else shards that the index names."""
     if INDEX not in present:
         return (INDEX,)
     named = await asyncio.to_thread(_named_shards, index)

@@ -47,7 +47,7 @@ class DrafterManager:
     async def upload(
         self, version: str, chunks: AsyncIterator[bytes], *, digest: str | None
     ) -> DrafterAnswer:
-        """Stream an uploaded drafter to disk, check it, and submit it to the engine to be tried."""
+        """Stream an uploaded draft model to disk, check it, and submit it as the candidate."""
         self._status()
         upload = await self._checkpoints.receive(chunks, digest)
         try:

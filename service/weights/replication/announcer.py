@@ -25,7 +25,10 @@ DELTA = "delta.safetensors"
 
 
 class Announcer:
-    """Publishes this replica's versions in the cluster registry, again if that was reset."""
+    """Publishes this replica's weights versions in the cluster registry, and withdraws them.
+
+    Retries failures, and publishes again after a reset of the registry.
+    """
 
     def __init__(self, cluster: ClusterMembership, versions: Versions) -> None:
         self._cluster = cluster
@@ -76,7 +79,7 @@ class Announcer:
             await self.withdraw()
 
     async def withdraw(self) -> None:
-        """Withdraw deleted versions, as far as still pending, from the cluster registry.
+        """Send the pending withdrawals of deleted versions to the cluster registry.
 
         Call it before a publication, because a label can be published again immediately.
         Withdrawals are sent one at a time.

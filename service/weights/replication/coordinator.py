@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class ActivationCoordinator:
-    """Activates versions on all replicas, for activation requests that this replica receives."""
+    """Runs an activation on all replicas when this replica receives the activation request."""
 
     def __init__(
         self,

@@ -31,9 +31,9 @@ log = logging.getLogger(__name__)
 
 
 class Follower:
-    """Follows the cluster registry: fetches, deletes and activates versions as it demands.
+    """Makes this replica fetch, delete and activate versions as the cluster registry demands.
 
-    Also sends it what it lacks after a reset, and writes `replica_status`. One step runs at a time.
+    Also restores a registry that was reset, and writes `replica_status`. One step runs at a time.
     """
 
     def __init__(

@@ -122,7 +122,7 @@ class ReplicationStatus:
         )
 
     def _versions_behind(self, replica: Replica) -> int:
-        """Sequence number of the target minus that of a replica's active version, at least 0."""
+        """Sequence number of the activation target minus a replica's active one, at least 0."""
         view = self._cluster.view
         if view.target is None:
             return 0
