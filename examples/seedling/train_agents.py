@@ -27,8 +27,8 @@ POOL_TURNS = 64
 def longest_at(done: float) -> float:
     """Prompt-length curriculum: maximum relative size after the fraction `done` of the training.
 
-    1 means five agents and a thousand tokens. The model must learn to look up numbers in short
-    prompts first; otherwise it never learns it.
+    A size of 1 means five agents and a thousand tokens. The model must learn to look up numbers in
+    short prompts first; otherwise it never learns to.
     """
     return min(1.0, 0.1 + 1.8 * max(0.0, done - 0.2))
 

@@ -222,7 +222,7 @@ class Rollout:
                 self._append(SampleRecord(group=group.options.index, sample=part))
 
         def on_kv_state(segment: str | None, state: KvState) -> None:
-            # For the prompt without KV, the group's answer has the reason
+            # The reason why a prompt has no KV is in the group's answer
             if segment is not None or state.kv is not None:
                 record = KvRecord(group=group.options.index, segment=segment, **state._asdict())
                 self._append(record)

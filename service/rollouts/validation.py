@@ -60,9 +60,9 @@ async def check_continue_from(
 ) -> int:
     """Validate the unfinished samples that the request resumes; returns their number of tokens.
 
-    Their tokens stay as they were sampled: the logprobs are those of the weights that generated
-    them, and their version spans name these. The tokens after them are sampled with the active
-    weights. If the weights are the same, the KV blocks of these tokens may still be cached.
+    Their tokens stay as they were sampled, with the logprobs and version spans of the weights that
+    generated them. The tokens after them are sampled with the active weights. If these are the same
+    weights, the KV blocks of the earlier tokens may still be cached.
     """
     if request.branching is not None:
         raise InvalidRequest("continue_from cannot be combined with branching")

@@ -88,9 +88,9 @@ class _Claim:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ExternalTree(TreeGroup):
-    """Group whose tree grows by its caller's branch and drop requests.
+    """Group whose tree the caller grows by branch requests and prunes by drop requests.
 
-    These raise TreeClosed before `run` has begun and after it has ended.
+    Both raise TreeClosed before `run` has begun and after it has ended.
     """
 
     lease_seconds: float

@@ -172,7 +172,7 @@ class WeightStager:
     def _get_base(self, label: str) -> Version:
         """Find the base version of a delta, which must have been uploaded as one file.
 
-        Only for such files is the digest known, and only they cannot be changed by others.
+        The digest is known only for such a file, and only such a file cannot be changed by others.
         """
         if not self.is_base(label):
             raise BaseUnavailable(f"no version {label!r} that was uploaded as one file is here")

@@ -30,8 +30,8 @@ class Version:
     """Weights version: label, sequence number, state, and files.
 
     `owned` means that its files were uploaded, so the server may delete them. `delta_sha256` is the
-    digest of the delta that it was uploaded as; the delta is stored too. `announced` means that it
-    is published in the cluster registry.
+    digest of the delta from which it was uploaded; the delta is stored too. `announced` means that
+    the version is published in the cluster registry.
     """
 
     label: str

@@ -64,7 +64,7 @@ class Announcer:
         return view.view_number <= self._announced_at.get(label, -1)
 
     def is_withdrawn(self, view: ClusterView, label: str) -> bool:
-        """Return True if this replica deleted the version, even if the view still lists it."""
+        """Return True if the cluster view may still list a version that this replica deleted."""
         return label in self._pending_withdrawals or view.view_number <= self._withdrawn_at.get(
             label, -1
         )

@@ -189,7 +189,7 @@ class Follower:
 
     def _has_caught_up(self, view: ClusterView) -> bool:
         if view.target is None:
-            # Until then other replicas may not have restored the target after a reset.
+            # Before it is settled, other replicas may not have restored the target after a reset.
             return self._cluster.is_settled
         return not self._is_newer_target(view.target)
 
