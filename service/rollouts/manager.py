@@ -224,7 +224,7 @@ class RolloutManager:
             await self.cancel(rollout)
 
     async def end_groups_bound_to_other_versions(self, version: str) -> int:
-        """Abort groups that require another exact version; returns how many samples ran in them."""
+        """Abort groups that require another exact version; returns the number of samples."""
         bound = [
             group
             for rollout in self._running.values()
