@@ -2,8 +2,8 @@
 
 The model is a seedling (small test model) trained on other agents' messages.
 
-Measured are the accuracy of its answers (examples/seedling/agents.py), and the divergence of the
-distributions at the right answer's tokens.
+Measured are the accuracy of its answers (examples/seedling/multi_agent_task.py), and the divergence
+of the distributions at the right answer's tokens.
 
 An assembly mode maps a prompt's parts to a cache of all its tokens but the last, and the number of
 spliced tokens. It is called turn by turn, in the same order every time, so it may keep state.
