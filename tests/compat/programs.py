@@ -18,7 +18,7 @@ def install(*environments: str) -> None:
         assert ran.returncode == 0, ran.stderr.decode()
 
 
-def told(
+def run_client_program(
     environments: Sequence[str],
     program: str,
     *arguments: str,

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from examples.agent.calculator import call_calculator
 from examples.agent.rollout import rollout
 from examples.seedling.enlarge import SEEDLING
-from tests.compat.programs import ROOT, install, told
+from tests.compat.programs import ROOT, install, run_client_program
 from tests.invariants.service_process import home, service
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
@@ -63,7 +63,7 @@ def test_pinned_versions_are_the_tested_ones(installed: None) -> None:
 
 
 def test_renderers_samples_two_turns_without_retokenizing(url: str) -> None:
-    answer = told(ENVIRONMENTS, "renderers_generate", url)
+    answer = run_client_program(ENVIRONMENTS, "renderers_generate", url)
     for turn in (answer["first"], answer["second"]):
         assert len(turn["completion_ids"]) == len(turn["completion_logprobs"]) > 0
     first, second = answer["first"], answer["second"]
@@ -76,7 +76,7 @@ def test_renderers_samples_two_turns_without_retokenizing(url: str) -> None:
 
 
 def test_trl_serves_the_adapters_of_its_trainer(url: str, adapters: Path) -> None:
-    answer = told(ENVIRONMENTS, "trl_adapters", url, str(adapters))
+    answer = run_client_program(ENVIRONMENTS, "trl_adapters", url, str(adapters))
     assert answer["adapters"] is True, "it would publish them, and not whole models"
     names = [f"trl-policy-v{version}" for version in range(3)]
     assert answer["models"][1:] == names[1:], "the stalest is unloaded"
@@ -133,7 +133,7 @@ def test_openai_client_chats_with_the_shipped_model(url: str) -> None:
 def test_trl_trains_and_serves_the_updated_weights(url: str) -> None:
     """Through a rollout_func, with full weights and an adapter, and in server mode over HTTP."""
     before = scored(url)
-    runs = told(ENVIRONMENTS, "trl_grpo", url)
+    runs = run_client_program(ENVIRONMENTS, "trl_grpo", url)
     for run in runs.values():
         assert all(norm > 0 for norm in run["grad_norms"]) and len(run["grad_norms"]) == 2
         assert run["scores"] != pytest.approx(before, abs=1e-6)

@@ -8,7 +8,7 @@ import pytest
 from openai import OpenAI
 
 from kernels.draft_index.store import is_built
-from tests.compat.programs import install, told
+from tests.compat.programs import install, run_client_program
 from tests.invariants.service_process import home, service
 
 pytestmark = [
@@ -31,7 +31,7 @@ def url() -> Iterator[str]:
         yield served.url
 
 
-def asked(path: str, **fields: Any) -> dict[str, Any]:
+def request_of(path: str, **fields: Any) -> dict[str, Any]:
     """A request with the fields where that API has them."""
     body = WANTED[path]
     if "sampling_params" not in body:
@@ -42,16 +42,16 @@ def asked(path: str, **fields: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("path", WANTED)
 def test_neutral_fields_pass_and_others_are_refused(url: str, path: str) -> None:
     with httpx.Client(base_url=url, timeout=60) as http:
-        assert http.post(path, json=asked(path, min_p=0.0, logit_bias={})).status_code == 200
+        assert http.post(path, json=request_of(path, min_p=0.0, logit_bias={})).status_code == 200
         for fields in ({"min_p": 0.1}, {"logit_bias": {"5": 1.0}}):
-            refused = http.post(path, json=asked(path, **fields))
+            refused = http.post(path, json=request_of(path, **fields))
             # OpenAI's routes answer as OpenAI does.
             assert refused.status_code == (400 if path == "/v1/completions" else 422)
             assert "use top_p or top_k" in refused.text
 
 
 def test_renderers_and_openai_client_work_unchanged(url: str) -> None:
-    answer = told(["clients"], "renderers_generate", url)
+    answer = run_client_program(["clients"], "renderers_generate", url)
     first, second = answer["first"], answer["second"]
     for turn in (first, second):
         assert len(turn["completion_ids"]) == len(turn["completion_logprobs"]) > 0

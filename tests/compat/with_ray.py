@@ -40,14 +40,16 @@ def url(folder: Path) -> Iterator[str]:
         yield served.url
 
 
-def told(environments: list[str], folder: Path, program: str, *arguments: str) -> Any:
+def run_program_json(environments: list[str], folder: Path, program: str, *arguments: str) -> Any:
     ray = {
         "OMP_NUM_THREADS": "1",
         "RAY_AUTH_MODE": "disabled",  # it would write a token to the home directory
         "RAY_TMPDIR": str(folder),
         "RAY_worker_niceness": "0",  # its default of 15 takes minutes longer on a busy machine
     }
-    return programs.told(environments, program, *arguments, seconds=900, variables=ray)
+    return programs.run_client_program(
+        environments, program, *arguments, seconds=900, variables=ray
+    )
 
 
 def versions(url: str) -> list[int | None]:
@@ -58,7 +60,7 @@ def versions(url: str) -> list[int | None]:
 
 @pytest.mark.parametrize("trainer", ["sync", "legacy", "apart"])
 def test_verl_trainers_serve_every_training_step(url: str, folder: Path, trainer: str) -> None:
-    log = told(["verl"], folder, "verl.training", trainer, url, str(folder))
+    log = run_program_json(["verl"], folder, "verl.training", trainer, url, str(folder))
     assert len(log) == 2
     assert versions(url)[:3] == [0, 1, 2], "the trainer's own before its first step, and each after"
     assert all(step["actor/grad_norm"] > 0 for step in log)
@@ -67,7 +69,7 @@ def test_verl_trainers_serve_every_training_step(url: str, folder: Path, trainer
 
 
 def test_verl_resumes_requests_aborted_by_an_update(url: str, folder: Path) -> None:
-    answer = told(["verl"], folder, "verl.rollouts", url)
+    answer = run_program_json(["verl"], folder, "verl.rollouts", url)
     assert answer["addresses"] == [url.removeprefix("http://")]
     whole, long = answer["whole"], answer["long"]
     assert whole["stop_reason"] == "completed"
@@ -85,7 +87,7 @@ def test_verl_resumes_requests_aborted_by_an_update(url: str, folder: Path) -> N
 def test_miles_updates_weights_and_resumes_aborted_rollouts(url: str, folder: Path) -> None:
     weights = folder / "step_1"
     shutil.copytree(SEEDLING, weights)
-    answer = told(["miles", "verl"], folder, "miles.rollouts", url, str(weights))
+    answer = run_program_json(["miles", "verl"], folder, "miles.rollouts", url, str(weights))
     for sample in (answer["whole"], answer["part"], answer["resumed"]):
         assert len(sample["rollout_log_probs"]) == sample["response_length"] > 0
     assert answer["whole"]["status"] in ("completed", "truncated")

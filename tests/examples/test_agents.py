@@ -98,13 +98,13 @@ def test_prompts_grow_to_a_thousand_tokens(words: PreTrainedTokenizerFast) -> No
 def test_agents_are_distinguishable_before_training(words: PreTrainedTokenizerFast) -> None:
     """In contrast, the seedling cannot distinguish two tokens that no problem contains."""
     model = Qwen3ForCausalLM.from_pretrained(SEEDLING, dtype=torch.float32)
-    before = alike(model, words)
+    before = distribution_similarity(model, words)
     torch.manual_seed(0)
     train_agents.reset_embeddings(model, words)
-    assert alike(model, words) < 0.3 < 0.99 < before
+    assert distribution_similarity(model, words) < 0.3 < 0.99 < before
 
 
-def alike(model: Qwen3ForCausalLM, words: PreTrainedTokenizerFast) -> float:
+def distribution_similarity(model: Qwen3ForCausalLM, words: PreTrainedTokenizerFast) -> float:
     """The smallest cosine between two agents' embeddings."""
     rows = model.get_input_embeddings().weight.detach()[words.encode(multi_agent_task.AGENTS)]
     rows = rows / rows.norm(dim=1, keepdim=True)

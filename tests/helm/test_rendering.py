@@ -33,7 +33,7 @@ def at(tree: Any, path: str) -> Any:
 
 
 @cache
-def taken(text: str, version: str) -> None:
+def assert_rendered(text: str, version: str) -> None:
     """Validates an object.
 
     Cached: many files have the same Service, and a validation takes long.
@@ -55,7 +55,7 @@ def test_kubernetes_accepts_every_object(file: Path) -> None:
             assert all(at(found, path) for path in CUSTOM[found["kind"]])
             continue
         for version in VERSIONS:
-            taken(json.dumps(found), version)
+            assert_rendered(json.dumps(found), version)
 
 
 def test_validation_detects_a_misspelt_field() -> None:

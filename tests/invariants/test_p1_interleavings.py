@@ -40,7 +40,7 @@ BRANCHING = {"mode": "interval", "interval": 1, "max_depth": 2, "max_leaves": 4}
 
 
 @dataclass
-class Seen:
+class Observed:
     """One caller's view: the rollout ID it received, and its answer or problem."""
 
     rollout: Rollout | None = None
@@ -53,13 +53,13 @@ class Seen:
 class World:
     server: Server
     engine: YieldingEngine
-    callers: list[tuple["asyncio.Task[None]", Seen]] = field(default_factory=list)
+    callers: list[tuple["asyncio.Task[None]", Observed]] = field(default_factory=list)
     others: list["asyncio.Task[Any]"] = field(default_factory=list)
 
     def ask(
         self, num_groups: int, n: int, key: str | None, detached: bool, weights: Any, grown: bool
     ) -> None:
-        seen = Seen()
+        seen = Observed()
         asked = body(*[TREE if grown else group(1, n=n)] * num_groups, weights=weights)
         branching = BRANCHING if grown else None
         request = RolloutRequest.model_validate({**asked, "branching": branching})
@@ -68,7 +68,11 @@ class World:
         self.callers.append((asyncio.create_task(call), seen))
 
     async def _call(
-        self, request: RolloutRequest, claim: IdempotencyClaim | None, detached: bool, seen: Seen
+        self,
+        request: RolloutRequest,
+        claim: IdempotencyClaim | None,
+        detached: bool,
+        seen: Observed,
     ) -> None:
         """Calls the manager as the route does."""
         rollouts = self.server.rollouts

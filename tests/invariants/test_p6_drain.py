@@ -130,7 +130,7 @@ async def awaits_fetch(served: Served) -> str:
     return place
 
 
-async def ended(served: Served) -> None:
+async def wait_until_drained(served: Served) -> None:
     while served.server.rollouts.num_running:
         await asyncio.sleep(0.001)
 
@@ -141,7 +141,7 @@ async def test_drain_waits_for_a_promised_answer_until_it_is_fetched(
 ) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
         place = await awaits_fetch(served)
-        await ended(served)
+        await wait_until_drained(served)
         draining = drain(served)
         await asyncio.sleep(0.2)
         assert not draining.done()
@@ -187,7 +187,7 @@ async def test_disconnected_long_poll_does_not_count_as_fetched(tmp_path: Path) 
             await asyncio.sleep(0.1)
         await asyncio.sleep(0.1)
         engine.step(4)
-        await ended(served)
+        await wait_until_drained(served)
         draining = drain(served)
         await asyncio.sleep(0.2)
         assert not draining.done()

@@ -24,21 +24,21 @@ async def dies(waiting: "asyncio.Task[Any]") -> None:
             await waiting
 
 
-def asked(call: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
+def start_call(call: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
     return asyncio.create_task(call)
 
 
 async def refuses_everything(engine: VllmEngine) -> None:
     for call in (engine.pause("keep"), engine.resume(), engine.score([1], [2])):
-        await dies(asked(call))
+        await dies(start_call(call))
     await engine.abort(["unknown"])
 
 
 async def test_engine_death_during_an_activation_fails_it_at_once() -> None:
     async with started(worker="tests.engine.slow_load.SlowWorker") as engine:
         await engine.pause("keep")
-        frozen = asked(one_sample(engine, 5))
-        change = asked(engine.update_weights(MODEL, "v1"))
+        frozen = start_call(one_sample(engine, 5))
+        change = start_call(engine.update_weights(MODEL, "v1"))
         await asyncio.sleep(1)
         (core,) = processes("EngineCore")
         core.kill()
@@ -53,10 +53,10 @@ async def test_engine_death_during_an_activation_fails_it_at_once() -> None:
 )
 async def test_persistent_hang_is_treated_as_death(name: str, ranks: dict[str, Any]) -> None:
     async with started(hang_seconds=2.0, cpu_threads=1, **ranks) as engine:
-        running = asked(one_sample(engine, 900))
+        running = start_call(one_sample(engine, 900))
         await asyncio.sleep(0.3)
         processes(name)[-1].send_signal(signal.SIGSTOP)
-        resuming = asked(engine.pause("keep"))
+        resuming = start_call(engine.pause("keep"))
         await until(lambda: not engine.health().alive, seconds=SOON_SECONDS)
         await dies(running)
         await dies(resuming)

@@ -50,7 +50,7 @@ def prometheus(tmp_path: Path, target: str) -> Iterator[str]:
         process.wait(timeout=30)
 
 
-def asked(url: str, query: str) -> list[dict[str, Any]]:
+def query_prometheus(url: str, query: str) -> list[dict[str, Any]]:
     try:
         answer = httpx.get(f"{url}/api/v1/query", params={"query": query}, timeout=10)
     except httpx.TransportError:
@@ -64,7 +64,7 @@ def asked(url: str, query: str) -> list[dict[str, Any]]:
 def awaited(url: str, query: str) -> list[dict[str, Any]]:
     """Returns as soon as the query has a result."""
     due = time.monotonic() + DEADLINE_SECONDS
-    while not (found := asked(url, query)):
+    while not (found := query_prometheus(url, query)):
         assert time.monotonic() < due, query
         time.sleep(0.2)
     return found
@@ -84,6 +84,6 @@ def test_prometheus_scrapes_a_server_and_evaluates_the_rules(tmp_path: Path) -> 
         awaited(watching, "job:coppice_completion_tokens:rate5m > 0")
         [full] = awaited(watching, "job:coppice_samples_admitted:ratio")
         assert full["value"][1] == "0"
-        assert asked(watching, 'ALERTS{alertstate="firing"}') == []
+        assert query_prometheus(watching, 'ALERTS{alertstate="firing"}') == []
         rules = httpx.get(f"{watching}/api/v1/rules").json()["data"]["groups"]
     assert {rule["health"] for group in rules for rule in group["rules"]} == {"ok"}

@@ -30,7 +30,7 @@ def parse(request: pytest.FixtureRequest) -> Parse:
     return lambda body, model: parse_in_steps(body, model, LIMITS)
 
 
-def asked(token_ids: str = "1", rest: str = "") -> bytes:
+def rollout_body(token_ids: str = "1", rest: str = "") -> bytes:
     return f'{{"groups": [{{"prompt": {{"token_ids": [{token_ids}]}}{rest}}}]}}'.encode()
 
 
@@ -42,7 +42,7 @@ def refused(body: bytes, parse: Parse) -> InvalidRequest:
 
 @pytest.mark.parametrize("number", ["56", "56.0", "5.6e1", "56.000", "560E-1"])
 def test_whole_number_is_an_integer_in_any_notation(parse: Parse, number: str) -> None:
-    parsed = parse(asked(f"1, {number}", f', "n": {number}'), RolloutRequest)
+    parsed = parse(rollout_body(f"1, {number}", f', "n": {number}'), RolloutRequest)
     assert parsed.groups[0].prompt.token_ids == [1, 56]
     assert parsed.groups[0].n == 56
     assert type(parsed.groups[0].n) is int
@@ -57,10 +57,10 @@ def test_integers_are_accepted_as_floats(parse: Parse) -> None:
     "number", ["56.5", "true", '"5"', "null", "[5]", "1e300", "NaN", "Infinity", "-1.0", "1e999"]
 )
 def test_nothing_else_is_an_integer(parse: Parse, number: str) -> None:
-    assert refused(asked(number), parse).errors == [
+    assert refused(rollout_body(number), parse).errors == [
         {"location": "groups.0.prompt.token_ids.0", "message": ANY}
     ]
-    assert refused(asked("1.0", f', "n": {number}'), parse).errors == [
+    assert refused(rollout_body("1.0", f', "n": {number}'), parse).errors == [
         {"location": "groups.0.n", "message": ANY}
     ]
 
@@ -68,13 +68,13 @@ def test_nothing_else_is_an_integer(parse: Parse, number: str) -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        asked() + b"x",
-        asked() + asked(),
+        rollout_body() + b"x",
+        rollout_body() + rollout_body(),
         b"[" * 100_000,
         b'{"groups": [{"prompt": {"text": "\\ud800"}}]}',
         b'{"groups": [{"prompt": {"text": "\xed\xa0\x80"}}]}',
-        b"\xef\xbb\xbf" + asked(),
-        asked().decode().encode("utf-16"),
+        b"\xef\xbb\xbf" + rollout_body(),
+        rollout_body().decode().encode("utf-16"),
     ],
     ids=["garbage", "two", "deep", "surrogate", "encoded surrogate", "byte order mark", "utf-16"],
 )
@@ -85,7 +85,7 @@ def test_invalid_json_or_utf_8_is_reported_as_such(parse: Parse, body: bytes) ->
 
 def test_first_of_a_million_invalid_token_ids_is_reported(parse: Parse) -> None:
     """Listing all of them would block the event loop for seconds."""
-    body = asked(", ".join(["1"] * 7 + ['""'] * 1_000_000))
+    body = rollout_body(", ".join(["1"] * 7 + ['""'] * 1_000_000))
     began = time.process_time()
     error = refused(body, parse)
     assert time.process_time() - began < 2
@@ -96,7 +96,7 @@ def test_first_of_a_million_invalid_token_ids_is_reported(parse: Parse) -> None:
 def test_invalid_token_id_is_reported_by_its_index(parse: Parse, index: int) -> None:
     token_ids = ["1"] * (3 * SLICE_TOKENS + 6)
     token_ids[index] = "-2"
-    assert refused(asked(",".join(token_ids)), parse).errors == [
+    assert refused(rollout_body(",".join(token_ids)), parse).errors == [
         {
             "location": f"groups.0.prompt.token_ids.{index}",
             "message": "Input should be an integer at least 0 and below 2147483648",
@@ -106,9 +106,9 @@ def test_invalid_token_id_is_reported_by_its_index(parse: Parse, index: int) -> 
 
 def test_long_token_list_keeps_its_order_and_bounds(parse: Parse) -> None:
     token_ids = list(range(2 * SLICE_TOKENS + 1))
-    parsed = parse(asked(",".join(map(str, token_ids))), RolloutRequest)
+    parsed = parse(rollout_body(",".join(map(str, token_ids))), RolloutRequest)
     assert parsed.groups[0].prompt.token_ids == token_ids
-    [fault] = refused(asked("1" + ",1" * MAX_TOKENS), parse).errors or []
+    [fault] = refused(rollout_body("1" + ",1" * MAX_TOKENS), parse).errors or []
     assert fault["location"] == "groups.0.prompt.token_ids"
 
 
@@ -117,14 +117,14 @@ def test_errors_are_counted_and_the_first_ones_listed_up_to_a_limit(
     parse: Parse, number: int
 ) -> None:
     unknown: dict[str, Any] = {f"x{i}": 0 for i in range(number)}
-    error = refused(json.dumps({**json.loads(asked()), **unknown}).encode(), parse)
+    error = refused(json.dumps({**json.loads(rollout_body()), **unknown}).encode(), parse)
     assert error.detail == f"{number} field(s) are invalid"
     listed = 0 if number > MAX_FIELD_ERRORS else min(number, 16)
     assert len(error.errors or []) == listed
 
 
 def test_integer_bounds_are_in_the_error(parse: Parse) -> None:
-    (error,) = refused(asked("1", ', "n": 0'), parse).errors or []
+    (error,) = refused(rollout_body("1", ', "n": 0'), parse).errors or []
     assert error["message"] == "Input should be an integer at least 1 and at most 1024"
 
 

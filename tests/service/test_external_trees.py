@@ -17,7 +17,7 @@ from tests.fake_engine import FakeEngine
 from tests.invariants.yielding_engine import YieldingEngine
 from tests.service.keyfile import bearer, write_keys
 from tests.service.test_rollouts import running_samples
-from tests.service.trees import BLOCK, PROMPT, asked, check_cuts, check_tree
+from tests.service.trees import BLOCK, PROMPT, check_cuts, check_tree, tree_request
 from tests.serving import Served, serving
 
 pytestmark = pytest.mark.slow
@@ -61,7 +61,7 @@ def group_of(answered: httpx.Response) -> dict[str, Any]:
 
 async def opened(served: Served, rest: dict[str, Any] | None = None, **fields: Any) -> Opened:
     wide = {"max_leaves": 8, "max_depth": 8, **fields}
-    body = asked("external", rest=rest, **wide)
+    body = tree_request("external", rest=rest, **wide)
     started = await served.http.post("/v1/rollouts", json=body, headers=ASYNC)
     assert started.status_code == 202, started.text
     return Opened(served, started.headers["location"])
@@ -217,7 +217,7 @@ async def test_tree_belongs_to_its_owner(tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
     keys = {name: bearer(key) for name, key in write_keys(file, a="rollout", b="rollout").items()}
     async with serving(FakeEngine(), tmp_path, server={"keys_file": file}) as served:
-        body = asked("external")
+        body = tree_request("external")
         started = await served.http.post("/v1/rollouts", json=body, headers={**ASYNC, **keys["a"]})
         address = started.headers["location"]
         for who, status in (("b", 404), ("a", 200)):
@@ -231,7 +231,7 @@ async def test_tree_belongs_to_its_owner(tmp_path: Path) -> None:
 
 async def test_automatic_tree_refuses_branches(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
-        started = await served.http.post("/v1/rollouts", json=asked(), headers=ASYNC)
+        started = await served.http.post("/v1/rollouts", json=tree_request(), headers=ASYNC)
         tree = Opened(served, started.headers["location"])
         assert (await tree.post({"n": 1})).json()["code"] == "tree_closed"
         assert (await tree.drop("0.0")).json()["code"] == "tree_closed"

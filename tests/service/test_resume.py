@@ -22,7 +22,7 @@ def started(*token_ids: int, **rest: Any) -> dict[str, Any]:
     }
 
 
-def asked(*samples: dict[str, Any], **rest: Any) -> dict[str, Any]:
+def resume_request(*samples: dict[str, Any], **rest: Any) -> dict[str, Any]:
     options = {"sampling": {"max_tokens": 8}, **rest}
     return {**body(group(1, 2, n=2), group(3)), "continue_from": {"samples": [*samples]}, **options}
 
@@ -30,7 +30,7 @@ def asked(*samples: dict[str, Any], **rest: Any) -> dict[str, Any]:
 async def test_sample_continues_from_its_tokens_and_keeps_their_data(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
         given = [started(90, 91, 92), started(80, group=1)]
-        answer = (await served.http.post("/v1/rollouts", json=asked(*given))).json()
+        answer = (await served.http.post("/v1/rollouts", json=resume_request(*given))).json()
     first, fresh = answer["groups"][0]["samples"]
     assert first["token_ids"] == [90, 91, 92, 5, 6, 7, 8, 9]
     assert first["logprobs"] == [-0.25] * 3 + [-0.5] * 5
@@ -69,7 +69,7 @@ async def test_continued_sample_does_not_repeat_its_random_numbers(tmp_path: Pat
     async with serving(engine, tmp_path) as served:
         seeds = []
         for samples in ([started(5)], [started(5, 6)], [started(5, 6)]):
-            request = asked(*samples)
+            request = resume_request(*samples)
             request["groups"] = [group(1, seed=7)]
             post = asyncio.create_task(served.http.post("/v1/rollouts", json=request))
             await running_samples(served, 1)
@@ -81,21 +81,24 @@ async def test_continued_sample_does_not_repeat_its_random_numbers(tmp_path: Pat
 
 SPANS = [{"version": "v0", "start": 0, "end": 1}]
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    (asked(started(5, group=2)), "a group that is not in the request"),
-    (asked(*[started(5)] * 3), "more samples of a group than its n"),
-    (asked(started(5, 6, logprobs=[-0.1])), "one logprob per token"),
-    (asked(started(5, 6, versions=SPANS)), "must cover its tokens"),
-    (asked(started(5, versions=[{"version": "v0", "start": 1, "end": 2}])), "must be consecutive"),
-    (asked(started(300)), "below 256"),
-    (asked(started(*range(8))), "already has max_tokens tokens"),
+    (resume_request(started(5, group=2)), "a group that is not in the request"),
+    (resume_request(*[started(5)] * 3), "more samples of a group than its n"),
+    (resume_request(started(5, 6, logprobs=[-0.1])), "one logprob per token"),
+    (resume_request(started(5, 6, versions=SPANS)), "must cover its tokens"),
     (
-        asked(
+        resume_request(started(5, versions=[{"version": "v0", "start": 1, "end": 2}])),
+        "must be consecutive",
+    ),
+    (resume_request(started(300)), "below 256"),
+    (resume_request(started(*range(8))), "already has max_tokens tokens"),
+    (
+        resume_request(
             started(5, versions=[{"version": "v9", "start": 0, "end": 1}]),
             weights={"exact_version": "v0"},
         ),
         "other versions than 'v0'",
     ),
-    (asked(started(5), branching={"mode": "interval"}), "n = 1"),
+    (resume_request(started(5), branching={"mode": "interval"}), "n = 1"),
 ]
 
 
@@ -111,7 +114,7 @@ async def test_invalid_continuation_is_refused(
 
 
 async def test_tree_cannot_be_continued(tmp_path: Path) -> None:
-    request = asked(started(5), branching={"mode": "interval"})
+    request = resume_request(started(5), branching={"mode": "interval"})
     request["groups"] = [group(1)]
     async with serving(FakeEngine(), tmp_path) as served:
         refused = await served.http.post("/v1/rollouts", json=request)
@@ -120,7 +123,7 @@ async def test_tree_cannot_be_continued(tmp_path: Path) -> None:
 
 async def test_continuation_leaves_room_for_a_token(tmp_path: Path) -> None:
     async with serving(FakeEngine(max_context_tokens=8), tmp_path) as served:
-        request = asked(started(*range(6)), sampling={})
+        request = resume_request(started(*range(6)), sampling={})
         refused = await served.http.post("/v1/rollouts", json=request)
     assert refused.json()["code"] == "prompt_too_long"
 
@@ -128,9 +131,9 @@ async def test_continuation_leaves_room_for_a_token(tmp_path: Path) -> None:
 async def test_continued_tokens_count_as_prompt_tokens(tmp_path: Path) -> None:
     limits = {"max_prompt_tokens_per_key": 6}
     async with serving(FakeEngine(), tmp_path, limits=limits) as served:
-        refused = await served.http.post("/v1/rollouts", json=asked(started(5, 6, 7, 8)))
+        refused = await served.http.post("/v1/rollouts", json=resume_request(started(5, 6, 7, 8)))
         assert refused.status_code == 422
-        taken = await served.http.post("/v1/rollouts", json=asked(started(5, 6, 7)))
+        taken = await served.http.post("/v1/rollouts", json=resume_request(started(5, 6, 7)))
         assert taken.status_code == 200
 
 
@@ -158,7 +161,7 @@ class Remembering(FakeEngine):
 async def test_cached_tokens_are_at_most_the_prompt_tokens(tmp_path: Path) -> None:
     """Sampled tokens are cached after the prompt. No count may become negative."""
     prompt = {"spans": [{"token_ids": [1, 2]}, {"token_ids": [3], "cache_key": "tool"}]}
-    request = asked(started(90, 91, 92, 93), groups=[{"prompt": prompt, "n": 1}])
+    request = resume_request(started(90, 91, 92, 93), groups=[{"prompt": prompt, "n": 1}])
     async with serving(Remembering(), tmp_path) as served:
         for headers in ({}, {"prefer": "respond-async", "idempotency-key": "k"}):
             answer = await served.http.post("/v1/rollouts", json=request, headers=headers)

@@ -15,12 +15,12 @@ from tests.service.test_rollouts import running_samples
 from tests.service.trees import (
     BLOCK,
     PROMPT,
-    asked,
     check_cuts,
     check_tree,
     lengths,
     path,
     stop_after,
+    tree_request,
 )
 from tests.serving import Served, serving
 
@@ -41,7 +41,7 @@ def depths(group: dict[str, Any]) -> list[int]:
 
 async def test_paths_split_at_the_prompt_and_at_every_interval(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
-        group = await grown(served, asked(max_tokens=100))
+        group = await grown(served, tree_request(max_tokens=100))
     assert sorted(depths(group)) == [1, 1, 2, 2, 2, 2]
     assert [len(s["token_ids"]) for s in group["segments"] if s["depth"] == 1] == [32] * 2
     assert lengths(group) == [100] * 4
@@ -51,34 +51,36 @@ async def test_paths_split_at_the_prompt_and_at_every_interval(tmp_path: Path) -
 
 async def test_later_first_split_counts_no_depth_before_it(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
-        group = await grown(served, asked(first_split=40, max_depth=1, factor=3))
+        group = await grown(served, tree_request(first_split=40, max_depth=1, factor=3))
     assert depths(group) == [0, 1, 1, 1]
     assert len(group["segments"][0]["token_ids"]) == 64
 
 
 async def test_factor_may_differ_by_depth(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
-        group = await grown(served, asked(factor=[3, 2, 2], max_depth=3, max_leaves=64))
+        group = await grown(served, tree_request(factor=[3, 2, 2], max_depth=3, max_leaves=64))
     assert sorted(depths(group)) == [1] * 3 + [2] * 6 + [3] * 12
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 5, 7, 8])
 async def test_leaves_never_exceed_the_requested_maximum(tmp_path: Path, most: int) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
-        group = await grown(served, asked(max_leaves=most, max_depth=3))
+        group = await grown(served, tree_request(max_leaves=most, max_depth=3))
     assert len(group["leaves"]) == most
 
 
 async def test_positions_set_where_paths_are_cut(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
-        group = await grown(served, asked("positions", positions=[10, 100], max_depth=4))
+        group = await grown(served, tree_request("positions", positions=[10, 100], max_depth=4))
     cuts = [sum(len(s["token_ids"]) for s in path(group, each["id"])) for each in group["segments"]]
     assert sorted(set(cuts)) == [32, 128, 200]
 
 
 async def test_cuts_keep_their_distance(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
-        body = asked("positions", positions=[30, 40, 50], min_gap=64, max_depth=4, max_leaves=8)
+        body = tree_request(
+            "positions", positions=[30, 40, 50], min_gap=64, max_depth=4, max_leaves=8
+        )
         group = await grown(served, body)
     cut = [s for s in group["segments"] if s["finish_reason"] == "cut"]
     assert sorted({len(s["token_ids"]) for s in cut}) == [32, 64]
@@ -87,7 +89,7 @@ async def test_cuts_keep_their_distance(tmp_path: Path) -> None:
 async def test_budget_counts_shared_tokens_once_and_is_never_exceeded(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
         for budget in (1, 7, 50, 100, 333, 400):
-            body = asked(max_new_tokens_total=budget, max_leaves=8, max_depth=3)
+            body = tree_request(max_new_tokens_total=budget, max_leaves=8, max_depth=3)
             group = await grown(served, body)
             assert sum(len(s["token_ids"]) for s in group["segments"]) <= budget
             finishes = [s["finish_reason"] for s in group["segments"] if s["id"] in group["leaves"]]
@@ -98,7 +100,7 @@ async def test_budget_counts_shared_tokens_once_and_is_never_exceeded(tmp_path: 
 async def test_leaves_of_a_path_that_stops_early_restart_at_its_parent(tmp_path: Path) -> None:
     engine = FakeEngine(instant=False)
     async with serving(engine, tmp_path) as served:
-        request = asyncio.create_task(grown(served, asked()))
+        request = asyncio.create_task(grown(served, tree_request()))
         await running_samples(served, 2)
         stop_after(engine, 5, 0)
         engine.step(5)
@@ -114,7 +116,7 @@ async def test_leaves_of_a_path_that_stops_early_restart_at_its_parent(tmp_path:
 async def test_leaves_of_a_path_that_stops_early_may_be_dropped(tmp_path: Path) -> None:
     engine = FakeEngine(instant=False)
     async with serving(engine, tmp_path) as served:
-        request = asyncio.create_task(grown(served, asked(on_early_stop="none")))
+        request = asyncio.create_task(grown(served, tree_request(on_early_stop="none")))
         await running_samples(served, 2)
         stop_after(engine, 5, 0)
         engine.instant = True
@@ -127,7 +129,7 @@ async def test_paths_are_cut_at_the_highest_entropy(tmp_path: Path) -> None:
     engine = FakeEngine()
     engine.entropy = lambda place: {70: 5.0, 140: 3.0, 150: 4.0, 10: 9.0}.get(place, 0.1)
     async with serving(engine, tmp_path) as served:
-        body = asked("entropy", first_split=20, max_leaves=3, max_depth=2)
+        body = tree_request("entropy", first_split=20, max_leaves=3, max_depth=2)
         group = await grown(served, body)
     first, second, rest = group["segments"][:3]
     assert (len(first["token_ids"]), first["finish_reason"]) == (96, "cut")
@@ -139,7 +141,7 @@ async def test_paths_are_cut_at_the_highest_entropy(tmp_path: Path) -> None:
 
 async def test_entropy_may_come_from_the_top_logprobs(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
-        body = asked("entropy", entropy={"source": "sampled_token"}, max_leaves=4)
+        body = tree_request("entropy", entropy={"source": "sampled_token"}, max_leaves=4)
         group = await grown(served, body)
     assert {value for s in group["segments"] for value in s["entropy"]} == {0.5}
     assert len(group["leaves"]) == 4
@@ -147,7 +149,7 @@ async def test_entropy_may_come_from_the_top_logprobs(tmp_path: Path) -> None:
 
 async def test_flattened_rows_are_the_paths_of_the_leaves(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
-        group = await grown(served, asked(flatten=True))
+        group = await grown(served, tree_request(flatten=True))
     assert [row["index"] for row in group["samples"]] == [0, 1, 2, 3]
     for row, leaf in zip(group["samples"], group["leaves"], strict=True):
         assert row["token_ids"] == [t for s in path(group, leaf) for t in s["token_ids"]]
@@ -158,7 +160,7 @@ async def test_flattened_rows_are_the_paths_of_the_leaves(tmp_path: Path) -> Non
 async def test_stream_sends_segments_as_they_end(tmp_path: Path) -> None:
     engine = FakeEngine(instant=False)
     async with serving(engine, tmp_path) as served:
-        body = asked(rest={"stream": True}, max_tokens=100)
+        body = tree_request(rest={"stream": True}, max_tokens=100)
         async with served.http.stream("POST", "/v1/rollouts", json=body) as got:
             records = got.aiter_lines()
             await anext(records)
@@ -191,7 +193,7 @@ async def test_stream_includes_rows_on_request(tmp_path: Path) -> None:
 
 async def test_packed_answers_contain_trees(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
-        body = asked("entropy", flatten=True)
+        body = tree_request("entropy", flatten=True)
         answered = await served.http.post(
             "/v1/rollouts", json=body, headers={"Accept": PACKED_MEDIA_TYPE}
         )
@@ -212,7 +214,7 @@ async def test_packed_answers_contain_trees(tmp_path: Path) -> None:
 async def test_deadline_returns_the_tree_as_it_is(tmp_path: Path) -> None:
     engine = FakeEngine(instant=False)
     async with serving(engine, tmp_path) as served:
-        body = asked(rest={"finish": {"deadline_seconds": 1.5}})
+        body = tree_request(rest={"finish": {"deadline_seconds": 1.5}})
         request = asyncio.create_task(grown(served, body))
         await running_samples(served, 2)
         engine.step(7)
@@ -225,7 +227,9 @@ async def test_deadline_returns_the_tree_as_it_is(tmp_path: Path) -> None:
 async def test_enough_leaves_end_the_others_and_start_no_more(tmp_path: Path) -> None:
     engine = FakeEngine(instant=False)
     async with serving(engine, tmp_path) as served:
-        request = asyncio.create_task(grown(served, asked(rest={"finish": {"num_samples": 1}})))
+        request = asyncio.create_task(
+            grown(served, tree_request(rest={"finish": {"num_samples": 1}}))
+        )
         await running_samples(served, 2)
         stop_after(engine, 5, 0)
         engine.step(5)
@@ -239,7 +243,7 @@ async def test_aborted_tree_keeps_its_segments(tmp_path: Path) -> None:
     engine = FakeEngine(instant=False)
     async with serving(engine, tmp_path) as served:
         headers = {"Prefer": "respond-async"}
-        started = await served.http.post("/v1/rollouts", json=asked(), headers=headers)
+        started = await served.http.post("/v1/rollouts", json=tree_request(), headers=headers)
         await running_samples(served, 2)
         engine.step(32)
         await running_samples(served, 4)
@@ -254,7 +258,7 @@ async def test_aborted_tree_keeps_its_segments(tmp_path: Path) -> None:
 async def test_tree_with_an_exact_version_ends_with_it(tmp_path: Path) -> None:
     engine = FakeEngine(instant=False)
     async with serving(engine, tmp_path) as served:
-        body = asked(rest={"weights": {"exact_version": "v0"}})
+        body = tree_request(rest={"weights": {"exact_version": "v0"}})
         request = asyncio.create_task(grown(served, body))
         await running_samples(served, 2)
         engine.step(32)
@@ -271,7 +275,7 @@ async def test_tree_with_an_exact_version_ends_with_it(tmp_path: Path) -> None:
 async def test_segments_report_the_version_of_their_tokens(tmp_path: Path) -> None:
     engine = FakeEngine(instant=False)
     async with serving(engine, tmp_path) as served:
-        request = asyncio.create_task(grown(served, asked(flatten=True, max_tokens=100)))
+        request = asyncio.create_task(grown(served, tree_request(flatten=True, max_tokens=100)))
         await running_samples(served, 2)
         engine.step(32)
         await running_samples(served, 4)
@@ -296,10 +300,10 @@ async def test_tree_reserves_as_many_samples_as_its_maximum_of_leaves(tmp_path: 
     engine = FakeEngine(instant=False)
     limits = {"max_samples_per_key": 6}
     async with serving(engine, tmp_path, limits=limits) as served:
-        request = asyncio.create_task(grown(served, asked(max_leaves=4)))
+        request = asyncio.create_task(grown(served, tree_request(max_leaves=4)))
         await running_samples(served, 2)
         assert served.server.admission.num_samples == 4
-        refused = await served.http.post("/v1/rollouts", json=asked(max_leaves=3))
+        refused = await served.http.post("/v1/rollouts", json=tree_request(max_leaves=3))
         assert refused.json()["code"] == "quota_exceeded"
         engine.instant = True
         engine.step(250)
@@ -310,7 +314,7 @@ async def test_tree_reserves_as_many_samples_as_its_maximum_of_leaves(tmp_path: 
 async def test_engine_death_ends_a_tree(tmp_path: Path) -> None:
     engine = FakeEngine(instant=False)
     async with serving(engine, tmp_path) as served:
-        request = asyncio.create_task(served.http.post("/v1/rollouts", json=asked()))
+        request = asyncio.create_task(served.http.post("/v1/rollouts", json=tree_request()))
         await running_samples(served, 2)
         engine.step(32)
         await running_samples(served, 4)
@@ -320,13 +324,13 @@ async def test_engine_death_ends_a_tree(tmp_path: Path) -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    (asked("positions"), "needs positions"),
-    (asked("interval", positions=[5]), "positions has no effect in mode interval"),
-    (asked("external", factor=4), "factor has no effect in mode external"),
-    (asked("positions", positions=[9, 9]), "ascending"),
-    ({**asked(), "groups": [{"prompt": {"token_ids": [1]}, "n": 2}]}, "n = 1"),
-    (asked(rest={"finish": {"num_samples": 5}}), "fewer samples"),
-    (asked("external"), "respond-async"),
+    (tree_request("positions"), "needs positions"),
+    (tree_request("interval", positions=[5]), "positions has no effect in mode interval"),
+    (tree_request("external", factor=4), "factor has no effect in mode external"),
+    (tree_request("positions", positions=[9, 9]), "ascending"),
+    ({**tree_request(), "groups": [{"prompt": {"token_ids": [1]}, "n": 2}]}, "n = 1"),
+    (tree_request(rest={"finish": {"num_samples": 5}}), "fewer samples"),
+    (tree_request("external"), "respond-async"),
 ]
 
 
@@ -346,7 +350,7 @@ async def test_seed_determines_every_path_of_a_tree(tmp_path: Path) -> None:
     seeds: list[list[int | None]] = []
     async with serving(engine, tmp_path) as served:
         for turn in range(2):
-            body = asked()
+            body = tree_request()
             body["groups"][0]["seed"] = 7
             request = asyncio.create_task(grown(served, body))
             await running_samples(served, 2)

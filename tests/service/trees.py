@@ -15,7 +15,7 @@ def branching(mode: str = "interval", /, **fields: Any) -> dict[str, Any]:
     return {"mode": mode, **small, **fields}
 
 
-def asked(
+def tree_request(
     mode: str = "interval",
     /,
     *,

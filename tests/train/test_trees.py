@@ -163,7 +163,7 @@ def test_paths_concatenate_segments() -> None:
     assert torch.equal(rows.logprobs[3], torch.cat([tree.logprobs[at] for at in (1, 7)]))
 
 
-def answered(tree: Tree | None) -> Group:
+def group_with_tree(tree: Tree | None) -> Group:
     return Group(
         id="g",
         index=0,
@@ -193,7 +193,7 @@ def segment(name: str, parent: str | None, token_ids: list[int]) -> Segment:
 def test_training_tree_is_made_from_the_answer_of_a_rollout() -> None:
     segments = (segment("a", None, [1, 2]), segment("b", "a", [3]), segment("c", "a", [4, 5]))
     answer = Tree(segments=segments, leaves=("c", "b"))
-    tree = TrainingTree.of([7, 8, 9], answered(answer))
+    tree = TrainingTree.of([7, 8, 9], group_with_tree(answer))
     assert (tree.parents, tree.leaves) == ((None, 0, 0), (2, 1))
     rows = tree.flattened()
     assert rows.logprobs is not None
@@ -204,7 +204,7 @@ def test_training_tree_is_made_from_the_answer_of_a_rollout() -> None:
 
 def test_group_without_a_tree_is_refused() -> None:
     with pytest.raises(ValueError, match="the group is not a tree"):
-        TrainingTree.of([7, 8, 9], answered(None))
+        TrainingTree.of([7, 8, 9], group_with_tree(None))
 
 
 @pytest.mark.parametrize(

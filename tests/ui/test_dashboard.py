@@ -24,7 +24,7 @@ from tests.service.keyfile import bearer, write_keys
 from tests.service.prompt_kv.export_requests import export_handle
 from tests.service.test_external_trees import open_tree
 from tests.service.test_rollouts import body, group, running_samples
-from tests.service.trees import asked
+from tests.service.trees import tree_request
 from tests.serving import Served, serving, settings_for
 from tests.ui.browser import tab
 
@@ -203,7 +203,7 @@ async def test_browser_renders_all_running_groups(tmp_path: Path) -> None:
     engine = FakeEngine(instant=False, prompt_kv=True)
     kv = {"capacity_bytes": 2**22}
     async with serving(engine, tmp_path, server=ON, kv=kv) as served, asyncio.TaskGroup() as tasks:
-        tree = asked(max_tokens=100, prompt=[7, 8, 9], rest={"kv": {}})
+        tree = tree_request(max_tokens=100, prompt=[7, 8, 9], rest={"kv": {}})
         tasks.create_task(served.http.post("/v1/rollouts", json=tree))
         await running_samples(served, 2)
         engine.step(62)

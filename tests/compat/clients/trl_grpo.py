@@ -57,7 +57,9 @@ def trained(folder: str, **route: Any) -> Any:
     return trainer
 
 
-def told(rollouts: Rollouts, trainer: Any, adapter: str | None = None) -> dict[str, Any]:
+def training_summary(
+    rollouts: Rollouts, trainer: Any, adapter: str | None = None
+) -> dict[str, Any]:
     """The served version, and how often versions changed in the meantime."""
     log = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
     score = rollouts.score([(PROMPTS[0], [[5, 6, 7]])], adapter=adapter)
@@ -77,7 +79,7 @@ def adapted(folder: str, rollouts: Rollouts) -> dict[str, Any]:
     config = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
     trainer = trained(folder, rollout_func=rollout_func(rollouts), peft_config=config)
     [ours] = [loaded for loaded in rollouts.adapters().adapters if loaded.name not in known]
-    answer = told(rollouts, trainer, ours.name)
+    answer = training_summary(rollouts, trainer, ours.name)
     rollouts.unload_adapter(ours.name)
     return {**answer, "adapter": ours.version}
 
@@ -85,11 +87,14 @@ def adapted(folder: str, rollouts: Rollouts) -> dict[str, Any]:
 def runs(url: str) -> Iterator[tuple[str, dict[str, Any]]]:
     with tempfile.TemporaryDirectory() as folder, Rollouts(url) as rollouts:
         yield "adapter", adapted(folder, rollouts)  # while the base weights equal the trainer's
-        yield "rollout_func", told(rollouts, trained(folder, rollout_func=rollout_func(rollouts)))
+        yield (
+            "rollout_func",
+            training_summary(rollouts, trained(folder, rollout_func=rollout_func(rollouts))),
+        )
         install()
         install()
         config = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": url}
-        yield "server_mode", told(rollouts, trained(folder, config=config))
+        yield "server_mode", training_summary(rollouts, trained(folder, config=config))
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ class Clock:
         return self.now
 
 
-class Seen:
+class MembershipProbe:
     """One replica under test, its cluster registry, and the other replicas."""
 
     def __init__(self) -> None:
@@ -113,25 +113,25 @@ class Seen:
 
 
 @pytest.fixture
-def refresh() -> Seen:
-    return Seen()
+def refresh() -> MembershipProbe:
+    return MembershipProbe()
 
 
 async def test_unlisted_replica_is_gone_only_after_all_had_time_to_register(
-    refresh: Seen,
+    refresh: MembershipProbe,
 ) -> None:
     early = await refresh.asked_for(B)
     await refresh.pass_by(EXPIRE + 3)
     assert (early, await refresh.asked_for(B)) == ("ClusterUnavailable", "ReplicaGone")
 
 
-async def test_newly_registered_replica_is_looked_up(refresh: Seen) -> None:
+async def test_newly_registered_replica_is_looked_up(refresh: MembershipProbe) -> None:
     await refresh.beat()
     await InMemoryRegistry.beat(refresh.registry, B, ttl_seconds=EXPIRE)
     assert await refresh.asked_for(B) == B.url
 
 
-async def test_lost_registry_is_not_needed_for_cached_entries(refresh: Seen) -> None:
+async def test_lost_registry_is_not_needed_for_cached_entries(refresh: MembershipProbe) -> None:
     await refresh.pass_by(EXPIRE + 3, B)
     refresh.registry.silent = True
     await refresh.pass_by(10 * EXPIRE)
@@ -141,7 +141,7 @@ async def test_lost_registry_is_not_needed_for_cached_entries(refresh: Seen) -> 
     assert set(refresh.failed) == {"heartbeat"}
 
 
-async def test_after_a_flush_no_replica_is_gone_until_confirmed(refresh: Seen) -> None:
+async def test_after_a_flush_no_replica_is_gone_until_confirmed(refresh: MembershipProbe) -> None:
     await refresh.pass_by(EXPIRE + 3, B)
     refresh.registry.forget()
     await refresh.beat()
@@ -150,7 +150,7 @@ async def test_after_a_flush_no_replica_is_gone_until_confirmed(refresh: Seen) -
     assert (refresh.cluster.is_settled, await refresh.asked_for(B)) == (True, "ReplicaGone")
 
 
-async def test_after_a_flush_keys_are_claimed_again(refresh: Seen) -> None:
+async def test_after_a_flush_keys_are_claimed_again(refresh: MembershipProbe) -> None:
     await refresh.beat()
     await refresh.cluster.claim("p")
     await refresh.cluster.claim("q")
@@ -165,7 +165,7 @@ async def test_after_a_flush_keys_are_claimed_again(refresh: Seen) -> None:
 
 
 async def test_key_reclaimed_before_its_release_was_sent_stays_local(
-    refresh: Seen,
+    refresh: MembershipProbe,
 ) -> None:
     await refresh.beat()
     await refresh.cluster.claim("p")
@@ -176,7 +176,7 @@ async def test_key_reclaimed_before_its_release_was_sent_stays_local(
 
 
 async def test_key_reclaimed_while_its_release_is_sent_stays_local(
-    refresh: Seen,
+    refresh: MembershipProbe,
 ) -> None:
     await refresh.beat()
     await refresh.cluster.claim("p")
@@ -188,7 +188,7 @@ async def test_key_reclaimed_while_its_release_is_sent_stays_local(
 
 @pytest.mark.parametrize("silent", [False, True])
 async def test_released_key_is_available_at_once_or_after_the_next_heartbeat(
-    refresh: Seen, silent: bool
+    refresh: MembershipProbe, silent: bool
 ) -> None:
     await refresh.beat()
     await refresh.cluster.claim("p")
@@ -202,7 +202,7 @@ async def test_released_key_is_available_at_once_or_after_the_next_heartbeat(
 
 
 async def test_many_released_keys_do_not_delay_the_next_heartbeat(
-    refresh: Seen,
+    refresh: MembershipProbe,
 ) -> None:
     await refresh.beat()
     places = [f"p{number}" for number in range(MAX_CLAIMS_PER_HEARTBEAT + 1)]
@@ -217,7 +217,7 @@ async def test_many_released_keys_do_not_delay_the_next_heartbeat(
 
 
 async def test_key_claimed_during_an_outage_is_shared_after_recovery(
-    refresh: Seen,
+    refresh: MembershipProbe,
 ) -> None:
     await refresh.beat()
     refresh.registry.silent = True
@@ -234,7 +234,7 @@ async def test_key_claimed_during_an_outage_is_shared_after_recovery(
     assert holders == [A.id, A.id]
 
 
-async def test_key_of_a_replica_that_may_return_is_not_taken_over(refresh: Seen) -> None:
+async def test_key_of_a_replica_that_may_return_is_not_taken_over(refresh: MembershipProbe) -> None:
     await refresh.registry.claim("p", B.id, ttl_seconds=1e6, allow_takeover=False)
     await refresh.beat()
     with pytest.raises(ClusterUnavailable):
@@ -244,7 +244,9 @@ async def test_key_of_a_replica_that_may_return_is_not_taken_over(refresh: Seen)
     assert await refresh.registry.claim("p", B.id, ttl_seconds=9, allow_takeover=False) == A.id
 
 
-async def test_concurrent_lookups_of_an_unknown_id_query_the_registry_once(refresh: Seen) -> None:
+async def test_concurrent_lookups_of_an_unknown_id_query_the_registry_once(
+    refresh: MembershipProbe,
+) -> None:
     await refresh.pass_by(EXPIRE + 3)
     before = refresh.registry.beats
     refresh.clock.now += 1
@@ -257,7 +259,7 @@ async def test_concurrent_lookups_of_an_unknown_id_query_the_registry_once(refre
     assert refresh.registry.beats <= before + 2
 
 
-async def test_exception_in_a_heartbeat_stops_nothing(refresh: Seen) -> None:
+async def test_exception_in_a_heartbeat_stops_nothing(refresh: MembershipProbe) -> None:
     class Broken(Faulty):
         async def beat(self, replica: Replica, *, ttl_seconds: float) -> ClusterView:
             self.beats += 1
@@ -270,7 +272,7 @@ async def test_exception_in_a_heartbeat_stops_nothing(refresh: Seen) -> None:
         assert refresh.cluster.unavailable
 
 
-async def test_unregistered_replica_is_no_longer_listed(refresh: Seen) -> None:
+async def test_unregistered_replica_is_no_longer_listed(refresh: MembershipProbe) -> None:
     async with refresh.cluster.running():
         while refresh.cluster.unavailable:
             await asyncio.sleep(0.001)

@@ -16,14 +16,14 @@ def span(token_ids: list[int], name: str | None = None) -> dict[str, Any]:
     return {"token_ids": token_ids, **({} if name is None else {"cache_key": name})}
 
 
-def asked(*spans: dict[str, Any], n: int = 2, **rest: Any) -> dict[str, Any]:
+def request_with_spans(*spans: dict[str, Any], n: int = 2, **rest: Any) -> dict[str, Any]:
     group = {"prompt": {"spans": list(spans)}, "n": n}
     return {"groups": [group], "sampling": {"max_tokens": 4}, **rest}
 
 
 def placed(own: list[int] = OWN, **rest: Any) -> dict[str, Any]:
     """Two spans between unnamed texts: 64 tokens, 46 spliced, 18, 42 spliced, 4."""
-    return asked(
+    return request_with_spans(
         span(own),
         span(TOOL, "tool"),
         span(TALE, "tale"),
@@ -34,7 +34,7 @@ def placed(own: list[int] = OWN, **rest: Any) -> dict[str, Any]:
 
 def predicted(tool: int = 5, tale: int = 6, own: list[int] = OWN, **rest: Any) -> dict[str, Any]:
     """Two spans between unnamed texts; the text of each is one token repeated."""
-    return asked(
+    return request_with_spans(
         span(own),
         span([tool] * 70, "tool"),
         span([3] * 4),
@@ -61,7 +61,7 @@ async def reusing(
         assert cache.num_bytes == taken, "a chain's room was not given back"
 
 
-async def answered(served: Served, body: dict[str, Any], **headers: str) -> dict[str, Any]:
+async def post_rollout(served: Served, body: dict[str, Any], **headers: str) -> dict[str, Any]:
     answer = await served.http.post("/v1/rollouts", json=body, headers=headers)
     assert answer.status_code == 200, answer.text
     [group] = answer.json()["groups"]

@@ -33,7 +33,7 @@ Dtype = Literal["float32", "float16", "bfloat16"]
 FARS = st.lists(st.floats(0, 1e6), min_size=1, max_size=20)
 
 
-def kept(num_tokens: int = 1000) -> CacheEntry:
+def cache_entry(num_tokens: int = 1000) -> CacheEntry:
     slot = ExportSlot(arena=Path("/a"), offset=0, status_offset=0, num_tokens=num_tokens)
     return CacheEntry(slot=slot, extent=Extent(0, 0), key=EntryKey(SCOPE, 0, "", b""))
 
@@ -41,10 +41,14 @@ def kept(num_tokens: int = 1000) -> CacheEntry:
 def anchor_of(parts: list[PromptSpan]) -> Anchor:
     template = template_of(parts)
     bases = {
-        i: kept(s.num_tokens) for i, s in enumerate(template.sections) if s.cache_key is not None
+        i: cache_entry(s.num_tokens)
+        for i, s in enumerate(template.sections)
+        if s.cache_key is not None
     }
     context = AnchorContext(SCOPE, 0, template.context)
-    return Anchor(context=context, template=template, real=kept(template.num_tokens), bases=bases)
+    return Anchor(
+        context=context, template=template, real=cache_entry(template.num_tokens), bases=bases
+    )
 
 
 def chosen(
@@ -156,7 +160,7 @@ def test_pieces_cover_all_tokens_except_the_last() -> None:
         template, found, dict.fromkeys(pairs_to_compare(template, found), 1.0), 1.0
     )
     assert choice is not None
-    bases = {1: kept(60), 2: kept(60)}
+    bases = {1: cache_entry(60), 2: cache_entry(60)}
     pieces = load_pieces(template, bases, found, choice)
     assert [piece.start for piece in pieces[1:]] == [p.start + p.num_tokens for p in pieces[:-1]]
     assert pieces[-1].start + pieces[-1].num_tokens == len(joined(parts)) - 1
@@ -203,7 +207,9 @@ def test_pieces_tile_the_loaded_range_and_stay_within_their_sources(
     choice = select_anchors(template, found, far, 1.0)
     assert choice is not None
     bases = {
-        i: kept(s.num_tokens) for i, s in enumerate(template.sections) if s.cache_key is not None
+        i: cache_entry(s.num_tokens)
+        for i, s in enumerate(template.sections)
+        if s.cache_key is not None
     }
     at = 0
     for piece in load_pieces(template, bases, found, choice):

@@ -7,7 +7,14 @@ import pytest
 
 from coppice import AsyncRollouts, KvReuse, PromptSpan
 from tests.fake_engine import FakeEngine
-from tests.service.kv_reuse.span_requests import TALE, TOOL, answered, asked, reusing, span
+from tests.service.kv_reuse.span_requests import (
+    TALE,
+    TOOL,
+    post_rollout,
+    request_with_spans,
+    reusing,
+    span,
+)
 from tests.serving import serving
 
 TREE = {"mode": "interval", "interval": 2, "max_depth": 2, "max_leaves": 4}
@@ -21,7 +28,7 @@ UNFINISHED = {
 async def test_spans_are_concatenated_and_exact_by_default(tmp_path: Path) -> None:
     engine = FakeEngine()
     async with serving(engine, tmp_path) as served:
-        group = await answered(served, asked(span([1, 2]), span([3], "x"), n=1))
+        group = await post_rollout(served, request_with_spans(span([1, 2]), span([3], "x"), n=1))
     assert list(engine.submitted[0].prompt_token_ids) == [1, 2, 3]
     assert (group["exact"], group["kv_reuse"]["mode"]) == (True, "off")
     assert (group["kv_reuse"]["num_computed_tokens"], group["kv_reuse"]["num_round_trips"]) == (
@@ -33,7 +40,7 @@ async def test_spans_are_concatenated_and_exact_by_default(tmp_path: Path) -> No
 async def test_other_prompts_have_no_reuse_fields(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
         body = {"groups": [{"prompt": {"token_ids": [1]}}], "sampling": {"max_tokens": 1}}
-        assert (await answered(served, body))["kv_reuse"] is None
+        assert (await post_rollout(served, body))["kv_reuse"] is None
 
 
 @pytest.mark.parametrize(
@@ -70,7 +77,7 @@ async def test_other_prompts_have_no_reuse_fields(tmp_path: Path) -> None:
 async def test_invalid_reuse_request_is_refused(
     tmp_path: Path, change: dict[str, Any], word: str
 ) -> None:
-    body = asked(span(TOOL, "tool"), span([1]), kv_reuse={"mode": "splice"}) | change
+    body = request_with_spans(span(TOOL, "tool"), span([1]), kv_reuse={"mode": "splice"}) | change
     async with serving(FakeEngine(), tmp_path) as served:
         answer = await served.http.post("/v1/rollouts", json=body)
     assert (answer.status_code, answer.json()["code"]) == (422, "invalid_request")
@@ -81,10 +88,14 @@ async def test_spans_follow_the_order_that_was_prefilled_before(tmp_path: Path) 
     engine = FakeEngine()
     tool, tale = span(TOOL, "tool"), span(TALE, "tale")
     async with serving(engine, tmp_path) as served:
-        first = await answered(served, asked(span([1]), tool, tale, kv_reuse={"mode": "reorder"}))
-        second = await answered(served, asked(tale, span([2]), tool, kv_reuse={"mode": "reorder"}))
+        first = await post_rollout(
+            served, request_with_spans(span([1]), tool, tale, kv_reuse={"mode": "reorder"})
+        )
+        second = await post_rollout(
+            served, request_with_spans(tale, span([2]), tool, kv_reuse={"mode": "reorder"})
+        )
         told = {"mode": "reorder", "dry_run": True}
-        third = await answered(served, asked(tale, span([2]), tool, kv_reuse=told))
+        third = await post_rollout(served, request_with_spans(tale, span([2]), tool, kv_reuse=told))
     prompts = [list(request.prompt_token_ids) for request in engine.submitted[::2]]
     assert prompts == [[*TOOL, *TALE, 1], [*TOOL, *TALE, 2], [*TALE, 2, *TOOL]]
     assert [group["kv_reuse"]["order"] for group in (first, second, third)] == [

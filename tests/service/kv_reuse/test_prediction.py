@@ -11,7 +11,15 @@ from engine.types import SampleRequest
 from service.kv_reuse.anchors import MAX_ANCHORS_PER_CONTEXT
 from tests.fake_engine import FakeEngine
 from tests.service.keyfile import bearer, write_keys
-from tests.service.kv_reuse.span_requests import ASK, OWN, answered, asked, predicted, reusing, span
+from tests.service.kv_reuse.span_requests import (
+    ASK,
+    OWN,
+    post_rollout,
+    predicted,
+    request_with_spans,
+    reusing,
+    span,
+)
 from tests.service.test_rollouts import running_samples
 from tests.serving import Served
 
@@ -24,7 +32,7 @@ def engine_of(**rest: Any) -> FakeEngine:
 
 async def two_anchors(served: Served, **rest: Any) -> None:
     for tool, tale in ((5, 6), (50, 60)):
-        group = await answered(served, predicted(tool, tale, **rest))
+        group = await post_rollout(served, predicted(tool, tale, **rest))
         assert (group["exact"], group["kv_reuse"]["reason"]) == (True, "no_observations")
 
 
@@ -36,7 +44,7 @@ async def test_prompt_without_anchors_is_prefilled_and_becomes_an_anchor(tmp_pat
     """Its spans are prefilled alone beside it, and do not delay it."""
     engine = engine_of()
     async with reusing(engine, tmp_path) as served:
-        group = await answered(served, predicted())
+        group = await post_rollout(served, predicted())
         assert served.server.kv_reuse.anchors.num_anchors == 1
     first, tool, tale, second = engine.submitted
     assert (list(tool.prompt_token_ids), list(tale.prompt_token_ids)) == ([5] * 70, [6] * 60)
@@ -63,7 +71,7 @@ async def test_prompt_is_predicted_from_two_anchors_and_one_token_is_prefilled(
     engine = engine_of()
     async with reusing(engine, tmp_path) as served:
         await two_anchors(served)
-        group = await answered(served, predicted(7, 8))
+        group = await post_rollout(served, predicted(7, 8))
         metrics = (await served.http.get("/metrics")).text
     *_, tool, tale, first, second = engine.submitted
     load = first.load
@@ -103,10 +111,10 @@ async def test_anchors_of_other_lengths_serve_texts_that_are_not_longer(tmp_path
         await two_anchors(served)
         body = predicted(7, 8)
         body["groups"][0]["prompt"]["spans"][1]["token_ids"] = [7] * 64
-        shorter = await answered(served, body)
+        shorter = await post_rollout(served, body)
         load = last(engine).load
         body["groups"][0]["prompt"]["spans"][1]["token_ids"] = [9] * 71
-        longer = await answered(served, body)
+        longer = await post_rollout(served, body)
     assert (shorter["exact"], shorter["kv_reuse"]["reason"]) == (False, None)
     assert load is not None
     assert [o.shift for piece in load.pieces[2:] for o in piece.observations] == [-6] * 6
@@ -116,8 +124,8 @@ async def test_anchors_of_other_lengths_serve_texts_that_are_not_longer(tmp_path
 async def test_repeated_prompt_is_loaded_from_its_anchor_and_exact(tmp_path: Path) -> None:
     engine = engine_of()
     async with reusing(engine, tmp_path) as served:
-        await answered(served, predicted())
-        group = await answered(served, predicted())
+        await post_rollout(served, predicted())
+        group = await post_rollout(served, predicted())
         assert served.server.kv_reuse.anchors.num_anchors == 1
     load = last(engine).load
     assert load is not None and load.exact_tokens == NUM_TOKENS - 1
@@ -136,7 +144,7 @@ async def test_shared_leading_texts_are_exact_up_to_the_first_difference(
     engine = engine_of()
     async with reusing(engine, tmp_path) as served:
         await two_anchors(served)
-        await answered(served, predicted(5, 8))
+        await post_rollout(served, predicted(5, 8))
     load = last(engine).load
     assert load is not None and load.exact_tokens == 114
     assert [bool(piece.observations) for piece in load.pieces] == [False] * 3 + [True] * 2
@@ -148,7 +156,7 @@ async def test_last_text_unknown_to_the_anchors_is_prefilled(tmp_path: Path) -> 
         await two_anchors(served)
         body = predicted(7, 8)
         body["groups"][0]["prompt"]["spans"][4]["token_ids"] = [9] * 6
-        group = await answered(served, body)
+        group = await post_rollout(served, body)
     load = last(engine).load
     assert load is not None and load.pieces[-1].start + load.pieces[-1].num_tokens == 174
     assert (group["exact"], group["kv_reuse"]["num_computed_tokens"]) == (False, 6)
@@ -162,11 +170,11 @@ async def test_equally_distant_anchors_are_not_shareable(tmp_path: Path) -> None
     async with reusing(engine_of(), tmp_path) as served:
         await two_anchors(served)
         middle = predicted(7, (6 + 60) // 2)
-        told = [await answered(served, middle) for _ in range(2)]
+        told = [await post_rollout(served, middle) for _ in range(2)]
         assert served.server.kv_reuse.anchors.num_anchors == 3
         anything = {"mode": "predict", "max_entropy": 1.0}
         between = predicted((50 + 7) // 2 + 1, (6 + 60) // 2, kv_reuse=anything)
-        told.append(await answered(served, between))
+        told.append(await post_rollout(served, between))
     assert [(group["exact"], group["kv_reuse"]["reason"]) for group in told] == [
         (True, "entropy_too_high"),
         (True, None),
@@ -180,13 +188,13 @@ async def test_other_contexts_keys_and_weights_find_no_anchor(tmp_path: Path) ->
     one, other, admin = (bearer(secrets[name]) for name in ("one", "other", "admin"))
     async with reusing(engine_of(), tmp_path, server=server) as served:
         for tool in (5, 50, 7):
-            mine = await answered(served, predicted(tool, tool + 1), **one)
-        theirs = await answered(served, predicted(7, 8), **other)
-        elsewhere = await answered(served, predicted(7, 8, own=[3] * 40), **one)
+            mine = await post_rollout(served, predicted(tool, tool + 1), **one)
+        theirs = await post_rollout(served, predicted(7, 8), **other)
+        elsewhere = await post_rollout(served, predicted(7, 8, own=[3] * 40), **one)
         await served.http.put("/v1/weights/v1", content=b"x", headers=admin)
         await served.http.post("/v1/weights/v1/activate", json={}, headers=admin)
         assert served.server.kv_reuse.anchors.num_anchors == 0
-        later = await answered(served, predicted(7, 8), **one)
+        later = await post_rollout(served, predicted(7, 8), **one)
     assert mine["exact"] is False
     told = [group["kv_reuse"]["reason"] for group in (theirs, elsewhere, later)]
     assert told == ["no_observations"] * 3
@@ -200,7 +208,7 @@ async def test_weights_that_change_before_the_samples_leave_an_exact_prompt(
     async with reusing(engine, tmp_path) as served:
         await two_anchors(served)
         engine.instant = False
-        asking = asyncio.create_task(answered(served, predicted(5, 8)))
+        asking = asyncio.create_task(post_rollout(served, predicted(5, 8)))
         await running_samples(served, 1)
         engine.step()
         await running_samples(served, 2)
@@ -221,7 +229,7 @@ async def test_spans_evicted_by_the_engine_are_written_again(tmp_path: Path) -> 
         await two_anchors(served)
         engine.written.clear()
         told = [
-            (await answered(served, predicted(tool, 8)))["kv_reuse"]["reason"]
+            (await post_rollout(served, predicted(tool, 8)))["kv_reuse"]["reason"]
             for tool in (7, 8, 9, 10)
         ]
     assert told == ["not_loaded", "no_observations", "no_observations", None]
@@ -231,18 +239,18 @@ async def test_anchor_that_was_not_written_does_not_exist(tmp_path: Path) -> Non
     engine = engine_of()
     async with reusing(engine, tmp_path) as served:
         engine.export_status = ExportStatus.FAILED
-        await answered(served, predicted())
+        await post_rollout(served, predicted())
         await asyncio.sleep(0.01)
         assert served.server.kv_reuse.anchors.num_anchors == 0
         engine.export_status = ExportStatus.COMMITTED
         await two_anchors(served)
-        assert (await answered(served, predicted(7, 8)))["exact"] is False
+        assert (await post_rollout(served, predicted(7, 8)))["exact"] is False
 
 
 async def test_groups_with_equal_texts_make_one_anchor(tmp_path: Path) -> None:
     engine = engine_of(instant=False)
     async with reusing(engine, tmp_path) as served:
-        groups = [asyncio.create_task(answered(served, predicted())) for _ in range(3)]
+        groups = [asyncio.create_task(post_rollout(served, predicted())) for _ in range(3)]
         await running_samples(served, 2 + 3 * 2)
         while not all(group.done() for group in groups):
             engine.step()
@@ -261,7 +269,7 @@ async def test_cancelled_group_leaves_nothing(tmp_path: Path, num_steps: int) ->
         await two_anchors(served)
         engine.instant = False
         body = predicted(7, 8) if num_steps < 2 else predicted(7, 8, own=[4] * 9)
-        asking = asyncio.create_task(answered(served, body))
+        asking = asyncio.create_task(post_rollout(served, body))
         await running_samples(served, 2 if num_steps < 2 else 4)
         if num_steps == 1:
             engine.step()
@@ -282,7 +290,7 @@ async def test_dropped_anchors_stay_until_they_were_loaded(tmp_path: Path) -> No
     async with reusing(engine, tmp_path) as served:
         await two_anchors(served)
         engine.instant = False
-        asking = asyncio.create_task(answered(served, predicted(7, 8)))
+        asking = asyncio.create_task(post_rollout(served, predicted(7, 8)))
         await running_samples(served, 2)
         anchors = served.server.kv_reuse.anchors
         anchors.forget([anchor for there in anchors._contexts.values() for anchor in there])
@@ -300,7 +308,7 @@ async def test_deadline_ends_the_group(tmp_path: Path) -> None:
     async with reusing(engine, tmp_path) as served:
         await two_anchors(served)
         engine.instant = False
-        group = await answered(served, predicted(7, 8, finish={"deadline_seconds": 0.05}))
+        group = await post_rollout(served, predicted(7, 8, finish={"deadline_seconds": 0.05}))
         assert not engine.running
         await asyncio.sleep(0.01)
     assert [sample["finish_reason"] for sample in group["samples"]] == ["deadline"] * 2
@@ -311,7 +319,7 @@ async def test_anchors_per_context_are_bounded(tmp_path: Path) -> None:
     exactly = {"mode": "predict", "max_entropy": 0.0}
     async with reusing(engine_of(), tmp_path, spans_bytes=2**25) as served:
         for tool in range(4, MAX_ANCHORS_PER_CONTEXT + 8):
-            group = await answered(served, predicted(tool, 200, kv_reuse=exactly))
+            group = await post_rollout(served, predicted(tool, 200, kv_reuse=exactly))
             assert group["exact"] is True
         anchors = served.server.kv_reuse.anchors
         assert anchors.num_anchors <= MAX_ANCHORS_PER_CONTEXT
@@ -325,7 +333,7 @@ async def test_full_pool_evicts_unused_anchors(tmp_path: Path) -> None:
     """Two MiB have room for the anchors and spans of a few contexts."""
     async with reusing(engine_of(), tmp_path, spans_bytes=2**21) as served:
         for i in range(12):
-            group = await answered(served, predicted(7, 8, own=[i + 1] * 40))
+            group = await post_rollout(served, predicted(7, 8, own=[i + 1] * 40))
             assert group["kv_reuse"]["reason"] in ("no_observations", "cache_full")
         anchors = served.server.kv_reuse.anchors
         assert anchors.num_by_outcome["evicted"] > 0
@@ -334,7 +342,7 @@ async def test_full_pool_evicts_unused_anchors(tmp_path: Path) -> None:
 
 async def test_prompt_too_long_for_an_anchor_is_prefilled(tmp_path: Path) -> None:
     async with reusing(FakeEngine(prompt_kv=True, max_context_tokens=4096), tmp_path) as served:
-        group = await answered(served, predicted(own=[1] * 3000))
+        group = await post_rollout(served, predicted(own=[1] * 3000))
         assert (group["exact"], group["kv_reuse"]["reason"]) == (True, "cache_full")
         assert served.server.kv_reuse.anchors.num_anchors == 0
 
@@ -343,7 +351,7 @@ async def test_prompt_without_named_spans_or_with_one_alone_splices_nothing(tmp_
     anchors = {"mode": "predict"}
     async with reusing(engine_of(), tmp_path) as served:
         for spans in ([span([1, 2])], [span([1, 2], "x")]):
-            group = await answered(served, asked(*spans, kv_reuse=anchors))
+            group = await post_rollout(served, request_with_spans(*spans, kv_reuse=anchors))
             assert (group["exact"], group["kv_reuse"]["reason"]) == (True, "nothing_to_reuse")
 
 
@@ -352,7 +360,7 @@ async def test_prompt_may_begin_and_end_with_a_span(tmp_path: Path) -> None:
     engine = engine_of()
 
     def body(tool: int, tale: int) -> dict[str, Any]:
-        return asked(
+        return request_with_spans(
             span([tool] * 70, "tool"),
             span(ASK),
             span([tale] * 60, "tale"),
@@ -361,8 +369,8 @@ async def test_prompt_may_begin_and_end_with_a_span(tmp_path: Path) -> None:
 
     async with reusing(engine, tmp_path) as served:
         for tool, tale in ((5, 6), (50, 60)):
-            await answered(served, body(tool, tale))
-        group = await answered(served, body(7, 8))
+            await post_rollout(served, body(tool, tale))
+        group = await post_rollout(served, body(7, 8))
     load = last(engine).load
     assert load is not None and load.exact_tokens == 70
     spans = [(p.start, p.num_tokens, p.shift, len(p.observations)) for p in load.pieces]

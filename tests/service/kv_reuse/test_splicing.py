@@ -9,7 +9,7 @@ import pytest
 from engine.kv_types import ExportStatus
 from tests.fake_engine import FakeEngine
 from tests.service.keyfile import bearer, write_keys
-from tests.service.kv_reuse.span_requests import ASK, OWN, TALE, TOOL, answered, placed, reusing
+from tests.service.kv_reuse.span_requests import ASK, OWN, TALE, TOOL, placed, post_rollout, reusing
 from tests.service.test_rollouts import running_samples
 
 PROMPT = [*OWN, *TOOL, *TALE, *ASK]
@@ -23,7 +23,7 @@ async def test_chain_prefills_unnamed_text_and_first_tokens(tmp_path: Path) -> N
     """Spliced KV begins at a block boundary (32). Links and samples are submitted together."""
     engine = engine_of()
     async with reusing(engine, tmp_path) as served:
-        group = await answered(served, placed())
+        group = await post_rollout(served, placed())
     tool, tale, first, second, *samples = engine.submitted
     assert (list(tool.prompt_token_ids), list(tale.prompt_token_ids)) == (TOOL, TALE)
     assert list(first.prompt_token_ids) == PROMPT[:64]
@@ -54,8 +54,8 @@ async def test_chain_prefills_unnamed_text_and_first_tokens(tmp_path: Path) -> N
 
 async def test_cached_spans_are_not_prefilled_alone_again(tmp_path: Path) -> None:
     async with reusing(engine_of(), tmp_path) as served:
-        await answered(served, placed())
-        group = await answered(served, placed(own=[3] * 33))
+        await post_rollout(served, placed())
+        group = await post_rollout(served, placed(own=[3] * 33))
         metrics = (await served.http.get("/metrics")).text
     assert (group["exact"], group["kv_reuse"]["num_prepared_tokens"]) == (False, 0)
     assert group["kv_reuse"]["num_round_trips"] == 1
@@ -67,7 +67,7 @@ async def test_cached_spans_are_not_prefilled_alone_again(tmp_path: Path) -> Non
 async def test_concurrent_groups_prefill_a_span_once(tmp_path: Path) -> None:
     engine = engine_of(instant=False)
     async with reusing(engine, tmp_path) as served:
-        groups = [asyncio.create_task(answered(served, placed())) for _ in range(3)]
+        groups = [asyncio.create_task(post_rollout(served, placed())) for _ in range(3)]
         while not all(group.done() for group in groups):
             engine.step()
             await asyncio.sleep(0.001)
@@ -78,10 +78,10 @@ async def test_concurrent_groups_prefill_a_span_once(tmp_path: Path) -> None:
 
 async def test_new_weights_find_no_span_of_the_old_ones(tmp_path: Path) -> None:
     async with reusing(engine_of(), tmp_path) as served:
-        await answered(served, placed())
+        await post_rollout(served, placed())
         await served.http.put("/v1/weights/v1", content=b"x")
         await served.http.post("/v1/weights/v1/activate", json={})
-        group = await answered(served, placed())
+        group = await post_rollout(served, placed())
     assert group["kv_reuse"]["num_prepared_tokens"] == 130
     assert group["samples"][0]["versions"][0]["version"] == "v1"
 
@@ -89,7 +89,7 @@ async def test_new_weights_find_no_span_of_the_old_ones(tmp_path: Path) -> None:
 async def test_weights_that_change_before_the_chain_leave_an_exact_prompt(tmp_path: Path) -> None:
     engine = engine_of(instant=False)
     async with reusing(engine, tmp_path) as served:
-        asking = asyncio.create_task(answered(served, placed()))
+        asking = asyncio.create_task(post_rollout(served, placed()))
         await running_samples(served, 2)
         engine.step()
         await running_samples(served, 4)
@@ -104,10 +104,10 @@ async def test_weights_that_change_before_the_chain_leave_an_exact_prompt(tmp_pa
 
 async def test_new_text_of_a_name_replaces_the_first(tmp_path: Path) -> None:
     async with reusing(engine_of(), tmp_path) as served:
-        await answered(served, placed())
+        await post_rollout(served, placed())
         other = placed()
         other["groups"][0]["prompt"]["spans"][1]["token_ids"] = [7] * 60
-        group = await answered(served, other)
+        group = await post_rollout(served, other)
         assert served.server.kv_reuse.cache.num_spans == 2
     assert group["kv_reuse"]["num_prepared_tokens"] == 60
 
@@ -117,7 +117,7 @@ async def test_keys_do_not_share_cached_spans(tmp_path: Path) -> None:
     server = {"keys_file": tmp_path / "keys"}
     async with reusing(engine_of(), tmp_path, server=server) as served:
         prepared = [
-            (await answered(served, placed(), **bearer(secrets[name])))["kv_reuse"]
+            (await post_rollout(served, placed(), **bearer(secrets[name])))["kv_reuse"]
             for name in ("one", "other", "one")
         ]
     assert [reuse["num_prepared_tokens"] for reuse in prepared] == [130, 130, 0]
@@ -145,7 +145,7 @@ async def test_without_splicing_the_prompt_is_prefilled_and_exact(
     if reason == "cache_full":
         body["groups"][0]["prompt"]["spans"][1]["token_ids"] = [5] * 3000
     async with reusing(engine, tmp_path, spans_bytes=spans_bytes) as served:
-        group = await answered(served, body)
+        group = await post_rollout(served, body)
         await asyncio.sleep(0.01)
     assert (group["exact"], group["kv_reuse"]["reason"]) == (True, reason)
     assert group["outcome"] == "done"
@@ -159,7 +159,7 @@ async def test_cancelled_chain_leaves_nothing(tmp_path: Path, num_steps: int) ->
     """During the prefill of spans, and before and after the chain's first step."""
     engine = engine_of(instant=False)
     async with reusing(engine, tmp_path) as served:
-        asking = asyncio.create_task(answered(served, placed()))
+        asking = asyncio.create_task(post_rollout(served, placed()))
         for at, running in enumerate((2, 4, 2)[: num_steps + 1]):
             await running_samples(served, running)
             if at < num_steps:
@@ -176,7 +176,7 @@ async def test_cancelled_chain_leaves_nothing(tmp_path: Path, num_steps: int) ->
 async def test_deadline_counts_from_the_start_of_the_chain(tmp_path: Path) -> None:
     engine = engine_of(instant=False)
     async with reusing(engine, tmp_path) as served:
-        group = await answered(served, placed(finish={"deadline_seconds": 0.05}))
+        group = await post_rollout(served, placed(finish={"deadline_seconds": 0.05}))
         assert not engine.running
         await asyncio.sleep(0.01)
     assert [sample["finish_reason"] for sample in group["samples"]] == ["deadline"] * 2
@@ -191,7 +191,7 @@ async def test_spans_evicted_by_the_engine_are_written_again(tmp_path: Path) -> 
             if forgets:
                 engine.written.clear()
                 engine.left.clear()
-            group = await answered(served, placed())
+            group = await post_rollout(served, placed())
             told.append((group["exact"], group["kv_reuse"]["reason"]))
     assert told == [(False, None), (True, "not_loaded"), (False, None), (False, None)]
 
@@ -201,10 +201,10 @@ async def test_waiter_on_the_spans_of_another_group_ends_on_time(tmp_path: Path,
     engine = engine_of(instant=False)
     finish = {"deadline_seconds": 0.05} if how == "deadline" else {}
     async with reusing(engine, tmp_path) as served:
-        writing = asyncio.create_task(answered(served, placed()))
+        writing = asyncio.create_task(post_rollout(served, placed()))
         await running_samples(served, 2)
         [first] = served.server.rollouts.in_flight()
-        waiting = asyncio.create_task(answered(served, placed(finish=finish)))
+        waiting = asyncio.create_task(post_rollout(served, placed(finish=finish)))
         while len(found := served.server.rollouts.in_flight()) < 2:
             await asyncio.sleep(0.001)
         if how == "cancelled":
@@ -228,6 +228,6 @@ async def test_least_recently_used_spans_are_evicted(tmp_path: Path) -> None:
             for span in body["groups"][0]["prompt"]["spans"][1:3]:
                 span["token_ids"] = [20 + i + len(span["token_ids"])] * 60
                 span["cache_key"] += str(i)
-            group = await answered(served, body)
+            group = await post_rollout(served, body)
             assert (group["exact"], group["kv_reuse"]["num_prepared_tokens"]) == (False, 120)
         assert 0 < served.server.kv_reuse.cache.num_spans <= 16

@@ -15,7 +15,7 @@ from tests.fake_export import fake_kv
 from tests.service.prompt_kv.test_exports import activate_weights, data, exporting
 from tests.service.test_external_trees import Opened, open_tree
 from tests.service.test_rollouts import running_samples
-from tests.service.trees import BLOCK, PROMPT, asked, path
+from tests.service.trees import BLOCK, PROMPT, path, tree_request
 from tests.serving import Served, serving
 
 pytestmark = pytest.mark.slow
@@ -25,7 +25,7 @@ CAPACITY: dict[str, Any] = {"capacity_bytes": 2**24}
 
 
 async def run_tree(served: Served, mode: str = "interval", /, **fields: Any) -> dict[str, Any]:
-    body = asked(mode, rest=KV, **fields)
+    body = tree_request(mode, rest=KV, **fields)
     answer = await served.http.post("/v1/rollouts", json=body)
     assert answer.status_code == 200, answer.text
     served.server.prompt_kv.check()
@@ -91,7 +91,7 @@ async def test_first_child_to_run_exports_and_equal_paths_share_bytes(
 
 async def test_packed_answers_contain_the_handles(tmp_path: Path) -> None:
     async with serving(exporting(), tmp_path, kv=CAPACITY) as served:
-        body, accept = asked(rest=KV), {"Accept": PACKED_MEDIA_TYPE}
+        body, accept = tree_request(rest=KV), {"Accept": PACKED_MEDIA_TYPE}
         answer = await served.http.post("/v1/rollouts", json=body, headers=accept)
     [group] = result_of_packed(unpack(answer.content)).groups
     assert group.tree is not None
@@ -132,7 +132,7 @@ async def test_client_fetches_the_kv_of_a_path(tmp_path: Path) -> None:
 async def test_stream_sends_the_handle_of_a_path_while_its_children_run(tmp_path: Path) -> None:
     engine = exporting(instant=False)
     async with serving(engine, tmp_path, kv=CAPACITY) as served:
-        body = asked(max_tokens=100, rest={"stream": True, **KV})
+        body = tree_request(max_tokens=100, rest={"stream": True, **KV})
         async with served.http.stream("POST", "/v1/rollouts", json=body) as got:
             lines = got.aiter_lines()
             await running_samples(served, 2)
@@ -157,7 +157,7 @@ async def test_stream_sends_the_handle_of_a_path_while_its_children_run(tmp_path
 async def test_leases_of_paths_start_at_the_end_of_the_rollout(tmp_path: Path) -> None:
     engine = exporting(instant=False)
     async with serving(engine, tmp_path, kv={"grace_seconds": 0, **CAPACITY}) as served:
-        body = asked(max_tokens=100, rest={"kv": {"lease_seconds": 0.1}})
+        body = tree_request(max_tokens=100, rest={"kv": {"lease_seconds": 0.1}})
         rollout = asyncio.create_task(served.http.post("/v1/rollouts", json=body))
         await running_samples(served, 2)
         engine.step(32)
@@ -197,7 +197,7 @@ async def test_paths_without_kv_have_a_reason(tmp_path: Path) -> None:
 
 async def test_without_a_request_paths_have_neither_handle_nor_reason(tmp_path: Path) -> None:
     async with serving(exporting(), tmp_path, kv=CAPACITY) as served:
-        answer = await served.http.post("/v1/rollouts", json=asked())
+        answer = await served.http.post("/v1/rollouts", json=tree_request())
         [group] = answer.json()["groups"]
         assert {(s["kv"], s["kv_reason"]) for s in group["segments"]} == {(None, None)}
         assert served.server.prompt_kv.status().num_handles == 0
@@ -206,7 +206,7 @@ async def test_without_a_request_paths_have_neither_handle_nor_reason(tmp_path: 
 async def test_path_belongs_to_the_version_that_prefilled_it_again(tmp_path: Path) -> None:
     engine = exporting(instant=False)
     async with serving(engine, tmp_path, kv=CAPACITY) as served:
-        body = asked(max_tokens=100, prompt=[7, 8, 9], rest=KV)
+        body = tree_request(max_tokens=100, prompt=[7, 8, 9], rest=KV)
         rollout = asyncio.create_task(served.http.post("/v1/rollouts", json=body))
         await running_samples(served, 2)
         engine.step(16)
@@ -272,7 +272,7 @@ async def test_path_dropped_before_its_prefill_frees_its_slot(
 async def test_engine_death_under_a_tree_frees_every_slot(tmp_path: Path) -> None:
     engine = exporting(instant=False)
     async with serving(engine, tmp_path, kv=CAPACITY) as served:
-        body = asked(max_tokens=100, rest=KV)
+        body = tree_request(max_tokens=100, rest=KV)
         rollout = asyncio.create_task(served.http.post("/v1/rollouts", json=body))
         await running_samples(served, 2)
         engine.step(32)

@@ -127,7 +127,7 @@ class State:
         self.processor = None
 
 
-async def drawn(args: argparse.Namespace, sample: Any, **more: Any) -> Any:
+async def generate_sample(args: argparse.Namespace, sample: Any, **more: Any) -> Any:
     from miles.rollout.base_types import GenerateFnInput
     from miles.rollout.generate_hub.single_turn import generate
 
@@ -139,7 +139,9 @@ async def drawn(args: argparse.Namespace, sample: Any, **more: Any) -> Any:
 
 async def aborted(args: argparse.Namespace, url: str, sample: Any) -> Any:
     """miles aborts all requests once it has enough groups, and continues them later."""
-    drawing = asyncio.create_task(drawn(args, sample, max_new_tokens=2000, ignore_eos=True))
+    drawing = asyncio.create_task(
+        generate_sample(args, sample, max_new_tokens=2000, ignore_eos=True)
+    )
     async with httpx.AsyncClient(base_url=url) as http:
         while not (await http.get("/v1/loads")).json()["loads"][0]["num_running_reqs"]:
             await asyncio.sleep(0.02)
@@ -154,12 +156,14 @@ async def outputs(url: str, weights: str) -> dict[str, Any]:
     address = urlsplit(url)
     args = settings(address.hostname or "", address.port or 0)
     init_http_client(args)
-    whole = (await drawn(args, Sample(prompt=PROMPT))).to_dict()
+    whole = (await generate_sample(args, Sample(prompt=PROMPT))).to_dict()
     part = await aborted(args, url, Sample(prompt=PROMPT))
     before = deepcopy(part.to_dict())  # it is continued in place
     engine = await asyncio.to_thread(attached, args)
     version = await asyncio.to_thread(updated, engine, weights)
-    resumed = await drawn(args, part, max_new_tokens=part.response_length + 16, ignore_eos=True)
+    resumed = await generate_sample(
+        args, part, max_new_tokens=part.response_length + 16, ignore_eos=True
+    )
     return {
         "whole": whole,
         "part": before,
