@@ -34,7 +34,7 @@ DEFAULT_RETRY = Retry()
 
 
 class SyncWrapper(Generic[C]):
-    """Blocking wrapper of an object whose coroutines never suspend, because its driver blocks."""
+    """Blocking wrapper of an async object whose HTTP driver blocks: no coroutine ever suspends."""
 
     def __init__(self, core: C) -> None:
         self._async = core
@@ -70,7 +70,7 @@ class Operations(
     AdapterOperations,
     ControlOperations,
 ):
-    """All operations of a Coppice server, independent of the transport driver."""
+    """All operations of a Coppice server, over any HTTP driver (asyncio or blocking)."""
 
     def __init__(
         self, driver: Driver, redirect_policy: RedirectPolicy, clock: Clock, retry: Retry
@@ -78,7 +78,7 @@ class Operations(
         self._sender = RequestSender(RedirectingDriver(driver, redirect_policy), clock, retry)
 
     async def aclose(self) -> None:
-        """Closes the connections and drops the base file kept for weight deltas."""
+        """Closes the connections and drops the weights file kept as the base of the next delta."""
         self._base_file = None
         await self._sender.driver.close()
 
@@ -124,7 +124,7 @@ class AsyncRollouts(Operations):
 
 
 class Pending(SyncWrapper[AsyncPending]):
-    """Handle of a submitted rollout, identified by its id; blocking variant.
+    """Blocking handle of a submitted rollout, identified by the rollout id.
 
     Only `abort` ends the rollout before it completes. Any number of processes may hold a handle.
     The server deletes the result some time after the rollout ends; calls then raise NotFound.

@@ -1,7 +1,7 @@
-"""Credit assignment for trees: segment rewards, advantages, weights, and pruning.
+"""Credit assignment for rollout trees: segment rewards, advantages, loss weights, and pruning.
 
 Uses numpy only. All tokens of a segment have the same advantage. The weight of a segment in the
-loss is independent of it: see `segment_weights`.
+loss is independent of the advantage: see `segment_weights`.
 """
 
 from collections import defaultdict
@@ -24,9 +24,9 @@ Width = Literal["best_half", "extremes"]
 def segment_rewards(
     tree: Tree, rewards: Rewards, *, fusion: Fusion = "mean"
 ) -> dict[str | None, float]:
-    """Reward per segment id, propagated from the leaves up (reward fusion in BranchGRPO).
+    """Reward per segment of a rollout tree, averaged up from the leaves (BranchGRPO's fusion).
 
-    The key None is the prompt.
+    Keys are segment ids; None is the prompt.
 
     mean: mean reward of the leaves below the segment.
     probability: mean of the children weighted by their probability: softmax over siblings of the
@@ -51,9 +51,9 @@ def segment_advantages(
     fusion: Fusion = "mean",
     clip: float | None = None,
 ) -> dict[str, float]:
-    """Advantage per segment id.
+    """Advantage of each segment of a rollout tree, by segment id.
 
-    `rewards` are those of tree.leaves, in the same order.
+    `rewards` are the rewards of tree.leaves, in the same order.
 
     depthwise: the segment's fused reward, normalized over the segments of equal depth (BranchGRPO).
     parent_delta: the segment's fused reward minus its parent's.
@@ -73,7 +73,7 @@ def segment_advantages(
 
 
 def segment_weights(tree: Tree, weighting: Weighting = "per_leaf") -> dict[str, float]:
-    """Weight of each segment in the loss: 1, its number of leaves, or the square root of that.
+    """Loss weight of each tree segment: 1, its number of leaves, or the square root thereof.
 
     `per_leaf` is equivalent to training on one row per leaf, but each token is forwarded once.
     """
@@ -84,7 +84,7 @@ def segment_weights(tree: Tree, weighting: Weighting = "per_leaf") -> dict[str, 
 
 
 def effective_leaves(tree: Tree) -> float:
-    """Effective sample size of the leaves, given the tokens that their paths share.
+    """Effective sample size of the leaves of a rollout tree, whose paths share tokens.
 
     n^2 divided by the sum of all pairwise correlations. The correlation of two paths is the
     fraction of their tokens that they share, which is exact if every token contributes equally to
@@ -123,7 +123,7 @@ def _parent_delta(tree: Tree, rewards: Rewards, fusion: Fusion) -> dict[str, flo
 
 
 def _ancestor_mean(tree: Tree, rewards: Rewards, fusion: Fusion) -> dict[str, float]:
-    """Leaf reward minus the ancestors' mean rewards, averaged; see segment_advantages.
+    """Advantages by TreePO: leaf reward minus the ancestors' mean rewards, averaged.
 
     The prompt always counts as an ancestor, other segments only if they have several leaves.
     """
@@ -138,7 +138,10 @@ def _ancestor_mean(tree: Tree, rewards: Rewards, fusion: Fusion) -> dict[str, fl
 
 
 def _leaf_grpo(tree: Tree, rewards: Rewards, fusion: Fusion) -> dict[str, float]:
-    """Same as coppice.train.advantages: sample standard deviation, if there are two leaves."""
+    """Advantages by plain GRPO over all leaves of a tree, computed as in coppice.train.advantages.
+
+    With at least two leaves they are divided by the sample standard deviation.
+    """
     by_leaf = _by_leaf(tree, rewards)
     values = np.array(list(by_leaf.values()))
     centred = values - values.mean()
@@ -188,7 +191,7 @@ def _shared_prefix(one: Sequence[Segment], other: Sequence[Segment]) -> Sequence
 
 
 def pruned_by_depth(tree: Tree, depths: Collection[int]) -> frozenset[str]:
-    """Ids of all segments except those at the given depths, to train on (BranchGRPO).
+    """Ids of the tree segments to train on: all but those at the given depths (BranchGRPO).
 
     The tree itself is not changed. A loss without some of the segments has another expectation than
     the full loss. Compute segment rewards on the whole tree first, then prune.
@@ -197,11 +200,11 @@ def pruned_by_depth(tree: Tree, depths: Collection[int]) -> frozenset[str]:
 
 
 def pruned_by_width(tree: Tree, rewards: Rewards, width: Width) -> frozenset[str]:
-    """Ids of the segments that remain after some leaves are removed; inner segments all remain.
+    """Ids of the tree segments to train on: all inner segments and a selection of the leaves.
 
     See pruned_by_depth for the effect on the loss.
 
-    best_half: at each fork keep the better half of its leaves, rounded up.
+    best_half: at each branch point keep the better half of its leaves, rounded up.
     extremes: keep only the best and the worst leaf of the tree.
     """
     by_leaf = _by_leaf(tree, rewards)

@@ -1,4 +1,4 @@
-"""Exceptions of the client. The README shows their tree.
+"""Exceptions of the client; the README shows their class hierarchy.
 
 Arguments that are invalid before anything is sent raise TypeError or ValueError. Every error can
 be pickled, because trainers raise them across processes. No error message contains an API key.
@@ -12,12 +12,12 @@ class CoppiceError(Exception):
 
     @property
     def retryable(self) -> bool:
-        """True if the same call may succeed later."""
+        """True if the call that raised this error may succeed later."""
         return False
 
 
 class Unsupported(CoppiceError):
-    """A request that the trainer integration does not support.
+    """The TRL or verl integration does not support what the trainer requests.
 
     Nothing was sent. The message says what to do instead.
     """
@@ -28,7 +28,7 @@ class Incomplete(CoppiceError):
 
 
 class TransportError(CoppiceError):
-    """No usable response was received.
+    """No usable HTTP response was received.
 
     `unsent` is True if the request is known not to have been sent.
     """
@@ -47,7 +47,7 @@ class ConnectionFailed(TransportError):
 
 
 class TimedOut(TransportError):
-    """No data was received for longer than the timeout."""
+    """The server sent no data, or a rollout or the startup did not finish, within the timeout."""
 
 
 class StreamBroken(TransportError):
@@ -55,7 +55,7 @@ class StreamBroken(TransportError):
 
 
 class RolloutLost(StreamBroken):
-    """The stream broke and the server no longer has the rollout, so it cannot be resumed."""
+    """A rollout stream broke and cannot be resumed: the server no longer has the rollout."""
 
     @property
     def retryable(self) -> bool:
@@ -71,7 +71,7 @@ class KvLost(TransportError):
 
 
 class BadAnswer(TransportError):
-    """The response does not follow the wire format: another server, or a proxy's error page."""
+    """The response does not follow the wire format, for example an error page of a proxy."""
 
     @property
     def retryable(self) -> bool:
@@ -99,7 +99,7 @@ class Redirected(TransportError):
 
 
 class ProblemError(CoppiceError):
-    """The server responded with a problem document.
+    """The server responded with an error in the form of a problem document (RFC 9457).
 
     Problem codes that this version of the client does not know are raised as this class itself.
     """
@@ -155,7 +155,7 @@ class Forbidden(ProblemError):
 
 
 class NotFound(ProblemError):
-    """No such rollout, segment, weights version or path, or no drafter."""
+    """The server has no such rollout, tree segment, weights version, adapter, drafter or path."""
 
 
 class ReplicaGone(NotFound):
@@ -163,7 +163,7 @@ class ReplicaGone(NotFound):
 
 
 class TreeClosed(ProblemError):
-    """The tree's lease has expired, or the tree is not grown externally."""
+    """The rollout tree cannot be branched: its lease has expired, or the server grows it."""
 
 
 class VersionSuperseded(ProblemError):
@@ -179,7 +179,7 @@ class VersionConflict(ProblemError):
 
 
 class BaseUnavailable(VersionConflict):
-    """The server no longer has the base version of a delta, or has another one.
+    """The server does not have the base version of a weights delta, or has other content for it.
 
     Upload the full weights instead.
     """
@@ -210,15 +210,15 @@ class Overloaded(ProblemError):
 
 
 class AdaptersFull(ProblemError):
-    """The limit of loaded adapters is reached until one is unloaded or its last rollout ends."""
+    """The maximum number of LoRA adapters is loaded, and rollouts use all of them."""
 
 
 class ClusterUnavailable(ProblemError):
-    """The cluster registry is unavailable, so the replica with the rollout is unknown."""
+    """The cluster registry is unavailable, so the server cannot find the rollout's replica."""
 
 
 class EngineUnavailable(ProblemError):
-    """The engine is starting, or has died."""
+    """The inference engine is starting, or has died."""
 
 
 class Draining(EngineUnavailable):
@@ -226,7 +226,7 @@ class Draining(EngineUnavailable):
 
 
 class ServerFailed(ProblemError):
-    """Internal error of the server."""
+    """The server failed internally, or has no disk space for weights."""
 
 
 class ActivationFailed(ServerFailed):
@@ -284,5 +284,5 @@ PROBLEM_CLASSES: dict[str, type[ProblemError]] = {
 
 
 def error_of(problem: Problem) -> ProblemError:
-    """Returns the exception for a problem document."""
+    """Returns the exception for a problem document, the body of an error response."""
     return PROBLEM_CLASSES.get(problem.code, ProblemError)(problem)

@@ -29,16 +29,19 @@ def plot_tree(
     *,
     title: str | None = None,
 ) -> Any:
-    """Draws the tree and returns the matplotlib Figure.
+    """Draws a rollout tree and returns the matplotlib Figure.
 
-    `rewards` are those of tree.leaves, in the same order. With `path`, the figure is also saved as
+    `rewards` are the rewards of tree.leaves, in order. With `path`, the figure is also saved as
     .png or .svg, depending on the file name.
     """
     return _Picture(tree, rewards, title).save(path)
 
 
 class _Picture:
-    """One figure, drawn by the constructor. It uses no pyplot state, so any thread may draw."""
+    """Matplotlib figure of a rollout tree, drawn by the constructor.
+
+    It uses no pyplot state, so any thread may draw.
+    """
 
     def __init__(self, tree: Tree, rewards: Rewards | None, title: str | None) -> None:
         self._tree = tree
@@ -60,7 +63,7 @@ class _Picture:
         return self._figure
 
     def _colour_scale(self) -> Any:
-        """Color scale from red (low) to blue (high), with a color bar beside the plot."""
+        """Color scale of rewards from red (low) to blue (high), drawn as a bar beside the plot."""
         if self._fused is None:
             return None
         values = list(self._fused.values())
@@ -80,7 +83,7 @@ class _Picture:
             self._draw_leaf(segment, end, row, colour)
 
     def _draw_fork(self, segment: Segment, start: int, row: float) -> None:
-        """Vertical line from the segment's start to its parent's row."""
+        """Draws the vertical line from a tree segment's start to the row of its parent."""
         forked = [self._rows[s.id] for s in self._tree.children(None)]
         above = float(np.mean(forked)) if segment.parent is None else self._rows[segment.parent]
         self._axes.plot([start, start], [above, row], color=GREY, lw=0.9, zorder=0)
@@ -125,7 +128,7 @@ class _Picture:
 
 
 def _starts(tree: Tree) -> dict[str, int]:
-    """Number of response tokens before each segment."""
+    """Number of response tokens before each tree segment: the segment's horizontal start."""
     starts: dict[str, int] = {}
     for segment in tree.segments:
         if segment.parent is None:
@@ -137,7 +140,7 @@ def _starts(tree: Tree) -> dict[str, int]:
 
 
 def _rows(tree: Tree) -> dict[str, float]:
-    """Row of each segment: leaves in depth-first order, so that no two paths cross."""
+    """Vertical position of each tree segment; leaves are in depth-first order: no paths cross."""
     rows: dict[str, float] = {}
     waiting = list(tree.children(None)[::-1])
     while waiting:

@@ -1,4 +1,4 @@
-"""Conversion of prompts in any supported form to the wire format."""
+"""Conversion of prompts (text, token ids, messages or spans) to the wire format."""
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,7 +27,7 @@ _SINGLE = (str, bytes, Mapping, Message, Prompt, GroupRequest)
 def groups_of(
     prompts: Iterable[PromptLike], *, n: int = 1, seed: int | None = None
 ) -> list[GroupRequest]:
-    """Builds one group per prompt; the prompt at index i has the seed `seed + i`.
+    """Builds one group request per prompt; the prompt at index i has the seed `seed + i`.
 
     A GroupRequest keeps its own n and seed.
     """
@@ -45,7 +45,7 @@ def groups_of(
 
 
 def prompt_of(prompt: Any, where: str) -> Prompt:
-    """Converts one prompt. `where` names it in error messages."""
+    """Converts a prompt of any form to the wire type; error messages call the prompt `where`."""
     if isinstance(prompt, GroupRequest):
         return prompt.prompt
     if isinstance(prompt, Prompt):
@@ -68,12 +68,12 @@ def prompt_of(prompt: Any, where: str) -> Prompt:
 
 
 def token_ids_of(token_ids: Any, where: str) -> list[int]:
-    """Token ids of a list, an array or a tensor. `where` names it in error messages."""
+    """Token ids of a list, an array or a tensor, which error messages call `where`."""
     return [_token_id_of(token_id, where) for token_id in _parts_of(token_ids)]
 
 
 def _parts_of(many: Any) -> list[Any]:
-    """Elements as Python objects; arrays are converted by one tolist()."""
+    """Elements of a sequence as Python objects; an array is converted by a single tolist()."""
     parts: list[Any] = many.tolist() if hasattr(many, "tolist") else list(many)
     return parts
 

@@ -32,7 +32,7 @@ _FINISHED = frozenset({"stop", "length", "error"})
 # NumPy's == is elementwise, so these dataclasses compare by identity.
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sample:
-    """One finished sample.
+    """One finished sample (response) of a prompt.
 
     logprobs[i] belongs to token_ids[i]. `versions` gives the weights version of each token, as
     ranges of token indices.
@@ -46,7 +46,7 @@ class Sample:
     versions: tuple[VersionSpan, ...]
 
     def token_versions(self) -> list[str]:
-        """The weights version that generated each token."""
+        """Weights version that generated each token of the sample."""
         return [span.version for span in self.versions for _ in range(span.start, span.end)]
 
 
@@ -76,24 +76,24 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Tree:
-    """Segments, each after its parent, and the ids of the leaves."""
+    """Rollout tree: its segments, each after its parent, and the ids of its leaf segments."""
 
     segments: tuple[Segment, ...]
     leaves: tuple[str, ...]
 
     def segment(self, segment_id: str) -> Segment:
-        """Returns the segment. Raises KeyError if there is none."""
+        """Returns the segment with this id. Raises KeyError if there is none."""
         found = next((each for each in self.segments if each.id == segment_id), None)
         if found is None:
             raise KeyError(segment_id)
         return found
 
     def children(self, segment_id: str | None) -> tuple[Segment, ...]:
-        """Child segments; for None, the segments that start at the prompt."""
+        """Child segments of a segment; for None, the segments that start at the prompt."""
         return tuple(each for each in self.segments if each.parent == segment_id)
 
     def path(self, segment_id: str) -> tuple[Segment, ...]:
-        """Segments from the prompt to the given segment, inclusive."""
+        """Segments on the path from the prompt to the given segment, inclusive."""
         by_id = {each.id: each for each in self.segments}
         path = [by_id[segment_id]]
         while path[-1].parent is not None:
@@ -101,12 +101,12 @@ class Tree:
         return tuple(path[::-1])
 
     def rows(self) -> tuple[Sample, ...]:
-        """One sample per leaf, as if each path had been sampled separately."""
+        """One sample per leaf of the tree, as if each path had been sampled separately."""
         return tuple(self._row(index, leaf) for index, leaf in enumerate(self.leaves))
 
     @property
     def num_tokens(self) -> int:
-        """Number of sampled tokens; shared tokens count once."""
+        """Number of sampled tokens of the tree; tokens shared by several paths count once."""
         return sum(len(segment.token_ids) for segment in self.segments)
 
     def _row(self, index: int, leaf: str) -> Sample:
@@ -123,7 +123,7 @@ class Tree:
 
 
 def tree_of(segments: Iterable[Segment], leaves: Sequence[str]) -> Tree:
-    """Builds a tree without the segments that lead to no leaf, which were dropped.
+    """Builds a rollout tree without its dropped segments, which are those that lead to no leaf.
 
     Raises ValueError if a segment is missing.
     """
@@ -194,7 +194,7 @@ def segment_of(answer: SegmentAnswer) -> Segment:
 
 
 def group_of(head: GroupHead, samples: Iterable[Sample], segments: Iterable[Segment]) -> Group:
-    """Builds a Group. Raises ValueError if the segments of a tree are inconsistent."""
+    """Builds the result of one group. Raises ValueError if a tree lacks a segment."""
     return Group(
         id=head.id,
         index=head.index,
@@ -217,7 +217,7 @@ def result_of(answer: RolloutAnswer) -> RolloutResult:
 
 
 def result_of_packed(packed: Packed) -> RolloutResult:
-    """Builds a result from packed arrays. Raises ValueError if they do not match the samples."""
+    """Builds a rollout result from packed arrays. Raises ValueError if they are inconsistent."""
     answers = list(parts_of(packed.answer))
     lengths = np.diff(packed.offsets)
     if len(lengths) != len(answers) or (lengths < 0).any() or packed.offsets[0] != 0:
@@ -240,7 +240,7 @@ def result_of_packed(packed: Packed) -> RolloutResult:
 
 
 def _result_of(answer: RolloutAnswer, parts: Iterator[Sample | Segment]) -> RolloutResult:
-    """Assigns parts to groups; the parts come in the order of the answer."""
+    """Builds a rollout result from samples and segments in the order of the server's answer."""
     groups = []
     for group in answer.groups:
         own = [next(parts) for _ in range(len(group.samples) + len(group.segments or ()))]

@@ -1,4 +1,4 @@
-"""Keyword arguments of a rollout. Defaults are those of the wire format."""
+"""Keyword arguments of the client's rollout methods; defaults are those of the wire format."""
 
 from collections.abc import Iterable
 from typing import Any, TypedDict, Unpack
@@ -22,7 +22,7 @@ _PLAIN = ("priority", "speculation", "adapter")
 
 
 def to_continue_from(samples: Iterable[Iterable[Sample]]) -> ContinueFrom | None:
-    """Builds `continue_from`, from one list of samples per prompt.
+    """Builds the `continue_from` field of a rollout request, from one list of samples per prompt.
 
     Samples without tokens are left out: there is nothing to resume.
     """
@@ -48,10 +48,10 @@ def _unfinished(sample: Sample, group: int) -> UnfinishedSample:
 
 
 class RolloutOptions(TypedDict, total=False):
-    """All options of a rollout except its prompts.
+    """Keyword arguments of the client's rollout methods: all options except the prompts.
 
     n: samples per prompt.
-    seed: fixes the random streams; the prompt at index i uses seed + i.
+    seed: makes sampling reproducible; the prompt at index i uses seed + i.
     max_tokens: response tokens per sample; by default up to the context limit.
     temperature, top_p, top_k: sampling distribution, to which the returned logprobs refer.
     stop_token_ids, ignore_eos: stop conditions.
@@ -107,7 +107,7 @@ def rollout_request(
 
 
 def session_headers(options: RolloutOptions) -> dict[str, str]:
-    """Removes `session` from the options: it becomes a header, read by the load balancer."""
+    """Moves `session` from the options to an HTTP header, by which load balancers route."""
     session = options.pop("session", None)
     if session is None:
         return {}

@@ -1,6 +1,6 @@
 """Integration with TRL: rollouts by a Coppice server, weights over HTTP without NCCL or a GPU.
 
-`rollout_func` is for GRPOTrainer's argument of that name. TRL's sampler repeats every prompt once
+`rollout_func` is for GRPOTrainer's argument `rollout_func`. TRL's sampler repeats every prompt once
 per generation, consecutively. A run of equal prompts becomes one group, whose prompt is prefilled
 once. The samples come from the trainer's weights.
 
@@ -31,7 +31,7 @@ _IGNORED_VALUES: dict[str, tuple[object, ...]] = {
 
 
 class RolloutFunc:
-    """Callable for GRPOTrainer(rollout_func=...). It publishes the weights when they have changed.
+    """Callable for TRL's GRPOTrainer(rollout_func=...): publishes changed weights, then samples.
 
     For a PEFT model only the adapter is published, under one name with one version per step.
     """
@@ -57,7 +57,7 @@ class RolloutFunc:
         }
 
     def _publish(self, trainer: Any) -> None:
-        """Publishes on the main process and broadcasts the version to sample from.
+        """Publishes new weights from the main process and broadcasts the version to sample from.
 
         All processes take part, because gathering the weights is a collective operation.
         """
@@ -86,7 +86,7 @@ class RolloutFunc:
 
 
 def rollout_func(rollouts: Rollouts) -> RolloutFunc:
-    """Callable for GRPOTrainer(rollout_func=...), with use_vllm=False."""
+    """Returns a callable for TRL's GRPOTrainer(rollout_func=...), to use with use_vllm=False."""
     return RolloutFunc(rollouts)
 
 
@@ -121,14 +121,17 @@ def _sampling(trainer: Any) -> dict[str, Any]:
 
 
 def _check_complete(group: Group) -> Group:
-    """Raises Incomplete for a group with missing samples, which TRL does not support."""
+    """Raises Incomplete if samples of the group are missing, which TRL does not support."""
     if group.outcome != "done":
         raise Incomplete(f"a group ended as {group.outcome}, so some of its samples are missing")
     return group
 
 
 def install() -> None:
-    """Replaces TRL's client. Call it before creating a trainer; repeated calls do nothing."""
+    """Replaces TRL's VLLMClient by a subclass that publishes weights to a Coppice server by HTTP.
+
+    Call it before creating a trainer; repeated calls do nothing.
+    """
     from trl.generation import vllm_client, vllm_generation
 
     if getattr(vllm_generation.VLLMClient, "over_http", False):
@@ -138,19 +141,19 @@ def install() -> None:
 
 def _over_http(base: Any) -> Any:
     class HttpClient(base):  # type: ignore[misc]
-        """VLLMClient that sends the weights of a version as one safetensors file."""
+        """TRL's VLLMClient, but sending weights as one safetensors file over HTTP."""
 
         over_http = True
 
         def init_communicator(self, device: Any = 0) -> None:
-            """Creates the HTTP client; there is no process group to join."""
+            """Creates the HTTP client for weights, instead of joining an NCCL process group."""
             self._rollouts = Rollouts(self.base_url)
             self._labels = VersionLabels("trl")
 
         def update_named_params(
             self, metadata: Iterable[Any], named_params: Iterator[tuple[str, Any]]
         ) -> None:
-            """Copies the parameters, since gathered ones are freed after their iteration."""
+            """Copies the parameters to the CPU; gathered ones are freed after their iteration."""
             if not self._updating_weights:
                 self._start_weight_update()
             for name, tensor in named_params:

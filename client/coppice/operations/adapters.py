@@ -32,7 +32,7 @@ class AdapterOperations:
         version: str | None = None,
         timeout: float | None = None,
     ) -> AdapterAnswer:
-        """Loads an adapter from a directory in PEFT format that the server can read.
+        """Loads a LoRA adapter from a directory in PEFT format that the server can read.
 
         Loading the same files again changes nothing, so the call is retried after a lost
         connection.
@@ -51,7 +51,7 @@ class AdapterOperations:
         *,
         timeout: float | None = None,
     ) -> AdapterAnswer:
-        """Uploads an adapter directory in PEFT format. It is the current version on return."""
+        """Uploads a LoRA adapter directory in PEFT format and makes it the current version."""
         config = json.loads((Path(source) / CONFIG_FILE).read_text())
         with tempfile.TemporaryDirectory(prefix="coppice-") as folder:
             path = Path(folder) / TENSORS_FILE
@@ -63,11 +63,11 @@ class AdapterOperations:
             return (await self._sender.send(call)).read(AdapterAnswer)
 
     async def adapters(self) -> AdaptersAnswer:
-        """Lists the adapters that the server has loaded."""
+        """Lists the LoRA adapters that the server has loaded."""
         return await self._sender.get("/v1/adapters", AdaptersAnswer)
 
     async def unload_adapter(self, name: str) -> None:
-        """Unloads an adapter; rollouts that use it continue.
+        """Unloads a LoRA adapter; running rollouts that use it continue.
 
         The call is not retried after a lost connection.
         """

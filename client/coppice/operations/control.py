@@ -1,4 +1,4 @@
-"""Pause, resume, status and readiness operations."""
+"""Client operations that pause and resume a server and query its status and readiness."""
 
 from coppice.errors import CoppiceError, EngineUnavailable, TimedOut, TransportError
 from coppice.transport.messages import HttpRequest, json_request
@@ -11,12 +11,12 @@ _LONGEST_PROBE_SECONDS = 5.0
 
 
 class ControlOperations:
-    """Pause, resume, status and readiness operations."""
+    """Client operations: pause, resume, status and wait for readiness."""
 
     _sender: RequestSender
 
     async def pause(self, mode: PauseMode = "keep", *, timeout: float | None = None) -> PauseAnswer:
-        """Pauses the engine: running samples end (abort), finish (wait) or freeze (keep)."""
+        """Pauses the engine; running samples end (abort), finish (wait) or freeze (keep)."""
         call = json_request(
             "POST", "/v1/pause", PauseRequest(mode=mode), read_timeout=timeout, is_idempotent=True
         )
@@ -30,7 +30,7 @@ class ControlOperations:
         return reply.read(PauseAnswer)
 
     async def status(self) -> StatusAnswer:
-        """Returns the engine's properties, the active weights version and the current load."""
+        """Returns engine properties, active weights version, and how much is running."""
         return await self._sender.get("/v1/status", StatusAnswer)
 
     async def wait_until_ready(self, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Stream of a rollout's records: parsing, deduplication across reconnects, collection."""
+"""Client side of a rollout's record stream: parsing, deduplication on reconnect, collection."""
 
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterator
@@ -30,7 +30,7 @@ NDJSON = "application/x-ndjson"
 
 
 class NdjsonReader:
-    """Incremental parser of one stream of newline-delimited JSON.
+    """Incremental parser of one stream of rollout records in newline-delimited JSON.
 
     A record is complete when its line break has arrived.
     """
@@ -51,13 +51,13 @@ class NdjsonReader:
                 yield record
 
     def finish(self) -> None:
-        """Must be called at the end of the stream. Raises StreamBroken without an end record."""
+        """Raises StreamBroken if the stream, which must have ended, had no end record."""
         if not self.ended:
             raise StreamBroken("the stream ended without its end record")
 
 
 def _record_of(line: bytearray) -> Record | None:
-    """Parses a line; returns None for a record type that this version does not know."""
+    """Parses one line of a record stream; returns None if the record type is unknown."""
     try:
         return RECORD.validate_json(line)
     except ValidationError as error:
@@ -67,7 +67,7 @@ def _record_of(line: bytearray) -> Record | None:
 
 
 class RecordDeduplicator:
-    """Delivered records of one rollout, over any number of connections.
+    """Filters out rollout records that were already delivered before a reconnect.
 
     Every connection starts with the rollout's first record. Progress records are not replayed; they
     are passed on once the replay has reached new records.
@@ -81,7 +81,7 @@ class RecordDeduplicator:
         self._has_started = False
 
     def on_reconnect(self) -> None:
-        """Must be called before every connection."""
+        """Prepares for a replay of the records; must be called before every connection."""
         self._num_to_replay = len(self._delivered)
         self._has_started = False
 
@@ -134,7 +134,10 @@ def _key(
 async def stream_records(
     sender: RequestSender, call: HttpRequest, deduplicator: RecordDeduplicator
 ) -> AsyncGenerator[Record, None]:
-    """Yields the records. A repeated request replays all records from the first one."""
+    """Yields each record of a rollout once, across reconnects.
+
+    A repeated request replays all records from the first one.
+    """
     retry_state = sender.retry_state(call)
     while not deduplicator.ended:
         deduplicator.on_reconnect()
@@ -160,7 +163,7 @@ async def _read_connection(driver: Driver, call: HttpRequest) -> AsyncGenerator[
 
 
 class Collector:
-    """Collector of a stream's records into a RolloutResult.
+    """Collects the records of a rollout stream into a RolloutResult.
 
     Samples are converted to arrays when they arrive: as lists they take ten times the memory.
     """
@@ -191,7 +194,7 @@ class Collector:
                 self._end = record
 
     def result(self) -> RolloutResult:
-        """Returns the result. Raises the rollout's problem if it failed as a whole."""
+        """Returns the collected result. Raises the server's error if the whole rollout failed."""
         if self._start is None or self._end is None:
             raise BadAnswer("the stream has no start record or no end record")
         if self._end.outcome == "failed" and self._end.problem is not None:

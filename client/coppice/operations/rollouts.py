@@ -1,4 +1,4 @@
-"""Rollout operations: run, stream, submit, attach, abort, and growth of external trees."""
+"""Client operations on rollouts: run, stream, submit, attach, abort, and growth of trees."""
 
 import importlib
 import uuid
@@ -43,7 +43,7 @@ _LEAVE_SECONDS = 5.0
 def progress_bar(
     request: RolloutRequest, *, is_enabled: bool
 ) -> Iterator[Callable[[Record], None]]:
-    """Progress bar of finished samples; yields a callback that must receive every record."""
+    """Shows a progress bar of finished samples; yields a callback, which must get every record."""
     if not is_enabled:
         yield lambda record: None
         return
@@ -74,7 +74,7 @@ def rollout_path(rollout_id: str) -> str:
 
 
 class AsyncPending:
-    """Handle of a submitted rollout, identified by its id.
+    """Asynchronous handle of a submitted rollout, identified by the rollout id.
 
     Only `abort` ends the rollout before it completes. Any number of processes may hold a handle.
     The server deletes the result some time after the rollout ends; calls then raise NotFound.
@@ -88,9 +88,9 @@ class AsyncPending:
         return f"{type(self).__name__}({self.id!r})"
 
     async def wait(self, seconds: float | None = None) -> RolloutResult:
-        """Waits for the result. Raises TimedOut if the rollout still runs after `seconds`.
+        """Waits for the rollout's result. Raises TimedOut if it still runs after `seconds`.
 
-        It may be called again after that and after a TransportError. The result is transferred in
+        It may be called again after any TransportError. The result is transferred in
         packed form, which takes a third of the bytes of a stream.
         """
         clock = self._sender.clock
@@ -113,7 +113,7 @@ class AsyncPending:
                 await clock.sleep(min(_SHORTEST_POLL_SECONDS, left))
 
     def stream(self) -> AsyncGenerator[Record, None]:
-        """Yields all records from the first one, like Rollouts.stream.
+        """Yields all records of the rollout from the first one, like Rollouts.stream.
 
         Closing the generator early only closes the connection; the rollout continues.
         """
@@ -123,7 +123,7 @@ class AsyncPending:
         return stream_records(self._sender, call, RecordDeduplicator())
 
     async def abort(self) -> RolloutResult:
-        """Ends the rollout and returns the tokens generated so far."""
+        """Aborts the rollout and returns the tokens generated so far."""
         call = HttpRequest(method="DELETE", path=rollout_path(self.id), is_idempotent=True)
         return result_of((await self._sender.send(call)).read(RolloutAnswer))
 
@@ -148,7 +148,7 @@ def _parse_result(reply: HttpResponse) -> RolloutResult:
 
 
 class RolloutOperations:
-    """Rollout operations, and operations on externally grown trees."""
+    """Client operations on rollouts, and on rollout trees that the caller grows (external mode)."""
 
     _sender: RequestSender
 
@@ -196,7 +196,7 @@ class RolloutOperations:
     async def submit(
         self, prompts: Iterable[PromptLike], **options: Unpack[RolloutOptions]
     ) -> AsyncPending:
-        """Starts a rollout that runs independently of the connection; returns its handle."""
+        """Starts a rollout that outlives the connection; returns a handle of the rollout."""
         headers = session_headers(options)
         request = rollout_request(prompts, **options).model_copy(update={"stream": False})
         headers |= {"Prefer": "respond-async"}
@@ -208,11 +208,11 @@ class RolloutOperations:
         return self.attach(started.id)
 
     def attach(self, rollout_id: str) -> AsyncPending:
-        """Returns a handle of a submitted rollout by its id, without a request."""
+        """Returns the handle of a rollout that was submitted before; sends no request."""
         return AsyncPending(self._sender, rollout_id)
 
     async def abort(self, rollout_id: str) -> RolloutResult:
-        """Ends a running rollout and returns the tokens generated so far."""
+        """Aborts a running rollout and returns the tokens generated so far."""
         return await self.attach(rollout_id).abort()
 
     async def branch(
@@ -225,7 +225,7 @@ class RolloutOperations:
         group: int = 0,
         timeout: float | None = None,
     ) -> tuple[Segment, ...]:
-        """Samples n segments from the end of a cut segment, or from the prompt; waits for them.
+        """Samples n new tree segments that continue a cut segment, or the prompt; waits for them.
 
         The tree is a rollout submitted with Branching(mode="external"). Every call renews its
         lease; `abort` completes the tree. With max_tokens the segments are cut there, rounded up to
@@ -239,7 +239,7 @@ class RolloutOperations:
         return tuple(segment_of(each) for each in answer.segments)
 
     async def drop_segment(self, rollout_id: str, segment: str) -> tuple[str, ...]:
-        """Removes a segment with all its descendants from the tree; returns the removed ids.
+        """Removes a segment and its descendants from a rollout tree; returns the removed ids.
 
         The tree's result reports the number of removed segments, because the remaining ones are
         then no unbiased sample from the model.
@@ -277,7 +277,10 @@ class RolloutOperations:
         *,
         read_timeout: float | Literal["usual"] | None = "usual",
     ) -> HttpRequest:
-        """POST request with an idempotency key, if there are retries: none repeats the work."""
+        """Builds a POST request, with an idempotency key if retries are enabled.
+
+        With the key, a retry does not repeat the work.
+        """
         is_idempotent = self._sender.retry.is_enabled
         key = {"Idempotency-Key": uuid.uuid4().hex} if is_idempotent else {}
         return json_request(

@@ -37,13 +37,13 @@ class Score:
 def score_request(
     items: Iterable[Scorable], weights: WeightsConstraint | None, adapter: str | None
 ) -> ScoreRequest:
-    """Builds the request. Raises TypeError or ValueError if the items are invalid."""
+    """Builds the body of POST /v1/score. Raises TypeError or ValueError if an item is invalid."""
     wire = [_item_of(item, f"item {position}") for position, item in enumerate(items)]
     return ScoreRequest(items=wire, weights=weights, adapter=adapter)
 
 
 def scores_of(answer: ScoreAnswer, request: ScoreRequest) -> tuple[Score, ...]:
-    """Builds the scores. Raises ValueError if the answer does not match the request's shape."""
+    """Converts an answer of POST /v1/score. Raises ValueError if it does not match the request."""
     return tuple(
         _score_of(scored, asked) for scored, asked in zip(answer.items, request.items, strict=True)
     )
@@ -76,7 +76,7 @@ def _score_of(scored: ScoredItem, asked: ScoreItem) -> Score:
 
 
 class ScoreOperations:
-    """Scoring operation."""
+    """Client operation that scores given responses."""
 
     _sender: RequestSender
 
@@ -88,7 +88,7 @@ class ScoreOperations:
         adapter: str | None = None,
         timeout: float | None = None,
     ) -> tuple[Score, ...]:
-        """Logprobs of given responses, at temperature 1 and without truncation.
+        """Computes logprobs of given responses, at temperature 1 and without top-p or top-k.
 
         Each item is a prompt, in any form that `rollout` accepts, and a list of responses as token
         ids. `adapter` is a name as in a rollout. `timeout` is the longest silence in seconds; None

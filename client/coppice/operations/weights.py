@@ -1,4 +1,4 @@
-"""Weights operations (upload, stage, activate, list, delete) and draft model operations."""
+"""Client operations on weights (upload, stage, activate, list, delete) and the draft model."""
 
 import logging
 import tempfile
@@ -38,9 +38,9 @@ _LABEL: TypeAdapter[str] = TypeAdapter(Label)
 
 
 class WeightsOperations:
-    """Weights operations. Keeps the last uploaded file as the base of the next delta.
+    """Client operations on weights; keeps the last uploaded file as the base of the next delta.
 
-    The duration depends on the size of the weights and on the running samples, so there is no
+    Their duration depends on the size of the weights and on the running samples, so there is no
     timeout by default. `timeout` is in seconds.
     """
 
@@ -56,7 +56,7 @@ class WeightsOperations:
         delta: bool = False,
         timeout: float | None = None,
     ) -> VersionAnswer:
-        """Uploads a state dict, a .safetensors file or a checkpoint directory, with its digest.
+        """Uploads weights: a state dict, a .safetensors file or a checkpoint directory.
 
         A state dict is written to a temporary file first, one tensor at a time. With `delta` that
         file is kept until the next upload or until the client is closed. The next upload then sends
@@ -99,7 +99,7 @@ class WeightsOperations:
         allow_rollback: bool = False,
         timeout: float | None = None,
     ) -> ActivationAnswer:
-        """Makes this version the active one; `mode` determines how running samples are handled.
+        """Activates a weights version; `mode` determines how running samples are handled.
 
         With allow_rollback the call is not retried after a lost connection.
         """
@@ -126,18 +126,18 @@ class WeightsOperations:
         delta: bool = False,
         timeout: float | None = None,
     ) -> ActivationAnswer:
-        """Calls upload_weights, then activate_weights."""
+        """Uploads and activates weights: calls upload_weights, then activate_weights."""
         await self.upload_weights(version, source, sequence=sequence, delta=delta, timeout=timeout)
         return await self.activate_weights(
             version, mode=mode, allow_rollback=allow_rollback, timeout=timeout
         )
 
     async def weights(self) -> VersionsAnswer:
-        """Lists the versions that the server has, and the active one."""
+        """Lists the weights versions that the server has, and the active one."""
         return await self._sender.get("/v1/weights", VersionsAnswer)
 
     async def delete_weights(self, version: str) -> None:
-        """Deletes a version that is not active. Not retried after a lost connection."""
+        """Deletes a weights version that is not active. Not retried after a lost connection."""
         reply = await self._sender.send(HttpRequest(method="DELETE", path=_address(version)))
         reply.check()
 
@@ -163,7 +163,7 @@ class WeightsOperations:
     async def _put_delta(
         self, base: BaseFile, new_file: BaseFile, sequence: int | None, timeout: float | None
     ) -> VersionAnswer | None:
-        """Uploads a delta; returns None if the full weights must be sent instead."""
+        """Uploads weights as a delta; returns None if the full weights must be sent instead."""
         with tempfile.TemporaryDirectory(prefix="coppice-") as folder:
             path = Path(folder) / "delta.safetensors"
             run_steps = self._sender.driver.run_steps
@@ -216,7 +216,7 @@ def _address(version: str) -> str:
 
 
 class DrafterOperations:
-    """Draft model operations. They raise NotFound if the server uses no draft model."""
+    """Client operations on the draft model; they raise NotFound if the server uses none."""
 
     _sender: RequestSender
 

@@ -25,7 +25,7 @@ _DTYPES: dict[str, tuple[Dtype, int]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRange:
-    """Byte range of one tensor in the file, and its checksum."""
+    """Byte range and checksum of one tensor in a prompt-KV file."""
 
     name: str
     start: int
@@ -35,7 +35,10 @@ class TensorRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Layout of one file. `shape` is [kv_heads, tokens, head_dim]; `rope` was applied to keys."""
+    """Parsed header of a prompt-KV file: model, weights version, and the tensors' byte ranges.
+
+    `shape` is [kv_heads, tokens, head_dim]. `rope` is the rotary embedding applied to the keys.
+    """
 
     model: str
     version: str
@@ -51,7 +54,7 @@ class Layout:
 
 
 def header_bytes(first: bytes, handle: KvHandle) -> int:
-    """Size of the header with its length field, given the first bytes of the file."""
+    """Size of a prompt-KV file's header, length field included, from the file's first 8 bytes."""
     num_bytes = LENGTH_BYTES + int.from_bytes(first, "little")
     if num_bytes > handle.num_bytes:
         raise BadAnswer("the prompt KV's header is longer than its file")
@@ -59,13 +62,13 @@ def header_bytes(first: bytes, handle: KvHandle) -> int:
 
 
 def read_layout(file: memoryview, handle: KvHandle) -> Layout:
-    """Parses the header of a whole file. Raises BadAnswer if it does not match the handle."""
+    """Parses the header of a whole prompt-KV file. Raises BadAnswer unless it fits the handle."""
     num_bytes = header_bytes(bytes(file[:LENGTH_BYTES]), handle)
     return layout_of(bytes(file[:num_bytes]), handle)
 
 
 def layout_of(header: bytes, handle: KvHandle) -> Layout:
-    """Parses the header. Raises BadAnswer if it does not match the handle."""
+    """Parses the header of a prompt-KV file. Raises BadAnswer unless it fits the handle."""
     try:
         return _layout_of(header, handle)
     except (ValueError, KeyError, TypeError, ValidationError) as error:

@@ -1,4 +1,4 @@
-"""HTTP client of prompt KV, on http.client, which can read into existing memory.
+"""HTTP client for prompt KV, based on http.client, which can read into existing memory.
 
 Other HTTP libraries copy every byte several times, which would dominate the transfer time.
 """
@@ -40,7 +40,7 @@ def translate_errors() -> Iterator[None]:
 
 
 class KvHttpClient:
-    """HTTP client of a server's prompt KV, with a new connection per request."""
+    """HTTP client for the prompt-KV routes of a server, with a new connection per request."""
 
     def __init__(
         self, address: ServerAddress, timeout: float | None, redirect_policy: RedirectPolicy
@@ -51,11 +51,11 @@ class KvHttpClient:
         self._authorization = address.authorization
 
     def timeout_seconds(self, max_seconds: float) -> float:
-        """The configured timeout in seconds, or `max_seconds` if that is less."""
+        """Configured timeout in seconds, but at most `max_seconds`."""
         return max_seconds if self._timeout is None else min(self._timeout, max_seconds)
 
     def request(self, method: str, path: str, body: object = None) -> HttpResponse:
-        """Sends a request and returns the response. Raises its problem if it failed."""
+        """Sends a request and returns the response. Raises the server's error if it failed."""
         headers = {} if body is None else {"Content-Type": "application/json"}
         content = None if body is None else json.dumps(body).encode()
         with translate_errors():
@@ -72,7 +72,7 @@ class KvHttpClient:
     ) -> tuple[HTTPConnection, HTTPResponse]:
         """Sends a request and returns the open response; the caller must close the connection.
 
-        Redirects to the replica that has the bytes are followed.
+        Redirects to the replica that has the prompt KV are followed.
         """
         connection, response = self._open(self._base_url, method, path, headers, body)
         for _ in range(MAX_REDIRECTS):
@@ -104,7 +104,7 @@ class KvHttpClient:
 
 
 class Download:
-    """Download of a file of known length, in order, resumed after a broken connection.
+    """Sequential download of a prompt-KV file, resumed after a broken connection.
 
     It fails after `attempts` consecutive connections that delivered nothing or were rejected
     because of too many open transfers.
@@ -123,7 +123,7 @@ class Download:
         self._response: HTTPResponse | None = None
 
     def readinto(self, buffer: memoryview) -> None:
-        """Fills the whole buffer."""
+        """Fills the whole buffer with the next bytes of the file."""
         failures = 0
         while buffer:
             try:
@@ -175,7 +175,7 @@ def _reply(response: HTTPResponse) -> HttpResponse:
 
 
 class DownloadBuffer:
-    """Buffer of one file, filled in order by one thread. Other threads wait for its parts.
+    """Buffer that one thread fills with a file, in order, while others wait for parts of the file.
 
     Each part is verified once, at its first use.
     """
@@ -202,7 +202,7 @@ class DownloadBuffer:
             self._changed.notify_all()
 
     def wait_for_part(self, part: TensorRange) -> memoryview:
-        """Waits for the part. Raises KvLost if it cannot arrive or its checksum is wrong."""
+        """Waits for a part of the file. Raises KvLost if it cannot arrive or is corrupt."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._num_bytes_received >= part.end or self._error is not None

@@ -1,4 +1,4 @@
-"""Source of prompt KV: transports, measured rates and counts of failures.
+"""A Coppice server as a source of prompt KV: transports, measured rates, failure counts.
 
 Recomputing the prompt is always possible, so failures are not raised to the caller. They are
 counted, and the caller recomputes.
@@ -26,7 +26,7 @@ TRANSPORTS = ("shm", "nixl", "http")
 
 
 class BreakEven:
-    """Break-even estimate: fetching a prompt's KV against recomputing it.
+    """Estimates whether fetching a prompt's KV is faster than recomputing it.
 
     Both rates are moving averages of measurements: bytes per second of each transport, and tokens
     per second of the caller's own forward. While one of them is unknown, fetching is preferred. Not
@@ -42,7 +42,7 @@ class BreakEven:
         self.bytes_per_second[transport] = _moving_average(before, num_bytes / max(seconds, 1e-9))
 
     def computed(self, num_tokens: int, seconds: float) -> None:
-        """Records the duration of the caller's forward over num_tokens prompt tokens."""
+        """Records how long the caller's own forward over num_tokens prompt tokens took."""
         self.tokens_per_second = _moving_average(
             self.tokens_per_second, num_tokens / max(seconds, 1e-9)
         )
@@ -59,11 +59,12 @@ def _moving_average(before: float | None, latest: float) -> float:
 
 
 class SharedMemoryMap:
-    """Mapping of the latest arena in shared memory, read without a copy.
+    """Maps the shared memory in which a server on this host keeps prompt KV; reads need no copy.
 
     Reading does not pin the memory, so the lease must not expire while the bytes are in use.
-    Checksums verify that it did not. An arena is mapped once as a whole, so page faults occur once
-    and not per handle. Memory that was handed out stays mapped while it is in use.
+    Checksums verify that it did not. A server's memory (arena) is mapped once as a whole, so page
+    faults occur once and not per handle. Only the latest arena is kept; memory that was handed out
+    stays mapped while it is in use.
     """
 
     def __init__(self) -> None:
@@ -72,7 +73,7 @@ class SharedMemoryMap:
         self._arena: memoryview | None = None
 
     def get_file(self, handle: KvHandle, locator: KvLocator) -> memoryview | None:
-        """Read-only memory, or None if it is on another host or belongs to another user."""
+        """Read-only memory of a handle's KV; None if it is on another host or of another user."""
         if locator.path is None or locator.offset is None:
             return None
         with self._lock:
@@ -128,22 +129,22 @@ class KvSource:
         self._lock = threading.Lock()
 
     def layout(self, handle: str, *, version: str | None = None) -> KvLayout:
-        """Layout of the data. Raises KvUnavailable if it is of another version than `version`."""
+        """Layout of a handle's KV. Raises KvUnavailable if its weights version is not `version`."""
         query = "" if version is None else f"?version={version}"
         return self.endpoint.request("GET", f"/v1/kv/{handle}{query}").read(KvLayout)
 
     def renew(self, handle: str, lease_seconds: float = 60.0) -> float:
-        """Renews the lease; returns its remaining seconds. Raises KvUnavailable if it expired."""
+        """Renews a handle's lease; returns the seconds left. Raises KvUnavailable if it expired."""
         body = KvLease(lease_seconds=lease_seconds).model_dump()
         reply = self.endpoint.request("POST", f"/v1/kv/{handle}/lease", body)
         return reply.read(KvLeaseAnswer).lease_seconds
 
     def release(self, handle: str) -> None:
-        """Frees the memory before the lease expires. An expired handle is ignored."""
+        """Frees a handle's KV on the server before the lease expires; ignores expired handles."""
         self.endpoint.request("DELETE", f"/v1/kv/{handle}")
 
     def worth_fetching(self, handle: KvHandle) -> bool:
-        """True if fetching is faster than recomputing, by the rates measured so far."""
+        """True if fetching a prompt's KV is faster than recomputing it, by measured rates."""
         offered = {locator.transport for locator in handle.locators}
         best = next((known for known in self.transports if known in offered), None)
         return best is not None and self.break_even.is_worth_fetching(handle, best)
@@ -165,7 +166,7 @@ class KvSource:
 
 
 def _available_transports(transports: Sequence[str] | None) -> tuple[str, ...]:
-    """Validates the given transports; by default returns all that are available."""
+    """Validates a choice of the transports shm, nixl and http; None means all available ones."""
     if transports is None:
         return tuple(known for known in TRANSPORTS if known != "nixl" or installed())
     if unknown := sorted(set(transports) - set(TRANSPORTS)):

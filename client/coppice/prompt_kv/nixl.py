@@ -32,14 +32,17 @@ def installed() -> bool:
 
 
 class Agent:
-    """NIXL agent; thread-safe.
+    """Thread-safe wrapper of a NIXL agent, which registers memory and reads that of peers.
 
     Peers need its `metadata`, which is sent outside of NIXL. UCX does not authenticate peers: its
     ports belong on a separate network.
     """
 
     def __init__(self, name: str, *, is_owner: bool) -> None:
-        """An owner has a progress thread; a reader makes progress only while it waits."""
+        """Creates the agent, with a progress thread if it owns the memory that peers read.
+
+        An agent that only reads makes progress only while it waits.
+        """
         self._nixl = _bindings()
         config = self._nixl.nixlAgentConfig()
         config.useProgThread = is_owner
@@ -51,7 +54,7 @@ class Agent:
 
     @property
     def metadata(self) -> bytes:
-        """Metadata of the agent, including all memory registered so far."""
+        """NIXL metadata of the agent for its peers, including all memory registered so far."""
         metadata: bytes = self._agent.getLocalMD()
         return metadata
 
@@ -69,7 +72,7 @@ class Agent:
         return name.decode() if isinstance(name, bytes) else str(name)
 
     def read(self, owner: str, source: int, target: int, num_bytes: int, until: float) -> None:
-        """Reads into registered memory, until the monotonic time `until`.
+        """Reads a peer's memory into registered memory; gives up at the monotonic time `until`.
 
         After an exception late bytes may still arrive at `target`.
         """
@@ -94,7 +97,7 @@ class Agent:
 
 
 def _bindings() -> ModuleType:
-    """Imports the bindings and restores logging.raiseExceptions, which they disable globally."""
+    """Imports NIXL's Python bindings and restores logging.raiseExceptions, which they disable."""
     complaining = logging.raiseExceptions
     try:
         name = next(name for name in MODULES if find_spec(name))
@@ -104,7 +107,7 @@ def _bindings() -> ModuleType:
 
 
 class NixlReader:
-    """Reader of prompt-KV files from the memory of servers; thread-safe.
+    """Thread-safe reader of prompt-KV files from the memory of servers, by NIXL.
 
     The server neither sees such a read nor waits for it. The lease is therefore renewed first, and
     the read is abandoned before the lease expires. The server keeps the bytes unchanged for a while
@@ -122,7 +125,7 @@ class NixlReader:
         self._abandoned: list[Any] = []
 
     def get_file(self, handle: KvHandle, locator: KvLocator, until: float) -> memoryview | None:
-        """Reads the file. Returns None if the locator is unusable; raises KvLost on failure."""
+        """Reads a prompt-KV file; returns None if the locator is unusable. Raises KvLost."""
         name, offset = locator.agent, locator.offset
         if name is None or offset is None or name in self._failed_agents:
             return None
@@ -160,6 +163,9 @@ class NixlReader:
         return owner
 
     def _abandon(self, name: str, buffer: Any) -> None:
-        """Keeps the buffer registered forever: an abandoned read may still write to it."""
+        """Keeps the buffer of a failed read registered forever, as late bytes may still arrive.
+
+        The remote agent is not used again.
+        """
         self._failed_agents.add(name)
         self._abandoned.append(buffer)

@@ -1,4 +1,4 @@
-"""KV of a prompt in this process, fetched or mapped from shared memory."""
+"""Prompt KV in this process, fetched from a server or mapped from the server's shared memory."""
 
 import math
 import threading
@@ -24,7 +24,7 @@ _NUMPY = {"float32": np.float32, "float16": np.float16}
 
 
 class PromptKV:
-    """Keys and values of every layer, [kv_heads, tokens, head_dim], verified by checksums.
+    """Prompt KV: keys and values [kv_heads, tokens, head_dim] of every layer, with checksums.
 
     With the transport `shm` the bytes are the server's own memory: they are valid until the lease
     expires, which `renew` extends. As a context manager, it releases the handle at exit.
@@ -53,7 +53,7 @@ class PromptKV:
         buffer: Any = None,
         wait: bool = True,
     ) -> "PromptKV | None":
-        """Fetches the KV; returns None if the caller must recompute the prompt.
+        """Fetches the prompt KV of a handle; returns None if the caller must recompute the prompt.
 
         `source.counts` counts the reasons. Over HTTP the data is read into `buffer`, any writable
         memory of at least `handle.num_bytes` bytes (for example a pinned tensor), or into new
@@ -91,7 +91,10 @@ class PromptKV:
 
     @classmethod
     def _from_shm(cls, handle: KvHandle, at: KvLocator, source: KvSource) -> "PromptKV | None":
-        """Maps the file. The lease is renewed first: only the server checks keys and leases."""
+        """Maps the KV from shared memory, and renews the lease before the bytes are used.
+
+        Only the server can check the API key and the lease.
+        """
         began = time.monotonic()
         memory = source.shared_memory.get_file(handle, at)
         if memory is None:
@@ -103,7 +106,7 @@ class PromptKV:
 
     @classmethod
     def _from_nixl(cls, handle: KvHandle, at: KvLocator, source: KvSource) -> "PromptKV | None":
-        """Reads and verifies the file. If the read fails, the next transport is tried."""
+        """Reads the KV by NIXL and verifies it; returns None to try the next transport."""
         began = time.monotonic()
         lease = source.renew(handle.handle, handle.lease_seconds or 1.0)
         try:
@@ -125,7 +128,7 @@ class PromptKV:
     def _from_http(
         cls, handle: KvHandle, at: KvLocator, source: KvSource, buffer: Any
     ) -> "PromptKV":
-        """Starts the download, which continues on a thread after the header."""
+        """Starts the HTTP download of the KV, which continues on a thread after the header."""
         began = time.monotonic()
         memory = _destination(buffer, handle.num_bytes)
         path = at.url or f"/v1/kv/{handle.handle}/data"
@@ -145,41 +148,41 @@ class PromptKV:
         return found
 
     def wait(self) -> None:
-        """Waits until every layer has arrived, and verifies it."""
+        """Waits until the KV of every layer has arrived, and verifies the checksums."""
         for part in self.layout.parts:
             self._download_buffer.wait_for_part(part)
 
     def layer(self, index: int) -> tuple[memoryview, memoryview]:
-        """Bytes of a layer's keys and values; waits until they have arrived."""
+        """Bytes of a layer's keys and values; the call waits until they have arrived."""
         keys, values = self.layout.layer(index)
         return self._download_buffer.wait_for_part(keys), self._download_buffer.wait_for_part(
             values
         )
 
     def numpy(self, index: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        """A layer's keys and values; bfloat16 is returned as uint16 bits, as numpy lacks it."""
+        """Numpy arrays of a layer's keys and values; bfloat16 becomes uint16, as numpy lacks it."""
         keys, values = self.layer(index)
         return self._array(keys), self._array(values)
 
     def torch_layers(self) -> Iterator[tuple[Any, Any]]:
-        """Yields each layer's keys and values as torch tensors, as they arrive; no copy."""
+        """Yields each layer's keys and values as they arrive, as torch tensors without a copy."""
         for index in range(self.layout.num_layers):
             keys, values = self.layer(index)
             yield self._tensor(keys), self._tensor(values)
 
     def tensors(self) -> dict[str, Any]:
-        """Tensors k.0, v.0 and so on, for coppice.train.PromptKV.of_named; no copy."""
+        """Torch tensors named k.0, v.0 and so on, for coppice.train.PromptKV.of_named; no copy."""
         named: dict[str, Any] = {}
         for index, (keys, values) in enumerate(self.torch_layers()):
             named |= {f"k.{index}": keys, f"v.{index}": values}
         return named
 
     def renew(self, lease_seconds: float = 60.0) -> float:
-        """Renews the lease; returns its remaining seconds. Raises KvUnavailable if it expired."""
+        """Renews the KV's lease; returns the seconds left. Raises KvUnavailable if it expired."""
         return self._source.renew(self.handle.handle, lease_seconds)
 
     def release(self) -> None:
-        """Releases the handle. With `shm` the bytes must not be accessed afterwards."""
+        """Releases the KV on the server. With `shm` the bytes must not be accessed afterwards."""
         self._source.release(self.handle.handle)
 
     def __enter__(self) -> Self:
@@ -209,7 +212,7 @@ class PromptKV:
             download.close()
 
     def _read_to_end(self, download: Download) -> None:
-        """Reads the tensors and renews the lease meanwhile: the server stops when it expires."""
+        """Downloads all tensors, renewing the lease meanwhile so that the server keeps sending."""
         buffer, lease_seconds = self._download_buffer, self.handle.lease_seconds or 1.0
         renewed_at = -math.inf
         for end in _progress_offsets(self.layout):
@@ -234,7 +237,7 @@ class PromptKV:
 
 
 def _progress_offsets(layout: Layout) -> Iterator[int]:
-    """Offsets at which progress is reported: the end of each tensor, and every PIECE_BYTES."""
+    """File offsets at which a download reports progress: tensor ends, and every PIECE_BYTES."""
     for part in layout.parts:
         yield from range(part.start + PIECE_BYTES, part.end, PIECE_BYTES)
         yield part.end

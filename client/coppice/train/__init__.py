@@ -1,4 +1,4 @@
-"""Exact policy gradients with one prefill per prompt group."""
+"""Exact policy gradients in which the prompt of a group is prefilled only once."""
 
 try:
     import torch  # noqa: F401

@@ -1,4 +1,4 @@
-"""Attention of packed responses to one shared prompt and causally to themselves.
+"""Attention of packed responses, each of which reads one shared prompt and, causally, itself.
 
 The results of several flash attention calls are merged by their log-sum-exps: one call of all
 queries over the prompt, and one per tile of the rows and branches. The softmax gradient depends
@@ -36,7 +36,9 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 @dataclass(frozen=True, slots=True)
 class AttentionTile:
-    """`num` equal ranges of tokens, `step` apart, processed by one attention call.
+    """Part of the attention over packed rows that one kernel call computes.
+
+    It consists of `num` equal ranges of tokens, `step` apart.
 
     In each range the first num_keys tokens are keys, and the tokens from num_before on are queries.
     A tile with num_before = 0 attends to itself under a causal mask; other tiles have no mask.
@@ -54,7 +56,7 @@ class AttentionTile:
         return not self.num_before
 
     def keys(self, packed_1HTD: Tensor) -> Tensor:
-        """View [N, H, tokens, D]; the last dimension may be missing."""
+        """View [N, H, tokens, D] of the tile's keys in a packed tensor; D may be missing."""
         return self._view(packed_1HTD, self.start, self.num_keys)
 
     def queries(self, packed_1HTD: Tensor) -> Tensor:
@@ -68,7 +70,7 @@ class AttentionTile:
 
 
 def split_into_tiles(spans: Spans, tile: int = TILE) -> Iterator[AttentionTile]:
-    """Yields tiles in which every pair of a query and a key that it reads occurs exactly once."""
+    """Splits the attention of packed rows into tiles; each visible query-key pair is in one."""
     for rows in _runs_of_equal_rows(spans.lengths):
         for start, num, step, tokens in _stretches(*rows, tile):
             yield AttentionTile(start, num, step, num_keys=tokens, num_queries=tokens)
@@ -90,7 +92,7 @@ def _cross_tiles(start: int, num_rows: int, row_tokens: int, half: int) -> Itera
 def _stretches(
     start: int, num_rows: int, row_tokens: int, size: int
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Yields start, count, step and length of the ranges of that size, and of the remainder."""
+    """Splits rows into ranges of `size` tokens and a rest; yields (start, count, step, length)."""
     whole, left = divmod(row_tokens, size)
     if whole and (num_rows == 1 or not left):
         yield start, num_rows * whole, size, size
@@ -101,7 +103,7 @@ def _stretches(
 
 
 def _runs_of_equal_rows(lengths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Yields start, count and length of adjacent rows with equal length."""
+    """Yields (start, count, length) of each run of adjacent rows with equal length."""
     first = start = 0
     for row in range(1, len(lengths) + 1):
         if row == len(lengths) or lengths[row] != lengths[first]:
@@ -119,7 +121,7 @@ def shared_prompt_attention(
     spans: Spans,
     scale: float,
 ) -> Tensor:
-    """Returns o_1HTD. The prompt's keys and values are [1, K, P, D]."""
+    """Attention output o_1HTD of packed rows that read one shared prompt, [1, K, P, D]."""
     if not has_flash(q_1HTD, v_1KTD):
         return reference_attention(q_1HTD, prompt, k_1KTD, v_1KTD, spans, scale)
     output: Tensor = _SharedPrompt.apply(  # type: ignore[no-untyped-call]
@@ -129,7 +131,7 @@ def shared_prompt_attention(
 
 
 def causal_attention(q_1HTD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor, scale: float) -> Tensor:
-    """Returns o_1HTD of one row, computed in tiles where that is faster."""
+    """Causal attention output o_1HTD of one row, computed in tiles where that is faster."""
     num_tokens = q_1HTD.shape[2]
     if num_tokens <= MAX_TILED_TOKENS and has_flash(q_1HTD, v_1KTD):
         nothing = k_1KTD[:, :, :0], v_1KTD[:, :, :0]
@@ -189,14 +191,14 @@ class _SharedPrompt(torch.autograd.Function):
 
 
 def _to_float32(packed: Tensor) -> Tensor:
-    """Float32 copy: for few tokens the kernels are up to 3x faster in it than in bfloat16."""
+    """Converts to float32: for few tokens the kernels are up to 3x faster than in bfloat16."""
     return packed if packed.dtype == torch.float64 else packed.float()
 
 
 def _attend_prompt(
     q_1HTD: Tensor, k_1KPD: Tensor, v_1KPD: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Returns output and log-sum-exp with the strides that the backward kernel expects."""
+    """Output and log-sum-exp of all queries' attention to the prompt, strided for the backward."""
     if k_1KPD.shape[2]:
         o_1HTD, lse_1HT = _flash(q_1HTD, k_1KPD, v_1KPD, 0.0, False, scale=scale)
         return o_1HTD, lse_1HT
@@ -216,6 +218,6 @@ def _prompt_backward(
 
 
 def _merge(o_NHRD: Tensor, lse_NHR: Tensor, own_NHRD: Tensor, own_lse_NHR: Tensor) -> None:
-    """Merges own_* into o_NHRD and lse_NHR in place, which hold the prompt's partial result."""
+    """Merges a tile's attention result (own_*) into accumulated o_NHRD and lse_NHR, in place."""
     o_NHRD.lerp_(own_NHRD, torch.sigmoid(own_lse_NHR - lse_NHR).unsqueeze(-1))
     lse_NHR.copy_(torch.logaddexp(lse_NHR, own_lse_NHR))

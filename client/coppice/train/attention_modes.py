@@ -1,4 +1,4 @@
-"""Attention contexts: the behavior of attention in each kind of forward of Hugging Face models.
+"""Attention contexts, which replace the attention of Hugging Face models during one forward.
 
 A context is passed to the model as a keyword argument. It thus reaches every layer, is captured by
 activation checkpointing, and is the same object when a layer is recomputed, on any thread.
@@ -40,15 +40,18 @@ _UNSUPPORTED_ARGUMENTS = (
 
 
 class UnsupportedModel(ValueError):
-    """The model has an operation that would give other results with a shared prompt."""
+    """The model has an operation whose result would differ if the prompt is shared."""
 
 
 class StopForward(Exception):
-    """Ends a forward early, after the last layer's keys and values were collected."""
+    """Raised to end a forward early, once the last layer's keys and values are collected."""
 
 
 class AttentionContext(ABC):
-    """Context of one forward. `layers_seen` collects the layers that called `attend`."""
+    """Implementation of the attention of all layers of a model, for one forward.
+
+    `layers_seen` collects the layers that called `attend`.
+    """
 
     def __init__(self, num_layers: int, max_row_tokens: int) -> None:
         self.num_layers = num_layers
@@ -59,7 +62,7 @@ class AttentionContext(ABC):
     def attend(
         self, layer: int, q_1HTD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor, scale: float
     ) -> Tensor:
-        """Returns o_1HTD."""
+        """Returns the attention output o_1HTD of one layer."""
 
     def check_seen(self) -> None:
         if self.layers_seen != set(range(self.num_layers)):
@@ -70,7 +73,7 @@ class AttentionContext(ABC):
 
 
 class PromptContext(AttentionContext):
-    """Collects the keys and values of the prompt.
+    """Attention in the forward of a prompt, which collects the prompt's keys and values.
 
     With can_stop_early the forward ends after the last layer's keys and values.
     """
@@ -92,7 +95,7 @@ class PromptContext(AttentionContext):
         return causal_attention(q_1HTD, k_1KTD, v_1KTD, scale)
 
     def pop_layers(self) -> Layers:
-        """Returns the keys and values; may be called once.
+        """Returns the collected keys and values of all layers; may be called only once.
 
         The graph of a checkpoint references its context, so a context that kept tensors of that
         graph would be a reference cycle and leak both.
@@ -104,7 +107,9 @@ class PromptContext(AttentionContext):
 
 
 class InjectingContext(PromptContext):
-    """Adds the leaves' gradients to those of the keys and values during the backward.
+    """Attention in the forward of a prompt whose backward adds given gradients to keys and values.
+
+    The gradients are those of `leaves`, detached keys and values that the responses have read.
 
     For graphs whose inner tensors are not accessible from outside, such as those of reentrant
     checkpoints, which first run without a graph.
@@ -124,7 +129,10 @@ class InjectingContext(PromptContext):
 
 
 class ResponseContext(AttentionContext):
-    """Attention of packed responses to one prompt whose KV is given; empty `prompt`: no prompt."""
+    """Attention in the forward of packed responses to one prompt, whose KV is given.
+
+    `prompt` is empty for a prompt of one token, which is part of the responses.
+    """
 
     def __init__(self, num_layers: int, max_row_tokens: int, prompt: Layers, spans: Spans) -> None:
         super().__init__(num_layers, max_row_tokens)
@@ -147,7 +155,7 @@ class ResponseContext(AttentionContext):
 
 
 class PackedContext(AttentionContext):
-    """All prompts, then all responses, in one row.
+    """Attention in the forward of one row that has all prompts, then all responses.
 
     `groups` holds, per group, the number of prompt tokens and the spans of its responses.
     """
@@ -181,7 +189,7 @@ class PackedContext(AttentionContext):
 
 
 class _Inject(torch.autograd.Function):
-    """Identity function that adds a given tensor to its gradient."""
+    """Identity function whose backward adds a given tensor to the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, grad: Tensor | None) -> Tensor:
@@ -196,7 +204,7 @@ class _Inject(torch.autograd.Function):
 
 @contextmanager
 def attending(model: Any) -> Iterator[None]:
-    """Makes the model's attention use contexts in this scope.
+    """Context manager in which the model's layers use attention contexts.
 
     Backwards that recompute layers must also run in this scope.
     """
@@ -225,7 +233,10 @@ def check_model(model: Any) -> None:
 
 
 def forward(model: Any, inputs: Inputs, context: AttentionContext) -> Tensor | None:
-    """Returns logits_TV at the target positions, or None if the context ended the forward early."""
+    """Runs a model with an attention context; returns logits_TV at the target positions.
+
+    Returns None if the context ended the forward early.
+    """
     try:
         logits_1TV = model(
             input_ids=inputs.input_ids,

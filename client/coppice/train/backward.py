@@ -53,7 +53,7 @@ def choose(
     has_prompt_kv: bool,
     pass_tokens: int,
 ) -> Schedule:
-    """Selects the schedule. Raises ValueError if the requested one is not possible."""
+    """Selects the schedule of forwards and backwards. Raises ValueError if it is not possible."""
     if schedule != "auto":
         _check(schedule, model_info, has_prompt_kv=has_prompt_kv)
         return schedule
@@ -105,7 +105,7 @@ def grouped_backward(
     schedule: Schedule | Literal["auto"] = "auto",
     temperature: float = 1.0,
 ) -> BackwardReport:
-    """Accumulates the gradient of the loss in the weights, as loss.backward() does.
+    """Accumulates the gradient of a group's loss in the weights, as loss.backward() does.
 
     Args:
         model: Hugging Face causal LM, possibly wrapped by DDP or sharded by FSDP2.
@@ -198,9 +198,9 @@ def _packed(step: _Step) -> BackwardReport:
 
 
 def _responses(step: _Step, prompt: Layers) -> tuple[float, int]:
-    """Runs the micro-batches; returns the loss and their number.
+    """Runs forward and backward of all micro-batches; returns the loss and their number.
 
-    The gradient accumulates in the weights and in the prompt's leaves.
+    The gradient accumulates in the weights and in `prompt`, the detached KV of the prompt.
     """
     total = torch.zeros(())
     passes = plan_micro_batches(step.model, step.group, step.pass_tokens)

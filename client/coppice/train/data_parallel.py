@@ -19,7 +19,7 @@ BUCKET_NUMBERS = 1 << 24
 
 
 def unwrap_ddp(model: Any) -> Any:
-    """Returns the model inside a DDP wrapper, whose own forward would prepare a reduction."""
+    """Returns the model inside a DDP wrapper, whose forward would prepare a gradient reduction."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
@@ -40,7 +40,7 @@ def reduce_gradients(model: Any) -> None:
 
 @contextmanager
 def no_gradient_sync(model: Any) -> Iterator[None]:
-    """Disables the gradient reduction of a sharded model in its scope."""
+    """Context manager that disables the gradient reduction of a sharded (FSDP2) model."""
     if not is_sharded(model):
         yield
         return
@@ -52,12 +52,15 @@ def no_gradient_sync(model: Any) -> Iterator[None]:
 
 
 def loss_scale(model: Any) -> int:
-    """Factor for the loss: FSDP2 averages over the ranks, but the result must be a sum."""
+    """Factor of the loss that turns FSDP2's average of gradients over the ranks into a sum."""
     return int(_mesh(model).size()) if is_sharded(model) else 1
 
 
 def max_passes_over_ranks(model: Any, num_passes: int) -> int:
-    """Maximum over the ranks that share the model, all of which must run as many forwards."""
+    """Maximum number of micro-batches of the ranks that share a model.
+
+    All of these ranks must run equally many forwards.
+    """
     if not is_sharded(model):
         return num_passes
     mesh = _mesh(model)
@@ -76,7 +79,7 @@ def _sum_gradients(parameters: Iterable[Tensor], group: dist.ProcessGroup) -> No
 
 
 def _buckets(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Yields gradients of one dtype, about BUCKET_NUMBERS elements at a time.
+    """Groups gradients by dtype into buckets of about BUCKET_NUMBERS elements for all-reduce.
 
     The buckets are the same on every rank.
     """

@@ -29,7 +29,7 @@ Visible: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Layout:
-    """Visibility of each key.
+    """Which keys of a packed row each query reads, as tensors for a FlexAttention mask.
 
     A key is read by later queries before last_reader_S[key], and by the queries that read its
     prompt. prompt_S is the index of the prompt to which a key belongs, or -1. prompt_read_S is the
@@ -44,7 +44,7 @@ class Layout:
 
     @property
     def visible(self) -> Visible:
-        """Mask function. It relies on prompts preceding all other tokens."""
+        """FlexAttention mask function. It relies on prompts preceding all other tokens."""
         last_reader_S, prompt_S, prompt_read_S = (
             self.last_reader_S,
             self.prompt_S,
@@ -63,13 +63,13 @@ class Layout:
 
 
 def response_layout(prompt_tokens: int, spans: Spans, device: torch.device) -> Layout:
-    """Layout with the prompt as keys only, followed by the responses."""
+    """Layout of a row of responses whose prompt has keys but no queries."""
     layout = packed_layout([(prompt_tokens, spans)], device)
     return replace(layout, num_before=prompt_tokens)
 
 
 def packed_layout(groups: Sequence[tuple[int, Spans]], device: torch.device) -> Layout:
-    """Layout with all prompts followed by all responses."""
+    """Layout of a row with all prompts, followed by all responses."""
     prompts = [prompt for prompt, _ in groups]
     responses = [spans.num_tokens for _, spans in groups]
     starts = [0, *accumulate([*prompts, *responses])]
@@ -89,7 +89,7 @@ def packed_layout(groups: Sequence[tuple[int, Spans]], device: torch.device) -> 
 
 
 class FlexAttention:
-    """FlexAttention of one forward, with one block mask for all layers."""
+    """FlexAttention in one forward of a model, with one block mask for all layers."""
 
     def __init__(self, layout: Layout) -> None:
         keys = len(layout.last_reader_S)
@@ -100,7 +100,7 @@ class FlexAttention:
         )
 
     def __call__(self, q_1HTD: Tensor, k_1KSD: Tensor, v_1KSD: Tensor, scale: float) -> Tensor:
-        """Returns o_1HTD."""
+        """Returns the attention output o_1HTD of one layer."""
         output: Tensor = _attention(self._compiled)(
             q_1HTD, k_1KSD, v_1KSD, block_mask=self._mask, scale=scale, enable_gqa=True
         )

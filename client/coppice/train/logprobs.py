@@ -1,4 +1,4 @@
-"""Logprobs of responses with one prefill per prompt, with or without a graph."""
+"""Logprobs of responses with one prefill per prompt, with or without an autograd graph."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -39,9 +39,10 @@ PASS_TOKENS = 1024
 
 
 def compute_layers(model: Any, group: TrainingGroup) -> Layers:
-    """Computes the KV of the prompt without its last token.
+    """Computes the keys and values of a prompt without its last token.
 
-    It has a graph if gradients are enabled. The result is empty for a prompt of one token.
+    They have an autograd graph if gradients are enabled. The result is empty for a prompt of one
+    token.
     """
     model_info = get_model_info(model)
     num_tokens = len(group.prompt) - 1
@@ -73,7 +74,10 @@ def no_grad_layers(model: Any, group: TrainingGroup, prompt_kv: PromptKV | None)
 
 
 def inject(model: Any, group: TrainingGroup, leaves: Layers) -> Layers:
-    """Runs the prompt's forward and its backward with the leaves' gradients; returns the KV."""
+    """Recomputes a prompt and backpropagates the gradients of its KV; returns the KV.
+
+    `leaves` is the detached KV of the prompt, whose `.grad` holds these gradients.
+    """
     if not leaves:
         return ()
     model_info = get_model_info(model)
@@ -88,7 +92,7 @@ def inject(model: Any, group: TrainingGroup, leaves: Layers) -> Layers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Rows that are computed in one forward.
+    """Responses of a group that are computed in one forward.
 
     A padding micro-batch does not contribute to the loss. It is run because other ranks of a
     sharded model need the collective calls.
@@ -133,7 +137,10 @@ def select_rows(group: TrainingGroup, rows: Sequence[int], logprobs_T: Tensor) -
 
 
 def merge_rows(group: TrainingGroup, parts: Iterable[RowLogprobs]) -> RowLogprobs:
-    """Logprobs of all responses in group order. `parts` may omit responses without tokens."""
+    """Merges the logprobs of micro-batches into logprobs of all responses, in group order.
+
+    `parts` may omit responses without tokens.
+    """
     found = {row: part for rows in parts for row, part in zip(rows.rows, rows.split(), strict=True)}
     rows = tuple(range(len(group.responses)))
     ordered = [found[row] for row in rows if row in found]
@@ -142,7 +149,7 @@ def merge_rows(group: TrainingGroup, parts: Iterable[RowLogprobs]) -> RowLogprob
 
 
 def compute_prompt_kv(model: Any, group: TrainingGroup) -> PromptKV:
-    """Computes the prompt's KV with the current weights, as a server's handle provides it."""
+    """Computes a prompt's KV with the current weights, in the form that a server provides."""
     model = unwrap_ddp(model)
     with attending(model), torch.no_grad():
         return prompt_kv_of(compute_layers(model, group))
@@ -157,7 +164,7 @@ def group_logprobs(
     pass_tokens: int = PASS_TOKENS,
     temperature: float = 1.0,
 ) -> RowLogprobs:
-    """Logprobs of all responses, without a graph.
+    """Logprobs of all responses of a group, without an autograd graph.
 
     A given prompt_kv must have been computed with this model's weights.
     """
@@ -178,7 +185,7 @@ def group_logprobs(
 def packed_logprobs(
     model: Any, groups: Sequence[TrainingGroup], *, temperature: float = 1.0
 ) -> list[RowLogprobs]:
-    """Logprobs per group, with a graph: all prompts and responses in one row and one forward.
+    """Differentiable logprobs of several groups, packed into one row and one forward.
 
     For a model with activation checkpointing, run the backward inside attending(model), because it
     recomputes layers. Call this function inside the same scope.

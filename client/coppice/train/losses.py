@@ -1,4 +1,4 @@
-"""GRPO loss over the responses of one micro-batch, its advantages and its normalizers.
+"""GRPO loss of the responses of one micro-batch, with advantages and loss normalizers.
 
 Normalizers are computed over the whole step and fixed before its first micro-batch: the weight of
 every token is known before any forward. The gradient thus does not depend on how the tokens are
@@ -23,7 +23,7 @@ TokenWeights: TypeAlias = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
-    """Number of responses and response tokens of a step."""
+    """Numbers of responses and of response tokens in a training step."""
 
     num_responses: int
     num_tokens: int
@@ -34,7 +34,7 @@ class Totals:
         return cls(num_responses=len(lengths), num_tokens=sum(lengths))
 
     def over_ranks(self, process_group: dist.ProcessGroup | None = None) -> "Totals":
-        """Sums over all ranks. A collective operation: every rank must call it."""
+        """Sums the numbers over all ranks. A collective operation: every rank must call it."""
         both = torch.tensor([self.num_responses, self.num_tokens])
         if dist.get_backend(process_group) == "nccl":
             both = both.cuda()
@@ -44,23 +44,23 @@ class Totals:
 
 
 def token_mean(totals: Totals) -> TokenWeights:
-    """Equal weight per token."""
+    """Loss weights with equal weight per token of the step."""
     return lambda lengths: torch.full(lengths.shape, 1 / totals.num_tokens, dtype=torch.float64)
 
 
 def sequence_mean(totals: Totals) -> TokenWeights:
-    """Equal weight per response, whatever its length: GRPO as originally published."""
+    """Loss weights with equal weight per response, as GRPO was originally published."""
     return lambda lengths: 1 / (totals.num_responses * lengths.double())
 
 
 def dr_grpo(totals: Totals, *, max_tokens: int) -> TokenWeights:
-    """Dr. GRPO: constant weight per token; max_tokens is the length limit of a response."""
+    """Loss weights of Dr. GRPO, constant per token; max_tokens is the maximum response length."""
     weight = 1 / (totals.num_responses * max_tokens)
     return lambda lengths: torch.full(lengths.shape, weight, dtype=torch.float64)
 
 
 def advantages(rewards_G: Tensor, *, by_deviation: bool = True) -> Tensor:
-    """Returns [G]: rewards minus their mean, divided by their standard deviation.
+    """GRPO advantages [G]: rewards minus their mean, divided by their standard deviation.
 
     Dr. GRPO omits the division: by_deviation=False.
     """
@@ -72,7 +72,7 @@ def advantages(rewards_G: Tensor, *, by_deviation: bool = True) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clip:
-    """Clip range of the probability ratio: 1 - low to 1 + high."""
+    """Clip range of the ratio of new to old token probability: 1 - low to 1 + high."""
 
     low: float = 0.2
     high: float = 0.2
@@ -115,7 +115,7 @@ def grpo_loss(
 
 
 def kl_estimate(logprobs_T: Tensor, reference_T: Tensor) -> Tensor:
-    """Returns [T]: the nonnegative, unbiased estimate of the KL divergence ("k3")."""
+    """Nonnegative, unbiased estimate ("k3") of the KL divergence per token, [T]."""
     difference_T = reference_T - logprobs_T
     return torch.exp(difference_T) - difference_T - 1
 

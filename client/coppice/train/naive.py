@@ -22,7 +22,7 @@ from coppice.train.training_group import (
 
 
 def naive_logprobs(model: Any, group: TrainingGroup, *, temperature: float = 1.0) -> RowLogprobs:
-    """Differentiable logprobs with the prompt repeated in every row of a padded batch.
+    """Differentiable logprobs from a padded batch, in every row of which the prompt is repeated.
 
     Each segment of a tree becomes a row that repeats the whole path to it.
     """
@@ -56,7 +56,7 @@ def _naive_segments(model: Any, tree: TrainingTree, temperature: float) -> RowLo
 def naive_backward(
     model: Any, group: TrainingGroup, loss_fn: LossFunction, *, temperature: float = 1.0
 ) -> float:
-    """Accumulates the gradient and returns the loss, like grouped_backward."""
+    """Reference for grouped_backward: accumulates the gradient and returns the loss."""
     loss = loss_fn(naive_logprobs(model, group, temperature=temperature))
     loss.backward()  # type: ignore[no-untyped-call]
     return loss.item()
@@ -70,7 +70,10 @@ def reference_attention(
     spans: Spans,
     scale: float,
 ) -> Tensor:
-    """Returns o_1HTD: masked attention per row over the concatenated prompt, branches and row."""
+    """Reference for shared_prompt_attention: o_1HTD by masked attention, row by row.
+
+    Each row reads the concatenation of the prompt, its ancestors in the tree, and itself.
+    """
     outputs = [q_1HTD[:, :, :0]]
     start = 0
     for length in spans.lengths:

@@ -1,4 +1,4 @@
-"""Packing of responses, or of a tree's segments, into rows without padding, and micro-batches.
+"""Packing of responses or tree segments into rows without padding, and into micro-batches.
 
 The last prompt token is part of the responses: it predicts the first token of each. The shared
 prompt is therefore its first P-1 tokens. The input of each response is the last prompt token and
@@ -19,7 +19,7 @@ from coppice.train.training_group import TrainingGroup, parents_of, subtrees_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
-    """Tokens from start to stop, which are read by all tokens from stop to end."""
+    """Tree segment in a packed row (start to stop), which its descendants (stop to end) read."""
 
     start: int
     stop: int
@@ -28,7 +28,7 @@ class Branch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spans:
-    """Length of each part of a packed row, and the branches between parts.
+    """Structure of a packed row: lengths of its responses or segments (parts), and tree branches.
 
     Each part attends causally to itself. The parts of a tree are in depth-first order, so the
     descendants of a part follow it directly.
@@ -42,7 +42,7 @@ class Spans:
         return sum(self.lengths)
 
     def ends(self) -> Tensor:
-        """For each token, the end of the range of later tokens that read it."""
+        """For each token of the packed row, the end of the range of later tokens that read it."""
         lengths = torch.tensor(self.lengths, dtype=torch.int64)
         stops = torch.tensor(list(accumulate(self.lengths)), dtype=torch.int64)
         ends = stops.repeat_interleave(lengths)
@@ -52,7 +52,10 @@ class Spans:
 
 
 class PackedRow:
-    """Per response: input tokens, their positions, and the row indices that predict its tokens."""
+    """Builds a packed row: each response's input tokens, positions and target positions.
+
+    Target positions are the row indices at which the response's tokens are predicted.
+    """
 
     def __init__(self, group: TrainingGroup, rows: Sequence[int]) -> None:
         self.input_tokens: list[Tensor] = []
@@ -89,7 +92,7 @@ class PackedRow:
         return Spans(lengths=lengths, branches=tuple(branches))
 
     def _append_at_prompt(self, row: int) -> None:
-        """Appends a response to the prompt, whose last token predicts its first token."""
+        """Appends a response that starts at the prompt, whose last token predicts the first."""
         response = self._group.responses[row]
         target_positions = torch.arange(len(response)) + self._num_input_tokens
         input_tokens = torch.cat([self._group.prompt[-1:], response])
@@ -98,7 +101,7 @@ class PackedRow:
         self._tokens[row] = len(response)
 
     def _append_after_parent(self, row: int, parent: int) -> None:
-        """Appends a segment after its parent, whose end predicts the segment's first token."""
+        """Appends a tree segment; the last token of its parent predicts the segment's first."""
         segment = self._group.responses[row]
         target_positions = torch.arange(len(segment)) + self._num_input_tokens - 1
         target_positions[:1] = self._ends[parent]
@@ -129,14 +132,17 @@ class Inputs:
 
     @property
     def logits_to_keep(self) -> int | Tensor:
-        """Argument for the model: a count selects by slicing, a tensor by copying."""
+        """Argument logits_to_keep of Hugging Face models: the positions that need logits.
+
+        A count is preferred if possible: it selects by slicing, a tensor by copying.
+        """
         count = len(self.target_positions)
         last = torch.arange(count) + self.input_ids.shape[1] - count
         return max(count, 1) if torch.equal(self.target_positions, last) else self.target_positions
 
 
 def plan_passes(lengths: Sequence[int], pass_tokens: int) -> list[tuple[int, ...]]:
-    """Rows per micro-batch: at most pass_tokens tokens each, balanced, in order.
+    """Distributes rows, in order, over balanced micro-batches of at most pass_tokens tokens.
 
     A longer row gets its own micro-batch. Rows without tokens are left out.
     """
@@ -159,7 +165,7 @@ def plan_passes(lengths: Sequence[int], pass_tokens: int) -> list[tuple[int, ...
 
 
 def plan_subtree_passes(group: TrainingGroup, pass_tokens: int) -> list[tuple[int, ...]]:
-    """Rows per micro-batch, depth first. A subtree below the prompt is never split."""
+    """Distributes responses over micro-batches, depth first, without splitting a subtree."""
     subtrees = subtrees_of(group)
     tokens = [sum(group.lengths[row] for row in subtree) for subtree in subtrees]
     planned = plan_passes(tokens, pass_tokens)
@@ -178,7 +184,7 @@ def prompt_inputs(group: TrainingGroup, device: torch.device) -> Inputs:
 
 
 def response_inputs(group: TrainingGroup, rows: Sequence[int], device: torch.device) -> Inputs:
-    """Inputs of whole subtrees, each in depth-first order."""
+    """Model inputs of whole subtrees, each in depth-first order, packed into one row."""
     packed = PackedRow(group, rows)
     return Inputs(
         input_ids=torch.cat(packed.input_tokens).to(device).unsqueeze(0),
@@ -190,7 +196,7 @@ def response_inputs(group: TrainingGroup, rows: Sequence[int], device: torch.dev
 
 
 def concatenate_inputs(parts: Sequence[Inputs]) -> Inputs:
-    """Concatenates the inputs into one row."""
+    """Concatenates several model inputs into one row."""
     starts = [0, *accumulate(part.spans.num_tokens for part in parts)]
     return Inputs(
         input_ids=torch.cat([part.input_ids for part in parts], 1),

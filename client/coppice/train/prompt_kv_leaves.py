@@ -1,4 +1,4 @@
-"""KV of a prompt, as a handle provides it and as leaves that accumulate gradients.
+"""Prompt KV as tensors: as a server provides it, and detached, to accumulate gradients.
 
 Shapes: P covered tokens (the prompt without its last token), K KV heads, D head size.
 """
@@ -12,14 +12,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PromptKV:
-    """Keys and values [K, P, D] of every layer. Keys are stored after rotary embedding."""
+    """Keys and values [K, P, D] of a prompt in every layer; keys are after rotary embedding."""
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
 
     @classmethod
     def of_named(cls, tensors: Mapping[str, Tensor]) -> "PromptKV":
-        """Builds it from tensors named k.0, v.0, k.1 and so on."""
+        """Builds the prompt KV from tensors named k.0, v.0, k.1 and so on."""
         layers = range(len(tensors) // 2)
         return cls(
             keys=tuple(tensors[f"k.{layer}"] for layer in layers),
@@ -27,7 +27,7 @@ class PromptKV:
         )
 
     def check(self, num_layers: int, num_tokens: int, dtype: torch.dtype) -> None:
-        """Raises ValueError if the KV does not fit the model's layers and dtype, or the prompt."""
+        """Raises ValueError unless the KV fits the model's layers and dtype, and the prompt."""
         if not len(self.keys) == len(self.values) == num_layers:
             raise ValueError(
                 f"the prompt KV has {len(self.keys)} layers, and the model {num_layers}"
@@ -62,12 +62,12 @@ def prompt_kv_of(layers: Layers) -> PromptKV:
 
 
 def leaves_of(layers: Layers) -> Layers:
-    """Detached tensors that share storage and accumulate gradients in `.grad`."""
+    """Detaches prompt KV into autograd leaves, which share storage and accumulate `.grad`."""
     return [(k.detach().requires_grad_(), v.detach().requires_grad_()) for k, v in layers]
 
 
 def backward_through(layers: Layers, leaves: Layers) -> None:
-    """Backpropagates the gradients of the prompt's KV leaves through the prompt's forward."""
+    """Backpropagates the gradients of detached prompt KV (`leaves`) through the prompt forward."""
     pairs = [
         (made, leaf.grad)
         for made_pair, leaf_pair in zip(layers, leaves, strict=True)
@@ -80,7 +80,7 @@ def backward_through(layers: Layers, leaves: Layers) -> None:
 
 
 def relative_error(layers: Layers, exact: Layers) -> float:
-    """Relative L2 error over all keys and values; 0 if there are none."""
+    """Relative L2 error of the keys and values of all layers; 0 if there are none."""
     difference = total = 0.0
     for pair, exact_pair in zip(layers, exact, strict=True):
         for tensor, exact_tensor in zip(pair, exact_pair, strict=True):

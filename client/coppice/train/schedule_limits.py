@@ -1,4 +1,4 @@
-"""Properties of a model and memory estimates, which determine the possible schedules."""
+"""Model properties and memory estimates, by which the backward pass of a group is scheduled."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -16,7 +16,10 @@ MAX_FREE_SHARE = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """Properties of a model. `reentrant`: it uses reentrant activation checkpointing."""
+    """Properties of a model by which the backward pass of a group is scheduled.
+
+    `reentrant`: the model uses reentrant activation checkpointing.
+    """
 
     num_layers: int
     device: torch.device
@@ -27,7 +30,7 @@ class ModelInfo:
 
     @property
     def can_stop_early(self) -> bool:
-        """True if an exception may end a forward early.
+        """True if an exception may end a forward of the model early.
 
         A checkpointed layer must end in the same way when it is recomputed, and the hooks of a
         sharded layer must run at its end.
@@ -36,7 +39,7 @@ class ModelInfo:
 
     @property
     def requires_output_backward(self) -> bool:
-        """True if backwards must start at the model's outputs instead of at keys and values."""
+        """True if a backward must start at the model's outputs instead of at keys and values."""
         return self.reentrant or self.sharded
 
 
@@ -58,18 +61,24 @@ def get_model_info(model: Any) -> ModelInfo:
 
 
 def _is_reentrant(function: Any) -> bool:
-    """transformers stores a functools.partial of torch's checkpoint function."""
+    """True if a checkpoint function, as transformers stores it in modules, is reentrant.
+
+    transformers stores a functools.partial of torch's checkpoint function.
+    """
     return bool(getattr(function, "keywords", {}).get("use_reentrant", True))
 
 
 def graph_fits(config: Any, num_tokens: int, model_info: ModelInfo) -> bool:
-    """True if a prompt's graph fits in memory during the responses' micro-batches."""
+    """True if memory suffices to keep a prompt's autograd graph while responses are computed."""
     free = free_bytes(model_info.device)
     return free is None or graph_bytes(config, num_tokens, model_info) <= MAX_FREE_SHARE * free
 
 
 def graph_bytes(config: Any, num_tokens: int, model_info: ModelInfo) -> int:
-    """Estimated size of the graph. A checkpointed layer stores its input, keys and values."""
+    """Estimated size in bytes of the autograd graph of a prompt's forward.
+
+    A checkpointed layer stores its input, keys and values.
+    """
     size = model_info.dtype.itemsize
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     queries = config.num_attention_heads * head_dim
@@ -84,7 +93,7 @@ def graph_bytes(config: Any, num_tokens: int, model_info: ModelInfo) -> int:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Bytes available for allocation, or None if unknown.
+    """Bytes of memory that can still be allocated on a device, or None if unknown.
 
     The CUDA caching allocator's unused reserve counts as available.
     """
@@ -99,7 +108,10 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def cgroup_free_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
-    """Bytes below the cgroup's limit, counting reclaimable file pages; yields none without one."""
+    """Yields how many bytes are free below a cgroup's memory limit; nothing if it has no limit.
+
+    Reclaimable file pages count as free.
+    """
     for limit, usage, stat, of_files in (
         ("memory.max", "memory.current", "memory.stat", "inactive_file"),
         (

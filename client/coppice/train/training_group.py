@@ -1,4 +1,4 @@
-"""A prompt with its responses, or a rollout tree, as tensors; logprobs as input of a loss function.
+"""Tensors of a prompt with its responses or rollout tree, and of logprobs for a loss function.
 
 Shapes: T tokens of some responses without padding, G responses of the whole group, V vocabulary.
 """
@@ -16,7 +16,7 @@ from coppice.results import Group
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowLogprobs:
-    """Concatenated logprobs of some responses of a group.
+    """Concatenated logprobs of some responses of a group, the input of a loss function.
 
     `logprobs` is [T] in float32 or wider, `rows` are the indices of the responses in their group.
     """
@@ -26,11 +26,11 @@ class RowLogprobs:
     lengths: tuple[int, ...]
 
     def split(self) -> tuple[Tensor, ...]:
-        """One tensor per response."""
+        """Splits the logprobs into one tensor per response."""
         return torch.split(self.logprobs, list(self.lengths))
 
     def pick(self, group_tokens: Sequence[Tensor]) -> Tensor:
-        """Selects these responses' per-token values from those of the whole group; returns [T]."""
+        """Per-token values [T] of these responses, selected from those of the whole group."""
         picked_T = torch.cat([group_tokens[row] for row in self.rows])
         if picked_T.shape != self.logprobs.shape:
             raise ValueError(
@@ -39,7 +39,7 @@ class RowLogprobs:
         return picked_T.to(self.logprobs)
 
     def spread(self, group_rows: Tensor) -> Tensor:
-        """Expands one value per response of the whole group to these tokens; returns [T]."""
+        """Per-token values [T] of these responses, from one value per response of the group."""
         rows = torch.tensor(self.rows, device=group_rows.device)
         lengths = torch.tensor(self.lengths, device=group_rows.device)
         return group_rows[rows].repeat_interleave(lengths).to(self.logprobs)
@@ -50,7 +50,7 @@ LossFunction: TypeAlias = Callable[[RowLogprobs], Tensor]
 
 
 def token_logprobs(logits_TV: Tensor, targets_T: Tensor, temperature: float) -> Tensor:
-    """Returns [T]: logprobs under the temperature-scaled distribution."""
+    """Logprobs [T] of the target tokens under the temperature-scaled distribution."""
     wide = torch.float64 if logits_TV.dtype == torch.float64 else torch.float32
     scaled_TV = logits_TV.to(wide)
     if temperature != 1.0:
@@ -61,7 +61,7 @@ def token_logprobs(logits_TV: Tensor, targets_T: Tensor, temperature: float) -> 
 # Tensor's == is elementwise, so these dataclasses compare by identity.
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainingGroup:
-    """One prompt and its responses.
+    """One prompt and its responses as tensors of token ids, to train on.
 
     `logprobs`, if given, are those that the responses were sampled with. A response may be empty,
     for example if it was aborted; it does not contribute to the loss.
@@ -83,17 +83,17 @@ class TrainingGroup:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Number of tokens per response."""
+        """Number of tokens of each response."""
         return tuple(len(response) for response in self.responses)
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of all responses."""
+        """Total number of tokens of all responses."""
         return sum(self.lengths)
 
     @classmethod
     def of(cls, prompt: Any, group: Group) -> "TrainingGroup":
-        """Builds it from the prompt's token ids (list, array or tensor) and a rollout's group."""
+        """Builds it from prompt token ids (list, array or tensor) and a rollout result's group."""
         return cls(
             prompt=prompt_of(prompt, group),
             responses=tuple(torch.from_numpy(sample.token_ids) for sample in group.samples),
@@ -102,7 +102,7 @@ class TrainingGroup:
 
 
 def prompt_of(prompt: Any, group: Group) -> Tensor:
-    """Returns the token ids. Raises ValueError if the server counted another number of them."""
+    """Tensor of prompt token ids. Raises ValueError if the server counted more or fewer."""
     prompt_ids = torch.as_tensor(prompt, dtype=torch.int64)
     if len(prompt_ids) != group.num_prompt_tokens:
         raise ValueError(
@@ -113,7 +113,7 @@ def prompt_of(prompt: Any, group: Group) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainingTree(TrainingGroup):
-    """A group whose responses are the segments of a tree: each starts where its parent ends.
+    """Training group whose responses are the segments of a rollout tree.
 
     `parents` holds the index of each segment's parent, which is less than its own, or None if the
     segment starts at the prompt. `leaves` holds the indices of the leaf segments.
@@ -133,7 +133,7 @@ class TrainingTree(TrainingGroup):
 
     @classmethod
     def of(cls, prompt: Any, group: Group) -> "TrainingTree":
-        """Builds it from the prompt's token ids and the tree of a rollout result, in its order."""
+        """Builds it from prompt token ids and the tree of a rollout result, in the tree's order."""
         if group.tree is None:
             raise ValueError("the group is not a tree")
         segments = group.tree.segments
@@ -147,14 +147,14 @@ class TrainingTree(TrainingGroup):
         )
 
     def path(self, segment: int) -> tuple[int, ...]:
-        """Indices from the prompt to the given segment, inclusive."""
+        """Indices of the segments on the path from the prompt to the given segment, inclusive."""
         path = [segment]
         while (parent := self.parents[path[-1]]) is not None:
             path.append(parent)
         return tuple(path[::-1])
 
     def flattened(self) -> TrainingGroup:
-        """One response per leaf, with the shared tokens repeated."""
+        """Training group with one response per leaf of the tree; shared tokens are repeated."""
 
         def rows(by_segment: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             paths = map(self.path, self.leaves)
@@ -167,7 +167,10 @@ class TrainingTree(TrainingGroup):
         )
 
     def by_leaf(self, rows: RowLogprobs) -> RowLogprobs:
-        """Joins the logprobs of a micro-batch's segments into rows of the flattened group."""
+        """Joins the logprobs of tree segments into logprobs of whole paths, as in `flattened`.
+
+        Leaves whose path is not complete in `rows` are omitted.
+        """
         by_segment = dict(zip(rows.rows, rows.split(), strict=True))
         paths = [self.path(leaf) for leaf in self.leaves]
         whole = [leaf for leaf, path in enumerate(paths) if by_segment.keys() >= set(path)]
@@ -180,14 +183,14 @@ class TrainingTree(TrainingGroup):
 
 
 def parents_of(group: TrainingGroup) -> tuple[int | None, ...]:
-    """Parent of each response; None for all responses of a group that is not a tree."""
+    """Index of each response's parent in a tree; None for responses that start at the prompt."""
     if isinstance(group, TrainingTree):
         return group.parents
     return (None,) * len(group.responses)
 
 
 def subtrees_of(group: TrainingGroup) -> list[tuple[int, ...]]:
-    """For each response that starts at the prompt, its descendants and itself, depth first."""
+    """Subtrees that start at the prompt, each as depth-first indices of its responses."""
     children: dict[int | None, list[int]] = {}
     for row, parent in enumerate(parents_of(group)):
         children.setdefault(parent, []).append(row)
@@ -203,7 +206,7 @@ def subtrees_of(group: TrainingGroup) -> list[tuple[int, ...]]:
 
 
 def max_row_tokens(group: TrainingGroup) -> int:
-    """Number of tokens of the longest row, prompt included."""
+    """Number of tokens of the prompt with its longest response, or with its longest tree path."""
     ends: list[int] = []
     for length, parent in zip(group.lengths, parents_of(group), strict=True):
         ends.append(length + (0 if parent is None else ends[parent]))

@@ -35,7 +35,7 @@ class Clock(Protocol):
 
 
 class Driver(Protocol):
-    """HTTP driver.
+    """Interface of the drivers that send HTTP requests, asynchronous or blocking.
 
     send: returns the response, whatever its status. Raises TransportError if there is none.
     receive: yields the chunks of a response as they arrive. An unsuccessful status is raised as its
@@ -55,7 +55,7 @@ class Driver(Protocol):
 
 
 class RedirectingDriver:
-    """Driver that follows trusted redirects between replicas.
+    """HTTP driver that follows redirects between trusted replicas.
 
     Every request starts at the client's base URL, because objects may move again.
     """

@@ -1,4 +1,4 @@
-"""Drivers over httpx, for asyncio programs and for programs without an event loop."""
+"""HTTP drivers over httpx, for asyncio programs and for programs without an event loop."""
 
 import asyncio
 import random
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def client_options(base_url: str, api_key: str | None, timeout: float | None) -> dict[str, Any]:
-    """Arguments of httpx.Client and httpx.AsyncClient."""
+    """Arguments for httpx.Client and httpx.AsyncClient: URL, headers, timeout and limits."""
     address = parse_address(base_url, api_key)
     headers = {"User-Agent": "coppice-client"}
     if address.authorization is not None:
@@ -52,14 +52,14 @@ def to_httpx_request(
 
 
 def from_httpx_response(response: httpx.Response) -> HttpResponse:
-    """Converts a response whose body has been read."""
+    """Converts an httpx response whose body has been read to an HttpResponse."""
     headers = {name.lower(): value for name, value in response.headers.items()}
     return HttpResponse(status=response.status_code, headers=headers, body=response.content)
 
 
 @contextmanager
 def translate_errors() -> Iterator[None]:
-    """Translates httpx's exceptions to those of coppice.errors."""
+    """Context manager that translates httpx's exceptions to those of coppice.errors."""
     try:
         yield
     except httpx.ConnectTimeout as error:
@@ -76,7 +76,7 @@ def translate_errors() -> Iterator[None]:
 
 @contextmanager
 def translate_stream_errors() -> Iterator[None]:
-    """Same as translate_errors, for a response whose body is being received."""
+    """Like translate_errors, for a response whose body is being received."""
     try:
         with translate_errors():
             yield
@@ -99,7 +99,7 @@ def _error_text(error: httpx.RequestError) -> str:
 
 
 class AsyncClock:
-    """Clock of asyncio programs."""
+    """Clock and random numbers for asyncio programs; `sleep` suspends."""
 
     def now(self) -> float:
         return time.monotonic()
@@ -112,7 +112,7 @@ class AsyncClock:
 
 
 class AsyncDriver:
-    """Driver over httpx.AsyncClient, which it owns."""
+    """Asynchronous HTTP driver, which owns an httpx.AsyncClient."""
 
     def __init__(self, client: httpx.AsyncClient) -> None:
         self._client = client
@@ -148,7 +148,10 @@ class AsyncDriver:
 
 
 def _step(steps: Generator[None, None, T]) -> tuple[T] | None:
-    """Returns the result in a tuple once there is one; futures cannot carry a StopIteration."""
+    """Runs the next step of a generator; returns the generator's result in a 1-tuple at the end.
+
+    Futures cannot carry a StopIteration.
+    """
     try:
         next(steps)
     except StopIteration as done:
@@ -157,7 +160,7 @@ def _step(steps: Generator[None, None, T]) -> tuple[T] | None:
 
 
 async def _off_loop(function: Callable[[], T]) -> T:
-    """Runs the function in a thread. Even if cancelled, it returns only after the function ends."""
+    """Runs a function in a thread. Even if cancelled, returns only after the function ends."""
     running = asyncio.ensure_future(asyncio.to_thread(function))
     try:
         return await asyncio.shield(running)
@@ -184,7 +187,7 @@ async def _async_chunks(body: FileBody) -> AsyncGenerator[bytes, None]:
 
 
 class BlockingClock:
-    """Clock of programs without an event loop; `sleep` blocks."""
+    """Clock and random numbers for programs without an event loop; `sleep` blocks."""
 
     def now(self) -> float:
         return time.monotonic()
@@ -197,7 +200,7 @@ class BlockingClock:
 
 
 class BlockingDriver:
-    """Driver over httpx.Client, which it owns. Its coroutines never suspend."""
+    """Blocking HTTP driver, which owns an httpx.Client; its coroutines never suspend."""
 
     def __init__(self, client: httpx.Client) -> None:
         self._client = client
@@ -233,7 +236,7 @@ class BlockingDriver:
 
 
 def run_sync(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Runs a coroutine over a BlockingDriver: it completes in its first step."""
+    """Runs a coroutine over a BlockingDriver to its end, without an event loop."""
     try:
         coroutine.send(None)
     except StopIteration as done:
@@ -243,7 +246,10 @@ def run_sync(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def iterate_sync(items: AsyncGenerator[T, None]) -> Generator[T, None, None]:
-    """Iterates an async generator over a BlockingDriver; closing this closes it, too."""
+    """Iterates an async generator over a BlockingDriver, without an event loop.
+
+    Closing the returned generator also closes the async one.
+    """
     try:
         while True:
             try:

@@ -1,4 +1,4 @@
-"""HTTP requests and responses, independent of the driver."""
+"""HTTP requests and responses, independent of the HTTP library."""
 
 import base64
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ _GATEWAY_STATUSES = (502, 503, 504)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileBody:
-    """Request body in a file, for bodies too large for memory."""
+    """HTTP request body that is read from a file, for bodies too large for memory."""
 
     path: Path
     num_bytes: int
@@ -72,7 +72,7 @@ def file_request(
     read_timeout: float | None = None,
     is_idempotent: bool = True,
 ) -> HttpRequest:
-    """PUT request of a file with its SHA-256."""
+    """Builds a PUT request that uploads a file with the file's SHA-256."""
     return HttpRequest(
         method="PUT",
         path=path,
@@ -101,7 +101,7 @@ class HttpResponse:
         return 200 <= self.status < 300
 
     def read(self, model: type[A]) -> A:
-        """Parses the body. Raises the corresponding exception if the request failed."""
+        """Parses the body as `model`. Raises the corresponding exception if the request failed."""
         self.check()
         try:
             return model.model_validate_json(self.body)

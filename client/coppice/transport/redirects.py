@@ -25,14 +25,17 @@ MAX_REDIRECTS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerAddress:
-    """Server URL without credentials, since errors and logs contain URLs, and the auth header."""
+    """Server URL without credentials, and the Authorization header made of the credentials.
+
+    Errors and logs contain URLs, so URLs must not contain credentials.
+    """
 
     base_url: str
     authorization: str | None = field(repr=False)
 
 
 def parse_address(base_url: str, api_key: str | None) -> ServerAddress:
-    """Parses the URL. Credentials come from api_key, or from a URL like http://user:key@host."""
+    """Parses a server URL; credentials are api_key, or in a URL like http://user:key@host."""
     url = _url_of(base_url)
     if api_key is not None and url.userinfo:
         raise ValueError("pass the API key as api_key or in base_url, not both")
@@ -72,7 +75,10 @@ def _basic(url: httpx.URL) -> str | None:
 
 
 class RedirectPolicy:
-    """Trusted hosts. `replicas`: host names, `*.domain` suffixes, addresses or networks."""
+    """Hosts to which redirects are followed: the base URL's host, and `replicas`.
+
+    `replicas` contains host names, `*.domain` suffixes, addresses or networks.
+    """
 
     def __init__(self, base_url: str, replicas: Iterable[str] = ()) -> None:
         base = urlsplit(base_url)
@@ -80,7 +86,10 @@ class RedirectPolicy:
         self._hosts = [base.hostname or "", *(_validate_host(entry) for entry in replicas)]
 
     def redirect_base_url(self, location: str | None, path: str) -> str:
-        """Base URL at which to request `path`. Raises Redirected if it is not trusted."""
+        """Base URL of the host to which a request for `path` was redirected.
+
+        Raises Redirected if the host is not trusted.
+        """
         if location is None:
             raise Redirected("the server sent a redirect without a Location header")
         try:

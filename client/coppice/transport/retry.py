@@ -1,4 +1,4 @@
-"""Retries of requests: the policy, the state of one request's failures, and the sender."""
+"""Retries of HTTP requests: the policy, the failures of one request, and the sender."""
 
 import logging
 from contextlib import suppress
@@ -22,9 +22,9 @@ class Retry:
     """Retry policy: exponential backoff with jitter.
 
     The delay doubles from base_seconds to max_seconds and is multiplied by a random factor. A
-    retry-after value from the server is waited for in addition. A sequence of failures starts with
+    retry-after value from the server is waited for in addition. A series of failures starts with
     its first failure and ends when new data is received: a stream that breaks, resumes and breaks
-    again starts a new sequence.
+    again starts a new series.
     """
 
     attempts: int = 8
@@ -42,7 +42,7 @@ class Retry:
 
     @classmethod
     def none(cls) -> Self:
-        """No retries: every failure is raised, and a closed connection cancels its rollout."""
+        """Policy without retries; closing the connection of a rollout then cancels the rollout."""
         return cls(attempts=1)
 
     @property
@@ -50,13 +50,13 @@ class Retry:
         return self.attempts > 1
 
     def longest_wait(self, failures: int) -> float:
-        """Upper bound of the delay in seconds after that many consecutive failures."""
+        """Upper bound of the delay in seconds after a number of consecutive failures."""
         doublings = min(failures - 1, _MOST_DOUBLINGS)
         return min(self.max_seconds, self.base_seconds * 2.0**doublings)
 
 
 class RetryState:
-    """Failures of one request, which decide about its next retry.
+    """Counts the failures of one request, and decides whether and when to retry it.
 
     `is_idempotent`: a repetition of the request has no further effect.
 
@@ -85,7 +85,7 @@ class RetryState:
         self._failures = 0
 
     async def wait_before_retry(self, error: CoppiceError) -> bool:
-        """Sleeps until the next attempt is due, or returns False if there will be none."""
+        """Sleeps until the request may be sent again, or returns False if it must not be."""
         now = self._clock.now()
         if self._failures == 0:
             self._first_failure_at = now
@@ -106,9 +106,9 @@ class RetryState:
         return self._is_idempotent or not unknown
 
     def _wait(self, error: CoppiceError) -> float:
-        """Delay in seconds, randomized so that clients that failed together do not retry together.
+        """Delay before a retry in seconds, randomized so that clients do not retry all at once.
 
-        A retry-after value of the server is added to it.
+        A retry-after value of the server is added to the delay.
         """
         asked = error.retry_after if isinstance(error, ProblemError) else None
         return (asked or 0.0) + self._clock.random() * self._retry.longest_wait(self._failures)
@@ -119,7 +119,7 @@ class RetryState:
 
 
 class RequestSender:
-    """Sender of requests with retries, and owner of the driver, without state between requests."""
+    """Sends HTTP requests with retries; owns the driver, and has no state between requests."""
 
     def __init__(self, driver: Driver, clock: Clock, retry: Retry) -> None:
         self.driver = driver
@@ -148,7 +148,7 @@ class RequestSender:
         deadline: float | None = None,
         non_retryable: tuple[type[CoppiceError], ...] = (),
     ) -> HttpResponse:
-        """Returns a successful response, or raises the exception of the last attempt.
+        """Sends a request with retries; returns the response, or raises the last exception.
 
         No attempt starts after `deadline`, and there is no retry after an exception of a
         `non_retryable` class.
@@ -164,12 +164,12 @@ class RequestSender:
                     raise
 
     async def get(self, path: str, model: type[A]) -> A:
-        """Returns the answer of a GET request."""
+        """Sends a GET request and parses the response as `model`."""
         call = HttpRequest(method="GET", path=path, is_idempotent=True)
         return (await self.send(call)).read(model)
 
     async def send_best_effort(self, call: HttpRequest) -> None:
-        """Sends the request once and ignores errors, for a caller that is shutting down."""
+        """Sends a request once and ignores errors, for a caller that is shutting down."""
         # httpx raises RuntimeError if the client was closed before its generator.
         with suppress(CoppiceError, RuntimeError):
             await self.driver.send(call)

@@ -1,4 +1,4 @@
-"""Delta between two weights files, and its application.
+"""Delta between two weights files: format, and application to the base file.
 
 A delta is a safetensors file. Its metadata contains the SHA-256 of the base file and of the result,
 which have byte-identical headers. Unchanged tensors are omitted. A changed tensor has an entry with
@@ -56,7 +56,7 @@ BlockReader = Callable[[], bytes | memoryview]
 
 
 def map_in_order(function: Callable[[T], R], jobs: Iterable[T]) -> Generator[R, None, None]:
-    """Parallel map with results in order and bounded buffering, in threads.
+    """Maps a function over jobs in threads; yields results in order, with bounded buffering.
 
     After the generator is closed, no thread is running.
     """
@@ -75,7 +75,7 @@ def map_in_order(function: Callable[[T], R], jobs: Iterable[T]) -> Generator[R, 
 
 
 class DifferenceError(ValueError):
-    """The bytes are not a valid difference for this tensor."""
+    """The bytes are not a valid encoded difference for this tensor."""
 
 
 def encode_block(old: Bytes, new: Bytes, item_bytes: int) -> bytes:
@@ -88,7 +88,10 @@ def encode_block(old: Bytes, new: Bytes, item_bytes: int) -> bytes:
 
 
 def decode_block(old: Bytes, packed: Bytes, item_bytes: int) -> npt.NDArray[np.uint8]:
-    """Returns the new bytes. Never decompresses more than the size of `old`."""
+    """Applies an encoded difference to one block of a tensor; returns the new bytes.
+
+    Never decompresses more than the size of `old`.
+    """
     word = WORDS[item_bytes]
     before = np.frombuffer(old, word)
     planes = np.frombuffer(_unpacked(packed, before.nbytes), np.uint8).reshape(item_bytes, -1)
@@ -110,18 +113,21 @@ def _unpacked(packed: Bytes, num_bytes: int) -> bytes:
 
 
 class DeltaRefused(ValueError):
-    """Not a delta, or not for this base. The message contains tensor names, but no file names."""
+    """The file is not a weights delta, or not a delta of this base file.
+
+    The message contains tensor names, but no file names.
+    """
 
 
 class Lineage(NamedTuple):
-    """SHA-256 of a delta's base file and of its result, in hex."""
+    """SHA-256, in hex, of a delta's base file and of the file that results from the delta."""
 
     base: str
     result: str
 
 
 def lineage_of(delta: Path) -> Lineage:
-    """Reads the lineage from the metadata. Raises DeltaRefused if it is missing."""
+    """Reads the SHA-256 of base and result from a delta. Raises DeltaRefused if one is missing."""
     metadata = _read_delta(delta).metadata
     lineage = Lineage(metadata.get("base_sha256", ""), metadata.get("sha256", ""))
     if not all(_SHA256.fullmatch(digest) for digest in lineage):
@@ -130,7 +136,9 @@ def lineage_of(delta: Path) -> Lineage:
 
 
 def apply_delta(base: Path, delta: Path, target: BinaryIO) -> str:
-    """Writes the result and returns its SHA-256, which the caller compares with the lineage.
+    """Applies a delta to its base file, writes the result to `target` and returns its SHA-256.
+
+    The caller compares the SHA-256 with the delta's lineage.
 
     Raises DeltaRefused. `target` never becomes longer than the base.
     """
@@ -183,7 +191,7 @@ def _read_block(block: BlockReader) -> bytes | memoryview:
 def _block_readers(
     base: SafetensorsFile, change: SafetensorsFile, old: FileIO, changes: FileIO
 ) -> Iterator[BlockReader]:
-    """Yields a reader per block of the result, in order."""
+    """Yields, for each block of the delta's result in order, a function that reads the block."""
     for name, tensor in base.tensors.items():
         changed = change.tensors.get(name)
         if changed is None:

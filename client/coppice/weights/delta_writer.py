@@ -1,4 +1,4 @@
-"""Writer of deltas between two weights files, and their base, the last uploaded version.
+"""Writer of deltas between two weights files, and the file kept as the base of the next delta.
 
 coppice.weights.delta describes the format.
 """
@@ -37,13 +37,13 @@ MAX_DELTA_RATIO = 0.9
 
 
 class NotComparable(ValueError):
-    """The two files differ in more than tensor values."""
+    """The two weights files differ in more than tensor values, so no delta is possible."""
 
 
 def write_delta(
     base: Path, new: Path, lineage: Lineage, target: Path
 ) -> Generator[None, None, int]:
-    """Writes a delta in steps of one block; returns its size.
+    """Writes the delta between two weights files, one block per step; returns the delta's size.
 
     Raises NotComparable if the headers differ.
     """
@@ -72,7 +72,10 @@ def _metadata(lineage: Lineage) -> dict[str, str]:
 
 
 def _header_room(file: SafetensorsFile) -> int:
-    """Upper bound of the header size of any delta to this file, rounded up to 8 bytes."""
+    """Upper bound of the header size of any delta that results in this file.
+
+    It is a multiple of 8 bytes.
+    """
     longest: dict[str, object] = {"__metadata__": _metadata(Lineage("0" * 64, "0" * 64))}
     for tensor in file.tensors.values():
         numbers = {"shape": (*tensor.shape, tensor.num_bytes), "data_offsets": (tensor.end,) * 2}
@@ -98,7 +101,7 @@ def _entry(tensor: TensorEntry, code: str, start: int, end: int, base: int) -> d
 def _differences(
     file: SafetensorsFile, old: FileIO, fresh: FileIO
 ) -> Generator[bytes | None, None, None]:
-    """Yields the encoded difference of every block of every tensor; None if it is unchanged."""
+    """Yields, for every block of every tensor, the encoded difference, or None if unchanged."""
 
     def difference(job: tuple[TensorEntry, ByteSpan]) -> bytes | None:
         tensor, span = job
@@ -115,7 +118,7 @@ def _differences(
 def _write_change(
     tensor: TensorEntry, differences: Iterator[bytes | None], fresh: FileIO, out: BinaryIO
 ) -> Generator[None, None, str | None]:
-    """Writes a changed tensor; returns its dtype in the delta, or None if it is unchanged."""
+    """Writes a tensor to a delta; returns its dtype there, or None if the tensor is unchanged."""
     start, unchanged = out.tell(), True
     for _ in block_spans(tensor):
         difference = next(differences)
@@ -136,7 +139,7 @@ def _write_change(
 
 
 class BaseFile:
-    """Owner of a temporary file, which is deleted with the last reference to this object.
+    """Temporary weights file, the base of the next delta; deleted with the last reference to it.
 
     A concurrent upload that replaces the base file thus does not affect one that still reads it.
     """
@@ -157,7 +160,7 @@ class BaseFile:
         self.digest = yield from write_safetensors(self.path, tensors)
 
     def write_delta(self, base: "BaseFile", target: Path) -> Generator[None, None, int | None]:
-        """Writes the delta. Returns its size, or None if it is impossible or not smaller."""
+        """Writes the delta from `base`; returns its size, or None if impossible or not smaller."""
         lineage = Lineage(base.digest.hex(), self.digest.hex())
         try:
             num_bytes = yield from write_delta(base.path, self.path, lineage, target)

@@ -27,7 +27,7 @@ class ByteSpan(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorEntry:
-    """One tensor and its byte range in the file."""
+    """One tensor of a safetensors file, with its byte range in the file."""
 
     name: str
     code: str
@@ -42,7 +42,10 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SafetensorsFile:
-    """Parsed file. `head` is everything before the first tensor; tensors follow without gaps."""
+    """Parsed header of a safetensors file.
+
+    `head` is everything before the first tensor; tensors follow without gaps.
+    """
 
     path: Path
     head: bytes
@@ -51,7 +54,10 @@ class SafetensorsFile:
 
 
 def read_safetensors_index(path: Path) -> SafetensorsFile:
-    """Parses the file. Raises ValueError if it is invalid, truncated, or has gaps or overlaps."""
+    """Parses the header of a safetensors file. Raises ValueError if the file is invalid.
+
+    A file is also invalid if it is truncated, or has gaps or overlaps.
+    """
     head = read_head(path)
     entries = json.loads(head[LENGTH_BYTES:])
     metadata = entries.pop("__metadata__", {})
@@ -72,7 +78,7 @@ def read_safetensors_index(path: Path) -> SafetensorsFile:
 
 
 def read_head(path: Path) -> bytes:
-    """Reads everything before the first tensor. Raises ValueError if the file is invalid."""
+    """Reads a safetensors file up to its first tensor. Raises ValueError if it is invalid."""
     with path.open("rb") as file:
         num_bytes = os.fstat(file.fileno()).st_size
         prefix = file.read(LENGTH_BYTES)
@@ -85,7 +91,7 @@ def read_head(path: Path) -> bytes:
 
 
 def _check_format(head: bytes, num_bytes: int) -> None:
-    """Validates the header with the safetensors library.
+    """Validates a safetensors header with the safetensors library.
 
     The library maps the file, and a mapping of a file that another process truncates raises SIGBUS.
     It therefore receives a private sparse copy of the same size.
@@ -98,13 +104,13 @@ def _check_format(head: bytes, num_bytes: int) -> None:
 
 
 def block_spans(tensor: TensorEntry) -> Iterator[ByteSpan]:
-    """Byte ranges of BLOCK_BYTES each; the last may be shorter."""
+    """Splits the byte range of a tensor into blocks of BLOCK_BYTES; the last may be shorter."""
     for start in range(tensor.start, tensor.end, BLOCK_BYTES):
         yield ByteSpan(start, min(start + BLOCK_BYTES, tensor.end))
 
 
 def read_exactly(file: FileIO, span: ByteSpan) -> bytes:
-    """Reads a range, from any thread: pread does not use the file position.
+    """Reads a byte range of a file with pread, so threads may share the file.
 
     Raises ValueError if the file was truncated.
     """
@@ -120,14 +126,14 @@ def read_exactly(file: FileIO, span: ByteSpan) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """One file, or an index followed by its shards."""
+    """Files of a checkpoint: one safetensors file, or an index followed by its shards."""
 
     files: tuple[Path, ...]
     sharded: bool
 
 
 def checkpoint_files(source: Path) -> Checkpoint:
-    """Lists the files. Raises ValueError for an incomplete checkpoint, before any upload."""
+    """Lists the files of a checkpoint; raises an exception if one is missing or incomplete."""
     index = source / _INDEX
     if index.is_file():
         shards = _shards(index)
@@ -163,7 +169,7 @@ def _shards(index: Path) -> tuple[Path, ...]:
 
 
 def _check(path: Path) -> None:
-    """Validates the header and compares the lengths in it with the file's."""
+    """Raises FileNotFoundError or ValueError unless the file is a complete safetensors file."""
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not a file")
     read_head(path)

@@ -1,4 +1,4 @@
-"""Tensors of a numpy or torch state dict, and the writer of their safetensors file.
+"""Writer of safetensors files from numpy or torch state dicts.
 
 torch is never imported: a caller with torch tensors has already imported it. numpy lacks bfloat16
 and the 8-bit floats, so torch tensors are read as bytes.
@@ -53,7 +53,7 @@ _ALIGNMENT = 8
 
 
 def sha256_of(path: Path) -> Generator[None, None, bytes]:
-    """Computes the digest in steps of one chunk."""
+    """Computes the SHA-256 of a file, one chunk per generator step."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(CHUNK_BYTES):
@@ -64,7 +64,7 @@ def sha256_of(path: Path) -> Generator[None, None, bytes]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor:
-    """One entry of a file. `load` returns its bytes in C order."""
+    """One tensor to write to a safetensors file; `load` returns its bytes in C order."""
 
     name: str
     code: str
@@ -76,7 +76,7 @@ class Tensor:
 
 
 def tensors_of(state: StateDict) -> list[Tensor]:
-    """Tensors in the order of the state dict; of several names for one memory only the first.
+    """Tensors of a state dict, in order; of several names for the same memory only the first.
 
     Views of different parts of one storage are different tensors and are all kept.
     """
@@ -92,7 +92,7 @@ def tensors_of(state: StateDict) -> list[Tensor]:
 
 
 def tensors_from_files(paths: Iterable[Path]) -> list[Tensor]:
-    """Tensors of a checkpoint's files, in their order."""
+    """Tensors of all safetensors files of a checkpoint, in the order of the files."""
     files = [(path, read_safetensors_index(path)) for path in paths]
     return [_of_file(path, entry) for path, file in files for entry in file.tensors.values()]
 
@@ -169,7 +169,7 @@ def _code(name: str, dtype: str) -> str:
 def write_safetensors(
     path: Path, tensors: Iterable[Tensor], metadata: Mapping[str, str] = FROM_TORCH
 ) -> Generator[None, None, bytes]:
-    """Writes in steps of one chunk; returns the SHA-256 of the file."""
+    """Writes a safetensors file, one chunk per generator step; returns the file's SHA-256."""
     # Widest dtype first, as in the library: readers map the file and need aligned elements.
     ordered = sorted(tensors, key=lambda tensor: -tensor.item_bytes)
     digest = hashlib.sha256()

@@ -52,7 +52,10 @@ def _requirement(integer: CoreSchema) -> str:
 
 
 def _validate_in_slices(value: Any, validate: ValidatorFunctionWrapHandler) -> list[int]:
-    """Validates in slices, because pydantic holds the GIL between calls of Python functions."""
+    """Validates a list of token ids in slices, between which other threads can run.
+
+    Within a slice pydantic holds the GIL.
+    """
     if not isinstance(value, list) or len(value) <= SLICE_TOKENS:
         token_ids: list[int] = validate(value)
         return token_ids
@@ -66,7 +69,7 @@ def _validate_in_slices(value: Any, validate: ValidatorFunctionWrapHandler) -> l
 
 
 def _with_index(error: ValidationError, start: int) -> ValidationError:
-    """Translates the index in a slice to the index in the whole list."""
+    """Validation error with the index in the whole list instead of the index in a slice."""
     (found,) = error.errors()
     index, *inner = found["loc"]
     assert isinstance(index, int)
@@ -83,22 +86,22 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31), JsonInteger()]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True), WrapValidator(_validate_in_slices)]
 """Validation stops at the first invalid id; listing a million errors would take too long."""
 Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
-"""Weights version, chosen by its publisher; safe as a file name and in a URL."""
+"""Label of a weights version, chosen by the publisher; safe as a file name and in a URL."""
 AdapterName = Annotated[
     str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}(@[A-Za-z0-9][A-Za-z0-9._-]{0,63})?$")
 ]
-"""Adapter name for its current version, or `name@version` for a fixed one."""
+"""LoRA adapter name for the adapter's current version, or `name@version` for a fixed one."""
 AdapterLabel = Annotated[str | None, Field(exclude_if=lambda label: label is None)]
 """In answers: `name@version`; the field is absent if no adapter was used."""
 
 
 class RequestModel(BaseModel):
-    """Request body. Unknown fields are errors: a typo must not silently change the training."""
+    """Base class of request bodies. Unknown fields are errors, so that typos are noticed."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class AnswerModel(BaseModel):
-    """Response body. Unknown fields are ignored, since newer servers may add some."""
+    """Base class of response bodies. Unknown fields are ignored: newer servers may add some."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)

@@ -1,4 +1,4 @@
-"""Wire types of branching: branch points, branching factors and limits of a tree."""
+"""Wire types of rollout trees: branch points, branching factors and limits."""
 
 from typing import Annotated, Literal
 
@@ -15,7 +15,10 @@ Lease = Annotated[float, Field(gt=0, le=3600, allow_inf_nan=False)]
 
 
 class Entropy(RequestModel):
-    """Entropy estimate of a position: from the top k logprobs, or the sampled token's logprob."""
+    """Estimation of the entropy at a token position, by which branch points are chosen.
+
+    The source is the top k logprobs, or the logprob of the sampled token.
+    """
 
     source: Literal["topk", "sampled_token"] = "topk"
     k: Annotated[int, Field(ge=2, le=20), JsonInteger()] = 20
@@ -46,7 +49,7 @@ class Branching(RequestModel):
 
 
 class BranchRequest(RequestModel):
-    """Body of POST /v1/rollouts/{id}/branch: samples n segments from the end of a segment.
+    """Body of POST /v1/rollouts/{id}/branch, which samples n segments after a given segment.
 
     Without `segment` they start at the prompt. They are cut after `max_tokens`, rounded up to the
     next position at which a cut costs no extra prefill; without it they run to their own end.

@@ -10,7 +10,7 @@ Stage = Literal["starting", "serving", "activating", "stopping", "dead"]
 
 
 class PauseRequest(RequestModel):
-    """Pause mode: running samples end (abort), finish (wait), or freeze until resume (keep)."""
+    """Body of POST /v1/pause: running samples end (abort), finish (wait) or freeze (keep)."""
 
     mode: PauseMode = "keep"
 
@@ -20,14 +20,14 @@ class PauseAnswer(AnswerModel):
 
 
 class HealthAnswer(AnswerModel):
-    """Answer of the health probes on success; on failure they answer a problem document."""
+    """Answer of the health probes if they succeed; if they fail, it is a problem document."""
 
     status: Literal["ok"] = "ok"
     stage: Stage
 
 
 class EngineStatus(AnswerModel):
-    """Properties of the running engine."""
+    """Properties of the running inference engine, as reported by GET /v1/status."""
 
     model: str
     dtype: str
@@ -46,7 +46,10 @@ class EngineStatus(AnswerModel):
 
 
 class KvStatus(AnswerModel):
-    """Memory of the prompt-KV arena. `reason` explains why prompt KV is unavailable."""
+    """Use of the shared memory that holds prompt KV, as reported by GET /v1/status.
+
+    `reason` explains why prompt KV is unavailable.
+    """
 
     reason: KvReason | None
     capacity_bytes: int

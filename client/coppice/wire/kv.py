@@ -1,4 +1,4 @@
-"""Wire types of prompt KV: requested with a rollout, then read, leased and released by handle.
+"""Wire types of prompt KV, which is requested with a rollout and then read by a handle.
 
 The data is one safetensors file with the tensors k.0, v.0, k.1 and so on. Each is C-contiguous with
 the shape [kv_heads, tokens, head_dim]; keys are stored after rotary embedding. The file covers the
@@ -29,7 +29,9 @@ KvReason = Literal[
 
 
 class Kv(RequestModel):
-    """Requests one handle per group, and one per segment of a tree that has children.
+    """Rollout option: return a handle to the prompt KV of every group.
+
+    In a tree, every segment that has children gets a handle, too.
 
     The lease starts at the end of the rollout. The server may grant less.
     """
@@ -38,19 +40,19 @@ class Kv(RequestModel):
 
 
 class KvLease(RequestModel):
-    """Body of POST /v1/kv/{handle}/lease."""
+    """Body of POST /v1/kv/{handle}/lease, which renews the lease of a prompt-KV handle."""
 
     lease_seconds: LeaseSeconds = 60.0
 
 
 class KvLeaseAnswer(AnswerModel):
-    """Remaining lease; a renewal never shortens it."""
+    """Remaining lease of a prompt-KV handle; a renewal never shortens it."""
 
     lease_seconds: float
 
 
 class KvLocator(AnswerModel):
-    """One transport for the data; newer servers may offer others.
+    """One way to read the data of a prompt-KV handle; newer servers may offer others.
 
     `http`: at `url`. `shm`: at `offset` of the file `path`, which a process of the server's user on
     the same host can map. `nixl`: at `offset` of the memory of `agent`, see KvAgent.
@@ -64,7 +66,7 @@ class KvLocator(AnswerModel):
 
 
 class KvAgent(AnswerModel):
-    """Answer of GET /v1/kv/{handle}/agent: the NIXL agent to read from.
+    """Answer of GET /v1/kv/{handle}/agent: the server's NIXL agent to read the KV from.
 
     `address` is the start of its memory, `metadata` its NIXL metadata in base64.
     """
@@ -75,7 +77,7 @@ class KvAgent(AnswerModel):
 
 
 class KvHandle(AnswerModel):
-    """Handle of the KV of a prompt, or of a path in a tree."""
+    """Handle to the KV of a prompt, or of a path in a rollout tree, and ways to read the KV."""
 
     handle: str
     version: str
@@ -86,7 +88,7 @@ class KvHandle(AnswerModel):
 
 
 class KvLayout(KvHandle):
-    """Answer of GET /v1/kv/{handle}.
+    """Answer of GET /v1/kv/{handle}: the layout of the prompt-KV file.
 
     `num_bytes` is the size of the whole file, `data_offset` the offset of its first tensor,
     `lease_seconds` the remaining lease.

@@ -24,7 +24,7 @@ KvReuseReason = Literal[
 
 
 class KvReuse(RequestModel):
-    """KV reuse of prompt spans with a cache key.
+    """Rollout option: how to reuse the KV of prompt spans that have a cache key.
 
     `reorder` is exact: spans with a cache key come first, in the order that gives the longest
     cached prefix. With `dry_run` the prompt is not changed, and the answer only reports the order.
@@ -58,7 +58,7 @@ class KvReuse(RequestModel):
 
 
 class KvReuseAnswer(AnswerModel):
-    """KV reuse of a prompt given as spans, in numbers of prompt tokens.
+    """How much KV of a prompt given as spans was reused, in numbers of tokens.
 
     `num_reused_tokens` were cached, spliced or predicted. `num_computed_tokens` were prefilled
     before the first sample. `num_prepared_tokens` were prefilled as separate spans that were not

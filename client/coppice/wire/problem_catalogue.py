@@ -1,4 +1,4 @@
-"""Catalogue of errors as RFC 9457 problem documents.
+"""Catalogue of the server's errors, which are RFC 9457 problem documents.
 
 The server raises problems by code, serves the catalogue under /problems and documents it in
 docs/errors.md; the client maps codes to exceptions.
@@ -10,7 +10,7 @@ CATALOGUE_PATH = "/problems"
 
 
 class ProblemKind(AnswerModel):
-    """One entry of the catalogue. If `retryable`, the same request may succeed later."""
+    """One kind of error of the server. If `retryable`, the same request may succeed later."""
 
     type: str
     code: str
@@ -22,13 +22,13 @@ class ProblemKind(AnswerModel):
 
 
 class ProblemCatalogue(AnswerModel):
-    """All kinds of problems, by status."""
+    """Answer of GET /problems: all kinds of errors of the server, by HTTP status."""
 
     problems: list[ProblemKind]
 
 
 class Problem(AnswerModel):
-    """Body with the media type application/problem+json."""
+    """Body of an error response: an RFC 9457 document (application/problem+json)."""
 
     type: str
     title: str

@@ -44,7 +44,7 @@ _NAMES = ("token_ids", "logprobs", "offsets")
 
 
 class StartRecord(AnswerModel):
-    """First record of a stream, with the id of the rollout."""
+    """First record of a rollout stream, with the id of the rollout."""
 
     type: Literal["start"] = "start"
     id: str
@@ -57,7 +57,7 @@ class SampleRecord(AnswerModel):
 
 
 class SegmentRecord(AnswerModel):
-    """A segment of a tree; its parent was sent before."""
+    """Record of a rollout stream with a tree segment; the parent segment was sent before."""
 
     type: Literal["segment"] = "segment"
     group: int
@@ -70,7 +70,7 @@ class GroupRecord(AnswerModel):
 
 
 class KvRecord(AnswerModel):
-    """A group's prompt KV, sent when it is readable, which is long before its samples end.
+    """Record of a rollout stream with a group's prompt KV, sent long before the samples end.
 
     With `segment` it is the KV of the path to the end of that segment, or the reason why there is
     none.
@@ -84,7 +84,7 @@ class KvRecord(AnswerModel):
 
 
 class ProgressRecord(AnswerModel):
-    """Sent at least every 15 s, so that a long sample is not mistaken for a dead connection."""
+    """Record of a rollout stream, sent at least every 15 s to show that the connection is alive."""
 
     type: Literal["progress"] = "progress"
     num_samples: int
@@ -92,7 +92,7 @@ class ProgressRecord(AnswerModel):
 
 
 class EndRecord(AnswerModel):
-    """Last record of a stream, with the outcome of the rollout."""
+    """Last record of a rollout stream, with the outcome of the rollout."""
 
     type: Literal["end"] = "end"
     outcome: Outcome
@@ -115,7 +115,7 @@ RECORD: TypeAdapter[Record] = TypeAdapter(Record)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packed:
-    """A packed result, with the arrays of all samples and segments concatenated."""
+    """Packed rollout result, in which the arrays of all samples and segments are concatenated."""
 
     answer: RolloutAnswer
     token_ids: npt.NDArray[np.int32]
@@ -125,7 +125,7 @@ class Packed:
 
 
 def parts_of(answer: RolloutAnswer) -> Iterator[Part]:
-    """Samples and segments in the order of their arrays."""
+    """Samples and segments of a rollout, in the order of a packed result's arrays."""
     for group in answer.groups:
         yield from group.samples
         yield from group.segments or ()
@@ -147,7 +147,7 @@ def pack(answer: RolloutAnswer) -> bytes:
 
 
 def unpack(data: bytes) -> Packed:
-    """Parses a packed result. Raises ValueError if the bytes are not one."""
+    """Parses a packed rollout result. Raises ValueError if the bytes are invalid."""
     try:
         tensors = load(data)
     except SafetensorError as error:
@@ -182,7 +182,7 @@ def _stripped(answer: RolloutAnswer) -> RolloutAnswer:
 
 
 def _stripped_group(group: GroupAnswer) -> GroupAnswer:
-    """Empties the arrays; entropy that was present becomes empty, not None."""
+    """Copy of a group with empty arrays; entropy that was present becomes empty, not None."""
     bare: dict[str, list[int]] = {"token_ids": [], "logprobs": []}
     samples = [sample.model_copy(update=bare) for sample in group.samples]
     segments = None if group.segments is None else [_stripped_segment(s) for s in group.segments]

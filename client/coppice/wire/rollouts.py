@@ -38,14 +38,14 @@ class Message(RequestModel):
 
 
 class PromptSpan(RequestModel):
-    """A piece of a prompt. With a `cache_key`, its KV can be reused in other prompts."""
+    """Token ids of a part of a prompt. With a `cache_key` the KV can be reused in other prompts."""
 
     token_ids: Annotated[TokenIds, Field(min_length=1, max_length=MAX_TOKENS)]
     cache_key: Annotated[str, Field(min_length=1, max_length=256)] | None = None
 
 
 class Prompt(RequestModel):
-    """Exactly one of token ids, text, messages or spans; spans are concatenated."""
+    """Prompt, given as token ids, text, chat messages or spans, which are concatenated."""
 
     token_ids: Annotated[TokenIds, Field(min_length=1, max_length=MAX_TOKENS)] | None = None
     text: Annotated[str, Field(min_length=1, max_length=16 * 2**20)] | None = None
@@ -88,7 +88,7 @@ class Sampling(RequestModel):
 
 
 class WeightsConstraint(RequestModel):
-    """Constraint on the weights version: exactly one version, or a minimum version."""
+    """Weights version that a rollout requires: exactly one version, or a minimum version."""
 
     exact_version: Label | None = None
     min_version: Label | None = None
@@ -101,7 +101,7 @@ class WeightsConstraint(RequestModel):
 
 
 class Finish(RequestModel):
-    """Early finish of a group.
+    """Rollout option: when a group ends before all of its samples have completed.
 
     With `num_samples`, the group is done when that many samples have completed; `select` determines
     which ones count. The rest end as `surplus`. With `deadline_seconds`, samples that still run at
@@ -114,7 +114,7 @@ class Finish(RequestModel):
 
 
 class GivenSpan(RequestModel):
-    """Weights version, and adapter, of the tokens from start to end (exclusive)."""
+    """Weights version and adapter that generated tokens start to end (exclusive) of a sample."""
 
     version: Label
     start: Annotated[int, Field(ge=0, le=MAX_TOKENS), JsonInteger()]
@@ -123,7 +123,7 @@ class GivenSpan(RequestModel):
 
 
 class UnfinishedSample(RequestModel):
-    """A sample that an earlier rollout returned unfinished."""
+    """Sample to resume, which an earlier rollout returned unfinished."""
 
     group: Annotated[int, Field(ge=0, lt=MAX_GROUPS), JsonInteger()] = 0
     token_ids: Annotated[TokenIds, Field(min_length=1, max_length=MAX_TOKENS)]
@@ -132,7 +132,10 @@ class UnfinishedSample(RequestModel):
 
 
 class ContinueFrom(RequestModel):
-    """Samples to resume. They become the first samples of their group, in this order."""
+    """Rollout option: unfinished samples to resume, which become the first of their group.
+
+    Their order is preserved.
+    """
 
     samples: Annotated[
         list[UnfinishedSample], Field(min_length=1, max_length=65_536, fail_fast=True)
@@ -159,7 +162,7 @@ class RolloutRequest(RequestModel):
 
 
 class VersionSpan(AnswerModel):
-    """Weights version of the tokens from start to end (exclusive).
+    """Weights version that generated tokens start to end (exclusive) of a sample or segment.
 
     `adapter` is the `name@version` of the LoRA adapter, if one was used.
     """
@@ -171,7 +174,7 @@ class VersionSpan(AnswerModel):
 
 
 class SampleAnswer(AnswerModel):
-    """One finished sample. logprobs[i] belongs to token_ids[i]."""
+    """One finished sample of a rollout. logprobs[i] belongs to token_ids[i]."""
 
     index: int
     token_ids: list[int]
@@ -184,7 +187,7 @@ class SampleAnswer(AnswerModel):
 class SegmentAnswer(AnswerModel):
     """One segment of a tree, between two branch points. logprobs[i] belongs to token_ids[i].
 
-    Without a parent it starts at the prompt. Token indices in `versions` start at the segment's own
+    Without a parent a segment starts at the prompt. Token indices in `versions` start at its
     first token. `num_leaves`, the number of leaves below, is known only when the tree is complete.
     `kv`, a handle to the KV of the whole path to its end, is available once a child segment starts.
     """
@@ -203,7 +206,7 @@ class SegmentAnswer(AnswerModel):
 
 
 class GroupHead(AnswerModel):
-    """A group without its samples.
+    """Result of one group of a rollout, without the samples.
 
     If `exact` is False, the prompt's KV was approximate: logprobs are those of the distribution
     that was sampled from, not of the model. `selected` are the samples that `finish` selected,
@@ -229,7 +232,7 @@ class GroupHead(AnswerModel):
 
 
 class GroupAnswer(GroupHead):
-    """One prompt's samples, ordered by index, or the segments of its tree.
+    """Result of one group of a rollout: samples ordered by index, or the segments of a tree.
 
     Parents precede their children. A tree requested with `flatten` has both; each sample is then
     the whole path to one leaf.
@@ -240,7 +243,10 @@ class GroupAnswer(GroupHead):
 
     @property
     def num_generated_tokens(self) -> int:
-        """Number of tokens sampled here: shared tokens count once, resumed tokens do not count."""
+        """Number of tokens that this rollout sampled; tokens shared in a tree count once.
+
+        Tokens of resumed samples do not count.
+        """
         parts = self.samples if self.segments is None else self.segments
         return sum(len(part.token_ids) for part in parts) - self.num_continued_tokens
 
@@ -250,7 +256,7 @@ class GroupAnswer(GroupHead):
 
 
 class RunningAnswer(AnswerModel):
-    """A rollout that was submitted asynchronously and still runs.
+    """Answer about a rollout that was submitted asynchronously and still runs.
 
     For a tree, samples are leaves and `num_samples` is the maximum possible number.
     """
@@ -262,7 +268,7 @@ class RunningAnswer(AnswerModel):
 
 
 class Usage(AnswerModel):
-    """Token counts of a whole rollout; the prompt of each group counts once."""
+    """Token counts of a whole rollout, in which the prompt of each group counts once."""
 
     num_prompt_tokens: int
     num_generated_tokens: int
@@ -270,7 +276,7 @@ class Usage(AnswerModel):
 
 
 class RolloutAnswer(AnswerModel):
-    """Answer of POST /v1/rollouts in its default mode."""
+    """Result of a whole rollout, the default answer of POST /v1/rollouts."""
 
     id: str
     outcome: Outcome
@@ -279,14 +285,14 @@ class RolloutAnswer(AnswerModel):
 
 
 class BranchAnswer(AnswerModel):
-    """New segments, in any order, and the remaining lease of the tree."""
+    """Answer to a branch request: new tree segments, in any order, and the lease of the tree."""
 
     segments: list[SegmentAnswer]
     lease_seconds: float
 
 
 class DropAnswer(AnswerModel):
-    """The removed segments: the named one and all its descendants."""
+    """Answer to the removal of a tree segment: ids of the segment and all its descendants."""
 
     dropped: list[str]
     lease_seconds: float

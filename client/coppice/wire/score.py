@@ -26,7 +26,7 @@ class ScoreItem(RequestModel):
 
 
 class ScoreRequest(RequestModel):
-    """Body of POST /v1/score. The distribution is the model's own, at temperature 1."""
+    """Body of POST /v1/score, which scores by the model's own distribution, at temperature 1."""
 
     items: Annotated[list[ScoreItem], Field(min_length=1, max_length=4096, fail_fast=True)]
     weights: WeightsConstraint | None = None
@@ -34,7 +34,7 @@ class ScoreRequest(RequestModel):
 
 
 class ScoredResponse(AnswerModel):
-    """Logprobs of one response; logprobs[i] belongs to its token i.
+    """Logprobs of one scored response; logprobs[i] belongs to token i of the response.
 
     The whole response is scored by one weights version and one version of the adapter.
     """
@@ -45,13 +45,13 @@ class ScoredResponse(AnswerModel):
 
 
 class ScoredItem(AnswerModel):
-    """Scores of an item's responses, in request order."""
+    """Scores of all responses to one prompt, in request order."""
 
     num_prompt_tokens: int
     responses: list[ScoredResponse]
 
 
 class ScoreAnswer(AnswerModel):
-    """Answer of POST /v1/score."""
+    """Answer of POST /v1/score: the scores of all prompts, in request order."""
 
     items: list[ScoredItem]

@@ -1,4 +1,4 @@
-"""Slicing and concatenation of version spans."""
+"""Slicing and concatenation of version spans, i.e. weights versions of ranges of tokens."""
 
 from collections.abc import Iterable, Sequence
 
@@ -6,7 +6,7 @@ from coppice.wire.rollouts import VersionSpan
 
 
 def cut_spans(spans: Iterable[VersionSpan], start: int, end: int) -> list[VersionSpan]:
-    """Spans of the tokens from start to end, with indices relative to start."""
+    """Version spans of the tokens from start to end, with indices relative to start."""
     return [
         _moved(span, max(span.start, start) - start, min(span.end, end) - start)
         for span in spans
@@ -15,7 +15,7 @@ def cut_spans(spans: Iterable[VersionSpan], start: int, end: int) -> list[Versio
 
 
 def joined_spans(parts: Iterable[tuple[Sequence[VersionSpan], int]]) -> list[VersionSpan]:
-    """Concatenates the spans of parts, given with their token counts; merges equal neighbors."""
+    """Concatenates lists of version spans, given with token counts, and merges equal neighbors."""
     joined: list[VersionSpan] = []
     offset = 0
     for spans, num_tokens in parts:

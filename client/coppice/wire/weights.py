@@ -17,22 +17,27 @@ TrainingState = Literal["off", "running", "paused", "failed"]
 
 
 class StageRequest(RequestModel):
-    """Weights that are already in one of the server's configured directories."""
+    """Body of a request to stage weights from one of the server's configured directories."""
 
     path: Annotated[str, Field(min_length=1, max_length=4096)]
     sequence: Sequence | None = None
 
 
 class ActivateRequest(RequestModel):
-    """Handling of running samples: keep, recompute their KV, wait for them, or abort them."""
+    """Body of a request to activate a weights version.
+
+    `mode` decides about running samples: keep them, recompute their KV, wait for them, or abort
+    them.
+    """
 
     mode: ActivationMode = "keep"
     allow_rollback: bool = False
 
 
 class VersionAnswer(AnswerModel):
-    """One weights version. `base` is the version of which it was received as a delta.
+    """State of one weights version on a server.
 
+    `base` is the version of which it was received as a delta.
     `received_bytes` is the number of bytes transferred for it.
     """
 
@@ -47,10 +52,10 @@ class VersionAnswer(AnswerModel):
 
 
 class ActivationAnswer(AnswerModel):
-    """Result of an activation on this server.
+    """Result of the activation of a weights version on this server.
 
     `paused_seconds` is the time for which samples were paused. `pending_replicas` are
-    those that do not serve the version yet.
+    replicas that do not serve the version yet.
     """
 
     version: str
@@ -63,11 +68,11 @@ class ActivationAnswer(AnswerModel):
 
 
 class ReplicaWeights(AnswerModel):
-    """Weights of one replica of the fleet.
+    """Weights versions of one replica of the fleet.
 
-    `versions_behind` is the sequence of the fleet's target version minus that of the one served.
-    `staged` versions can be activated at once. `failed` is the version that it could not fetch or
-    activate.
+    `versions_behind` is the sequence number of the fleet's target version minus the one served.
+    `staged` versions can be activated at once. `failed` is the version that the replica could not
+    fetch or activate.
     """
 
     replica: str
@@ -81,7 +86,7 @@ class ReplicaWeights(AnswerModel):
 
 
 class VersionsAnswer(AnswerModel):
-    """All versions on this server, its active version, and `target_version`, the fleet's."""
+    """Weights versions on this server, the active one, and `target_version` of the fleet."""
 
     active: str
     versions: list[VersionAnswer]
@@ -90,7 +95,7 @@ class VersionsAnswer(AnswerModel):
 
 
 class LoadAdapterRequest(RequestModel):
-    """An adapter in PEFT format, in one of the server's configured directories.
+    """Body of a request to load a LoRA adapter from one of the server's configured directories.
 
     Without a version the next unused one is assigned.
     """
@@ -100,7 +105,7 @@ class LoadAdapterRequest(RequestModel):
 
 
 class AdapterAnswer(AnswerModel):
-    """One version of an adapter.
+    """One loaded version of a LoRA adapter.
 
     New rollouts use the `current` version; other versions remain loaded for the rollouts that
     started with them.
@@ -115,7 +120,7 @@ class AdapterAnswer(AnswerModel):
 
 
 class AdaptersAnswer(AnswerModel):
-    """All loaded adapter versions, and the limits."""
+    """All loaded versions of LoRA adapters, and the maximum number and rank."""
 
     adapters: list[AdapterAnswer]
     max_adapters: int
@@ -123,7 +128,7 @@ class AdaptersAnswer(AnswerModel):
 
 
 class DrafterAcceptance(AnswerModel):
-    """Acceptance counts of one drafter under one weights version.
+    """Acceptance counts of one draft model under one version of the served weights.
 
     `num_first_tokens_accepted` / `num_drafts` is the acceptance rate of the first token of each
     draft, which does not depend on the draft length.
@@ -138,7 +143,7 @@ class DrafterAcceptance(AnswerModel):
 
 
 class DrafterTraining(AnswerModel):
-    """Training state of the drafter.
+    """State of the training of the draft model.
 
     `loss` is a recent average per token. `num_samples_dropped` counts samples that finished faster
     than they could be handed to the trainer.
@@ -152,10 +157,11 @@ class DrafterTraining(AnswerModel):
 
 
 class DrafterAnswer(AnswerModel):
-    """Answer of GET /v1/drafter as JSON.
+    """Answer of GET /v1/drafter as JSON: versions, acceptance and training of the draft model.
 
-    `candidate` is in its trial, or waits for it. `acceptance` is ordered from the oldest to the
-    latest. `num_promoted`, `num_rolled_back` and `num_failed` count trials by outcome.
+    `candidate` is in its trial on traffic, or waits for it. `acceptance` is ordered from the
+    oldest to the latest. `num_promoted`, `num_rolled_back` and `num_failed` count trials by
+    outcome.
     """
 
     serving: str

@@ -1,4 +1,4 @@
-"""Generation with one server: sampling parameters, one sample per prompt, abort of all requests."""
+"""verl's generation requests to one Coppice server: sampling parameters, submission, abort."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -40,14 +40,14 @@ ABORTED = "aborted"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthLimits:
-    """Limits in tokens: prompt, response, and the server's context."""
+    """Maximum lengths, in tokens, of the prompt, the response, and the server's context."""
 
     prompt: int
     response: int
     context: int
 
     def max_tokens(self, params: int | None, num_prompt_tokens: int) -> int:
-        """Response limit, by the same rule as in verl's own rollouts."""
+        """Maximum response length of one request, by the same rule as in verl's own rollouts."""
         room = self.context - num_prompt_tokens
         if room < 1:
             raise ValueError(
@@ -84,7 +84,7 @@ def _refuse(params: Mapping[str, Any]) -> None:
 
 
 class RequestGate:
-    """Gate for new requests, which knows when all admitted requests have been submitted.
+    """Delays or rejects new requests while it is shut, and awaits submissions that are under way.
 
     It belongs to one event loop and is initially open.
     """
@@ -98,7 +98,10 @@ class RequestGate:
         self._none_starting.set()
 
     async def admit(self) -> bool:
-        """Waits while the gate is shut; False if it rejects. `admitted` must follow True."""
+        """Waits while the gate is shut; returns whether the request may be submitted.
+
+        After True the caller must call `admitted`. False means that the gate rejects requests.
+        """
         while not self._open:
             if self._rejecting:
                 return False
@@ -108,7 +111,7 @@ class RequestGate:
         return True
 
     def admitted(self) -> None:
-        """Reports that an admitted request has been submitted, or has failed."""
+        """Reports to the gate that an admitted request has been submitted, or has failed."""
         self._num_starting -= 1
         if self._num_starting == 0:
             self._none_starting.set()
@@ -129,7 +132,7 @@ class RequestGate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationOutput:
-    """Result of a request, with the field names of verl's TokenOutput."""
+    """Generated tokens of one request, with the field names of verl's TokenOutput."""
 
     token_ids: list[int]
     log_probs: list[float] | None
@@ -138,7 +141,10 @@ class GenerationOutput:
 
 
 class Generation:
-    """Requests to one server, used on one event loop; `close` closes its connections."""
+    """Sends verl's generation requests to one Coppice server, from one event loop.
+
+    `close` closes the connections.
+    """
 
     def __init__(self, rollouts: AsyncRollouts, length_limits: LengthLimits) -> None:
         self._rollouts = rollouts
@@ -149,7 +155,7 @@ class Generation:
     async def generate(
         self, request_id: str, prompt: Sequence[int], params: Mapping[str, Any], priority: int = 0
     ) -> GenerationOutput:
-        """Samples one response.
+        """Samples one response to a prompt.
 
         An aborted request returns the tokens so far; a rejected one returns none.
         """
@@ -179,7 +185,7 @@ class Generation:
         return pending
 
     async def abort_all(self, *, reject: bool) -> list[str]:
-        """Aborts all requests and returns their ids.
+        """Aborts all running requests and returns their ids.
 
         New requests wait, or are rejected, until `resume`.
         """
@@ -208,7 +214,7 @@ def _to_output(group: Group, *, with_logprobs: bool) -> GenerationOutput:
 
 
 def _steps(sample: Sample) -> dict[str, int | None]:
-    """Trainer steps of the weights; a sample spans several if weights changed during it."""
+    """Last, lowest and highest trainer step of the weights that generated a sample."""
     steps = [step_of(span.version) for span in sample.versions]
     known = [step for step in steps if step is not None]
     return {

@@ -1,6 +1,7 @@
-"""verl plugin: VERL_USE_EXTERNAL_MODULES=coppice.integrations.verl.plugin imports it everywhere.
+"""verl plugin that registers Coppice as a rollout and as a checkpoint engine.
 
-With coppice-client installed the variable is not needed: the plugin is one of verl's entry points.
+With coppice-client installed, verl loads it through an entry point; otherwise set
+VERL_USE_EXTERNAL_MODULES=coppice.integrations.verl.plugin, so that every process imports it.
 It registers the rollout `coppice`, with its replicas and workers, and the checkpoint engine
 `coppice`.
 """
@@ -28,7 +29,7 @@ NAME = "coppice"
 
 
 class HttpCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
-    """verl's `checkpoint_engine.backend: coppice`: weights over HTTP, directly to the servers.
+    """verl checkpoint engine (`backend: coppice`) that sends weights to the servers over HTTP.
 
     There is one per worker; only the trainer's rank 0, the master, sends. verl's rollout workers
     receive nothing and need no GPU.
@@ -52,29 +53,29 @@ class HttpCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
     ) -> Topology:
-        """Empty topology: workers do not communicate with each other."""
+        """Returns an empty topology, because workers do not exchange weights with each other."""
         return {}, {}
 
     def init_process_group(self) -> None:
-        """Does nothing: there is no process group."""
+        """Does nothing, because weights are sent over HTTP, without a process group."""
 
     def finalize(self) -> None:
-        """Does nothing: there is no state between two updates."""
+        """Does nothing, because there is no state between two weight updates."""
 
     async def send_weights(self, weights: Weights, global_steps: int | None = None) -> None:
-        """Returns when all servers have activated the weights."""
+        """Sends the weights to all servers; returns when every server has activated them."""
         if self._publisher is None:
             await consume(weights)
         else:
             await self._publisher.publish(weights, global_steps)
 
     def receive_weights(self, global_steps: int | None = None) -> Iterator[tuple[str, Any]]:
-        """Yields nothing: the weights were sent to the server."""
+        """Yields nothing, because the trainer sends the weights directly to the servers."""
         return iter(())
 
 
 class ServerAdapter(BaseRollout):  # type: ignore[misc]
-    """Rollout of verl's workers, for weight updates in hybrid mode.
+    """verl rollout worker that only forwards weight updates to the servers, in hybrid mode.
 
     With `checkpoint_engine.backend: naive` verl passes the trainer's weights to every rank; rank 0
     sends them to the servers. `resume` and `release` do nothing, because servers own their GPUs.

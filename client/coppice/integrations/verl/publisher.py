@@ -1,4 +1,4 @@
-"""Publication of a trainer's weights: written to one file, sent to every server."""
+"""Publication of a verl trainer's weights: written to one file, uploaded to every server."""
 
 import asyncio
 import tempfile
@@ -21,7 +21,7 @@ Weights = Iterable[tuple[str, Any]] | AsyncIterator[tuple[str, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerList:
-    """URLs of the servers, from `engine_kwargs.coppice` of verl's configuration.
+    """URLs of the Coppice servers, from `engine_kwargs.coppice` of verl's configuration.
 
     The API key is in a file, since verl prints its configuration.
     """
@@ -31,7 +31,7 @@ class ServerList:
 
     @classmethod
     def of(cls, engine_kwargs: Mapping[str, Any]) -> Self:
-        """Builds it from the `engine_kwargs` of a rollout."""
+        """Builds the list from the `engine_kwargs` of verl's rollout configuration."""
         given = engine_kwargs.get("coppice") or {}
         return cls.given(given.get("urls") or (), given.get("key_file"))
 
@@ -43,7 +43,7 @@ class ServerList:
         return cls(urls=addresses, key_file=key_file)
 
     def url(self, replica: int) -> str:
-        """URL of a replica. If there are more replicas than servers, they share servers."""
+        """URL of the server of a verl replica; if there are more replicas, they share servers."""
         return self.urls[replica % len(self.urls)]
 
     def key(self) -> str | None:
@@ -51,7 +51,7 @@ class ServerList:
 
 
 class Publisher:
-    """Publisher of weights to all servers, in the one trainer process that sends them.
+    """Publishes weights to all servers, in the one trainer process that sends them.
 
     The other processes call `consume`, because gathering the weights is a collective operation.
     """

@@ -1,4 +1,4 @@
-"""verl's `rollout.name: coppice`: a replica is an existing Coppice server on any host."""
+"""verl's rollout replica `coppice`, which uses an existing Coppice server on any host."""
 
 import logging
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ log = logging.getLogger("coppice")
 
 
 class CoppiceServer:
-    """Ray actor for one server, with the methods that verl calls; it needs no GPU.
+    """Ray actor that stands for one Coppice server; it has the methods that verl calls, and no GPU.
 
     `launch` must be called first.
     """
@@ -33,7 +33,7 @@ class CoppiceServer:
         self._response_length = response_length
 
     async def launch(self, seconds: float) -> str:
-        """Waits up to `seconds` until the server is ready; returns its host and port."""
+        """Waits up to `seconds` until the Coppice server is ready; returns its host and port."""
         rollouts = AsyncRollouts(self._url, api_key=self._key)
         await rollouts.wait_until_ready(seconds)
         engine = (await rollouts.status()).engine
@@ -66,7 +66,10 @@ class CoppiceServer:
     async def abort_all_requests(
         self, reset_prefix_cache: bool = True, reject_request: bool = False
     ) -> dict[str, Any]:
-        """Aborts all requests. No cache reset is needed: prefixes never match across versions."""
+        """Aborts all running requests.
+
+        The prefix cache needs no reset, because prefixes never match across weights versions.
+        """
         ended = await self._generation.abort_all(reject=reject_request)
         return {"aborted_count": len(ended), "request_ids": ended}
 
@@ -74,10 +77,10 @@ class CoppiceServer:
         self._generation.resume()
 
     async def clear_kv_cache(self) -> None:
-        """Does nothing: activation of weights already resets the prefix cache."""
+        """Does nothing, because the activation of weights already resets the prefix cache."""
 
     async def release_kv_cache(self) -> None:
-        """Does nothing, like the methods below: the server does not share its GPU."""
+        """Does nothing, because the server does not share its GPU with the trainer."""
 
     async def resume_kv_cache(self) -> None:
         pass
@@ -96,7 +99,10 @@ class CoppiceServer:
 
 
 class CoppiceReplica(RolloutReplica):  # type: ignore[misc]
-    """Replica without GPUs in Ray. verl's number of rollout GPUs sets the number of replicas."""
+    """verl rollout replica that uses a Coppice server and reserves no GPU in Ray.
+
+    verl's number of rollout GPUs sets the number of replicas.
+    """
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
@@ -109,7 +115,7 @@ class CoppiceReplica(RolloutReplica):  # type: ignore[misc]
         self._server_list = ServerList.of(self.config.engine_kwargs)
 
     async def init_standalone(self) -> None:
-        """Creates verl's placeholder worker for weight updates, without a GPU."""
+        """Creates the placeholder worker that verl requires for weight updates, without a GPU."""
         if self.config.checkpoint_engine.backend != "coppice":
             raise Unsupported(
                 "a separate trainer must send weights with checkpoint_engine.backend=coppice"
