@@ -24,7 +24,7 @@ Width = Literal["best_half", "extremes"]
 def segment_rewards(
     tree: Tree, rewards: Rewards, *, fusion: Fusion = "mean"
 ) -> dict[str | None, float]:
-    """Reward per segment of a rollout tree, averaged up from the leaves (BranchGRPO's fusion).
+    """Reward of each segment of a rollout tree, averaged from the rewards of the leaves below it.
 
     Keys are segment ids; None is the prompt.
 

@@ -47,7 +47,7 @@ class ConnectionFailed(TransportError):
 
 
 class TimedOut(TransportError):
-    """The server sent no data, or a rollout or the startup did not finish, within the timeout."""
+    """A timeout passed: no data arrived, a rollout still runs, or the server is not ready yet."""
 
 
 class StreamBroken(TransportError):
@@ -163,7 +163,7 @@ class ReplicaGone(NotFound):
 
 
 class TreeClosed(ProblemError):
-    """The rollout tree cannot be branched: its lease has expired, or the server grows it."""
+    """The rollout tree takes no branch requests: its lease expired, or its mode forbids them."""
 
 
 class VersionSuperseded(ProblemError):

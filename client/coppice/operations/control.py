@@ -30,7 +30,7 @@ class ControlOperations:
         return reply.read(PauseAnswer)
 
     async def status(self) -> StatusAnswer:
-        """Returns engine properties, active weights version, and how much is running."""
+        """Returns the engine's properties, the active weights version and rollout counts."""
         return await self._sender.get("/v1/status", StatusAnswer)
 
     async def wait_until_ready(self, seconds: float) -> None:

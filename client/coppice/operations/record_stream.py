@@ -51,7 +51,7 @@ class NdjsonReader:
                 yield record
 
     def finish(self) -> None:
-        """Raises StreamBroken if the stream, which must have ended, had no end record."""
+        """Raises StreamBroken if there was no end record; must be called when the stream ends."""
         if not self.ended:
             raise StreamBroken("the stream ended without its end record")
 

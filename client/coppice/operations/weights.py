@@ -238,9 +238,9 @@ class DrafterOperations:
     ) -> DrafterAnswer:
         """Uploads a draft model as a .safetensors file.
 
-        It is promoted if a trial shows that it does no worse than the one in use. `drafter` reports
-        the outcome; the trial needs traffic. The call is not retried after a lost connection: a
-        version that exists raises VersionConflict.
+        The server promotes it if a trial shows that it does no worse than the draft model in use.
+        The trial needs traffic; `drafter` reports the outcome. The call is not retried after a lost
+        connection: a version that exists raises VersionConflict.
         """
         source = Path(path)
         digest = await self._sender.driver.run_steps(sha256_of(source))

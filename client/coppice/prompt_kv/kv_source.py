@@ -73,7 +73,7 @@ class SharedMemoryMap:
         self._arena: memoryview | None = None
 
     def get_file(self, handle: KvHandle, locator: KvLocator) -> memoryview | None:
-        """Read-only memory of a handle's KV; None if it is on another host or of another user."""
+        """Read-only memory of a handle's KV; None if it belongs to another host or user."""
         if locator.path is None or locator.offset is None:
             return None
         with self._lock:

@@ -125,7 +125,7 @@ class NixlReader:
         self._abandoned: list[Any] = []
 
     def get_file(self, handle: KvHandle, locator: KvLocator, until: float) -> memoryview | None:
-        """Reads a prompt-KV file; returns None if the locator is unusable. Raises KvLost."""
+        """Reads a prompt-KV file by NIXL. Returns None if impossible; raises KvLost on failure."""
         name, offset = locator.agent, locator.offset
         if name is None or offset is None or name in self._failed_agents:
             return None

@@ -160,7 +160,7 @@ class PromptKV:
         )
 
     def numpy(self, index: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Numpy arrays of a layer's keys and values; bfloat16 becomes uint16, as numpy lacks it."""
+        """Numpy arrays of a layer's keys and values; bfloat16 values are given as uint16 bits."""
         keys, values = self.layer(index)
         return self._array(keys), self._array(values)
 

@@ -1,4 +1,4 @@
-"""Exact policy gradients in which the prompt of a group is prefilled only once."""
+"""Exact policy gradients with one prefill per group instead of one per response."""
 
 try:
     import torch  # noqa: F401

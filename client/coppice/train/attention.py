@@ -56,7 +56,7 @@ class AttentionTile:
         return not self.num_before
 
     def keys(self, packed_1HTD: Tensor) -> Tensor:
-        """View [N, H, tokens, D] of the tile's keys in a packed tensor; D may be missing."""
+        """View [N, H, tokens, D] of the tile's keys in a packed tensor, which may lack D."""
         return self._view(packed_1HTD, self.start, self.num_keys)
 
     def queries(self, packed_1HTD: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ class AttentionTile:
 
 
 def split_into_tiles(spans: Spans, tile: int = TILE) -> Iterator[AttentionTile]:
-    """Splits the attention of packed rows into tiles; each visible query-key pair is in one."""
+    """Splits packed attention into tiles such that each visible query-key pair is in one tile."""
     for rows in _runs_of_equal_rows(spans.lengths):
         for start, num, step, tokens in _stretches(*rows, tile):
             yield AttentionTile(start, num, step, num_keys=tokens, num_queries=tokens)
@@ -92,7 +92,11 @@ def _cross_tiles(start: int, num_rows: int, row_tokens: int, half: int) -> Itera
 def _stretches(
     start: int, num_rows: int, row_tokens: int, size: int
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Splits rows into ranges of `size` tokens and a rest; yields (start, count, step, length)."""
+    """Splits equal rows into ranges of `size` tokens; yields (start, count, step, length).
+
+    Each result stands for `count` ranges of `length` tokens, `step` apart. The remainders of the
+    rows are shorter ranges.
+    """
     whole, left = divmod(row_tokens, size)
     if whole and (num_rows == 1 or not left):
         yield start, num_rows * whole, size, size
@@ -121,7 +125,10 @@ def shared_prompt_attention(
     spans: Spans,
     scale: float,
 ) -> Tensor:
-    """Attention output o_1HTD of packed rows that read one shared prompt, [1, K, P, D]."""
+    """Attention output o_1HTD of packed rows, which read a shared prompt and themselves.
+
+    The prompt's keys and values are [1, K, P, D].
+    """
     if not has_flash(q_1HTD, v_1KTD):
         return reference_attention(q_1HTD, prompt, k_1KTD, v_1KTD, spans, scale)
     output: Tensor = _SharedPrompt.apply(  # type: ignore[no-untyped-call]

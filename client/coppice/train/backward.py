@@ -53,7 +53,7 @@ def choose(
     has_prompt_kv: bool,
     pass_tokens: int,
 ) -> Schedule:
-    """Selects the schedule of forwards and backwards. Raises ValueError if it is not possible."""
+    """Selects the schedule of forwards and backwards. Raises ValueError if it is impossible."""
     if schedule != "auto":
         _check(schedule, model_info, has_prompt_kv=has_prompt_kv)
         return schedule

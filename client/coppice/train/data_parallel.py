@@ -57,7 +57,7 @@ def loss_scale(model: Any) -> int:
 
 
 def max_passes_over_ranks(model: Any, num_passes: int) -> int:
-    """Maximum number of micro-batches of the ranks that share a model.
+    """Largest number of micro-batches on any of the ranks that share a sharded model.
 
     All of these ranks must run equally many forwards.
     """

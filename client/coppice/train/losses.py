@@ -44,17 +44,17 @@ class Totals:
 
 
 def token_mean(totals: Totals) -> TokenWeights:
-    """Loss weights with equal weight per token of the step."""
+    """Token weights in the loss: equal for all tokens of the step."""
     return lambda lengths: torch.full(lengths.shape, 1 / totals.num_tokens, dtype=torch.float64)
 
 
 def sequence_mean(totals: Totals) -> TokenWeights:
-    """Loss weights with equal weight per response, as GRPO was originally published."""
+    """Token weights in the loss: equal per response in total, as GRPO was originally published."""
     return lambda lengths: 1 / (totals.num_responses * lengths.double())
 
 
 def dr_grpo(totals: Totals, *, max_tokens: int) -> TokenWeights:
-    """Loss weights of Dr. GRPO, constant per token; max_tokens is the maximum response length."""
+    """Token weights in the Dr. GRPO loss, constant; max_tokens is the maximum response length."""
     weight = 1 / (totals.num_responses * max_tokens)
     return lambda lengths: torch.full(lengths.shape, weight, dtype=torch.float64)
 

@@ -22,7 +22,7 @@ from coppice.train.training_group import (
 
 
 def naive_logprobs(model: Any, group: TrainingGroup, *, temperature: float = 1.0) -> RowLogprobs:
-    """Differentiable logprobs from a padded batch, in every row of which the prompt is repeated.
+    """Differentiable logprobs from a padded batch in which every row repeats the prompt.
 
     Each segment of a tree becomes a row that repeats the whole path to it.
     """

@@ -92,7 +92,10 @@ class PackedRow:
         return Spans(lengths=lengths, branches=tuple(branches))
 
     def _append_at_prompt(self, row: int) -> None:
-        """Appends a response that starts at the prompt, whose last token predicts the first."""
+        """Appends a response that starts at the prompt.
+
+        The last prompt token predicts the first token of the response.
+        """
         response = self._group.responses[row]
         target_positions = torch.arange(len(response)) + self._num_input_tokens
         input_tokens = torch.cat([self._group.prompt[-1:], response])

@@ -93,7 +93,10 @@ class TrainingGroup:
 
     @classmethod
     def of(cls, prompt: Any, group: Group) -> "TrainingGroup":
-        """Builds it from prompt token ids (list, array or tensor) and a rollout result's group."""
+        """Builds a training group from prompt token ids and a group of a rollout result.
+
+        The prompt token ids are a list, an array or a tensor.
+        """
         return cls(
             prompt=prompt_of(prompt, group),
             responses=tuple(torch.from_numpy(sample.token_ids) for sample in group.samples),
@@ -115,6 +118,8 @@ def prompt_of(prompt: Any, group: Group) -> Tensor:
 class TrainingTree(TrainingGroup):
     """Training group whose responses are the segments of a rollout tree.
 
+    Each segment starts where its parent ends.
+
     `parents` holds the index of each segment's parent, which is less than its own, or None if the
     segment starts at the prompt. `leaves` holds the indices of the leaf segments.
     """
@@ -133,7 +138,7 @@ class TrainingTree(TrainingGroup):
 
     @classmethod
     def of(cls, prompt: Any, group: Group) -> "TrainingTree":
-        """Builds it from prompt token ids and the tree of a rollout result, in the tree's order."""
+        """Builds a training tree from prompt token ids and the tree of a rollout result."""
         if group.tree is None:
             raise ValueError("the group is not a tree")
         segments = group.tree.segments
@@ -206,7 +211,7 @@ def subtrees_of(group: TrainingGroup) -> list[tuple[int, ...]]:
 
 
 def max_row_tokens(group: TrainingGroup) -> int:
-    """Number of tokens of the prompt with its longest response, or with its longest tree path."""
+    """Length in tokens of the prompt plus its longest response, or its longest tree path."""
     ends: list[int] = []
     for length, parent in zip(group.lengths, parents_of(group), strict=True):
         ends.append(length + (0 if parent is None else ends[parent]))

@@ -35,7 +35,7 @@ class ServerAddress:
 
 
 def parse_address(base_url: str, api_key: str | None) -> ServerAddress:
-    """Parses a server URL; credentials are api_key, or in a URL like http://user:key@host."""
+    """Parses a server URL, with credentials from api_key or from a URL http://user:key@host."""
     url = _url_of(base_url)
     if api_key is not None and url.userinfo:
         raise ValueError("pass the API key as api_key or in base_url, not both")

@@ -61,7 +61,7 @@ class KvStatus(AnswerModel):
 
 
 class StatusAnswer(AnswerModel):
-    """Answer of GET /v1/status."""
+    """Answer of GET /v1/status: state of the server, its weights and its engine."""
 
     version: str
     stage: Stage

@@ -45,7 +45,7 @@ class PromptSpan(RequestModel):
 
 
 class Prompt(RequestModel):
-    """Prompt, given as token ids, text, chat messages or spans, which are concatenated."""
+    """Prompt, as exactly one of token ids, text, chat messages or spans; spans are concatenated."""
 
     token_ids: Annotated[TokenIds, Field(min_length=1, max_length=MAX_TOKENS)] | None = None
     text: Annotated[str, Field(min_length=1, max_length=16 * 2**20)] | None = None
@@ -101,7 +101,7 @@ class WeightsConstraint(RequestModel):
 
 
 class Finish(RequestModel):
-    """Rollout option: when a group ends before all of its samples have completed.
+    """Rollout option: conditions for ending a group before all of its samples have completed.
 
     With `num_samples`, the group is done when that many samples have completed; `select` determines
     which ones count. The rest end as `surplus`. With `deadline_seconds`, samples that still run at

@@ -84,7 +84,7 @@ def _refuse(params: Mapping[str, Any]) -> None:
 
 
 class RequestGate:
-    """Delays or rejects new requests while it is shut, and awaits submissions that are under way.
+    """Gate that, while shut, delays or rejects new requests to a server.
 
     It belongs to one event loop and is initially open.
     """

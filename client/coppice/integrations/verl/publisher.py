@@ -31,7 +31,7 @@ class ServerList:
 
     @classmethod
     def of(cls, engine_kwargs: Mapping[str, Any]) -> Self:
-        """Builds the list from the `engine_kwargs` of verl's rollout configuration."""
+        """Builds the server list from the `engine_kwargs` of verl's rollout configuration."""
         given = engine_kwargs.get("coppice") or {}
         return cls.given(given.get("urls") or (), given.get("key_file"))
 
@@ -43,7 +43,7 @@ class ServerList:
         return cls(urls=addresses, key_file=key_file)
 
     def url(self, replica: int) -> str:
-        """URL of the server of a verl replica; if there are more replicas, they share servers."""
+        """URL of the server that a verl replica uses; several replicas may share a server."""
         return self.urls[replica % len(self.urls)]
 
     def key(self) -> str | None:

@@ -21,7 +21,7 @@ log = logging.getLogger("coppice")
 
 
 class CoppiceServer:
-    """Ray actor that stands for one Coppice server; it has the methods that verl calls, and no GPU.
+    """Ray actor that forwards verl's method calls to one Coppice server; it needs no GPU.
 
     `launch` must be called first.
     """
