@@ -1,1 +1,1 @@
-"""Shared-prefix attention inside vLLM: grouping of rows, crossover model and attention backends."""
+"""Shared-prefix attention in vLLM: grouping of rows, choice of the faster kernel, backends."""

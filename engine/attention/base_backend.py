@@ -1,4 +1,4 @@
-"""Base of the shared-prefix attention backends: everything that does not depend on the device.
+"""Device-independent base classes of the shared-prefix attention backends.
 
 A backend's classes inherit from the classes here and then from vLLM's for the device, which are
 reached by `super()`: the KV cache, its layout and its writes stay vLLM's. Rows that share nothing
@@ -32,7 +32,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(kw_only=True)
 class GroupedMetadata:
-    """Extension of a step's stock metadata: its grouped tokens, and metadata of the other rows."""
+    """Attention metadata of a step whose first tokens run in the shared-prefix kernel.
+
+    `num_grouped_tokens` is the number of these tokens. `tail` is vLLM's own metadata of the other
+    rows, None if there are none. Subclasses also extend vLLM's metadata of the device.
+    """
 
     num_grouped_tokens: int
     tail: Any
@@ -45,10 +49,10 @@ class GroupedMetadata:
 
 
 class GroupingMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
-    """Metadata builder that groups the rows of each step."""
+    """Attention metadata builder that groups the rows of each step by shared prefix."""
 
     grouper: StepGrouper | None = None
-    """None if it could not be made; the feature is then disabled."""
+    """None if its construction failed; shared-prefix attention is then disabled."""
 
     def make_grouper(
         self,
@@ -69,7 +73,7 @@ class GroupingMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         )
 
     def prepare_layers(self) -> AttentionFallbackReason | None:
-        """Enable the kernel where supported; the reason if no layer of the group is supported."""
+        """Enable the kernel in each supported layer; returns a reason if no layer is supported."""
         layers = get_layers_from_vllm_config(self.vllm_config, Attention, self.layer_names)
         reasons = [layer.impl.prepare(self) for layer in layers.values()]
         if "not_built" in reasons:
@@ -92,17 +96,20 @@ class GroupingMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
 
     @FEATURE.guarded(_stock_after_failure)
     def grouped_or_stock(self, metadata: Any, common: CommonAttentionMetadata) -> Any:
-        """`GroupedMetadata` that extends `metadata`, or `metadata` if the step is not grouped."""
+        """Grouped metadata of a step, or vLLM's `metadata` if the step uses vLLM's attention."""
         return self.group(metadata, common)
 
     def group(self, metadata: Any, common: CommonAttentionMetadata) -> Any:
         raise NotImplementedError
 
     def on_failed_step(self, common: CommonAttentionMetadata) -> None:
-        """Called for each step that uses stock attention because grouping has failed."""
+        """Hook called for each step that uses stock attention because grouping has failed."""
 
     def tail(self, common: CommonAttentionMetadata, grouping: StepGrouping, num_rows: int) -> Any:
-        """Stock metadata of the rows after the grouped ones, up to `num_rows`; None if none."""
+        """vLLM's metadata of the rows after the grouped ones, None if all rows are grouped.
+
+        `num_rows` is the number of rows in the step.
+        """
         if grouping.num_rows == num_rows:
             return None
         return super().build(0, _ungrouped_rows(common, grouping))
@@ -111,7 +118,7 @@ class GroupingMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
 def _ungrouped_rows(
     common: CommonAttentionMetadata, grouping: StepGrouping
 ) -> CommonAttentionMetadata:
-    """Metadata of the rows after the grouped ones, as a step of their own."""
+    """Metadata of only the rows after the grouped ones, as if they were a separate step."""
     rows, tokens = grouping.num_rows, grouping.num_tokens
     lens = common.seq_lens_cpu_upper_bound
     return common.replace(
@@ -127,12 +134,12 @@ def _ungrouped_rows(
 
 
 class GroupedAttentionImpl(AttentionImpl):  # type: ignore[misc]
-    """Attention layer that runs grouped tokens in the shared-prefix kernel."""
+    """Attention layer that runs tokens of grouped rows in the shared-prefix kernel."""
 
     _is_supported = False
 
     def prepare(self, builder: Any) -> AttentionFallbackReason | None:
-        """Enable the kernel for this layer, or return the reason why it stays with stock attention.
+        """Enable the kernel for this layer, or return the reason why it uses stock attention.
 
         Called by the metadata builder of the layer's group, which knows the KV cache.
         """

@@ -8,7 +8,7 @@ from engine.feature_stats import AttentionFallbackReason, SharedPrefixStats
 
 
 class Snapshot(TypedDict):
-    """Counters of one process, as sent to the service."""
+    """Shared-prefix attention counters of one worker process, as sent to the service."""
 
     steps_grouped: int
     rows_grouped: int
@@ -17,9 +17,10 @@ class Snapshot(TypedDict):
 
 
 class Counters:
-    """Counters written by the thread that runs the steps, and read between two steps.
+    """Shared-prefix attention counters, written by the thread that runs the engine steps.
 
-    A step counts once per group of layers that share a block table: once, for most models.
+    They are read between two steps. A step counts once per group of layers that share a block
+    table: once, for most models.
     """
 
     def __init__(self) -> None:
@@ -49,9 +50,9 @@ COUNTERS = Counters()
 
 
 def aggregate_ranks(ranks: Iterable[Snapshot]) -> SharedPrefixStats:
-    """Totals over ranks.
+    """Statistics of shared-prefix attention over all ranks of an engine.
 
-    All run the same steps and rows, and each saves its own share of the bytes.
+    All ranks run the same steps and rows, and each saves its own share of the bytes.
     """
     counted = list(ranks)
     first = counted[0]

@@ -1,6 +1,6 @@
-"""vLLM's CPU attention with shared prefixes read once per step where supported and faster.
+"""CPU attention backend that reads shared prefixes once per step, where supported and faster.
 
-It replaces CPU_ATTN and extends its classes.
+It replaces vLLM's CPU_ATTN and extends its classes.
 """
 
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ class SharedPrefixBackend(CPUAttentionBackend):  # type: ignore[misc]
 
 @dataclass(kw_only=True)
 class SharedPrefixMetadata(GroupedMetadata, CPUAttentionMetadata):  # type: ignore[misc]
-    """Metadata of a step with grouped rows, and the kernel's arguments for them."""
+    """Attention metadata of a step with grouped rows, and the CPU kernel's arguments for them."""
 
     decode_step: cpu.DecodeStep
 
@@ -55,7 +55,7 @@ class SharedPrefixMetadata(GroupedMetadata, CPUAttentionMetadata):  # type: igno
 
 
 class SharedPrefixBuilder(GroupingMetadataBuilder, CPUAttentionMetadataBuilder):  # type: ignore[misc]
-    """Metadata builder that groups the rows of each step."""
+    """Attention metadata builder on CPUs that groups the rows of each step by shared prefix."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -117,7 +117,7 @@ class SharedPrefixBuilder(GroupingMetadataBuilder, CPUAttentionMetadataBuilder):
 
 
 class SharedPrefixImpl(GroupedAttentionImpl, CPUAttentionBackendImpl):  # type: ignore[misc]
-    """Attention layer that runs grouped rows in the compiled kernel."""
+    """Attention layer that runs rows with shared prefixes in the compiled CPU kernel."""
 
     def unsupported_reason(self, builder: SharedPrefixBuilder) -> AttentionFallbackReason | None:
         if self.is_fp8_kv_cache:

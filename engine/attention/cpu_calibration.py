@@ -1,6 +1,7 @@
-"""Calibration steps timed with vLLM's CPU attention and with the shared-prefix kernel.
+"""Timing of calibration steps with vLLM's CPU attention and with the shared-prefix kernel.
 
-Interference by other processes only ever adds time, so the minimum of several repetitions is used.
+The crossover model is fitted to these times. Interference by other processes only ever adds time,
+so the minimum of several repetitions is used.
 """
 
 import statistics
@@ -22,7 +23,7 @@ NUM_CACHES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerGeometry:
-    """Geometry of the layers that a crossover is measured for."""
+    """Geometry of the attention layers for which both kernels are timed."""
 
     num_heads: int
     num_kv_heads: int
@@ -32,14 +33,14 @@ class LayerGeometry:
     isa: str
 
     def cache_key(self) -> CacheKey:
-        """All inputs that the times depend on, apart from software versions."""
+        """All inputs that the attention times depend on, apart from software versions."""
         named = asdict(self) | {"dtype": str(self.dtype)}
         return named | {"processor_name": processor_name(), "threads": torch.get_num_threads()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchShape:
-    """A batch in which every group has its own prefix, and every row its own suffix."""
+    """Calibration batch: the rows of a group share a prefix, and every row has its own suffix."""
 
     num_groups: int
     group_size: int
@@ -67,7 +68,10 @@ SHAPES = tuple(
 
 
 def measure_trials(geometry: LayerGeometry) -> list[CrossoverTrial]:
-    """Time all SHAPES with the process's threads: under a second on two cores for a small model."""
+    """Time the batches in SHAPES with both attention kernels, on the threads of this process.
+
+    This takes less than a second on two cores for a small model.
+    """
     return [_TimedStep(geometry, shape).trial() for shape in SHAPES]
 
 
@@ -168,7 +172,7 @@ def _num_rows(shape: BatchShape) -> int:
 def _block_table(
     shape: BatchShape, suffix_blocks: int
 ) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
-    """A block table in random order, as allocated from a block pool in use."""
+    """Block table of a batch, with blocks in random order, as from a block pool in use."""
     rows, prefix = _num_rows(shape), shape.num_groups * shape.prefix_blocks
     ids = np.random.default_rng(0).permutation(prefix + rows * suffix_blocks).astype(np.int32)
     shared = ids[:prefix].reshape(shape.num_groups, shape.prefix_blocks)

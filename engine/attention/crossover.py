@@ -1,8 +1,8 @@
-"""Crossover between stock and shared-prefix attention: a step cost model of this machine.
+"""Cost model of this machine that chooses between stock and shared-prefix attention per step.
 
-The time of each is modeled as a sum of non-negative costs (per call, per query token, per shared
-node, per token of KV cache packed, per token of KV cache read for a query), fitted to the times of
-a dozen small steps at startup.
+The time of either kernel is modeled as a sum of non-negative costs (per call, per query token, per
+shared node, per token of KV cache packed, per token of KV cache read for a query), fitted to the
+times of a dozen small steps at startup.
 
 Fitted costs are cached in files, so that only a machine's first start measures them. The file name
 is a digest of all inputs that the times depend on, and the content lists them. An unreadable file
@@ -31,7 +31,11 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepWork:
-    """The work of one step. A pair is a query token and a KV cache token that it reads."""
+    """Attention work of one step, as the quantities that its time depends on.
+
+    A node is a prefix range that several rows share. A pair is a query token and a KV cache token
+    that it reads.
+    """
 
     num_queries: int
     num_nodes: int
@@ -41,9 +45,9 @@ class StepWork:
 
     @classmethod
     def of(cls, plan: SharingPlan, seq_lens: Int32s, num_queries: int) -> Self:
-        """Work of a step under `plan`.
+        """Attention work of a step with this sharing plan.
 
-        Rows are assumed to have equally many query tokens, as in decode.
+        All rows are assumed to have the same number of query tokens, as in decode.
         """
         queries = num_queries / len(seq_lens)
         prefix, node_tokens = _prefix_and_node_tokens(plan)
@@ -65,7 +69,10 @@ class StepWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrossoverTrial:
-    """One timed step, in seconds per layer; `steady`: its repetitions took similar times."""
+    """Times of one calibration step with stock and shared-prefix attention, per layer.
+
+    `steady` is True if repetitions of the step took similar times.
+    """
 
     work: StepWork
     stock_seconds: float
@@ -75,7 +82,10 @@ class CrossoverTrial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crossover:
-    """Fitted costs in seconds per unit of each term, in the order of the terms."""
+    """Fitted costs of stock and shared-prefix attention, in seconds per unit of work.
+
+    Costs are in the order of `StepWork.stock_terms` and `StepWork.shared_terms`.
+    """
 
     stock: tuple[float, ...]
     shared: tuple[float, ...]
@@ -93,7 +103,7 @@ class Crossover:
 
 @lru_cache(maxsize=4)
 def _prefix_and_node_tokens(plan: SharingPlan) -> tuple[int, int]:
-    """Prefix tokens of all rows, and tokens of the nodes.
+    """Number of prefix tokens summed over the rows of a plan, and summed over its nodes.
 
     Cached because a plan serves many steps.
     """
@@ -105,7 +115,10 @@ def _dot(costs: Sequence[float], terms: Sequence[float]) -> float:
 
 
 def _fit_costs(samples: Sequence[tuple[list[float], float]]) -> tuple[float, ...]:
-    """Least squares of relative errors; negative costs are removed, the most negative first."""
+    """Fit non-negative costs by least squares of relative errors.
+
+    Terms with a negative cost are removed, the most negative first.
+    """
     terms = np.array([terms for terms, _ in samples])
     seconds = np.array([seconds for _, seconds in samples])
     relative: Floats = terms / seconds[:, None]
@@ -164,7 +177,7 @@ def _read(file: Path) -> Crossover | None:
 
 
 def _write(file: Path, text: str) -> None:
-    """Write atomically: ranks and replicas that start concurrently write the same file."""
+    """Write a file atomically, as ranks and replicas that start concurrently write the same one."""
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(f".{os.getpid()}")
     part.write_text(text)

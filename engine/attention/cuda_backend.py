@@ -1,9 +1,9 @@
-"""FlashAttention on a GPU with shared prefixes read once per step by the Triton kernels.
+"""GPU attention backend: FlashAttention, with shared prefixes read once by Triton kernels.
 
-It replaces FLASH_ATTN and extends its classes. A step's work list is written to buffers at fixed
-addresses, so a captured CUDA graph reads the list of the step it is replayed for. Therefore a step
-of decode rows only, which graphs are captured for, always runs the kernel, if need be with nothing
-shared. In other steps prefill rows use FlashAttention.
+It replaces vLLM's FLASH_ATTN and extends its classes. A step's work list is written to buffers at
+fixed addresses, so a captured CUDA graph reads the list of the step it is replayed for. Therefore a
+step of decode rows only, which graphs are captured for, always runs the kernel, if need be with
+nothing shared. In other steps prefill rows use FlashAttention.
 
 This has not been run on a GPU.
 """
@@ -48,7 +48,7 @@ class SharedPrefixBackend(FlashAttentionBackend):  # type: ignore[misc]
 
 @dataclass(kw_only=True)
 class SharedPrefixMetadata(GroupedMetadata, FlashAttentionMetadata):  # type: ignore[misc]
-    """Metadata of a step with grouped rows, and the kernel's work list for them."""
+    """Attention metadata of a step with grouped rows, and the work list of the Triton kernels."""
 
     work: WorkList
 
@@ -70,7 +70,7 @@ class SharedPrefixMetadata(GroupedMetadata, FlashAttentionMetadata):  # type: ig
 
 
 class SharedPrefixBuilder(GroupingMetadataBuilder, FlashAttentionMetadataBuilder):  # type: ignore[misc]
-    """Metadata builder that fills the kernel's work list in each step."""
+    """Attention metadata builder that fills the Triton kernels' work list in each step."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
 
@@ -114,7 +114,7 @@ class SharedPrefixBuilder(GroupingMetadataBuilder, FlashAttentionMetadataBuilder
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
     ) -> FlashAttentionMetadata:
-        """Build metadata with nothing shared: rows of a capture are dummies without blocks."""
+        """Build metadata without shared prefixes, as captured rows are dummies without blocks."""
         self._capturing = True
         try:
             return super().build_for_cudagraph_capture(common_attn_metadata)
@@ -122,7 +122,7 @@ class SharedPrefixBuilder(GroupingMetadataBuilder, FlashAttentionMetadataBuilder
             self._capturing = False
 
     def on_failed_step(self, common: CommonAttentionMetadata) -> None:
-        """Fill the work list, which graphs captured before the failure still read."""
+        """Fill the work list, which CUDA graphs captured before the failure still read."""
         if self._work is not None and common.max_query_len <= self._max_query_tokens:
             _fill(self._work, nothing_shared(common.num_reqs), _lens(common, common.num_reqs))
 
@@ -154,10 +154,10 @@ class SharedPrefixBuilder(GroupingMetadataBuilder, FlashAttentionMetadataBuilder
 
 
 def _lens(common: CommonAttentionMetadata, num_rows: int) -> Any:
-    """Upper bounds of the sequence lengths; the exact ones are only on the device.
+    """Upper bounds of a step's sequence lengths; the exact lengths are only on the device.
 
-    They are exact for prefill rows. The blocks that a decode row shares were computed in earlier
-    steps, so counting drafts that may yet be rejected makes no shared prefix longer.
+    The bounds are exact for prefill rows. The blocks that a decode row shares were computed in
+    earlier steps, so counting drafts that may yet be rejected makes no shared prefix longer.
     """
     return common.seq_lens_cpu_upper_bound.numpy()[:num_rows]
 
@@ -167,7 +167,7 @@ def _fill(work: WorkList, plan: SharingPlan, lens: Any) -> bool:
 
 
 def nothing_shared(num_rows: int) -> SharingPlan:
-    """A plan for rows without shared prefixes."""
+    """Sharing plan of `num_rows` rows without shared prefixes."""
     none, offset = np.zeros(0, np.int32), np.zeros(1, np.int32)
     return SharingPlan(
         node_blocks=none,
@@ -180,7 +180,7 @@ def nothing_shared(num_rows: int) -> SharingPlan:
 
 
 class SharedPrefixImpl(GroupedAttentionImpl, FlashAttentionImpl):  # type: ignore[misc]
-    """Attention layer that runs grouped rows in the Triton kernels."""
+    """Attention layer that runs rows with shared prefixes in the Triton kernels."""
 
     def unsupported_reason(self, builder: SharedPrefixBuilder) -> AttentionFallbackReason | None:
         reasons: dict[AttentionFallbackReason, bool] = {

@@ -1,5 +1,6 @@
-"""Grouping of a step's rows by shared prefix: the plan of what they share, or the fallback reason.
+"""Grouping of a step's batch rows by the prefix that they share.
 
+The result is a plan of the shared KV blocks, or the reason why the step uses stock attention.
 Decode rows come first in a step, so the rows that can be grouped are a leading run; the prefill
 rows after them use stock attention.
 """
@@ -21,7 +22,7 @@ Int64s = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class _CachedPlan:
-    """A plan and the inputs it was read from.
+    """A sharing plan and the part of the block tables from which it was computed.
 
     It is valid while these columns and depths are unchanged.
     """
@@ -34,12 +35,12 @@ class _CachedPlan:
 
 
 class Planner:
-    """Finds rows that share KV cache blocks; one per KV cache group, used by one thread.
+    """Finds the rows of a step that share KV cache blocks, and keeps the plan while it is valid.
 
-    Rows share a prefix where their physical block ids are equal from column 0 on. Groups may have
-    any number, size, depth and row order. Each round handles all groups of one tree level at once:
-    it finds each group's common length, makes it a node, and splits the group's rows by the next
-    column.
+    There is one per KV cache group, used by one thread. Rows share a prefix where their physical
+    block ids are equal from column 0 on. There may be any number of groups, of any size, depth and
+    order of rows. Each round handles all groups of one tree level at once: it finds each group's
+    common length, makes it a node, and splits the group's rows by the next column.
 
     It works on host numpy arrays only, so it never synchronizes with a device.
     """
@@ -63,7 +64,7 @@ class Planner:
 
 
 def _is_valid(cached: _CachedPlan, table: Int32s, depths: Int32s, block_size: int) -> bool:
-    """Return whether the cached plan still holds.
+    """Return whether a cached sharing plan is valid for the block tables of this step.
 
     New blocks in columns that were not compared change nothing: a running row only receives blocks
     that no other row has, and what it shares with a new row is in the new row's table.
@@ -94,7 +95,7 @@ def _build(table: Int32s, depths: Int32s, block_size: int) -> _CachedPlan:
 
 
 class _PlanBuilder:
-    """Prefix tree under construction, level by level."""
+    """Builds the tree of prefixes that a step's rows share, level by level."""
 
     def __init__(self, table: Int32s, depths: Int32s) -> None:
         self._table = table
@@ -108,9 +109,9 @@ class _PlanBuilder:
         self.num_columns = 1
 
     def level(self, rows: Int64s, groups: Int64s, starts: Int32s) -> tuple[Int64s, Int64s, Int32s]:
-        """Add the nodes of one level; rows of a group agree before their start.
+        """Add the nodes of one tree level; returns rows, groups and starts of the next level.
 
-        Returns rows, groups and starts of the next level.
+        Rows of a group have the same blocks before their start.
         """
         self.num_columns = max(self.num_columns, int(starts.max()) + 1)
         rows, starts, sizes = _split(rows, groups, starts, self._table[rows, starts])
@@ -130,7 +131,7 @@ class _PlanBuilder:
     def _first_difference(
         self, rows: Int64s, firsts: Int64s, sizes: Int64s, start: int, stop: int
     ) -> Int64s:
-        """First column in which each row differs from the first row of its group."""
+        """First block-table column in which each row differs from the first row of its group."""
         columns = self._table[:, start:stop]
         differs = np.ones((len(rows), stop - start + 1), dtype=np.bool_)
         np.not_equal(columns[rows], columns[firsts].repeat(sizes, axis=0), out=differs[:, :-1])
@@ -161,7 +162,10 @@ class _PlanBuilder:
 def _split(
     rows: Int64s, groups: Int64s, starts: Int32s, blocks: Int32s
 ) -> tuple[Int64s, Int32s, Int64s]:
-    """Rows sorted by (group, block) without singletons, their starts, and group sizes."""
+    """Split groups of rows by their next block: rows by group, their starts, and group sizes.
+
+    Groups of a single row are dropped.
+    """
     keys = (groups << 32) | blocks
     order = np.argsort(keys, kind="stable")
     keys = keys[order]
@@ -187,7 +191,7 @@ def _offsets(sizes: Int32s) -> Int32s:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepGrouping:
-    """Sharing plan for the first `num_rows` rows, and `num_tokens` tokens, of a step."""
+    """Sharing plan of a step, for its first `num_rows` rows with `num_tokens` query tokens."""
 
     plan: SharingPlan
     num_rows: int
@@ -195,9 +199,10 @@ class StepGrouping:
 
 
 class StepGrouper:
-    """Groups a step's rows by shared prefix; one instance per set of layers with one block table.
+    """Groups the rows of each step by shared prefix, or decides that it uses stock attention.
 
-    `mode` may change between two steps.
+    There is one instance per set of layers with the same block table. `mode` may change between two
+    steps.
     """
 
     def __init__(
@@ -211,7 +216,7 @@ class StepGrouper:
         unsupported: AttentionFallbackReason | None = None,
         crossover: Crossover | None = None,
     ) -> None:
-        """`bytes_per_token` is the KV size of all layers of the group on this rank."""
+        """Create a grouper; `bytes_per_token` is the KV size of all its layers on this rank."""
         self.mode = mode
         self._planner = Planner(block_size)
         self._bytes_per_token = bytes_per_token
@@ -259,7 +264,7 @@ class StepGrouper:
 
 
 def count_leading(wanted: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> int:
-    """Number of leading True values."""
+    """Number of True values at the start of a boolean array."""
     return len(wanted) if wanted.all() else int(wanted.argmin())
 
 
@@ -271,5 +276,5 @@ def num_grouped_rows(plan: SharingPlan) -> int:
 
 @lru_cache(maxsize=4)
 def num_tokens_saved(plan: SharingPlan) -> int:
-    """Tokens not read: each node's tokens are read for one of its rows only."""
+    """KV reads in tokens that a plan saves per step, as shared nodes are read only once."""
     return int(((np.diff(plan.node_row_offsets) - 1) * plan.node_tokens).sum())

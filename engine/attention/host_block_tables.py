@@ -1,9 +1,10 @@
 """Host copies of the block tables used on a GPU, for both of vLLM's model runners.
 
 A metadata builder receives device tables, and reading them back would synchronize. The first runner
-keeps each table on the host and copies it to the device; the association is recorded at each copy.
-The second runner sends only changes, so they are also written to a mirror on the host, from which a
-step's rows are selected by their index in the runner's request table.
+(`v1/worker/block_table.py`) keeps each table on the host and copies it to the device; the pair of
+host table and device address is recorded at each copy. The second runner
+(`v1/worker/gpu/block_table.py`) sends only changes, so they are also written to a mirror on the
+host, from which a step's rows are selected by their index in the runner's request table.
 
 On CPU this is not needed: the device's table is the host's.
 """
@@ -23,7 +24,10 @@ FEATURE = feature("shared-prefix attention")
 
 @dataclass(frozen=True, slots=True)
 class _HostTable:
-    """Host copy of one block table; `by_request`: rows follow the request table, not the step."""
+    """Host copy of one block table.
+
+    `by_request`: rows are in the order of the runner's request table, not of the step's batch.
+    """
 
     table: Int32s
     by_request: bool
@@ -33,7 +37,7 @@ _hosts: dict[int, _HostTable] = {}
 
 
 def host_table(device_table: Any, rows: Sequence[int] | None, num_rows: int) -> Int32s | None:
-    """The step's rows of the table at this device address; None if the address was not recorded."""
+    """Host copy of a step's rows of a device block table; None if no copy was recorded."""
     host = _hosts.get(device_table.data_ptr())
     if host is None:
         return None
@@ -43,7 +47,7 @@ def host_table(device_table: Any, rows: Sequence[int] | None, num_rows: int) -> 
 
 
 def record_table(block_table: Any) -> None:
-    """Record a `BlockTable` of the first runner that is about to be copied to the device."""
+    """Record a host `BlockTable` that the first runner is about to copy to the device."""
     address = block_table.block_table.gpu.data_ptr()
     _hosts[address] = _HostTable(block_table.block_table.np, by_request=False)
 
@@ -51,7 +55,7 @@ def record_table(block_table: Any) -> None:
 def record_blocks(
     block_tables: Any, req_index: int, new_block_ids: Sequence[Sequence[int]], overwrite: bool
 ) -> None:
-    """Record blocks that the second runner adds to a request, before `num_blocks` is updated."""
+    """Record blocks that the second runner adds to a request, before it updates `num_blocks`."""
     for group, block_ids in enumerate(new_block_ids):
         address = block_tables.input_block_tables[group].data_ptr()
         if address not in _hosts:

@@ -1,1 +1,1 @@
-"""Plan of the CUDA graphs captured at startup within a memory budget. No module imports torch."""
+"""Planner of the CUDA graphs captured at startup within a memory budget; does not import torch."""

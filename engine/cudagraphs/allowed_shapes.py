@@ -1,4 +1,4 @@
-"""Limits of the shapes to capture, and the shapes that other systems capture within them."""
+"""Limits on CUDA graph shapes, and the shapes that vLLM and TLT capture within these limits."""
 
 import re
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ _TEXT = re.compile(r"(\d+:\d+(,\d+)* )*\d+(,\d+)*")
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """Draft lengths for up to `up_to` samples; None: unbounded."""
+    """Allowed draft lengths with up to `up_to` running samples; None means unbounded."""
 
     up_to: int | None
     drafts: tuple[int, ...]
@@ -21,7 +21,7 @@ class Tier:
 
 @dataclass(frozen=True, slots=True)
 class DraftLengthTiers:
-    """Draft lengths that may be chosen, by number of running samples.
+    """Draft lengths that may be chosen, by the number of running samples.
 
     Written as `8:0,2,4 32:0,2 0`: with up to 8 samples 0, 2 or 4 draft tokens, with up to 32
     samples 0 or 2, above that none. Tiers are in increasing order of samples; the last one is
@@ -45,19 +45,19 @@ class DraftLengthTiers:
 
     @property
     def query_lens(self) -> tuple[int, ...]:
-        """Possible tokens per sample of a decode step, in increasing order."""
+        """Possible numbers of tokens per sample in a decode step, in increasing order."""
         return tuple(sorted({drafts + 1 for tier in self.tiers for drafts in tier.drafts}))
 
     def at(self, samples: int) -> tuple[int, ...]:
         return next(t.drafts for t in self.tiers if t.up_to is None or samples <= t.up_to)
 
     def samples(self, query_len: int, most: int) -> Iterator[int]:
-        """Numbers of samples, up to `most`, that may decode with `query_len` tokens each."""
+        """Yield the numbers of samples, up to `most`, that may decode `query_len` tokens each."""
         return (n for n in range(1, most + 1) if query_len - 1 in self.at(n))
 
 
 def default_tiers(max_draft_tokens: int) -> DraftLengthTiers:
-    """Default tiers: few lengths, and only short ones for many samples."""
+    """Default draft lengths: few lengths, and only short ones with many running samples."""
     few = {0, max_draft_tokens} | {
         drafts for drafts in (1, 2, 4, 8, 16, 32, 64) if drafts < max_draft_tokens
     }
@@ -82,7 +82,7 @@ CEILING_TOKENS = 512  # vLLM's limit, except on data-center Blackwell GPUs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaptureLimits:
-    """Engine limits that bound the shapes to capture."""
+    """Engine limits that bound the shapes of the CUDA graphs to capture."""
 
     lengths: DraftLengthTiers
     max_sequences: int
@@ -93,12 +93,12 @@ class CaptureLimits:
         return self.lengths.query_lens[-1]
 
     def max_samples(self, query_len: int) -> int:
-        """Maximum number of samples with `query_len` tokens each."""
+        """Maximum number of samples in a decode step with `query_len` tokens each."""
         return min(self.max_sequences, self.max_batched_tokens // query_len)
 
 
 def vllm_sizes(limits: CaptureLimits) -> list[int]:
-    """Graph sizes in tokens that vLLM captures by default."""
+    """CUDA graph sizes, in tokens, that vLLM captures by default."""
     top = min(limits.max_sequences * limits.max_query_len * 2, CEILING_TOKENS)
     uniform = _uniform_sizes(limits, top)
     top = min(limits.max_batched_tokens, top)
@@ -126,7 +126,7 @@ def _grid(top: int) -> list[int]:
 
 
 def vllm_shapes(limits: CaptureLimits, sizes: list[int] | None = None) -> frozenset[GraphShape]:
-    """Shapes captured by vLLM 0.32's second model runner.
+    """CUDA graph shapes that the second model runner of vLLM 0.32 captures.
 
     It captures every size with every draft length (`v1/worker/gpu/cudagraph_utils.py`, with the
     sizes of `config/vllm.py`). A test compares this with vLLM's own code.
@@ -142,10 +142,10 @@ def vllm_shapes(limits: CaptureLimits, sizes: list[int] | None = None) -> frozen
 
 
 def tlt_shapes(limits: CaptureLimits) -> frozenset[GraphShape]:
-    """Shapes of TLT's pool (arXiv 2511.16665).
+    """CUDA graph shapes that TLT would capture (arXiv 2511.16665).
 
-    It captures every size, but a draft length only where it may be chosen; its graphs without
-    drafts are not reduced.
+    It captures every size, but each draft length only for the numbers of samples with which it may
+    be chosen. Its graphs without drafts are not reduced.
     """
     shapes = vllm_shapes(limits)
     return frozenset(shape for shape in shapes if _is_reachable(shape, shapes, limits))

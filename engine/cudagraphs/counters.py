@@ -13,7 +13,7 @@ from engine.feature_stats import CudaGraphStats
 
 
 class Snapshot(TypedDict):
-    """Counters of one rank, as sent to the service.
+    """CUDA graph counters of one rank, as sent to the service.
 
     Each entry of `misses` is (samples, tokens per sample, steps).
     """
@@ -28,7 +28,7 @@ class Snapshot(TypedDict):
 
 
 class Counters:
-    """Counters written by the thread that runs the steps, and read between two steps."""
+    """CUDA graph counters, written by the thread that runs the steps and read between two steps."""
 
     def __init__(self) -> None:
         self._plan: Plan | None = None
@@ -39,7 +39,7 @@ class Counters:
         self._plan, self._measured_bytes = plan, measured_bytes
 
     def reset(self) -> None:
-        """Reset the counts after the warm-up steps."""
+        """Reset the counts of hits and misses, after the warm-up steps."""
         self._hits, self._mixed = 0, 0
         self._misses: Counter[tuple[int, int]] = Counter()
 
@@ -54,7 +54,7 @@ class Counters:
         self._mixed += 1
 
     def read(self) -> Snapshot | None:
-        """The counts; None before graphs were captured for a plan."""
+        """Current counters; None before graphs were captured for a plan."""
         if self._plan is None:
             return None
         return Snapshot(
@@ -74,7 +74,7 @@ COUNTERS = Counters()
 
 
 def aggregate_ranks(ranks: Iterable[Snapshot | None]) -> CudaGraphStats:
-    """Statistics over ranks.
+    """CUDA graph statistics over all ranks of an engine.
 
     All ranks capture the same graphs and run the same steps; `measured_bytes` is the maximum.
     """

@@ -1,4 +1,4 @@
-"""Memory, hit rate and padding of a set of captured graphs."""
+"""Evaluation of a set of captured CUDA graphs: memory, hit rate and padding."""
 
 import json
 from bisect import bisect_left
@@ -12,13 +12,13 @@ from engine.cudagraphs.shapes import GraphShape, mixed
 
 
 class GraphLookup(Protocol):
-    """Finds the captured shape for a requested one; None if no shape fits."""
+    """Finds the captured graph shape to which a step is padded; None if no shape fits."""
 
     def find(self, requested: GraphShape) -> GraphShape | None: ...
 
 
 class PerLengthLookup:
-    """Lookup of a plan: the smallest shape of the same query length that fits."""
+    """Finds the smallest captured graph of a step's query length that fits, as a plan assumes."""
 
     def __init__(self, shapes: Iterable[GraphShape]) -> None:
         self._sizes_by_query: dict[int | None, list[int]] = defaultdict(list)
@@ -30,9 +30,9 @@ class PerLengthLookup:
 
 
 class VllmLookup:
-    """Lookup as in vLLM 0.32.
+    """Finds the captured graph shape for a step in the way of vLLM 0.32.
 
-    It considers only shapes of the next captured number of tokens. If those have another query
+    It considers only shapes of the next captured number of tokens. If these have another query
     length it falls back to a mixed graph, even if the next larger size has the right length
     (https://github.com/vllm-project/vllm/pull/56136).
     """
@@ -82,7 +82,7 @@ class GraphMemory:
 def estimate_memory(
     directory: Path, *, ranks: int = 1, dtype: str = "auto", graph_bytes: int | None = None
 ) -> GraphMemory:
-    """Estimate from the model's config.json, with layers sharded over `ranks`.
+    """Estimate CUDA graph memory from a model's config.json, with layers sharded over `ranks`.
 
     This has not been measured on a GPU. Kernels per layer and bytes per kernel are chosen so that a
     model of 32 layers takes 6 MiB per graph; `graphs.graph_bytes` overrides the estimate with a
@@ -101,7 +101,10 @@ def estimate_memory(
 
 
 def _live_elements(config: dict[str, Any], ranks: int) -> int:
-    """Live elements per token: residual, layer input, kept output, wider half of a layer."""
+    """Activation elements per token that are live at the peak of a forward pass.
+
+    They are the residual, a layer's input, the retained output, and the wider of attention and MLP.
+    """
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     head = config.get("head_dim") or hidden // heads
     kv_heads = config.get("num_key_value_heads") or heads
@@ -122,10 +125,10 @@ RIDGE_TOKENS = 300.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanScore:
-    """Size and hit rate of a set of graphs.
+    """Memory, hit rate and padding of a set of captured CUDA graphs.
 
-    `padding` is the relative time added to the steps that hit, against a graph for each exact
-    shape.
+    `padding` is the relative time that the steps with a hit take longer than with a graph of
+    exactly their shape.
     """
 
     num_graphs: int
@@ -140,7 +143,7 @@ def score(
     requested: Mapping[GraphShape, float],
     memory: GraphMemory,
 ) -> PlanScore:
-    """Score of a set of shapes on the requested steps.
+    """Evaluate a set of CUDA graph shapes on step shapes with weights.
 
     A decode step hits if a graph of its query length has room for it, and is padded to that graph.
     """
@@ -162,7 +165,7 @@ def score(
 
 
 def step_cost(tokens: int) -> float:
-    """Time model of a step.
+    """Modeled time of an engine step, in units of the time to compute one token.
 
     Reading the weights costs as much as computing RIDGE_TOKENS tokens, at which an H100 turns from
     memory-bound to compute-bound (990 TFLOP/s in bfloat16 over 3.35 TB/s), and each token costs one

@@ -1,4 +1,4 @@
-"""CUDA graph plan from the engine's settings."""
+"""CUDA graph plan of an engine, made from the service's settings."""
 
 import logging
 from pathlib import Path
@@ -24,9 +24,10 @@ def capture_limits(
 
 
 def _lengths(graphs: GraphsSettings, speculation: SpeculationSettings) -> DraftLengthTiers:
-    """Draft lengths that need graphs.
+    """Draft lengths for which CUDA graphs are needed.
 
-    Mode `siblings` drafts a different number of tokens per row, which no graph supports.
+    Speculation mode `siblings` drafts a different number of tokens per row, which no graph
+    supports.
     """
     if graphs.lengths is not None:
         return DraftLengthTiers.parse(graphs.lengths)
@@ -35,7 +36,7 @@ def _lengths(graphs: GraphsSettings, speculation: SpeculationSettings) -> DraftL
 
 
 def graph_memory(engine: EngineSettings, graphs: GraphsSettings, model: Path) -> GraphMemory:
-    """Memory model of `model`, a directory with the model's config.json."""
+    """Memory model of CUDA graphs for the model in this directory, from its config.json."""
     try:
         return estimate_memory(
             model,
@@ -59,7 +60,7 @@ def load_trace(graphs: GraphsSettings) -> Trace | None:
 def make_plan(
     engine: EngineSettings, graphs: GraphsSettings, speculation: SpeculationSettings, model: Path
 ) -> Plan:
-    """Make the plan; raises StartFailed with the reason if there is none."""
+    """Make the CUDA graph plan; raises StartFailed with the reason if none is possible."""
     try:
         return plan(
             capture_limits(engine, graphs, speculation),
@@ -80,7 +81,7 @@ def plan_for_start(
     *,
     on_cpu: bool,
 ) -> Plan | None:
-    """The plan for an engine start; None to use vLLM's default capture sizes."""
+    """CUDA graph plan of an engine start; None to use vLLM's default capture sizes."""
     if graphs.budget_bytes is None:
         return None
     if engine.eager or on_cpu:

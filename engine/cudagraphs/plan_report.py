@@ -1,4 +1,4 @@
-"""Text report of a plan: its shapes and a comparison with other shape sets."""
+"""Text report of a CUDA graph plan: its shapes, and a comparison with those of vLLM and TLT."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -14,7 +14,7 @@ NOTE = "Memory and padding are model estimates. The hit rate is that of decode s
 def compare(
     plan: Plan, limits: CaptureLimits, memory: GraphMemory, requested: Mapping[GraphShape, float]
 ) -> dict[str, PlanScore]:
-    """Scores of the plan and the baselines.
+    """Memory, hit rate and padding of a CUDA graph plan and of its baselines, by name.
 
     The full product of sizes and lengths is scored with vLLM 0.32's lookup and with a lookup per
     length.

@@ -23,11 +23,11 @@ ShapeWeights = Mapping[GraphShape, float]
 
 
 def shape_weights(limits: CaptureLimits, *, mixed_tokens: int, trace: Trace | None) -> ShapeWeights:
-    """Expected frequencies, with a sum of one, of the shapes that a graph may be captured for.
+    """Expected frequencies, with a sum of one, of the step shapes that may get a CUDA graph.
 
     A mixture of a uniform and a recorded distribution. The uniform part gives equal probability to
     every number of running samples, and to every draft length that may be chosen there. With a
-    trace its share is small, and covers shapes that were not recorded.
+    trace the uniform part has a small share, and covers shapes that were not recorded.
     """
     expected = _uniform_weights(limits, mixed_tokens)
     recorded = {
@@ -71,12 +71,15 @@ MAX_MEAN_SLOWDOWN, MAX_STEP_SLOWDOWN = 0.005, 0.05
 
 
 class BudgetTooSmall(ValueError):
-    """The budget is too small for one graph per draft length."""
+    """The memory budget is too small for one CUDA graph per draft length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Shapes to capture, in order of capture: mixed first, then the others, largest first."""
+    """CUDA graph plan: the shapes to capture, in order of capture.
+
+    Mixed shapes come first, then decode shapes, each from largest to smallest.
+    """
 
     shapes: tuple[GraphShape, ...]
     estimated_bytes: int
@@ -84,12 +87,12 @@ class Plan:
 
     @property
     def capture_sizes(self) -> list[int]:
-        """Sizes for vLLM, whose product with the draft lengths contains every planned shape."""
+        """Capture sizes for vLLM; with all draft lengths they include every planned shape."""
         return sorted({shape.tokens for shape in self.shapes})
 
     @property
     def max_samples(self) -> dict[int, int]:
-        """By draft length, the maximum number of samples that have a graph."""
+        """Maximum number of samples for which there is a CUDA graph, by draft length."""
         found: dict[int, int] = {}
         for shape in self.shapes:
             if shape.query_len:
@@ -152,7 +155,7 @@ def _max_num_graphs(candidates: "_CandidateGraphs", memory: GraphMemory, budget_
 
 
 def _max_mean_cost(shapes: frozenset[GraphShape], expected: ShapeWeights) -> float:
-    """Maximum mean step cost, in units of the time model.
+    """Maximum mean cost of a step that a plan may have, in units of `step_cost`.
 
     It is the cost with vLLM's shapes, whose padding is averaged over the steps that they serve,
     times (1 + MAX_MEAN_SLOWDOWN).
@@ -179,10 +182,10 @@ def _steps(top: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Removal:
-    """Removal of one graph.
+    """Possible removal of one graph from a plan, and how much it would slow steps down.
 
-    `cost` is the resulting mean loss; `worst` is the relative slowdown of the smallest step that
-    the graph served.
+    `cost` is the resulting increase of the mean step cost; `worst` is the relative slowdown of the
+    smallest step that the graph served.
     """
 
     query_len: int | None
@@ -196,7 +199,7 @@ def _cost(removal: _Removal) -> float:
 
 
 class _CandidateGraphs:
-    """Captured sizes in tokens per query length, and the weight of the steps padded to each."""
+    """Candidate graphs by query length: size in tokens, and weight of the steps padded to it."""
 
     def __init__(self, shapes: Iterator[GraphShape], expected: ShapeWeights) -> None:
         self._tokens: dict[int | None, list[int]] = {}

@@ -1,4 +1,4 @@
-"""Shapes of steps and captured graphs, and recorded traces of an engine's steps."""
+"""Shapes of engine steps and CUDA graphs, and recorded traces of step shapes."""
 
 import json
 from collections import Counter
@@ -13,10 +13,11 @@ UNEVEN = 0
 
 @dataclass(frozen=True, slots=True)
 class GraphShape:
-    """`query_len` tokens per sample: one plus its draft tokens.
+    """Shape of an engine step or CUDA graph: total tokens, and tokens per sample.
 
-    None: any number per sample, as in steps that include prefill. UNEVEN: samples decode with
-    different numbers of draft tokens, which no graph supports.
+    `query_len` is the number of tokens per sample, one plus its draft tokens. None: any number per
+    sample, as in steps that include prefill. UNEVEN: samples decode with different numbers of draft
+    tokens, which no graph supports.
     """
 
     tokens: int
@@ -42,7 +43,7 @@ def mixed(tokens: int) -> GraphShape:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Runs of equal step shapes, and a description of the recording.
+    """Recorded step shapes of an engine, run-length encoded, with a description of the recording.
 
     Plans are made from traces and evaluated on them. A file is JSON: a description, then one row
     per run of equal steps in order: the number of tokens, tokens per sample and steps. Tokens per
@@ -95,7 +96,7 @@ def _fits(shape: GraphShape, steps: Any) -> bool:
 
 
 class ShapeRecorder:
-    """Shapes of the steps scheduled since `attach`.
+    """Records the shape of every engine step that is scheduled after `attach`.
 
     It wraps `Scheduler.schedule` of an engine in this process, on CPU or GPU. A step is a decode
     step if all of its samples are past prefill.
@@ -115,7 +116,7 @@ class ShapeRecorder:
         scheduler.schedule = recorded
 
     def record_step(self, output: Any, requests: Any) -> None:
-        """Record a step.
+        """Record the shape of one scheduled step.
 
         `output` is vLLM's SchedulerOutput; `requests` are the scheduler's, already advanced by the
         step.
