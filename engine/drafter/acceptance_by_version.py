@@ -1,4 +1,4 @@
-"""Counters per pair of drafter and weights version, as sent from EngineCore to the service."""
+"""Draft acceptance counters per drafter and weights version, sent by EngineCore to the service."""
 
 from collections import OrderedDict
 from typing import Final, TypedDict
@@ -9,10 +9,10 @@ MAX_PAIRS: Final = 8
 
 
 class PairSnapshot(TypedDict):
-    """Counts since the drafter first served with these weights.
+    """Draft acceptance counts of one drafter version with one weights version.
 
-    `first_drafted` counts drafts, `first_accepted` those whose first token was accepted: a rate
-    that does not depend on draft length.
+    `first_drafted` counts drafts, `first_accepted` the drafts whose first token was accepted. Their
+    ratio does not depend on draft length.
     """
 
     drafter: str
@@ -24,7 +24,10 @@ class PairSnapshot(TypedDict):
 
 
 class Snapshot(TypedDict):
-    """`pairs` are ordered from oldest to latest."""
+    """Drafter counters of one EngineCore, as sent to the service.
+
+    `pairs` are ordered from oldest to latest.
+    """
 
     serving: str
     speculation: SpeculationSnapshot
@@ -32,7 +35,10 @@ class Snapshot(TypedDict):
 
 
 class PairCounters:
-    """Counters of the latest MAX_PAIRS pairs; memory does not grow with the number of versions."""
+    """Acceptance counters of the latest MAX_PAIRS pairs of drafter version and weights version.
+
+    Memory therefore does not grow with the number of versions.
+    """
 
     def __init__(self) -> None:
         self._pairs: OrderedDict[tuple[str, str], PairSnapshot] = OrderedDict()

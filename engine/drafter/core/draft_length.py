@@ -1,4 +1,4 @@
-"""Draft length of a batch: one length for all rows, held for a few steps so that it can be timed.
+"""Choice of one draft length for all rows of a batch, held for a few steps to time them.
 
 The choice is made by the speculation `Controller` of mode `siblings`, with its cost model and its
 limits on losses. The controller considers single tokens of single rows; here it receives identical
@@ -21,7 +21,7 @@ from engine.speculation.cost import Step as CostStep
 from engine.speculation.request_table import find_skip_reason
 
 STEP_DECAY: Final = 0.99
-"""Decay of a step's weight per later step."""
+"""Factor by which the weight of a step decays with each later step."""
 PRIOR_RATE: Final = 0.5
 PRIOR_WEIGHT: Final = 4.0
 """Weight of the prior, in drafted tokens."""
@@ -46,17 +46,17 @@ class Acceptance:
         self._num_accepted *= STEP_DECAY
 
     def record_verified(self, num_drafted: int, num_accepted: int) -> None:
-        """Record one draft. Tokens after the first rejected one are not observed."""
+        """Record the outcome of one draft; tokens after the first rejected one are not observed."""
         self._num_tried[: min(num_accepted + 1, num_drafted)] += 1
         self._num_accepted[:num_accepted] += 1
 
     def on_weights_changed(self) -> None:
-        """Reduce what was observed under other weights to a weak prior."""
+        """Reduce the acceptance counts of earlier weights to a weak prior."""
         self._num_tried *= WEIGHTS_CHANGED_DECAY
         self._num_accepted *= WEIGHTS_CHANGED_DECAY
 
     def probabilities(self) -> NDArray[np.float32]:
-        """[longest]: conditional acceptance probability per draft position."""
+        """Conditional acceptance probability per draft position, [max_draft_tokens]."""
         rates = np.empty(len(self._num_tried), np.float32)
         prior = PRIOR_RATE
         for position, num_tried in enumerate(self._num_tried):
@@ -68,12 +68,10 @@ class Acceptance:
 
 
 class DraftLimits:
-    """Draft limits of the scheduler's `requests`, by request id.
+    """Maximum draft lengths of the scheduler's requests.
 
     Samples with a seed and samples that opt out get no drafts, and no draft extends past a sample's
-    end.
-
-    `skipped` is called once for each request that gets no drafts.
+    end. `skipped` is called once for each request that gets no drafts.
     """
 
     def __init__(
@@ -88,7 +86,10 @@ class DraftLimits:
         self._skip_reasons: dict[str, SpeculationSkipReason | None] = {}
 
     def limit(self, request: Any) -> int:
-        """Maximum draft length of a request: a step yields one token more than it accepts."""
+        """Maximum draft length of a request, less than the number of tokens it may still generate.
+
+        A step yields one token more than it accepts.
+        """
         if self._skip_reason(request) is not None:
             return 0
         left = int(request.max_tokens - request.num_output_tokens) - 1
@@ -113,17 +114,17 @@ class DraftLimits:
 
 
 HOLD_STEPS: Final = 4
-"""Minimum number of steps that a length is kept for."""
+"""Minimum number of steps for which a draft length is kept."""
 PROBE_INTERVAL: Final = 128
-"""Choices of a length between two bursts of PROBE_BURST probes."""
+"""Number of choices of a draft length between two bursts of PROBE_BURST probes."""
 PROBE_BURST: Final = 2
 INITIAL_PROBES: Final = 16
-"""Probes after a change of the weights or the drafter."""
+"""Number of probes after a change of the weights or the drafter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UniformDrafts:
-    """Drafts of identical rows; implements the controller's `Draft` protocol."""
+    """Drafts of a batch of identical rows; implements the controller's `Draft` protocol."""
 
     lengths: NDArray[np.int32]
     probability: NDArray[np.float32]
@@ -131,10 +132,10 @@ class UniformDrafts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchState:
-    """The decode rows of a batch: their number and their total context in tokens.
+    """State of a decode batch on which the choice of its draft length depends.
 
-    `probability` is the acceptance probability per draft position; `on_trial` is true while the
-    drafter is on trial.
+    `running` is the number of rows and `context` their total context in tokens. `probability` is
+    the acceptance probability per draft position; `on_trial` is true while the drafter is on trial.
     """
 
     running: int
@@ -176,7 +177,7 @@ class DraftLengthPolicy:
         return self._tokens
 
     def decision(self) -> SpeculationDecision:
-        """The decision for the current length.
+        """Speculation decision that is counted for the current draft length.
 
         It is `not_worth_it` where the controller would send less than half a token per row, which
         rounds to zero.
@@ -187,7 +188,7 @@ class DraftLengthPolicy:
         return "not_worth_it" if decision == "drafted" and self._tokens == 0 else decision
 
     def reset(self) -> None:
-        """Discard the controller's state, which applied to other drafts, but keep step costs."""
+        """Discard what the controller learned from earlier drafts, but keep measured step costs."""
         self.controller = type(self.controller)(self.controller.cost)
         self._probes, self._hold_steps = INITIAL_PROBES, 0
 
@@ -204,7 +205,7 @@ class DraftLengthPolicy:
     def record_step(
         self, *, running: int, context: int, verified: int, seconds: float, emitted: int
     ) -> None:
-        """Record a step that can be timed."""
+        """Record the measured time of a step, for the profile or for the controller."""
         measured = {"running": running, "context": context, "verified": verified}
         if self.profile is not None:
             self.profile.record_step(**measured, seconds=seconds)
@@ -226,13 +227,13 @@ class DraftLengthPolicy:
         return self._shortest_draft(batch.running) if self._is_probe else length
 
     def _clamp(self, limit: int, running: int) -> int:
-        """The longest available length up to `limit`."""
+        """Longest draft length up to `limit`; with CUDA graphs, the longest captured one."""
         if self._max_samples is None:
             return min(limit, self._max_draft_tokens)
         return max((n for n in self._lengths_with_graph(running) if n <= limit), default=0)
 
     def _shortest_draft(self, running: int) -> int:
-        """The shortest available length above zero."""
+        """Shortest available draft length above zero, or zero if there is none."""
         if self._max_samples is None:
             return 1
         return min((n for n in self._lengths_with_graph(running) if n > 0), default=0)

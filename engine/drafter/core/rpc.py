@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def coppice_start_drafting(self: "EngineCore", serving: str) -> bool:
-    """Start choosing draft lengths, and return whether a profile must be measured first."""
+    """Start choosing draft lengths, and return whether step times must be profiled first."""
     steps, plan = _profile_cache(self).read(), graph_plan()
     drafting = DraftingHooks(
         self.scheduler,
@@ -41,9 +41,9 @@ def coppice_finish_drafter_profile(self: "EngineCore") -> None:
 def coppice_set_drafter(
     self: "EngineCore", path: str, previous: str, version: str, on_trial: bool
 ) -> list[Any]:
-    """Load a drafter in the workers, and return their results.
+    """Load a drafter version in all workers, and return the result of each worker.
 
-    If any of them fails, the previous drafter stays in use.
+    If any worker fails, the previous drafter stays in use.
     """
     answers = self.model_executor.collective_rpc("coppice_load_drafter", args=(path, previous))
     if all(answer["ok"] for answer in answers):

@@ -26,7 +26,11 @@ _SCOPE: Final = np.full((1, 64), SCOPES.index("drafter"), np.uint8)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """The step in progress; it is timeable if it only decodes and verifies as much as it drafts."""
+    """Engine step in progress, with the quantities that its time depends on.
+
+    `is_timeable`: all rows decode, in the previous step too, and the step drafts as many tokens as
+    it verifies. The time of other steps is not used.
+    """
 
     began: float
     running: int
@@ -36,7 +40,7 @@ class Step:
 
 
 class DraftingHooks:
-    """Draft length and acceptance of one scheduler, the only one of its process.
+    """Hooks that set the draft length and count the acceptance of this EngineCore's scheduler.
 
     `attach` wraps the scheduler's methods.
     """
@@ -168,14 +172,17 @@ class DraftingHooks:
 
     @FEATURE.guarded_with_default(None)
     def trim_drafts(self, drafts: Any) -> None:
-        """Shorten vLLM's DraftTokenIds to each request's limit, before they are assigned."""
+        """Shorten the drafts in vLLM's DraftTokenIds to the limit of each request."""
         for request_id, tokens in zip(drafts.req_ids, drafts.draft_token_ids, strict=True):
             request = self.scheduler.requests.get(request_id)
             if request is not None:
                 del tokens[self._limits.limit(request) :]
 
     def _trim_placeholders(self, scheduled: dict[str, int]) -> None:
-        """Shorten draft placeholders: with asynchronous scheduling only these are visible here."""
+        """Shorten the draft placeholders of each scheduled request to its limit.
+
+        With asynchronous scheduling only placeholders are visible here, not the drafts.
+        """
         for request_id in scheduled:
             request = self.scheduler.requests[request_id]
             if request.spec_token_ids:
@@ -227,10 +234,10 @@ class DraftingHooks:
     # Changes of weights and drafter.
 
     def _detect_changes(self) -> None:
-        """Reset the length policy after a change of the weights or, outside of trials, the drafter.
+        """Reset the draft-length policy if the weights or, outside A/B tests, the drafter changed.
 
-        What was measured for the previous ones, including the duration of pauses, is only a prior
-        for the new ones.
+        Measurements of the previous weights and drafter, including the duration of pauses, are only
+        a prior for the new ones.
         """
         weights = self._weights()
         settled_drafter = self._settled_drafter if self.on_trial else self.serving

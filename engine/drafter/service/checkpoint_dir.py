@@ -1,6 +1,6 @@
-"""Directory of one model's drafters, kept between runs.
+"""Directory with the drafter versions of one target model, kept between runs.
 
-    <version>.safetensors    the drafter in use, and one that is on trial or queued for it
+    <version>.safetensors    the drafter in use, and one in an A/B test or queued for it
     serving.json             the version in use
     start/                   the model directory that vLLM and the trainer start from
     training.safetensors     the trainer's checkpoint
@@ -28,7 +28,7 @@ _SERVING_FILE: Final = "serving.json"
 
 
 class DrafterDir:
-    """Locked directory of drafters.
+    """Locked directory with the drafter versions of one target model.
 
     `write_initial` fills a model directory; it is called if no earlier run left a drafter.
     """
@@ -45,7 +45,7 @@ class DrafterDir:
         self.update_start_link()
 
     def _sweep(self) -> None:
-        """Delete incomplete and unused files left by an owner that was killed."""
+        """Delete incomplete and unused drafter files left by an earlier process that was killed."""
         serving = self.serving
         kept = {f"{TRAINER_CHECKPOINT}.safetensors"} | (
             {f"{serving}.safetensors"} if serving else set()
@@ -56,7 +56,7 @@ class DrafterDir:
 
     @property
     def serving(self) -> str | None:
-        """The version in use; None before there is any."""
+        """Drafter version in use; None before there is any."""
         try:
             version = str(json.loads((self.path / _SERVING_FILE).read_text())["version"])
         except (OSError, ValueError, KeyError):
@@ -67,7 +67,7 @@ class DrafterDir:
         return self.path / f"{version}.safetensors"
 
     def import_file(self, source: Path) -> Path:
-        """Move a file into the directory under a temporary name.
+        """Move a drafter file into the directory under a temporary name.
 
         From another disk it is copied, which may take long.
         """
@@ -82,11 +82,11 @@ class DrafterDir:
         return part
 
     def assign_version(self, file: Path, version: str) -> None:
-        """Rename an imported file to that of a version."""
+        """Rename an imported file to the file name of a drafter version."""
         file.replace(self.file(version))
 
     def set_serving(self, version: str) -> None:
-        """Persist the version in use, which the next start also serves."""
+        """Persist the drafter version in use, which the next start also uses."""
         part = self.path / f".{_SERVING_FILE}"
         part.write_text(json.dumps({"version": version}) + "\n")
         part.replace(self.path / _SERVING_FILE)
@@ -95,7 +95,7 @@ class DrafterDir:
         self.file(version).unlink(missing_ok=True)
 
     def update_start_link(self) -> None:
-        """Link the weights of `start` to the version in use."""
+        """Link the weights in the `start` directory to the drafter version in use."""
         serving = self.serving
         assert serving is not None, "set when the directory was opened"
         part = self.start / ".part"

@@ -28,7 +28,7 @@ POLL_SECONDS: Final = 1.0
 
 
 class Drafter:
-    """Owner of the drafter directory and the trainer process."""
+    """Drafter of a running engine; owns the drafter directory and the trainer process."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Drafter:
             await self._trainer.stop()
 
     async def run(self) -> None:
-        """Poll until cancelled. After a failure the drafter in use keeps serving."""
+        """Poll counters and trainer until cancelled; after a failure the drafter in use stays."""
         try:
             while True:
                 await asyncio.sleep(POLL_SECONDS)

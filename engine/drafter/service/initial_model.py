@@ -1,4 +1,4 @@
-"""Initial drafter of a model: a given one, or a small randomly initialized one.
+"""Initial drafter of a target model: a configured one, or a small randomly initialized one.
 
 The cost of a model per token is estimated as its number of weights in matrix products: the layers
 and the head.
@@ -31,7 +31,7 @@ Tensors = dict[str, npt.NDArray[np.float32]]
 
 
 def checkpoint_cost(checkpoint: Checkpoint) -> int:
-    """Weights in matrix products per token.
+    """Cost of a model per token, as the number of weights in its matrix products.
 
     A tied embedding counts as the head; an untied one is only a lookup.
     """
@@ -46,7 +46,7 @@ def checkpoint_cost(checkpoint: Checkpoint) -> int:
 def make_drafter_config(
     target: Mapping[str, Any], target_cost: int, *, ranks: int
 ) -> dict[str, Any]:
-    """Config of the largest model within MAX_COST_SHARE, or of the smallest one."""
+    """Config of the largest drafter within MAX_COST_SHARE of the target, or of the smallest one."""
     text = target.get("text_config", target)
     configs = [_config(text, hidden) for hidden in HIDDEN_SIZES]
     fitting = [config for config in configs if config["num_key_value_heads"] % ranks == 0]
@@ -132,7 +132,7 @@ def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 def open_drafter_dir(
     directory: Path, initial: Path | None, target: Path, served: Checkpoint, *, ranks: int
 ) -> DrafterDir:
-    """Open the directory of drafters for a target model, continuing with that of an earlier run.
+    """Open the drafter directory of a target model, with the drafter of an earlier run if any.
 
     `initial` is a model directory, or None for random initialization. The directory name is a
     digest of the target's configuration and of the initial drafter. Raises StartFailed if the two

@@ -1,8 +1,8 @@
 """Queue, A/B test and promotion of drafter versions.
 
 At most one version is queued. A newer one from the local trainer replaces it, unless the queued one
-is external. Everything runs on the event loop, once a second; only the import of files, which may
-copy between disks, runs in a thread.
+was trained elsewhere. Everything runs on the event loop, once a second; only the import of files,
+which may copy between disks, runs in a thread.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from engine.errors import DrafterRefused
 from engine.feature_stats import DrafterOutcome
 
 WINDOWS_PER_SIDE: Final = 3
-"""Windows of each drafter."""
+"""Number of windows in which each of the two drafters serves."""
 WINDOW_DRAFTS: Final = 200
 Side = Literal["old", "new"]
 Verdict = Literal["promoted", "rolled_back"]
@@ -65,24 +65,27 @@ class AbTest:
 log = logging.getLogger(__name__)
 TRAINED_PREFIX: Final = "trained-"
 RESERVED_PREFIXES: Final = (TRAINED_PREFIX, "published-")
-"""Prefixes of the server's own version and file names."""
+"""Prefixes reserved for version and file names that the server makes."""
 LoadDrafter = Callable[[str, str, bool], Awaitable[bool]]
-"""(version, version whose file is reloaded on failure, whether it is on trial) -> success."""
+"""(version, version whose file is reloaded on failure, whether it is in an A/B test) -> success."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A version queued for a trial or on trial; `is_external`: it was trained elsewhere."""
+    """Drafter version that is queued for an A/B test or in one.
+
+    `is_external` is True if it was trained elsewhere.
+    """
 
     version: str
     is_external: bool
 
 
 class DrafterPromotion:
-    """Owner of the drafter files.
+    """Queues new drafter versions, runs their A/B tests, and promotes or deletes them.
 
-    `on_adopted` is called with the file of each external version that is promoted. The file of the
-    loaded version exists until another is loaded.
+    It owns the drafter files. `on_adopted` is called with the file of each external version that is
+    promoted. The file of the loaded version exists until another is loaded.
     """
 
     def __init__(
@@ -102,12 +105,12 @@ class DrafterPromotion:
 
     @property
     def candidate_version(self) -> str | None:
-        """The version on trial, or else the queued one."""
+        """Drafter version in an A/B test, or else the queued one; None if there is neither."""
         known = self._candidate or self._queued
         return None if known is None else known.version
 
     async def submit(self, path: Path, version: str) -> None:
-        """Queue a validated file for the next trial.
+        """Queue a validated drafter file for the next A/B test.
 
         If cancelled, at most a file remains, which the next start deletes.
         """
@@ -127,7 +130,7 @@ class DrafterPromotion:
         self._queue_candidate(Candidate(version=version, is_external=True))
 
     def published(self, path: Path, num_steps: int) -> None:
-        """Queue a version of the local trainer."""
+        """Queue a drafter version that the local trainer has published."""
         version = f"{TRAINED_PREFIX}{num_steps}"
         candidate = self._candidate.version if self._candidate else None
         if version in (self.serving, candidate):  # from a training run that restarted at step zero
@@ -201,7 +204,7 @@ class DrafterPromotion:
         return await self._load(version, self.serving, on_trial)
 
     def _new_counts(self, version: str) -> tuple[int, int]:
-        """First tokens drafted and accepted by a version since the last call."""
+        """First tokens drafted and accepted with a drafter version since the last call."""
         now = _first_token_counts(self._snapshot) if self._snapshot is not None else {}
         drafted, accepted = now.get(version, (0, 0))
         before = self._last_counts.get(version, (0, 0))

@@ -1,4 +1,4 @@
-"""Supervisor of the trainer process: start, messages, restart and stop.
+"""Supervisor of the drafter's trainer process: start, messages, restart and stop.
 
 Samples are written to a pipe without waiting: those that do not fit are dropped and counted. If the
 process exits by itself it is restarted, up to MAX_STARTS starts.
@@ -35,9 +35,9 @@ _PACKAGE_ROOT: Final = Path(__file__).parents[3]
 
 
 class TrainerProcess:
-    """Owner of the trainer process and of the task that reads its messages.
+    """Starts, supervises and stops the drafter's trainer process, and exchanges messages with it.
 
-    `start` and `stop` are a pair.
+    Each `start` must be followed by a `stop`.
     """
 
     def __init__(self, drafter: Path, folder: Path, trained: str) -> None:
@@ -49,7 +49,7 @@ class TrainerProcess:
         self._published: Published | None = None
         self.progress = Progress(num_steps=0, num_tokens=0, loss=0.0)
         self.num_dropped = 0
-        """Samples that were not used for training."""
+        """Number of samples that were dropped instead of sent to the trainer."""
 
     @property
     def state(self) -> TrainingState:
@@ -65,7 +65,7 @@ class TrainerProcess:
         self._supervisor_task = asyncio.create_task(self._supervise(), name="drafter-trainer")
 
     async def stop(self) -> None:
-        """Stop the process after its current step; it saves a checkpoint."""
+        """Stop the trainer after its current step; it saves a checkpoint before it exits."""
         process, self._process = self._process, None
         if process is not None and process.stdin is not None:
             process.stdin.close()
@@ -79,7 +79,7 @@ class TrainerProcess:
             await asyncio.gather(self._supervisor_task, return_exceptions=True)
 
     def accepts_sample(self) -> bool:
-        """Return whether the pipe has room for a sample; if not, count one as dropped."""
+        """Return whether the trainer's pipe has room for a sample; if not, count one as dropped."""
         process = self._process
         accepts = process is not None and process.stdin is not None and not _is_full(process.stdin)
         self.num_dropped += not accepts
@@ -97,7 +97,7 @@ class TrainerProcess:
         self._send(AdoptWeights(path=str(drafter)))
 
     def take_published(self) -> Published | None:
-        """The latest drafter published since the last call."""
+        """The latest drafter published since the last call, or None."""
         published, self._published = self._published, None
         return published
 
@@ -138,7 +138,7 @@ class TrainerProcess:
                 self.progress = message
 
     def _discard(self, published: Published | None) -> None:
-        """Delete a published drafter that was not taken."""
+        """Delete the file of a published drafter that `take_published` did not return."""
         if published is not None:
             Path(published.path).unlink(missing_ok=True)
 

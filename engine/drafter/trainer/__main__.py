@@ -1,4 +1,4 @@
-"""Command line of the trainer, which runs at the lowest priority until its input ends."""
+"""Command line of the drafter's trainer, which runs at the lowest priority until its input ends."""
 
 import argparse
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 PUBLISH_INTERVAL_SECONDS: Final = 10.0
-"""Minimum time between two drafters published for a trial."""
+"""Minimum time between two drafters published for an A/B test."""
 
 
 def main() -> None:
@@ -25,9 +25,9 @@ def main() -> None:
 
 
 def lower_priority() -> None:
-    """Use SCHED_IDLE, which runs only on idle processors.
+    """Lower the priority of this process to SCHED_IDLE, so that it runs only on idle processors.
 
-    Where it is unavailable, the nice value applies.
+    Where SCHED_IDLE is unavailable, the nice value applies.
     """
     os.nice(19)
     if hasattr(os, "SCHED_IDLE"):

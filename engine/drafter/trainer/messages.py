@@ -1,4 +1,7 @@
-"""Messages to and from the trainer, one JSON object per line. This module does not import torch."""
+"""Messages to and from the drafter's trainer, one JSON object per line.
+
+This module does not import torch.
+"""
 
 import base64
 import json
@@ -15,7 +18,7 @@ from engine.drafter.service.checkpoint_dir import TRAINER_CHECKPOINT
 from engine.types import TopLogprobs
 
 TOP_K: Final = 8
-"""Tokens kept per position.
+"""Number of most probable tokens that are recorded per position.
 
 A draft is usually one of the top few tokens, and the replay buffer holds thousands of samples.
 """
@@ -26,8 +29,8 @@ class TopK(NamedTuple):
 
     They are recorded for requests with `top_logprobs` and for trees that are split by entropy. The
     probabilities are those sampled from, with temperature and truncation applied, which also
-    determine acceptance of drafts. All tokens beyond the top k form one further outcome. They are
-    sent and stored as text until they are trained on.
+    determine acceptance of drafts. All tokens beyond the top k form one further outcome. The record
+    is sent and stored as text until it is trained on.
 
     Arrays are [positions, TOP_K]. Missing entries repeat the first token with probability zero.
     """
@@ -66,10 +69,10 @@ def decode_top_k(text: str) -> TopK:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """A finished sample; `version` is that of the weights that generated its last token.
+    """Finished sample that is sent to the trainer.
 
-    `top_logprobs` are those of each response token, encoded by `soft_targets.encode_top_k`, or
-    empty if none were recorded.
+    `version` is the weights version that generated its last token. `top_logprobs` are the top-k
+    tokens of each response token, encoded by `encode_top_k`, or empty if none were recorded.
     """
 
     version: str
@@ -85,14 +88,14 @@ class SetPaused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdoptWeights:
-    """Weights trained elsewhere, to continue from."""
+    """Message that tells the trainer to continue from weights that were trained elsewhere."""
 
     path: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
-    """A complete drafter in a file, to be moved away by the receiver."""
+    """Message from the trainer that it wrote a new drafter to a file, which the receiver moves."""
 
     path: str
     num_steps: int
@@ -100,7 +103,7 @@ class Published:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """Totals since the drafter was created.
+    """Message from the trainer with its totals since the drafter was created.
 
     `num_tokens` were trained on; `loss` is the recent mean per token.
     """

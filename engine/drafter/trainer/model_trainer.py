@@ -1,8 +1,8 @@
 """Training of a drafter as a Hugging Face model, in float32, on one thread.
 
-The targets are the next tokens of responses or their distributions (`loss.py`). Parameters that are
-not trained (see `trained`) are neither changed nor saved: a checkpoint holds the trained tensors,
-their optimizer state and the training progress.
+The targets are the next tokens of responses or their distributions (`compute_loss`). Parameters
+that are not trained (see `TrainedParameters`) are neither changed nor saved: a checkpoint holds the
+trained tensors, their optimizer state and the training progress.
 """
 
 import json
@@ -51,7 +51,7 @@ class LossTracker:
 
     @property
     def has_converged(self) -> bool:
-        """True if the loss neither rose (other weights) nor fell within the window."""
+        """True if the training loss neither rose (other weights) nor fell in recent steps."""
         if len(self._losses) < WINDOW_STEPS:
             return False
         losses = list(self._losses)
@@ -64,7 +64,7 @@ MIN_REMAINDER: Final = 1e-6
 
 
 def compute_loss(logits_TV: torch.Tensor, packed: PackedBatch) -> torch.Tensor:
-    """Mean cross-entropy over the response tokens, with sampled tokens or recorded distributions.
+    """Mean cross-entropy over response tokens, against sampled tokens or recorded distributions.
 
     Without a recorded distribution, the target is the sampled token. With one, the target is the
     probability of each top-k token in the served distribution, with one further outcome for all
@@ -100,7 +100,7 @@ class ModelTrainer:
     """Model and optimizer of a drafter in training."""
 
     def __init__(self, folder: Path, *, trained: TrainedParameters) -> None:
-        """`folder` has config.json and model.safetensors of the initial drafter."""
+        """Load the initial drafter from config.json and model.safetensors in `folder`."""
         logging.disable_progress_bar()
         self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self._model.train()
@@ -136,7 +136,7 @@ class ModelTrainer:
         self.loss_tracker.update(loss.item())
 
     def compute_loss(self, packed: PackedBatch) -> torch.Tensor:
-        """Loss of a packed row. Every sample attends only to itself, at its own positions."""
+        """Loss of a row of packed samples, each of which attends only to itself."""
         attention_bias = torch.zeros(packed.mask_TT().shape).masked_fill(
             ~packed.mask_TT(), torch.finfo(torch.float32).min
         )
@@ -149,13 +149,13 @@ class ModelTrainer:
         return compute_loss(logits, packed)
 
     def adopt(self, file: Path) -> None:
-        """Continue from these weights with a new optimizer state."""
+        """Continue training from the weights in a file, with a new optimizer state."""
         own = dict(self._model.named_parameters())
         self._copy_weights({name: value for name, value in load_file(file).items() if name in own})
         self._reset_optimizer()
 
     def write_drafter(self, file: Path) -> None:
-        """Write all tensors that vLLM loads, atomically."""
+        """Write the drafter's weights to a file that vLLM loads, atomically."""
         tied = bool(getattr(self._model.config, "tie_word_embeddings", False))
         state = {
             name: tensor.detach().contiguous()
@@ -182,7 +182,7 @@ class ModelTrainer:
         _save_atomically(file, tensors, {"progress": json.dumps(progress)})
 
     def resume(self, file: Path) -> bool:
-        """Load a checkpoint, and return whether it exists and fits this drafter."""
+        """Load a training checkpoint, and return whether it exists and fits this drafter."""
         try:
             with safe_open(file, framework="pt") as saved:
                 progress = json.loads((saved.metadata() or {})["progress"])

@@ -1,4 +1,4 @@
-"""Packing of samples of any length into one row, each attending only to itself.
+"""Packing of training samples of any length into one row, each attending only to itself.
 
 Shape suffixes: T tokens of the row, R positions with recorded top-k tokens, K of them.
 """
@@ -24,7 +24,10 @@ class SoftTargets(NamedTuple):
 
 
 class PackedBatch(NamedTuple):
-    """One row of tokens, on the CPU. `labels_T` is the next token where that is in a response."""
+    """Training batch: one row of packed samples, on the CPU.
+
+    `labels_T` is the next token if that is in a response, else IGNORE_INDEX.
+    """
 
     tokens_T: torch.Tensor
     labels_T: torch.Tensor
@@ -39,7 +42,7 @@ class PackedBatch(NamedTuple):
 
 
 def pack(draw: Callable[[], Sample], num_tokens: int = ROW_TOKENS) -> PackedBatch:
-    """Pack drawn samples until one does not fit.
+    """Draw samples and pack them into one row until one does not fit.
 
     A sample longer than the row loses the beginning of its prompt, or the end of its response.
     """
@@ -83,7 +86,10 @@ def _collate(samples: list[Sample]) -> PackedBatch:
 
 
 def _soft_targets_of(sample: Sample, first: int) -> SoftTargets:
-    """`first` is the position whose label is the response's first token."""
+    """Recorded distributions of a sample's response tokens, as labels in the packed row.
+
+    `first` is the position in the row whose label is the first response token.
+    """
     tokens, probs = (part[: len(sample.response)] for part in decode_top_k(sample.top_logprobs))
     return SoftTargets(
         positions_R=torch.arange(first, first + len(tokens)),
@@ -93,7 +99,7 @@ def _soft_targets_of(sample: Sample, first: int) -> SoftTargets:
 
 
 def _truncate(sample: Sample, num_tokens: int) -> Sample:
-    """Keep at least one prompt token, from which the first response token is predicted."""
+    """Truncate a sample to `num_tokens`, keeping at least one prompt token to predict from."""
     response = sample.response[: num_tokens - 1]
     prompt = sample.prompt[-(num_tokens - len(response)) :]
     return replace(sample, prompt=prompt, response=response)

@@ -1,4 +1,4 @@
-"""Training samples: the latest responses, and long responses of earlier weights versions.
+"""Replay buffer of the trainer: the latest samples, and long ones of earlier weights versions.
 
 The first responses to finish are short ones: a trainer that saw only the latest would forget how
 long ones continue. So when the weights change, the longest responses of earlier versions are kept
@@ -21,7 +21,7 @@ LONG_SHARE: Final = 0.2
 
 
 class ReplayBuffer:
-    """Latest and long samples, drawn at random."""
+    """Buffer of latest samples and of long earlier samples, which are drawn at random."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class ReplayBuffer:
         self._version: str | None = None
         self._random = random.Random(seed)
         self.num_received = 0
-        """Response tokens ever received."""
+        """Number of response tokens received in total."""
 
     def __len__(self) -> int:
         return len(self._recent) + len(self._long)
@@ -55,16 +55,16 @@ class ReplayBuffer:
             self._num_recent_tokens -= _num_tokens(self._recent.popleft())
 
     def draw(self) -> Sample:
-        """Draw uniformly from the latest samples, or with LONG_SHARE from the long ones."""
+        """Draw a random sample: with probability LONG_SHARE a long one, else a latest one."""
         assert len(self), "the buffer is empty"
         if self._long and (not self._recent or self._random.random() < LONG_SHARE):
             return self._random.choice(self._long)
         return self._recent[self._random.randrange(len(self._recent))]
 
     def _retain_long(self) -> None:
-        """Keep the longest samples of the version that ends, in at most half of the room.
+        """Keep the longest samples of the weights version that ends, in at most half of the room.
 
-        The limit keeps it from displacing all earlier ones.
+        The limit keeps them from displacing all samples of earlier versions.
         """
         retained = _select_longest(self._recent, self._max_long_tokens // 2)
         room = self._max_long_tokens - sum(map(_num_tokens, retained))
@@ -87,10 +87,9 @@ def _num_tokens(sample: Sample) -> int:
 
 
 class Inbox:
-    """State set by messages.
+    """State of the trainer that is set by the messages it receives.
 
-    They are read in their own thread, so that a step does not block the sender.
-
+    Messages are read in a separate thread, so that a training step does not block the sender.
     `lock` guards `buffer`; each other field is written by one thread and read by the other.
     """
 
@@ -102,7 +101,7 @@ class Inbox:
         self.ended = False
 
     def receive(self, lines: Iterable[bytes]) -> None:
-        """Process messages until the input ends."""
+        """Process messages, one per line, until the input ends."""
         for line in lines:
             message = decode_line(line)
             if isinstance(message, Sample):

@@ -27,7 +27,10 @@ REPORT_INTERVAL_SECONDS: Final = 1.0
 
 
 class TrainingLoop:
-    """Trains on the inbox's samples; `send` is called on the training thread."""
+    """Trains a drafter on received samples, and sends progress and new drafters.
+
+    `send` is called on the training thread.
+    """
 
     def __init__(
         self,
@@ -67,7 +70,7 @@ class TrainingLoop:
             self._sleep(IDLE_SECONDS)
 
     def run_once(self) -> bool:
-        """Run one training step if one is due, and return whether it did."""
+        """Run a training step if one is due, and return whether one was run."""
         adopted, self._inbox.adopted = self._inbox.adopted, None
         if adopted is not None and adopted.exists():  # deleted if another was promoted meanwhile
             self._model_trainer.adopt(adopted)
