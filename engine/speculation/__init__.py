@@ -1,1 +1,1 @@
-"""Speculative decoding with drafts from a group's tokens: proposal, draft length, verification."""
+"""Speculative decoding with drafts from generated tokens: proposal, length, verification."""

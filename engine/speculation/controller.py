@@ -1,10 +1,10 @@
-"""Per-step choice of draft lengths: tokens are sent while their expected gain exceeds their cost.
+"""Choice of draft lengths per step, by the expected gain and the modeled cost of draft tokens.
 
 The expected gain of a draft token is the calibrated probability that it and all tokens before it
 are accepted. The tokens of the whole batch are ordered by that probability, and the prefix of the
-order that maximizes tokens per second under the cost model is sent; the empty prefix is one of the
-choices. The choice is optimal per step: the probability falls along each draft, so a prefix of the
-order is a prefix of each draft.
+order that maximizes tokens per second under the cost model is sent to verification; the empty
+prefix is one of the choices. The choice is optimal per step: the probability falls along each
+draft, so a prefix of the order is a prefix of each draft.
 
 Four rules keep speculation from being slower than no speculation:
 
@@ -35,7 +35,10 @@ CONFIDENCE_SIGMAS = 1.0
 MAX_BIN_COUNT = 512.0
 """A bin that exceeds this number of tokens has its counts halved."""
 MIN_TOKENS_SEEN = 64.0
-"""Tokens to see before the calibration has warmed up; until then every step is evaluated."""
+"""Draft tokens with known outcome after which the calibration has warmed up.
+
+Until then every step is evaluated.
+"""
 
 
 class DraftCalibration:
@@ -63,12 +66,15 @@ class DraftCalibration:
         return self._num_seen < MIN_TOKENS_SEEN
 
     def expected(self, predicted: Floats) -> Floats:
-        """Calibrated acceptance probabilities of tokens with these predicted ones."""
+        """Calibrated acceptance probabilities of draft tokens, given their predicted ones."""
         calibrated = predicted * self._ratio[np.searchsorted(BIN_EDGES, predicted)]
         return np.minimum(calibrated, 1.0)
 
     def update(self, predicted: Floats, accepted: NDArray[np.bool_]) -> None:
-        """Record tokens of known outcome: whether each and all tokens before it were accepted."""
+        """Record draft tokens whose outcome is known, with their predicted probabilities.
+
+        `accepted`: the token and all tokens before it in its draft were accepted.
+        """
         bin_index, num_bins = np.searchsorted(BIN_EDGES, predicted), len(BIN_EDGES) + 1
         self._num_seen += len(predicted)
         self._seen += np.bincount(bin_index, minlength=num_bins)
@@ -118,11 +124,11 @@ class Draft(Protocol):
 
 
 class Controller:
-    """Chooses draft lengths; one per engine.
+    """Chooses how many tokens of each draft are sent to verification in a step.
 
-    `decision` is the outcome for the last step's drafts. Without `calibration` the predicted
-    acceptance is used as it is: drafts that are made only when they are sent cannot warm up a
-    calibration.
+    There is one per engine. `decision` is the outcome for the last step's drafts. Without
+    `calibration` the predicted acceptance is used as it is: drafts that are made only when they are
+    sent cannot warm up a calibration.
     """
 
     def __init__(
@@ -143,7 +149,7 @@ class Controller:
 
     @property
     def gain_ratio(self) -> float:
-        """Ratio of the estimated time of recent tokens without drafts to the measured time."""
+        """Recent speedup by drafts: estimated time without drafts divided by measured time."""
         return self._all_steps.ratio
 
     def should_draft(self, running: int) -> bool:
@@ -166,7 +172,7 @@ class Controller:
         return True
 
     def lengths(self, drafted: Draft, *, running: int, context: int) -> Int32Array:
-        """Number of tokens of each draft to send."""
+        """Number of tokens of each draft to send to verification in this step."""
         self._num_steps += 1
         none = np.zeros(len(drafted.lengths), dtype=np.int32)
         if self._rest > 0:
@@ -202,7 +208,7 @@ class Controller:
         return best if rates[best] > least * rates[0] else 0
 
     def record_acceptance(self, drafted: Draft, sent: Int64Array, right: Int64Array) -> None:
-        """Update the calibration with the outcome of drafts.
+        """Update the calibration with the outcome of a step's drafts.
 
         Of each draft `sent` tokens were verified and `right` were correct. `right` also counts
         tokens that were not sent: the token sampled after those that were sent decides one more.
@@ -216,7 +222,7 @@ class Controller:
     def record_step(
         self, *, running: int, context: int, verified: int, seconds: float, emitted: int
     ) -> None:
-        """Record the measured cost of the last step, all rows of which were decode rows.
+        """Record the measured time of the last step, which had only decode rows.
 
         The first step of each size is ignored: it does not predict later ones, and would count as a
         loss caused by drafts.
@@ -237,9 +243,10 @@ class Controller:
             self._update_balance((without - seconds) / seconds_off)
 
     def _update_balance(self, gain: float) -> None:
-        """Add `gain`, in steps without drafts.
+        """Add the gain of a step to the balance of drafts, and pause drafts if they lose time.
 
-        A loss is capped, so that a pause is not charged to drafts.
+        `gain` is in units of the time of a step without drafts. A loss is capped, so that a pause
+        is not charged to drafts.
         """
         self._balance = min(self._balance + max(gain, -MAX_LOSS / 4), MAX_LOSS)
         if self._balance < -MAX_LOSS:
@@ -250,7 +257,7 @@ class Controller:
 
 
 class GainTracker:
-    """Moving averages over WINDOW steps of the time without drafts and the measured time."""
+    """Moving averages of measured and estimated draft-free step time, over WINDOW steps."""
 
     def __init__(self) -> None:
         self.num_steps = 0
@@ -269,7 +276,7 @@ class GainTracker:
 
 
 def expected_acceptance(drafted: Draft) -> NDArray[np.float64]:
-    """[rows, longest]: the probability that a token and all tokens before it are accepted."""
+    """Probability that each draft token and all tokens before it are accepted, [rows, longest]."""
     probability = drafted.probability.astype(np.float64)
     beyond = np.arange(probability.shape[1]) >= drafted.lengths[:, None]
     expected: NDArray[np.float64] = np.cumprod(np.where(beyond, 0.0, probability), axis=1)
@@ -283,7 +290,7 @@ def _is_allowed_size(tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
 
 
 def _by_expected(expected: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Rows and probabilities of the tokens that may be sent, in decreasing order of probability."""
+    """Rows and probabilities of draft tokens that may be sent, from most to least probable."""
     rows, positions = np.nonzero(expected >= MIN_EXPECTED)
     values = expected[rows, positions]
     order = np.argsort(-values, kind="stable")

@@ -1,4 +1,4 @@
-"""Step time as a function of running requests, their total context and verified tokens.
+"""Model of step time as a function of running requests, total context and verified tokens.
 
 The time is modeled as a sum of non-negative terms, so it never falls with more tokens: a constant
 per call, per row, per token verified, per token of KV cache read once per row, per token of KV
@@ -32,7 +32,7 @@ Ints = NDArray[np.int64]
 BREAKPOINTS = np.array([2, 4, 8, 16, 32, 64, 128, 256, 512], dtype=np.float64)
 NUM_TERMS = 6 + 2 * len(BREAKPOINTS)
 STEP_DECAY = 0.998
-"""Decay of a step's weight per later step: the model covers about the last 500 steps."""
+"""Decay of a step's weight with each later step; the model covers about the last 500 steps."""
 PROFILE_STEPS = 1.0
 """Weight of one cell of the profile, in steps.
 
@@ -49,7 +49,7 @@ MIN_SECONDS = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One measured step: decode rows, their total context in tokens, and tokens verified."""
+    """One measured step: its decode rows, their total context in tokens, and verified tokens."""
 
     running: int
     context: int
@@ -58,7 +58,7 @@ class Step:
 
 
 class StepCostModel:
-    """Step time of one engine on one machine.
+    """Model of the step time of one engine on one machine, fitted to measured steps.
 
     Without a profile the cost of drafts is a prior until some are sent.
     """
@@ -80,12 +80,12 @@ class StepCostModel:
             self._fit()
 
     def seconds(self, *, running: int, context: int, verified: Ints) -> Floats:
-        """Predicted times of steps that differ only in the tokens verified."""
+        """Predicted times of steps that differ only in the number of verified tokens."""
         predicted = _terms(running, context, verified.astype(np.float64)) @ self._costs
         return np.maximum(predicted, MIN_SECONDS)
 
     def seconds_without_drafts(self, *, running: int, context: int) -> float:
-        """Predicted time of the step that verifies no drafts."""
+        """Predicted time of a step that verifies no drafts."""
         return float(
             self.seconds(running=running, context=context, verified=np.array([running]))[0]
         )
@@ -124,7 +124,10 @@ class StepCostModel:
         self._fixed_moment += weight * terms
 
     def _fit(self) -> None:
-        """Non-negative least squares: the most negative cost is removed until none is negative."""
+        """Fit the costs by non-negative least squares.
+
+        The term with the most negative cost is removed until no cost is negative.
+        """
         gram, moment = self._gram + self._fixed_gram, self._moment + self._fixed_moment
         scale = np.sqrt(np.maximum(np.diag(gram), 1e-30))
         gram, moment = gram / np.outer(scale, scale), moment / scale
@@ -142,7 +145,7 @@ class StepCostModel:
 
 
 def _terms(running: int, context: int, verified: Floats) -> Floats:
-    """[steps, terms]"""
+    """Terms of the step cost model, [steps, terms]; steps differ only in `verified`."""
     num_breakpoints = len(BREAKPOINTS)
     terms = np.empty((len(verified), NUM_TERMS))
     terms[:, :4] = (1.0, running, 0.0, context)
@@ -162,7 +165,7 @@ MIN_SPEEDUP = 1.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileBatch:
-    """Requests to run concurrently for a measurement, with `prompt` prompt tokens each."""
+    """Batch of `running` requests with `prompt` prompt tokens each, to measure step times with."""
 
     running: int
     prompt: int
@@ -171,7 +174,7 @@ class ProfileBatch:
 def profile_batches(
     *, max_sequences: int, max_context_tokens: int, max_draft_tokens: int
 ) -> list[ProfileBatch]:
-    """Typical row counts and contexts within the limits of the engine."""
+    """Batches to measure step times with, of typical sizes within the limits of the engine."""
     room = max_context_tokens - 2 * num_tokens(max_draft_tokens)
     wanted = [(1, 8), (4, 8), (16, 8), (64, 8), (8, 512), (2, 2048)]
     return [
@@ -182,12 +185,12 @@ def profile_batches(
 
 
 def num_tokens(max_draft_tokens: int) -> int:
-    """Tokens to generate per request: several steps for every draft length."""
+    """Number of tokens to generate per profiling request: several steps for every draft length."""
     return 2 * REPEATS * len(_lengths(max_draft_tokens))
 
 
 class Profile:
-    """Step times collected while the batches of the profile run.
+    """Step times that are collected at startup while profiling batches run.
 
     The batches are real engine steps that verify drafts of every length. The cost does not depend
     on the draft tokens, so any token will do. A cell is a number of rows, their context and a
@@ -200,7 +203,7 @@ class Profile:
         self._seconds: defaultdict[tuple[int, int, int], list[float]] = defaultdict(list)
 
     def next_length(self, running: int) -> int:
-        """The next draft length in rotation, limited by MAX_STEP_TOKENS per step."""
+        """Next draft length to measure, in rotation, limited by MAX_STEP_TOKENS per step."""
         self._next += 1
         return min(self._lengths[self._next % len(self._lengths)], MAX_STEP_TOKENS // running)
 
@@ -222,7 +225,7 @@ class Profile:
 
 
 def can_speed_up(steps: Sequence[Step], max_draft_tokens: int) -> bool:
-    """Return whether speculation can help at all.
+    """Return whether speculation can speed up decoding at all, according to measured steps.
 
     It can if a single sample would be MIN_SPEEDUP times faster with all drafts accepted.
     """
@@ -243,7 +246,7 @@ logger = logging.getLogger(__name__)
 
 
 class ProfileCache:
-    """Step profile of one configuration, in a JSON file.
+    """JSON file that caches the measured step times of one engine configuration.
 
     Only the first start with a model measures it. The file name is a digest of all inputs that the
     times depend on. An unreadable file is measured again; a failed write costs the next start a
@@ -263,7 +266,7 @@ class ProfileCache:
             return None
 
     def write(self, steps: Sequence[Step]) -> None:
-        """Write atomically: replicas that start concurrently write the same file."""
+        """Write the file atomically, as replicas that start concurrently write the same one."""
         text = json.dumps({"of": self._key, "steps": [asdict(step) for step in steps]}, indent=2)
         part = self._file.with_suffix(f".{os.getpid()}")
         try:

@@ -18,7 +18,7 @@ SCOPES: tuple[DraftScope, ...] = get_args(DraftScope)
 
 
 class Snapshot(TypedDict):
-    """Counters of one process, as sent to the service."""
+    """Speculation counters of one process, as sent to the service."""
 
     drafted: dict[DraftScope, int]
     accepted: dict[DraftScope, int]
@@ -33,7 +33,7 @@ class Snapshot(TypedDict):
 
 
 class Counters:
-    """Counters written by the thread that runs the steps, and read between two steps."""
+    """Speculation counters, written by the thread that runs the steps and read between steps."""
 
     def __init__(self) -> None:
         self._drafted = np.zeros(len(SCOPES), np.int64)
@@ -55,7 +55,7 @@ class Counters:
     def record_verified(
         self, scopes: NDArray[np.uint8], sent: NDArray[np.int64], accepted: NDArray[np.int64]
     ) -> None:
-        """Count sent and accepted tokens of drafts by scope; `scopes` is [rows, longest]."""
+        """Count sent and accepted draft tokens by scope; `scopes` is [rows, longest]."""
         positions = np.arange(scopes.shape[1])
         of_scope, of_accepted = (
             np.bincount(scopes[positions < lengths[:, None]], minlength=len(SCOPES))
@@ -89,5 +89,5 @@ COUNTERS = Counters()
 
 
 def to_speculation_stats(counted: Snapshot) -> SpeculationStats:
-    """Statistics of the first rank; the other ranks draft nothing."""
+    """Speculation statistics of an engine, from the first rank; other ranks draft nothing."""
     return SpeculationStats(**counted)

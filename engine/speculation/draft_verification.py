@@ -15,7 +15,7 @@ FEATURE = feature("verifying drafts")
 
 
 class DraftVerifier:
-    """Replacement for the runner's rejection sampler, which it wraps.
+    """Verifies drafts by sampling at all positions, in place of vLLM's rejection sampler.
 
     A draft names a single token per position. Accepting it with the probability that the model
     assigns to it, and otherwise sampling from the remaining tokens, is equivalent to sampling from
@@ -48,7 +48,7 @@ class DraftVerifier:
 
 
 def can_sample_all_positions(sampling: Any, metadata: Any) -> bool:
-    """Return whether each token's distribution depends on its logits only."""
+    """Return whether the distribution of each token in a step depends on its logits only."""
     holder = sampling.thinking_budget_state_holder
     processors = [
         *sampling.logitsprocs.argmax_invariant,
@@ -68,7 +68,10 @@ def can_sample_all_positions(sampling: Any, metadata: Any) -> bool:
 
 
 def make_verifier(sampler: Callable[..., Any]) -> Callable[..., Any]:
-    """A function with the signature and result of vLLM's rejection sampler, based on `sampler`."""
+    """Make a function that verifies drafts with `sampler`, in place of vLLM's rejection sampler.
+
+    Its signature and result are those of the rejection sampler.
+    """
 
     def verified(metadata: Any, _: None, logits_nv: torch.Tensor, sampling: Any) -> Any:
         # The sampler may modify its logits, which vLLM's rejection sampler needs if this fails.
@@ -113,7 +116,7 @@ def expand_sampling_metadata(sampling: Any, metadata: Any) -> Any:
 
 
 def _token_indices(metadata: Any, num_tokens: int) -> torch.Tensor:
-    """[b, k]: index of each row's tokens among all; arbitrary past a row's end."""
+    """Indices [b, k] of each row's tokens among all sampled tokens; arbitrary past a row's end."""
     ends_b = metadata.cu_num_sampled_tokens
     starts_b = torch.cat([ends_b.new_zeros(1), ends_b[:-1]])
     steps_k = torch.arange(metadata.max_spec_len + 1, device=ends_b.device, dtype=ends_b.dtype)
@@ -121,13 +124,13 @@ def _token_indices(metadata: Any, num_tokens: int) -> torch.Tensor:
 
 
 class StepObserver(Protocol):
-    """Interface of the drafting component that decides before every step whether it drafts."""
+    """Interface of the component that decides before every step whether the step drafts."""
 
     def end(self, ended: Any) -> None:
         """Handle requests that have finished and are about to be dropped by the runner."""
 
     def needs_draft_step(self, running: int) -> bool:
-        """Return whether a step with this many rows must end with a call for drafts."""
+        """Return whether a step with `running` rows must end with a call for drafts."""
 
     def on_skipped_step(self, running: int, seconds: float) -> None:
         """Record the duration of a step in which drafting was skipped."""
@@ -151,7 +154,7 @@ class DraftStepSkipper:
         feature: Feature,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`observer` returns None where nothing will ever be drafted."""
+        """Wrap a model runner; `observer` returns None if nothing will ever be drafted."""
         self._runner = runner
         self._observer = observer
         self._clock = clock
@@ -162,7 +165,10 @@ class DraftStepSkipper:
         runner.execute_model = self.execute_model
 
     def execute_model(self, step: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run `step`, the scheduler's output. The same config applies when it is sampled."""
+        """Run one step, with vLLM's draft method only if needed; `step` is the scheduler's output.
+
+        The same `speculative_config` applies when the step is sampled.
+        """
         self._runner.speculative_config = self._config if self._needs_draft_step(step) else None
         return self._execute_model(step, *args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""Speculation settings of this process, set in the processes that run the model."""
+"""Speculation settings of this process, set at startup in each process that runs the model."""
 
 from engine.settings import SpeculationSettings
 

@@ -1,4 +1,4 @@
-"""Draft proposer that vLLM loads as its `custom_class`: one per rank, of which the first drafts.
+"""Draft proposer that vLLM loads as its `custom_class`, one per rank; only the first rank drafts.
 
 vLLM constructs it with the engine and passes it neither requests nor the model runner, so a worker
 RPC attaches it to the runner afterwards. Before that, and after its first error, it returns empty
@@ -33,7 +33,7 @@ FEATURE = feature("speculation")
 
 
 class Proposer:
-    """vLLM's proposer interface around a `Speculator`."""
+    """Draft proposer with the interface that vLLM calls, which delegates to a `Speculator`."""
 
     def __init__(self, vllm_config: Any) -> None:
         self._config = vllm_config
@@ -94,7 +94,7 @@ class Proposer:
     # Called by the worker between two steps.
 
     def begin_profile(self) -> bool:
-        """Start a profile, and return whether one is needed."""
+        """Start measuring step times if none are cached, and return whether it was started."""
         if self.speculator is None or self._profile_cache.read() is not None:
             return False
         self.speculator.profile = Profile(self._max_draft_tokens)
@@ -119,7 +119,7 @@ class Proposer:
 
 
 def open_store(file: Path | None, max_draft_tokens: int, vocabulary: int) -> DraftStore:
-    """The draft store saved by an earlier run, or an empty one if none can be read."""
+    """Open the draft store saved by an earlier run, or an empty one if none can be read."""
     max_bytes = settings().store_bytes
     if file is not None and file.exists():
         loaded = attempt(
@@ -135,7 +135,7 @@ def open_store(file: Path | None, max_draft_tokens: int, vocabulary: int) -> Dra
 
 
 def cache_key(config: Any) -> CacheKey:
-    """All inputs that the step times depend on."""
+    """Cache key of measured step times: all inputs that they depend on."""
     model = config.model_config.hf_config.to_json_string().encode()
     return {
         "model": hashlib.sha256(model).hexdigest(),

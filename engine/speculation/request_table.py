@@ -22,11 +22,11 @@ NO_DRAFTS_ARG = "coppice_no_drafts"
 
 @dataclass(slots=True, kw_only=True)
 class TrackedRequest:
-    """A live request; `num_stored` of its at most `num_tokens` tokens are in the draft store.
+    """Unfinished request with its slot in the draft store.
 
-    `skip_reason` is the reason it gets no drafts. `seeded`: the sample must depend only on its own
-    random stream, and the number of draws from it would depend on the drafts. `no_room`: the store
-    has no slot for it.
+    `num_stored` of its at most `num_tokens` tokens are in the store. `skip_reason` is the reason it
+    gets no drafts. `seeded`: the sample must depend only on its own random stream, and the number
+    of draws from it would depend on the drafts. `no_room`: the store has no slot for it.
     """
 
     slot: int | None
@@ -35,14 +35,17 @@ class TrackedRequest:
     skip_reason: SpeculationSkipReason | None
 
     def limit(self, max_draft_tokens: int, num_tokens: int) -> int:
-        """Maximum draft length: a step yields one token more than it accepts."""
+        """Maximum draft length, less than the number of tokens the request may still generate.
+
+        A step yields one token more than it accepts.
+        """
         if self.skip_reason is not None:
             return 0
         return max(0, min(max_draft_tokens, self.num_tokens - num_tokens - 1))
 
 
 class RequestTable:
-    """Tracked requests by request id."""
+    """Draft-store slots of the requests in vLLM's model runner, by request id."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -58,7 +61,7 @@ class RequestTable:
         return known
 
     def _start_request(self, request_id: str, request: Any) -> TrackedRequest:
-        """Begin a slot for `request`, the runner's state.
+        """Begin a draft-store slot for a request; `request` is the model runner's state of it.
 
         A request is first seen here with a sampled token.
         """
@@ -77,7 +80,10 @@ class RequestTable:
         )
 
     def end(self, ended: Iterable[str], requests: Mapping[str, Any]) -> None:
-        """End requests that the runner is about to drop, including those never seen here."""
+        """End the slots of requests that the model runner is about to drop, and store their tokens.
+
+        This includes requests that have had no slot so far.
+        """
         for request_id in ended:
             request = requests.get(request_id)
             if request is None or not request.output_token_ids:
@@ -97,7 +103,7 @@ class RequestTable:
             self._store.step(slots, counts, tokens, np.zeros(1, np.int32))
 
     def finish_missing(self, requests: Container[str], *, keep: bool = True) -> None:
-        """End requests that the runner has dropped; `keep` retains their tokens for drafting."""
+        """End the slots of requests that the runner has dropped; `keep` retains their tokens."""
         for request_id in [known for known in self._rows if known not in requests]:
             slot = self._rows.pop(request_id).slot
             if slot is not None:
@@ -112,7 +118,7 @@ def find_skip_reason(extra_args: Mapping[str, Any], sampling: Any) -> Speculatio
 
 @dataclass(slots=True, kw_only=True)
 class Batch:
-    """The rows of a step that received tokens, with their indices in the runner's batch.
+    """Rows of a step that received tokens, with their indices in the runner's batch.
 
     `lengths` are total sequence lengths; `tokens` are the tokens not yet in the draft store.
     """
@@ -131,7 +137,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SentDrafts:
-    """Drafts for the step in progress, by request, and the number of tokens of each sent."""
+    """Drafts of the step in progress, and how many tokens of each were sent to verification."""
 
     draft_indices: dict[str, int]
     lengths: Int32Array
@@ -139,5 +145,5 @@ class SentDrafts:
     """None while a profile is measured, where the draft tokens do not matter."""
 
     def to(self, ids: Sequence[str]) -> NDArray[np.int64]:
-        """The draft index of each request, -1 where it has none."""
+        """Index of each request's draft, -1 for requests without a draft."""
         return np.array([self.draft_indices.get(request_id, -1) for request_id in ids], np.int64)

@@ -1,9 +1,9 @@
 """One speculation step: store the tokens of the last step, then propose drafts for the next.
 
 It runs between two model steps, in the thread that runs them, on the rank whose drafts count. The
-last step is timed from its drafts to these, which includes the host's work. A step is not timed if
-it contained prefill or new requests, because the engine may have been idle before it. The work per
-row runs in every step and is kept to a few microseconds.
+last step is timed from the call for its drafts to this call, which includes the host's work. A step
+is not timed if it contained prefill or new requests, because the engine may have been idle before
+it. The work per row runs in every step and is kept to a few microseconds.
 """
 
 import time
@@ -63,7 +63,10 @@ class Speculator:
     def drafts(
         self, sampled: Sequence[Sequence[int]], lengths: Int32Array, token_ids: Int32Array
     ) -> TokenLists:
-        """Drafts per row; `sampled` is empty for a row whose prefill is incomplete."""
+        """Drafts for the next step, per batch row.
+
+        `sampled` are the tokens of the last step, none for a row whose prefill is incomplete.
+        """
         now = self._clock()
         ids = self.runner.input_batch.req_ids[: len(sampled)]
         if self._sent is not None or self.profile is not None or self._should_time_step():
@@ -90,7 +93,7 @@ class Speculator:
         return sent
 
     def needs_draft_step(self, running: int) -> bool:
-        """Return, before a step, whether `drafts` must be called at its end.
+        """Return, before a step, whether `drafts` must be called at the end of the step.
 
         It must for new drafts, for the outcome of the last drafts, or to update the store.
         """
@@ -107,7 +110,7 @@ class Speculator:
         self._skipped_step = running, seconds
 
     def end(self, ended: Iterable[str]) -> None:
-        """Store the remaining tokens of requests that the runner is about to drop."""
+        """Store the remaining tokens of requests that the model runner is about to drop."""
         if self.profile is not None:
             return
         requests = self.runner.requests
@@ -169,7 +172,10 @@ class Speculator:
         self._counts.cost_error_ratio = self.controller.cost.error
 
     def _should_time_step(self) -> bool:
-        """Steps without drafts are so alike that timing a few is sufficient."""
+        """Return whether to time the last step.
+
+        Steps without drafts are so alike that timing a few is sufficient.
+        """
         return self.controller.decision == "baseline" or self._num_steps % TIMING_INTERVAL == 0
 
     def _score_drafts(
@@ -179,7 +185,7 @@ class Speculator:
         sampled: Sequence[Sequence[int]],
         verified: NDArray[np.int64],
     ) -> None:
-        """Compare drafts with the sampled tokens.
+        """Compare the last step's drafts with its sampled tokens, and record their acceptance.
 
         The first token after those that were sent also counts as correct if it equals the next
         draft token.

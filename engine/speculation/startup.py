@@ -1,4 +1,4 @@
-"""Startup and shutdown of speculation: mode, vLLM's configuration and the step profile."""
+"""Startup and shutdown of speculation: mode, vLLM's configuration and measured step times."""
 
 import asyncio
 import logging
@@ -50,7 +50,7 @@ def set_speculative_config(
 def _draft_length_schedule(
     arguments: AsyncEngineArgs, settings: SpeculationSettings, graphs: Plan | None
 ) -> list[tuple[int, int, int]]:
-    """Draft lengths per range of batch sizes.
+    """Draft lengths per range of batch sizes, for vLLM's `speculative_config`.
 
     The drafter's lengths are chosen step by step and ignore this schedule. But vLLM captures CUDA
     graphs for the lengths in it (v1/worker/gpu/cudagraph_utils.py:289), so each length occurs once.
@@ -67,7 +67,10 @@ def _draft_length_schedule(
 
 
 def _method_config(arguments: AsyncEngineArgs, settings: SpeculationSettings) -> dict[str, Any]:
-    """The drafting method. Greedy drafts keep sampling lossless whatever the drafter computes."""
+    """Drafting method in vLLM's `speculative_config`: a custom proposer or a draft model.
+
+    Greedy drafts keep sampling lossless whatever the drafter computes.
+    """
     if settings.mode != "drafter":
         return {"method": "custom_class", "model": PROPOSER}
     return {
@@ -83,7 +86,7 @@ PROFILE_SECONDS = 5.0
 
 
 def resolve_mode(settings: SpeculationSettings, engine: EngineSettings) -> SpeculationSettings:
-    """Settings with an unusable mode replaced by `off`.
+    """Speculation settings, with a mode that cannot be used replaced by `off`.
 
     `auto` is `off` on a GPU, where nothing has been measured. All modes but `drafter` need the
     compiled draft store. With pipeline parallelism the rank that drafts does not sample, so there
@@ -111,15 +114,15 @@ async def start_drafting(llm: AsyncLLM, settings: SpeculationSettings, info: Eng
 
 
 async def stop_drafting(llm: AsyncLLM, settings: SpeculationSettings) -> None:
-    """Save the draft store, if a file is configured."""
+    """Save the draft store at shutdown, if a file is configured."""
     if settings.mode not in ("off", "drafter") and settings.store_file is not None:
         await await_engine(llm, llm.collective_rpc("coppice_save_drafts"))
 
 
 async def measure_step_costs(llm: AsyncLLM, info: EngineInfo, max_draft_tokens: int) -> None:
-    """Run the batches of the profile for PROFILE_SECONDS.
+    """Measure step times: run profiling batches for about PROFILE_SECONDS.
 
-    Large models complete only a few cells.
+    Large models complete only a few batches.
     """
     began = time.monotonic()
     for number, batch in enumerate(
