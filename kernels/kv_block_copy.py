@@ -1,7 +1,7 @@
-"""Copies between cache blocks and the canonical KV layout, for CPU blocks in packed order too.
+"""Copies between KV cache blocks and the canonical KV layout, also for packed CPU blocks.
 
-B blocks of the cache, n of them the prompt's, L layers, H heads, N tokens per block, D head_dim,
-T tokens of the prompt: (n - 1) * N < T <= n * N. The caches of all layers have the shape
+B blocks of the cache, n of which hold the prompt, L layers, H heads, N tokens per block, D
+head_dim, T tokens of the prompt: (n - 1) * N < T <= n * N. The caches of all layers have the shape
 [B, H, N, 2 * D]. A prompt's KV is [L, 2, H, T, D], keys before values.
 """
 
@@ -15,12 +15,12 @@ BASE: Final = 128  # integers below 128 are exact in every cache dtype
 
 
 class UnknownPacking(Exception):
-    """The values read back are not a permutation of those written, or heads differ."""
+    """The order in which blocks are packed is not a permutation, or differs between heads."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackOrder:
-    """Permutation of a head's keys and of its values in a block.
+    """Order in which vLLM's CPU attention stores an attention head's KV in a cache block.
 
     vLLM's CPU attention kernels pack a head's keys and values of a block in an order that depends
     on the instruction set. The order is not hard-coded here: the engine writes blocks whose values
@@ -34,12 +34,15 @@ class PackOrder:
     values: torch.Tensor
 
     def stacked(self) -> torch.Tensor:
-        """Offsets [2, N * D] in a head's whole block, in which the values follow the keys."""
+        """Offsets [2, N * D] of keys and values in an attention head's part of a block.
+
+        The values follow the keys.
+        """
         return torch.stack([self.keys, self.values + len(self.keys)])
 
 
 def index_digits(num_values: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Digits of 0 .. num_values - 1 in base 128, the lowest digit first, on the CPU."""
+    """Base-128 digits of the numbers 0 .. num_values - 1, one tensor per digit, lowest first."""
     index, digits = torch.arange(num_values), []
     while True:
         digits.append((index % BASE).to(dtype))
@@ -49,7 +52,7 @@ def index_digits(num_values: int, dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 def infer_order(written: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Permutation of a head's values, from one probe per digit of the index.
+    """Infer the order in which an attention head's values are stored, from their index digits.
 
     `written[i]` [H, N * D] was read back after digit i of the index was written for every head.
     """
@@ -74,9 +77,10 @@ def unpack(
     *,
     max_indices: int = MAX_INDICES,
 ) -> None:
-    """Copy from packed CPU blocks, contiguous, whose last two dimensions are in `order`.
+    """Copy a prompt's KV from packed CPU cache blocks to the canonical layout.
 
-    `out` can have any strides, so a tensor-parallel rank can write only its own heads.
+    The blocks are contiguous; their last two dimensions are in `order`. `out` can have any strides,
+    so a tensor-parallel rank can write only its own heads.
     """
     check_shapes(caches, block_ids, out)
     flat = [cache.view(-1) for cache in caches]
@@ -87,10 +91,11 @@ def unpack(
 
 
 def gather(caches: Sequence[torch.Tensor], block_ids: torch.Tensor, out: torch.Tensor) -> None:
-    """Copy from unpacked blocks, in which each token has its keys and then its values.
+    """Copy a prompt's KV from unpacked cache blocks to the canonical layout.
 
-    The strides are arbitrary: heads or tokens may be the outer dimension, and a block may contain
-    all layers. One gather and one copy per layer, on the current CUDA stream.
+    In a block, each token has its keys and then its values. The strides are arbitrary: heads or
+    tokens may be the outer dimension, and a block may contain all layers. One gather and one copy
+    per layer, on the current CUDA stream.
     """
     check_shapes(caches, block_ids, out)
     num_tokens = out.shape[3]
@@ -120,7 +125,10 @@ def iter_chunks(
     num_tokens: int,
     blocks_per_chunk: int,
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Ranges of tokens, with the offsets of their values in a layer's cache, [2, H, tokens, D]."""
+    """Yield ranges of tokens, with the offsets of their KV in a layer's packed cache.
+
+    The offsets are [2, H, tokens, D].
+    """
     _, heads, block, content = cache.shape
     ids, block_offsets = torch.tensor(block_ids), order.stacked()[:, None, None]
     for first in range(0, len(block_ids), blocks_per_chunk):
@@ -139,9 +147,9 @@ def pack(
     *,
     max_indices: int = MAX_INDICES,
 ) -> None:
-    """Copy `values` [L, 2, H, T, D] into packed blocks, which are contiguous and on the CPU.
+    """Copy KV in the canonical layout, [L, 2, H, T, D], into packed CPU cache blocks.
 
-    In the last block only the given tokens are written.
+    The blocks are contiguous. In the last block only the given tokens are written.
     """
     check_shapes(caches, block_ids, values)
     flat = [cache.view(-1) for cache in caches]
@@ -154,7 +162,10 @@ def pack(
 
 
 def scatter(values: torch.Tensor, caches: Sequence[torch.Tensor], block_ids: torch.Tensor) -> None:
-    """Copy into unpacked blocks with any strides, on the current CUDA stream."""
+    """Copy KV in the canonical layout into unpacked cache blocks, on the current CUDA stream.
+
+    The blocks can have any strides.
+    """
     check_shapes(caches, block_ids, values)
     block, num_tokens = caches[0].shape[2], values.shape[3]
     tokens = torch.arange(num_tokens, device=block_ids.device)

@@ -1,4 +1,4 @@
-"""Rotation of keys to other positions in PyTorch, and a model's rotary frequencies.
+"""Rotation of cached keys to other positions (RoPE) in PyTorch, and rotary frequencies.
 
 RoPE rotations are additive: a key prefilled at position p becomes the key of position p + n when
 each pair of channels is rotated by n times the pair's frequency. A factor that scales keys, as in
@@ -33,7 +33,7 @@ class UnsupportedRotary(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RotaryParams:
-    """Rotary frequencies [R / 2] in radians per position, on the CPU."""
+    """Rotary frequencies of a model, [R / 2], in radians per position, on the CPU."""
 
     frequencies: torch.Tensor
 
@@ -42,13 +42,16 @@ class RotaryParams:
         return 2 * len(self.frequencies)
 
     def cos_sin(self, shift: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines [R / 2] of a shift, computed in float64 and returned in float32."""
+        """Cosines and sines [R / 2] of the rotation by `shift` positions.
+
+        They are computed in float64 and returned in float32.
+        """
         angles = self.frequencies.double() * shift
         return angles.cos().float(), angles.sin().float()
 
 
 def parse_rotary(rope: Mapping[str, Any], head_dim: int) -> RotaryParams:
-    """Rotary parameters of a config, in float32 as models compute them.
+    """Rotary parameters of a model from its RoPE config, in float32 as models compute them.
 
     Only RoPE types that are known to be pure rotations are supported.
 
@@ -85,9 +88,10 @@ def _default(rope: Mapping[str, Any], base: torch.Tensor) -> torch.Tensor:
 
 
 def _llama3(rope: Mapping[str, Any], base: torch.Tensor) -> torch.Tensor:
-    """Llama 3.1: low frequencies divided by the factor, high ones unchanged, interpolated between.
+    """Rotary frequencies of Llama 3.1: low ones are divided by the factor, high ones unchanged.
 
-    The thresholds are in rotations over the original context length.
+    Frequencies between the thresholds are interpolated. The thresholds are in rotations over the
+    original context length.
     """
     low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
     factor, length = float(rope["factor"]), float(rope["original_max_position_embeddings"])
@@ -97,7 +101,7 @@ def _llama3(rope: Mapping[str, Any], base: torch.Tensor) -> torch.Tensor:
 
 
 def _yarn(rope: Mapping[str, Any], base: torch.Tensor) -> torch.Tensor:
-    """YaRN (arXiv 2309.00071): like `_llama3`, but with a ramp over channel pairs."""
+    """Rotary frequencies of YaRN (arXiv 2309.00071): like Llama 3.1, but a ramp over channels."""
     theta, factor = float(rope["rope_theta"]), float(rope["factor"])
     length, pairs = float(rope["original_max_position_embeddings"]), len(base)
 
@@ -131,8 +135,9 @@ _FREQUENCIES_BY_TYPE: Final[
 def shift_keys(keys: torch.Tensor, shift: int, rotary: RotaryParams) -> torch.Tensor:
     """Copy of keys [.., D] rotated by `shift` positions.
 
-    Three memory-bound passes over the keys; C++ would need one. Most of a load's time is spent on
-    the copies from the arena and into the cache's packed order, so that did not justify a library.
+    Three memory-bound passes over the keys; C++ would need one. Most of the time of loading KV is
+    spent on the copies from the arena and into the cache's packed order, so that did not justify a
+    library.
 
     Computed in float32 and returned in the keys' dtype. A shift of zero is bitwise exact.
     """

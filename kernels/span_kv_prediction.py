@@ -1,12 +1,12 @@
-"""Prediction of a span's KV after another prefix, from observed KV of other spans after it.
+"""Prediction of a span's KV after a prefix, from observed KV of other spans after this prefix.
 
-The base of a span is its KV without the prefix. An observation is its KV prefilled after the
-prefix. The prediction adds to the source the weighted differences of observation and base. Weights
-are per token, separate for keys and values, and larger for bases that are nearer to the source. If
-all bases are far away, the prediction stays close to the source. Keys are compared and subtracted
-at the positions where they were prefilled, and rotated to their new positions afterwards, which is
-valid because rotation is linear. KV of the first layer depends on the token and its position only,
-so it is only rotated.
+The source is KV of the span itself that was prefilled elsewhere. The base of another span is its KV
+without the prefix, and its observation is its KV prefilled after the prefix. The prediction adds to
+the source the weighted differences of observation and base. Weights are per token, separate for
+keys and values, and larger for bases that are nearer to the source. If all bases are far away, the
+prediction stays close to the source. Keys are compared and subtracted at the positions where they
+were prefilled, and rotated to their new positions afterwards, which is valid because rotation is
+linear. KV of the first layer depends on the token and its position only, so it is only rotated.
 
 [L, 2, H, T, D]: L layers, keys and values, H heads, T tokens, D head_dim. Computed in float32.
 """
@@ -25,10 +25,11 @@ MIN_SQUARED_DISTANCE: Final = 1e-30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """Observed KV `real` of a span after the prefix, and the span's `base` without it.
+    """KV of another span that was observed after the prefix, from which a span is predicted.
 
-    The keys of `real` are moved by `shift` positions. `base`, if any, is at the positions of the
-    source. `weights` [2, T] are those of keys and of values.
+    `real` is the observed KV, `base` the KV of the same span without the prefix. The keys of `real`
+    are moved by `shift` positions. `base`, if any, is at the positions of the source. `weights` [2,
+    T] are those of keys and of values.
     """
 
     real: torch.Tensor
@@ -38,7 +39,7 @@ class Observation:
 
 
 def token_weights(source: torch.Tensor, bases: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Weights [A, 2, T] of the A bases for each token of the source.
+    """Weights [A, 2, T] of A observations in the prediction of each token, by distance of KV.
 
     A weight is proportional to the inverse squared distance of base and source over all layers,
     heads and channels, so it is invariant to the scale of a model's values. It is computed as a
@@ -64,7 +65,7 @@ def predict(
     rotary: RotaryParams | None,
     out: torch.Tensor,
 ) -> None:
-    """Write the prediction to `out` in its dtype.
+    """Predict the KV of a span after a prefix, and write it to `out` in the dtype of `out`.
 
     The source's keys are moved by `shift` positions. Layers are processed one at a time, so that
     the sums stay in the CPU caches.
@@ -81,14 +82,14 @@ def predict(
 def shift_keys_of_layers(
     values: torch.Tensor, shift: int, rotary: RotaryParams | None
 ) -> torch.Tensor:
-    """Copy of [L, 2, H, T, D] with its keys moved by `shift` positions."""
+    """Copy of KV [L, 2, H, T, D] with the keys moved by `shift` positions."""
     return torch.stack([_shift_layer(layer, shift, rotary) for layer in values])
 
 
 def _source_residual(
     source: torch.Tensor, observations: Sequence[Observation], layer: int
 ) -> torch.Tensor:
-    """Source minus the weighted bases, [2, H, T, D]; zeros if an observation has no base."""
+    """Source minus weighted bases in one layer, [2, H, T, D]; zeros if a base is missing."""
     if any(seen.base is None for seen in observations):
         return _zeros_like_layer(source)
     left = source[layer].to(torch.float32, copy=True)
@@ -116,7 +117,7 @@ def _broadcast_weights(weights: torch.Tensor) -> torch.Tensor:
 
 
 def _shift_layer(layer: torch.Tensor, shift: int, rotary: RotaryParams | None) -> torch.Tensor:
-    """Layer [2, H, T, D] with its keys moved by `shift`; the same tensor if `shift` is zero."""
+    """KV [2, H, T, D] of a layer with keys moved by `shift` positions; itself for a zero shift."""
     if not shift:
         return layer
     assert rotary is not None, "keys are only moved if they can be rotated"

@@ -23,11 +23,11 @@ NUM_CELLS = NUM_SCOPES * NUM_AGREEMENTS * NUM_MATCH_BINS * NUM_POSITION_BINS
 NUM_COARSE_CELLS = NUM_SCOPES * NUM_AGREEMENTS
 MAX_COUNT, MAX_COARSE_COUNT = 2**12, 2**16
 PRIOR_WEIGHT = 8.0
-"""Pseudo-counts of smoothing: of the coarse cell's rate in a cell, and of 0.5 in a coarse cell."""
+"""Number of pseudo-counts added: at the coarse cell's rate to a cell, at 0.5 to a coarse cell."""
 
 
 def agreement_class(num_agreeing: int, total: int) -> int:
-    """Bin of an agreement: split votes by their share, unanimous votes by their number."""
+    """Bin of the agreement of votes for a token: by share if split, by number if unanimous."""
     if num_agreeing < total:
         return 0 if 2 * num_agreeing < total else 1 if 4 * num_agreeing < 3 * total else 2
     return 3 + bisect_right(UNANIMOUS_BOUNDS, total)
@@ -44,7 +44,10 @@ def coarse_cell(cell: int) -> int:
 
 
 class AcceptanceEstimate:
-    """Acceptance counts by cell and coarse cell, with the reliability of the predictions."""
+    """Estimates acceptance probabilities of drafted tokens from the outcomes of earlier drafts.
+
+    It holds counts by cell and coarse cell, and the reliability of its predictions.
+    """
 
     def __init__(self) -> None:
         self.tried = np.zeros(NUM_CELLS, np.uint32)

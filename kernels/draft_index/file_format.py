@@ -46,7 +46,10 @@ class StoredText:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreContents:
-    """Finished responses of a store. Prompts are in order of last use, most recent last."""
+    """Contents of a draft store file: prompts, finished responses and acceptance counts.
+
+    Prompts are in order of last use, most recent last.
+    """
 
     prompt_lengths: NDArray[np.uint32]
     prompt_tokens: NDArray[np.int32]
@@ -78,14 +81,17 @@ class StoreContents:
             yield prompt, list(islice(texts, count))
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """Arrays by name, in file order."""
+        """Arrays of the file by name, in file order."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def log(self) -> Iterator[StoredText]:
         return _split_texts(self.log_tokens, self.log_lengths, self.log_ages, self.log_prompts)
 
     def check(self) -> None:
-        """Validate all lengths and values: a correct digest does not prove a trusted writer."""
+        """Validate the lengths and values of all arrays; raises InvalidStoreFile.
+
+        A correct digest does not prove a trusted writer.
+        """
         pairs = (
             (self.prompt_lengths.sum(dtype=np.uint64), self.prompt_tokens),
             (self.text_counts.sum(dtype=np.uint64), self.text_lengths),
@@ -115,7 +121,7 @@ class StoreContents:
             raise InvalidStoreFile("inconsistent arrays")
 
     def _bounds(self) -> Iterator[tuple[NDArray[Any], int, Any]]:
-        """Arrays with the half-open range of their values."""
+        """Each array to check, with the half-open range of its valid values."""
         yield self.prompt_lengths, 1, MAX_TEXT_TOKENS
         yield self.text_counts, 0, MAX_FINISHED_TEXTS + 1
         yield self.text_lengths, 1, MAX_TEXT_TOKENS - MAX_MATCH_LENGTH

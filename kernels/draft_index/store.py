@@ -1,4 +1,4 @@
-"""Compiled draft store; `Store` documents its methods.
+"""Draft store in a compiled library; the protocol `Store` documents its methods.
 
 Not thread-safe. One call into the library does a whole step.
 """
@@ -32,7 +32,7 @@ VERSION = 1
 
 
 class Params(ctypes.Structure):
-    """Mirror of `Params` in csrc/params.h."""
+    """ctypes mirror of the C++ struct `Params` in csrc/params.h."""
 
     _fields_ = [
         ("max_bytes", ctypes.c_int64),
@@ -54,7 +54,7 @@ class Params(ctypes.Structure):
 
 
 class Step(ctypes.Structure):
-    """Mirror of `Step` in csrc/draft_store.h."""
+    """ctypes mirror of the C++ struct `Step` in csrc/draft_store.h."""
 
     _fields_ = [
         *[(name, ctypes.c_void_p) for name in ("slots", "counts", "tokens", "limits")],
@@ -66,7 +66,10 @@ class Step(ctypes.Structure):
 
 
 class Sizes(ctypes.Structure):
-    """Mirror of `Sizes` in csrc/saved_contents.h. `ContentsPointers` mirrors `Contents` there."""
+    """ctypes mirror of the C++ struct `Sizes` in csrc/saved_contents.h.
+
+    `ContentsPointers` mirrors `Contents` in the same file.
+    """
 
     _fields_ = [
         *[(name, ctypes.c_int64) for name in ("prompts", "prompt_tokens", "texts")],
@@ -138,12 +141,12 @@ def library() -> ctypes.CDLL | None:
 
 
 def is_built() -> bool:
-    """Return True if the library was built for this version; that requires a compiler."""
+    """Return True if the compiled draft store was built, for this version; needs a compiler."""
     return library() is not None
 
 
 class DraftStore:
-    """Implementation of `Store` by the library, whose memory it owns."""
+    """Draft store implemented by the compiled library; owns the memory allocated there."""
 
     def __init__(
         self, *, max_bytes: int, max_draft_tokens: int = 16, scopes: frozenset[Scope] = ALL_SCOPES
@@ -246,7 +249,7 @@ class DraftStore:
         scopes: frozenset[Scope] = ALL_SCOPES,
         vocabulary: int | None = None,
     ) -> Self:
-        """Load a saved store.
+        """Load a draft store from a file.
 
         With `vocabulary`, a file with larger token ids is refused, as they could be drafted.
         """

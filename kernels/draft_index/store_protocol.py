@@ -16,15 +16,15 @@ from numpy.typing import NDArray
 
 
 class DraftIndexError(Exception):
-    """Base class of the draft index's errors. A call that raises has no effect."""
+    """Base class of the draft store's errors. A call that raises has no effect."""
 
 
 class InvalidCall(DraftIndexError):
-    """Invalid argument: an unused or repeated slot, a negative token, arrays of unequal size."""
+    """Invalid argument of a draft store call, for example an unused slot or a negative token."""
 
 
 class InvalidStoreFile(DraftIndexError):
-    """The file is truncated, corrupted, of another format version, or not a saved store."""
+    """The file is truncated, corrupted, of another format version, or not a saved draft store."""
 
 
 MAX_DRAFT_TOKENS = 32
@@ -59,14 +59,15 @@ AGE_SHIFT = 2
 
 
 def weight(match_length: int, age: int) -> int:
-    """Vote weight of a match, in fixed point."""
+    """Weight of a matching text's vote for a draft token, in fixed point."""
     return (match_length * match_length << 16) // ((1 << AGE_SHIFT) + age)
 
 
 def position_weight(distance: int) -> int:
-    """Factor on the vote of another response to the prompt, by the distance of the positions.
+    """Factor on the vote of another response to a prompt, larger if the positions are close.
 
-    `distance` is in tokens: 8 up to 4 tokens, 4 up to 16, 2 up to 64, then 1.
+    `distance` is that of the positions in both responses. The factor is 8 up to 4 tokens, 4 up to
+    16, 2 up to 64, then 1.
     """
     return 8 >> min(3, max(0, (max(distance - 1, 0).bit_length() - 1) // 2))
 
@@ -81,7 +82,7 @@ LOG_SHARE = 4
 
 
 def log_tokens(max_bytes: int) -> int:
-    """Capacity in tokens of the log of finished responses, a power of two."""
+    """Capacity in tokens of a draft store's log of finished responses, a power of two."""
     return 1 << max(6, (max_bytes // LOG_SHARE // LOG_TOKEN_BYTES).bit_length() - 1)
 
 
@@ -90,10 +91,11 @@ NUM_BINS = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reliability:
-    """Reliability diagram: outcomes by scope and predicted probability, in NUM_BINS equal bins.
+    """Reliability diagram of drafted tokens: outcomes by scope and predicted probability.
 
-    A drafted token counts if all tokens before it in its draft were correct, whether it was
-    submitted for verification or not. It is compared with the tokens that were generated.
+    The probability is divided into NUM_BINS equal bins. A drafted token counts if all tokens before
+    it in its draft were correct, whether it was submitted for verification or not. It is compared
+    with the tokens that were generated.
     """
 
     tried: NDArray[np.int64]
@@ -113,7 +115,7 @@ Int32Array = NDArray[np.int32]
 
 
 class Scope(IntEnum):
-    """Source of a drafted token."""
+    """Text from which a token was drafted, by its relation to the request."""
 
     SELF = 0
     """The request's own prompt or response."""
@@ -146,7 +148,7 @@ class DraftBatch:
     """Predicted acceptance probability, given that all tokens before it are accepted."""
 
     def rows(self, numbers: NDArray[np.int64]) -> "DraftBatch":
-        """Selection of rows."""
+        """Copy with only the drafts of the given rows."""
         return DraftBatch(**{each.name: getattr(self, each.name)[numbers] for each in fields(self)})
 
     @classmethod
@@ -181,7 +183,7 @@ class Store(Protocol):
     def step(
         self, slots: Int32Array, counts: Int32Array, tokens: Int32Array, limits: Int32Array
     ) -> DraftBatch:
-        """Append tokens to all rows, then draft for each row.
+        """Append new tokens to the requests of all rows, then draft for each row.
 
         Row i gets the next `counts[i]` of the tokens, and a draft of at most `limits[i]` tokens.
         """
@@ -190,11 +192,11 @@ class Store(Protocol):
         """Save the finished responses; running requests are not saved."""
 
     def reliability(self) -> Reliability:
-        """Predicted against actual acceptance of the drafts so far."""
+        """Predicted and actual acceptance of all drafts so far."""
 
     @property
     def num_bytes(self) -> int:
-        """Upper bound of the memory used."""
+        """Upper bound of the memory that the store uses, in bytes."""
 
     @property
     def num_tokens(self) -> int:
@@ -202,7 +204,7 @@ class Store(Protocol):
 
 
 def hash_key(name: bytes) -> int:
-    """64-bit key of a name. Collisions are assumed not to happen."""
+    """64-bit key of a group name or prompt. Collisions are assumed not to happen."""
     return int.from_bytes(blake2b(name, digest_size=8).digest(), "little")
 
 
@@ -216,7 +218,7 @@ def check_begin(prompt: Int32Array) -> None:
 def check_step(
     slots: Int32Array, counts: Int32Array, tokens: Int32Array, limits: Int32Array
 ) -> None:
-    """Check the arrays of a step, except that the slots exist, which the store checks."""
+    """Check the arguments of `Store.step`, except whether slots exist, which the store checks."""
     for name, array in (
         ("slots", slots),
         ("counts", counts),

@@ -1,7 +1,7 @@
-"""Shared-prefix decode attention on CPUs: the compiled kernel over vLLM's packed `vec` cache.
+"""Shared-prefix decode attention on CPUs: a compiled kernel over vLLM's packed `vec` KV cache.
 
-KV that rows share is read once for all of them, suffixes are read row by row. Shapes: T tokens of a
-step, R rows, Hq and Hkv query and KV heads, D head size, B block size.
+KV that rows share is read once for all of these rows; suffixes are read row by row. Shapes: T
+tokens of a step, R rows, Hq and Hkv query and KV heads, D head size, B block size.
 
 The library is loaded after torch, so that it uses torch's OpenMP threads: both link to
 `libgomp.so.1`, and the dynamic loader reuses the one that torch has loaded.
@@ -23,7 +23,7 @@ from kernels.shared_prefix_attention.sharing_plan import SharingPlan
 LIBRARY = Path(__file__).with_name("libshared_prefix_attention.so")
 VERSION = 1
 ISA_VARIABLE = "COPPICE_SHARED_PREFIX_ISA"
-"""Environment variable for tests: upper bound of the variant, avx2 or avx512_bf16."""
+"""Environment variable for tests: upper bound of the kernel variant, avx2 or avx512_bf16."""
 _PLAN_FIELDS = (
     "node_blocks",
     "node_block_offsets",
@@ -35,14 +35,14 @@ _PLAN_FIELDS = (
 
 
 class Isa(IntEnum):
-    """Instruction-set variants of the kernel, in ascending order."""
+    """Instruction-set variants of the CPU attention kernel, in ascending order."""
 
     AVX2 = 1
     AVX512_BF16 = 2
 
 
 class KernelCall(ctypes.Structure):
-    """Mirror of `Call` in csrc/call.h."""
+    """ctypes mirror of the C++ struct `Call` in csrc/call.h."""
 
     _fields_ = [
         ("query", ctypes.c_void_p),
@@ -72,26 +72,26 @@ class KernelCall(ctypes.Structure):
 
 
 def is_built() -> bool:
-    """Return True if the library was built for this version; that requires a compiler."""
+    """Return True if the compiled kernel was built, for this version; needs a compiler."""
     return library() is not None
 
 
 @cached
 def version() -> str:
-    """Digest of the library. Measurements of another build are not reused."""
+    """Digest of the compiled kernel, so that measurements of another build are not reused."""
     return hashlib.sha256(LIBRARY.read_bytes()).hexdigest() if is_built() else ""
 
 
 @cached
 def best_isa() -> Isa | None:
-    """Best variant that this CPU supports, or None."""
+    """Best kernel variant that this CPU supports, or None."""
     loaded = library()
     isa = loaded.coppice_shared_prefix_isa() if loaded else 0
     return limited(Isa(isa), os.environ.get(ISA_VARIABLE)) if isa else None
 
 
 def limited(isa: Isa, name: str | None) -> Isa:
-    """Variant limited to the one with the given name, if any."""
+    """The lower of a kernel variant and of the variant with this name, if there is a name."""
     if name is None:
         return isa
     known = {each.name.lower(): each for each in Isa}
@@ -113,7 +113,7 @@ def library() -> ctypes.CDLL | None:
 
 @lru_cache(maxsize=4)
 def plan_pointers(plan: SharingPlan) -> dict[str, int]:
-    """Addresses of a plan's arrays.
+    """Addresses of the arrays of a sharing plan, for the compiled kernel.
 
     Cached, because a plan is used in every layer of many steps. The cache also keeps it alive.
     """
@@ -166,7 +166,7 @@ def unsupported_reason(
     alibi: bool = False,
     sinks: bool = False,
 ) -> UnsupportedReason | None:
-    """Reason why a layer is not supported, or None.
+    """Reason why the CPU kernel does not support an attention layer, or None if it does.
 
     `layout` is the name of vLLM's CPU attention kernel; kernels other than `vec` pack the cache
     differently.
@@ -188,7 +188,7 @@ def unsupported_reason(
 
 
 class DecodeStep:
-    """Kernel arguments of one decode step, shared by its layers."""
+    """Arguments of the CPU attention kernel in one decode step, shared by all layers."""
 
     def __init__(
         self,
@@ -230,7 +230,7 @@ class DecodeStep:
     def layer(
         self, *, query: Tensor, cache: Tensor, scale: float, out: Tensor, lse: Tensor | None = None
     ) -> None:
-        """Run one layer: write out[T, Hq, D] and, if given, lse[T, Hq].
+        """Run the attention of one layer: write out[T, Hq, D] and, if given, lse[T, Hq].
 
         Reads query[T, Hq, D] and cache[blocks, Hkv, B, 2 * D]. lse is the natural log-sum-exp.
         Padding tokens after those of the rows are not written.
@@ -255,7 +255,7 @@ class DecodeStep:
         self._decode(self._reference)
 
     def _set_layout(self, query: Tensor, cache: Tensor, out: Tensor) -> None:
-        """Set strides and shapes, after checking them: the kernel does no bounds checks."""
+        """Check and set strides and shapes of tensors, as the kernel does no bounds checks."""
         for tensor in (query, out):
             assert tensor.stride()[1:] == (query.shape[2], 1), "heads must be contiguous"
         assert cache.stride()[2:] == (cache.shape[3], 1) and cache.shape[3] == 2 * query.shape[2]

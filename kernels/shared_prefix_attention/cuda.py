@@ -33,7 +33,7 @@ def decode(
     scale: float,
     out: Tensor,
 ) -> None:
-    """Write out[T, Hq, D] for query[T, Hq, D].
+    """Run the attention of one layer in a decode step: write out[T, Hq, D] for query[T, Hq, D].
 
     The caches are [blocks, B, Hkv, D]. block_table [R, width], seq_lens [R] and query_start_loc
     [R + 1] are int32.
@@ -94,7 +94,7 @@ def decode(
 
 
 def _tokens_per_iteration(head_size: int) -> int:
-    """Tile length: keys and values of two pipeline stages must fit in shared memory."""
+    """KV tokens per loop iteration; two pipeline stages of keys and values fit in shared memory."""
     return 64 if head_size <= 128 else 32
 
 
@@ -127,12 +127,12 @@ def _attention_kernel(
     num_queries: tl.constexpr,
     num_tokens: tl.constexpr,
 ):
-    """Partial attention of one item and KV head: up to `num_queries` queries of its rows."""
+    """Partial attention of one work item and KV head, for up to `num_queries` queries."""
     item = tl.program_id(0)
     kv_head = tl.program_id(1)
     if item >= tl.load(num_items):
         return
-    # The order of tiling.ITEM_FIELDS.
+    # The order of work_list.ITEM_FIELDS.
     fields = items + item * 6
     begin = tl.load(fields)
     end = tl.load(fields + 1)  # OPEN_END in a suffix's last item, cut to the row's length below
@@ -225,7 +225,7 @@ def _merge_kernel(
     padded_size: tl.constexpr,
     max_query_tokens: tl.constexpr,
 ):
-    """Merge of the partial results of one token and query head, by their base-2 LSEs."""
+    """Merge the partial results of one token and query head by their base-2 log-sum-exps."""
     row = tl.program_id(0)
     token = tl.program_id(1)
     head = tl.program_id(2)

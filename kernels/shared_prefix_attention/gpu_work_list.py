@@ -1,4 +1,4 @@
-"""Work list of the GPU kernel: a plan as work items, in buffers with fixed addresses and sizes.
+"""Work list of the GPU attention kernel: a sharing plan as work items, in fixed buffers.
 
 A CUDA graph replays with the pointers that it was captured with. All kernel inputs are therefore in
 one tensor that is allocated once, for the largest step. `fill` writes a plan into it without a
@@ -26,7 +26,7 @@ OWN_BLOCKS = -1
 OPEN_END = np.iinfo(np.int32).max
 MIN_ITEM_TOKENS = 256
 ITEM_ALIGNMENT = 64
-"""Items are cut at multiples of it, relative to the start of the node or suffix."""
+"""Items are cut at multiples of this, in tokens from the start of the node or suffix."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ def split_into_items(
 def _node_items(
     plan: SharingPlan, num_chunks: NDArray[Any], step: int, block_size: int, rows_per_item: int
 ) -> tuple[Int32s, Int32s]:
-    """Items of all nodes, and the offset in `node_rows` of each item's rows."""
+    """Work items of all shared nodes, and the offset in `node_rows` of each item's rows."""
     num_splits = -(-plan.node_tokens // step)
     node = np.repeat(np.arange(len(plan.node_tokens)), num_chunks * num_splits)
     chunk, split = np.divmod(
@@ -87,7 +87,10 @@ def _node_items(
 
 
 def _suffix_items(plan: SharingPlan, suffix_tokens: Int32s, step: int) -> tuple[Int32s, Int32s]:
-    """Items of all suffixes, and the row of each. The last item of a row ends at `OPEN_END`."""
+    """Work items of all suffixes, and the row of each item.
+
+    The last item of a row ends at `OPEN_END`.
+    """
     num_splits = np.maximum(-(-suffix_tokens // step), 1)
     row = np.repeat(np.arange(len(suffix_tokens)), num_splits)
     split = _positions_within(num_splits)
@@ -99,7 +102,7 @@ def _suffix_items(plan: SharingPlan, suffix_tokens: Int32s, step: int) -> tuple[
 
 
 def _node_starts(plan: SharingPlan) -> NDArray[Any]:
-    """Start position of each node: the tokens of the preceding nodes of any of its rows."""
+    """Start position of each shared node: the number of tokens in its rows' preceding nodes."""
     node = np.repeat(np.arange(len(plan.node_tokens)), np.diff(plan.node_row_offsets))
     by_row = np.argsort(plan.node_rows, kind="stable")
     tokens = plan.node_tokens[node[by_row]]
@@ -112,7 +115,7 @@ def _node_starts(plan: SharingPlan) -> NDArray[Any]:
 
 
 def _positions_within(counts: NDArray[Any]) -> NDArray[Any]:
-    """[0, 1, .., counts[0] - 1, 0, 1, ..]"""
+    """Ranges from 0 to each count, concatenated: [0, 1, .., counts[0] - 1, 0, 1, ..]."""
     before: NDArray[Any] = np.repeat(np.cumsum(counts) - counts, counts)
     within: NDArray[Any] = np.arange(len(before)) - before
     return within
@@ -120,7 +123,7 @@ def _positions_within(counts: NDArray[Any]) -> NDArray[Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkShape:
-    """Buffer sizes, derived from the model, the scheduler's limits and the GPU."""
+    """Dimensions of a work list's buffers, from the model, the scheduler's limits and the GPU."""
 
     num_heads: int
     num_kv_heads: int
@@ -137,7 +140,10 @@ class WorkShape:
 
     @property
     def queries_per_item(self) -> int:
-        """Rows of the matrix product, a power of two that fits the queries of at least one row."""
+        """Queries per work item, a power of two that fits the queries of at least one batch row.
+
+        It is the number of rows of the kernel's matrix product.
+        """
         one_row = self.max_query_tokens * self.ratio
         return max(64 if self.max_rows > 8 else 16, 1 << (one_row - 1).bit_length())
 
@@ -147,12 +153,12 @@ class WorkShape:
 
     @property
     def target_items(self) -> int:
-        """Items per KV head: several per multiprocessor, so that they finish at the same time."""
+        """Work items per KV head: several per multiprocessor, to keep all of them equally busy."""
         return max(1, 4 * self.num_processors // self.num_kv_heads)
 
     @property
     def max_items(self) -> int:
-        """Capacity: a suffix per row, nodes of two rows each at some depth, and added splits."""
+        """Capacity in work items: a suffix per row, nodes of two rows each, and added splits."""
         return 3 * self.max_rows + 2 * self.target_items
 
     @property
@@ -173,7 +179,10 @@ class WorkShape:
 
 
 class WorkList:
-    """Buffers of one attention group, filled before a step and read by all its layers."""
+    """Device buffers with the work list of one attention group, filled before each step.
+
+    All layers of the group read them.
+    """
 
     def __init__(self, shape: WorkShape, device: torch.device) -> None:
         self.shape = shape
@@ -187,12 +196,12 @@ class WorkList:
         self.lses = torch.empty(slots, dtype=torch.float32, device=device)
 
     def __getitem__(self, name: str) -> Tensor:
-        """Device tensor of one list in `WorkShape.sizes`."""
+        """Device tensor of the list with this name in `WorkShape.sizes`."""
         i = list(self.shape.sizes).index(name)
         return self._on_device[self._bounds[i] : self._bounds[i + 1]]
 
     def fill(self, plan: SharingPlan, suffix_tokens: Int32s) -> bool:
-        """Write a plan to the device; returns False if it does not fit.
+        """Copy the work items of a plan to the device buffers; returns False if they do not fit.
 
         `suffix_tokens` only determines the number of splits per row. Tokens that a suffix gains
         later are read as well.
@@ -226,7 +235,7 @@ class WorkList:
 
 
 class _StagingBuffer:
-    """Pinned host buffer of one plan, with the event of its last copy."""
+    """Pinned host buffer from which a work list is copied to the device, with the copy's event."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         on_gpu = device.type == "cuda"

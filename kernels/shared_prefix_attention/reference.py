@@ -1,7 +1,7 @@
 """Reference implementation of shared-prefix decode attention, in the precision of its input.
 
 Shapes: T tokens, R rows, Hq and Hkv query and KV heads, D head size, B block size; q tokens and n
-positions of a piece.
+positions of a partial result.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,10 +14,10 @@ from kernels.shared_prefix_attention.sharing_plan import SharingPlan
 
 
 def merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge outs[pieces, ..., D] and lses[pieces, ...] into (out, lse).
+    """Merge partial attention results outs[parts, ..., D], lses[parts, ...] into (out, lse).
 
-    A piece without positions has an lse of -inf and is ignored, whatever its output is. If all
-    pieces are empty, the output is zero.
+    A part without positions has an lse of -inf and is ignored, whatever its output is. If all parts
+    are empty, the output is zero.
     """
     highest = lses.amax(dim=0)
     highest = torch.where(highest.isneginf(), 0.0, highest)
@@ -30,7 +30,7 @@ def merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """Inputs of one layer in a decode step."""
+    """Inputs of one attention layer in a decode step."""
 
     query: Tensor
     """[T, Hq, D]"""
@@ -59,7 +59,7 @@ def full_attention(step: Step) -> tuple[Tensor, Tensor]:
 
 
 def split_attention(plan: SharingPlan, step: Step) -> tuple[Tensor, Tensor]:
-    """The same result by pieces of the plan: nodes for all their rows, then suffixes, merged."""
+    """Attention by nodes of a sharing plan and suffixes of rows, merged; as `full_attention`."""
     out, lse = torch.zeros_like(step.query), step.query.new_full(step.query.shape[:2], -torch.inf)
     for row, parts in enumerate(partial_results(plan, step)):
         tokens = _tokens(step, row)
@@ -69,7 +69,7 @@ def split_attention(plan: SharingPlan, step: Step) -> tuple[Tensor, Tensor]:
 
 
 def partial_results(plan: SharingPlan, step: Step) -> list[list[tuple[Tensor, Tensor]]]:
-    """Partial results (out, lse) of each row: one per node and one of its suffix."""
+    """Partial attention results (out, lse) of each row: one per node and one of its suffix."""
     parts: list[list[tuple[Tensor, Tensor]]] = [[] for _ in step.seq_lens]
     starts = [0] * len(parts)
     block_size = step.keys.shape[1]

@@ -1,4 +1,4 @@
-"""Sharing plan of a step: the KV blocks that rows share. Input of every kernel in this package.
+"""Sharing plan of a step: the KV blocks that batch rows share; input of every kernel here.
 
 A node is a range of physical cache blocks that several rows read. The nodes of a row are
 consecutive from position 0, for example a system prompt, a prompt and a branch. The positions after
@@ -16,7 +16,7 @@ Int32s = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SharingPlan:
-    """Tree of the prefixes that a step's rows share: each node has cache blocks and rows.
+    """Tree of the prefixes that a step's rows share; each node has cache blocks and rows.
 
     Ragged lists are flat values with offsets: node i has values[offsets[i]:offsets[i + 1]].
 
