@@ -15,7 +15,7 @@ BASE: Final = 128  # integers below 128 are exact in every cache dtype
 
 
 class UnknownPacking(Exception):
-    """The order in which blocks are packed is not a permutation, or differs between heads."""
+    """The order in which vLLM packs KV blocks is not a permutation, or differs between heads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ def index_digits(num_values: int, dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 def infer_order(written: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Infer the order in which an attention head's values are stored, from their index digits.
+    """Infer the storage order of an attention head's values from the digits of their indices.
 
     `written[i]` [H, N * D] was read back after digit i of the index was written for every head.
     """

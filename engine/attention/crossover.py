@@ -31,7 +31,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepWork:
-    """Attention work of one step, as the quantities that its time depends on.
+    """Quantities of attention work in one step, from which its time is predicted.
 
     A node is a prefix range that several rows share. A pair is a query token and a KV cache token
     that it reads.

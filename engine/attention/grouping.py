@@ -162,7 +162,7 @@ class _PlanBuilder:
 def _split(
     rows: Int64s, groups: Int64s, starts: Int32s, blocks: Int32s
 ) -> tuple[Int64s, Int32s, Int64s]:
-    """Split groups of rows by their next block: rows by group, their starts, and group sizes.
+    """Split groups of rows by their next KV block; returns rows by new group, starts and sizes.
 
     Groups of a single row are dropped.
     """
@@ -276,5 +276,5 @@ def num_grouped_rows(plan: SharingPlan) -> int:
 
 @lru_cache(maxsize=4)
 def num_tokens_saved(plan: SharingPlan) -> int:
-    """KV reads in tokens that a plan saves per step, as shared nodes are read only once."""
+    """Number of KV tokens that a step need not read, as shared nodes are read only once."""
     return int(((np.diff(plan.node_row_offsets) - 1) * plan.node_tokens).sum())

@@ -143,7 +143,7 @@ def score(
     requested: Mapping[GraphShape, float],
     memory: GraphMemory,
 ) -> PlanScore:
-    """Evaluate a set of CUDA graph shapes on step shapes with weights.
+    """Evaluate a set of CUDA graph shapes on weighted step shapes: memory, hit rate, padding.
 
     A decode step hits if a graph of its query length has room for it, and is padded to that graph.
     """

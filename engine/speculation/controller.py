@@ -243,7 +243,7 @@ class Controller:
             self._update_balance((without - seconds) / seconds_off)
 
     def _update_balance(self, gain: float) -> None:
-        """Add the gain of a step to the balance of drafts, and pause drafts if they lose time.
+        """Add the time gained by drafts in a step to a balance; pause drafts if too much is lost.
 
         `gain` is in units of the time of a step without drafts. A loss is capped, so that a pause
         is not charged to drafts.
@@ -257,7 +257,7 @@ class Controller:
 
 
 class GainTracker:
-    """Moving averages of measured and estimated draft-free step time, over WINDOW steps."""
+    """Moving averages, over WINDOW steps, of measured time and estimated time without drafts."""
 
     def __init__(self) -> None:
         self.num_steps = 0

@@ -190,7 +190,7 @@ class DraftStepSkipper:
 
 
 def can_skip_draft_step(runner: Any) -> bool:
-    """Return whether steps may be run without the draft method.
+    """Return whether a model runner may run steps without vLLM's draft method.
 
     The state of recurrent layers is laid out differently in the two kinds of steps.
     """

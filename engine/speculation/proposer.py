@@ -51,7 +51,7 @@ class Proposer:
             runner.rejection_sampler = DraftVerifier(runner.rejection_sampler)
 
     def attach(self, runner: Any) -> None:
-        """Attach to the model runner, which maps batch rows to requests."""
+        """Attach the proposer to the model runner, which maps batch rows to requests."""
         if can_skip_draft_step(runner):
             DraftStepSkipper(runner, lambda: self.speculator if self.is_enabled else None, FEATURE)
         steps = self._profile_cache.read() or []
@@ -94,7 +94,7 @@ class Proposer:
     # Called by the worker between two steps.
 
     def begin_profile(self) -> bool:
-        """Start measuring step times if none are cached, and return whether it was started."""
+        """Start measuring step times if none are cached; returns True if they are measured."""
         if self.speculator is None or self._profile_cache.read() is not None:
             return False
         self.speculator.profile = Profile(self._max_draft_tokens)

@@ -26,7 +26,7 @@ class TrackedRequest:
 
     `num_stored` of its at most `num_tokens` tokens are in the store. `skip_reason` is the reason it
     gets no drafts. `seeded`: the sample must depend only on its own random stream, and the number
-    of draws from it would depend on the drafts. `no_room`: the store has no slot for it.
+    of draws from it would depend on the drafts. `store_full`: the store has no slot for it.
     """
 
     slot: int | None

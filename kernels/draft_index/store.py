@@ -141,7 +141,10 @@ def library() -> ctypes.CDLL | None:
 
 
 def is_built() -> bool:
-    """Return True if the compiled draft store was built, for this version; needs a compiler."""
+    """Return True if the compiled draft store exists and has the expected version.
+
+    Building it requires a compiler.
+    """
     return library() is not None
 
 
@@ -172,7 +175,7 @@ class DraftStore:
 
     @property
     def allocated_bytes(self) -> int:
-        """Memory that is actually allocated, of which `num_bytes` is an upper bound."""
+        """Memory in bytes that the store has allocated, of which `num_bytes` is an upper bound."""
         return int(self._library.coppice_drafts_bytes(self._store))
 
     def begin(self, group: bytes, prompt: Int32Array) -> int:

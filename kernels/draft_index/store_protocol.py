@@ -178,7 +178,7 @@ class Store(Protocol):
         """End a request. With `keep` its response is stored as finished, otherwise deleted."""
 
     def age(self) -> None:
-        """Age all stored texts by one weights version."""
+        """Mark a weights update: all stored texts become older by one weights version."""
 
     def step(
         self, slots: Int32Array, counts: Int32Array, tokens: Int32Array, limits: Int32Array

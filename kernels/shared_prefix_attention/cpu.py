@@ -72,7 +72,10 @@ class KernelCall(ctypes.Structure):
 
 
 def is_built() -> bool:
-    """Return True if the compiled kernel was built, for this version; needs a compiler."""
+    """Return True if the compiled kernel exists and has the expected version.
+
+    Building it requires a compiler.
+    """
     return library() is not None
 
 
@@ -91,7 +94,7 @@ def best_isa() -> Isa | None:
 
 
 def limited(isa: Isa, name: str | None) -> Isa:
-    """The lower of a kernel variant and of the variant with this name, if there is a name."""
+    """Limit a kernel variant to the variant with this name; no limit if the name is None."""
     if name is None:
         return isa
     known = {each.name.lower(): each for each in Isa}
@@ -200,7 +203,7 @@ class DecodeStep:
         num_threads: int | None = None,
         isa: Isa | None = None,
     ) -> None:
-        """Set the arguments that are the same for all layers.
+        """Set the kernel arguments that are the same for all layers.
 
         Takes block_table[R, width], seq_lens[R] and query_start_loc[R + 1], all int32. Every row
         has at most MAX_QUERY_TOKENS query tokens. All positions of its nodes precede its second

@@ -59,7 +59,10 @@ def full_attention(step: Step) -> tuple[Tensor, Tensor]:
 
 
 def split_attention(plan: SharingPlan, step: Step) -> tuple[Tensor, Tensor]:
-    """Attention by nodes of a sharing plan and suffixes of rows, merged; as `full_attention`."""
+    """Attention computed per node and suffix of a sharing plan, then merged: (out, lse).
+
+    The result equals that of `full_attention`.
+    """
     out, lse = torch.zeros_like(step.query), step.query.new_full(step.query.shape[:2], -torch.inf)
     for row, parts in enumerate(partial_results(plan, step)):
         tokens = _tokens(step, row)

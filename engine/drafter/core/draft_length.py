@@ -3,7 +3,7 @@
 The choice is made by the speculation `Controller` of mode `siblings`, with its cost model and its
 limits on losses. The controller considers single tokens of single rows; here it receives identical
 rows, and the number of tokens it would send is rounded to whole rows. Without drafts nothing is
-learned about the drafter, so occasionally, and while a new drafter is on trial, one token is
+learned about the drafter, so occasionally, and while a new drafter is in an A/B test, one token is
 drafted anyway (a probe).
 """
 
@@ -135,7 +135,8 @@ class BatchState:
     """State of a decode batch on which the choice of its draft length depends.
 
     `running` is the number of rows and `context` their total context in tokens. `probability` is
-    the acceptance probability per draft position; `on_trial` is true while the drafter is on trial.
+    the acceptance probability per draft position; `on_trial` is true while the drafter is in an A/B
+    test.
     """
 
     running: int
@@ -177,7 +178,7 @@ class DraftLengthPolicy:
         return self._tokens
 
     def decision(self) -> SpeculationDecision:
-        """Speculation decision that is counted for the current draft length.
+        """Reason for the current draft length, as counted in the speculation statistics.
 
         It is `not_worth_it` where the controller would send less than half a token per row, which
         rounds to zero.
@@ -205,7 +206,7 @@ class DraftLengthPolicy:
     def record_step(
         self, *, running: int, context: int, verified: int, seconds: float, emitted: int
     ) -> None:
-        """Record the measured time of a step, for the profile or for the controller."""
+        """Record the measured time of a step, in the startup profile or in the controller."""
         measured = {"running": running, "context": context, "verified": verified}
         if self.profile is not None:
             self.profile.record_step(**measured, seconds=seconds)

@@ -164,7 +164,7 @@ class DraftingHooks:
         )
         acceptance = self._acceptance.get(self._verified_drafter)
         if acceptance is None:
-            return  # an earlier drafter, whose trial is over
+            return  # an earlier drafter, whose A/B test is over
         if not self._is_step_counted:
             self._is_step_counted = True
             acceptance.decay()

@@ -41,7 +41,7 @@ class AbTest:
         self._window_drafts = 0
 
     def update(self, num_drafted: int, num_accepted: int) -> Side | Verdict:
-        """Add first-token counts since the last call, and return the next side or the verdict."""
+        """Add first-token counts since the last call; returns who serves next, or the verdict."""
         self._drafted[self.side] += num_drafted
         self._accepted[self.side] += num_accepted
         self._window_drafts += num_drafted
@@ -204,7 +204,7 @@ class DrafterPromotion:
         return await self._load(version, self.serving, on_trial)
 
     def _new_counts(self, version: str) -> tuple[int, int]:
-        """First tokens drafted and accepted with a drafter version since the last call."""
+        """Numbers of drafts and of accepted first tokens of a version since the last call."""
         now = _first_token_counts(self._snapshot) if self._snapshot is not None else {}
         drafted, accepted = now.get(version, (0, 0))
         before = self._last_counts.get(version, (0, 0))

@@ -51,7 +51,7 @@ class LossTracker:
 
     @property
     def has_converged(self) -> bool:
-        """True if the training loss neither rose (other weights) nor fell in recent steps."""
+        """True if the training loss neither rose nor fell in the last WINDOW_STEPS steps."""
         if len(self._losses) < WINDOW_STEPS:
             return False
         losses = list(self._losses)

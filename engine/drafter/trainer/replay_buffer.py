@@ -62,7 +62,7 @@ class ReplayBuffer:
         return self._recent[self._random.randrange(len(self._recent))]
 
     def _retain_long(self) -> None:
-        """Keep the longest samples of the weights version that ends, in at most half of the room.
+        """Keep the longest samples of the replaced weights version, up to half of the token limit.
 
         The limit keeps them from displacing all samples of earlier versions.
         """
