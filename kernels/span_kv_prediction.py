@@ -117,7 +117,10 @@ def _broadcast_weights(weights: torch.Tensor) -> torch.Tensor:
 
 
 def _shift_layer(layer: torch.Tensor, shift: int, rotary: RotaryParams | None) -> torch.Tensor:
-    """KV [2, H, T, D] of a layer with keys moved by `shift` positions; itself for a zero shift."""
+    """KV [2, H, T, D] of one layer, with the keys moved by `shift` positions.
+
+    A shift of zero returns the same tensor.
+    """
     if not shift:
         return layer
     assert rotary is not None, "keys are only moved if they can be rotated"

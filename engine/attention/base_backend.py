@@ -3,7 +3,7 @@
 A backend's classes inherit from the classes here and then from vLLM's for the device, which are
 reached by `super()`: the KV cache, its layout and its writes stay vLLM's. Rows that share nothing
 are part of the same kernel call. Prefill rows, and steps and layers that the kernel does not
-support, use stock attention. So does everything after the first failure here.
+support, use vLLM's attention. So does everything after the first failure here.
 """
 
 import logging
@@ -103,7 +103,7 @@ class GroupingMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         raise NotImplementedError
 
     def on_failed_step(self, common: CommonAttentionMetadata) -> None:
-        """Hook called for each step that uses stock attention because grouping has failed."""
+        """Hook called for each step that uses vLLM's attention because grouping has failed."""
 
     def tail(self, common: CommonAttentionMetadata, grouping: StepGrouping, num_rows: int) -> Any:
         """vLLM's metadata of the rows after the grouped ones, None if all rows are grouped.
@@ -139,7 +139,7 @@ class GroupedAttentionImpl(AttentionImpl):  # type: ignore[misc]
     _is_supported = False
 
     def prepare(self, builder: Any) -> AttentionFallbackReason | None:
-        """Enable the kernel for this layer, or return the reason why it uses stock attention.
+        """Enable the kernel for this layer, or return the reason why it uses vLLM's attention.
 
         Called by the metadata builder of the layer's group, which knows the KV cache.
         """

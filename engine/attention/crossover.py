@@ -1,4 +1,4 @@
-"""Cost model of this machine that chooses between stock and shared-prefix attention per step.
+"""Cost model of this machine that chooses between vLLM's and shared-prefix attention per step.
 
 The time of either kernel is modeled as a sum of non-negative costs (per call, per query token, per
 shared node, per token of KV cache packed, per token of KV cache read for a query), fitted to the
@@ -69,7 +69,7 @@ class StepWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrossoverTrial:
-    """Times of one calibration step with stock and shared-prefix attention, per layer.
+    """Times of one calibration step with vLLM's and shared-prefix attention, per layer.
 
     `steady` is True if repetitions of the step took similar times.
     """
@@ -82,7 +82,7 @@ class CrossoverTrial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crossover:
-    """Fitted costs of stock and shared-prefix attention, in seconds per unit of work.
+    """Fitted costs of vLLM's and shared-prefix attention, in seconds per unit of work.
 
     Costs are in the order of `StepWork.stock_terms` and `StepWork.shared_terms`.
     """

@@ -1,8 +1,8 @@
 """Grouping of a step's batch rows by the prefix that they share.
 
-The result is a plan of the shared KV blocks, or the reason why the step uses stock attention.
+The result is a plan of the shared KV blocks, or the reason why the step uses vLLM's attention.
 Decode rows come first in a step, so the rows that can be grouped are a leading run; the prefill
-rows after them use stock attention.
+rows after them use vLLM's attention.
 """
 
 from dataclasses import dataclass
@@ -199,7 +199,7 @@ class StepGrouping:
 
 
 class StepGrouper:
-    """Groups the rows of each step by shared prefix, or decides that it uses stock attention.
+    """Groups the rows of each step by shared prefix, or decides that it uses vLLM's attention.
 
     There is one instance per set of layers with the same block table. `mode` may change between two
     steps.
@@ -228,7 +228,7 @@ class StepGrouper:
     def group_rows(
         self, table: Int32s, seq_lens: Int32s, query_starts: Int32s
     ) -> StepGrouping | None:
-        """Group the rows of a step; None if the whole step uses stock attention.
+        """Group the rows of a step; None if the whole step uses vLLM's attention.
 
         The arrays are [rows, columns], [rows] and [rows + 1], on the host.
         """

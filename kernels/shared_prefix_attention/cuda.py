@@ -132,7 +132,7 @@ def _attention_kernel(
     kv_head = tl.program_id(1)
     if item >= tl.load(num_items):
         return
-    # The order of work_list.ITEM_FIELDS.
+    # The order of gpu_work_list.ITEM_FIELDS.
     fields = items + item * 6
     begin = tl.load(fields)
     end = tl.load(fields + 1)  # OPEN_END in a suffix's last item, cut to the row's length below

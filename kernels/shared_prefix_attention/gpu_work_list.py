@@ -1,4 +1,4 @@
-"""Work list of the GPU attention kernel: a sharing plan as work items, in fixed buffers.
+"""Work list of the GPU attention kernel: a sharing plan as work items, at fixed addresses.
 
 A CUDA graph replays with the pointers that it was captured with. All kernel inputs are therefore in
 one tensor that is allocated once, for the largest step. `fill` writes a plan into it without a
