@@ -11,7 +11,7 @@ them.
 The error of spliced or predicted prompts against prefilled ones is measured separately: on the
 seedling as trained (bench/harness/splice_error.py, bench/harness/prediction_threshold_sweep.py),
 and for spliced prompts on a seedling trained on other agents' messages, including the accuracy of
-its answers (bench/harness/multi_agent_error.py).
+its answers (bench/harness/multi_agent_splice_error.py).
 
 Goals apply to all prompts of an arm, including those that it had to prefill.
 """
@@ -25,8 +25,8 @@ from dataclasses import asdict, dataclass, field
 import uvloop
 
 from bench.harness.in_process_service import running_service
-from bench.harness.multi_agent_error import evaluate_agents
 from bench.harness.multi_agent_prompts import MultiAgentPrompts, num_prompt_tokens
+from bench.harness.multi_agent_splice_error import evaluate_agents
 from bench.harness.multi_agent_table import agents_rows
 from bench.harness.paired_runs import Pairs
 from bench.harness.prediction_threshold_sweep import prediction_rows, predictions

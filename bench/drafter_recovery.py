@@ -17,9 +17,9 @@ from dataclasses import asdict
 
 import uvloop
 
-from bench.harness.acceptance_recovery import RECOVERED_SHARE, Curve, Point, picture
 from bench.harness.drafter_server import BUILD, Traffic, drafter_server
 from bench.harness.record import Record, Row
+from bench.harness.recovery_plot import RECOVERED_SHARE, Curve, Point, picture
 from coppice import AsyncRollouts
 from coppice.wire.weights import DrafterAnswer
 

@@ -13,8 +13,8 @@ from engine.drafter.service.initial_model import open_drafter_dir
 from engine.errors import EngineDead, StartFailed
 from engine.feature_stats import CudaGraphStats, DrafterStatus, SharedPrefixStats, SpeculationStats
 from engine.io import logprobs
-from engine.io.chat import ChatProcessor
-from engine.io.generation import Generation
+from engine.io.chat_conversion import ChatProcessor
+from engine.io.vllm_requests import Generation
 from engine.launch.arguments import WORKER_EXTENSION
 from engine.launch.info import collect_info, kv_support
 from engine.launch.model_files import resolve_model

@@ -5,10 +5,10 @@ import this module too. For that reason it imports the service only inside `main
 """
 
 from engine.launch.environment import started_by_coppice
-from engine.runtime import process_setup
+from engine.runtime import gc_and_process_group
 
 if started_by_coppice():
-    process_setup.disable_gc()  # until the plugin calls freeze_gc
+    gc_and_process_group.disable_gc()  # until the plugin calls freeze_gc
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from engine.cudagraphs.planner import shape_weights
 from engine.errors import StartFailed
 from engine.launch.model_files import resolve_model_config
 from engine.protocol import Engine
-from engine.runtime import process_setup
+from engine.runtime import gc_and_process_group
 from service.auth.keys import generate_key, read_keys
 from service.config.flags import with_settings_flags
 from service.config.settings import LogSettings, Settings, redacted
@@ -41,7 +41,7 @@ def load_engine(settings: Settings) -> Engine:
     The import is by name and only here, so that no other service module imports torch or vLLM.
     """
     try:
-        with process_setup.gc_disabled_during_imports():
+        with gc_and_process_group.gc_disabled_during_imports():
             module = importlib.import_module("engine.vllm_engine")
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "vllm"):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from engine.runtime import process_setup
+from engine.runtime import gc_and_process_group
 
 # No deadline: an example's duration depends on the load of the machine. Examples are the same in
 # every run, so that a change cannot fail on code it did not touch. `make soak` draws others.
@@ -35,11 +35,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection() -> None:
-    process_setup.disable_gc()
+    gc_and_process_group.disable_gc()
 
 
 def pytest_collection_finish() -> None:
-    process_setup.freeze_gc()
+    gc_and_process_group.freeze_gc()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

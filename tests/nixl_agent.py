@@ -17,7 +17,7 @@ def agent_process() -> psutil.Process:
     (found,) = (
         child
         for child in psutil.Process().children()
-        if "service.prompt_kv.nixl" in child.cmdline()
+        if "service.prompt_kv.nixl_agent" in child.cmdline()
     )
     return found
 

@@ -23,7 +23,7 @@ CONTEXT_TOKENS = 512
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Request to time a decode step: its number of samples, and drafted tokens per sample."""
+    """Decode step to be timed: the number of samples, and the draft tokens per sample."""
 
     samples: int
     drafts: int

@@ -15,13 +15,13 @@ from transformers import DynamicCache
 from coppice.wire.rollouts import PromptSpan
 from engine.kv_types import ExportSlot
 from kernels.rope_shift import parse_rotary, shift_keys
-from service.kv_reuse.anchor_selection import (
+from service.kv_reuse.observed_prompt_selection import (
     AnchorSelection,
     find_candidates,
     pairs_to_compare,
     select_anchors,
 )
-from service.kv_reuse.anchors import Anchor, AnchorContext
+from service.kv_reuse.observed_prompts import Anchor, AnchorContext
 from service.kv_reuse.prompt_sections import PromptTemplate, Scope, joined, template_of
 from service.kv_reuse.span_cache import CacheEntry, EntryKey
 from service.prompt_kv.arena import Extent

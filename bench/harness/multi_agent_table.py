@@ -1,11 +1,11 @@
-"""Table rows of the results of bench/harness/multi_agent_error.py."""
+"""Table rows of the results of bench/harness/multi_agent_splice_error.py."""
 
 import random
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from bench.harness.multi_agent_error import PREFILLED, TurnScores
+from bench.harness.multi_agent_splice_error import PREFILLED, TurnScores
 from bench.harness.paired_runs import RESAMPLES
 from bench.harness.record import Row
 

@@ -1,4 +1,4 @@
-"""Measures error and number of predicted prompts by the threshold up to which one is predicted.
+"""Benchmark: error of predicted KV, and share of prompts predicted, by prediction threshold.
 
 The model is the seedling (test model). Agents keep their own text and receive three other messages,
 different in every round; each problem is unique. As in the service, a prompt that cannot be
@@ -22,7 +22,7 @@ from bench.harness.record import Row
 from bench.harness.splice_error import SEEDLING
 from coppice.wire.rollouts import PromptSpan
 from examples.seedling import arithmetic
-from service.kv_reuse.anchors import Anchor
+from service.kv_reuse.observed_prompts import Anchor
 from service.kv_reuse.prompt_sections import joined
 
 THRESHOLDS = (0.1, 0.3, 0.5, 0.9)

@@ -160,7 +160,7 @@ class Arm:
         return came
 
     def _switch_to(self, name: str) -> None:
-        """Switch to a variant of `ours`, such as a fixed draft length or the oracle.
+        """Switch the engine to another draft-length policy, such as a fixed length or the oracle.
 
         Each has its own draft store and controller, since all generate the same texts.
         """

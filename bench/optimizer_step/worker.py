@@ -31,7 +31,7 @@ GPU_MICRO_BATCHES = (1, 2, 4, 8)
 
 
 def time_cell(arms: Arms, rounds: int) -> dict[str, object]:
-    """Time the training steps of a cell, ours and the baselines, in turn.
+    """Time training steps of one benchmark configuration, ours and the baselines in turn.
 
     Every second round is reversed.
 

@@ -50,8 +50,8 @@ from coppice.errors import (
 from coppice.operations.rollouts import AsyncPending
 from coppice.operations.scoring import Score
 from coppice.plot import plot_tree
-from coppice.prompt_kv.kv_source import KvSource
 from coppice.prompt_kv.prompt_kv import PromptKV
+from coppice.prompt_kv.server_kv_source import KvSource
 from coppice.prompts import PromptLike
 from coppice.results import Group, RolloutResult, Sample, Segment, Tree
 from coppice.transport.retry import Retry

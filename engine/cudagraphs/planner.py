@@ -155,7 +155,7 @@ def _max_num_graphs(candidates: "_CandidateGraphs", memory: GraphMemory, budget_
 
 
 def _max_mean_cost(shapes: frozenset[GraphShape], expected: ShapeWeights) -> float:
-    """Maximum mean cost of a step that a plan may have, in units of `step_cost`.
+    """Highest mean cost per step that a plan of CUDA graphs may have, in units of `step_cost`.
 
     It is the cost with vLLM's shapes, whose padding is averaged over the steps that they serve,
     times (1 + MAX_MEAN_SLOWDOWN).

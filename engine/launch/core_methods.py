@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, TypedDict
 from engine.attention import counters as attention
 from engine.cudagraphs.counters import Snapshot as CudaGraphSnapshot
 from engine.drafter.acceptance_by_version import Snapshot as DrafterSnapshot
-from engine.drafter.core import rpc as drafter
+from engine.drafter.core import engine_core_methods as drafter
 from engine.launch.environment import graph_plan
 from engine.speculation import counters as speculation
 

@@ -13,7 +13,7 @@ from engine.attention import register as attention
 from engine.launch import core_methods
 from engine.launch.environment import attention_settings, speculation_settings, started_by_coppice
 from engine.patches import chunked_seed, cpu_sampling_expansion, graph_candidates, lora_cpu_ops
-from engine.runtime import process_setup
+from engine.runtime import gc_and_process_group
 from engine.speculation import process_settings as speculation
 
 MODEL_PROCESSES = ("EngineCore", "VllmWorker")
@@ -83,11 +83,11 @@ def install() -> None:
     _installed = True
     name = multiprocessing.current_process().name
     if name.startswith("EngineCore"):
-        process_setup.create_process_group()
-        process_setup.exit_with_service()
+        gc_and_process_group.create_process_group()
+        gc_and_process_group.exit_with_service()
         core_methods.install()
     install_patches(name)
     if name.startswith(MODEL_PROCESSES):
         attention.install(attention_settings())
         speculation.install(speculation_settings())
-    process_setup.freeze_gc()
+    gc_and_process_group.freeze_gc()

@@ -15,9 +15,9 @@ from starlette.routing import BaseRoute
 from service import __version__
 from service.auth.access import authorize, declared_access, public
 from service.compat import (
+    model_and_adapter_routes,
     openai_chat,
     openai_completions,
-    served_model,
     sglang_control,
     sglang_generate,
     unsupported,
@@ -33,15 +33,25 @@ OPENAPI_PATH = "/compat/openapi.json"
 
 RouteAudience = Literal["everybody", "callers", "operators"]
 
-OPENAI = (served_model.openai, openai_completions.router, openai_chat.router, unsupported.openai)
+OPENAI = (
+    model_and_adapter_routes.openai,
+    openai_completions.router,
+    openai_chat.router,
+    unsupported.openai,
+)
 ROUTERS: dict[CompatApi, Sequence[APIRouter]] = {
     "openai": OPENAI,
     "vllm": (
-        *(*OPENAI, served_model.router, vllm_tokens.generation, vllm_tokens.tokenization),
+        *(
+            *OPENAI,
+            model_and_adapter_routes.router,
+            vllm_tokens.generation,
+            vllm_tokens.tokenization,
+        ),
         *(vllm_control.router, unsupported.vllm, unsupported.skyrl),
     ),
     "sglang": (
-        *(*OPENAI, served_model.router, sglang_generate.router),
+        *(*OPENAI, model_and_adapter_routes.router, sglang_generate.router),
         *(sglang_control.router, unsupported.sglang),
     ),
 }

@@ -53,7 +53,7 @@ class WeightUpdates:
             await self._discard_staged()
 
     async def update(self, path: str, label: str | None = None) -> Version:
-        """Stage the weights in a directory; without a started update, also activate them."""
+        """Stage weights from a directory, and activate them unless a started update will do so."""
         async with self._lock:
             version = await self._stage(path, label)
             if self._started:

@@ -1,7 +1,7 @@
 """Reading and parsing of request bodies, with size limits and errors that name the field.
 
 Small bodies are parsed on the event loop. Larger ones are parsed in a thread, in bounded steps
-(service/http/incremental_json.py), because pydantic holds the GIL for a whole call.
+(service/http/incremental_json_parser.py), because pydantic holds the GIL for a whole call.
 """
 
 from collections.abc import AsyncIterator
@@ -14,7 +14,7 @@ from pydantic_core import ErrorDetails
 from service.config.settings import LimitsSettings
 from service.http.errors import BodyTooLarge, InvalidJson, InvalidRequest, UnsupportedMediaType
 from service.http.fair_executor import FairExecutor, QueueLimits
-from service.http.incremental_json import JsonLimits, read_value
+from service.http.incremental_json_parser import JsonLimits, read_value
 from service.observability.logs import key_name
 
 Model = TypeVar("Model", bound=BaseModel)

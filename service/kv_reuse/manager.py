@@ -9,8 +9,8 @@ from coppice.wire.rollouts import GroupAnswer, PromptSpan, RolloutRequest
 from engine.kv_types import ExportSlot, KvLoad
 from engine.protocol import Engine
 from engine.types import Completion, SampleRequest
-from service.kv_reuse.anchor_selection import DistanceCache
-from service.kv_reuse.anchors import AnchorStore
+from service.kv_reuse.observed_prompt_selection import DistanceCache
+from service.kv_reuse.observed_prompts import AnchorStore
 from service.kv_reuse.prediction import PredictionPlan
 from service.kv_reuse.prompt_sections import (
     APPROXIMATE_MODES,

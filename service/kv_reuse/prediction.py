@@ -16,7 +16,7 @@ from coppice.wire.rollouts import PromptSpan
 from engine.kv_types import ExportSlot, KvLoad, LoadPiece, ObservedKv
 from engine.protocol import Engine
 from engine.types import Completion, SampleRequest
-from service.kv_reuse.anchor_selection import (
+from service.kv_reuse.observed_prompt_selection import (
     AnchorSelection,
     DistanceCache,
     SectionCandidates,
@@ -24,7 +24,7 @@ from service.kv_reuse.anchor_selection import (
     pairs_to_compare,
     select_anchors,
 )
-from service.kv_reuse.anchors import Anchor, AnchorStore
+from service.kv_reuse.observed_prompts import Anchor, AnchorStore
 from service.kv_reuse.prompt_sections import PromptTemplate, TemplateSection, template_of
 from service.kv_reuse.span_cache import CacheEntry
 from service.kv_reuse.span_lease import ReuseFailed, SpanLease, cancel_on_end

@@ -16,7 +16,7 @@ from service.prompt_kv.manager import PromptKvManager
 from service.rollouts.group import Group
 from service.rollouts.rollout import Rollout
 from service.server import Server
-from service.trees.group import TreeGroup
+from service.trees.tree_group import TreeGroup
 
 MAX_ROLLOUTS = 20
 MAX_GROUPS = 24  # of one rollout

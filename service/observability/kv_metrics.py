@@ -8,7 +8,7 @@ from coppice.wire.control import KvStatus
 from coppice.wire.kv import KvReason
 from coppice.wire.kv_reuse import KvReuseAnswer, KvReuseMode, KvReuseReason
 from coppice.wire.rollouts import GroupAnswer
-from service.kv_reuse.anchors import AnchorOutcome, AnchorStore
+from service.kv_reuse.observed_prompts import AnchorOutcome, AnchorStore
 from service.kv_reuse.prompt_sections import APPROXIMATE_MODES
 from service.kv_reuse.span_cache import SpanCache
 from service.observability.metric_declaration import MetricTable, counter, cumulative_counter, gauge

@@ -67,7 +67,7 @@ class ReaderRate:
 
     @property
     def seconds_left(self) -> float:
-        """Seconds of waiting for the socket that remain in the current measurement window."""
+        """Rest of the measurement window, in seconds of waiting for a writable socket."""
         return self._window_seconds - self._waited_seconds
 
     def on_sent(self, num_bytes: int) -> None:

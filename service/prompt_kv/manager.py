@@ -20,7 +20,7 @@ from service.prompt_kv.arena import Arena, FreeBytes, free_bytes
 from service.prompt_kv.exports import Export, ExportManager
 from service.prompt_kv.handles import Handle, Handles
 from service.prompt_kv.layout import LayoutFactory
-from service.prompt_kv.nixl import NixlAgentProcess
+from service.prompt_kv.nixl_agent import NixlAgentProcess
 from service.prompt_kv.settings import KvSettings
 from service.prompt_kv.slots import SlotState, SlotTable
 from service.rollouts.admission import DRAINING_RETRY_SECONDS

@@ -137,7 +137,7 @@ class SlotTable:
             self._quarantine(slot)
 
     def discard(self, slot: Slot, *, is_writable: bool = False) -> None:
-        """Quarantine a slot that was not written or that has no handles.
+        """Give up a slot without handles, and quarantine its memory before it is reused.
 
         If it `is_writable`, the engine may still write to it, so it stays quarantined until
         `allow_reuse`.

@@ -16,8 +16,8 @@ from service.rollouts.group_options import GroupOptions, derive_seed
 from service.rollouts.prompt_kv_source import PrefilledPrompt, PromptSource
 from service.rollouts.tokenizer import Tokenizer
 from service.trees.external_tree import ExternalTree
-from service.trees.group import TreeGroup
 from service.trees.plan import Plan
+from service.trees.tree_group import TreeGroup
 
 
 class GroupFactory:

@@ -136,7 +136,7 @@ class Tokenizer:
         return await self._tokenizer.run(f"prompts of {key_name.get()}", num_chars, encode)
 
     async def _decoded(self, decode: Callable[[], Result]) -> Result:
-        """Run a function in the tokenizer thread; its queued size is 0, so it is never rejected."""
+        """Detokenize in the tokenizer thread; does not count toward the queue limit."""
         return await self._tokenizer.run(f"responses of {key_name.get()}", 0, decode)
 
 

@@ -23,10 +23,10 @@ from service.http.errors import (
 from service.http.exception_handlers import to_service_error
 from service.rollouts.group import EndReason
 from service.rollouts.idempotency import IdempotencyClaim
-from service.trees.group import Fork, TreeGroup
 from service.trees.path_request import Budget, Path, PathBounds
 from service.trees.plan import Plan, next_cut
-from service.trees.tree import COMPLETE_FINISHES, GeneratedTokens, Segment
+from service.trees.segment_tree import COMPLETE_FINISHES, GeneratedTokens, Segment
+from service.trees.tree_group import Fork, TreeGroup
 
 if TYPE_CHECKING:
     from service.rollouts.manager import RolloutManager  # its group factory imports this module

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from service.trees.plan import Plan
-from service.trees.tree import Segment
+from service.trees.segment_tree import Segment
 
 
 class Budget:
@@ -53,7 +53,7 @@ class Budget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PathBounds:
-    """Limits of one path of a rollout tree, in tokens and in leaves.
+    """Limits of one path of a rollout tree: its tokens, and the leaves that may grow from it.
 
     `limit` is its maximum number of tokens. `share` is its maximum number of leaves,
     `num_future_leaves` how many of them start only after it has ended. `cut`: the path is cut when

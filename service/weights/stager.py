@@ -170,7 +170,7 @@ class WeightStager:
         return version is not None and version.digests.keys() == {SINGLE_FILE}
 
     def _get_base(self, label: str) -> Version:
-        """Find the base version of a delta, which must have been uploaded as one file.
+        """Find the version that a weight delta is based on; it must have been uploaded as one file.
 
         The digest is known only for such a file, and only such a file cannot be changed by others.
         """

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bench.harness.cached_generation import CachedPrompt, generate
-from bench.harness.multi_agent_error import (
+from bench.harness.multi_agent_splice_error import (
     PREFILLED,
     AgentEvaluation,
     Assembly,

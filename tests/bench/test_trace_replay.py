@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from bench.drafter_replay import LENGTHS, replay_all, replay_with_finished
 from bench.replay.costs import LinearCost, MeasuredCost
 from bench.replay.drafters import NgramDrafter, StoreDrafter
 from bench.replay.replay import Controller, Fixed, Replay, ThresholdPolicy, common_prefix_length
 from bench.replay.traces import TRACES, Group, Trace
-from bench.trace_replay import LENGTHS, replay_all, replay_with_finished
 from engine.speculation.controller import Controller as Ruling
 from engine.speculation.controller import DraftCalibration
 from engine.speculation.cost import Step, StepCostModel

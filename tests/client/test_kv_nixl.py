@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from coppice import KvHandle, KvSource, PromptKV
-from coppice.prompt_kv import kv_source as source_module
+from coppice.prompt_kv import server_kv_source as source_module
 from tests.client.test_kv import assert_right, fetched, handle_from, server
 from tests.nixl_agent import agent_process, eventually, needs_nixl
 

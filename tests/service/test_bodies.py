@@ -15,7 +15,7 @@ from service.config.settings import LimitsSettings
 from service.http import bodies
 from service.http.bodies import INLINE_BYTES, MAX_FIELD_ERRORS, Bodies, parse_in_steps
 from service.http.errors import BodyTooLarge, InvalidJson, InvalidRequest, QuotaExceeded
-from service.http.incremental_json import MAX_MEMBERS, JsonLimits
+from service.http.incremental_json_parser import MAX_MEMBERS, JsonLimits
 from service.observability.logs import key_name
 
 LIMITS = JsonLimits(values=10**7, containers=10**6)

@@ -10,7 +10,7 @@ import pytest
 from pydantic_core import from_json
 
 from service.http.errors import InvalidJson
-from service.http.incremental_json import JsonLimits, read_value
+from service.http.incremental_json_parser import JsonLimits, read_value
 
 MALFORMED = object()
 MAX_PEAK_MIB = 512
@@ -106,7 +106,7 @@ import sys
 from coppice.wire.rollouts import RolloutRequest
 from service.http.bodies import parse_in_steps
 from service.http.errors import InvalidRequest
-from service.http.incremental_json import JsonLimits
+from service.http.incremental_json_parser import JsonLimits
 from service.config.settings import LimitsSettings
 
 limits = LimitsSettings()

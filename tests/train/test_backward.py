@@ -14,7 +14,7 @@ from coppice.train import (
     naive_backward,
 )
 from coppice.train.attention_modes import attending
-from coppice.train.logprobs import no_grad_layers, response_logprobs
+from coppice.train.group_logprobs import no_grad_layers, response_logprobs
 from tests.train.models import Gradients, error, gradients, random_group, random_loss, tiny_model
 
 pytestmark = pytest.mark.slow

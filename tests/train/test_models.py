@@ -29,7 +29,7 @@ from coppice.train import (
     naive_backward,
 )
 from coppice.train.backward import choose
-from coppice.train.schedule_limits import (
+from coppice.train.backward_memory import (
     ModelInfo,
     cgroup_free_bytes,
     free_bytes,

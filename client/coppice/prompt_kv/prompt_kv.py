@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from coppice.errors import ConnectionFailed, CoppiceError, KvLost, TimedOut
 from coppice.prompt_kv.file_layout import LENGTH_BYTES, Layout, header_bytes, layout_of, read_layout
 from coppice.prompt_kv.http_client import Download, DownloadBuffer
-from coppice.prompt_kv.kv_source import KvSource
+from coppice.prompt_kv.server_kv_source import KvSource
 from coppice.wire.kv import KvHandle, KvLocator
 
 PIECE_BYTES = 4 * 2**20

@@ -14,7 +14,7 @@ except ModuleNotFoundError as missing:
 from coppice.train.attention_modes import UnsupportedModel, attending
 from coppice.train.backward import BackwardReport, Schedule, grouped_backward
 from coppice.train.data_parallel import reduce_gradients
-from coppice.train.logprobs import compute_prompt_kv, group_logprobs, packed_logprobs
+from coppice.train.group_logprobs import compute_prompt_kv, group_logprobs, packed_logprobs
 from coppice.train.losses import (
     Clip,
     TokenWeights,

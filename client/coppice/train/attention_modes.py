@@ -155,7 +155,7 @@ class ResponseContext(AttentionContext):
 
 
 class PackedContext(AttentionContext):
-    """Attention in the forward of one row that has all prompts, then all responses.
+    """Attention of a forward pass over one packed row: first all prompts, then all responses.
 
     `groups` holds, per group, the number of prompt tokens and the spans of its responses.
     """

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from coppice.train.attention_modes import attending
+from coppice.train.backward_memory import ModelInfo, get_model_info, graph_fits
 from coppice.train.data_parallel import loss_scale, no_gradient_sync, unwrap_ddp
-from coppice.train.logprobs import (
+from coppice.train.group_logprobs import (
     PASS_TOKENS,
     compute_layers,
     inject,
@@ -31,7 +32,6 @@ from coppice.train.prompt_kv_leaves import (
     leaves_of,
     relative_error,
 )
-from coppice.train.schedule_limits import ModelInfo, get_model_info, graph_fits
 from coppice.train.training_group import LossFunction, TrainingGroup
 
 Schedule: TypeAlias = Literal["kept", "recomputed", "injected", "packed"]

@@ -85,6 +85,6 @@ class Store {
   std::list<Record*> used_;  // least recently used first
   std::vector<Row> rows_;
   std::vector<int32_t> free_;
-  Log log_;
+  ResponseRing log_;
   AcceptanceEstimate estimate_;
 };

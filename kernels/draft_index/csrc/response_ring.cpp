@@ -1,6 +1,6 @@
 #include "response_ring.h"
 
-Log::Log(const Params& params)
+ResponseRing::ResponseRing(const Params& params)
     : capacity_(uint64_t(params.log_tokens)),
       mask_(capacity_ - 1),
       order_(uint64_t(params.all_order)),
@@ -13,20 +13,20 @@ Log::Log(const Params& params)
   if (!tokens_ || !previous_ || !owner_) std::abort();
 }
 
-Log::~Log() {
+ResponseRing::~ResponseRing() {
   std::free(tokens_);
   std::free(previous_);
   std::free(owner_);
 }
 
-uint64_t Log::latest(const int32_t* end, int length) const {
+uint64_t ResponseRing::latest(const int32_t* end, int length) const {
   if (length < int(order_)) return 0;
   const uint32_t hash = hash_of(end, int(order_));
   const uint32_t occurrence = table_.find(hash);
   return address(occurrence ? occurrence : previous_table_.find(hash));
 }
 
-void Log::append(const int32_t* tokens, size_t count, uint64_t prompt, int64_t version) {
+void ResponseRing::append(const int32_t* tokens, size_t count, uint64_t prompt, int64_t version) {
   const uint64_t begin = head_;
   texts_.push_back({prompt, version, begin, begin + count});
   const uint32_t owner = first_text_ + uint32_t(texts_.size() - 1);

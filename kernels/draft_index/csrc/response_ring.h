@@ -11,21 +11,21 @@
 #include "params.h"
 #include "table.h"
 
-struct LogText {
+struct ResponseText {
   uint64_t prompt;
   int64_t version;
   uint64_t begin, end;
 };
 
-class Log {
+class ResponseRing {
  public:
-  explicit Log(const Params& params);
-  ~Log();
+  explicit ResponseRing(const Params& params);
+  ~ResponseRing();
 
   void append(const int32_t* tokens, size_t count, uint64_t prompt, int64_t version);
   uint64_t tail() const { return std::max<uint64_t>(head_, capacity_ + kFirst) - capacity_; }
   uint64_t head() const { return head_; }
-  const std::deque<LogText>& texts() const { return texts_; }
+  const std::deque<ResponseText>& texts() const { return texts_; }
 
   int32_t token(uint64_t address) const { return tokens_[address & mask_]; }
   // Address of an occurrence, of which 32 bits are stored; 0 if it has been overwritten.
@@ -35,7 +35,7 @@ class Log {
   }
   uint64_t latest(const int32_t* end, int length) const;
   uint64_t previous(uint64_t address) const { return this->address(previous_[address & mask_]); }
-  const LogText& text_of(uint64_t address) const {
+  const ResponseText& text_of(uint64_t address) const {
     return texts_[uint32_t(owner_[address & mask_] - first_text_)];
   }
 
@@ -47,6 +47,6 @@ class Log {
   int32_t* tokens_;
   uint32_t *previous_, *owner_;
   uint32_t first_text_ = 0;
-  std::deque<LogText> texts_;
+  std::deque<ResponseText> texts_;
   Table table_, previous_table_;
 };

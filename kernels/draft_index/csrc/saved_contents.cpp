@@ -43,7 +43,7 @@ void Store::write(const Contents& contents) const {
       put(at.text_tokens, text->tokens, size_t(text->num_tail));
     }
   }
-  for (const LogText& text : log_.texts()) {
+  for (const ResponseText& text : log_.texts()) {
     const uint64_t begin = std::max(text.begin, log_.tail());
     put(at.log_lengths, uint32_t(text.end - begin));
     put(at.log_ages, uint32_t(version_ - text.version));

@@ -85,7 +85,7 @@ void Votes::look_up_in_log(const Record& record, const Text& text) {
   uint64_t end = log_.latest(here, int(length));
   for (int num_lookups = 0; end && num_lookups < params_.max_lookups && num_matches_ < most;
        end = log_.previous(end)) {
-    const LogText& other = log_.text_of(end);
+    const ResponseText& other = log_.text_of(end);
     const auto readable = int64_t(end - std::max(other.begin, log_.tail()));
     const int reach = int(std::min<int64_t>({readable, length, kMaxMatchLength}));
     int match_length = 0;

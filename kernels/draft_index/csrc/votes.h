@@ -14,7 +14,7 @@ struct DraftToken {
 
 class Votes {
  public:
-  Votes(const Params& params, const Log& log, int64_t version)
+  Votes(const Params& params, const ResponseRing& log, int64_t version)
       : params_(params), log_(log), version_(version) {}
 
   // Finds the matches of the end of a text.
@@ -43,7 +43,7 @@ class Votes {
   bool uses(int scope) const { return params_.scopes >> scope & 1; }
 
   const Params& params_;
-  const Log& log_;
+  const ResponseRing& log_;
   const int64_t version_;
   int num_matches_ = 0;
   int longest_match_ = 0;  // length of the longest match in a record

@@ -9,7 +9,7 @@ import numpy as np
 
 from engine.attention import register as attention
 from engine.drafter.acceptance_by_version import Snapshot
-from engine.drafter.core.rpc import counted
+from engine.drafter.core.engine_core_methods import counted
 from engine.drafter.core.scheduler_hooks import DraftingHooks
 from engine.settings import AttentionSettings
 from engine.speculation.controller import Controller

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from engine.drafter.trainer.messages import TOP_K, decode_top_k, encode_top_k, top_k_of
-from engine.io.generation import PendingSample
+from engine.io.vllm_requests import PendingSample
 from engine.types import Completion, SampleRequest, Sampling, TokenLogprob, TopLogprobs
 
 CERTAIN: TopLogprobs = [TokenLogprob(5, 0.0, 1), TokenLogprob(5, 0.0, 1)]

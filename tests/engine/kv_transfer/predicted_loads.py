@@ -7,13 +7,13 @@ from typing import Any
 
 from coppice.wire.rollouts import PromptSpan
 from engine.kv_types import ExportSlot, KvLoad
-from service.kv_reuse.anchor_selection import (
+from service.kv_reuse.observed_prompt_selection import (
     distance,
     find_candidates,
     pairs_to_compare,
     select_anchors,
 )
-from service.kv_reuse.anchors import Anchor, AnchorContext
+from service.kv_reuse.observed_prompts import Anchor, AnchorContext
 from service.kv_reuse.prediction import load_pieces
 from service.kv_reuse.prompt_sections import Scope, joined, template_of
 from service.kv_reuse.span_cache import CacheEntry, EntryKey

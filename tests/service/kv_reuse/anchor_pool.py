@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from coppice.wire.rollouts import PromptSpan
 from engine.kv_types import ExportStatus
-from service.kv_reuse.anchors import Anchor, AnchorStore
+from service.kv_reuse.observed_prompts import Anchor, AnchorStore
 from service.kv_reuse.prompt_sections import PromptTemplate, Scope, template_of
 from service.kv_reuse.span_cache import CacheEntry, SpanCache
 from tests.fake_engine import FakeEngine

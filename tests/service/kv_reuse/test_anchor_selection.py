@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from coppice.wire.rollouts import PromptSpan
 from engine.kv_types import ExportSlot, KvFormat
-from service.kv_reuse.anchor_selection import (
+from service.kv_reuse.observed_prompt_selection import (
     MAX_ANCHORS_PER_SECTION,
     AnchorSelection,
     are_shareable,
@@ -22,7 +22,7 @@ from service.kv_reuse.anchor_selection import (
     select_anchors,
     similarity_weights,
 )
-from service.kv_reuse.anchors import Anchor, AnchorContext
+from service.kv_reuse.observed_prompts import Anchor, AnchorContext
 from service.kv_reuse.prediction import load_pieces
 from service.kv_reuse.prompt_sections import joined, template_of
 from service.kv_reuse.span_cache import CacheEntry, EntryKey

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from coppice.wire.rollouts import PromptSpan
 from engine.kv_types import ExportStatus
-from service.kv_reuse.anchor_selection import DistanceCache
-from service.kv_reuse.anchors import (
+from service.kv_reuse.observed_prompt_selection import DistanceCache
+from service.kv_reuse.observed_prompts import (
     EVICTION_WINDOW,
     MAX_ANCHORS_PER_CONTEXT,
     Anchor,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from coppice.wire.kv import KvAgent
-from service.prompt_kv import nixl
+from service.prompt_kv import nixl_agent
 from tests.fake_engine import FakeEngine
 from tests.nixl_agent import PATIENCE_SECONDS, agent_process, needs_nixl
 from tests.service.keyfile import bearer, write_keys
@@ -68,11 +68,11 @@ def test_agent_exits_with_a_killed_server(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
-        "service.prompt_kv.nixl",
+        "service.prompt_kv.nixl_agent",
         str(tmp_path / "arena"),
         str(2**20),
     ]
-    agent_environment = nixl.agent_environment()
+    agent_environment = nixl_agent.agent_environment()
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=agent_environment
     ) as process:
@@ -85,19 +85,19 @@ def test_agent_exits_with_a_killed_server(tmp_path: Path) -> None:
 async def test_without_nixl_the_server_reports_it_and_serves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(nixl, "installed", lambda: False)
+    monkeypatch.setattr(nixl_agent, "installed", lambda: False)
     async with serving(FakeEngine(prompt_kv=True), tmp_path, kv={"nixl": True}) as served:
         known = await export_handle(served)
         answer = await served.http.get(f"/v1/kv/{known.handle}/agent")
     assert [locator.transport for locator in known.locators] == ["shm", "http"]
     assert (answer.status_code, answer.json()["code"]) == (404, "kv_not_found")
-    assert [r.message for r in caplog.records if "NIXL" in r.message] == [nixl.NOT_INSTALLED]
+    assert [r.message for r in caplog.records if "NIXL" in r.message] == [nixl_agent.NOT_INSTALLED]
 
 
 async def test_server_runs_without_an_agent_that_cannot_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(nixl, "installed", lambda: True)
+    monkeypatch.setattr(nixl_agent, "installed", lambda: True)
     monkeypatch.setattr(sys, "executable", "/bin/false")
     async with serving(FakeEngine(prompt_kv=True), tmp_path, kv={"nixl": True}) as served:
         async with asyncio.timeout(PATIENCE_SECONDS):

@@ -20,7 +20,7 @@ from service.rollouts.group import Group, OnPart
 from service.rollouts.group_options import derive_seed
 from service.trees.path_request import Budget, Path, PathBounds, path_bounds
 from service.trees.plan import Plan, distribute_leaves, select_entropy_cuts, split
-from service.trees.tree import (
+from service.trees.segment_tree import (
     COMPLETE_FINISHES,
     GeneratedTokens,
     Segment,

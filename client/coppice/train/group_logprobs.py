@@ -17,6 +17,7 @@ from coppice.train.attention_modes import (
     forward,
     is_attending,
 )
+from coppice.train.backward_memory import get_model_info
 from coppice.train.data_parallel import is_sharded, max_passes_over_ranks, unwrap_ddp
 from coppice.train.packed_row import (
     concatenate_inputs,
@@ -25,7 +26,6 @@ from coppice.train.packed_row import (
     response_inputs,
 )
 from coppice.train.prompt_kv_leaves import Layers, PromptKV, layers_of, prompt_kv_of
-from coppice.train.schedule_limits import get_model_info
 from coppice.train.training_group import (
     RowLogprobs,
     TrainingGroup,

@@ -125,7 +125,7 @@ def record(arms: dict[str, list[float]]) -> Record:
     ]
     medians = ", ".join(f"{name} {statistics.median(arms[name]):,.0f}" for name in ARMS)
     return Record(
-        name="adapters",
+        name="adapter_cost",
         claim=f"{GROUPS} groups of {SAMPLES}, prompts of {PROMPT_TOKENS} and responses of {TOKENS} "
         f"tokens, 25M parameters in bfloat16: the cost of LoRA adapters of rank {RANK} on every "
         "projection, on a CPU.",

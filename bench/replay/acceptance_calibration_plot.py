@@ -1,6 +1,6 @@
 """Plots predicted against observed acceptance of drafted tokens, to docs/drafts.png.
 
-python -m bench.replay.calibration_plot
+python -m bench.replay.acceptance_calibration_plot
 """
 
 from pathlib import Path

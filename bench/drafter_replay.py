@@ -28,7 +28,6 @@ LONGEST, SEER_LONGEST, RUNNING = 16, 8, 64
 LINEAR_COST = LinearCost(fixed=1.0, token=0.02)
 RESAMPLES = 2000
 MEASURED = RECORDS / "speculation_25m_1.json"
-
 SUFFIX_DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "Arctic, vLLM defaults": lambda: SuffixDrafter(),
     "Arctic, 4x match length": lambda: SuffixDrafter(factor=4.0),
@@ -248,7 +247,7 @@ def main() -> None:
         )
         for row in part
     ]
-    result = Record(name="trace_replay", claim=claim(traces, steps), rows=rows)
+    result = Record(name="drafter_replay", claim=claim(traces, steps), rows=rows)
     result.show()
     print(f"\nwrote {result.write().name}")
 

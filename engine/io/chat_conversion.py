@@ -24,10 +24,8 @@ from engine.settings import EngineSettings
 from engine.types import ChatRequest, ChatResponse, ToolCall
 
 log = logging.getLogger(__name__)
-
 MAX_ARGUMENTS_CHARACTERS = 2**20
 """Limit of a tool call's arguments. Longer than most contexts, and parsed within milliseconds."""
-
 _FORM = {
     "messages": "not valid messages of OpenAI's chat API; a tool call needs id, type, "
     "function.name, and function.arguments as a JSON string",

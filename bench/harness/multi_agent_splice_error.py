@@ -37,7 +37,6 @@ class AssembledPrompt:
 
 
 Assembly = Callable[[Sequence[PromptSpan]], AssembledPrompt]
-
 SHAPES = (
     multi_agent_task.Shape(num_peers=2, own=80, steps=7),
     multi_agent_task.Shape(num_peers=3, own=250, steps=8),

@@ -122,8 +122,8 @@ def load_measured(alone: bool) -> dict[str, Steps]:
 def record(measured: dict[str, Steps], *, alone: bool) -> Record:
     how = "" if alone else " One thread on a machine with other work, its processor time."
     return Record(
-        name="shared_prefix" if alone else "shared_prefix_shared",
-        bench="shared_prefix",
+        name="shared_prefix_decode" if alone else "shared_prefix_decode_shared",
+        bench="shared_prefix_decode",
         claim="Decode steps with shared-prefix attention, against vLLM's own attention over the "
         f"same cache: 25M parameters in bfloat16, block size 32.{how}",
         rows=[
@@ -189,7 +189,14 @@ def run_in_subprocess(part: str) -> None:
             EngineSettings(), attention=AttentionSettings(), on_cpu=True, temp_dir=Path(temp_dir)
         ),
     ):
-        command = [sys.executable, "-m", "bench.shared_prefix", *sys.argv[1:], "--part", part]
+        command = [
+            sys.executable,
+            "-m",
+            "bench.shared_prefix_decode",
+            *sys.argv[1:],
+            "--part",
+            part,
+        ]
         if status := os.spawnv(os.P_WAIT, sys.executable, command):
             raise SystemExit(status)
 

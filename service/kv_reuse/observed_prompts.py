@@ -21,7 +21,6 @@ from service.kv_reuse.span_cache import CacheEntry, EntryKey, SpanCache
 
 MAX_ANCHORS_PER_CONTEXT = 20
 EVICTION_WINDOW = 5
-
 AnchorOutcome = Literal["created", "evicted", "outdated", "failed"]
 
 

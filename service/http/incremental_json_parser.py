@@ -28,6 +28,7 @@ MAX_MEMBERS = 65_536
 pydantic reports all unknown members in one call, about 1 us each.
 """
 
+
 # Text up to a bracket, including short strings, then the bracket itself if there is one.
 _STEP = re.compile(rb'((?:[^"\[\]{}]++|"(?:[^"\\]{1,4096}+|\\.){0,64}+")*+)([\[\]{}]?)', re.DOTALL)
 _LONG_STRING = re.compile(rb'(?:[^"\\]{1,16384}+|\\.){1,64}+', re.DOTALL)
@@ -173,7 +174,7 @@ class _Scan:
             )
 
     def _separate(self, end: int) -> None:
-        """Cut the innermost open array or object at commas, until the rest is short enough.
+        """Split the innermost open JSON array or object at commas into pieces of bounded size.
 
         An element that is longer than a piece is not cut here.
         """

@@ -4,7 +4,7 @@ UCX has no authentication: anyone who reaches the agent over the network can rea
 memory. The child process therefore maps the arena and nothing else, and gets only selected
 environment variables. A crash in UCX does not affect the server.
 
-    python -m service.prompt_kv.nixl ARENA NUM_BYTES    # the child process
+    python -m service.prompt_kv.nixl_agent ARENA NUM_BYTES    # the child process
 """
 
 import asyncio
@@ -27,7 +27,6 @@ NOT_INSTALLED = (
     "kv.nixl is on, but NIXL is not installed (pip install 'coppice-rl[nixl]'); "
     "one-sided reads are disabled"
 )
-
 log = logging.getLogger(__name__)
 
 
@@ -55,7 +54,7 @@ class NixlAgentProcess:
 
     async def _run_process(self) -> None:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "service.prompt_kv.nixl"),
+            *(sys.executable, "-m", "service.prompt_kv.nixl_agent"),
             *(str(self._arena.path), str(self._arena.num_bytes)),
             stdin=PIPE,  # the agent exits when this pipe is closed
             stdout=PIPE,
