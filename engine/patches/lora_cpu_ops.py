@@ -61,9 +61,14 @@ def expand(
     token_nums: int,
     add_inputs: bool = False,
 ) -> None:
-    """Multiply rows with their adapter's LoRA B matrix, and add or write them to the output."""
+    """Multiply rows with their adapter's LoRA B matrix, and add or write them to the output.
+
+    The model's output may be less padded than the adapter's.
+    """
     grouped = rows_by_adapter(seq_len_tensor, lora_indices_tensor, batches)
-    _expand(inputs, lora_b_weights, output_tensor, grouped, add_inputs)
+    width = min(lora_b_weights.shape[-2], output_tensor.shape[1])
+    weights, output = lora_b_weights[..., :width, :], output_tensor[:, :width]
+    _expand(inputs, weights, output, grouped, add_inputs)
 
 
 def expand_slice(
@@ -92,15 +97,10 @@ def _expand(
     grouped: Iterator[tuple[Rows, int]],
     add: bool,
 ) -> None:
-    """Multiply grouped rows with LoRA B matrices, and add or write them to the output.
-
-    The model's output may be less padded than the adapter's.
-    """
+    """Multiply grouped rows with LoRA B matrices; add or write them to an output of equal width."""
     for rows, index in grouped:
-        wide = _product(inputs[rows], lora_b_weights[index], output.dtype)
-        part = output[:, : wide.shape[1]]
-        values = wide[:, : part.shape[1]]
-        part[rows] = part[rows] + values if add else values
+        values = _product(inputs[rows], lora_b_weights[index], output.dtype)
+        output[rows] = output[rows] + values if add else values
 
 
 def _product(rows: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -56,6 +56,13 @@ def test_shrink_writes_only_rows_with_an_adapter(lengths: list[int], indices: li
     torch.testing.assert_close(output, expected)
 
 
+def test_product_that_is_wider_than_its_slice_is_an_error() -> None:
+    rows, weights, output = torch.randn(2, RANK), matrices(OUT, RANK), torch.zeros(2, OUT)
+    place: dict[str, Any] = {"slice_offset": 0, "slice_size": OUT - 1, "add_inputs": True}
+    with pytest.raises(RuntimeError):
+        lora_cpu_ops.expand_slice(rows, weights, output, **metadata([2], [0]), **place)
+
+
 @every_mix
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_expand_adds_to_a_slice_of_each_row(
