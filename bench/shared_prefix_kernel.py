@@ -28,7 +28,7 @@ from bench.harness.paired_runs import Pairs, alternate
 from bench.harness.prefix_trees import Tree
 from bench.harness.record import Record, Row
 from kernels.shared_prefix_attention import cpu
-from kernels.shared_prefix_attention.reference import Step, full_attention
+from tests.kernels.attention_reference import Step, full_attention
 
 HEADS, KV_HEADS, SIZE, BLOCK = 8, 4, 64, 32
 SCALE, SUFFIX = SIZE**-0.5, 48

@@ -16,7 +16,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels.draft_index.acceptance_estimate import (
+from kernels.draft_index.store_protocol import (
     MAX_COARSE_COUNT,
     MAX_COUNT,
     NUM_CELLS,

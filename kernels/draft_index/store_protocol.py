@@ -56,6 +56,20 @@ MAX_TEXTS = 2048
 MAX_TEXT_TOKENS = 2**21
 AGE_SHIFT = 2
 """A vote's weight is divided by 1 + age / 2**AGE_SHIFT."""
+# Cells of the acceptance estimate (csrc/acceptance_estimate.h): combinations of scope, match length,
+# agreement and position; a coarse cell combines scope and agreement only.
+NUM_SCOPES = 4
+MATCH_LENGTH_BOUNDS = (3, 4, 6, 9, 13, 20, 32)
+POSITION_BOUNDS = (1, 2, 3, 5, 9)
+UNANIMOUS_BOUNDS = (2, 3, 5, 9)
+NUM_AGREEMENTS = 3 + len(UNANIMOUS_BOUNDS) + 1
+NUM_MATCH_BINS = len(MATCH_LENGTH_BOUNDS) + 1
+NUM_POSITION_BINS = len(POSITION_BOUNDS) + 1
+NUM_CELLS = NUM_SCOPES * NUM_AGREEMENTS * NUM_MATCH_BINS * NUM_POSITION_BINS
+NUM_COARSE_CELLS = NUM_SCOPES * NUM_AGREEMENTS
+MAX_COUNT, MAX_COARSE_COUNT = 2**12, 2**16
+PRIOR_WEIGHT = 8.0
+"""Number of pseudo-counts added: at the coarse cell's rate to a cell, at 0.5 to a coarse cell."""
 
 
 def weight(match_length: int, age: int) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.shared_prefix_attention.reference import Step
+from tests.kernels.attention_reference import Step
 from kernels.shared_prefix_attention.sharing_plan import SharingPlan
 
 Levels = Sequence[Sequence[int]]

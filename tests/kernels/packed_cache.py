@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels.shared_prefix_attention import cpu
-from kernels.shared_prefix_attention.reference import Step
+from tests.kernels.attention_reference import Step
 from kernels.shared_prefix_attention.sharing_plan import SharingPlan
 
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from kernels.shared_prefix_attention import cpu, reference
-from kernels.shared_prefix_attention.reference import Step
+from tests.kernels import attention_reference
+from kernels.shared_prefix_attention import cpu
+from tests.kernels.attention_reference import Step
 from kernels.shared_prefix_attention.sharing_plan import SharingPlan
 from tests.kernels.decode_steps import HYDRAGEN, Levels, Shape, nothing_shared, rounded, step_of
 from tests.kernels.packed_cache import packed, run_decode
@@ -53,7 +54,7 @@ def assert_right(
     plan: SharingPlan, step: Step, dtype: torch.dtype, isa: cpu.Isa, num_threads: int | None = None
 ) -> None:
     step = rounded(step, dtype)
-    want, want_lse = reference.full_attention(step)
+    want, want_lse = attention_reference.full_attention(step)
     got = run_decode(plan, step, dtype, isa=isa, num_threads=num_threads)
     torch.testing.assert_close(got.out.double(), want, atol=CLOSE[dtype], rtol=0)
     torch.testing.assert_close(got.lse.double(), want_lse, atol=close_lse(dtype, isa), rtol=1e-6)
@@ -141,9 +142,9 @@ def test_parts_with_very_different_sums(louder: str, dtype: torch.dtype, isa: cp
     split_attention = torch.isin(torch.arange(len(step.keys)), torch.from_numpy(plan.node_blocks))
     step.keys[split_attention if louder == "prefix" else ~split_attention] *= 20
     step = rounded(step, dtype)
-    (_, prefix_lse), (_, suffix_lse) = reference.partial_results(plan, step)[1]
+    (_, prefix_lse), (_, suffix_lse) = attention_reference.partial_results(plan, step)[1]
     assert (prefix_lse - suffix_lse).abs().max() > 50
-    want, want_lse = reference.full_attention(step)
+    want, want_lse = attention_reference.full_attention(step)
     got = run_decode(plan, step, dtype, isa=isa)
     torch.testing.assert_close(got.out.double(), want, atol=10 * CLOSE[dtype], rtol=0)
     torch.testing.assert_close(
@@ -162,7 +163,7 @@ def test_steadily_increasing_scores(rise: int, dtype: torch.dtype, isa: cpu.Isa)
         at = torch.arange(length)
         step.keys[row[at // 32], at % 32, :, 0] = (rise * (at // 128)).double()[:, None]
     step = rounded(step, dtype)
-    want, want_lse = reference.full_attention(step)
+    want, want_lse = attention_reference.full_attention(step)
     got = run_decode(plan, step, dtype, isa=isa)
     torch.testing.assert_close(got.out.double(), want, atol=10 * CLOSE[dtype], rtol=0)
     torch.testing.assert_close(
@@ -178,7 +179,7 @@ def test_scores_far_from_zero(score: int, dtype: torch.dtype, isa: cpu.Isa) -> N
     plan, step = step_of([[150], [1, 300]], Shape(), query_tokens=2, seed=5)
     step.query[..., 0], step.keys[..., 0] = 1 / step.scale, score
     step = rounded(step, dtype)
-    want, want_lse = reference.full_attention(step)
+    want, want_lse = attention_reference.full_attention(step)
     got = run_decode(plan, step, dtype, isa=isa)
     torch.testing.assert_close(got.out.double(), want, atol=20 * CLOSE[dtype], rtol=0)
     torch.testing.assert_close(got.lse.double(), want_lse, atol=close_lse(dtype, isa), rtol=1e-6)
@@ -205,7 +206,7 @@ def test_query_token_with_an_empty_context_is_zero(isa: cpu.Isa) -> None:
 def test_nan_query_affects_no_other_query(dtype: torch.dtype, isa: cpu.Isa) -> None:
     plan, step = step_of([[300], [1, 40, 7]], Shape())
     step = rounded(step, dtype)
-    want, _ = reference.full_attention(step)
+    want, _ = attention_reference.full_attention(step)
     step.query[1] = torch.nan
     got = run_decode(plan, step, dtype, isa=isa).out.double()
     torch.testing.assert_close(got[[0, 2]], want[[0, 2]], atol=CLOSE[dtype], rtol=0)
@@ -215,7 +216,7 @@ def test_nan_query_affects_no_other_query(dtype: torch.dtype, isa: cpu.Isa) -> N
 def test_slice_of_a_step_can_be_served_alone() -> None:
     """Mixed steps: the rows before it are served elsewhere, and their outputs are not written."""
     plan, step = step_of(TREE, Shape())
-    want, _ = reference.full_attention(step)
+    want, _ = attention_reference.full_attention(step)
     query = step.query.float()
     out = torch.full_like(query, 7.0)
     decoding = cpu.DecodeStep(

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.shared_prefix_attention.reference import attention_over, merge
+from tests.kernels.attention_reference import attention_over, merge
 
 HEAD_SIZES = [1, 63, 64, 80, 96, 112, 128, 129, 192, 256]
 

@@ -4,15 +4,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from kernels.shared_prefix_attention import reference
+from tests.kernels import attention_reference
 from tests.kernels.decode_steps import HYDRAGEN, Levels, Shape, step_of
 from tests.kernels.tree_strategies import Drawn, random_values
 
 
 def assert_same(levels: Levels, shape: Shape, query_tokens: list[int] | int, seed: int) -> None:
     plan, step = step_of(levels, shape, query_tokens=query_tokens, seed=seed)
-    out, lse = reference.split_attention(plan, step)
-    want, want_lse = reference.full_attention(step)
+    out, lse = attention_reference.split_attention(plan, step)
+    want, want_lse = attention_reference.full_attention(step)
     torch.testing.assert_close(out, want, atol=1e-12, rtol=1e-12)
     torch.testing.assert_close(lse, want_lse, atol=1e-12, rtol=1e-12)
 

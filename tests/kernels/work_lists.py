@@ -5,7 +5,7 @@ from torch import Tensor
 
 from kernels.shared_prefix_attention import cuda
 from kernels.shared_prefix_attention.gpu_work_list import WorkList, WorkShape
-from kernels.shared_prefix_attention.reference import Step
+from tests.kernels.attention_reference import Step
 from tests.kernels.decode_steps import Shape
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kernels.draft_index import store_protocol
-from kernels.draft_index.acceptance_estimate import AcceptanceEstimate, cell
+from tests.kernels.draft_index.acceptance_reference import AcceptanceEstimate, cell
 from kernels.draft_index.file_format import StoreContents
 from kernels.draft_index.store_protocol import (
     ALL_SCOPES,

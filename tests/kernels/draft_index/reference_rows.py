@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kernels.draft_index.acceptance_estimate import AcceptanceEstimate
+from tests.kernels.draft_index.acceptance_reference import AcceptanceEstimate
 from tests.kernels.draft_index.reference_texts import PromptRecord, Text
 
 

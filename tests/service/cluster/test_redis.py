@@ -121,8 +121,7 @@ async def test_without_redis_rollouts_continue_and_cached_entries_resolve(
     finally:
         bring_back(redis, how)
     assert {answer.status_code for answer in answers} == {200}
-    # Zero if a heartbeat finds the registry unavailable before the first key is claimed.
-    assert failed_claims < len(answers) / 2, "each request waited for the registry"
+    assert 0 < failed_claims < len(answers) / 2, "each request waited for the registry"
     assert found.status_code == 200
     for served in pair:
         await sees(served, 1)

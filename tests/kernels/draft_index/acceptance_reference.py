@@ -1,6 +1,6 @@
 """Acceptance probability of drafted tokens, estimated from the outcomes of earlier drafts.
 
-Reference of csrc/acceptance_estimate.h. Each combination of scope, match length, agreement and
+Test oracle of kernels/draft_index/csrc/acceptance_estimate.h. Each combination of scope, match length, agreement and
 position has a cell, which counts the drafted tokens that were reached and those that were accepted.
 A cell with few counts is smoothed with its coarse cell, which combines scope and agreement only.
 Counts are halved when they reach a maximum, so that old outcomes lose weight.
@@ -10,20 +10,7 @@ from bisect import bisect_right
 
 import numpy as np
 
-from kernels.draft_index.store_protocol import NUM_BINS, Reliability
-
-NUM_SCOPES = 4
-MATCH_LENGTH_BOUNDS = (3, 4, 6, 9, 13, 20, 32)
-POSITION_BOUNDS = (1, 2, 3, 5, 9)
-UNANIMOUS_BOUNDS = (2, 3, 5, 9)
-NUM_AGREEMENTS = 3 + len(UNANIMOUS_BOUNDS) + 1
-NUM_MATCH_BINS = len(MATCH_LENGTH_BOUNDS) + 1
-NUM_POSITION_BINS = len(POSITION_BOUNDS) + 1
-NUM_CELLS = NUM_SCOPES * NUM_AGREEMENTS * NUM_MATCH_BINS * NUM_POSITION_BINS
-NUM_COARSE_CELLS = NUM_SCOPES * NUM_AGREEMENTS
-MAX_COUNT, MAX_COARSE_COUNT = 2**12, 2**16
-PRIOR_WEIGHT = 8.0
-"""Number of pseudo-counts added: at the coarse cell's rate to a cell, at 0.5 to a coarse cell."""
+from kernels.draft_index.store_protocol import MATCH_LENGTH_BOUNDS, MAX_COARSE_COUNT, MAX_COUNT, NUM_AGREEMENTS, NUM_BINS, NUM_CELLS, NUM_COARSE_CELLS, NUM_MATCH_BINS, NUM_POSITION_BINS, NUM_SCOPES, POSITION_BOUNDS, PRIOR_WEIGHT, Reliability, UNANIMOUS_BOUNDS
 
 
 def agreement_class(num_agreeing: int, total: int) -> int:
