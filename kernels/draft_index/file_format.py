@@ -19,13 +19,11 @@ from numpy.typing import NDArray
 from kernels.draft_index.store_protocol import (
     MAX_COARSE_COUNT,
     MAX_COUNT,
-    NUM_CELLS,
-    NUM_COARSE_CELLS,
-)
-from kernels.draft_index.store_protocol import (
     MAX_FINISHED_TEXTS,
     MAX_MATCH_LENGTH,
     MAX_TEXT_TOKENS,
+    NUM_CELLS,
+    NUM_COARSE_CELLS,
     InvalidStoreFile,
 )
 

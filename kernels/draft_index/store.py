@@ -12,11 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kernels.draft_index import store_protocol
-from kernels.draft_index.store_protocol import NUM_CELLS, NUM_COARSE_CELLS, NUM_SCOPES
 from kernels.draft_index.file_format import StoreContents
 from kernels.draft_index.store_protocol import (
     ALL_SCOPES,
     NUM_BINS,
+    NUM_CELLS,
+    NUM_COARSE_CELLS,
+    NUM_SCOPES,
     DraftBatch,
     Int32Array,
     InvalidCall,

@@ -56,8 +56,8 @@ MAX_TEXTS = 2048
 MAX_TEXT_TOKENS = 2**21
 AGE_SHIFT = 2
 """A vote's weight is divided by 1 + age / 2**AGE_SHIFT."""
-# Cells of the acceptance estimate (csrc/acceptance_estimate.h): combinations of scope, match length,
-# agreement and position; a coarse cell combines scope and agreement only.
+# Cells of the acceptance estimate (csrc/acceptance_estimate.h): combinations of scope, match
+# length, agreement and position; a coarse cell combines scope and agreement only.
 NUM_SCOPES = 4
 MATCH_LENGTH_BOUNDS = (3, 4, 6, 9, 13, 20, 32)
 POSITION_BOUNDS = (1, 2, 3, 5, 9)

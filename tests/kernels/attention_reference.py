@@ -6,8 +6,10 @@ positions of a partial result.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+
 from kernels.shared_prefix_attention.sharing_plan import SharingPlan
 
 

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tests.kernels.attention_reference import Step
 from kernels.shared_prefix_attention.sharing_plan import SharingPlan
+from tests.kernels.attention_reference import Step
 
 Levels = Sequence[Sequence[int]]
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from tests.kernels import attention_reference
 from kernels.shared_prefix_attention import cuda
-from tests.kernels.attention_reference import Step
 from kernels.shared_prefix_attention.sharing_plan import SharingPlan
+from tests.kernels import attention_reference
+from tests.kernels.attention_reference import Step
 from tests.kernels.decode_steps import HYDRAGEN, Levels, Shape, nothing_shared, rounded, step_of
 from tests.kernels.tree_strategies import Drawn, random_values
 from tests.kernels.work_lists import Inputs, work_list
@@ -83,7 +83,9 @@ def test_work_list_buffers_serve_several_plans_and_growing_rows() -> None:
         assert work.fill(plan, lengths // 3)  # made when the suffixes were shorter
         step = rounded(step, DTYPE)
         got = Inputs(step, DTYPE, "cpu").run_decode(work).double()
-        torch.testing.assert_close(got, attention_reference.full_attention(step)[0], atol=CLOSE, rtol=0)
+        torch.testing.assert_close(
+            got, attention_reference.full_attention(step)[0], atol=CLOSE, rtol=0
+        )
 
 
 def test_plan_that_does_not_fit_is_refused() -> None:

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from kernels.shared_prefix_attention import cpu
-from tests.kernels.attention_reference import Step
 from kernels.shared_prefix_attention.sharing_plan import SharingPlan
+from tests.kernels.attention_reference import Step
 
 
 def packed(keys: Tensor, values: Tensor) -> Tensor:

@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from tests.kernels import attention_reference
 from kernels.shared_prefix_attention import cpu
-from tests.kernels.attention_reference import Step
 from kernels.shared_prefix_attention.sharing_plan import SharingPlan
+from tests.kernels import attention_reference
+from tests.kernels.attention_reference import Step
 from tests.kernels.decode_steps import HYDRAGEN, Levels, Shape, nothing_shared, rounded, step_of
 from tests.kernels.packed_cache import packed, run_decode
 from tests.kernels.tree_strategies import Drawn, random_values

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from tests.kernels import attention_reference
 from kernels.shared_prefix_attention import cuda
 from kernels.shared_prefix_attention.gpu_work_list import WorkList
+from tests.kernels import attention_reference
 from tests.kernels.decode_steps import HYDRAGEN, Levels, Shape, rounded, step_of
 from tests.kernels.work_lists import Inputs, work_list
 
@@ -34,7 +34,9 @@ def assert_right(levels: Levels, shape: Shape, dtype: torch.dtype, query_tokens:
     work = on_gpu(shape, len(step.seq_lens), query_tokens)
     assert work.fill(plan, step.seq_lens.numpy() - plan.suffix_starts)
     got = Inputs(step, dtype, "cuda").run_decode(work).double().cpu()
-    torch.testing.assert_close(got, attention_reference.full_attention(step)[0], atol=CLOSE[dtype], rtol=0)
+    torch.testing.assert_close(
+        got, attention_reference.full_attention(step)[0], atol=CLOSE[dtype], rtol=0
+    )
 
 
 @pytest.mark.parametrize("dtype", cuda.DTYPES, ids=str)
@@ -76,4 +78,6 @@ def test_captured_graph_serves_later_plans_and_lengths() -> None:
         inputs.query.copy_(later.query)
         graph.replay()
         got = inputs.out.double().cpu()
-        torch.testing.assert_close(got, attention_reference.full_attention(step)[0], atol=2e-2, rtol=0)
+        torch.testing.assert_close(
+            got, attention_reference.full_attention(step)[0], atol=2e-2, rtol=0
+        )

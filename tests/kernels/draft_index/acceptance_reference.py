@@ -1,7 +1,8 @@
 """Acceptance probability of drafted tokens, estimated from the outcomes of earlier drafts.
 
-Test oracle of kernels/draft_index/csrc/acceptance_estimate.h. Each combination of scope, match length, agreement and
-position has a cell, which counts the drafted tokens that were reached and those that were accepted.
+Test oracle of kernels/draft_index/csrc/acceptance_estimate.h. Each combination of scope, match
+length, agreement and position has a cell, which counts the drafted tokens that were reached and
+those that were accepted.
 A cell with few counts is smoothed with its coarse cell, which combines scope and agreement only.
 Counts are halved when they reach a maximum, so that old outcomes lose weight.
 """
@@ -10,7 +11,22 @@ from bisect import bisect_right
 
 import numpy as np
 
-from kernels.draft_index.store_protocol import MATCH_LENGTH_BOUNDS, MAX_COARSE_COUNT, MAX_COUNT, NUM_AGREEMENTS, NUM_BINS, NUM_CELLS, NUM_COARSE_CELLS, NUM_MATCH_BINS, NUM_POSITION_BINS, NUM_SCOPES, POSITION_BOUNDS, PRIOR_WEIGHT, Reliability, UNANIMOUS_BOUNDS
+from kernels.draft_index.store_protocol import (
+    MATCH_LENGTH_BOUNDS,
+    MAX_COARSE_COUNT,
+    MAX_COUNT,
+    NUM_AGREEMENTS,
+    NUM_BINS,
+    NUM_CELLS,
+    NUM_COARSE_CELLS,
+    NUM_MATCH_BINS,
+    NUM_POSITION_BINS,
+    NUM_SCOPES,
+    POSITION_BOUNDS,
+    PRIOR_WEIGHT,
+    UNANIMOUS_BOUNDS,
+    Reliability,
+)
 
 
 def agreement_class(num_agreeing: int, total: int) -> int:

@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kernels.draft_index import store_protocol
-from tests.kernels.draft_index.acceptance_reference import AcceptanceEstimate, cell
 from kernels.draft_index.file_format import StoreContents
 from kernels.draft_index.store_protocol import (
     ALL_SCOPES,
@@ -22,6 +21,7 @@ from kernels.draft_index.store_protocol import (
     check_step,
     hash_key,
 )
+from tests.kernels.draft_index.acceptance_reference import AcceptanceEstimate, cell
 from tests.kernels.draft_index.reference_rows import PendingDraft, Row
 from tests.kernels.draft_index.reference_texts import PromptRecord, ResponseLog, Text
 from tests.kernels.draft_index.reference_votes import DraftedToken, MatchFinder, vote_tokens

@@ -9,10 +9,15 @@ import pytest
 
 from kernels.draft_index import store as compiled
 from kernels.draft_index import store_protocol
-from kernels.draft_index.store_protocol import MAX_COUNT, NUM_CELLS, NUM_COARSE_CELLS
 from kernels.draft_index.file_format import StoreContents, _dtype
 from kernels.draft_index.store import DraftStore
-from kernels.draft_index.store_protocol import InvalidStoreFile, Store
+from kernels.draft_index.store_protocol import (
+    MAX_COUNT,
+    NUM_CELLS,
+    NUM_COARSE_CELLS,
+    InvalidStoreFile,
+    Store,
+)
 from tests.kernels.draft_index.reference import ReferenceStore
 from tests.kernels.draft_index.stores import array, assert_alike, draft, run_step
 
