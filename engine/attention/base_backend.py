@@ -7,6 +7,7 @@ support, use vLLM's attention. So does everything after the first failure here.
 """
 
 import logging
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
-class GroupedMetadata:
+class GroupedMetadata(ABC):
     """Attention metadata of a step whose first tokens run in the shared-prefix kernel.
 
     `num_grouped_tokens` is the number of these tokens. `tail` is vLLM's own metadata of the other
@@ -41,11 +42,11 @@ class GroupedMetadata:
     num_grouped_tokens: int
     tail: Any
 
+    @abstractmethod
     def attend(
         self, *, query: torch.Tensor, kv_cache: torch.Tensor, scale: float, out: torch.Tensor
     ) -> None:
         """Run the shared-prefix kernel of one layer for the grouped tokens."""
-        raise NotImplementedError
 
 
 class GroupingMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
@@ -99,8 +100,9 @@ class GroupingMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         """Grouped metadata of a step, or vLLM's `metadata` if the step uses vLLM's attention."""
         return self.group(metadata, common)
 
+    @abstractmethod
     def group(self, metadata: Any, common: CommonAttentionMetadata) -> Any:
-        raise NotImplementedError
+        """Grouped metadata of a step, or vLLM's `metadata` if grouping does not pay."""
 
     def on_failed_step(self, common: CommonAttentionMetadata) -> None:
         """Hook called for each step that uses vLLM's attention because grouping has failed."""
@@ -147,8 +149,9 @@ class GroupedAttentionImpl(AttentionImpl):  # type: ignore[misc]
         self._is_supported = reason is None
         return reason
 
+    @abstractmethod
     def unsupported_reason(self, builder: Any) -> AttentionFallbackReason | None:
-        raise NotImplementedError
+        """Reason why the kernel does not support this layer; None if it does."""
 
     def _stock_forward(self, *args: Any, **kwargs: Any) -> Any:
         return super().forward(*args, **kwargs)
