@@ -43,7 +43,7 @@ async def curve(*, training: bool, seconds: float) -> Curve:
 
 
 def _is_recovered(so_far: Curve) -> bool:
-    """Whether acceptance recovered at least five windows ago, so that measuring can end."""
+    """True if acceptance recovered at least five windows ago, so that measuring can end."""
     back = so_far.recovered_seconds
     return back is not None and so_far.points[-1].seconds >= back + 5 * WINDOW_SECONDS
 

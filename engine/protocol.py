@@ -23,7 +23,7 @@ from engine.types import (
 
 
 class Engine(Protocol):
-    """What the service requires of an engine: methods, their errors and their guarantees.
+    """Interface between the service and an engine: methods, their errors and their guarantees.
 
     start/stop: once each. start stamps `version` on every token. It raises StartFailed with the
         reason, which `health` reports too. stop is idempotent and leaves no process and no shared

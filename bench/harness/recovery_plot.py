@@ -33,7 +33,7 @@ class Point:
 
     @property
     def is_after(self) -> bool:
-        """Whether the window is after the policy update.
+        """True if the window is after the policy update.
 
         A window's time is its end, so the last window before it ends at zero.
         """

@@ -125,7 +125,7 @@ class Replay:
     max_draft_tokens: int = 16
     costs: Costs = field(default_factory=lambda: LinearCost(fixed=1.0, token=0.0))
     is_oracle: bool = False
-    """Whether to send exactly the part of each draft that will be accepted, as an oracle would."""
+    """True if only the part of each draft that will be accepted is sent, as by an oracle."""
     result: ReplayResult = field(default_factory=ReplayResult)
 
     def epoch(self, number: int, groups: Iterable[Group]) -> None:

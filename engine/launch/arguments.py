@@ -45,7 +45,7 @@ def cpu_dtype(dtype: DType, capabilities: Mapping[str, object]) -> DType:
 
 
 def _may_have_bfloat16(capabilities: Mapping[str, object]) -> bool:
-    """Whether the CPU has bfloat16 instructions, or torch cannot tell for its architecture."""
+    """True if the CPU has bfloat16 instructions, or torch cannot tell for its architecture."""
     reported = [capabilities[name] for name in BFLOAT16_CAPABILITIES if name in capabilities]
     return not reported or any(reported)
 

@@ -22,7 +22,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureState:
-    """Whether an optional feature is on. `reason` is the first of `num_failures` exceptions."""
+    """State of an optional feature: on, or disabled after errors.
+
+    `reason` is the first of `num_failures` exceptions.
+    """
 
     on: bool
     num_failures: int

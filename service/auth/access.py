@@ -30,7 +30,7 @@ ANONYMOUS = ApiKey(name="nobody", roles=frozenset())
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """Who may call an endpoint: anyone, any API key, or API keys with a certain role.
+    """Access declaration of an endpoint: anyone, any API key, or API keys with a certain role.
 
     `public`: no key is needed. `role`: the role that a key needs; None: any key is accepted.
     `page`: other sites may link to the endpoint.

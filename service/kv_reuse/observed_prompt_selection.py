@@ -132,7 +132,7 @@ def select_anchors(
 
 
 def are_shareable(distances: Sequence[float], max_entropy: float) -> bool:
-    """Whether some observed prompts are so much nearer than others that KV can be predicted.
+    """True if some observed prompts are so much nearer than others that KV can be predicted.
 
     That is, whether the entropy of the similarity weights is low enough. There is one distance per
     distinct text, because anchors with the same text do not discriminate. A single text is

@@ -105,7 +105,7 @@ class AnchorStore:
     def is_missing(
         self, scope: Scope, template: PromptTemplate, bases: Mapping[int, CacheEntry]
     ) -> bool:
-        """Whether no anchor (observed prompt) with the same texts exists or is being written.
+        """True if no anchor (observed prompt) with the same texts exists or is being written.
 
         False also if the weights have changed since the spans were looked up.
         """

@@ -166,11 +166,11 @@ class PredictionPlan:
         await self.lease.on_completed(self._entry_by_request.pop(request.id), request, done)
 
     def is_approximate(self, num_cached: int) -> bool:
-        """Whether a sample with `num_cached` cached tokens has used predicted KV."""
+        """True if a sample with `num_cached` cached tokens has used predicted KV."""
         return num_cached > self._exact_tokens
 
     def is_loaded(self, num_cached: int) -> bool:
-        """Whether a sample with `num_cached` cached tokens has loaded any KV of this plan."""
+        """True if a sample with `num_cached` cached tokens has loaded any KV of this plan."""
         return num_cached >= min(self._exact_tokens + 1, self._end)
 
     def forget(self) -> None:

@@ -92,7 +92,7 @@ class PromptTemplate:
         return self.sections[-1].end
 
     def has_same_prefix(self, other: "PromptTemplate", num: int) -> bool:
-        """Whether the first `num` sections of two prompts have the same texts."""
+        """True if the first `num` sections of two prompts have the same texts."""
         ours, theirs = self.sections[:num], other.sections[:num]
         return [s.text_digest for s in ours] == [s.text_digest for s in theirs]
 

@@ -156,7 +156,7 @@ class SplicePlan:
         self._num_prefilled = len(request.prompt_token_ids)
 
     def is_approximate(self, num_cached: int) -> bool:
-        """Whether a sample with `num_cached` cached tokens has used spliced KV.
+        """True if a sample with `num_cached` cached tokens has used spliced KV.
 
         Blocks of the prefill requests may have been evicted before the sample started. The sample
         has then loaded the spliced KV itself, or prefilled.

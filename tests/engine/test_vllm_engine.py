@@ -292,7 +292,7 @@ async def test_settings_refused_by_vllm_are_reported_in_its_words_alone() -> Non
     ("model", "revision", "said"),
     [
         ("/no/such/directory", None, "the model directory"),
-        ("somebody/some-model", None, "set engine.revision to a commit"),
+        ("organization/model", None, "set engine.revision to a commit"),
     ],
 )
 async def test_missing_model_is_reported_in_one_sentence(

@@ -58,7 +58,7 @@ class KvReuse(RequestModel):
 
 
 class KvReuseAnswer(AnswerModel):
-    """How much KV of a prompt given as spans was reused, in numbers of tokens.
+    """KV reuse of a prompt given as spans, in numbers of tokens.
 
     `num_reused_tokens` were cached, spliced or predicted. `num_computed_tokens` were prefilled
     before the first sample. `num_prepared_tokens` were prefilled as separate spans that were not

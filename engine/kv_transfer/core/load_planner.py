@@ -142,7 +142,7 @@ class LoadPlanner:
         return jobs
 
     def _must_wait(self, request_id: str, chain: str) -> bool:
-        """Whether a request must wait until all requests of its chain arrive, or a deadline passes.
+        """True if a request must wait until its whole chain has arrived, or a deadline passes.
 
         The first request checks the deadline for the whole chain, so that no request overtakes
         those that it depends on.

@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 
 from engine.attention.grouping import Planner
 from kernels.shared_prefix_attention.sharing_plan import Int32s
-from tests.engine.attention.block_tables import BLOCK, Node, nodes_of, reference_plan, table_of, tree_rows
+from tests.engine.attention.block_tables import (
+    BLOCK,
+    Node,
+    nodes_of,
+    reference_plan,
+    table_of,
+    tree_rows,
+)
 
 MAX_CALLS = 350
 """At most 240 are counted; one more per row would be 256 more."""
