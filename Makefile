@@ -51,19 +51,19 @@ check: ## check format, lint, types and the OpenAPI document
 	$(python) -m mypy
 	$(python) -m openapi_spec_validator openapi.yaml
 
-bench: ## run all benchmarks and write docs/benchmarks.md; takes hours
+bench: ## run all benchmarks and write docs/performance/benchmarks.md; takes hours
 	@$(setup) dev
 	@scripts/bench.sh '$(python)'
 
-soak: ## long tests: clients with Ray, 10,000 groups, malformed requests, fleet failures; writes docs/reliability.md
+soak: ## long tests: clients with Ray, 10,000 groups, malformed requests, fleet failures; writes docs/operate/reliability.md
 	@$(setup) dev
 	$(python) -m pytest -q tests/compat/with_ray.py
 	COPPICE_DRAWS=1 $(pytest_in_two) -m 'not engine and not gpu'
 	COPPICE_DRAWS=1 $(python) -m pytest -q tests/engine/speculation tests/engine/drafter
-	PYTHONPATH=.:client $(python) -m tests.soak --report docs/reliability.md
+	PYTHONPATH=.:client $(python) -m tests.soak --report docs/operate/reliability.md
 	PYTHONPATH=.:client $(python) -m tests.soak.growth
-	PYTHONPATH=.:client $(python) -m tests.soak.faults --engine fake --rounds 2 --report docs/reliability.md
-	PYTHONPATH=.:client $(python) -m tests.soak.faults --engine real --rounds 1 --report docs/reliability.md
+	PYTHONPATH=.:client $(python) -m tests.soak.faults --engine fake --rounds 2 --report docs/operate/reliability.md
+	PYTHONPATH=.:client $(python) -m tests.soak.faults --engine real --rounds 1 --report docs/operate/reliability.md
 	PYTHONPATH=.:client $(python) -m examples.grpo --seed 2 --out build/demo-2
 	PYTHONPATH=.:client $(python) -m examples.grpo --seed 3 --out build/demo-3
 

@@ -21,8 +21,8 @@ several releases.
 
 `helm/examples/` has values for a CPU, for an 8B model on two GPUs and for a fleet of three
 replicas, and `helm/golden/` the manifests that the chart renders from them.
-[Operations](../../docs/operation.md) describes sizing, upgrades, draining and recovery,
-[the fleet](../../docs/fleet.md) how replicas share a cluster registry.
+[Operations](../../docs/operate/deploy.md) describes sizing, upgrades, draining and recovery,
+[the fleet](../../docs/operate/cluster.md) how replicas share a cluster registry.
 
 The settings of the server's sections `engine`, `attention`, `speculation`, `graphs`, `kv`,
 `limits`, `weights`, `cluster`, `log` and `trace` are values of the same names. Rendering fails

@@ -1,4 +1,4 @@
-"""Generator of docs/dependencies.md: the packages of the CPU lock file with versions and licences.
+"""Generator of docs/reference/dependencies.md: packages of the CPU lock file, versions, licences.
 
     .venv/bin/python scripts/dependencies.py
 
@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, metadata
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-FILE = ROOT / "docs" / "dependencies.md"
+FILE = ROOT / "docs" / "reference" / "dependencies.md"
 PINNED = re.compile(r"^([A-Za-z0-9._-]+)==([^\s;]+)", re.MULTILINE)
 # Licences that require more of redistributors than to keep the licence text.
 HAS_OBLIGATIONS = re.compile(r"GPL|MPL|Mozilla|EPL|Proprietary", re.IGNORECASE)

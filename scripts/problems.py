@@ -1,4 +1,4 @@
-"""Generator of docs/errors.md: the catalogue of problems as a table.
+"""Generator of docs/reference/errors.md: the catalogue of problems as a table.
 
 .venv/bin/python scripts/problems.py
 """
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from coppice.wire.problem_catalogue import PROBLEMS, ProblemKind
 
-FILE = Path(__file__).parents[1] / "docs" / "errors.md"
+FILE = Path(__file__).parents[1] / "docs" / "reference" / "errors.md"
 HEAD = """# Errors
 
 Every failed request is answered with a problem document (RFC 9457, `application/problem+json`).

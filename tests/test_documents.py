@@ -42,12 +42,12 @@ def test_dependency_report_matches_the_lock_file() -> None:
     """Licences come from the installed metadata, packages and versions from the lock file."""
     rows = re.findall(
         r"^\| ([\w.-]+) \| (\S+) \| .+ \|$",
-        (ROOT / "docs" / "dependencies.md").read_text(),
+        (ROOT / "docs" / "reference" / "dependencies.md").read_text(),
         re.MULTILINE,
     )
     assert dict(rows[1:]) == script("dependencies").pinned(), "python scripts/dependencies.py"
 
 
 def test_table_of_errors_is_the_catalogue() -> None:
-    text = (ROOT / "docs" / "errors.md").read_text()
+    text = (ROOT / "docs" / "reference" / "errors.md").read_text()
     assert text == script("problems").rendered(), "python scripts/problems.py"

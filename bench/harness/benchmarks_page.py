@@ -1,4 +1,4 @@
-"""Writes docs/benchmarks.md from the benchmark records; `--check` tests if it is up to date."""
+"""Generator of docs/performance/benchmarks.md; `--check` tests if the page is up to date."""
 
 import json
 import sys
@@ -7,7 +7,7 @@ from typing import Any
 
 from bench.harness.record import RECORDS
 
-PAGE = Path(__file__).parents[2] / "docs" / "benchmarks.md"
+PAGE = Path(__file__).parents[2] / "docs" / "performance" / "benchmarks.md"
 HEAD = """# Benchmarks
 
 Written by `python -m bench.harness.benchmarks_page` from `bench/records/`. The arms of a benchmark

@@ -1,4 +1,4 @@
-"""Curve of a drafter's acceptance around a policy update, and its plot in docs/drafter.png."""
+"""Plot of a drafter's acceptance around a policy update: docs/performance/drafter.png."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-PICTURE = Path(__file__).parents[2] / "docs" / "drafter.png"
+PICTURE = Path(__file__).parents[2] / "docs" / "performance" / "drafter.png"
 STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 9,

@@ -1,4 +1,4 @@
-"""Plots predicted against observed acceptance of drafted tokens, to docs/drafts.png.
+"""Plots predicted against observed acceptance of drafted tokens, to docs/performance/drafts.png.
 
 python -m bench.replay.acceptance_calibration_plot
 """
@@ -16,7 +16,7 @@ from bench.replay.replay import Fixed, Replay
 from bench.replay.traces import TRACES, Trace
 from kernels.draft_index.store_protocol import Reliability, Scope
 
-PICTURE = Path(__file__).parents[2] / "docs" / "drafts.png"
+PICTURE = Path(__file__).parents[2] / "docs" / "performance" / "drafts.png"
 NAMES = {
     Scope.SELF: "the request itself",
     Scope.SIBLINGS: "its siblings",

@@ -1,4 +1,4 @@
-"""File format of a draft store; docs/drafts.md specifies it byte by byte.
+"""File format of a draft store; docs/concepts/sibling-drafts.md specifies it byte by byte.
 
 A store is written to a temporary file that then replaces the old file atomically. When it is read,
 the whole file is validated before it is used.

@@ -1,7 +1,7 @@
 """Prometheus metrics of the service, one table per subsystem.
 
-vLLM's metrics are in the default registry. docs/metrics.md lists all metrics; dashboards and alert
-rules use only metrics of that list.
+vLLM's metrics are in the default registry. docs/reference/metrics.md lists all metrics; dashboards
+and alert rules use only metrics of that list.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """Runs the tests of third-party clients and records the version of each.
 
-python -m tests.compat.record       writes the table of docs/trainers.md
+python -m tests.compat.record       writes the table of docs/tutorials/trainers.md
 """
 
 import datetime
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "trainers.md"
+PAGE = ROOT / "docs" / "tutorials" / "trainers.md"
 BEGIN = "<!-- tested: written by python -m tests.compat.record -->"
 END = "<!-- end -->"
 HEAD = "| client | version | tested | by |\n|---|---|---|---|\n"

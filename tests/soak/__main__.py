@@ -1,6 +1,6 @@
 """`make soak`: many groups and malformed requests through one real server, and their table.
 
-    python -m tests.soak [--groups 10000] [--malformed 100000] [--report docs/reliability.md]
+    python -m tests.soak [--groups N] [--malformed N] [--report docs/operate/reliability.md]
 
 Load goes to 127.0.0.1 only, from a few threads, and ends.
 """

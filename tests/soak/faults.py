@@ -1,6 +1,6 @@
 """A cluster under load while each of its parts fails in turn, and the table of outcomes.
 
-    python -m tests.soak.faults [--engine fake|real] [--rounds 2] [--report docs/reliability.md]
+    python -m tests.soak.faults [--rounds 2] [--engine fake|real] [--report PAGE]
 
 Three replicas and a real Redis, each a process. Callers use any replica, return through another and
 disconnect midway. Every accepted group must end in an answer or in a retryable error; no token may

@@ -1,4 +1,4 @@
-"""The loop in docs/training.md runs as printed, and learns."""
+"""The loop in docs/concepts/training.md runs as printed, and learns."""
 
 import re
 from pathlib import Path
@@ -14,7 +14,7 @@ from tests.train.models import tiny_model
 
 pytestmark = pytest.mark.slow
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "training.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "concepts" / "training.md"
 WANTED = 7
 
 

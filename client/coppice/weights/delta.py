@@ -13,7 +13,7 @@ Values are read as unsigned integers. Their difference is new minus old, modulo 
 there is no rounding. An optimizer step moves most values by at most one or two units in the last
 place. Zigzag encoding maps 0, -1, 1, -2, ... to 0, 1, 2, 3, ..., so nearly all high bytes are zero.
 deflate uses run-length encoding only (Z_RLE). This is faster and smaller than its match search,
-which finds nothing in such data (docs/benchmarks.md).
+which finds nothing in such data (docs/performance/benchmarks.md).
 """
 
 import hashlib

@@ -1,7 +1,7 @@
 """Catalogue of the server's errors, which are RFC 9457 problem documents.
 
 The server raises problems by code, serves the catalogue under /problems and documents it in
-docs/errors.md; the client maps codes to exceptions.
+docs/reference/errors.md; the client maps codes to exceptions.
 """
 
 from coppice.wire.base import AnswerModel

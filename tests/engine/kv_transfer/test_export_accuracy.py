@@ -81,7 +81,7 @@ def test_exports_equal_hugging_face_with_drafts_in_the_batch(tmp_path: Path) -> 
 
 
 def test_bfloat16_exports_are_as_accurate_as_hugging_face(tmp_path: Path) -> None:
-    """Both round on their way; docs/models.md has the figures that this prints."""
+    """Both round on their way; docs/reference/models.md has the figures that this prints."""
     config = AutoConfig.from_pretrained(SEEDLING)
     layout = kv_format(
         config.num_key_value_heads,

@@ -1,4 +1,4 @@
-"""The size table in docs/operation.md against the arena's real sizes."""
+"""The size table in docs/operate/deploy.md against the arena's real sizes."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from engine.kv_types import KvFormat
 from service.prompt_kv.layout import LayoutFactory
 
-OPERATION = Path(__file__).parents[3] / "docs" / "operation.md"
+OPERATION = Path(__file__).parents[3] / "docs" / "operate" / "deploy.md"
 ROW = re.compile(
     r"^\| (?P<models>[^|]+) \| (?P<layers>\d+) x (?P<heads>\d+) x (?P<dim>\d+) "
     r"\| (?P<token>\d+) \| (?P<samples>\d+) GiB \| (?P<prompt>[\d.]+ MiB|none) "
