@@ -67,7 +67,7 @@ soak: ## long tests: clients with Ray, 10,000 groups, malformed requests, fleet 
 	PYTHONPATH=.:client $(python) -m examples.grpo --seed 2 --out build/demo-2
 	PYTHONPATH=.:client $(python) -m examples.grpo --seed 3 --out build/demo-3
 
-diagrams: ## render the Mermaid diagrams of README.md to docs/diagrams
+diagrams: ## render the Mermaid diagrams of README.md and docs/diagrams
 	@$(setup) dev
 	$(python) scripts/diagrams.py
 
