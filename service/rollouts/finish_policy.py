@@ -1,7 +1,7 @@
 """Early-finish policies: when a group is done, and which of its samples are selected.
 
 Samples that run concurrently finish in order of length, so selecting the first to finish biases the
-selection towards short samples. docs/concepts/trees.md has measurements.
+selection towards short samples. docs/concepts/group.md has measurements.
 """
 
 import random
