@@ -27,7 +27,7 @@ CLI = "@mermaid-js/mermaid-cli@11.17.0"
 CONFIG = {
     "htmlLabels": False,
     "flowchart": {"htmlLabels": False},
-    "sequence": {"wrap": True, "width": 130, "actorMargin": 24},
+    "sequence": {"wrap": True, "width": 150, "actorMargin": 24, "mirrorActors": False},
     "theme": "neutral",
 }
 
