@@ -16,12 +16,16 @@ AttentionFallbackReason = Literal[
     "soft_cap",
     "alibi",
     "sinks",
+    "model_runner",
+    "parallelism",
+    "batch_invariant",
+    "cuda_graphs",
     "query_length",
     "nothing_shared",
     "not_worth_it",
     "failed",
 ]
-"""Reason why a step used vLLM's attention: kernel limitations, then properties of the step."""
+"""Reason why a step used vLLM's attention: limits of kernel and engine, then of the step."""
 DraftScope = Literal["self", "siblings", "prompt", "all", "drafter"]
 """Source of a drafted token.
 

@@ -24,10 +24,11 @@ from vllm.v1.attention.backend import (
 from engine.attention.counters import COUNTERS
 from engine.attention.crossover import Crossover
 from engine.attention.grouping import StepGrouper, StepGrouping
-from engine.attention.host_block_tables import FEATURE
 from engine.attention.register import settings
 from engine.feature_stats import AttentionFallbackReason
+from engine.runtime.feature_guard import feature
 
+FEATURE = feature("shared-prefix attention")
 logger = logging.getLogger(__name__)
 
 
@@ -44,7 +45,13 @@ class GroupedMetadata(ABC):
 
     @abstractmethod
     def attend(
-        self, *, query: torch.Tensor, kv_cache: torch.Tensor, scale: float, out: torch.Tensor
+        self,
+        impl: Any,
+        layer: AttentionLayer,
+        *,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        out: torch.Tensor,
     ) -> None:
         """Run the shared-prefix kernel of one layer for the grouped tokens."""
 
@@ -92,7 +99,6 @@ class GroupingMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
 
     def _stock_after_failure(self, metadata: Any, common: CommonAttentionMetadata) -> Any:
         COUNTERS.record_skipped("failed")
-        self.on_failed_step(common)
         return metadata
 
     @FEATURE.guarded(_stock_after_failure)
@@ -103,9 +109,6 @@ class GroupingMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
     @abstractmethod
     def group(self, metadata: Any, common: CommonAttentionMetadata) -> Any:
         """Grouped metadata of a step, or vLLM's `metadata` if grouping does not pay."""
-
-    def on_failed_step(self, common: CommonAttentionMetadata) -> None:
-        """Hook called for each step that uses vLLM's attention because grouping has failed."""
 
     def tail(self, common: CommonAttentionMetadata, grouping: StepGrouping, num_rows: int) -> Any:
         """vLLM's metadata of the rows after the grouped ones, None if all rows are grouped.
@@ -176,5 +179,5 @@ class GroupedAttentionImpl(AttentionImpl):  # type: ignore[misc]
         if step.tail is not None:
             tokens = slice(step.num_grouped_tokens, attn_metadata.num_actual_tokens)
             stock(layer, query[tokens], key, value, kv_cache, step.tail, output[tokens])
-        step.attend(query=query, kv_cache=kv_cache, scale=self.scale, out=output)
+        step.attend(self, layer, query=query, kv_cache=kv_cache, out=output)
         return output

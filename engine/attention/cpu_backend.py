@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from vllm import __version__ as vllm_version
-from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
+from vllm.v1.attention.backend import AttentionLayer, AttentionType, CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
@@ -18,13 +18,13 @@ from vllm.v1.attention.backends.cpu_attn import (
 
 from engine.attention import cpu_calibration, crossover
 from engine.attention.base_backend import (
+    FEATURE,
     GroupedAttentionImpl,
     GroupedMetadata,
     GroupingMetadataBuilder,
 )
 from engine.attention.counters import COUNTERS
 from engine.attention.crossover import Crossover
-from engine.attention.host_block_tables import FEATURE
 from engine.attention.register import settings
 from engine.feature_stats import AttentionFallbackReason
 from kernels.shared_prefix_attention import cpu
@@ -49,9 +49,15 @@ class SharedPrefixMetadata(GroupedMetadata, CPUAttentionMetadata):  # type: igno
     decode_step: cpu.DecodeStep
 
     def attend(
-        self, *, query: torch.Tensor, kv_cache: torch.Tensor, scale: float, out: torch.Tensor
+        self,
+        impl: Any,
+        layer: AttentionLayer,
+        *,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        out: torch.Tensor,
     ) -> None:
-        self.decode_step.layer(query=query, cache=kv_cache, scale=scale, out=out)
+        self.decode_step.layer(query=query, cache=kv_cache, scale=impl.scale, out=out)
 
 
 class SharedPrefixBuilder(GroupingMetadataBuilder, CPUAttentionMetadataBuilder):  # type: ignore[misc]

@@ -9,11 +9,16 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-import numpy as np
 import torch
 from vllm import _custom_ops as ops
 
-from engine.attention.crossover import CacheKey, CrossoverTrial, StepWork, processor_name
+from engine.attention.crossover import (
+    BatchShape,
+    CacheKey,
+    CrossoverTrial,
+    StepWork,
+    processor_name,
+)
 from engine.attention.grouping import Planner
 from kernels.shared_prefix_attention import cpu
 
@@ -36,16 +41,6 @@ class LayerGeometry:
         """All inputs that the attention times depend on, apart from software versions."""
         named = asdict(self) | {"dtype": str(self.dtype)}
         return named | {"processor_name": processor_name(), "threads": torch.get_num_threads()}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchShape:
-    """Calibration batch: the rows of a group share a prefix, and every row has its own suffix."""
-
-    num_groups: int
-    group_size: int
-    prefix_blocks: int
-    suffix_tokens: int
 
 
 SHAPES = tuple(
@@ -78,8 +73,8 @@ def measure_trials(geometry: LayerGeometry) -> list[CrossoverTrial]:
 class _TimedStep:
     def __init__(self, geometry: LayerGeometry, shape: BatchShape) -> None:
         self._geometry = geometry
-        rows, suffix_blocks = _num_rows(shape), -(-shape.suffix_tokens // geometry.block_size)
-        table = _block_table(shape, suffix_blocks)
+        rows = shape.num_rows
+        table = shape.block_table(geometry.block_size)
         length = shape.prefix_blocks * geometry.block_size + shape.suffix_tokens
         self._block_table = torch.from_numpy(table)
         self._seq_lens = torch.full((rows,), length, dtype=torch.int32)
@@ -127,7 +122,7 @@ class _TimedStep:
                 seconds.append(time.perf_counter() - began)
         stock, shared = (seconds[1:] for seconds in times.values())
         return CrossoverTrial(
-            work=StepWork.of(self._plan, self._seq_lens.numpy(), len(self._query)),
+            work=StepWork.of(self._plan, self._seq_lens.numpy(), self._query_starts.diff().numpy()),
             stock_seconds=min(stock),
             shared_seconds=min(shared),
             steady=all(
@@ -163,18 +158,3 @@ class _TimedStep:
             query_start_loc=self._query_starts,
         )
         step.layer(query=self._query, cache=cache, scale=0.1, out=self._out)
-
-
-def _num_rows(shape: BatchShape) -> int:
-    return shape.num_groups * shape.group_size
-
-
-def _block_table(
-    shape: BatchShape, suffix_blocks: int
-) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
-    """Block table of a batch, with blocks in random order, as from a block pool in use."""
-    rows, prefix = _num_rows(shape), shape.num_groups * shape.prefix_blocks
-    ids = np.random.default_rng(0).permutation(prefix + rows * suffix_blocks).astype(np.int32)
-    shared = ids[:prefix].reshape(shape.num_groups, shape.prefix_blocks)
-    own = ids[prefix:].reshape(rows, suffix_blocks)
-    return np.hstack([shared.repeat(shape.group_size, axis=0), own])

@@ -44,19 +44,15 @@ class StepWork:
     suffix_pairs: int
 
     @classmethod
-    def of(cls, plan: SharingPlan, seq_lens: Int32s, num_queries: int) -> Self:
-        """Attention work of a step with this sharing plan.
-
-        All rows are assumed to have the same number of query tokens, as in decode.
-        """
-        queries = num_queries / len(seq_lens)
-        prefix, node_tokens = _prefix_and_node_tokens(plan)
+    def of(cls, plan: SharingPlan, seq_lens: Int32s, query_lens: Int32s) -> Self:
+        """Attention work of a step with this sharing plan."""
+        starts = plan.suffix_starts
         return cls(
-            num_queries=num_queries,
+            num_queries=int(query_lens.sum()),
             num_nodes=len(plan.node_tokens),
-            node_tokens=node_tokens,
-            prefix_pairs=round(queries * prefix),
-            suffix_pairs=round(queries * (int(seq_lens.sum()) - prefix)),
+            node_tokens=_num_node_tokens(plan),
+            prefix_pairs=int(np.dot(query_lens, starts)),
+            suffix_pairs=int(np.dot(query_lens, seq_lens - starts)),
         )
 
     def stock_terms(self) -> list[float]:
@@ -65,6 +61,29 @@ class StepWork:
     def shared_terms(self) -> list[float]:
         terms = (self.num_queries, self.num_nodes, self.node_tokens)
         return [1.0, *terms, self.prefix_pairs, self.suffix_pairs]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchShape:
+    """Calibration batch: the rows of a group share a prefix, and every row has its own suffix."""
+
+    num_groups: int
+    group_size: int
+    prefix_blocks: int
+    suffix_tokens: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_groups * self.group_size
+
+    def block_table(self, block_size: int) -> Int32s:
+        """Block table of the batch, with blocks in random order, as from a block pool in use."""
+        prefix, own = self.num_groups * self.prefix_blocks, -(-self.suffix_tokens // block_size)
+        num_blocks = prefix + self.num_rows * own
+        ids = np.random.default_rng(0).permutation(num_blocks).astype(np.int32)
+        shared = ids[:prefix].reshape(self.num_groups, self.prefix_blocks)
+        suffixes = ids[prefix:].reshape(self.num_rows, own)
+        return np.hstack([shared.repeat(self.group_size, axis=0), suffixes])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,13 +120,10 @@ class Crossover:
         return _dot(self.shared, work.shared_terms()) < _dot(self.stock, work.stock_terms())
 
 
+# Cached because a plan serves many steps.
 @lru_cache(maxsize=4)
-def _prefix_and_node_tokens(plan: SharingPlan) -> tuple[int, int]:
-    """Number of prefix tokens summed over the rows of a plan, and summed over its nodes.
-
-    Cached because a plan serves many steps.
-    """
-    return int(plan.suffix_starts.sum()), int(plan.node_tokens.sum())
+def _num_node_tokens(plan: SharingPlan) -> int:
+    return int(plan.node_tokens.sum())
 
 
 def _dot(costs: Sequence[float], terms: Sequence[float]) -> float:

@@ -1,19 +1,24 @@
-"""GPU attention backend: FlashAttention, with shared prefixes read once by Triton kernels.
+"""GPU attention backend: FlashAttention, with shared prefixes read once per step.
 
-It replaces vLLM's FLASH_ATTN and extends its classes. A step's work list is written to buffers at
-fixed addresses, so a captured CUDA graph reads the list of the step it is replayed for. Therefore a
-step of decode rows only, which graphs are captured for, always runs the kernel, if need be with
-nothing shared. In other steps prefill rows use FlashAttention.
+It replaces vLLM's FLASH_ATTN and extends its classes. A step that `cuda_steps` has planned runs
+FlashAttention twice per layer, over the shared nodes and over the rows' suffixes, outside CUDA
+graphs. All other steps, captured graphs and draft models use vLLM's attention unchanged.
 
 This has not been run on a GPU.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, CommonAttentionMetadata
+from vllm import envs
+from vllm.platforms import current_platform
+from vllm.utils.torch_utils import canonicalize_singleton_dim_strides, is_quantized_kv_cache
+from vllm.v1.attention.backend import AttentionLayer, AttentionType, CommonAttentionMetadata
+from vllm.v1.attention.backends import fa_utils
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
     FlashAttentionImpl,
@@ -21,17 +26,21 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
+from engine.attention import cuda_calibration
 from engine.attention.base_backend import (
+    FEATURE,
     GroupedAttentionImpl,
     GroupedMetadata,
     GroupingMetadataBuilder,
 )
 from engine.attention.grouping import StepGrouping
-from engine.attention.host_block_tables import FEATURE, host_table
+from engine.attention.register import settings
 from engine.feature_stats import AttentionFallbackReason
 from kernels.shared_prefix_attention import cuda
-from kernels.shared_prefix_attention.gpu_work_list import WorkList, WorkShape
-from kernels.shared_prefix_attention.sharing_plan import SharingPlan
+from kernels.shared_prefix_attention.sharing_plan import Int32s, SharingPlan
+
+MAX_QUERY_TOKENS = 64
+"""Longer rows are bound by computation, so that reading their prefix once gains nothing."""
 
 
 class SharedPrefixBackend(FlashAttentionBackend):  # type: ignore[misc]
@@ -48,148 +57,213 @@ class SharedPrefixBackend(FlashAttentionBackend):  # type: ignore[misc]
 
 @dataclass(kw_only=True)
 class SharedPrefixMetadata(GroupedMetadata, FlashAttentionMetadata):  # type: ignore[misc]
-    """Attention metadata of a step with grouped rows, and the work list of the Triton kernels."""
+    """Attention metadata of a step with shared prefixes, and the inputs of its two passes.
 
-    work: WorkList
+    `node_schedule` and `suffix_schedule` are FlashAttention 3's scheduler metadata of either pass.
+    """
+
+    lists: cuda.StepLists
+    suffixes: cuda.SuffixTable
+    node_schedule: torch.Tensor | None
+    suffix_schedule: torch.Tensor | None
 
     def attend(
-        self, *, query: torch.Tensor, kv_cache: torch.Tensor, scale: float, out: torch.Tensor
+        self,
+        impl: Any,
+        layer: AttentionLayer,
+        *,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        out: torch.Tensor,
     ) -> None:
-        keys, values = torch.split(kv_cache.transpose(1, 2), query.shape[-1], dim=-1)
-        cuda.decode(
-            self.work,
-            query=query,
-            key_cache=keys,
-            value_cache=values,
-            block_table=self.block_table,
-            seq_lens=self.seq_lens,
-            query_start_loc=self.query_start_loc,
-            scale=scale,
-            out=out,
+        keys, values = (
+            impl.cache_view(half)
+            for half in torch.split(kv_cache.transpose(1, 2), impl.head_size, dim=-1)
+        )
+        flash = partial(
+            fa_utils.flash_attn_varlen_func,
+            k=keys,
+            v=values,
+            softmax_scale=impl.scale,
+            softcap=impl.logits_soft_cap,
+            fa_version=impl.vllm_flash_attn_version,
+        )
+        tokens = self.num_grouped_tokens
+        cuda.attend(
+            flash,
+            self.lists,
+            self.suffixes,
+            query=query[:tokens],
+            query_starts=self.query_start_loc,
+            max_query_len=self.max_query_len,
+            out=out[:tokens],
+            node_options=impl.pass_options(layer, self.node_schedule, len(self.lists.node_tokens)),
+            suffix_options=impl.pass_options(layer, self.suffix_schedule, len(self.suffixes.lens)),
         )
 
 
 class SharedPrefixBuilder(GroupingMetadataBuilder, FlashAttentionMetadataBuilder):  # type: ignore[misc]
-    """Attention metadata builder that fills the Triton kernels' work list in each step."""
+    """Attention metadata builder that adds the inputs of both passes to a planned step.
 
-    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+    `plan` is called before vLLM selects the step's CUDA graph, `build` after it.
+    """
+
+    # The work of a step belongs to one block table.
+    supports_update_block_table = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Decode rows, including those with drafts, are ordered before all others.
-        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
-        self._max_query_tokens = self.reorder_batch_threshold
-        self._capturing = False
-        self._work: WorkList | None = None
+        self._planned: tuple[StepGrouping, Int32s] | None = None
+        self._lists: tuple[SharingPlan, Int32s, cuda.StepLists] | None = None
         self._init_grouper()
 
     @FEATURE.guarded_with_default(None)
     def _init_grouper(self) -> None:
-        unsupported = self.prepare_layers()
-        if unsupported is None:
-            self._work = WorkList(self._work_shape(), self.device)
+        unsupported = self._unsupported_engine() or self.prepare_layers()
+        is_measured = settings().shared_prefix == "auto" and unsupported is None
         self.grouper = self.make_grouper(
             unsupported=unsupported,
             layer_bytes_per_token=2
             * self.num_heads_kv
             * self.headdim
             * self.kv_cache_dtype.itemsize,
-            max_query_tokens=self._max_query_tokens,
+            max_query_tokens=MAX_QUERY_TOKENS,
+            crossover=cuda_calibration.crossover_of(self) if is_measured else None,
         )
 
-    def _work_shape(self) -> WorkShape:
-        scheduler = self.vllm_config.scheduler_config
-        blocks_per_row = -(-self.model_config.max_model_len // self.block_size)
-        return WorkShape(
-            num_heads=self.num_heads_q,
-            num_kv_heads=self.num_heads_kv,
-            head_size=self.headdim,
-            block_size=self.block_size,
-            max_rows=scheduler.max_num_seqs,
-            max_query_tokens=self._max_query_tokens,
-            max_node_blocks=scheduler.max_num_seqs * blocks_per_row // 2,
-            num_processors=torch.cuda.get_device_properties(self.device).multi_processor_count,
+    def _unsupported_engine(self) -> AttentionFallbackReason | None:
+        """Reason why no step of this engine can share prefixes."""
+        parallel = self.vllm_config.parallel_config
+        if not self.vllm_config.use_v2_model_runner:
+            return "model_runner"
+        if self.dcp_world_size > 1 or parallel.data_parallel_size > 1 or parallel.use_ubatching:
+            return "parallelism"
+        return "batch_invariant" if envs.VLLM_BATCH_INVARIANT else None
+
+    def plan(self, table: Int32s, seq_lens: Int32s, query_starts: Int32s) -> bool:
+        """Group the rows of the next step; returns whether any share a prefix.
+
+        The arrays are [rows, columns], [rows] and [rows + 1], on the host. The lengths are upper
+        bounds if drafts may yet be rejected. That lengthens no shared prefix, because the blocks
+        that rows share were computed in earlier steps.
+        """
+        if self.grouper is None:
+            return False
+        grouping = self.grouper.group_rows(table, seq_lens, query_starts)
+        self._planned = None if grouping is None else (grouping, query_starts)
+        return grouping is not None
+
+    def cancel_plan(self) -> None:
+        """Use vLLM's attention in the next step."""
+        self._planned = None
+
+    def _is_planned(self, common: CommonAttentionMetadata) -> bool:
+        """Whether these are the rows that were planned, not those of a draft model or a dummy."""
+        return (
+            self._planned is not None
+            and common.req_idx is not None
+            and np.array_equal(common.query_start_loc_cpu.numpy(), self._planned[1])
         )
-
-    def build_for_cudagraph_capture(
-        self, common_attn_metadata: CommonAttentionMetadata
-    ) -> FlashAttentionMetadata:
-        """Build metadata without shared prefixes, as captured rows are dummies without blocks."""
-        self._capturing = True
-        try:
-            return super().build_for_cudagraph_capture(common_attn_metadata)
-        finally:
-            self._capturing = False
-
-    def on_failed_step(self, common: CommonAttentionMetadata) -> None:
-        """Fill the work list, which CUDA graphs captured before the failure still read."""
-        if self._work is not None and common.max_query_len <= self._max_query_tokens:
-            _fill(self._work, nothing_shared(common.num_reqs), _lens(common, common.num_reqs))
 
     def group(self, metadata: FlashAttentionMetadata, common: CommonAttentionMetadata) -> Any:
-        # Rows that pad the batch to a captured graph have no queries; they come last.
-        num_reqs = int(np.count_nonzero(np.diff(common.query_start_loc_cpu.numpy())))
-        grouping = None if self._capturing else self._group_rows(common, num_reqs)
-        work = self._work
-        if work is None or metadata.causal is not True:
+        if self._planned is None or not self._is_planned(common):
             return metadata
-        if grouping is None:
-            if common.max_query_len > self._max_query_tokens:
-                return metadata
-            plan, num_tokens = nothing_shared(num_reqs), common.num_actual_tokens
-            grouping = StepGrouping(plan=plan, num_rows=num_reqs, num_tokens=num_tokens)
-        tail = self.tail(common, grouping, num_reqs)
-        if not _fill(work, grouping.plan, _lens(common, grouping.num_rows)):
-            _fill(work, nothing_shared(grouping.num_rows), _lens(common, grouping.num_rows))
+        (grouping, query_starts), self._planned = self._planned, None
+        if not _is_plain(metadata):
+            return metadata
+        plan = grouping.plan
+        lists = self._step_lists(plan, query_starts)
+        lens = common.seq_lens_cpu_upper_bound.numpy()[: common.num_reqs]
+        suffixes = cuda.SuffixTable.of(
+            lists,
+            block_table=common.block_table_tensor,
+            seq_lens=common.seq_lens,
+            max_len=int((lens - lists.host_suffix_starts).max()),
+            block_size=self.block_size,
+        )
+        fields = vars(metadata) | {"max_num_splits": 0}
         return SharedPrefixMetadata(
-            **vars(metadata), num_grouped_tokens=grouping.num_tokens, tail=tail, work=work
+            **fields,
+            num_grouped_tokens=common.num_actual_tokens,
+            tail=None,
+            lists=lists,
+            suffixes=suffixes,
+            node_schedule=self._node_schedule(lists),
+            suffix_schedule=self._suffix_schedule(suffixes, metadata),
         )
 
-    def _group_rows(self, common: CommonAttentionMetadata, num_reqs: int) -> StepGrouping | None:
-        assert self.grouper is not None, "the feature is enabled, so the grouper exists"
-        table = host_table(common.block_table_tensor, common.req_idx, num_reqs)
-        assert table is not None, "the runner's block table was not recorded"
-        starts = common.query_start_loc_cpu.numpy()[: num_reqs + 1]
-        return self.grouper.group_rows(table, _lens(common, num_reqs), starts)
+    def _step_lists(self, plan: SharingPlan, query_starts: Int32s) -> cuda.StepLists:
+        last = self._lists
+        if last is None or last[0] is not plan or not np.array_equal(last[1], query_starts):
+            last = plan, query_starts, cuda.StepLists.of(plan, query_starts, self.device)
+            self._lists = last
+        return last[2]
+
+    def _node_schedule(self, lists: cuda.StepLists) -> torch.Tensor | None:
+        return self._get_scheduler_metadata(  # type: ignore[no-any-return]
+            aot_schedule=self.aot_schedule,
+            batch_size=len(lists.node_tokens),
+            cu_query_lens=lists.node_query_starts,
+            max_query_len=lists.max_node_query_len,
+            seqlens=lists.node_tokens,
+            max_seq_len=lists.max_node_tokens,
+            causal=False,
+            max_num_splits=0,
+        )
+
+    def _suffix_schedule(
+        self, suffixes: cuda.SuffixTable, metadata: FlashAttentionMetadata
+    ) -> torch.Tensor | None:
+        return self._get_scheduler_metadata(  # type: ignore[no-any-return]
+            aot_schedule=self.aot_schedule,
+            batch_size=len(suffixes.lens),
+            cu_query_lens=metadata.query_start_loc,
+            max_query_len=metadata.max_query_len,
+            seqlens=suffixes.lens,
+            max_seq_len=suffixes.max_len,
+            causal=True,
+            max_num_splits=0,
+        )
 
 
-def _lens(common: CommonAttentionMetadata, num_rows: int) -> Any:
-    """Upper bounds of a step's sequence lengths; the exact lengths are only on the device.
-
-    The bounds are exact for prefill rows. The blocks that a decode row shares were computed in
-    earlier steps, so counting drafts that may yet be rejected makes no shared prefix longer.
-    """
-    return common.seq_lens_cpu_upper_bound.numpy()[:num_rows]
-
-
-def _fill(work: WorkList, plan: SharingPlan, lens: Any) -> bool:
-    return work.fill(plan, (lens - plan.suffix_starts).astype(np.int32))
-
-
-def nothing_shared(num_rows: int) -> SharingPlan:
-    """Sharing plan of `num_rows` rows without shared prefixes."""
-    none, offset = np.zeros(0, np.int32), np.zeros(1, np.int32)
-    return SharingPlan(
-        node_blocks=none,
-        node_block_offsets=offset,
-        node_tokens=none,
-        node_rows=none,
-        node_row_offsets=offset,
-        suffix_starts=np.zeros(num_rows, np.int32),
+def _is_plain(metadata: FlashAttentionMetadata) -> bool:
+    """Whether all query tokens attend causally to all earlier tokens of their row."""
+    return (
+        metadata.causal is True
+        and metadata.mm_prefix_query_range_tensor is None
+        and metadata.rswa_prefix_lens is None
     )
 
 
 class SharedPrefixImpl(GroupedAttentionImpl, FlashAttentionImpl):  # type: ignore[misc]
-    """Attention layer that runs rows with shared prefixes in the Triton kernels."""
+    """Attention layer that runs FlashAttention twice in steps with shared prefixes."""
 
     def unsupported_reason(self, builder: SharedPrefixBuilder) -> AttentionFallbackReason | None:
         reasons: dict[AttentionFallbackReason, bool] = {
-            "kv_cache_dtype": builder.kv_cache_dtype not in cuda.DTYPES,
-            "head_size": self.head_size not in cuda.HEAD_SIZES,
+            "head_size": self.fa4_hd256,
             "not_causal": self.attn_type != AttentionType.DECODER,
             "sliding_window": self.sliding_window != (-1, -1),
-            "soft_cap": bool(self.logits_soft_cap),
             "alibi": self.alibi_slopes is not None,
             "sinks": self.sinks is not None,
         }
         return next((reason for reason, holds in reasons.items() if holds), None)
+
+    def cache_view(self, half: torch.Tensor) -> torch.Tensor:
+        """Keys or values of the KV cache as FlashAttention reads them."""
+        half = canonicalize_singleton_dim_strides(half)
+        if is_quantized_kv_cache(self.kv_cache_dtype):
+            return half.view(current_platform.fp8_dtype())
+        return half
+
+    def pass_options(
+        self, layer: Any, schedule: torch.Tensor | None, num_sequences: int
+    ) -> Mapping[str, Any]:
+        """Arguments of one FlashAttention call that depend on its number of sequences."""
+        shape = num_sequences, self.num_kv_heads
+        return {
+            "scheduler_metadata": schedule,
+            "num_splits": 0,
+            "q_descale": layer._q_scale.expand(shape) if self.supports_quant_query_input else None,
+            "k_descale": layer._k_scale.expand(shape),
+            "v_descale": layer._v_scale.expand(shape),
+        }

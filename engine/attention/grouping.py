@@ -257,7 +257,7 @@ class StepGrouper:
             return "nothing_shared"
         num_tokens = int(query_starts[num_rows])
         if self.mode == "auto" and self._crossover is not None:
-            work = StepWork.of(plan, lens, num_tokens)
+            work = StepWork.of(plan, lens, query_lens[:num_rows])
             if not self._crossover.is_faster(work):
                 return "not_worth_it"
         return StepGrouping(plan=plan, num_rows=num_rows, num_tokens=num_tokens)

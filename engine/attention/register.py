@@ -5,7 +5,7 @@ Must run before a model is loaded, in the processes that load one.
 
 import functools
 
-from engine.attention import host_block_tables
+from engine.attention import cuda_steps
 from engine.settings import AttentionSettings
 
 CPU_BACKEND = "engine.attention.cpu_backend.SharedPrefixBackend"
@@ -34,6 +34,6 @@ def _register() -> None:
 
     if current_platform.is_cpu():
         register_backend(AttentionBackendEnum.CPU_ATTN, CPU_BACKEND)
-    elif settings().shared_prefix == "always":  # nothing is measured on GPUs yet
-        host_block_tables.install()
+    else:
+        cuda_steps.install()
         register_backend(AttentionBackendEnum.FLASH_ATTN, CUDA_BACKEND)

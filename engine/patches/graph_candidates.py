@@ -20,6 +20,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from engine.attention.cuda_steps import step_shares
 from engine.cudagraphs.counters import COUNTERS
 from engine.cudagraphs.planner import Plan
 from engine.cudagraphs.shapes import GraphShape
@@ -95,9 +96,10 @@ def check_captured(manager: Any, plan: Plan, measured_bytes: int) -> None:
 def count(desc: Any, num_reqs: int, query_len: int | None, max_query_len: int | None) -> None:
     """Count whether a step runs with a planned CUDA graph.
 
-    vLLM passes no `max_query_len` for steps with prefill.
+    vLLM passes no `max_query_len` for steps with prefill. Steps with shared prefixes use the same
+    graphs as these.
     """
-    if query_len is None and max_query_len is None:
+    if step_shares() or (query_len is None and max_query_len is None):
         COUNTERS.record_mixed()
     else:
         hit = desc.uniform_token_count is not None

@@ -1,254 +1,278 @@
-"""Shared-prefix decode attention on GPUs in Triton, over FlashAttention's paged cache.
+"""Shared-prefix attention on GPUs: two FlashAttention calls per layer and a Triton merge.
 
-One launch computes partial results for all items of the work list, nodes and suffixes alike. A
-second, small launch merges them. The grids have the capacity of the list; the number of items and
-the sequence lengths are read on the device, so a captured CUDA graph is valid for later steps.
-Tested in Triton's interpreter; it has not been run on a GPU.
+The first call reads each shared node once for all query tokens of its rows, without a causal mask,
+because a node ends before the first query of each of its rows. The second call reads each row's
+suffix through a block table without the node columns. The merge weights the partial results by
+their log-sum-exps.
 
-Shapes: T tokens of a step, R rows, Q tokens of a row at most, Hq and Hkv query and KV heads, D head
-size, B block size.
+A `StepLists` depends only on the sharing plan and on the number of query tokens per row, so one
+upload serves all steps until a row joins, leaves or shares a further block.
+
+This has not been run on a GPU. The merge is tested in Triton's interpreter, and the whole pass with
+a reference implementation of FlashAttention's interface.
+
+Shapes: T query tokens of a step, R rows, N nodes, P query tokens summed over the nodes, Hq and Hkv
+query and KV heads, D head size.
 """
 
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
 import torch
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.shared_prefix_attention.gpu_work_list import WorkList
+from kernels.shared_prefix_attention.sharing_plan import Int32s, SharingPlan
 
-HEAD_SIZES = (64, 80, 96, 128, 192, 256)
 DTYPES = (torch.bfloat16, torch.float16)
-_LOG2_E = tl.constexpr(1.4426950408889634)
+FlashAttention = Callable[..., Any]
+"""vLLM's `flash_attn_varlen_func`, with the arguments that both passes share already bound."""
 
 
-def decode(
-    work: WorkList,
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepLists:
+    """Device lists of a sharing plan for steps with the same number of query tokens per row."""
+
+    query_tokens: Tensor
+    """[P] numbers of the step's query tokens, node by node"""
+    node_query_starts: Tensor
+    """[N + 1]"""
+    node_tokens: Tensor
+    """[N]"""
+    node_block_table: Tensor
+    """[N, blocks of the longest node]"""
+    suffix_starts: Tensor
+    """[R]"""
+    token_part_offsets: Tensor
+    """[T + 1] offsets in `token_parts`"""
+    token_parts: Tensor
+    """[P] positions in `query_tokens` of each query token's partial results"""
+    max_node_query_len: int
+    max_node_tokens: int
+    host_suffix_starts: Int32s
+
+    @classmethod
+    def of(cls, plan: SharingPlan, query_starts: Int32s, device: torch.device) -> Self:
+        """Lists of a plan, uploaded in one copy that does not block.
+
+        `query_starts` is [R + 1]. The plan covers the first rows; the others share nothing. The
+        node lengths must be multiples of the block size.
+        """
+        suffix_starts = np.zeros(len(query_starts) - 1, np.int32)
+        suffix_starts[: len(plan.suffix_starts)] = plan.suffix_starts
+        tokens, node_query_starts = _node_queries(plan, query_starts)
+        parts = np.argsort(tokens, kind="stable").astype(np.int32)
+        counts = np.bincount(tokens, minlength=int(query_starts[-1]))
+        lists = (
+            tokens,
+            node_query_starts,
+            plan.node_tokens,
+            _node_block_table(plan),
+            suffix_starts,
+            np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
+            parts,
+        )
+        return cls(
+            **dict(zip(_LISTS, _upload(lists, device), strict=True)),
+            max_node_query_len=int(np.diff(node_query_starts).max(initial=0)),
+            max_node_tokens=int(plan.node_tokens.max(initial=0)),
+            host_suffix_starts=suffix_starts,
+        )
+
+
+_LISTS = (
+    "query_tokens",
+    "node_query_starts",
+    "node_tokens",
+    "node_block_table",
+    "suffix_starts",
+    "token_part_offsets",
+    "token_parts",
+)
+
+
+def _node_queries(plan: SharingPlan, query_starts: Int32s) -> tuple[Int32s, Int32s]:
+    """Query tokens of each node's rows, concatenated, and the offsets of the nodes in them."""
+    counts = np.diff(query_starts)[plan.node_rows]
+    ends = np.concatenate([[0], np.cumsum(counts)])
+    within = np.arange(ends[-1]) - np.repeat(ends[:-1], counts)
+    tokens = np.repeat(query_starts[plan.node_rows], counts) + within
+    return tokens.astype(np.int32), ends[plan.node_row_offsets].astype(np.int32)
+
+
+def _node_block_table(plan: SharingPlan) -> Int32s:
+    sizes = np.diff(plan.node_block_offsets)
+    table = np.zeros((len(sizes), int(sizes.max(initial=1))), np.int32)
+    table[np.arange(table.shape[1]) < sizes[:, None]] = plan.node_blocks
+    return table
+
+
+def _upload(lists: Sequence[NDArray[np.int32]], device: torch.device) -> list[Tensor]:
+    joined = torch.from_numpy(np.concatenate([values.ravel() for values in lists]))
+    if device.type == "cuda":
+        joined = joined.pin_memory()  # PyTorch frees the memory after the copy
+    on_device = torch.split(joined.to(device, non_blocking=True), [values.size for values in lists])
+    return [part.view(values.shape) for part, values in zip(on_device, lists, strict=True)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SuffixTable:
+    """Block table and lengths of the rows' suffixes in one step."""
+
+    block_table: Tensor
+    """[R, blocks of the longest suffix]"""
+    lens: Tensor
+    """[R]"""
+    max_len: int
+
+    @classmethod
+    def of(
+        cls,
+        lists: StepLists,
+        *,
+        block_table: Tensor,
+        seq_lens: Tensor,
+        max_len: int,
+        block_size: int,
+    ) -> Self:
+        """Suffixes of a step's rows; `max_len` is an upper bound of their lengths."""
+        columns = torch.arange(-(-max_len // block_size), device=block_table.device)
+        first = (lists.suffix_starts // block_size).unsqueeze(1)
+        at = (first + columns).clamp_(max=block_table.shape[1] - 1)
+        rows = block_table[: len(first)]
+        return cls(
+            block_table=torch.gather(rows, 1, at.long()),
+            lens=seq_lens[: len(first)] - lists.suffix_starts,
+            max_len=max_len,
+        )
+
+
+def attend(
+    flash: FlashAttention,
+    lists: StepLists,
+    suffixes: SuffixTable,
     *,
     query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    scale: float,
+    query_starts: Tensor,
+    max_query_len: int,
     out: Tensor,
+    node_options: Mapping[str, Any],
+    suffix_options: Mapping[str, Any],
 ) -> None:
-    """Run the attention of one layer in a decode step: write out[T, Hq, D] for query[T, Hq, D].
+    """Run the attention of one layer: write out[T, Hq, D] for query[T, Hq, D].
 
-    The caches are [blocks, B, Hkv, D]. block_table [R, width], seq_lens [R] and query_start_loc
-    [R + 1] are int32.
+    The options are further arguments of either call, such as FlashAttention's schedule.
     """
-    _, num_heads, head_size = query.shape
-    _, block_size, num_kv_heads, _ = key_cache.shape
-    ratio = num_heads // num_kv_heads
-    shape = work.shape
-    assert (ratio, head_size) == (shape.ratio, shape.head_size) and num_heads == shape.num_heads
-    assert query.stride()[1:] == out.stride()[1:] == (head_size, 1)
-    assert key_cache.stride() == value_cache.stride() and key_cache.stride(3) == 1
-    padded = triton.next_power_of_2(head_size)
-    _attention_kernel[(shape.max_items, num_kv_heads)](
-        query,
-        key_cache,
-        value_cache,
-        block_table,
-        seq_lens,
-        query_start_loc,
-        work["num_items"],
-        work["items"],
-        work["node_blocks"],
-        work["item_rows"],
-        work.outputs,
-        work.lses,
-        scale * _LOG2_E.value,
-        query.stride(0),
-        key_cache.stride(0),
-        key_cache.stride(1),
-        key_cache.stride(2),
-        block_table.stride(0),
-        block_size=block_size,
-        num_heads=num_heads,
-        head_size=head_size,
-        padded_size=padded,
-        ratio=ratio,
-        max_query_tokens=shape.max_query_tokens,
-        num_queries=shape.queries_per_item,
-        num_tokens=_tokens_per_iteration(head_size),
-        num_warps=4 if shape.queries_per_item * padded <= 64 * 128 else 8,
-        num_stages=2,
+    part_outs, part_lses = flash(
+        q=_select(query, lists.query_tokens),
+        cu_seqlens_q=lists.node_query_starts,
+        max_seqlen_q=lists.max_node_query_len,
+        seqused_k=lists.node_tokens,
+        max_seqlen_k=lists.max_node_tokens,
+        block_table=lists.node_block_table,
+        causal=False,
+        return_softmax_lse=True,
+        **node_options,
     )
-    _merge_kernel[(shape.max_rows, shape.max_query_tokens, num_heads)](
-        work.outputs,
-        work.lses,
-        work["num_rows"],
-        work["row_slot_offsets"],
-        work["row_slots"],
-        query_start_loc,
-        out,
-        out.stride(0),
-        num_heads=num_heads,
+    _, lses = flash(
+        q=query,
+        out=out,
+        cu_seqlens_q=query_starts,
+        max_seqlen_q=max_query_len,
+        seqused_k=suffixes.lens,
+        max_seqlen_k=suffixes.max_len,
+        block_table=suffixes.block_table,
+        causal=True,
+        return_softmax_lse=True,
+        **suffix_options,
+    )
+    merge(lists, part_outs, part_lses, out, lses)
+
+
+def _select(query: Tensor, tokens: Tensor) -> Tensor:
+    """The rows of a tensor with these numbers, also of 8-bit floats."""
+    if query.element_size() > 1:
+        return query.index_select(0, tokens)
+    return query.view(torch.uint8).index_select(0, tokens).view(query.dtype)
+
+
+def merge(
+    lists: StepLists, part_outs: Tensor, part_lses: Tensor, outs: Tensor, lses: Tensor
+) -> None:
+    """Merge part_outs[P, Hq, D] into outs[T, Hq, D] in place.
+
+    The log-sum-exps, to base e, are part_lses[Hq, P] and lses[Hq, T].
+    """
+    num_tokens, num_heads, head_size = outs.shape
+    assert part_outs.stride(2) == outs.stride(2) == part_lses.stride(1) == lses.stride(1) == 1
+    _merge_kernel[(num_tokens, num_heads)](
+        part_outs,
+        part_lses,
+        outs,
+        lses,
+        lists.token_part_offsets,
+        lists.token_parts,
+        part_outs.stride(0),
+        part_outs.stride(1),
+        part_lses.stride(0),
+        outs.stride(0),
+        outs.stride(1),
+        lses.stride(0),
         head_size=head_size,
-        padded_size=padded,
-        max_query_tokens=shape.max_query_tokens,
+        padded_size=triton.next_power_of_2(head_size),
         num_warps=1,
     )
 
 
-def _tokens_per_iteration(head_size: int) -> int:
-    """KV tokens per loop iteration; two pipeline stages of keys and values fit in shared memory."""
-    return 64 if head_size <= 128 else 32
-
-
 @triton.jit
-def _attention_kernel(
-    query,
-    keys,
-    values,
-    block_table,
-    seq_lens,
-    query_starts,
-    num_items,
-    items,
-    node_blocks,
-    item_rows,
-    outputs,
-    lses,
-    scale,
-    query_stride,
-    block_stride,
-    token_stride,
-    head_stride,
-    table_stride,
-    block_size: tl.constexpr,
-    num_heads: tl.constexpr,
-    head_size: tl.constexpr,
-    padded_size: tl.constexpr,
-    ratio: tl.constexpr,
-    max_query_tokens: tl.constexpr,
-    num_queries: tl.constexpr,
-    num_tokens: tl.constexpr,
-):
-    """Partial attention of one work item and KV head, for up to `num_queries` queries."""
-    item = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    if item >= tl.load(num_items):
-        return
-    # The order of gpu_work_list.ITEM_FIELDS.
-    fields = items + item * 6
-    begin = tl.load(fields)
-    end = tl.load(fields + 1)  # OPEN_END in a suffix's last item, cut to the row's length below
-    blocks_at = tl.load(fields + 2)  # index into node_blocks; OWN_BLOCKS: the row's block table
-    first_block = tl.load(fields + 3)  # block number in the row of node_blocks[blocks_at]
-    rows_at = tl.load(fields + 4)  # index into item_rows, and of the output slots
-    num_rows = tl.load(fields + 5)
-
-    m = tl.arange(0, num_queries)
-    d = tl.arange(0, padded_size)
-    place = m // (max_query_tokens * ratio)
-    token = m // ratio % max_query_tokens
-    head = kv_head * ratio + m % ratio
-    is_row = place < num_rows
-    row = tl.load(item_rows + rows_at + place, mask=is_row, other=0)
-    query_start = tl.load(query_starts + row, mask=is_row, other=0)
-    query_len = tl.load(query_starts + row + 1, mask=is_row, other=0) - query_start
-    is_query = is_row & (token < query_len)
-    # Causal mask: the last query token attends to the whole row, each earlier one to one less.
-    seq_len = tl.load(seq_lens + row, mask=is_query, other=0)
-    seen = tl.where(is_query, seq_len - query_len + token + 1, 0)
-    end = tl.minimum(end, tl.max(seen))
-    # Ends of the positions read through node_blocks and through the block table; one is empty.
-    node_end = tl.where(blocks_at < 0, begin, end)
-    table_end = tl.where(blocks_at < 0, end, begin)
-    q = tl.load(
-        query
-        + (query_start + token)[:, None] * query_stride
-        + (head * head_size)[:, None]
-        + d[None],
-        mask=is_query[:, None] & (d < head_size)[None],
-        other=0.0,
-    )
-
-    highest = tl.full([num_queries], -1e30, tl.float32)
-    total = tl.zeros([num_queries], tl.float32)
-    gathered = tl.zeros([num_queries, padded_size], tl.float32)
-    own = tl.load(item_rows + rows_at)  # a suffix has one row
-    for start in range(begin, end, num_tokens):
-        position = start + tl.arange(0, num_tokens)
-        inside = position < end
-        number = position // block_size
-        in_node = node_blocks + blocks_at + number - first_block
-        in_table = block_table + own.to(tl.int64) * table_stride + number
-        block = tl.load(in_node, mask=position < node_end, other=0)
-        block += tl.load(in_table, mask=position < table_end, other=0)
-        at = (
-            block.to(tl.int64) * block_stride
-            + (position % block_size) * token_stride
-            + kv_head * head_stride
-        )
-        k = tl.load(
-            keys + at[None] + d[:, None], mask=inside[None] & (d < head_size)[:, None], other=0.0
-        )
-        scores = tl.dot(q, k) * scale
-        scores = tl.where(inside[None] & (position[None] < seen[:, None]), scores, float("-inf"))
-        new = tl.maximum(highest, tl.max(scores, 1))
-        decay = tl.exp2(highest - new)
-        weights = tl.exp2(scores - new[:, None])
-        v = tl.load(
-            values + at[:, None] + d[None], mask=inside[:, None] & (d < head_size)[None], other=0.0
-        )
-        gathered = tl.dot(weights.to(v.dtype), v, gathered * decay[:, None])
-        total = total * decay + tl.sum(weights, 1)
-        highest = new
-
-    some = total > 0
-    slot = (rows_at + place).to(tl.int64) * max_query_tokens + token
-    tl.store(
-        outputs + (slot * num_heads + head)[:, None] * head_size + d[None],
-        gathered / tl.where(some, total, 1.0)[:, None],
-        mask=is_query[:, None] & (d < head_size)[None],
-    )
-    lse = tl.where(some, highest + tl.log2(tl.where(some, total, 1.0)), float("-inf"))
-    tl.store(lses + slot * num_heads + head, lse, mask=is_query)
+def _lse(pointer):
+    """Log-sum-exp of a partial result; FlashAttention 2 writes infinity for one without keys."""
+    lse = tl.load(pointer)
+    return tl.where(lse == float("inf"), float("-inf"), lse)
 
 
 @triton.jit
 def _merge_kernel(
-    outputs,
+    part_outs,
+    part_lses,
+    outs,
     lses,
-    num_rows,
-    row_slot_offsets,
-    row_slots,
-    query_starts,
-    out,
+    offsets,
+    parts,
+    part_stride,
+    part_head_stride,
+    part_lse_stride,
     out_stride,
-    num_heads: tl.constexpr,
+    out_head_stride,
+    lse_stride,
     head_size: tl.constexpr,
     padded_size: tl.constexpr,
-    max_query_tokens: tl.constexpr,
 ):
-    """Merge the partial results of one token and query head by their base-2 log-sum-exps."""
-    row = tl.program_id(0)
-    token = tl.program_id(1)
-    head = tl.program_id(2)
-    if row >= tl.load(num_rows):
-        return
-    query_start = tl.load(query_starts + row)
-    if token >= tl.load(query_starts + row + 1) - query_start:
+    """Merge the partial results of one query token and head. Tokens without nodes are skipped."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    first = tl.load(offsets + token)
+    last = tl.load(offsets + token + 1)
+    if first == last:
         return
     d = tl.arange(0, padded_size)
-    highest = -1e30
-    total = 0.0
-    merged = tl.zeros([padded_size], tl.float32)
-    for i in range(tl.load(row_slot_offsets + row), tl.load(row_slot_offsets + row + 1)):
-        slot = tl.load(row_slots + i).to(tl.int64) * max_query_tokens + token
-        at = slot * num_heads + head
-        lse = tl.load(lses + at)
+    inside = d < head_size
+    out = outs + token * out_stride + head * out_head_stride + d
+    merged = tl.load(out, mask=inside, other=0.0).to(tl.float32)
+    highest = _lse(lses + head * lse_stride + token)
+    total = 1.0
+    for i in range(first, last):
+        part = tl.load(parts + i).to(tl.int64)
+        lse = _lse(part_lses + head * part_lse_stride + part)
         new = tl.maximum(highest, lse)
-        decay = tl.exp2(highest - new)
-        weight = tl.exp2(lse - new)
-        part = tl.load(outputs + at * head_size + d, mask=d < head_size, other=0.0)
-        merged = merged * decay + part * weight
+        decay = tl.exp(highest - new)
+        weight = tl.exp(lse - new)
+        values = part_outs + part * part_stride + head * part_head_stride + d
+        merged = merged * decay + tl.load(values, mask=inside, other=0.0).to(tl.float32) * weight
         total = total * decay + weight
         highest = new
-    merged = merged / tl.where(total > 0, total, 1.0)
-    to = out + (query_start + token).to(tl.int64) * out_stride + head * head_size + d
-    tl.store(to, merged.to(out.dtype.element_ty), mask=d < head_size)
+    tl.store(out, (merged / total).to(outs.dtype.element_ty), mask=inside)

@@ -1,0 +1,297 @@
+"""Timing of calibration steps on a GPU with vLLM's attention and with shared prefixes.
+
+Both are timed as they run in the engine. vLLM's attention is replayed from a CUDA graph. Attention
+with shared prefixes is launched call by call, each after a small graph, like the pieces between the
+layers of a piecewise graph. Where launching takes longer than the GPU's work, the launches are what
+is timed.
+
+This has not been run on a GPU.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+import torch
+from vllm import __version__ as vllm_version
+from vllm.distributed import get_tp_group
+from vllm.v1.attention.backends import fa_utils
+
+from engine.attention import crossover
+from engine.attention.crossover import BatchShape, CacheKey, Crossover, CrossoverTrial, StepWork
+from engine.attention.grouping import Planner
+from engine.attention.register import settings
+from engine.runtime.feature_guard import Failure, attempt
+from kernels.shared_prefix_attention import cuda
+from kernels.shared_prefix_attention.sharing_plan import Int32s
+
+REPEATS = 5
+CALLS = 16
+NUM_CACHES = 2
+VERSION = 1
+"""Version of the measurement, part of the key of cached results."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerGeometry:
+    """Geometry of the attention layers for which both kinds of attention are timed."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    block_size: int
+    dtype: torch.dtype
+    fa_version: int
+
+    def cache_key(self) -> CacheKey:
+        """All inputs that the attention times depend on."""
+        named = asdict(self) | {"dtype": str(self.dtype), "gpu": torch.cuda.get_device_name()}
+        return named | {"vllm": vllm_version, "measurement": VERSION}
+
+
+SHAPES = tuple(
+    (groups, size, prefix, suffix)
+    for groups, size, prefix, suffix in (
+        (1, 4, 256, 64),
+        (1, 16, 512, 64),
+        (1, 64, 1024, 128),
+        (16, 4, 256, 128),
+        (16, 16, 1024, 256),
+        (4, 8, 2048, 512),
+        (1, 8, 4096, 128),
+        (1, 64, 4096, 256),
+        (8, 8, 4096, 256),
+        (2, 16, 8192, 256),
+        (32, 8, 128, 64),
+        (2, 2, 256, 2048),
+    )
+)
+"""Number of groups, rows per group, and tokens of each prefix and suffix."""
+
+
+def crossover_of(builder: Any) -> Crossover:
+    """Crossover for the layers of a metadata builder, the same on all tensor-parallel ranks.
+
+    The ranks must agree on each step, because they run its collectives from the same graph. The
+    first rank measures.
+    """
+    geometry = LayerGeometry(
+        num_heads=builder.num_heads_q,
+        num_kv_heads=builder.num_heads_kv,
+        head_size=builder.headdim,
+        block_size=builder.block_size,
+        dtype=builder.model_config.dtype,
+        fa_version=fa_utils.get_flash_attn_version(head_size=builder.headdim) or 2,
+    )
+    group = get_tp_group()
+    measured = attempt(_crossover, geometry) if group.rank_in_group == 0 else None
+    agreed: Crossover | Failure = group.broadcast_object(measured, src=0)
+    if isinstance(agreed, Failure):
+        raise RuntimeError(f"the attention crossover was not measured: {agreed.message}")
+    return agreed
+
+
+@cache
+def _crossover(geometry: LayerGeometry) -> Crossover:
+    found = crossover.crossover(
+        settings().cache_directory, geometry.cache_key(), partial(measure_trials, geometry)
+    )
+    torch.cuda.empty_cache()
+    return found
+
+
+def measure_trials(geometry: LayerGeometry) -> list[CrossoverTrial]:
+    """Time the steps in SHAPES with both kinds of attention."""
+    size = geometry.block_size
+    shapes = [
+        BatchShape(num_groups=n, group_size=rows, prefix_blocks=-(-p // size), suffix_tokens=s)
+        for n, rows, p, s in SHAPES
+    ]
+    return [_trial(geometry, shape) for shape in shapes]
+
+
+def _trial(geometry: LayerGeometry, shape: BatchShape) -> CrossoverTrial:
+    length = shape.prefix_blocks * geometry.block_size + shape.suffix_tokens
+    lens = np.full(shape.num_rows, length, np.int32)
+    table = shape.block_table(geometry.block_size)
+    return CalibrationStep(geometry, table, lens, torch.device("cuda"), fa_utils).trial(
+        graph_times, launched_times
+    )
+
+
+Timer = Callable[[Sequence[Callable[[], None]]], list[float]]
+"""Times per call of repeated rounds of some calls, in seconds."""
+
+
+class CalibrationStep:
+    """Decode step of one layer, with vLLM's attention and with shared prefixes."""
+
+    def __init__(
+        self,
+        geometry: LayerGeometry,
+        table: Int32s,
+        lens: Int32s,
+        device: torch.device,
+        flash: Any,
+    ) -> None:
+        """Create the inputs of a step whose rows have this block table and these lengths.
+
+        `flash` has FlashAttention's functions, as vLLM's `fa_utils`.
+        """
+        self._geometry, self._flash, self._lens, rows = geometry, flash, lens, len(lens)
+        self._plan = Planner(geometry.block_size).plan(table, lens - 1)
+        starts = np.arange(rows + 1, dtype=np.int32)
+        self._query_starts = torch.from_numpy(starts).to(device)
+        self._block_table = torch.from_numpy(table).to(device)
+        self._seq_lens = torch.from_numpy(lens).to(device)
+        self._lists = cuda.StepLists.of(self._plan, starts, device)
+        self._suffixes = cuda.SuffixTable.of(
+            self._lists,
+            block_table=self._block_table,
+            seq_lens=self._seq_lens,
+            max_len=int((lens - self._plan.suffix_starts).max()),
+            block_size=geometry.block_size,
+        )
+        heads, size, dtype = geometry.num_heads, geometry.head_size, geometry.dtype
+        self._query = torch.zeros(rows, heads, size, dtype=dtype, device=device)
+        self.out = torch.empty_like(self._query)
+        # Several caches, so that a call does not find the previous call's cache in the GPU's L2.
+        cache_shape = int(table.max()) + 1, geometry.block_size, geometry.num_kv_heads, 2 * size
+        self._caches = [
+            torch.zeros(cache_shape, dtype=dtype, device=device) for _ in range(NUM_CACHES)
+        ]
+
+    def trial(self, stock_times: Timer, shared_times: Timer) -> CrossoverTrial:
+        stock, shared = stock_times(self.stock_calls()), shared_times(self.shared_calls())
+        return CrossoverTrial(
+            work=StepWork.of(self._plan, self._lens, np.ones_like(self._lens)),
+            stock_seconds=min(stock),
+            shared_seconds=min(shared),
+            steady=all(statistics.median(times) < 1.5 * min(times) for times in (stock, shared)),
+        )
+
+    def stock_calls(self) -> list[Callable[[], None]]:
+        """Calls of vLLM's attention, each with a cache of its own."""
+        schedule = self._schedule()
+        return [partial(self._stock, cache, schedule) for cache in self._caches]
+
+    def shared_calls(self) -> list[Callable[[], None]]:
+        """Calls of attention with shared prefixes, each with a cache of its own."""
+        schedules = self._pass_schedules()
+        return [partial(self._shared, cache, *schedules) for cache in self._caches]
+
+    def _stock(self, cache: torch.Tensor, schedule: torch.Tensor | None) -> None:
+        self._bound(cache)(
+            q=self._query,
+            out=self.out,
+            cu_seqlens_q=self._query_starts,
+            max_seqlen_q=1,
+            seqused_k=self._seq_lens,
+            max_seqlen_k=int(self._lens.max()),
+            block_table=self._block_table,
+            causal=True,
+            scheduler_metadata=schedule,
+        )
+
+    def _shared(
+        self, cache: torch.Tensor, nodes: torch.Tensor | None, suffixes: torch.Tensor | None
+    ) -> None:
+        cuda.attend(
+            self._bound(cache),
+            self._lists,
+            self._suffixes,
+            query=self._query,
+            query_starts=self._query_starts,
+            max_query_len=1,
+            out=self.out,
+            node_options={"scheduler_metadata": nodes},
+            suffix_options={"scheduler_metadata": suffixes},
+        )
+
+    def _bound(self, cache: torch.Tensor) -> Callable[..., Any]:
+        keys, values = torch.split(cache, self._geometry.head_size, dim=-1)
+        return partial(
+            self._flash.flash_attn_varlen_func,
+            k=keys,
+            v=values,
+            softmax_scale=self._geometry.head_size**-0.5,
+            fa_version=self._geometry.fa_version,
+        )
+
+    def _schedule(self) -> torch.Tensor | None:
+        return self._metadata(self._query_starts, 1, self._seq_lens, int(self._lens.max()), True)
+
+    def _pass_schedules(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        lists, suffixes = self._lists, self._suffixes
+        return (
+            self._metadata(
+                lists.node_query_starts,
+                lists.max_node_query_len,
+                lists.node_tokens,
+                lists.max_node_tokens,
+                False,
+            ),
+            self._metadata(self._query_starts, 1, suffixes.lens, suffixes.max_len, True),
+        )
+
+    def _metadata(
+        self, starts: torch.Tensor, max_query: int, lens: torch.Tensor, max_len: int, causal: bool
+    ) -> torch.Tensor | None:
+        geometry = self._geometry
+        if geometry.fa_version != 3:
+            return None
+        metadata: torch.Tensor = self._flash.get_scheduler_metadata(
+            batch_size=len(lens),
+            max_seqlen_q=max_query,
+            max_seqlen_k=max_len,
+            num_heads_q=geometry.num_heads,
+            num_heads_kv=geometry.num_kv_heads,
+            headdim=geometry.head_size,
+            cache_seqlens=lens,
+            qkv_dtype=geometry.dtype,
+            cu_seqlens_q=starts,
+            page_size=geometry.block_size,
+            causal=causal,
+        )
+        return metadata
+
+
+def graph_times(calls: Sequence[Callable[[], None]]) -> list[float]:
+    """Times of calls that are replayed from a CUDA graph."""
+    for call in calls:
+        call()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for number in range(CALLS):
+            calls[number % len(calls)]()
+    return [_seconds(graph.replay) / CALLS for _ in range(1 + REPEATS)][1:]
+
+
+def launched_times(calls: Sequence[Callable[[], None]]) -> list[float]:
+    """Times of calls that are launched one by one, each after the replay of a small graph."""
+    for call in calls:
+        call()
+    cell, piece = torch.zeros(1, device="cuda"), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(piece):
+        cell.add_(1)
+
+    def layers() -> None:
+        for number in range(CALLS):
+            piece.replay()
+            calls[number % len(calls)]()
+
+    return [_seconds(layers) / CALLS for _ in range(1 + REPEATS)][1:]
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    run()
+    torch.cuda.synchronize()
+    return time.perf_counter() - began
