@@ -62,6 +62,7 @@ class WorkerExtension:
     model_runner: Any
     model_config: Any
     vllm_config: Any
+    device: torch.device
 
     def coppice_info(self) -> WorkerInfo:
         return WorkerInfo(
@@ -199,7 +200,7 @@ class WorkerExtension:
         self.coppice_load(previous, drafter=drafter)
 
     def coppice_tensors(self, checkpoint: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
-        return worker_reload.read_tensors(checkpoint)
+        return worker_reload.read_tensors(checkpoint, pinned=self.device.type == "cuda")
 
 
 def _load_failure(outcome: object, failed_ranks: list[int], *, restored: bool) -> LoadFailure:

@@ -5,13 +5,17 @@ copies that into the existing storage. So CUDA graphs stay valid, and extra memo
 suffices. This module adds two things: the head of a tied model on CPU, and a clean state after a
 failed load.
 
+On a GPU, tensors are read into pinned memory, each while the previous one is loaded.
+
 Call it while the engine is paused. A forward pass over a half-loaded model kills the worker.
 """
 
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import torch
+from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
@@ -27,14 +31,28 @@ from engine.weights.checkpoint import Checkpoint, StoredTensor, read_into
 TORCH_DTYPES: Final = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
-def read_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield a checkpoint's tensors in host memory, one at a time, those of a layer adjacent."""
-    for name, stored in sorted(checkpoint.tensors.items()):
-        yield name, _read_tensor(stored)
+def read_tensors(
+    checkpoint: Checkpoint, *, pinned: bool = False
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield a checkpoint's tensors in host memory, those of a layer adjacent.
+
+    The next tensor is read while the caller uses the current one. vLLM refers to the tensors of a
+    layer until the layer is complete, so each has memory of its own; PyTorch reuses pinned memory.
+    """
+    tensors = sorted(checkpoint.tensors.items())
+    with ThreadPoolExecutor(1, "read-weights") as reader:
+        following = None
+        for number, (name, stored) in enumerate(tensors):
+            current = following or reader.submit(_read_tensor, stored, pinned)
+            following = None
+            if number + 1 < len(tensors):
+                following = reader.submit(_read_tensor, tensors[number + 1][1], pinned)
+            yield name, current.result()
 
 
-def _read_tensor(stored: StoredTensor) -> torch.Tensor:
-    flat = torch.empty(stored.num_bytes, dtype=torch.uint8, device="cpu")
+def _read_tensor(stored: StoredTensor, pinned: bool) -> torch.Tensor:
+    # Explicitly on the CPU: `load` makes the GPU the default device.
+    flat = torch.empty(stored.num_bytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
     read_into(stored, flat.numpy().data)
     return flat.view(TORCH_DTYPES[stored.dtype]).reshape(stored.shape)
 
@@ -51,7 +69,13 @@ def load(
     if drafter:
         config = worker.vllm_config.speculative_config.draft_model_config
     tied = _tied_modules(model)
-    with torch.device(worker.device), torch.inference_mode(False), torch.no_grad():
+    # Some layers read vLLM's current configuration when they convert their weights.
+    with (
+        set_current_vllm_config(worker.vllm_config),
+        torch.device(worker.device),
+        torch.inference_mode(False),
+        torch.no_grad(),
+    ):
         initialize_layerwise_reload(model)
         _cancel_reload(tied)
         model.load_weights(tensors)
@@ -68,7 +92,7 @@ def reset(worker: Any, *, drafter: bool = False) -> None:
 
 def _model(worker: Any, drafter: bool) -> Any:
     runner = worker.model_runner
-    return runner.drafter.model if drafter else runner.get_model()
+    return runner.get_draft_model() if drafter else runner.get_model()
 
 
 def _cancel_reload(layers: Iterable[torch.nn.Module]) -> None:
