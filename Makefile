@@ -51,7 +51,7 @@ check: ## check format, lint, types and the OpenAPI document
 	$(python) -m mypy
 	$(python) -m openapi_spec_validator openapi.yaml
 
-bench: ## run all benchmarks and write docs/performance/benchmarks.md; takes hours
+bench: ## run all benchmarks and write docs/performance; takes hours
 	@$(setup) dev
 	@scripts/bench.sh '$(python)'
 

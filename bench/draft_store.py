@@ -161,10 +161,11 @@ def main() -> None:
     parser.parse_args()
     result = Record(
         name="draft_store",
-        claim=f"The draft store with {ROWS} requests in groups of {GROUP}, one token each and "
-        f"drafts of up to {LIMIT} a step; no engine, no model: drawn texts over {VOCABULARY:,} "
-        f"tokens, made of phrases of {PHRASE} that come back with one token in twenty changed. "
-        "Processor time of its one thread, on a machine with other work.",
+        claim=f"Time of the draft store alone, without engine or model: {ROWS} requests in groups "
+        f"of {GROUP}, one new token per request and step, drafts of up to {LIMIT} tokens. The "
+        f"texts are random over a vocabulary of {VOCABULARY:,}; phrases of {PHRASE} tokens are "
+        "repeated with one token in twenty changed. Processor time of one thread, on a machine "
+        "with other work.",
         rows=rows([measured(size) for size in SIZES], *saved(SIZES[-1])),
     )
     result.show()

@@ -116,7 +116,7 @@ def record(part: str, model: str, temperature: float, new: Sequence[Round]) -> R
     else:
         claim = f"Eight groups of eight, up to 512 tokens, at temperature {temperature}; {model}, "
         claim += (
-            "the grown seedling in bfloat16. All arms generate the same tokens "
+            "the bundled model enlarged, in bfloat16. All arms generate the same tokens "
             "(teacher-forced), sampled without drafts."
         )
         rows = workload_rows(rounds)

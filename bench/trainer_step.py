@@ -53,7 +53,7 @@ MALLOC_TRIM = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
 
 def run_worker(*arguments: str, **environment: str) -> Iterator[dict[str, Any]]:
     """Run the measuring process, and yield its result for each cell of the grid."""
-    command = [sys.executable, "-m", "bench.training.worker", *arguments]
+    command = [sys.executable, "-m", "bench.optimizer_step.worker", *arguments]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, env=os.environ | environment
     ) as worker:
@@ -151,9 +151,10 @@ def record(measured: Cells, machine: str = "idle") -> Record:
         name=_name(machine),
         bench=NAME,
         claim=f"One optimiser step of a 25M-parameter Qwen3 on one group, {MACHINES[machine]}: "
-        "seconds of others over ours. Repeated rows are SDPA causal at their fastest micro-batch, "
-        "one micro-batch timed and multiplied; PrefixGrouper has SDPA too, and all compute logits "
-        "of response tokens only. The output head is tied to the embedding. Peaks count live "
+        "time of each baseline divided by that of coppice.train. Repeated rows are causal SDPA on "
+        "rows that each repeat the prompt, at their fastest micro-batch size; one micro-batch is "
+        "timed and multiplied. PrefixGrouper uses SDPA too. All compute logits of response tokens "
+        "only. The output head is tied to the embedding. Peaks count live "
         "tensors; freed memory is returned at once.",
         rows=rows,
         raw={"measured": measured},

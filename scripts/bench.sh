@@ -18,7 +18,8 @@ main() {
             *) bench "$name" ;;
         esac
     done
-    "$python" -m bench.harness.benchmarks_page
+    "$python" -m bench.report.benchmarks_page
+    "$python" -m bench.report.performance_page
 }
 
 bench() {

@@ -6,15 +6,25 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness.record import RECORDS
+from bench.report.explanations import EXPLANATIONS
 
 PAGE = Path(__file__).parents[2] / "docs" / "performance" / "benchmarks.md"
-HEAD = """# Benchmarks
+HEAD = """# Benchmark tables
 
-Written by `python -m bench.harness.benchmarks_page` from `bench/records/`. The arms of a benchmark
-run in turn on the same machine in the same process layout. Ratios are medians over pairs with a
-95 % bootstrap interval. Slowdowns and missed goals are included. If a record was made in parts
-(speculation, trainer_step), its command and date are those of the last part, and the rows state the
-number of rounds.
+Every measured row, including slowdowns and goals that were missed. [Performance](index.md) shows
+the main results as charts. All rows are from a CPU; nothing has been measured on a GPU yet.
+
+- **Arms** (configurations that are compared) run in turn on the same machine, in the same process
+  layout.
+- **Ratios** such as `1.83 [1.79, 1.88]` are medians over pairs of runs with a 95 % bootstrap
+  interval. `a / b` is the measurement of a divided by that of b.
+- **Goals** may be met or missed; `within noise` means that the interval contains the goal.
+- **Ours** is the implementation in this repository.
+- **Commands** and dates are those of the last part, if a record was measured in parts. The rows
+  then give the number of rounds.
+
+`make bench` measures all and writes this page; `python -m bench.report.benchmarks_page` only writes
+it from `bench/records/`.
 """
 
 
@@ -25,14 +35,16 @@ def page() -> str:
 
 def _section(record: dict[str, Any]) -> str:
     machine = record["machine"]
+    title, rows = EXPLANATIONS[record["name"]]
     lines = [
         f"## {record['name']}\n",
-        f"{record['claim']}\n",
+        f"**{title}.** {record['claim']}\n",
+        *([f"{rows}\n"] if rows else []),
         f"`{record['command']}`, {record['date']}, {machine['processor']}, "
         f"{machine['cores']} cores, {machine['memory_gib']} GiB, "
         + ", ".join(f"{name} {number}" for name, number in record["versions"].items() if number)
         + ".\n",
-        "| | measured | goal | |",
+        "| row | measured | goal | verdict |",
         "|---|---|---|---|",
         *(f"| {r['what']} | {r['value']} | {r['goal']} | {r['verdict']} |" for r in record["rows"]),
     ]

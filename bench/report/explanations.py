@@ -1,0 +1,73 @@
+"""Titles of the benchmarks, and how to read the labels of their rows."""
+
+TRAINER_STEP = (
+    "`1000/100, G=8` is a prompt of 1,000 tokens with 8 responses of 100 tokens. `ours` is "
+    "`coppice.train`, and `prompt KV given` the same with the server's prompt-KV handle. `kept`, "
+    "`recomputed`, `injected` and `packed` are its [schedules](../concepts/training.md)."
+)
+SPECULATION = (
+    "`ours` is sibling drafts of adaptive length, `off` no speculation, and `fixed-4` our drafts "
+    "of always 4 tokens. `ngram` and `suffix` are vLLM's methods. `oracle` knows the text and "
+    "sends only the correct part of each draft. `-gnu` is GNU's OpenMP instead of Intel's. "
+    "`1.12 per row and step` is the number of tokens that a sample gains per forward pass."
+)
+EXPLANATIONS = {
+    "adapter_cost": ("Throughput with a LoRA adapter", "A ratio below 1 is a cost."),
+    "cross_context": (
+        "Reused KV of prompt spans: time to first token, and error",
+        "`1128 tokens` is the length of a prompt. `prefilled` is vLLM's prefix caching. `spliced` "
+        "reuses the KV of spans at other positions; some first tokens of a span are recomputed. "
+        "`predicted` predicts KV from earlier prompts of the same agent; `predicted at 0.3` has "
+        "the threshold 0.3. `reordered` moves shared texts to the front of the prompt. "
+        "`prefilled / spliced` above 1 is a gain.",
+    ),
+    "draft_store": ("Time of the draft store", "The store is what sibling drafts are read from."),
+    "drafter_recovery": ("Acceptance of the drafter after a policy update", ""),
+    "drafter_replay": (
+        "Tokens per forward pass of draft methods, on recorded rollouts",
+        "`T 1.0` is the temperature. `3 finished siblings` are samples with 3 finished siblings in "
+        "their group. `ours` is sibling drafts, and `Arctic` the suffix decoding of "
+        "arctic-inference. `Seer, Table 2` is what the Seer paper publishes for other models. "
+        "`linear cost model` and `measured costs` are simulated times.",
+    ),
+    "drafter_training_cost": ("Cost of training the drafter in the background", ""),
+    "kv_export_cost": ("Cost of exporting prompt KV", ""),
+    "kv_transport": (
+        "Bandwidth of reading prompt KV",
+        "`break-even` divides the bandwidth by the rate at which a prefill would produce the same "
+        "bytes. Above 1, reading is faster than prefilling again.",
+    ),
+    "length_bias": (
+        "Length bias of finish policies",
+        "`first, 4 of 8`: the group finishes when the policy `first` has its 4 of 8 samples.",
+    ),
+    "loop_latency": ("Latency of the service under the largest requests", ""),
+    "service_overhead": (
+        "Cost of HTTP",
+        "`direct` calls vLLM's AsyncLLM in the service's process.",
+    ),
+    "shared_prefix_decode": (
+        "Decode steps with shared-prefix attention",
+        "`8 groups of 8, prefix 4096` has 8 prompts of 4,096 tokens with 8 samples each. The times "
+        "are vLLM's, then ours. `without attention` is the gain if attention took no time.",
+    ),
+    "shared_prefix_kernel": (
+        "Attention kernel for shared prefixes, alone",
+        "`8 x 4 at 4096` has 8 prompts of 4,096 tokens with 4 samples each. Times, rates and "
+        "errors are those of vLLM's kernel, then ours. `error` is relative to float64.",
+    ),
+    "speculation_100m_0_6": ("Speculation: 100M parameters, temperature 0.6", SPECULATION),
+    "speculation_100m_1": ("Speculation: 100M parameters, temperature 1.0", SPECULATION),
+    "speculation_25m_0_6": ("Speculation: 25M parameters, temperature 0.6", SPECULATION),
+    "speculation_25m_1": ("Speculation: 25M parameters, temperature 1.0", SPECULATION),
+    "speculation_guard": ("Speculation where no draft can be predicted", SPECULATION),
+    "stragglers": ("Groups that do not wait for their longest samples", ""),
+    "trainer_step": ("Policy updates, on an idle machine", TRAINER_STEP),
+    "trainer_step_shared": ("Policy updates, on a machine with other work", TRAINER_STEP),
+    "trees": (
+        "Trees against separate samples",
+        "`flat` is 16 separate samples. Leaves of a tree share parts; `effective independent "
+        "leaves` is the number of separate samples that they are worth.",
+    ),
+    "weight_delta": ("Size of a weights delta", ""),
+}

@@ -1,0 +1,84 @@
+"""Generator of docs/performance/index.md and its charts.
+
+    python -m bench.report.performance_page
+
+Both are drawn from bench/records/. tests/bench/test_report.py checks that they are up to date.
+"""
+
+from pathlib import Path
+from textwrap import fill
+
+from bench.report import generation, serving, training
+from bench.report.drawing import svg
+from bench.report.records import Chart, record
+
+CHARTS = (serving.HEADLINE, *training.CHARTS, *generation.CHARTS, *serving.CHARTS)
+
+FOLDER = Path(__file__).parents[2] / "docs" / "performance"
+WIDTH = 100
+HEAD = """# Performance
+
+This page shows what the capabilities of Coppice gain and cost. Each is compared with a baseline.
+Read it before you enable a feature for its speed.
+
+**Everything was measured on a CPU. Nothing has been measured on a GPU yet.** Expect other ratios
+on a GPU: there, arithmetic is cheaper compared with memory access and fixed overhead.
+
+- The machine has {machine}.
+- Models are small: 25 or 100 million parameters, unless the text names another.
+- The arms of a comparison run in turn on the same machine, in the same process layout.
+- A ratio is the median over pairs of runs, with a 95 % bootstrap interval. Above 1x is a gain.
+- [Tables](benchmarks.md) has every row that was measured, with its goal and whether it was met.
+- `make bench` measures again and writes this page.
+"""
+
+
+def machine(chart: Chart) -> str:
+    machines = [record(name)["machine"] for name in chart.records]
+    [found] = {
+        f"an {m['processor']} processor with {m['cores']} cores and {m['memory_gib']} GiB of memory"
+        for m in machines
+    }
+    return found
+
+
+def section(chart: Chart) -> str:
+    sources = ", ".join(f"[{name}](benchmarks.md#{name})" for name in chart.records)
+    dates = sorted({record(name)["date"] for name in chart.records})
+    days = " to ".join(dict.fromkeys((dates[0], dates[-1])))
+    return (
+        "\n\n".join(
+            [
+                f"## {chart.title}",
+                f"![{chart.title}]({chart.name}.svg)",
+                fill(" ".join(chart.text().split()), WIDTH, break_on_hyphens=False),
+                fill(
+                    f"CPU: {machine(chart)}; {days}. Tables: {sources}.",
+                    WIDTH,
+                    break_long_words=False,
+                ),
+            ]
+        )
+        + "\n"
+    )
+
+
+def page() -> str:
+    [everywhere] = {machine(chart) for chart in CHARTS}
+    return "\n".join([HEAD.format(machine=everywhere), *map(section, CHARTS)])
+
+
+def files() -> dict[Path, str]:
+    """Expected text of each generated file."""
+    pictures = {FOLDER / f"{chart.name}.svg": svg(chart.draw()) for chart in CHARTS}
+    return {FOLDER / "index.md": page()} | pictures
+
+
+def main() -> None:
+    for path, text in files().items():
+        path.write_text(text)
+        print(f"wrote {path.relative_to(Path.cwd())}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,213 @@
+"""Charts of the service itself, and the summary of all charts."""
+
+from matplotlib.figure import Figure
+
+from bench.report.drawing import bar_chart, ratio_chart
+from bench.report.generation import SPLICED
+from bench.report.records import Chart, chart, median, number, ratio, record
+from bench.report.training import step
+
+
+def headline() -> Figure:
+    rows = [
+        ratio(
+            "cross_context",
+            f"2696 tokens: TTFT of all prompts, prefilled / {SPLICED}",
+            "TTFT of agents' prompts, KV spliced (approximate)",
+            "against vLLM's prefix caching, 2,696 tokens",
+        ),
+        ratio(
+            "trainer_step",
+            step("4096/64", "repeated rows"),
+            "Policy update, prompt 4,096, 8 responses of 64",
+            "against SDPA on rows that repeat the prompt",
+        ),
+        ratio(
+            "shared_prefix_decode",
+            "1 group of 32, prefix 16384",
+            "Decode step, 32 samples of one prompt of 16,384",
+            "against vLLM's own attention",
+        ),
+        ratio(
+            "speculation_100m_1",
+            "ours over suffix",
+            "Sibling drafts, 100M model, temperature 1.0",
+            "against vLLM's suffix decoding, its defaults",
+        ),
+        ratio(
+            "trees",
+            "time, flat / tree, shared-prefix attention off",
+            "Tree of 16 leaves that splits every 64 tokens",
+            "against 16 separate samples",
+        ),
+        ratio(
+            "trainer_step",
+            step("4096/64", "PrefixGrouper"),
+            "Policy update, prompt 4,096, 8 responses of 64",
+            "against PrefixGrouper",
+        ),
+        ratio(
+            "trainer_step",
+            step("128/1024", "repeated rows"),
+            "Policy update, prompt 128, 8 responses of 1,024",
+            "against SDPA on rows that repeat the prompt",
+        ),
+        ratio(
+            "speculation_100m_1",
+            "ours over off",
+            "Sibling drafts, 100M model, temperature 1.0",
+            "against no speculation",
+        ),
+        ratio(
+            "service_overhead",
+            "throughput, HTTP / direct",
+            "Throughput of rollouts over HTTP",
+            "against direct calls of vLLM's AsyncLLM",
+        ),
+        ratio(
+            "adapter_cost",
+            "throughput, adapter in use",
+            "Throughput with a LoRA adapter of rank 16 in use",
+            "against no adapter",
+        ),
+    ]
+    return ratio_chart(
+        rows,
+        title="CPU with 2 cores; not yet measured on a GPU",
+        xlabel="gain over the named baseline, with 95 % interval",
+        ticks=(0.5, 0.7, 1, 1.5, 2, 3, 5, 10),
+    )
+
+
+def headline_text() -> str:
+    off = median("speculation_100m_1", "ours over off")
+    adapter = median("adapter_cost", "throughput, adapter in use")
+    leaves = number("trees", "effective independent leaves", "tree ")
+    return f"""
+Each row compares one capability with the baseline that is named under it. Both were measured in
+the same run. A filled dot is a clear difference. A hollow dot is none: its interval contains 1x.
+There are losses too: sibling drafts are not faster than decoding without speculation ({off}), and
+an engine that uses a LoRA adapter has {adapter} of the throughput. The 16 leaves of a tree count
+as {leaves} independent samples. Spliced KV is approximate; see [its error](#error-of-reused-kv).
+"""
+
+
+TRANSPORTS = (
+    "shared memory, with checksums",
+    "bare socket",
+    "HTTP",
+    "HTTP, with checksums",
+    "NIXL, with checksums",
+)
+
+
+def bandwidth(name: str) -> float:
+    return next(
+        float(r["value"].split()[0]) for r in record("kv_transport")["rows"] if r["what"] == name
+    )
+
+
+def kv_transport() -> Figure:
+    bars = [(name, bandwidth(name), f"{bandwidth(name):.2f}") for name in TRANSPORTS]
+    return bar_chart(bars, xlabel="GB/s")
+
+
+def kv_transport_text() -> str:
+    http = median("kv_transport", "bandwidth, HTTP / bare socket")
+    memory = median("kv_transport", "time, HTTP / reading")
+    loaded = number("kv_transport", "four readers: p50 latency of a small rollout")
+    return f"""
+A process on the same machine read the prompt KV of 1,024 tokens (144 MiB) over each transport.
+The baseline is a bare socket. HTTP has {http} of the bandwidth of the bare socket, and shared
+memory is {memory} as fast as HTTP. While four readers are active, the median latency of a small
+rollout is {loaded:.2f}x of that without readers, which misses the goal of 1.3x.
+"""
+
+
+def event_loop() -> Figure:
+    rows = record("loop_latency")["rows"]
+    bars = [
+        (r["what"].partition(", ")[2], float(r["value"].split()[0]), r["value"].split(" (")[0])
+        for r in rows
+    ]
+    return bar_chart(bars, xlabel="99th percentile of /livez, ms", goal=100)
+
+
+def event_loop_text() -> str:
+    worst = max(number("loop_latency", row["what"]) for row in record("loop_latency")["rows"])
+    return f"""
+A service with a fake engine received and answered the largest permitted requests, one kind per
+row. Meanwhile `/livez` was requested every 10 ms. There is no baseline; the goal is a 99th
+percentile below 100 ms. Every row meets it, the slowest with {worst:.1f} ms.
+"""
+
+
+def costs() -> Figure:
+    rows = [
+        ratio(
+            "service_overhead",
+            "throughput, HTTP",
+            "Rollouts over HTTP",
+            "against AsyncLLM directly",
+        ),
+        ratio("kv_export_cost", "throughput, with", "Prompt KV exported", "against no export"),
+        ratio(
+            "adapter_cost",
+            "throughput, adapter loaded",
+            "LoRA adapter loaded, unused",
+            "against none",
+        ),
+        ratio("adapter_cost", "throughput, adapter in use", "LoRA adapter in use", "against none"),
+        ratio(
+            "drafter_training_cost",
+            "tokens/s, training / training stopped, after",
+            "Drafter trains in the background, converged",
+            "against training stopped",
+        ),
+        ratio(
+            "drafter_training_cost",
+            "tokens/s, training / training stopped, while",
+            "Drafter trains in the background, still improving",
+            "against training stopped",
+        ),
+    ]
+    return ratio_chart(rows, xlabel="throughput with / without", ticks=(0.5, 0.7, 0.85, 1, 1.2))
+
+
+def costs_text() -> str:
+    adapter = median("adapter_cost", "throughput, adapter in use")
+    return f"""
+The throughput with a feature is compared with that of the same engine without it; for HTTP, with
+direct calls of vLLM's `AsyncLLM`. Only a LoRA adapter in use has a clear cost ({adapter}). The
+other intervals contain 1x. Some of them are wide and do not exclude a cost of ten per cent.
+"""
+
+
+HEADLINE = Chart(
+    name="results",
+    title="Summary",
+    records=(
+        "cross_context",
+        "trainer_step",
+        "shared_prefix_decode",
+        "speculation_100m_1",
+        "trees",
+        "service_overhead",
+        "adapter_cost",
+    ),
+    draw=headline,
+    text=headline_text,
+)
+CHARTS = (
+    chart(kv_transport, kv_transport_text, "Transport of prompt KV", "kv_transport"),
+    chart(event_loop, event_loop_text, "Responsiveness under large requests", "loop_latency"),
+    chart(
+        costs,
+        costs_text,
+        "Cost of other features",
+        "service_overhead",
+        "kv_export_cost",
+        "adapter_cost",
+        "drafter_training_cost",
+    ),
+)

@@ -1,0 +1,144 @@
+"""Charts of what a trainer gains: policy updates, groups that finish early, weights deltas."""
+
+import re
+
+from matplotlib.figure import Figure
+
+from bench.report.drawing import bar_chart, grouped_bars, ratio_chart
+from bench.report.records import chart, median, number, ratio, record
+
+SHAPES = {
+    "4096/64": "prompt 4,096, responses 64",
+    "1000/100": "prompt 1,000, responses 100",
+    "512/512": "prompt 512, responses 512",
+    "128/1024": "prompt 128, responses 1,024",
+}
+
+
+def step(shape: str, baseline: str) -> str:
+    """Start of the row of a policy update in bfloat16 with a vocabulary of 32,768."""
+    return f"{shape}, G=8, bfloat16, vocabulary 32768: {baseline}"
+
+
+def policy_update() -> Figure:
+    against = {"repeated rows": "SDPA, repeated prompt", "PrefixGrouper": "PrefixGrouper"}
+    rows = [
+        ratio("trainer_step", step(shape, baseline), label, f"against {name}")
+        for baseline, name in against.items()
+        for shape, label in SHAPES.items()
+    ]
+    return ratio_chart(
+        rows, xlabel="time of the baseline / time of coppice.train", ticks=(0.8, 1, 1.5, 2, 3, 5, 8)
+    )
+
+
+def policy_update_text() -> str:
+    longest = median("trainer_step", step("4096/64", "repeated rows"))
+    shortest = median("trainer_step", step("128/1024", "repeated rows"))
+    return f"""
+One optimiser step of a 25M-parameter Qwen3 (bfloat16, vocabulary 32,768) was timed on one group
+of 8 responses. The baselines are PyTorch's SDPA on rows that each repeat the prompt, at the
+fastest micro-batch size, and PrefixGrouper. The gain grows with the share of the prompt. Over
+repeated rows it is {longest} with a prompt of 4,096 tokens and responses of 64. With a prompt of
+128 and responses of 1,024 there is no clear gain ({shortest}).
+"""
+
+
+MEMORY = "G=8, bfloat16, vocabulary 512: peak memory"
+
+
+SCHEDULES = {
+    "kept": "coppice.train, schedule kept",
+    "recomputed": "coppice.train, schedule recomputed",
+    "one repeated row": "SDPA, one row at a time",
+    "PrefixGrouper": "PrefixGrouper",
+}
+
+
+def memory() -> Figure:
+    series = {
+        label: [number("trainer_step", f"{shape}, {MEMORY}", arm) for shape in SHAPES]
+        for arm, label in SCHEDULES.items()
+    }
+    names = [label.replace(", ", ",\n") for label in SHAPES.values()]
+    return grouped_bars(names, series, ylabel="MiB beyond weights and gradients")
+
+
+def memory_text() -> str:
+    values = [number("trainer_step", f"128/1024, {MEMORY}", arm) for arm in SCHEDULES]
+    return f"""
+The peak memory of one optimiser step (25M parameters, bfloat16, vocabulary 512, 8 responses) is
+compared with two baselines: SDPA on one row at a time, its smallest setting, and PrefixGrouper.
+The [schedule](../concepts/training.md#schedules) `recomputed` computes the prompt twice. With it
+the whole group needs about as much memory as a single row: with responses of 1,024 tokens
+{values[1]:,.0f} MiB against {values[2]:,.0f} MiB. PrefixGrouper needs {values[3]:,.0f} MiB there.
+With a prompt of 1,000 and responses of 100 tokens a single row needs the least.
+"""
+
+
+POLICIES = ("first", "random", "balanced_length")
+
+
+def length_bias() -> Figure:
+    rows = [f"{policy}, {k} of 8" for k in (4, 6) for policy in POLICIES]
+    series = {
+        "finished samples are shorter by, %": [-number("length_bias", row) for row in rows],
+        "the group finishes after, % of the longest sample": [
+            number("length_bias", row, "finished after ") for row in rows
+        ],
+    }
+    names = [row.replace(", ", ",\n") for row in rows]
+    return grouped_bars(names, series, ylabel="per cent")
+
+
+def length_bias_text() -> str:
+    share = number("length_bias", "first, 4", "finished after ")
+    bias = -number("length_bias", "first, 4")
+    return f"""
+A group of 8 samples may finish when 4 or 6 of them are selected by a finish policy. For 256
+problems the mean length of the selected samples is compared with that of all 8, and the moment of
+the finish with the end of the longest sample. The policy `first` with 4 of 8 finishes after
+{share:.0f} % of the longest sample, but its samples are {bias:.0f} % shorter. The other policies
+have a small bias, and finish only a little before the longest sample.
+"""
+
+
+DELTAS = {"0.0001": "learning rate 1e-4", "1e-06": "learning rate 1e-6"}
+
+
+def weight_delta() -> Figure:
+    bars = [
+        (f"{DELTAS[rate]}: {'delta' if kind == 'delta size' else 'changed tensors, whole'}", share)
+        for rate, kind, share in delta_shares()
+        if kind != "changed values"
+    ]
+    return bar_chart(
+        [(label, share, f"{share:.1f} %") for label, share in bars],
+        xlabel="size, per cent of the weights file",
+    )
+
+
+def delta_shares() -> list[tuple[str, str, float]]:
+    """Learning rate, what is sent, and its per cent of the file, for each row of the record."""
+    rows = record("weight_delta")["rows"]
+    parts = [re.match(r"learning rate (\S+) .*: (delta size|changed \w+)", r["what"]) for r in rows]
+    shares = [float(row["value"].partition("%")[0]) for row in rows]
+    return [(p[1], p[2], share) for p, share in zip(parts, shares, strict=True) if p]
+
+
+def weight_delta_text() -> str:
+    shares = [share for _, kind, share in delta_shares() if kind == "delta size"]
+    return f"""
+After a GRPO step (all parameters trained, bfloat16) the new weights were sent as a delta. The
+baseline sends each changed tensor whole. At a learning rate of 1e-4 the delta has {shares[0]} %
+of the bytes of the file. At 1e-6, which is usual for large models, it has {shares[1]} %. The
+baseline saves almost nothing, because nearly every tensor changes in each step.
+"""
+
+
+CHARTS = (
+    chart(policy_update, policy_update_text, "Time of a policy update", "trainer_step"),
+    chart(memory, memory_text, "Memory of a policy update", "trainer_step"),
+    chart(length_bias, length_bias_text, "Finishing a group early", "length_bias"),
+    chart(weight_delta, weight_delta_text, "Size of a weights delta", "weight_delta"),
+)
