@@ -3,7 +3,7 @@
 SHELL := bash
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: serve demo test test-fast coverage check bench soak chart diagrams lock clean help
+.PHONY: serve demo test test-fast coverage check bench soak chart diagrams lock wheels clean help
 
 PORT ?= 8000
 MODEL ?=
@@ -75,7 +75,11 @@ chart: ## generate the chart's schema, README, dashboard and golden manifests
 	@$(setup) dev
 	@set -e; for part in schema readme dashboard golden; do $(python) -m helm.$$part; done
 
-lock: ## resolve requirements/*.txt again
+wheels: ## build wheels and source distributions of server and client into dist
+	@$(setup) serve
+	@$(python) scripts/wheels.py
+
+lock: ## resolve requirements/*.txt again, and write their hashes
 	@$(setup) dev
 	@scripts/lock.sh $(python)
 

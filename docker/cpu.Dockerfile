@@ -10,14 +10,13 @@ RUN apt-get update \
     && apt-get install -y --no-install-recommends ca-certificates python3-venv g++ \
     && python3 -m venv /opt/coppice
 WORKDIR /src
-COPY requirements/cpu.txt requirements/
+COPY requirements/torch-cpu.txt requirements/cpu.txt requirements/
 # Torch separately, because its CPU build may be available only on PyTorch's own index.
 # hadolint ignore=DL3013
-RUN torch=$(grep '^torch==' requirements/cpu.txt) \
-    && { /opt/coppice/bin/pip install -qq --no-cache-dir --no-deps "$torch" \
-        || /opt/coppice/bin/pip install -qq --no-cache-dir --no-deps \
-            --extra-index-url https://download.pytorch.org/whl/cpu "$torch"; } \
-    && /opt/coppice/bin/pip install -qq --no-cache-dir --no-deps -r requirements/cpu.txt
+RUN { /opt/coppice/bin/pip install -qq --no-cache-dir --no-deps --require-hashes -r requirements/torch-cpu.txt \
+        || /opt/coppice/bin/pip install -qq --no-cache-dir --no-deps --require-hashes -r requirements/torch-cpu.txt \
+            --extra-index-url https://download.pytorch.org/whl/cpu; } \
+    && /opt/coppice/bin/pip install -qq --no-cache-dir --no-deps --require-hashes -r requirements/cpu.txt
 COPY pyproject.toml setup.py openapi.yaml README.md LICENSE ./
 COPY client client
 COPY service service

@@ -11,7 +11,7 @@ RUN apt-get update \
     && python3 -m venv /opt/coppice
 WORKDIR /src
 COPY requirements/gpu.txt requirements/
-RUN /opt/coppice/bin/pip install -qq --no-cache-dir --no-deps -r requirements/gpu.txt
+RUN /opt/coppice/bin/pip install -qq --no-cache-dir --no-deps --require-hashes -r requirements/gpu.txt
 COPY pyproject.toml setup.py openapi.yaml README.md LICENSE ./
 COPY client client
 COPY service service

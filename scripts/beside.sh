@@ -21,7 +21,8 @@ main() {
     if [[ -f .$name/stamp && $(<".$name/stamp") == "$wanted" ]]; then return; fi
     rm -rf ".$name"
     echo "install: $lock, into .$name" >&2
-    "$python" -m pip install -qq --disable-pip-version-check --no-deps --target ".$name" -r "$lock"
+    "$python" -m pip install -qq --disable-pip-version-check --no-deps --require-hashes \
+        --target ".$name" -r "$lock"
     echo "$wanted" >".$name/stamp"
 }
 

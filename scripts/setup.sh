@@ -71,27 +71,25 @@ install() {
     rm .venv/unfinished
 }
 
-# Installed separately and first, so that a failed first attempt costs only a lookup. CPU torch is in
-# pip's configured find-links on some machines, elsewhere only on PyTorch's index.
+# Separately, because CPU torch is in pip's configured find-links on some machines, elsewhere only on
+# PyTorch's index. First, so that a failed first attempt costs only a lookup.
 install_torch() {
-    local torch
-    torch=$(grep '^torch==' "$1")
-    say "$torch"
-    if [[ $torch != *+cpu ]]; then
-        pip install -qq --no-deps "$torch"
-    elif ! pip install -qq --no-deps "$torch" 2>/dev/null; then
-        pip install -qq --no-deps --extra-index-url https://download.pytorch.org/whl/cpu "$torch"
+    local lock=requirements/torch-cpu.txt
+    say "$(grep -o '^torch==[^ ]*' $lock)"
+    if ! pip install -qq --no-deps --require-hashes -r $lock 2>/dev/null; then
+        pip install -qq --no-deps --require-hashes -r $lock \
+            --extra-index-url https://download.pytorch.org/whl/cpu
     fi
 }
 
 # Without dependencies: the lock file lists them all, except those that must not be installed.
 install_lock() {
     say "$(grep -c '==' "$1") packages of $1; the first installation takes minutes"
-    pip install -qq --no-deps -r "$1"
+    pip install -qq --no-deps --require-hashes -r "$1"
 }
 
 install_serve() {
-    install_torch "$1"
+    if [[ $1 == requirements/cpu.txt ]]; then install_torch; fi
     install_lock "$1"
     say "coppice"
     pip install -qq --no-deps --no-build-isolation -e ./client -e .
@@ -118,7 +116,7 @@ main() {
     if ! stamped base "$base" || [[ -e .venv/unfinished ]] || ! sound; then
         make_base "$python" "$base"
     fi
-    install serve "$(digest "$lock" pyproject.toml client/pyproject.toml setup.py \
+    install serve "$(digest "$lock" requirements/torch-cpu.txt pyproject.toml client/pyproject.toml setup.py \
         kernels/*/csrc/*) $(compiler)" install_serve "$lock"
     if [[ $profile == dev ]]; then
         install dev "$(digest requirements/dev.txt)" install_lock requirements/dev.txt

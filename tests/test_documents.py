@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import zipfile
 from pathlib import Path
 from types import ModuleType
 
@@ -45,14 +46,37 @@ def test_every_picture_of_the_diagrams_is_shown_on_a_page() -> None:
     assert [picture.name for picture in pictures if f"diagrams/{picture.name}" not in text] == []
 
 
-def test_dependency_report_matches_the_lock_file() -> None:
-    """Licences come from the installed metadata, packages and versions from the lock file."""
-    rows = re.findall(
-        r"^\| ([\w.-]+) \| (\S+) \| .+ \|$",
-        (ROOT / "docs" / "reference" / "dependencies.md").read_text(),
-        re.MULTILINE,
+def test_dependency_report_matches_the_lock_files() -> None:
+    """Licences come from packages' metadata, names and versions from the lock files."""
+    dependencies = script("dependencies")
+    cpu, _, gpu = dependencies.FILE.read_text().partition("## Only on GPUs")
+    tables = [dependencies.ROW.findall(part)[1:] for part in (cpu, gpu)]
+    named = [[(name, version) for name, version, _ in table] for table in tables]
+    expected = [dependencies.pinned("torch-cpu", "cpu"), dependencies.only_gpu()]
+    assert named == expected, "python scripts/dependencies.py"
+    proprietary = [licence for name, _, licence in tables[1] if name.startswith("nvidia-cu")]
+    assert proprietary and all(
+        text.startswith("**") for text in proprietary if "Apache" not in text
     )
-    assert dict(rows[1:]) == script("dependencies").pinned(), "python scripts/dependencies.py"
+
+
+def test_metadata_of_a_remote_wheel_is_read_without_the_rest(tmp_path: Path) -> None:
+    dependencies = script("dependencies")
+    wheel = tmp_path / "a-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("a/large.bin", bytes(2**22))
+        archive.writestr("a-1.0.dist-info/METADATA", "Name: a\nLicense-Expression: MIT\n\nText")
+    fetched = []
+
+    def fetch(url: str, headers: dict[str, str]) -> bytes:
+        first, last = map(int, headers["Range"].removeprefix("bytes=").split("-"))
+        fetched.append(last + 1 - first)
+        return wheel.read_bytes()[first : last + 1]
+
+    dependencies.__dict__["fetch"] = fetch
+    remote = dependencies.RemoteFile("https://index.example/a.whl", wheel.stat().st_size)
+    assert dependencies.licence(dependencies.metadata_of(remote)) == "MIT"
+    assert sum(fetched) < 2**19
 
 
 def test_table_of_errors_is_the_catalogue() -> None:

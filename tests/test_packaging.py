@@ -2,10 +2,13 @@
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
+import tomllib
 import venv
 import zipfile
 from pathlib import Path
@@ -17,6 +20,17 @@ from tests.docker.test_images import FILES, stages
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
+LOCKS = sorted((ROOT / "requirements").glob("*.txt"))
+SOURCES = {
+    "LICENSE",
+    "setup.py",
+    "service/openapi.yaml",
+    "service/ui/page.html",
+    "examples/seedling/model/model.safetensors",
+    "kernels/draft_index/csrc/draft_store.h",
+    "kernels/shared_prefix_attention/csrc/avx2.cpp",
+}
+"""Some files that a source distribution must contain, besides modules."""
 
 
 def run(*command: str | Path, cwd: Path, **environ: str) -> str:
@@ -94,6 +108,69 @@ def install(wheel: Path, directory: Path) -> Path:
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
     run(*pip, "--target", target.strip(), wheel, cwd=directory)
     return python
+
+
+def pins(lock: Path) -> dict[str, list[str]]:
+    """Hashes of each pinned package of a lock file."""
+    found: dict[str, list[str]] = {}
+    for line in lock.read_text().splitlines():
+        if match := re.match(r"([A-Za-z0-9._-]+)==(\S+)", line):
+            hashes = found.setdefault(f"{match[1]}=={match[2]}", [])
+        elif match := re.match(r" +--hash=sha256:([0-9a-f]{64})", line):
+            hashes.append(match[1])
+    return found
+
+
+@pytest.mark.parametrize("lock", LOCKS, ids=lambda lock: lock.stem)
+def test_every_locked_package_has_hashes(lock: Path) -> None:
+    found = pins(lock)
+    assert found
+    assert not [pin for pin, hashes in found.items() if not hashes]
+
+
+def test_torch_for_cpus_is_the_version_that_the_distribution_requires() -> None:
+    """Its hashes are written by hand: two Pythons on two architectures."""
+    [(pin, hashes)] = pins(ROOT / "requirements" / "torch-cpu.txt").items()
+    assert len(set(hashes)) == 4
+    dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert pin.removesuffix("+cpu") in dependencies
+
+
+def test_cuda_python_is_a_metapackage_of_the_locked_bindings() -> None:
+    """Until 12.6 it has files of its own, which are those of cuda-bindings."""
+    versions = dict(pin.split("==") for pin in pins(ROOT / "requirements" / "gpu.txt"))
+    assert versions["cuda-python"] == versions["cuda-bindings"]
+
+
+@pytest.mark.parametrize(
+    "file",
+    ["scripts/setup.sh", "scripts/beside.sh", "docker/cpu.Dockerfile", "docker/gpu.Dockerfile"],
+)
+def test_lock_files_are_installed_with_their_hashes(file: str) -> None:
+    joined = (ROOT / file).read_text().replace("\\\n", " ")
+    installs = [
+        line for line in re.split(r"\n|&&|\|\|", joined) if "pip" in line and " -r " in line
+    ]
+    assert installs
+    assert all("--no-deps --require-hashes" in line for line in installs)
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="no git")
+def test_make_wheels_builds_the_same_files_again(tmp_path: Path) -> None:
+    script = ROOT / "scripts" / "wheels.py"
+    environ = {"CXX": str(hasty(tmp_path))} if compiles() else {}
+    for name in ("first", "second"):
+        run(sys.executable, script, "--out", tmp_path / name, cwd=tmp_path, **environ)
+    first, second = (sorted((tmp_path / name).iterdir()) for name in ("first", "second"))
+    assert [file.name.partition("-")[0] for file in first] == ["coppice_client"] * 2 + [
+        "coppice_rl"
+    ] * 2
+    assert [file.read_bytes() for file in first] == [file.read_bytes() for file in second]
+    [sdist] = (tmp_path / "first").glob("coppice_rl-*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {member.name.partition("/")[2] for member in archive.getmembers()}
+    assert names >= SOURCES
+    assert not [name for name in names if name.startswith(("tests/", "bench/", "client/", "docs/"))]
 
 
 def test_client_wheel_contains_only_the_client(client_wheel: Path) -> None:

@@ -73,7 +73,7 @@ def test_locked_versions_are_installed(file: Path) -> None:
     builds, final = stages(file)
     commands = " ".join(rest for name, rest in builds if name == "RUN")
     device = file.name.partition(".")[0]
-    assert f"--no-deps -r requirements/{device}.txt" in commands
+    assert f"--no-deps --require-hashes -r requirements/{device}.txt" in commands
     installs = re.findall(r"pip install (.*?)(?:&&|\|\||;|$)", commands)
     assert installs
     assert all("--no-deps" in install for install in installs)
