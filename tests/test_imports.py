@@ -74,3 +74,29 @@ def test_transformers_imports_beside_the_kernels_package() -> None:
 
 def test_kernels_package_init_is_empty() -> None:
     assert (ROOT / "kernels" / "__init__.py").read_bytes() == b""
+
+
+def check_config_with(*paths: Path) -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (*paths, ROOT)))}
+    command = [sys.executable, "-m", "service", "check-config"]
+    return subprocess.run(command, capture_output=True, text=True, env=environ, cwd="/")
+
+
+def test_command_explains_that_another_coppice_is_installed(tmp_path: Path) -> None:
+    """The distribution `coppice` on PyPI replaces files of coppice-client."""
+    package = tmp_path / "coppice"
+    package.mkdir()
+    (package / "__init__.py").write_text("class DecisionTreeClassifier: ...\n")
+    ran = check_config_with(tmp_path)
+    assert ran.returncode == 1
+    assert "pip uninstall coppice" in ran.stderr and str(package) in ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
+def test_error_of_a_missing_dependency_of_the_client_is_not_hidden(tmp_path: Path) -> None:
+    package = tmp_path / "coppice"
+    package.mkdir()
+    (package / "__init__.py").write_text("import no_such_dependency\n")
+    ran = check_config_with(tmp_path)
+    assert "No module named 'no_such_dependency'" in ran.stderr
+    assert "pip uninstall" not in ran.stderr
