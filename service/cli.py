@@ -24,6 +24,7 @@ from service.config.flags import with_settings_flags
 from service.config.settings import LogSettings, Settings, redacted
 from service.config.sources import SettingsError, load_settings
 from service.observability.logs import configure_logging
+from service.sizing import size
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -111,6 +112,7 @@ def build_cli(components: ServeComponents | None = None) -> typer.Typer:
     cli.add_typer(graphs, name="graphs")
     cli.command("serve")(with_settings_flags(serve))
     cli.command("check-config")(with_settings_flags(check_config))
+    cli.command("size")(size)
     cli.command("new-key")(_new_key)
     cli.command("version")(_print_versions)
     return cli
