@@ -55,7 +55,7 @@ bench: ## run all benchmarks and write docs/performance; takes hours
 	@$(setup) dev
 	@scripts/bench.sh '$(python)'
 
-soak: ## long tests: clients with Ray, 10,000 groups, malformed requests, fleet failures; writes docs/operate/reliability.md
+soak: ## long tests: clients with Ray, 10,000 groups, malformed requests, cluster faults; writes docs/operate/reliability.md
 	@$(setup) dev
 	$(python) -m pytest -q tests/compat/with_ray.py
 	COPPICE_DRAWS=1 $(pytest_in_two) -m 'not engine and not gpu'

@@ -122,18 +122,19 @@ def _table(
     return f"""
 `python -m tests.soak {" ".join(sys.argv[1:])}` on {today}, {machine()}.
 
-{groups.num_ended:,} groups of {SAMPLES} samples and {TOKENS} tokens, {GROUPS_A_REQUEST} a request,
-{CALLERS} callers, in {group_seconds:.0f} s:
-{groups.num_done:,} done, {groups.num_disconnected:,} whose caller left;
-{groups.num_activations} weights versions uploaded and activated meanwhile.
+{CALLERS} callers sent {groups.num_ended:,} groups of {SAMPLES} samples and {TOKENS} tokens \
+in {group_seconds:.0f} s, {GROUPS_A_REQUEST} groups
+per request. {groups.num_done:,} groups were done, and {groups.num_disconnected:,} were cancelled \
+because their caller disconnected.
+Meanwhile {groups.num_activations} weights versions were uploaded and activated.
 
-| process | memory after the first fifth, and at the end | fitted growth | threads | descriptors |
+| process | memory after the first fifth, and at the end | fitted growth | threads | open files |
 |---|---|---|---|---|
 {usage[0].row()}
 {usage[1].row()}
 
-{malformed.num_sent:,} malformed requests in {malformed_seconds:.0f} s, then a rollout as before. \
-Answers by status
+Then {malformed.num_sent:,} malformed requests were sent in {malformed_seconds:.0f} s, \
+and a rollout succeeded as before. Responses by status
 (none: the connection was closed): {answers}.
 
 """

@@ -46,7 +46,7 @@ RETRY = Retry(attempts=4, base_seconds=0.1, max_seconds=1.0, total_seconds=15.0)
 
 
 class FleetLoad:
-    """`counts`: groups answered, resent by reason, left and cut. `reports`: tokens received.
+    """`counts`: groups answered, retried by reason, and disconnected. `reports`: tokens received.
 
     `version`: the number of the requested version.
     """
@@ -88,7 +88,7 @@ class FleetLoad:
         try:
             await mode(prompt, self.version)
         except RESEND as error:
-            self.counts[f"sent again: {type(error).__name__}"] += 1
+            self.counts[f"retried after {type(error).__name__}"] += 1
             return False
         return True
 
@@ -106,7 +106,7 @@ class FleetLoad:
             async for record in records:
                 if not isinstance(record, StartRecord):
                     break
-        self.counts["left"] += 1
+        self.counts["caller disconnected"] += 1
 
     async def _reset_connection(self, prompt: list[int], version: int) -> None:
         """Disconnects without a key or an abort: only the closed connection ends the rollout."""
@@ -116,14 +116,14 @@ class FleetLoad:
         with suppress(httpx.TransportError):
             async with self._cutting.stream("POST", url, content=body, headers=headers) as answer:
                 async for _ in answer.aiter_raw():
-                    self.counts["cut off"] += answer.status_code == 200
+                    self.counts["connection reset by the caller"] += answer.status_code == 200
                     break
 
     def _check(self, result: RolloutResult, prompt: list[int], version: int) -> None:
         (group,) = result.groups
         reasons = {sample.finish_reason for sample in group.samples}
         if reasons - {"length"} == {"version_changed"}:
-            self.counts["answered in part, because the version changed"] += 1
+            self.counts["answered in part, because the weights version changed"] += 1
         else:
             self.counts["answered"] += 1
             if [len(sample.token_ids) for sample in group.samples] != [MAX_TOKENS] * NUM_SAMPLES:

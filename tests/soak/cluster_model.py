@@ -63,7 +63,9 @@ class CountingModel:
         ]
 
     def summary(self, reports: Collection[TokenReport]) -> str:
-        return f"{len(reports):,} different answers, each token as the fake engine counts."
+        return (
+            f"{len(reports):,} different answers were compared with the tokens of the fake engine."
+        )
 
 
 class SeedlingModel:
@@ -105,9 +107,9 @@ class SeedlingModel:
         strange = sum(not self._chooses(one.version - 1, one) for one in later)
         assert strange > 0.9 * len(later), f"{strange} of {len(later)}"
         return (
-            f"{len(reports):,} different answers, each token the greedy choice of Hugging Face's "
-            f"forward with the weights of the version on its label; with those of the version "
-            f"before, {strange:,} of {len(later):,} would not be."
+            f"{len(reports):,} different answers were compared with greedy decoding in Hugging "
+            f"Face transformers, with the weights of the version on the label. With those of the "
+            f"previous version, {strange:,} of {len(later):,} would differ."
         )
 
     def _chooses(self, number: int, one: TokenReport) -> bool:

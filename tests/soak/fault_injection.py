@@ -62,21 +62,21 @@ class FaultInjector:
 
     def _kinds(self) -> dict[str, Callable[[], None]]:
         return {
-            "Redis killed and started again": self._kill_redis,
-            "Redis stopped in its tracks (SIGSTOP)": self._pause_redis,
+            "Redis killed and restarted (SIGKILL)": self._kill_redis,
+            "Redis suspended (SIGSTOP)": self._pause_redis,
             "Redis emptied": self._redis.flush,
-            "a replica killed (SIGKILL) and started again": self._kill_replica,
-            "a replica stopped in its tracks (SIGSTOP)": self._pause_replica,
+            "a replica killed and restarted (SIGKILL)": self._kill_replica,
+            "a replica suspended (SIGSTOP)": self._pause_replica,
             **(self._kinds_of_engine() if self._fleet[-1].processes("EngineCore") else {}),
             **({"shared memory full": self._fill_shared_memory} if self._own_memory else {}),
-            "all replicas rolled, one by one (SIGTERM)": self._roll_all,
+            "all replicas restarted one by one (SIGTERM)": self._roll_all,
         }
 
     def _kinds_of_engine(self) -> dict[str, Callable[[], None]]:
         return {
             "an EngineCore killed (SIGKILL)": self._kill_core,
-            "a worker of two killed (SIGKILL)": self._kill_worker,
-            "an EngineCore stopped in its tracks (SIGSTOP)": self._stop_core,
+            "one of two workers killed (SIGKILL)": self._kill_worker,
+            "an EngineCore suspended (SIGSTOP)": self._stop_core,
         }
 
     def _kill_redis(self) -> None:

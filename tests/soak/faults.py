@@ -123,18 +123,20 @@ def _table(model: FleetModel, load: FleetLoad, injector: FaultInjector, seconds:
     return f"""
 `python -m tests.soak.faults {asked}` on {today}, {machine()}: {NUM_REPLICAS} replicas
 ({model.name} engine) and a real Redis, {model.num_callers} callers, {seconds:.0f} s, \
-{injector.num_versions} versions of the weights, each sent to one replica.
-No wrong token, no token of another version; no process, no file and no shared memory was left,
-and nothing running or leased.
+{injector.num_versions} weights versions, each uploaded to one replica.
+
+No token was wrong or labelled with another version. Afterwards no sample ran and no lease was \
+left, and after the stop
+no process, no file and no shared memory.
 {model.summary(load.reports)}
-The longest drain took {max(injector.drain_seconds):.1f} s\
-{"" if noticed is None else f"; a dead engine was told by `/livez` after {noticed:.1f} s at most"}.
+The longest drain took {max(injector.drain_seconds):.1f} s.\
+{"" if noticed is None else f" `/livez` reported a dead engine within {noticed:.1f} s."}
 
 | fault | times |
 |---|---|
 {injected}
 
-| group | times |
+| outcome of a group | times |
 |---|---|
 {became}
 
