@@ -9,25 +9,26 @@ import yaml
 
 CHART = Path(__file__).parent / "coppice"
 FILE = CHART / "README.md"
-HEAD = """# The chart
+HEAD = """# The Coppice chart
 
-One release serves one model with one configuration on any number of replicas. Several models need
-several releases.
+A release of this chart serves one model with one configuration on any number of replicas. Install
+a release for each model.
 
     coppice new-key trainer --roles rollout,admin > keys.yaml
     kubectl create secret generic coppice-keys --from-file=keys.yaml
     helm install coppice helm/coppice --set auth.existingSecret=coppice-keys \\
         --set image.repository=REGISTRY/coppice
 
-`helm/examples/` has values for a CPU, for an 8B model on two GPUs and for a fleet of three
-replicas, and `helm/golden/` the manifests that the chart renders from them.
-[Operations](../../docs/operate/deploy.md) describes sizing, upgrades, draining and recovery,
-[the fleet](../../docs/operate/cluster.md) how replicas share a cluster registry.
+`helm/examples/` has values for a CPU, for an 8B model on two GPUs and for a cluster of three
+replicas. `helm/golden/` has the manifests that the chart renders from them. The documentation
+describes [a first installation](../../docs/start/kubernetes.md),
+[sizing](../../docs/operate/sizing.md), [upgrades](../../docs/operate/upgrade.md) and
+[replicas that share a registry](../../docs/operate/cluster.md).
 
-The settings of the server's sections `engine`, `attention`, `speculation`, `graphs`, `kv`,
-`limits`, `weights`, `cluster`, `log` and `trace` are values of the same names. Rendering fails
-with the reason on settings that the server would reject at startup, and on values that contradict
-each other.
+The server's settings in the sections `engine`, `attention`, `speculation`, `graphs`, `kv`,
+`limits`, `weights`, `cluster`, `log` and `trace` are values of the same names
+([settings](../../docs/reference/settings.md)). Rendering fails, and names the reason, if the server
+would reject a setting at startup or if values contradict each other.
 
 | value | default | meaning |
 |---|---|---|
