@@ -113,6 +113,11 @@ class Hardware:
     network_bytes_per_second: float
     disk_bytes_per_second: float
 
+    @property
+    def num_processes(self) -> int:
+        """The service, EngineCore, and one worker per rank; a single rank runs in EngineCore."""
+        return 2 if self.num_ranks == 1 else self.num_ranks + 2
+
 
 class Row(NamedTuple):
     """One line of the report."""
@@ -156,7 +161,7 @@ def sizes(
 def _prompt_kv_rows(slot: int, num_prompts: int, hardware: Hardware) -> Iterator[Row]:
     arena = slot * num_prompts
     shared = ENGINE_SHM_BYTES + arena
-    processes = (hardware.num_ranks + 2) * HOST_BYTES_PER_PROCESS
+    processes = hardware.num_processes * HOST_BYTES_PER_PROCESS
     yield Row("prompt KV per prompt", _size(slot), "exact to a page of 4 KiB")
     yield Row("kv.capacity_bytes", _size(arena), f"{num_prompts:,} prompts of one step")
     yield Row(
