@@ -18,6 +18,7 @@ from engine.feature_stats import CudaGraphStats
 from engine.settings import GraphsSettings
 from engine.types import ChatRequest, Completion, SampleRequest, Sampling, TopLogprobs
 from engine.vllm_engine import VllmEngine
+from service.sizing import ModelShape
 from tests.engine.seedling import BLOCK, MODEL, reference, settings, teacher_forced
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
@@ -209,6 +210,14 @@ async def test_sample_ends_with_its_stop_token_or_at_its_limit(engine: VllmEngin
     (stopped,) = await run(engine, prompt, temperature=0.0, stop_token_ids=(stop,))
     assert stopped.finish == "stop"
     assert stopped.token_ids == ended.token_ids[: ended.token_ids.index(stop) + 1]
+
+
+async def test_cache_has_the_size_that_the_size_command_predicts(engine: VllmEngine) -> None:
+    shape, info = ModelShape.read(MODEL), engine.info
+    cache_bytes = settings().cache_bytes
+    assert cache_bytes is not None and info.dtype == "float32"
+    assert info.kv_bytes_per_token == shape.kv_bytes(1, "float32")
+    assert info.num_blocks == cache_bytes // shape.kv_bytes(info.block_size, "float32")
 
 
 async def test_sample_may_use_the_whole_context_and_no_more(engine: VllmEngine) -> None:
