@@ -116,11 +116,14 @@ def _authenticate(request: Request) -> ApiKey:
 
 
 def _authenticate_local(request: Request) -> ApiKey:
-    """Authenticate a request to a server without API keys; refused if sent by a web page.
+    """Authenticate a request to a server without API keys; refused if sent by a foreign web page.
 
-    A web page in a local browser can reach loopback too; the browser then sends Origin.
+    A web page in a local browser can reach loopback too; the browser then sends Origin. The
+    server's own page /docs is recognised by a header that only the browser itself can set, and
+    that it sends over HTTPS and to loopback only, never to a rebound name.
     """
-    if "origin" in request.headers:
+    own_page = request.headers.get("sec-fetch-site") == "same-origin"
+    if "origin" in request.headers and not own_page:
         raise Forbidden("a server without API keys accepts no requests from web pages")
     return LOCAL_KEY
 

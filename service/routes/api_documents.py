@@ -1,7 +1,13 @@
-"""Routes that serve documents: openapi.yaml, and the catalogue of problems (API errors)."""
+"""Routes that serve documents: openapi.yaml, its interactive page, the catalogue of problems.
 
+The page is Swagger UI 5.35.0, whose files are part of the package (`service/api_docs`): it works
+without access to the internet. Page and contract are public; requests sent from the page need the
+same API keys as any other.
+"""
+
+import asyncio
 import html
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -11,7 +17,7 @@ from coppice.wire.problem_catalogue import CATALOGUE_PATH, PROBLEMS, ProblemCata
 from service.auth.access import page, public
 from service.http.errors import NotFound
 from service.http.params import accepts_html
-from service.http.responses import JSON, declare_responses, json_response
+from service.http.responses import JSON, PartsResponse, declare_responses, json_response
 
 router = APIRouter()
 problems = APIRouter(prefix=CATALOGUE_PATH)
@@ -19,12 +25,40 @@ YAML = "application/yaml"
 HTML = "text/html"
 CATALOGUE = ProblemCatalogue(problems=list(PROBLEMS.values()))
 PROBLEM_TYPES = (*JSON, HTML)
+API_DOCS = {
+    "page.js": "text/javascript",
+    "swagger-ui-bundle.js": "text/javascript",
+    "swagger-ui.css": "text/css",
+}
+API_DOCS_HEADERS = {
+    # Swagger UI has inline styles, and its icons are data URLs.
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; connect-src 'self'; "
+    "style-src 'self' 'unsafe-inline'; img-src 'self' data:; frame-ancestors 'none'; "
+    "base-uri 'none'; form-action 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "max-age=3600",
+}
+PART_BYTES = 64 * 2**10
 
 
 @router.get("/openapi.yaml", responses=declare_responses({200: [YAML]}))
 @public
 async def contract() -> Response:
     return Response(_contract(), media_type=YAML)
+
+
+@router.get("/docs", responses=declare_responses({200: [HTML]}))
+@page
+async def api_docs() -> Response:
+    return await _api_docs_response("page.html", HTML)
+
+
+@router.get("/docs/{name}", responses=declare_responses({200: API_DOCS.values()}, NotFound))
+@public
+async def api_docs_file(name: str) -> Response:
+    if name not in API_DOCS:
+        raise NotFound("the page /docs has no such file")
+    return await _api_docs_response(name, API_DOCS[name])
 
 
 @problems.get("", responses=declare_responses({200: PROBLEM_TYPES}))
@@ -50,6 +84,18 @@ async def get_problem(code: str, request: Request) -> Response:
 @cache
 def _contract() -> bytes:
     return (Path(__file__).parents[1] / "openapi.yaml").read_bytes()
+
+
+async def _api_docs_response(name: str, media_type: str) -> Response:
+    """Response with a file of the page, sent in parts: a slow reader buffers only one of them."""
+    parts = await asyncio.to_thread(_api_docs_parts, name)
+    return PartsResponse(parts, media_type=media_type, headers=API_DOCS_HEADERS)
+
+
+@cache
+def _api_docs_parts(name: str) -> Sequence[bytes]:
+    content = (Path(__file__).parents[1] / "api_docs" / name).read_bytes()
+    return [content[start : start + PART_BYTES] for start in range(0, len(content), PART_BYTES)]
 
 
 def _page(kinds: Collection[ProblemKind]) -> Response:
