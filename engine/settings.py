@@ -53,12 +53,12 @@ class AttentionSettings(Section):
         "auto",
         description="reads the KV of a prefix that samples share once per step instead of once per "
         "sample; auto: where a measurement at startup shows a gain; always: for every shared "
-        "prefix; off: vLLM's attention only",
+        "prefix; off: vLLM's attention only; set it to off to compare with vLLM's attention",
     )
     cache_directory: Path = Field(
         default_factory=lambda: cache_directory("attention"),
         description="directory for the measurements of shared_prefix=auto, so that later starts "
-        "skip them",
+        "skip them; change it to a volume that outlives the container",
     )
 
 
@@ -69,13 +69,14 @@ class SpeculationSettings(Section):
         "off",
         description="source of draft tokens; siblings: text of the same group and prompt; drafter: "
         "a small draft model; auto: siblings on CPU unless a profile at startup shows no gain, off "
-        "on a GPU",
+        "on a GPU; set it to siblings if samples of a group repeat each other's text",
     )
     longest_draft: int = Field(
         8,
         ge=1,
         le=MAX_DRAFT_TOKENS,
-        description="maximum number of draft tokens per sample and step",
+        description="maximum number of draft tokens per sample and step; reduce it if long drafts "
+        "are rarely accepted",
     )
     store_bytes: BufferBytes = Field(
         2**28,
@@ -85,33 +86,37 @@ class SpeculationSettings(Section):
     store_file: Path | None = Field(
         None,
         description="file that saves the text store at a stop and restores it at the next start; "
-        "none: the store starts empty",
+        "none: the store starts empty; set it to keep the text across restarts",
     )
     cache_directory: Path = Field(
         default_factory=lambda: cache_directory("speculation"),
-        description="directory for the measured step times, so that later starts skip the profile",
+        description="directory for the measured step times, so that later starts skip the "
+        "profile; change it to a volume that outlives the container",
     )
     drafter: Path | None = Field(
         None,
         description="directory of the draft model, which must have the served model's vocabulary; "
-        "none: a small untrained one is created",
+        "none: a small untrained one is created; set it to start with a trained draft model",
     )
     drafter_directory: Path = Field(
         default_factory=lambda: cache_directory("drafter"),
-        description="directory for the checkpoints of trained draft models",
+        description="directory for the checkpoints of trained draft models; change it to a volume "
+        "that outlives the container",
     )
     drafter_training: bool = Field(
         True,
-        description="trains the draft model on served samples, in a separate process",
+        description="trains the draft model on served samples, in a separate process; disable it "
+        "to serve a fixed draft model",
     )
     drafter_trained: Literal["all", "layers"] = Field(
         "all",
         description="trained weights of the draft model; layers: all except its embedding, head "
-        "and final norm",
+        "and final norm; set it to layers if training is too slow",
     )
     drafter_busy_share: Ratio = Field(
         0.5,
-        description="share of engine.max_sequences running above which training is paused",
+        description="share of engine.max_sequences running above which training is paused; reduce "
+        "it if training slows serving down",
     )
 
 
@@ -120,27 +125,30 @@ class GraphsSettings(Section):
 
     budget_bytes: BufferBytes | None = Field(
         None,
-        description="memory for CUDA graphs per rank, in bytes; none: vLLM's own capture sizes",
+        description="memory for CUDA graphs per rank, in bytes; none: vLLM's own capture sizes; "
+        "set it to capture graphs for several draft lengths in a fixed amount of memory",
     )
     lengths: DraftLengths | None = Field(
         None,
         description="draft lengths by number of running samples: `8:0,2,4 32:0,2 0` allows 0, 2 or "
         "4 draft tokens up to 8 samples, 0 or 2 up to 32, and none above; none: the lengths that "
-        "speculation uses",
+        "speculation uses; set it to omit graphs of lengths that are rarely used",
     )
     mixed_tokens: Count = Field(
         512,
-        description="number of tokens of the largest graph for steps that also prefill prompts",
+        description="number of tokens of the largest graph for steps that also prefill prompts; "
+        "reduce it to leave memory for graphs of decode steps",
     )
     graph_bytes: PositiveInt | None = Field(
         None,
         description="memory of one captured graph, in bytes; none: estimated from the number of "
-        "layers",
+        "layers; set it if the metric coppice_graph_bytes differs from the estimate",
     )
     trace: Path | None = Field(
         None,
         description="file of recorded steps that the choice of graphs is optimised for; none: "
-        "every number of running samples is assumed to be equally frequent",
+        "every number of running samples is assumed to be equally frequent; set it if the usual "
+        "numbers of running samples are known",
     )
 
 
@@ -150,7 +158,8 @@ class EngineSettings(Section):
     model: str = Field(
         str(Path(__file__).parents[1] / "examples" / "seedling" / "model"),
         min_length=1,
-        description="local model directory, or model id on the Hugging Face hub",
+        description="local model directory, or model id on the Hugging Face hub; set it to the "
+        "model that is trained",
     )
     revision: str | None = Field(
         None,
@@ -161,33 +170,42 @@ class EngineSettings(Section):
         pattern=r"^[A-Za-z0-9][\w.:@-]*(/[\w.:@-]+)*$",
         max_length=256,
         description="model name in requests and responses; none: the hub id, or the last component "
-        "of the directory",
+        "of the directory; set it if clients use another name",
     )
     dtype: DType = Field(
         "auto",
         description="data type of weights and KV cache; auto: bfloat16, or float16 if the model is "
-        "stored in it, or float32 on a CPU without bfloat16 instructions",
+        "stored in it, or float32 on a CPU without bfloat16 instructions; set it to float32 to "
+        "compare log-probabilities exactly",
     )
     seed: int | None = Field(
         None,
         ge=0,
         le=2**32 - 1,
         description="random seed of vLLM, for samples without their own seed; none: a random seed "
-        "at each start, which is logged",
+        "at each start, which is logged; leave it unset if several replicas serve one trainer",
     )
     tensor_parallel_size: PositiveInt = Field(
-        1, description="number of ranks that each layer is split over"
+        1,
+        description="number of ranks that each layer is split over; increase it if the model does "
+        "not fit on one GPU",
     )
     pipeline_parallel_size: PositiveInt = Field(
-        1, description="number of ranks that the layers are distributed over"
+        1,
+        description="number of ranks that the layers are distributed over; increase it if the "
+        "model does not fit and its heads cannot be split further",
     )
     block_size: int = Field(
-        32, ge=16, multiple_of=16, description="number of tokens per KV cache block"
+        32,
+        ge=16,
+        multiple_of=16,
+        description="number of tokens per KV cache block; reduce it to share shorter prefixes",
     )
     cache_bytes: BufferBytes | None = Field(
         None,
         description="size of the KV cache per rank, in bytes; none: 1 GiB on CPU; on a GPU, the "
-        "part of gpu_memory_utilization that the weights leave",
+        "part of gpu_memory_utilization that the weights leave; increase it on CPU if vLLM "
+        "preempts samples",
     )
     gpu_memory_utilization: float = Field(
         0.9,
@@ -202,7 +220,9 @@ class EngineSettings(Section):
         "limit; reduce it if the KV cache does not fit",
     )
     max_sequences: PositiveInt = Field(
-        256, description="maximum number of samples that decode at the same time"
+        256,
+        description="maximum number of samples that decode at the same time; increase it on a "
+        "large GPU, reduce it if vLLM preempts samples",
     )
     max_batched_tokens: int = Field(
         2048,
@@ -213,45 +233,52 @@ class EngineSettings(Section):
     cpu_threads: PositiveInt | None = Field(
         None,
         description="number of compute threads per rank on CPU; none: the available cores divided "
-        "by the number of ranks",
+        "by the number of ranks; reduce it if other processes need the cores",
     )
     eager: bool | None = Field(
         None,
-        description="disables compilation and CUDA graphs; none: true on CPU, false on a GPU",
+        description="disables compilation and CUDA graphs; none: true on CPU, false on a GPU; set "
+        "it to true for a faster start while debugging",
     )
     prompt_kv: bool = Field(
-        False, description="enables the export of prompt KV as soon as a prompt is prefilled"
+        False,
+        description="enables the export of prompt KV as soon as a prompt is prefilled; set it to "
+        "true if a trainer fetches prompt KV, to false if none does",
     )
     tool_parser: str | None = Field(
         None,
         description="name of the vLLM parser for tool calls in responses, such as hermes; none: "
-        "tool calls stay in the text",
+        "tool calls stay in the text; set it for chat clients that use tools",
     )
     reasoning_parser: str | None = Field(
         None,
         description="name of the vLLM parser for reasoning in responses, such as qwen3; none: "
-        "reasoning stays in the text",
+        "reasoning stays in the text; set it for chat clients of a reasoning model",
     )
     max_logprobs: int = Field(
         20,
         ge=0,
         le=1024,
         description="maximum number of top logprobs per token on the routes compatible with OpenAI "
-        "and vLLM",
+        "and vLLM; increase it for clients that request more",
     )
     max_adapters: int = Field(
         0,
         ge=0,
         le=256,
         description="maximum number of loaded LoRA adapters, including replaced ones that running "
-        "samples still use; 0: adapters are disabled",
+        "samples still use; 0: adapters are disabled; set it to the number of adapters in use, "
+        "and one more for each that is updated during a rollout",
     )
     max_adapter_rank: Annotated[AdapterRank, BeforeValidator(_parse_number)] = Field(
-        16, description="maximum rank of a LoRA adapter; a larger one takes more memory"
+        16,
+        description="maximum rank of a LoRA adapter; a larger one takes more memory; increase it "
+        "to the highest rank of the adapters",
     )
     weight_transfer: Literal["nccl", "ipc"] | None = Field(
         None,
-        description="backend of vLLM's own weight transfer, which no route of this server uses",
+        description="backend of vLLM's own weight transfer, which no route of this server uses; "
+        "leave it unset",
     )
     start_seconds: Seconds = Field(
         1800.0,
@@ -264,7 +291,9 @@ class EngineSettings(Section):
         "for this long; increase it if single steps take longer",
     )
     hang_seconds: Seconds = Field(
-        60.0, description="time that an unhealthy engine may hang before it is killed, in seconds"
+        60.0,
+        description="time that an unhealthy engine may hang before it is killed, in seconds; "
+        "increase it to inspect an engine that hangs",
     )
     activation_seconds: Seconds = Field(
         600.0,

@@ -15,10 +15,14 @@ class ClusterSettings(Section):
         None,
         pattern=r"^rediss?://",
         description="URL of the Redis server (7.0 or later) that holds the cluster registry, such "
-        "as redis://host:6379/0, or rediss:// for TLS; none: this server runs alone",
+        "as redis://host:6379/0, or rediss:// for TLS; none: this server runs alone; set it if "
+        "several replicas serve the same callers",
     )
     redis_user: str | None = Field(
-        None, min_length=1, description="Redis ACL user; none: the default user"
+        None,
+        min_length=1,
+        description="Redis ACL user; none: the default user; set it if the Redis server has ACL "
+        "users",
     )
     redis_password: SecretStr | None = Field(
         None,
@@ -26,36 +30,40 @@ class ClusterSettings(Section):
         description="password of the Redis user; prefer redis_password_file",
     )
     redis_password_file: Path | None = Field(
-        None, description="file with the password of the Redis user, read at each connection"
+        None,
+        description="file with the password of the Redis user, read at each connection; set it if "
+        "the Redis server requires a password",
     )
     tls_ca_file: Path | None = Field(
         None,
         description="CA certificates that verify the Redis server's certificate; none: those of "
-        "the system",
+        "the system; set it for a private certificate authority",
     )
     key_prefix: str = Field(
         "coppice",
         pattern=r"^[A-Za-z0-9_.-]{1,64}$",
         description="prefix of all keys in Redis; different for each cluster that shares the Redis "
-        "server",
+        "server; change it if clusters share a Redis server",
     )
     call_seconds: Seconds = Field(
         0.5,
         description="timeout of a call to Redis, in seconds; increase it on a slow network",
     )
     heartbeat_seconds: Seconds = Field(
-        3.0, description="interval between the heartbeats of a replica, in seconds"
+        3.0,
+        description="interval between the heartbeats of a replica, in seconds; reduce it to "
+        "detect failed replicas sooner",
     )
     expire_seconds: Seconds = Field(
         15.0,
         description="time without a heartbeat after which a replica counts as gone, in seconds; at "
-        "least two heartbeat intervals and a call",
+        "least two heartbeat intervals and a call; increase it if live replicas count as gone",
     )
     claim_seconds: int = Field(
         86_400,
         ge=60,
         description="maximum time that an idempotency key is kept in Redis, in seconds; longer "
-        "than any retry",
+        "than any retry; increase it if clients retry later than that",
     )
 
     @model_validator(mode="after")

@@ -52,7 +52,7 @@ def settings_flags() -> list[Flag]:
             section=section,
             name=name,
             description=field.description or "",
-            default=_default_text(field),
+            default=default_text(field),
         )
         for section, name, field in settings_fields()
     ]
@@ -86,7 +86,7 @@ def _keyword(name: str, annotation: Any) -> inspect.Parameter:
     return inspect.Parameter(name, kind, default=None, annotation=annotation)
 
 
-def _default_text(field: FieldInfo) -> str:
+def default_text(field: FieldInfo) -> str:
     value = field.get_default(call_default_factory=True, validated_data={})
     if isinstance(value, tuple):
         return ":".join(map(str, value)) or "none"

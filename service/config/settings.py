@@ -62,9 +62,15 @@ class ServerSettings(Section):
     """Addresses, access and shutdown of the HTTP server."""
 
     host: Host = Field(
-        "127.0.0.1", description="address to listen on; 0.0.0.0: all IPv4 interfaces"
+        "127.0.0.1",
+        description="address to listen on; 0.0.0.0: all IPv4 interfaces; set it to serve other "
+        "machines",
     )
-    port: Port = Field(8000, description="TCP port to listen on; 0: any free port")
+    port: Port = Field(
+        8000,
+        description="TCP port to listen on; 0: any free port; change it if another process uses "
+        "the port",
+    )
     allow_open: bool = Field(
         False,
         description="allows addresses other than loopback without API keys; set it only on a "
@@ -73,15 +79,17 @@ class ServerSettings(Section):
     keys_file: Path | None = Field(
         None,
         description="YAML file with the accepted API keys, reloaded when it changes; none: no key "
-        "is required",
+        "is required; set it if other machines can reach the server",
     )
     operators_host: Host = Field(
-        "127.0.0.1", description="address to listen on at server.operators_port"
+        "127.0.0.1",
+        description="address to listen on at server.operators_port; change it if operators use "
+        "other machines",
     )
     operators_port: Port | None = Field(
         None,
         description="separate TCP port for /metrics and the routes of the role admin; none: they "
-        "are served on server.port",
+        "are served on server.port; set it to separate operators from callers",
     )
     advertised_url: str | None = Field(
         None,
@@ -93,10 +101,13 @@ class ServerSettings(Section):
         (),
         description="names accepted in the Host header by a server without API keys, in addition "
         "to loopback, IP addresses and its own name; separated by spaces, such as `coppice "
-        "*.example.org`; *: any name",
+        "*.example.org`; *: any name; set it if clients reach a server without keys by another "
+        "name",
     )
     ui: bool = Field(
-        False, description="serves a read-only dashboard at /ui, for keys with the role watch"
+        False,
+        description="serves a read-only dashboard at /ui, for keys with the role watch; enable it "
+        "to watch rollouts in a browser",
     )
     drain_seconds: Count = Field(
         30,
@@ -106,7 +117,7 @@ class ServerSettings(Section):
     compat: Annotated[tuple[CompatApi, ...], BeforeValidator(_split)] = Field(
         ("vllm", "sglang", "openai"),
         description="APIs of other servers that are served in addition to the native one, "
-        "separated by ':'",
+        "separated by ':'; reduce it to the APIs that clients use",
     )
 
     @model_validator(mode="after")
@@ -128,24 +139,28 @@ class WeightsSettings(Section):
     directory: Path = Field(
         default_factory=lambda: cache_directory("weights"),
         description="directory that uploads are stored in; needs room for "
-        "weights.retain_superseded + 3 versions",
+        "weights.retain_superseded + 3 versions; change it if the default has too little room",
     )
     source_directories: Paths = Field(
         (),
         description="directories from which POST /v1/weights may load versions by path, separated "
-        "by ':'; none: uploads only",
+        "by ':'; none: uploads only; set it if trainer and server share a file system",
     )
     max_upload_bytes: PositiveInt = Field(
-        64 * 2**30, description="maximum size of one uploaded file, in bytes"
+        64 * 2**30,
+        description="maximum size of one uploaded file, in bytes; increase it for larger files, "
+        "or upload shards",
     )
     retain_superseded: Count = Field(
-        2, description="number of superseded versions whose files are kept for a rollback"
+        2,
+        description="number of superseded versions whose files are kept for a rollback; reduce it "
+        "to save disk space",
     )
     peers: Words = Field(
         (),
         description="URLs from which other replicas' weights may be fetched, separated by spaces, "
         "such as http://10.0.0.0/8:8000 or http://*.replicas:8000; none: weights are not fetched "
-        "from replicas",
+        "from replicas; set it if replicas share a cluster registry",
     )
     peer_key_file: Path | None = Field(
         None,
@@ -160,9 +175,13 @@ class WeightsSettings(Section):
     catch_up_seconds: SecondsOrZero = Field(
         300.0,
         description="time that a new replica tries to fetch the version that the cluster serves, "
-        "in seconds; then it serves its own",
+        "in seconds; then it serves its own; increase it if replicas fetch large versions slowly",
     )
-    initial_version: Label = Field("v0", description="version name of the initial weights")
+    initial_version: Label = Field(
+        "v0",
+        description="version name of the initial weights; change it to the trainer's name for "
+        "these weights",
+    )
 
     @model_validator(mode="after")
     def _refuse_odd_peers(self) -> Self:
@@ -175,16 +194,24 @@ class LimitsSettings(Section):
     """Limits of requests, connections and running work."""
 
     max_body_bytes: AtLeast1024 = Field(
-        32 * 2**20, description="maximum size of a request body except uploads, in bytes"
+        32 * 2**20,
+        description="maximum size of a request body except uploads, in bytes; increase it for "
+        "requests with many long prompts",
     )
     max_json_values: AtLeast1024 = Field(
-        4 * 2**20, description="maximum number of values in the JSON of a request"
+        4 * 2**20,
+        description="maximum number of values in the JSON of a request; increase it for requests "
+        "with many long prompts",
     )
     max_json_containers: AtLeast1024 = Field(
-        512 * 2**10, description="maximum number of objects and arrays in the JSON of a request"
+        512 * 2**10,
+        description="maximum number of objects and arrays in the JSON of a request; increase it "
+        "for requests with many prompts or spans",
     )
     max_samples_per_request: PositiveInt = Field(
-        65536, description="maximum number of samples of one request, summed over its groups"
+        65536,
+        description="maximum number of samples of one request, summed over its groups; reduce it "
+        "to limit what one request can occupy",
     )
     keep_answers_seconds: Seconds = Field(
         600.0,
@@ -192,46 +219,60 @@ class LimitsSettings(Section):
         "increase it for trainers that poll rarely",
     )
     keep_answers_bytes: Bytes = Field(
-        2**30, description="maximum memory for results of finished rollouts, in bytes"
+        2**30,
+        description="maximum memory for results of finished rollouts, in bytes; increase it if "
+        "results are dropped before they are fetched",
     )
     max_samples_per_key: PositiveInt | None = Field(
-        None, description="maximum number of running samples per API key; none: no limit"
+        None,
+        description="maximum number of running samples per API key; none: no limit; set it if "
+        "several callers share the server",
     )
     max_prompt_tokens_per_key: PositiveInt | None = Field(
-        None, description="maximum number of running prompt tokens per API key; none: no limit"
+        None,
+        description="maximum number of running prompt tokens per API key; none: no limit; set it "
+        "if several callers share the server",
     )
     max_samples_running: PositiveInt = Field(
         131_072,
         description="maximum number of admitted samples, running or waiting; further requests are "
-        "refused with Retry-After",
+        "refused with Retry-After; reduce it to refuse work earlier",
     )
     max_overtaken_seconds: Seconds = Field(
         60.0,
         description="maximum effect of priorities on the queue, in seconds: a group of the lowest "
-        "priority is queued as if it had arrived this much later",
+        "priority is queued as if it had arrived this much later; increase it if low priorities "
+        "should wait longer",
     )
     max_tree_lease_seconds: Seconds = Field(
         600.0,
-        description="maximum lease of an open tree between two calls of its owner, in seconds",
+        description="maximum lease of an open tree between two calls of its owner, in seconds; "
+        "increase it if callers need longer between two calls",
     )
     max_header_bytes: AtLeast1024 = Field(
-        64 * 2**10, description="maximum size of a request's URL and headers, in bytes"
+        64 * 2**10,
+        description="maximum size of a request's URL and headers, in bytes; increase it if a "
+        "proxy adds large headers",
     )
     read_seconds: Seconds = Field(
         30.0,
         description="timeout for receiving the headers, or 16 KiB of the body, of a request, in "
-        "seconds",
+        "seconds; increase it for clients on slow networks",
     )
     write_seconds: Seconds = Field(
-        60.0, description="timeout for a client to receive 256 KiB of a response, in seconds"
+        60.0,
+        description="timeout for a client to receive 256 KiB of a response, in seconds; increase "
+        "it for clients on slow networks",
     )
     max_connections: PositiveInt = Field(
         16384,
         description="maximum number of open connections per port; less if the limit of open files "
-        "is lower",
+        "is lower; increase it if connections are refused",
     )
     keep_alive_seconds: PositiveInt = Field(
-        75, description="time that an idle connection is kept open, in seconds"
+        75,
+        description="time that an idle connection is kept open, in seconds; increase it above the "
+        "idle timeout of a proxy in front of the server",
     )
 
 
@@ -239,10 +280,14 @@ class LogSettings(Section):
     """Format and level of logs. Prompts and responses are never logged."""
 
     format: Literal["human", "json"] = Field(
-        "human", description="log format; human: readable lines; json: one object per line"
+        "human",
+        description="log format; human: readable lines; json: one object per line; set it to json "
+        "for log collectors",
     )
     level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="minimum level that is logged; debug includes vLLM's own log"
+        "info",
+        description="minimum level that is logged; debug includes vLLM's own log; set it to debug "
+        "to investigate the engine",
     )
 
 
@@ -253,12 +298,12 @@ class TraceSettings(Section):
         None,
         pattern=HTTP_URL,
         description="OTLP/HTTP URL to which trace spans are exported, such as "
-        "http://collector:4318/v1/traces; none: no traces",
+        "http://collector:4318/v1/traces; none: no traces; set it to export traces",
     )
     sample_ratio: Ratio = Field(
         1.0,
         description="share of traces that are recorded if the request has no traceparent header, "
-        "whose decision is kept otherwise",
+        "whose decision is kept otherwise; reduce it to export less",
     )
 
 

@@ -11,53 +11,65 @@ class KvSettings(Section):
     """Memory, lease and download settings of prompt KV, which `engine.prompt_kv` enables."""
 
     directory: Path = Field(
-        Path("/dev/shm"), description="shared-memory mount for the prompt KV arena"
+        Path("/dev/shm"),
+        description="shared-memory mount for the prompt KV arena; change it if /dev/shm is too "
+        "small",
     )
     capacity_bytes: BufferBytes = Field(
         256 * 2**20,
         description="size of the prompt KV arena, in bytes; at most half of the free space of "
-        "kv.directory",
+        "kv.directory; increase it if groups are answered with the kv_reason arena_full",
     )
     spans_bytes: Bytes = Field(
         0,
         description="size of the cache for the KV of prompt spans and observed prompts, in bytes, "
         "used by kv_reuse.mode splice and predict; at most half of the free space of "
-        "kv.directory; 0: all prompts are prefilled",
+        "kv.directory; 0: all prompts are prefilled; set it to use these modes",
     )
     max_lease_seconds: Seconds = Field(
-        60.0, description="maximum lease of a handle when granted or renewed, in seconds"
+        60.0,
+        description="maximum lease of a handle when granted or renewed, in seconds; increase it "
+        "if a training step takes longer",
     )
     max_lifetime_seconds: Seconds = Field(
-        3600.0, description="time after which a lease cannot be renewed again, in seconds"
+        3600.0,
+        description="time after which a lease cannot be renewed again, in seconds; increase it if "
+        "KV is used for longer",
     )
     grace_seconds: SecondsOrZero = Field(
         5.0,
         description="time that KV is kept after its lease has expired, in seconds, for readers "
-        "that map the memory directly",
+        "that map the memory directly; increase it if such readers copy slowly",
     )
     max_transfers: PositiveInt = Field(
-        4, description="maximum number of downloads sent concurrently; others wait for a turn"
+        4,
+        description="maximum number of downloads sent concurrently; others wait for a turn; "
+        "increase it on a fast network",
     )
     max_open_transfers: PositiveInt = Field(
         256,
         description="maximum number of open downloads, including those of slow readers; one API "
-        "key may hold half of them; more are refused",
+        "key may hold half of them; more are refused; increase it for many trainer ranks",
     )
     min_bytes_per_second: float = Field(
         2**18,
         gt=0,
         description="minimum rate of a reader, in bytes per second; a slower download is closed, "
-        "and can be resumed with a Range header",
+        "and can be resumed with a Range header; reduce it on a slow network",
     )
     slow_reader_seconds: Seconds = Field(
         10.0,
-        description="time over which kv.min_bytes_per_second is measured, in seconds",
+        description="time over which kv.min_bytes_per_second is measured, in seconds; increase it "
+        "for readers that pause",
     )
     nixl: bool = Field(
-        False, description="enables one-sided reads over NIXL; requires the extra nixl"
+        False,
+        description="enables one-sided reads over NIXL; requires the extra nixl; enable it if "
+        "trainers read over RDMA",
     )
     max_bytes_per_second: float | None = Field(
         None,
         gt=0,
-        description="maximum rate of all downloads together, in bytes per second; none: no limit",
+        description="maximum rate of all downloads together, in bytes per second; none: no limit; "
+        "set it to leave bandwidth to other traffic",
     )
