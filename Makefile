@@ -3,7 +3,7 @@
 SHELL := bash
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: serve demo test test-fast coverage check bench soak chart diagrams lock wheels clean help
+.PHONY: serve demo test test-fast coverage check bench soak chart docs reference diagrams lock wheels clean help
 
 PORT ?= 8000
 MODEL ?=
@@ -66,6 +66,14 @@ soak: ## long tests: clients with Ray, 10,000 groups, malformed requests, cluste
 	PYTHONPATH=.:client $(python) -m tests.soak.faults --engine real --rounds 1 --report docs/operate/reliability.md
 	PYTHONPATH=.:client $(python) -m examples.grpo --seed 2 --out build/demo-2
 	PYTHONPATH=.:client $(python) -m examples.grpo --seed 3 --out build/demo-3
+
+docs: ## build the documentation site into build/site; fails on broken links
+	@$(setup) dev
+	NO_MKDOCS_2_WARNING=1 $(python) -m mkdocs build
+
+reference: ## generate the tables of docs/reference: settings, HTTP API, errors, metrics, commands
+	@$(setup) dev
+	PYTHONPATH=.:client $(python) -m scripts.reference
 
 diagrams: ## render the Mermaid diagrams of README.md and docs/diagrams
 	@$(setup) dev

@@ -77,8 +77,3 @@ def test_metadata_of_a_remote_wheel_is_read_without_the_rest(tmp_path: Path) -> 
     remote = dependencies.RemoteFile("https://index.example/a.whl", wheel.stat().st_size)
     assert dependencies.licence(dependencies.metadata_of(remote)) == "MIT"
     assert sum(fetched) < 2**19
-
-
-def test_table_of_errors_is_the_catalogue() -> None:
-    text = (ROOT / "docs" / "reference" / "errors.md").read_text()
-    assert text == script("problems").rendered(), "python scripts/problems.py"

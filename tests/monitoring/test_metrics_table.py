@@ -1,4 +1,4 @@
-"""The table in docs/reference/metrics.md against the metrics, alert rules and dashboard."""
+"""Alert rules, recording rules and the dashboard against the metrics that exist."""
 
 import json
 import re
@@ -12,8 +12,6 @@ from helm import dashboard
 from service.observability.metrics import Metrics
 from tests.monitoring.series import (
     OF_TARGETS,
-    families,
-    label_names,
     labels_of,
     names,
     own_series,
@@ -25,9 +23,6 @@ from tests.tools import ROOT
 
 pytestmark = pytest.mark.slow
 OF_THE_PROCESS = {"process_start_time_seconds", "process_resident_memory_bytes", "up"}
-_ROW = re.compile(
-    r"^\| `(?P<name>coppice_\w+)` \| (?P<type>\w+) \| (?P<labels>.*?) \| (?P<text>.*) \|$"
-)
 
 
 def rules() -> Iterator[dict[str, Any]]:
@@ -45,24 +40,6 @@ def queries() -> Iterator[tuple[str, str]]:
 
 
 QUERIES = [pytest.param(expr, id=name) for name, expr in queries()]
-
-
-def test_documented_metrics_are_those_of_the_server() -> None:
-    text = (ROOT / "docs" / "reference" / "metrics.md").read_text()
-    rows = [row.groupdict() for row in map(_ROW.match, text.splitlines()) if row]
-    documented = {
-        row["name"]: (row["type"], tuple(re.findall(r"`(\w+)`", row["labels"])), row["text"])
-        for row in rows
-    }
-    registered = {
-        name + ("_total" if family.type == "counter" else ""): (
-            family.type,
-            label_names(name),
-            family.documentation,
-        )
-        for name, family in families().items()
-    }
-    assert documented == registered
 
 
 @pytest.mark.parametrize("query", QUERIES)
