@@ -90,7 +90,7 @@ class AsyncRollouts(Operations):
         base_url: URL of the server. It may contain credentials, http://user:key@host, instead of
             `api_key`.
         api_key: API key that every request carries.
-        timeout: longest silence on a connection, in seconds. A rollout may take hours, but its
+        timeout: longest silence on a connection, in seconds (60). A rollout may take hours, but its
             progress records arrive every 15 s.
         retry: retry policy for failed requests.
         replicas: hosts other than base_url's to which a fleet may redirect requests, and which
@@ -132,6 +132,7 @@ class Pending(SyncWrapper[AsyncPending]):
 
     @property
     def id(self) -> str:
+        """The rollout's id, with which `attach` returns another handle."""
         return self._async.id
 
     def __repr__(self) -> str:

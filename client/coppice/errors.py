@@ -117,14 +117,17 @@ class ProblemError(CoppiceError):
 
     @property
     def code(self) -> str:
+        """Stable name of the error, see the table of errors."""
         return self.problem.code
 
     @property
     def status(self) -> int:
+        """HTTP status."""
         return self.problem.status
 
     @property
     def detail(self) -> str | None:
+        """Reason in the problem document; text for people."""
         return self.problem.detail
 
     @property

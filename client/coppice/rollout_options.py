@@ -50,20 +50,24 @@ def _unfinished(sample: Sample, group: int) -> UnfinishedSample:
 class RolloutOptions(TypedDict, total=False):
     """Keyword arguments of the client's rollout methods: all options except the prompts.
 
-    n: samples per prompt.
-    seed: makes sampling reproducible; the prompt at index i uses seed + i.
-    max_tokens: response tokens per sample; by default up to the context limit.
-    temperature, top_p, top_k: sampling distribution, to which the returned logprobs refer.
-    stop_token_ids, ignore_eos: stop conditions.
-    kv: request for handles to the prompts' KV.
-    weights: exact or minimum weights version.
-    finish: early finish of a group, by a number of completed samples or by a deadline.
-    branching: samples as a tree.
-    continue_from: per prompt, unfinished samples to resume, see `Group.unfinished`.
-    kv_reuse: KV reuse for prompts given as spans.
-    priority: lower values are scheduled first.
-    speculation: False disables speculative decoding; the distribution is the same.
-    adapter: name of a loaded LoRA adapter, or `name@version`.
+    Attributes:
+        n: samples per prompt.
+        seed: makes sampling reproducible; the prompt at index i uses seed + i.
+        max_tokens: response tokens per sample; by default up to the context limit.
+        temperature: sampling temperature; the returned logprobs refer to the sampling distribution.
+        top_p: share of the probability mass to sample from.
+        top_k: number of most probable tokens to sample from; 0: all.
+        stop_token_ids: tokens that end a sample.
+        ignore_eos: if true, end-of-sequence tokens do not end a sample.
+        kv: request for handles to the prompts' KV.
+        weights: exact or minimum weights version.
+        finish: early finish of a group, by a number of completed samples or by a deadline.
+        branching: samples as a tree.
+        continue_from: per prompt, unfinished samples to resume, see `Group.unfinished`.
+        kv_reuse: KV reuse for prompts given as spans.
+        priority: lower values are scheduled first.
+        speculation: False disables speculative decoding; the distribution is the same.
+        adapter: name of a loaded LoRA adapter, or `name@version`.
     """
 
     n: int

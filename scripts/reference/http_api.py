@@ -44,6 +44,10 @@ def schema_lines() -> Iterator[str]:
             yield from (", ".join([_type(schema), *constraints(schema)]), "")
 
 
+def schema_names() -> set[str]:
+    return set(_document()["components"]["schemas"])
+
+
 @cache
 def _document() -> Node:
     document: Node = yaml.safe_load(FILE.read_text(encoding="utf-8"))

@@ -27,7 +27,7 @@ from service.observability.metrics import (
 RULES = Path(__file__).parents[2] / "helm" / "coppice" / "monitoring"
 RUNBOOK = "../operate/runbook.md"
 SUFFIXES = {"counter": "_total"}
-UNITS = {"seconds": "seconds", "bytes": "bytes", "ratio": "ratio", "tokens": "tokens"}
+UNITS = ("seconds", "bytes", "ratio", "tokens")
 TITLES: dict[type[MetricTable], str] = {
     ServerMetrics: "Server",
     HttpMetrics: "Connections and requests",
@@ -54,8 +54,8 @@ def _table(table: MetricTable) -> Iterator[str]:
     heading, _, rest = (type(table).__doc__ or "").removeprefix("Metrics of ").partition("\n\n")
     yield from (f"## {TITLES[type(table)]}", "", heading[:1].upper() + heading[1:], "")
     yield from (" ".join(rest.split()), "")
-    yield "| metric | type | labels | unit | meaning | alerts |"
-    yield "|---|---|---|---|---|---|"
+    yield "| metric | type | meaning | labels | alerts |"
+    yield "|---|---|---|---|---|"
     for collector in table.collectors.values():
         yield _row(next(iter(collector.collect())), tuple(collector._labelnames))
     yield ""
@@ -64,9 +64,10 @@ def _table(table: MetricTable) -> Iterator[str]:
 def _row(family: Metric, labels: Iterable[str]) -> str:
     name = family.name + SUFFIXES.get(family.type, "")
     values = "<br>".join(_label(family, label) for label in labels) or "-"
-    unit = next((text for word, text in UNITS.items() if word in family.name.split("_")), "-")
+    unit = next((word for word in UNITS if word in family.name.split("_")), None)
+    kind = f"{family.type}, {unit}" if unit else family.type
     alerts = ", ".join(f"[{alert}]({RUNBOOK}#{alert.lower()})" for alert in _alerts(name)) or "-"
-    return f"| `{name}` | {family.type} | {values} | {unit} | {family.documentation} | {alerts} |"
+    return f"| `{name}` | {kind} | {family.documentation} | {values} | {alerts} |"
 
 
 def _label(family: Metric, label: str) -> str:

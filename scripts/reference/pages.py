@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from scripts.reference import commands, errors, http_api, metrics, settings
+from scripts.reference import commands, errors, http_api, metrics, python_types, settings
 
 FOLDER = Path(__file__).parents[2] / "docs" / "reference"
 PAGES: dict[Path, dict[str, Callable[[], Iterable[str]]]] = {
@@ -16,6 +16,10 @@ PAGES: dict[Path, dict[str, Callable[[], Iterable[str]]]] = {
     },
     FOLDER / "errors.md": {"errors": errors.lines},
     FOLDER / "metrics.md": {"metrics": metrics.lines},
+    FOLDER / "python-api.md": {
+        "exceptions": python_types.exception_lines,
+        "types": python_types.type_lines,
+    },
     FOLDER / "cli.md": {"commands": commands.lines},
 }
 END = "<!-- end of generated text -->"

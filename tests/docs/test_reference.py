@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import coppice.train
 from coppice.wire.problem_catalogue import PROBLEMS
 from scripts.reference import http_api
 from scripts.reference.pages import FOLDER, PAGES, is_up_to_date, rendered
@@ -49,7 +50,7 @@ def test_every_metric_is_listed() -> None:
     text = (FOLDER / "metrics.md").read_text()
     for name, family in families().items():
         suffix = "_total" if family.type == "counter" else ""
-        assert f"| `{name}{suffix}` | {family.type} |" in text
+        assert f"| `{name}{suffix}` | {family.type}" in text
         assert family.documentation in text
 
 
@@ -65,6 +66,16 @@ def test_every_route_and_schema_of_the_contract_is_listed() -> None:
         for method in http_api.METHODS:
             assert (f"\n### `{method.upper()} {path}`" in text) == (method in item)
     assert all(f"\n### `{name}`" in text for name in contract["components"]["schemas"])
+
+
+def test_every_public_name_of_the_client_is_in_the_python_reference() -> None:
+    text = (FOLDER / "python-api.md").read_text()
+    aliases = {"PromptLike", "Record"}  # unions of documented types
+    for name in set(coppice.__all__) - aliases:
+        assert f"::: coppice.{name}\n" in text or f"`{name}`" in text, name
+    aliases = {"LossFunction", "Schedule", "TokenWeights"}
+    for name in set(coppice.train.__all__) - aliases:
+        assert f"::: coppice.train.{name}\n" in text, name
 
 
 def bodies() -> list[tuple[str, object]]:

@@ -24,8 +24,9 @@ Scorable = tuple[PromptLike, Iterable[TokenIds]] | ScoreItem
 class Score:
     """Logprobs of the responses to one prompt, in request order.
 
-    logprobs[i][j] belongs to token j of response i. versions[i] is the weights version that scored
-    the whole of response i. adapters[i] is the `name@version` of the LoRA adapter used, or None.
+    `logprobs[i][j]` belongs to token j of response i. `versions[i]` is the weights version that
+    scored the whole of response i. `adapters[i]` is the `name@version` of the LoRA adapter used, or
+    None.
     """
 
     num_prompt_tokens: int

@@ -154,13 +154,16 @@ class KvSource:
         self.break_even.computed(num_tokens, seconds)
 
     def count(self, reason: str) -> None:
+        """Counts one prompt in `counts`, under the transport used or the reason for none."""
         with self._lock:
             self.counts[reason] += 1
 
     def count_failure(self, error: CoppiceError) -> None:
+        """Counts one prompt in `counts`, under the code or class of the error."""
         self.count(error.code if isinstance(error, ProblemError) else type(error).__name__)
 
     def fetched(self, transport: str, num_bytes: int, began: float) -> None:
+        """Records a download, which started at the monotonic time `began`, as a measurement."""
         self.break_even.fetched(transport, num_bytes, time.monotonic() - began)
         self.count(transport)
 

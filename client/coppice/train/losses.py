@@ -30,6 +30,7 @@ class Totals:
 
     @classmethod
     def of(cls, groups: Iterable[TrainingGroup]) -> "Totals":
+        """Totals of some groups, on this rank only."""
         lengths = [length for group in groups for length in group.lengths]
         return cls(num_responses=len(lengths), num_tokens=sum(lengths))
 

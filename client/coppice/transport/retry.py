@@ -47,6 +47,7 @@ class Retry:
 
     @property
     def is_enabled(self) -> bool:
+        """True if a failed attempt is repeated."""
         return self.attempts > 1
 
     def longest_wait(self, failures: int) -> float:

@@ -16,6 +16,8 @@ class PauseRequest(RequestModel):
 
 
 class PauseAnswer(AnswerModel):
+    """Answer of POST /v1/pause and /v1/resume: the new state of sampling."""
+
     paused: bool
 
 

@@ -51,6 +51,8 @@ class StartRecord(AnswerModel):
 
 
 class SampleRecord(AnswerModel):
+    """Record of a rollout stream with a finished sample and the index of its group."""
+
     type: Literal["sample"] = "sample"
     group: int
     sample: SampleAnswer
@@ -65,6 +67,8 @@ class SegmentRecord(AnswerModel):
 
 
 class GroupRecord(AnswerModel):
+    """Record of a rollout stream for an ended group; its samples were sent before."""
+
     type: Literal["group"] = "group"
     group: GroupHead
 
