@@ -71,7 +71,7 @@ docs: ## build the documentation site into build/site; fails on broken links
 	@$(setup) dev
 	NO_MKDOCS_2_WARNING=1 $(python) -m mkdocs build
 
-reference: ## generate the tables of docs/reference: settings, HTTP API, errors, metrics, commands
+reference: ## generate the tables of docs/reference: settings, HTTP API, errors, metrics, commands, Python types
 	@$(setup) dev
 	PYTHONPATH=.:client $(python) -m scripts.reference
 

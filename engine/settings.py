@@ -153,7 +153,7 @@ class GraphsSettings(Section):
 
 
 class EngineSettings(Section):
-    """Engine settings; the description of each field states its unit."""
+    """Model, parallelism, KV cache, limits and timeouts of the vLLM engine."""
 
     model: str = Field(
         str(Path(__file__).parents[1] / "examples" / "seedling" / "model"),
