@@ -68,6 +68,13 @@ def test_verl_trainers_serve_every_training_step(url: str, folder: Path, trainer
         assert all(step["training/rollout_actor_probs_pearson_corr"] > 0.99 for step in log)
 
 
+def test_verl_example_trains(url: str, folder: Path) -> None:
+    log = run_program_json(["verl"], folder, "verl.training", "example", url, str(folder))
+    assert len(log) == 2
+    assert versions(url)[:3] == [0, 1, 2]
+    assert 0 < sum(step["critic/rewards/mean"] for step in log) < 2
+
+
 def test_verl_resumes_requests_aborted_by_an_update(url: str, folder: Path) -> None:
     answer = run_program_json(["verl"], folder, "verl.rollouts", url)
     assert answer["addresses"] == [url.removeprefix("http://")]

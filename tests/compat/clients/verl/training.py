@@ -1,10 +1,10 @@
 """Two training steps of the seedling with a verl trainer that samples from a server.
 
-python -m tests.compat.clients.verl.training sync|legacy|apart URL FOLDER    prints the log
+python -m tests.compat.clients.verl.training sync|legacy|apart|example URL FOLDER    prints the log
 
 `sync` is verl's default trainer, `legacy` the one before it: every rank has the rollout adapter,
 which sends the weights. `apart` is one step off policy, with separate rollout workers: the
-checkpoint engine sends the weights.
+checkpoint engine sends the weights. `example` is examples/verl, its configuration and reward.
 """
 
 import importlib
@@ -16,6 +16,7 @@ from pathlib import Path
 from datasets import Dataset
 from transformers import AutoTokenizer
 
+from examples.verl import sums
 from tests.compat.clients.verl import reward
 
 ROOT = Path(__file__).parents[4]
@@ -39,6 +40,10 @@ TRAINERS = {
             "rollout.nnodes=1",
             "rollout.n_gpus_per_node=1",
         ],
+    ),
+    "example": (
+        "verl.trainer.main_ppo",
+        ["transfer_queue.backend.SimpleStorage.num_data_storage_units=1"],
     ),
 }
 
@@ -72,24 +77,16 @@ def overrides(url: str, folder: Path) -> list[str]:
     data = written(folder)
     actor = "actor_rollout_ref.actor"
     return [
-        f"hydra.run.dir={folder}/hydra",
+        *on_cpu(folder),
         "algorithm.adv_estimator=grpo",
         f"data.train_files={data}",
         f"data.val_files={data}",
         "data.train_batch_size=4",
         "data.max_prompt_length=64",
         "data.max_response_length=32",
-        "data.dataloader_num_workers=0",
         f"actor_rollout_ref.model.path={MODEL}",
-        f"actor_rollout_ref.model.tokenizer_path={tokenizer(folder)}",
-        "actor_rollout_ref.model.use_remove_padding=False",
-        "+actor_rollout_ref.model.override_config.attn_implementation=eager",
-        f"{actor}.strategy=fsdp2",
         f"{actor}.ppo_mini_batch_size=4",
         f"{actor}.ppo_micro_batch_size_per_gpu=4",
-        f"{actor}.fsdp_config.model_dtype=fp32",
-        f"{actor}.fsdp_config.use_torch_compile=False",
-        f"{actor}.use_torch_compile=False",
         f"{actor}.optim.lr=1e-3",
         f"{COPPICE}.name=coppice",
         f"+{COPPICE}.engine_kwargs.coppice.urls=[{url}]",
@@ -98,13 +95,29 @@ def overrides(url: str, folder: Path) -> list[str]:
         f"{COPPICE}.n=4",
         f"{COPPICE}.calculate_log_probs=True",
         f"{COPPICE}.log_prob_micro_batch_size_per_gpu=4",
-        f"{COPPICE}.agent.num_workers=1",
         f"reward.custom_reward_function.path={reward.__file__}",
-        "reward.num_workers=1",
-        "trainer.device=cpu",
         "trainer.n_gpus_per_node=1",
         "trainer.nnodes=1",
         f"trainer.total_training_steps={STEPS}",
+    ]
+
+
+def on_cpu(folder: Path) -> list[str]:
+    """Overrides for one machine without a GPU, which any configuration of verl needs."""
+    actor = "actor_rollout_ref.actor"
+    return [
+        f"hydra.run.dir={folder}/hydra",
+        "data.dataloader_num_workers=0",
+        f"actor_rollout_ref.model.tokenizer_path={tokenizer(folder)}",
+        "actor_rollout_ref.model.use_remove_padding=False",
+        "+actor_rollout_ref.model.override_config.attn_implementation=eager",
+        f"{actor}.strategy=fsdp2",
+        f"{actor}.fsdp_config.model_dtype=fp32",
+        f"{actor}.fsdp_config.use_torch_compile=False",
+        f"{actor}.use_torch_compile=False",
+        f"{COPPICE}.agent.num_workers=1",
+        "reward.num_workers=1",
+        "trainer.device=cpu",
         "trainer.test_freq=-1",
         "trainer.save_freq=-1",
         "trainer.val_before_train=False",
@@ -113,6 +126,18 @@ def overrides(url: str, folder: Path) -> list[str]:
         "+ray_kwargs.ray_init.num_gpus=2",
         "ray_kwargs.ray_init.num_cpus=16",
         "+ray_kwargs.ray_init.include_dashboard=False",
+    ]
+
+
+def of_example(url: str, folder: Path) -> list[str]:
+    data = folder / "sums.parquet"
+    Dataset.from_list(sums.rows(64)).to_parquet(data)
+    return [
+        "--config-name=grpo",
+        *on_cpu(folder),
+        f"data.train_files={data}",
+        f"data.val_files={data}",
+        f"{COPPICE}.engine_kwargs.coppice.urls=[{url}]",
     ]
 
 
@@ -131,7 +156,10 @@ def main() -> None:
     trainer = importlib.import_module(module)
     # Hydra looks for it in an imported package, and verl's folder is not always one.
     config = Path(str(trainer.__file__)).parent / "config"
-    sys.argv = [module, f"--config-path={config}", *overrides(url, folder), *more]
+    arguments = overrides(url, folder)
+    if name == "example":
+        config, arguments = ROOT / "examples" / "verl", of_example(url, folder)
+    sys.argv = [module, f"--config-path={config}", *arguments, *more]
     trainer.main()
     print(json.dumps([json.loads(line)["data"] for line in log.read_text().splitlines()]))
 

@@ -1,0 +1,1 @@
+"""A GRPO loop in one file: rollout, reward, gradient, publication of the new weights."""

@@ -1,0 +1,1 @@
+"""GRPO with TRL's own trainer; the samples come from a Coppice server."""

@@ -1,0 +1,1 @@
+"""GRPO with verl's own trainer; the samples come from Coppice servers."""
