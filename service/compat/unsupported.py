@@ -189,7 +189,7 @@ _RPC = (
     "calls of worker methods are not supported: publish weights with PUT /v1/weights, or send the "
     "path of a directory to POST /update_weights"
 )
-_SKYRL = (
+SKYRL = (
     "SkyRL's own routes are not supported: send token ids to /inference/v1/generate, and publish "
     "weights with PUT /v1/weights, or with vLLM's POST /update_weights"
 )
@@ -197,7 +197,7 @@ _GENERATIVE = "only a generative model is served: send the request to an embeddi
 _OTHER_CHAT = "not supported: use /v1/chat/completions"
 _RENDER = "not supported: use /tokenize with messages, and send its token ids to /v1/completions"
 
-_VLLM = {
+VLLM_ROUTES = {
     "/init_weight_transfer_engine": NCCL,
     "/init_broadcaster": NCCL,
     "/sleep": _MEMORY,
@@ -205,7 +205,7 @@ _VLLM = {
     "/collective_rpc": _RPC,
     "/v1/chat/completions/render": _RENDER,
 }
-_SGLANG = {
+SGLANG_ROUTES = {
     "/init_weights_update_group": _TENSORS,
     "/update_weights_from_distributed": _TENSORS,
     "/update_weights_from_tensor": _TENSORS,
@@ -215,7 +215,7 @@ _SGLANG = {
     "/release_memory_occupation": _MEMORY,
     "/resume_memory_occupation": _MEMORY,
 }
-_OPENAI = {
+OPENAI_ROUTES = {
     **dict.fromkeys(("/v1/embeddings", "/v1/rerank", "/pooling", "/classify"), _GENERATIVE),
     **dict.fromkeys(("/v1/responses", "/v1/messages"), _OTHER_CHAT),
 }
@@ -247,9 +247,9 @@ def _caller_routes(suggestions: dict[str, str]) -> APIRouter:
     return router
 
 
-openai = _caller_routes(_OPENAI)
-vllm = _admin_routes(_VLLM)
-sglang = _admin_routes(_SGLANG)
+openai = _caller_routes(OPENAI_ROUTES)
+vllm = _admin_routes(VLLM_ROUTES)
+sglang = _admin_routes(SGLANG_ROUTES)
 skyrl = APIRouter(route_class=OpenAIRoute)
 
 
@@ -257,4 +257,4 @@ skyrl = APIRouter(route_class=OpenAIRoute)
 @skyrl.post("/skyrl/v1/{rest:path}", responses=_CALLER_RESPONSES)
 @allow_any_key
 async def refuse_skyrl(rest: str) -> Response:
-    raise Unsupported(_SKYRL)
+    raise Unsupported(SKYRL)

@@ -1,6 +1,6 @@
 """Runs the tests of third-party clients and records the version of each.
 
-python -m tests.compat.record       writes the table of docs/tutorials/trainers.md
+python -m tests.compat.record       writes the table of docs/migrate/index.md
 """
 
 import datetime
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "tutorials" / "trainers.md"
+PAGE = ROOT / "docs" / "migrate" / "index.md"
 BEGIN = "<!-- tested: written by python -m tests.compat.record -->"
 END = "<!-- end -->"
 HEAD = "| client | version | tested | by |\n|---|---|---|---|\n"
@@ -57,12 +57,15 @@ CLIENTS = (
         tests=(
             "tests/compat/test_clients.py::test_trl_trains_and_serves_the_updated_weights",
             "tests/compat/test_clients.py::test_trl_serves_the_adapters_of_its_trainer",
+            "tests/compat/test_clients.py::test_trl_gets_the_top_logprobs_of_given_tokens_from_a_teacher",
+            "tests/examples/test_trainers.py::test_trl_trains_and_every_step_is_served",
         ),
     ),
     Client(
         name="verl",
         tests=(
             "tests/compat/with_ray.py::test_verl_trainers_serve_every_training_step",
+            "tests/compat/with_ray.py::test_verl_example_trains",
             "tests/compat/with_ray.py::test_verl_resumes_requests_aborted_by_an_update",
         ),
     ),

@@ -1,6 +1,7 @@
 """Released third-party clients against a real server with the shipped model."""
 
 import importlib.metadata
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -144,6 +145,19 @@ def test_trl_trains_and_serves_the_updated_weights(url: str) -> None:
     assert runs["server_mode"]["sequence"] == 4
     # The trainer's own correction compares its logprobs with those of the server.
     assert runs["server_mode"]["ratios"] == [pytest.approx(1.0, abs=0.01)] * 2
+
+
+def test_trl_gets_the_top_logprobs_of_given_tokens_from_a_teacher(url: str) -> None:
+    tokens = httpx.post(f"{url}/tokenize", json={"prompt": "Compute 12+34.\n12+34"}).json()[
+        "tokens"
+    ]
+    item = {"prompt": {"token_ids": tokens[:9]}, "responses": [tokens[9:]]}
+    score = httpx.post(f"{url}/v1/score", json={"items": [item]}).json()
+    answer = run_client_program(ENVIRONMENTS, "trl_teacher", url, json.dumps(tokens), "9")
+    [actual], [logprobs] = answer["actual_logprobs"], answer["logprobs"]
+    expected = score["items"][0]["responses"][0]["logprobs"]
+    assert [one for [one] in actual] == pytest.approx(expected, abs=1e-3)
+    assert all(len(top) == 3 and top == sorted(top, reverse=True) for top in logprobs)
 
 
 def test_echoed_log_likelihoods_equal_those_of_score(url: str) -> None:

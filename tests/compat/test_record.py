@@ -1,4 +1,4 @@
-"""The table of docs/tutorials/trainers.md has the pinned versions, and names existing tests."""
+"""The table of docs/migrate/index.md has the pinned versions, and names existing tests."""
 
 import re
 from pathlib import Path
