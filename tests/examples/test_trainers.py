@@ -25,10 +25,10 @@ def url() -> Iterator[str]:
         yield served.url
 
 
-def run(example: str, url: str, folder: Path) -> str:
+def run(example: str, argument: str, folder: Path) -> str:
     """The output of an example."""
     ran = subprocess.run(
-        [sys.executable, "-m", f"examples.{example}", url],
+        [sys.executable, "-m", f"examples.{example}", argument],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'client'}:{ROOT / '.clients'}"},
         capture_output=True,
@@ -71,6 +71,12 @@ def test_verl_reads_the_configuration_and_samples_the_published_step(url: str) -
     assert 0 < sum(answer["scores"]) < 16
     with Rollouts(url) as rollouts:
         assert rollouts.status().weights_version == answer["version"]
+
+
+def test_verl_data_set_is_written(tmp_path: Path) -> None:
+    install("clients")
+    run("verl.sums", str(tmp_path / "sums.parquet"), tmp_path)
+    assert (tmp_path / "sums.parquet").read_bytes()[:4] == b"PAR1"
 
 
 def test_openai_client_gets_token_ids_logprobs_and_versions(url: str, tmp_path: Path) -> None:
