@@ -33,6 +33,14 @@ NOT_COPIED = shutil.ignore_patterns(
     *(".work", "build", "dist", "__pycache__", "*.egg-info"),
 )
 
+# Processes that vLLM spawns import the main module again.
+SCRIPT = """#!{python}
+import sys
+from {module} import main
+if __name__ == "__main__":
+    sys.exit(main())
+"""
+
 
 def environment(tree: Path) -> dict[str, str]:
     """The environment of a user in the clone, with a cache of its own."""
@@ -61,8 +69,7 @@ def make_environment(tree: Path) -> None:
     (packages / "copy.pth").write_text("".join(f"{line}\n" for line in lines))
     for name, module in (("coppice", "service.__main__"), ("pip", "pip._internal.cli.main")):
         command = place / "bin" / name
-        code = f"import sys\nfrom {module} import main\nsys.exit(main())\n"
-        command.write_text(f"#!{place / 'bin' / 'python'}\n{code}")
+        command.write_text(SCRIPT.format(python=place / "bin" / "python", module=module))
         command.chmod(0o755)
     for stamp in ("base.stamp", "serve.stamp"):
         text = (ROOT / ".venv" / stamp).read_text()

@@ -1,5 +1,6 @@
 """The commands of README.md and docs/ are executed as printed; blocks.py explains the markers."""
 
+import itertools
 import re
 import shlex
 from collections.abc import Iterator
@@ -77,13 +78,10 @@ def test_flags_of_the_page_are_valid(page: str) -> None:
 
 
 def serve_commands(text: str) -> Iterator[list[str]]:
-    """The arguments of each `coppice serve` of a shell script."""
-    for line in text.replace("\\\n", " ").splitlines():
-        words = shlex.split(line, comments=True)
-        if "serve" in words[1:] and Path(words[words.index("serve") - 1]).name == "coppice":
-            arguments = words[words.index("serve") + 1 :]
-            ends = [n for n, word in enumerate(arguments) if word[0] in "&|;<>" or word[:2] == "2>"]
-            yield arguments[: min(ends, default=None)]
+    """The arguments of each `coppice serve` of a shell script, also of one in a container."""
+    for found in re.finditer(r"\bcoppice(?::\S+)? serve\b(.*)", text.replace("\\\n", " ")):
+        words = shlex.split(found[1], comments=True)
+        yield list(itertools.takewhile(lambda word: not re.match(r"2?[&|;<>]", word), words))
 
 
 def settings_of(arguments: list[str]) -> dict[str, str]:
