@@ -2,7 +2,8 @@
 
 A subprocess of test_commands.py. Python blocks share one namespace, and their tracebacks have the
 line numbers of the page. Each bash block is a shell of its own, which starts with the directory and
-the variables that the previous one left behind.
+the variables that the previous one left behind. A command fails with its pipeline, and curl fails
+on an HTTP error.
 """
 
 import json
@@ -14,6 +15,7 @@ from typing import Any
 
 SHELL = """set -euo pipefail
 if [ -f {state} ]; then . {state}; cd "$PWD"; fi
+curl() {{ command curl --fail-with-body "$@"; }}
 set -a
 trap 'export -p > {state}' EXIT
 """

@@ -1,6 +1,9 @@
 """The execution of documentation blocks: what is refused, and what fails."""
 
 import sysconfig
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -63,6 +66,18 @@ def test_failing_command_fails_its_page(tree: Path, tmp_path: Path, command: str
     page = blocks("page.md", f"<!-- run: shell -->\n```bash\n{command}\necho done\n```\n")
     succeeded, log = run_page(page, "127.0.0.1:1", tree, tmp_path)
     assert not succeeded and "done" not in log.splitlines()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("path", "succeeds"), [("README.md", True), ("missing", False)])
+def test_http_error_fails_its_page(tree: Path, tmp_path: Path, path: str, succeeds: bool) -> None:
+    handler = partial(SimpleHTTPRequestHandler, directory=str(tree))
+    text = f"<!-- run: server -->\n```bash\ncurl -s http://127.0.0.1:8000/{path} | cat\n```\n"
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        address = f"127.0.0.1:{server.server_port}"
+        assert run_page(blocks("page.md", text), address, tree, tmp_path)[0] == succeeds
+        server.shutdown()
 
 
 @pytest.mark.slow
