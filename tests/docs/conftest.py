@@ -76,6 +76,11 @@ def make_environment(tree: Path) -> None:
         (place / stamp).write_text(text.replace(str(ROOT), str(tree)))
 
 
+def installed_device() -> str:
+    """The device that the checkout's environment was made for, also on a machine with a GPU."""
+    return (ROOT / ".venv" / "base.stamp").read_text().split()[2]
+
+
 def copy_tree(target: Path) -> Path:
     return Path(shutil.copytree(ROOT, target, symlinks=True, ignore=NOT_COPIED))
 
@@ -95,7 +100,7 @@ class DocServer:
         log = self._tree.parent / "server.log"
         with log.open("wb") as out:
             self._process = subprocess.Popen(
-                ["make", "serve", f"PORT={free_port()}"],
+                ["make", "serve", f"PORT={free_port()}", f"DEVICE={installed_device()}"],
                 cwd=self._tree,
                 env=environment(self._tree),
                 stdout=out,
