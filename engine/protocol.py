@@ -19,6 +19,7 @@ from engine.types import (
     PauseMode,
     SampleRequest,
     TopLogprobs,
+    VersionSpan,
 )
 
 
@@ -44,6 +45,8 @@ class Engine(Protocol):
         sample is added. An awaitable raises EngineDead as soon as the engine is known to be gone.
     abort: the samples' awaitables finish at once with finish="abort" and the tokens so far. Unknown
         and finished ids are ignored.
+    progress: per sample, the version spans of the tokens sampled so far. Empty for samples that
+        wait, have finished or are unknown. Takes time proportional to the number of ids.
     score: logprobs of the response's tokens after the prompt, under the model's own distribution at
         temperature 1, with or without an adapter. Cancelling the call cancels the work.
     top_logprobs: the logprob of every prompt token, as in `score`, with the top k tokens. The entry
@@ -107,6 +110,8 @@ class Engine(Protocol):
     def token_pieces(self, token_ids: Sequence[int]) -> list[str]: ...
 
     async def submit(self, samples: Sequence[SampleRequest]) -> list[Awaitable[Completion]]: ...
+
+    def progress(self, sample_ids: Sequence[str]) -> list[tuple[VersionSpan, ...]]: ...
 
     async def score(
         self, prompt: Sequence[int], response: Sequence[int], adapter: str | None = None

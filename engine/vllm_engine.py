@@ -35,6 +35,7 @@ from engine.types import (
     PauseMode,
     SampleRequest,
     TopLogprobs,
+    VersionSpan,
 )
 from engine.weights.checkpoint import Checkpoint, read_base_checkpoint
 from engine.weights.updates import LoadedAdapters, ServedWeights
@@ -229,6 +230,9 @@ class VllmEngine:
         learner = self._drafter if self._drafter and self._drafter.is_training else None
         on_finished = learner.on_sample_finished if learner else None
         return await self._generation.submit(samples, self.info.max_context_tokens, on_finished)
+
+    def progress(self, sample_ids: Sequence[str]) -> list[tuple[VersionSpan, ...]]:
+        return self._generation.progress(sample_ids)
 
     async def score(
         self, prompt: Sequence[int], response: Sequence[int], adapter: str | None = None

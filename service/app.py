@@ -19,6 +19,7 @@ from service.config.settings import Settings
 from service.http import exception_handlers
 from service.http.cross_site import AllowedHosts
 from service.http.middleware import LimitsMiddleware, RequestContextMiddleware
+from service.observability.dashboard_snapshot import Snapshots
 from service.routes import (
     adapters,
     api_documents,
@@ -97,6 +98,7 @@ def _app(
         redirect_slashes=False,  # its target would be taken from the Host header
     )
     app.state.server = server
+    app.state.snapshots = Snapshots(server)
     app.state.keyring = keyring
     app.state.connections = server.callers
     app.state.allowed_hosts = AllowedHosts(server.settings.server)

@@ -212,6 +212,10 @@ class FakeEngine:
             self.step(VOCAB_SIZE)
         return [sample.done for sample in added]
 
+    def progress(self, sample_ids: Sequence[str]) -> list[tuple[VersionSpan, ...]]:
+        found = [self.running.get(sample_id) for sample_id in sample_ids]
+        return [_spans(sample.token_versions) if sample else () for sample in found]
+
     async def score(
         self, prompt: Sequence[int], response: Sequence[int], adapter: str | None = None
     ) -> list[float]:

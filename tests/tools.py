@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-_TOOLS = ROOT / ".venv" / "tools" / "usr"
+TOOLS = ROOT / ".venv" / "tools"
+_TOOLS = TOOLS / "usr"
 
 
 def tool(name: str) -> str:
@@ -20,6 +21,8 @@ def tool(name: str) -> str:
 
 def tool_environment() -> dict[str, str]:
     """The environment in which unpacked programs find the libraries unpacked with them."""
-    folders = [str(path) for path in (_TOOLS / "lib").glob("*-linux-gnu")]
+    roots = (_TOOLS / "lib", TOOLS / "lib")
+    folders = [str(path) for root in roots for path in root.glob("*-linux-gnu*")]
+    folders += [str(path) for path in (_TOOLS / "lib").glob("*-linux-gnu/pulseaudio")]
     known = os.environ.get("LD_LIBRARY_PATH")
     return os.environ | {"LD_LIBRARY_PATH": ":".join([*folders, *([known] if known else [])])}

@@ -16,6 +16,7 @@ from vllm.inputs.engine import tokens_input
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.output_processor import RequestState
 
 from engine.errors import EngineDead, RequestRefused
 from engine.io.logprobs import (
@@ -130,6 +131,18 @@ def to_completion(output: RequestOutput, *, entropy: bool, top_logprobs: bool) -
     )
 
 
+def version_spans_so_far(state: RequestState) -> tuple[VersionSpan, ...]:
+    """Version spans of a running request's tokens; vLLM itself reports them only at the end."""
+    if state.detokenizer is None:
+        return ()
+    starts = state.weight_version_starts
+    ends = [start for _, start in starts[1:]] + [state.detokenizer.num_output_tokens()]
+    return tuple(
+        VersionSpan(version=version, start=start, end=end)
+        for (version, start), end in zip(starts, ends, strict=bool(starts))
+    )
+
+
 class Generation:
     """Generates samples and scores responses with the running vLLM."""
 
@@ -178,6 +191,15 @@ class Generation:
             priority=sample.priority,
         )
         return PendingSample(queue, sample, partial(on_finished, sample) if on_finished else None)
+
+    def progress(self, sample_ids: Sequence[str]) -> list[tuple[VersionSpan, ...]]:
+        processor = self._processes.llm.output_processor
+        found = []
+        for sample_id in sample_ids:
+            [internal_id] = processor.external_req_ids.get(sample_id) or [""]
+            state = processor.request_states.get(internal_id)
+            found.append(() if state is None else version_spans_so_far(state))
+        return found
 
     async def score(
         self, prompt: Sequence[int], response: Sequence[int], adapter: str | None

@@ -1,36 +1,86 @@
-"""Snapshots of the server's activity for the dashboard at /ui.
+"""Snapshots of the server's activity for the live page at /ui.
 
-A snapshot never holds prompts, tokens, text or KV handles.
+A snapshot never holds prompts, tokens, text or KV handles. Its size and the work to make it are
+bounded, whatever the server runs: the MAX_ constants are the bounds.
 """
 
 import heapq
-from collections import defaultdict
+import json
+import time
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import Any
 
-from coppice.wire.result_formats import SampleRecord
-from coppice.wire.rollouts import SampleAnswer, VersionSpan
+from prometheus_client import CollectorRegistry
+
 from engine.feature_stats import SpeculationStats
+from engine.protocol import Engine
 from service.observability.status import status
 from service.prompt_kv.handles import Handle
 from service.prompt_kv.manager import PromptKvManager
 from service.rollouts.group import Group
 from service.rollouts.rollout import Rollout
 from service.server import Server
+from service.trees.path_request import Path
 from service.trees.tree_group import TreeGroup
 
 MAX_ROLLOUTS = 20
 MAX_GROUPS = 24  # of one rollout
 MAX_SAMPLES = 64  # of one group
-MAX_SEGMENTS = 256  # of one tree
+MAX_SEGMENTS = 256  # of one tree, running paths included
+MAX_ROWS = 1024  # samples, segments and running paths of all rollouts
+MAX_SPANS = 16  # of one sample or segment
 MAX_LEASES = 8
+MAX_VERSIONS = 12
+INTERVAL_SECONDS = 1.0
+
+LOAD = {
+    "vllm:generation_tokens_total": "generated_tokens",
+    "vllm:prompt_tokens_total": "prompt_tokens",
+    "vllm:num_requests_running": "running",
+    "vllm:num_requests_waiting": "waiting",
+    "vllm:num_preemptions_total": "preemptions",
+    "vllm:kv_cache_usage_perc": "kv_usage",
+}
+
+
+class Snapshots:
+    """The latest snapshot as JSON. All viewers share it, so their number does not add work."""
+
+    def __init__(self, server: Server, clock: Callable[[], float] = time.monotonic) -> None:
+        self._server = server
+        self._clock = clock
+        self._made_at = float("-inf")
+        self._text = ""
+
+    def latest(self) -> str:
+        now = self._clock()
+        if now - self._made_at >= INTERVAL_SECONDS / 2:
+            self._text, self._made_at = json.dumps(snapshot(self._server)), now
+        return self._text
+
+
+class _Rows:
+    """Number of rows that the snapshot being made may still list."""
+
+    def __init__(self) -> None:
+        self._left = MAX_ROWS
+
+    def take(self, number: int) -> int:
+        taken = min(number, self._left)
+        self._left -= taken
+        return taken
 
 
 def snapshot(server: Server) -> dict[str, Any]:
     state = status(server)
     rollouts = server.rollouts.in_flight()
+    rows = _Rows()
     return {
         "stage": state.stage,
+        "reason": server.engine.health().reason,
         "paused": state.paused,
+        "draining": server.readiness.draining,
         "model": None if state.engine is None else state.engine.model,
         "uptime_seconds": state.uptime_seconds,
         "heartbeat_seconds": server.engine.health().age_seconds,
@@ -39,19 +89,47 @@ def snapshot(server: Server) -> dict[str, Any]:
             "admitted": server.admission.num_samples,
             "limit": server.settings.limits.max_samples_running,
         },
-        "versions": [
-            {"version": v.label, "sequence": v.sequence, "state": v.state, "num_bytes": v.num_bytes}
-            for v in reversed(server.versions.all())
-        ],
+        "load": engine_load(server.metrics.vllm_registry),
+        "num_versions": len(server.versions.all()),
+        "versions": _versions(server),
         "kv": {**_kv_arena(server.prompt_kv), "transfers": server.socket_sender.num_transfers},
         "speculation": speculation(server.engine.speculation()),
+        "features": state.model_dump(mode="json").get("features"),
         "num_rollouts": len(rollouts),
-        "rollouts": [_rollout(rollout) for rollout in rollouts[:MAX_ROLLOUTS]],
+        "rollouts": [_rollout(server.engine, r, rows) for r in rollouts[:MAX_ROLLOUTS]],
     }
 
 
+def engine_load(registry: CollectorRegistry) -> dict[str, float] | None:
+    """Load of vLLM from its own metrics, summed over its engines; KV-cache usage is the maximum.
+
+    None if the registry lacks one of them.
+    """
+    found: dict[str, list[float]] = {}
+    for family in registry.restricted_registry(LOAD).collect():
+        for sample in family.samples:
+            found.setdefault(sample.name, []).append(sample.value)
+    if not found.keys() >= LOAD.keys():
+        return None
+    return {
+        name: (max if name == "kv_usage" else sum)(found[series]) for series, name in LOAD.items()
+    }
+
+
+def _versions(server: Server) -> list[dict[str, Any]]:
+    """The newest versions, newest first, and the active one even if it is older."""
+    newest = server.versions.all()[::-1]
+    shown = newest[:MAX_VERSIONS]
+    if server.versions.active not in shown:
+        shown[-1] = server.versions.active
+    return [
+        {"version": v.label, "sequence": v.sequence, "state": v.state, "num_bytes": v.num_bytes}
+        for v in shown
+    ]
+
+
 def speculation(stats: SpeculationStats) -> dict[str, Any] | None:
-    """Dashboard data of speculative decoding; None until a draft has been verified.
+    """Live-page data of speculative decoding; None until a draft has been verified.
 
     Has the acceptance ratio, the speedup and the number of drafts by length.
     """
@@ -62,7 +140,7 @@ def speculation(stats: SpeculationStats) -> dict[str, Any] | None:
 
 
 def _kv_arena(prompt_kv: PromptKvManager) -> dict[str, Any]:
-    """Dashboard data of the prompt-KV arena: usage, and the `MAX_LEASES` first leases to expire.
+    """Live-page data of the prompt-KV arena: usage, and the `MAX_LEASES` first leases to expire.
 
     Handles whose lease has not begun, because their rollout is still running, come last.
     """
@@ -84,47 +162,69 @@ def _expiry_key(handle: Handle) -> tuple[bool, float]:
     return not handle.has_started, handle.remaining_seconds
 
 
-def _rollout(rollout: Rollout) -> dict[str, Any]:
-    ended: defaultdict[int, list[SampleAnswer]] = defaultdict(list)
-    for record in rollout.log:
-        if isinstance(record, SampleRecord) and len(ended[record.group]) < MAX_SAMPLES:
-            ended[record.group].append(record.sample)
+def _rollout(engine: Engine, rollout: Rollout, rows: _Rows) -> dict[str, Any]:
     return {
         "id": rollout.id,
         "owner": rollout.owner,
         "num_groups": len(rollout.groups),
-        "groups": [
-            _group(group, ended[group.options.index]) for group in rollout.groups[:MAX_GROUPS]
-        ],
+        "num_samples": rollout.num_samples,
+        "groups": [_group(engine, group, rows) for group in rollout.groups[:MAX_GROUPS]],
     }
 
 
-def _group(group: Group, ended: list[SampleAnswer]) -> dict[str, Any]:
-    """Dashboard data of one group. The length of a sample is known once the sample has ended."""
+def _group(engine: Engine, group: Group, rows: _Rows) -> dict[str, Any]:
+    is_tree = isinstance(group, TreeGroup)
     return {
         "index": group.options.index,
         "n": group.options.n,
         "prompt_tokens": len(group.options.prompt_token_ids),
         "max_tokens": group.options.sampling.max_tokens,
         "running": group.num_running,
-        "ended": [_sample(sample) for sample in ended],
-        "tree": _tree(group) if isinstance(group, TreeGroup) else None,
+        "done": group.num_done,
+        "samples": [] if is_tree else _samples(engine, group, rows),
+        "tree": _tree(engine, group, rows) if isinstance(group, TreeGroup) else None,
     }
 
 
-def _sample(sample: SampleAnswer) -> dict[str, Any]:
-    return {
-        "index": sample.index,
-        "tokens": len(sample.token_ids),
-        "finish_reason": sample.finish_reason,
-        "versions": [_span(span) for span in sample.versions],
-    }
+def _samples(engine: Engine, group: Group, rows: _Rows) -> list[dict[str, Any]]:
+    """Finished and running samples of a group, by index."""
+    ended = group.ended[: rows.take(min(MAX_SAMPLES, len(group.ended)))]
+    found = [
+        {
+            "index": sample.index,
+            "tokens": len(sample.token_ids),
+            "finish_reason": sample.finish_reason,
+            "versions": _spans((s.version, s.end - s.start) for s in sample.versions),
+        }
+        for sample in ended
+    ]
+    left = rows.take(min(MAX_SAMPLES - len(ended), group.num_running))
+    found += _running_samples(engine, group, left)
+    return sorted(found, key=lambda sample: sample["index"])
 
 
-def _tree(group: TreeGroup) -> dict[str, Any]:
-    """Dashboard data of a tree: its segments except dropped ones, parents before children."""
-    segments = group.tree.segments()[:MAX_SEGMENTS]
-    shown = {segment.id for segment in segments} | {None}
+def _running_samples(engine: Engine, group: Group, number: int) -> list[dict[str, Any]]:
+    indices = list(islice(group.running_indices(), number))
+    progress = engine.progress([group.sample_ids[index] for index in indices])
+    return [
+        {
+            "index": index,
+            "tokens": sum(tokens for _, tokens in spans),
+            "finish_reason": None,
+            "versions": _spans(spans),
+        }
+        for index, found in zip(indices, progress, strict=True)
+        for spans in [group.prior_spans(index) + [(s.version, s.end - s.start) for s in found]]
+    ]
+
+
+def _tree(engine: Engine, group: TreeGroup, rows: _Rows) -> dict[str, Any]:
+    """Live-page data of a tree: its segments except dropped ones, parents before children."""
+    segments = group.tree.segments()
+    shown = segments[: rows.take(min(MAX_SEGMENTS, len(segments)))]
+    known = {segment.id for segment in shown} | {None}
+    paths = [path for path in group.running_paths if path.parent_id in known]
+    left = rows.take(min(MAX_SEGMENTS - len(shown), len(paths)))
     return {
         "segments": [
             {
@@ -132,15 +232,34 @@ def _tree(group: TreeGroup) -> dict[str, Any]:
                 "parent": segment.parent,
                 "tokens": len(segment.tokens.token_ids),
                 "finish_reason": segment.finish,
-                "versions": [_span(span) for span in segment.tokens.versions],
+                "versions": _spans((s.version, s.end - s.start) for s in segment.tokens.versions),
                 "kv": group.exports is not None and group.exports.state(segment.id).kv is not None,
             }
-            for segment in segments
+            for segment in shown
         ],
-        "num_segments": len(group.tree.segments()),
-        "growing": [parent for parent in group.growing if parent in shown],
+        "num_segments": len(segments),
+        "running": _running_paths(engine, paths[:left]),
+        "num_running": len(group.running_paths),
     }
 
 
-def _span(span: VersionSpan) -> dict[str, Any]:
-    return {"version": span.version, "tokens": span.end - span.start}
+def _running_paths(engine: Engine, paths: Sequence[Path]) -> list[dict[str, Any]]:
+    progress = engine.progress([path.id for path in paths])
+    return [
+        {
+            "path": path.name,
+            "parent": path.parent_id,
+            "tokens": spans[-1].end if spans else 0,
+            "limit": path.bounds.limit,
+            "versions": _spans((s.version, s.end - s.start) for s in spans),
+        }
+        for path, spans in zip(paths, progress, strict=True)
+    ]
+
+
+def _spans(spans: Iterable[tuple[str, int]]) -> list[dict[str, Any]]:
+    """The first spans; the tokens of those beyond `MAX_SPANS` are one span without a version."""
+    whole = list(spans)
+    shown = [{"version": version, "tokens": tokens} for version, tokens in whole[:MAX_SPANS]]
+    rest = sum(tokens for _, tokens in whole[MAX_SPANS:])
+    return [*shown, {"version": None, "tokens": rest}] if rest else list[dict[str, Any]](shown)

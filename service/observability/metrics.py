@@ -215,13 +215,15 @@ class ClusterMetrics(MetricTable):
 class Metrics:
     """All Prometheus metrics of one server, by subsystem.
 
-    Each server has its own registry, so that one process can hold several servers.
+    Each server has its own registry, so that one process can hold several servers. vLLM's metrics
+    are in `vllm_registry`.
     """
 
     content_type = CONTENT_TYPE_LATEST
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self.vllm_registry = REGISTRY
         self.server = ServerMetrics(self.registry)
         self.http = HttpMetrics(self.registry)
         self.rollouts = RolloutMetrics(self.registry)
@@ -246,7 +248,7 @@ class Metrics:
             self.kv_reuse.record(group.kv_reuse)
 
     def render(self) -> bytes:
-        return generate_latest(REGISTRY) + generate_latest(self.registry)
+        return generate_latest(self.vllm_registry) + generate_latest(self.registry)
 
 
 async def watch_loop_lag(observe: Callable[[float], None]) -> None:

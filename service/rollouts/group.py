@@ -8,7 +8,7 @@ cancelling it at any of these points ends the samples.
 import asyncio
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -47,6 +47,7 @@ class Group:
     (event loop clock), in the order in which they finished. `turns`, shared by the rollout, spread
     the answers of samples that finish at the same time over iterations of the event loop.
     `top_logprobs` maps a sample's index to the top logprobs of its tokens, if they were requested.
+    `ended` are the answers of the finished samples, in the order in which they finished.
     """
 
     options: GroupOptions
@@ -61,6 +62,7 @@ class Group:
     sample_seconds: list[float] = field(default_factory=list)
     top_logprobs: dict[int, list[TopLogprobs]] = field(default_factory=dict)
     turns: Turns = field(default_factory=Turns)
+    ended: list[SampleAnswer] = field(default_factory=list)
     _unfinished: set[str] = field(default_factory=set)
     _ending: asyncio.Event = field(default_factory=asyncio.Event)
     _seconds_used: float = 0.0
@@ -68,6 +70,14 @@ class Group:
     @property
     def num_running(self) -> int:
         return len(self._unfinished)
+
+    def running_indices(self) -> Iterator[int]:
+        """Indices of the samples that are running, in ascending order."""
+        return (i for i, sample_id in enumerate(self.sample_ids) if sample_id in self._unfinished)
+
+    def prior_spans(self, index: int) -> list[tuple[str, int]]:
+        """Weights versions and numbers of the tokens that a resumed sample already has."""
+        return [(span.version, span.end - span.start) for span in self._prior(index)[1]]
 
     @property
     def is_idle(self) -> bool:
@@ -216,6 +226,7 @@ class Group:
         await self._on_sample_end(engine, index, result)
         await self.turns.wait()
         answer = await self._to_sample_answer(index, result)
+        self.ended.append(answer)
         done(answer)
         return answer, result.num_cached_tokens
 

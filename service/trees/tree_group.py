@@ -70,9 +70,8 @@ class TreeGroup(Group):
         return await self._tree_answer()
 
     @property
-    def growing(self) -> list[str | None]:
-        """Parent segment id of each running path; None for paths that continue the prompt."""
-        return [path.parent_id for path in self._paths.values()]
+    def running_paths(self) -> list[Path]:
+        return list(self._paths.values())
 
     async def _run_until_done(self) -> None:
         plan = self.plan

@@ -1,246 +1,214 @@
-// Renders the snapshots of /ui/events, one per second. Values are set only as text or numbers: data
-// of the server is never parsed as markup.
-"use strict";
+// The live page: reads the snapshots of /ui/events, one per second, and shows its own state.
+import { showCharts } from "/ui/charts.js";
+import { element, keyed, showRollouts } from "/ui/rollouts.js";
+import { compare, learn, paint } from "/ui/versions.js";
 
+const RETRY_MILLISECONDS = 2000;
+const SILENCE_MILLISECONDS = 8000; // without a snapshot, the connection counts as lost
 const byId = (id) => document.getElementById(id);
-const SVG = "http://www.w3.org/2000/svg";
-const HUES = [145, 210, 30, 280, 0, 60, 180, 320];
-const hues = new Map();
-const past = [];
+let frozen = false;
+let latest = null;
 
-function element(name, className, text) {
-  const made = document.createElement(name);
-  if (className) made.className = className;
-  if (text !== undefined) made.textContent = text;
-  return made;
-}
-
-// Colour of a weights version, constant while the page is open.
-function colour(version) {
-  if (!hues.has(version)) hues.set(version, HUES[hues.size % HUES.length]);
-  return `hsl(${hues.get(version)} 45% 45%)`;
+function setState(text, kind, notice = "") {
+  const state = byId("state");
+  if (state.textContent !== text) state.textContent = text;
+  state.className = kind;
+  byId("notice").textContent = notice;
+  byId("notice").className = kind;
+  byId("notice").hidden = !notice;
 }
 
 function size(bytes) {
-  if (!bytes) return "";
-  const power = Math.min(3, Math.floor(Math.log2(bytes) / 10));
-  return `${(bytes / 1024 ** power).toFixed(1)} ${["B", "KiB", "MiB", "GiB"][power]}`;
+  if (!bytes) return "0";
+  const power = Math.min(4, Math.floor(Math.log2(bytes) / 10));
+  return `${(bytes / 1024 ** power).toFixed(1)} ${["B", "KiB", "MiB", "GiB", "TiB"][power]}`;
 }
 
-function sample(ended, longest) {
-  const bar = element("div", "sample");
-  bar.title = `sample ${ended.index}: ${ended.tokens} tokens, ${ended.finish_reason}`;
-  for (const span of ended.versions) {
-    const part = element("div");
-    part.style.width = `${(100 * span.tokens) / longest}%`;
-    part.style.background = colour(span.version);
-    part.title = `${bar.title}, ${span.tokens} of version ${span.version}`;
-    bar.append(part);
-  }
-  return bar;
+function duration(seconds) {
+  const parts = [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"]];
+  const [unit, name] = parts.find(([length]) => seconds >= length) ?? [1, "s"];
+  return `${Math.floor(seconds / unit)} ${name}`;
 }
 
-function svgElement(name, attributes, title) {
-  const made = document.createElementNS(SVG, name);
-  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-  if (title) made.appendChild(document.createElementNS(SVG, "title")).textContent = title;
+function named(version) {
+  const label = element("span");
+  const swatch = element("span", "swatch");
+  paint(swatch, version);
+  label.append(swatch, version);
+  return label;
+}
+
+function row(...cells) {
+  const made = element("tr");
+  for (const cell of cells) made.append(element("td"));
+  cells.forEach((cell, i) => made.children[i].append(cell));
   return made;
 }
 
-// Layout of a tree: every node gets `from` and `to` in tokens, and `row` in leaves. A path that is
-// being generated is a node of length 0, because its length is unknown until it ends.
-function layout(data) {
-  const below = new Map();
-  const growing = data.growing.map((parent) => ({ parent, tokens: 0, growing: true }));
-  for (const node of [...data.segments, ...growing]) {
-    if (!below.has(node.parent)) below.set(node.parent, []);
-    below.get(node.parent).push(node);
-  }
-  let rows = 0;
-  const place = (node, from) => {
-    node.from = from;
-    node.to = from + node.tokens;
-    const children = (!node.growing && below.get(node.id)) || [];
-    for (const child of children) place(child, node.to);
-    node.row = children.length ? (children[0].row + children[children.length - 1].row) / 2 : rows++;
-  };
-  const root = { id: null, tokens: 0 };
-  place(root, 0);
-  return { root, nodes: [...data.segments, ...growing], rows };
+function showVersions(data) {
+  byId("versions").replaceChildren(...data.versions.map((v) => row(named(v.version), v.sequence, v.state, v.num_bytes ? size(v.num_bytes) : "-")));
+  const more = data.num_versions - data.versions.length;
+  byId("versions-note").textContent = more > 0 ? `and ${more} older versions` : "";
 }
 
-function tree(data) {
-  const { root, nodes, rows } = layout(data);
-  const longest = Math.max(1, ...nodes.map((node) => node.to));
-  const x = (tokens) => 10 + (940 * tokens) / longest;
-  const y = (row) => 10 + 12 * row;
-  const image = svgElement("svg", { viewBox: `0 0 1000 ${8 + 12 * rows}`, role: "img", "aria-label": "tree of segments" });
-  const byName = new Map([[null, root], ...data.segments.map((segment) => [segment.id, segment])]);
-  for (const node of nodes) {
-    const parent = byName.get(node.parent);
-    image.append(svgElement("path", { class: "fork", d: `M${x(node.from)} ${y(parent.row)}V${y(node.row)}` }));
-    image.append(...(node.growing ? [stub(node, x, y)] : segment(node, x, y)));
-  }
-  return image;
-}
-
-function stub(node, x, y) {
-  const line = { class: "growing", x1: x(node.from), x2: x(node.from) + 40, y1: y(node.row), y2: y(node.row) };
-  return svgElement("line", line, "being generated");
-}
-
-function segment(node, x, y) {
-  const parts = [];
-  let at = node.from;
-  for (const span of node.versions) {
-    const line = { class: "segment", x1: x(at), x2: x(at + span.tokens), y1: y(node.row), y2: y(node.row), stroke: colour(span.version) };
-    parts.push(svgElement("line", line, `segment ${node.id}: ${node.tokens} tokens, ${node.finish_reason}, ${span.tokens} of version ${span.version}`));
-    at += span.tokens;
-  }
-  if (node.kv) parts.push(svgElement("circle", { cx: x(node.to), cy: y(node.row), r: 4 }, "KV of the path is exported"));
-  return parts;
-}
-
-function treeGroup(data) {
-  const box = element("div", "group wide");
-  const { segments, num_segments: all, growing } = data.tree;
-  const more = all > segments.length ? `, ${segments.length} of them shown` : "";
-  box.append(element("div", "", `group ${data.index}: tree of ${all} segments${more}, ${growing.length} running paths, ${data.prompt_tokens} prompt tokens`));
-  box.append(tree(data.tree));
-  return box;
-}
-
-function group(data) {
-  if (data.tree) return treeGroup(data);
-  const box = element("div", "group");
-  const done = data.ended.length;
-  box.append(element("div", "", `group ${data.index}: ${data.n} samples, ${data.running} running, ${data.prompt_tokens} prompt tokens`));
-  const longest = Math.max(1, ...data.ended.map((ended) => ended.tokens));
-  for (const ended of data.ended) box.append(sample(ended, longest));
-  for (let i = 0; i < Math.min(data.running, 64 - done); i++) box.append(element("div", "sample running"));
-  return box;
-}
-
-function rollout(data) {
-  const box = element("article");
-  box.append(element("h3", "", `rollout ${data.id} of ${data.owner}, ${data.num_groups} groups`));
-  const groups = element("div", "groups");
-  groups.append(...data.groups.map(group));
-  box.append(groups);
-  return box;
-}
-
-function version(data) {
-  const row = element("tr");
-  for (const text of [data.version, data.sequence, data.state, size(data.num_bytes)]) row.append(element("td", "", text));
-  row.firstChild.style.color = colour(data.version);
-  return row;
-}
-
-function lease(data) {
-  const row = element("tr");
-  const left = data.lease_seconds === null ? "not begun" : `${Math.ceil(data.lease_seconds)} s`;
-  for (const text of [left, data.owner, data.version, data.tokens, size(data.num_bytes), data.readers]) row.append(element("td", "", text));
-  return row;
-}
-
-function arena(data) {
-  const parts = ["leased", "reserved", "quarantined"].filter((state) => data[`${state}_bytes`]);
-  const amounts = ["leased", "reserved", "quarantined", "free"].map((state) => `${state} ${size(data[`${state}_bytes`]) || 0}`);
-  byId("arena").textContent = data.reason ? `not available: ${data.reason}` : `${data.num_handles} handles, whose lease begins when their rollout ends; ${data.transfers} downloads. Of ${size(data.capacity_bytes)}: ${amounts.join(", ")}`;
-  byId("arena-bar").replaceChildren(...parts.map((state) => {
+function showArena(data) {
+  const off = Boolean(data.reason);
+  const states = ["leased", "reserved", "quarantined"];
+  const amounts = [...states, "free"].map((state) => `${state} ${size(data[`${state}_bytes`])}`).join(", ");
+  byId("arena").textContent = off ? `Not available: ${data.reason}.` : `${data.num_handles} handles, ${data.transfers} downloads. Of ${size(data.capacity_bytes)}: ${amounts}.`;
+  byId("arena-bar").hidden = off;
+  byId("arena-bar").setAttribute("aria-label", amounts);
+  byId("arena-bar").replaceChildren(...(off ? [] : states).map((state) => {
     const part = element("div", state);
     part.style.width = `${(100 * data[`${state}_bytes`]) / data.capacity_bytes}%`;
     part.title = `${state} ${size(data[`${state}_bytes`])}`;
     return part;
   }));
-  byId("arena-bar").hidden = Boolean(data.reason);
   byId("leases").hidden = !data.leases.length;
-  byId("leases").tBodies[0].replaceChildren(...data.leases.map(lease));
-}
-
-const percent = (share) => `${(100 * share).toFixed(0)} %`;
-
-function speculation(data) {
-  byId("speculation").hidden = !data;
-  if (!data) return;
-  byId("drafted").textContent = `${percent(data.acceptance)} of the tokens drafted since the last change of weights were accepted; recent speedup ${data.gain.toFixed(2)}`;
-  const most = Math.max(...data.drafts.map(([, count]) => count));
-  byId("drafts").replaceChildren(...data.drafts.map(([length, count]) => {
-    const row = element("div", "drafts");
-    const bar = element("div", "leased");
-    bar.style.width = `${(80 * count) / most}%`;
-    row.append(element("span", "", `${length} tokens`), bar, element("span", "", String(count)));
-    return row;
+  byId("leases").tBodies[0].replaceChildren(...data.leases.map((lease) => {
+    const left = lease.lease_seconds === null ? "not begun" : duration(lease.lease_seconds);
+    return row(left, lease.owner, named(lease.version), lease.tokens, size(lease.num_bytes), lease.readers);
   }));
 }
 
-function history(samples) {
-  past.push(samples.admitted);
-  if (past.length > 300) past.shift();
-  const top = Math.max(1, ...past);
-  const line = document.createElementNS(SVG, "polyline");
-  line.setAttribute("points", past.map((count, i) => `${i},${58 - (56 * count) / top}`).join(" "));
-  byId("history").replaceChildren(line);
+function showSpeculation(data) {
+  byId("speculation").hidden = !data;
+  if (!data) return;
+  byId("drafted").textContent = `${(100 * data.acceptance).toFixed(0)} % of the tokens drafted since the last change of weights were accepted. Recent speedup: ${data.gain.toFixed(2)}.`;
+  byId("drafts").replaceChildren(...data.drafts.map(([length, number]) => row(`${length} tokens`, number)));
+}
+
+function showFeatures(features) {
+  byId("features").hidden = !features?.length;
+  byId("features").querySelector("ul").replaceChildren(...(features ?? []).map((feature) => {
+    const item = element("li");
+    item.append(element("b", "", feature.feature), " ", element("span", feature.on ? "on" : "off", feature.on ? "on" : "off"));
+    if (feature.reason) item.append(element("div", "soft", feature.reason));
+    if (!feature.on && feature.how) item.append(element("div", "", feature.how));
+    return item;
+  }));
+}
+
+function showLegend(data) {
+  const groups = data.rollouts.flatMap((rollout) => rollout.groups);
+  const parts = groups.flatMap((group) => (group.tree ? [...group.tree.segments, ...group.tree.running] : group.samples));
+  const versions = new Set(parts.flatMap((part) => part.versions.map((span) => span.version)).filter((version) => version !== null));
+  keyed(byId("legend"), [...versions].sort(compare), (version) => version, (version) => {
+    const item = element("li");
+    item.append(named(version));
+    return item;
+  }, () => {});
+}
+
+function showWork(data) {
+  const { running, admitted, limit } = data.samples;
+  const more = data.num_rollouts - data.rollouts.length;
+  byId("work-note").textContent = data.num_rollouts
+    ? `${data.num_rollouts} rollouts${more > 0 ? `, the newest ${data.rollouts.length} shown` : ""}; ${running} samples submitted to the engine, ${admitted} of at most ${limit} admitted. A bar is a sample or a segment of a tree: its length is its number of tokens, its colour the weights version that generated them. A bar that ends in a mark is still growing. A dot at the end of a segment: its KV is exported.`
+    : "No rollout is running. Rollouts appear here while they run.";
+  showRollouts(data, byId("rollouts"));
+  showLegend(data); // after the rollouts, whose bars give unlisted versions their colours
+}
+
+const STAGES = {
+  starting: ["loading", "", "The model is loading."],
+  activating: ["activating", "", ""],
+  dead: ["engine failed", "bad", "The engine has stopped and does not serve requests."],
+  stopping: ["stopping", "bad", "The server is shutting down."],
+};
+
+function showStage(data) {
+  const [text, kind, notice] = STAGES[data.stage] ?? ["serving", "good", ""];
+  if (data.stage === "serving" && data.paused) setState("paused", "bad", "Sampling is paused by request of an operator.");
+  else setState(text, kind, data.stage === "dead" && data.reason ? `${notice} ${data.reason}` : notice);
 }
 
 function show(data) {
-  byId("model").textContent = data.model ?? "";
-  state(data.paused ? "paused" : data.stage, data.stage !== "serving" || data.paused);
-  byId("load").textContent = `${data.samples.running} in the engine, ${data.samples.admitted} admitted, limit ${data.samples.limit}`;
-  history(data.samples);
-  byId("versions").replaceChildren(...data.versions.map(version));
-  arena(data.kv);
-  speculation(data.speculation);
-  const more = data.num_rollouts - data.rollouts.length;
-  byId("rollouts").replaceChildren(...data.rollouts.map(rollout));
-  if (more > 0) byId("rollouts").append(element("p", "", `and ${more} more rollouts`));
-  if (!data.num_rollouts) byId("rollouts").append(element("p", "", "no running rollouts"));
+  latest = data;
+  if (frozen) return;
+  const active = data.versions.find((version) => version.state === "active");
+  document.title = data.model ? `${data.model} - Coppice` : "Coppice";
+  byId("model").textContent = data.model ?? "Coppice";
+  byId("facts").textContent = `weights ${active.version}, up ${duration(data.uptime_seconds)}`;
+  showStage(data);
+  learn(data.versions);
+  showCharts(data, byId("charts"));
+  showWork(data);
+  showVersions(data);
+  showArena(data.kv);
+  showSpeculation(data.speculation);
+  showFeatures(data.features);
+  byId("content").classList.remove("stale");
+  byId("content").hidden = data.stage === "starting";
+  byId("freeze").hidden = false;
 }
 
-function state(text, bad) {
-  byId("state").textContent = text;
-  byId("state").className = bad ? "bad" : "";
+function lost(error) {
+  if (latest?.draining) error = "the server is shutting down";
+  const last = latest ? " What is shown below is out of date." : "";
+  const message = `The connection to the server is lost${error ? ` (${error})` : ""}. Trying again every ${RETRY_MILLISECONDS / 1000} seconds.${last}`;
+  setState(latest ? "connection lost" : "not connected", "bad", message);
+  byId("content").classList.add("stale");
 }
 
 // fetch instead of EventSource, which cannot send a key. The key is only kept in memory.
 async function watch(secret) {
-  const headers = secret ? { Authorization: `Bearer ${secret}` } : {};
-  const answer = await fetch("/ui/events", { headers });
-  if (answer.status === 401 || answer.status === 403) return answer.status;
-  if (!answer.ok) throw new Error(`status ${answer.status}`);
-  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
-  let rest = "";
-  for (;;) {
-    const { value, done } = await reader.read();
-    if (done) return 0;
-    const events = (rest + value).split("\n\n");
-    rest = events.pop();
-    for (const event of events) show(JSON.parse(event.slice("data: ".length)));
+  const silence = new AbortController();
+  let timer = setTimeout(() => silence.abort(), SILENCE_MILLISECONDS);
+  try {
+    const headers = secret ? { Authorization: `Bearer ${secret}` } : {};
+    const answer = await fetch("/ui/events", { headers, signal: silence.signal });
+    if (answer.status === 401 || answer.status === 403) return answer.status;
+    if (!answer.ok) throw new Error(`status ${answer.status}`);
+    const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+    for (let rest = "", done = false; !done; ) {
+      const part = await reader.read();
+      done = part.done;
+      clearTimeout(timer);
+      timer = setTimeout(() => silence.abort(), SILENCE_MILLISECONDS);
+      const events = (rest + (part.value ?? "")).split("\n\n");
+      rest = events.pop();
+      if (events.length) show(JSON.parse(events.at(-1).slice("data: ".length)));
+    }
+    return 0;
+  } finally {
+    clearTimeout(timer);
   }
+}
+
+function askForKey(status, secret) {
+  const refused = secret ? "The server did not accept this API key." : "This server requires an API key.";
+  setState("API key required", "bad", status === 403 ? "This API key lacks the role watch." : refused);
+  byId("content").hidden = true;
+  byId("freeze").hidden = true;
+  byId("key").hidden = false;
+  byId("secret").focus();
 }
 
 async function keepWatching(secret) {
   for (;;) {
-    let status = 0;
+    let error = "";
     try {
-      status = await watch(secret);
-    } catch (error) {
-      console.log(String(error));
+      const status = await watch(secret);
+      if (status) return askForKey(status, secret);
+    } catch (failure) {
+      error = failure.name === "AbortError" ? "the server sends nothing" : failure.message;
     }
-    if (status) {
-      state(status === 401 ? "an API key is required" : "the API key lacks the role watch", true);
-      byId("key").hidden = false;
-      return;
-    }
-    state("disconnected", true);
-    await new Promise((resolve) => setTimeout(resolve, 2000));
+    lost(error);
+    await new Promise((resolve) => setTimeout(resolve, RETRY_MILLISECONDS));
   }
 }
 
 byId("key").addEventListener("submit", (event) => {
   event.preventDefault();
   byId("key").hidden = true;
+  setState("connecting", "", "Connecting to the server.");
   keepWatching(byId("secret").value);
+});
+byId("freeze").addEventListener("click", () => {
+  frozen = !frozen;
+  byId("freeze").setAttribute("aria-pressed", String(frozen));
+  byId("freeze").textContent = frozen ? "Frozen" : "Freeze";
+  if (!frozen && latest) show(latest);
 });
 keepWatching("");

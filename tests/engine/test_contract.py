@@ -149,6 +149,24 @@ async def test_abort_ends_a_sample_at_once_with_its_tokens_so_far(
     assert other.finish == "length"
 
 
+async def test_progress_grows_while_a_sample_runs(under_test: EngineUnderTest) -> None:
+    engine, running = under_test.engine, sample(400)
+    assert engine.progress(["never seen"]) == [()]
+    pending = await submitted(under_test, running)
+    lengths: list[int] = []
+    async with asyncio.timeout(120):
+        while not lengths or lengths[-1] < 5:
+            await under_test.advance()
+            [spans] = engine.progress([running.id])
+            lengths.append(spans[-1].end if spans else 0)
+            assert all((span.version, span.start) == ("v0", 0) for span in spans)
+    assert lengths == sorted(lengths) and lengths[-1] < 400
+    await engine.abort([running.id])
+    (completion,) = await finished(under_test, pending)
+    assert len(completion.token_ids) >= lengths[-1]
+    assert engine.progress([running.id]) == [()]
+
+
 async def test_abort_ignores_finished_and_unknown_samples(under_test: EngineUnderTest) -> None:
     done = sample(2)
     await finished(under_test, await submitted(under_test, done))

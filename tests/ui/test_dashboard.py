@@ -1,22 +1,29 @@
-"""The dashboard: off by default, read-only, its events restricted by role; browser tests."""
+"""The live page's routes and events: off by default, read-only, restricted by role, bounded."""
 
 import asyncio
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 from fastapi.routing import APIRoute
+from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from engine.feature_stats import SpeculationStats
 from service.app import create_app
 from service.observability.dashboard_snapshot import (
+    INTERVAL_SECONDS,
+    LOAD,
     MAX_GROUPS,
     MAX_LEASES,
     MAX_ROLLOUTS,
+    MAX_ROWS,
+    MAX_SAMPLES,
+    MAX_SPANS,
+    Snapshots,
+    _spans,
+    engine_load,
     speculation,
 )
 from tests.fake_engine import FakeEngine
@@ -24,12 +31,11 @@ from tests.service.keyfile import bearer, write_keys
 from tests.service.prompt_kv.export_requests import export_handle
 from tests.service.test_external_trees import open_tree
 from tests.service.test_rollouts import body, group, running_samples
-from tests.service.trees import tree_request
 from tests.serving import Served, serving, settings_for
-from tests.ui.browser import tab
 
 ON: dict[str, Any] = {"ui": True}
-PAGES = ("/ui", "/ui/page.js", "/ui/page.css")
+SCRIPTS = ("page", "charts", "rollouts", "versions")
+PAGES = ("/ui", "/ui/page.css", *(f"/ui/{name}.js" for name in SCRIPTS))
 
 
 def plain(served: Served) -> httpx.AsyncClient:
@@ -38,6 +44,8 @@ def plain(served: Served) -> httpx.AsyncClient:
 
 
 async def first_event(served: Served, **headers: str) -> dict[str, Any]:
+    """A new snapshot; not the one that earlier viewers of the same second share."""
+    served.app.state.snapshots = Snapshots(served.server)
     async with plain(served) as http, http.stream("GET", "/ui/events", headers=headers) as answer:
         assert answer.status_code == 200
         async for line in answer.aiter_lines():
@@ -50,14 +58,14 @@ async def first_event(served: Served, **headers: str) -> dict[str, Any]:
 async def test_dashboard_is_off_by_default(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
         statuses = [(await served.http.get(p)).status_code for p in (*PAGES, "/ui/events")]
-    assert statuses == [404] * 4
+    assert statuses == [404] * 7
 
 
 def test_dashboard_is_read_only(tmp_path: Path) -> None:
     settings = settings_for(tmp_path, server={**ON, "operators_port": 0})
     operators = create_app(settings, FakeEngine()).state.operators
     routes = [r for r in operators.routes if isinstance(r, APIRoute) and r.path.startswith("/ui")]
-    assert len(routes) == 4
+    assert len(routes) == 7
     assert {method for route in routes for method in route.methods} == {"GET"}
 
 
@@ -95,9 +103,11 @@ async def test_events_list_running_groups_without_their_tokens(tmp_path: Path) -
     [rollout] = told["rollouts"]
     first, second = rollout["groups"]
     assert (first["n"], first["running"], first["prompt_tokens"]) == (3, 2, 3)
-    [sample] = first["ended"]
-    assert (sample["tokens"], sample["versions"]) == (2, [{"version": "v0", "tokens": 2}])
-    assert second["ended"] == []
+    spans = [{"version": "v0", "tokens": 2}]
+    assert [sample["finish_reason"] for sample in first["samples"]] == ["length", None, None]
+    assert all(sample["versions"] == spans for sample in first["samples"])
+    assert [sample["index"] for sample in first["samples"]] == [0, 1, 2]
+    assert (second["done"], len(second["samples"])) == (0, 1)
     assert told["samples"]["running"] == 3
     assert "secret" not in json.dumps(told)
     assert after["rollouts"] == []
@@ -117,6 +127,78 @@ async def test_events_are_bounded_under_any_load(tmp_path: Path) -> None:
     assert len(told["rollouts"]) == MAX_ROLLOUTS
     assert told["rollouts"][0]["num_groups"] == MAX_GROUPS + 6
     assert len(told["rollouts"][0]["groups"]) == MAX_GROUPS
+
+
+async def test_events_list_a_bounded_number_of_samples(tmp_path: Path) -> None:
+    engine = FakeEngine(instant=False)
+    async with serving(engine, tmp_path, server=ON) as served:
+        many = body(*[group(1, n=100) for _ in range(MAX_ROWS // MAX_SAMPLES + 4)])
+        answer = asyncio.create_task(served.http.post("/v1/rollouts", json=many))
+        await running_samples(served, 100 * (MAX_ROWS // MAX_SAMPLES + 4))
+        engine.step(1)
+        for sample in list(engine.running.values())[:70]:
+            sample.limit = 1
+        engine.step(1)
+        while served.server.rollouts.in_flight()[0].groups[0].num_running > 30:
+            await asyncio.sleep(0.001)
+        told = await first_event(served)
+        engine.step(9)
+        await answer
+    groups = told["rollouts"][0]["groups"]
+    assert sum(len(group["samples"]) for group in groups) == MAX_ROWS
+    assert max(len(group["samples"]) for group in groups) == MAX_SAMPLES
+    assert groups[-1]["samples"] == [] and groups[-1]["n"] == 100
+
+
+async def test_viewers_share_one_snapshot(tmp_path: Path) -> None:
+    now = 100.0
+    async with serving(FakeEngine(), tmp_path, server=ON) as served:
+        snapshots = Snapshots(served.server, clock=lambda: now)
+        first = snapshots.latest()
+        assert snapshots.latest() is first
+        now += INTERVAL_SECONDS
+        later = snapshots.latest()
+    assert later is not first
+    assert json.loads(later)["uptime_seconds"] > json.loads(first)["uptime_seconds"]
+
+
+def test_versions_beyond_the_bound_are_one_span() -> None:
+    spans = _spans((f"v{i}", 2) for i in range(MAX_SPANS + 3))
+    assert len(spans) == MAX_SPANS + 1
+    assert spans[-1] == {"version": None, "tokens": 6}
+
+
+async def test_resumed_sample_counts_the_tokens_that_it_already_had(tmp_path: Path) -> None:
+    engine = FakeEngine(instant=False)
+    async with serving(engine, tmp_path, server=ON) as served:
+        given = {
+            "token_ids": [5, 6],
+            "logprobs": [-1.0, -1.0],
+            "versions": [{"version": "v9", "start": 0, "end": 2}],
+        }
+        wanted = body(group(1), continue_from={"samples": [given]}, sampling={"max_tokens": 9})
+        answer = asyncio.create_task(served.http.post("/v1/rollouts", json=wanted))
+        await running_samples(served, 1)
+        engine.step(3)
+        told = await first_event(served)
+        engine.step(99)
+        await answer
+    [sample] = told["rollouts"][0]["groups"][0]["samples"]
+    assert sample["tokens"] == 5
+    assert [span["version"] for span in sample["versions"]] == ["v9", "v0"]
+
+
+def test_engine_load_is_summed_over_engines() -> None:
+    registry = CollectorRegistry()
+    assert engine_load(registry) is None
+    for series in LOAD:
+        kind = Counter if series.endswith("_total") else Gauge
+        metric = kind(series.removesuffix("_total"), "-", ["engine"], registry=registry)
+        for engine, value in (("0", 0.25), ("1", 0.5)):
+            metric.labels(engine).inc(value)
+    load = engine_load(registry)
+    assert load is not None and load.keys() == set(LOAD.values())
+    assert (load["generated_tokens"], load["kv_usage"]) == (0.75, 0.5)
 
 
 async def test_events_contain_the_current_tree(tmp_path: Path) -> None:
@@ -141,7 +223,9 @@ async def test_events_contain_the_current_tree(tmp_path: Path) -> None:
     assert told.keys() == {trunk["id"], gone["id"]}
     assert [told[each["id"]]["kv"] for each in (trunk, gone)] == [True, False]
     assert told[trunk["id"]]["versions"] == [{"version": "v0", "tokens": 32}]
-    assert tree["growing"] == [trunk["id"]] * 2
+    assert [path["parent"] for path in tree["running"]] == [trunk["id"]] * 2
+    assert [path["versions"] for path in tree["running"]] == [[{"version": "v0", "tokens": 1}]] * 2
+    assert all(path["tokens"] == 1 < path["limit"] for path in tree["running"])
     [left] = after["rollouts"][0]["groups"][0]["tree"]["segments"]
     assert left["id"] == trunk["id"]
 
@@ -196,61 +280,3 @@ async def test_events_end_when_the_server_drains(tmp_path: Path) -> None:
         async with asyncio.timeout(20):
             async for _ in answer.aiter_lines():
                 pass
-
-
-@pytest.mark.slow
-async def test_browser_renders_all_running_groups(tmp_path: Path) -> None:
-    engine = FakeEngine(instant=False, prompt_kv=True)
-    kv = {"capacity_bytes": 2**22}
-    async with serving(engine, tmp_path, server=ON, kv=kv) as served, asyncio.TaskGroup() as tasks:
-        tree = tree_request(max_tokens=100, prompt=[7, 8, 9], rest={"kv": {}})
-        tasks.create_task(served.http.post("/v1/rollouts", json=tree))
-        await running_samples(served, 2)
-        engine.step(62)
-        await running_samples(served, 4)
-        engine.step()
-        while served.server.prompt_kv.status().num_handles < 3:
-            await asyncio.sleep(0.001)
-        flat = body(group(1, 2, 3, n=6), group(4, n=4))
-        tasks.create_task(served.http.post("/v1/rollouts", json=flat))
-        await running_samples(served, 14)
-        for position, sample in enumerate(list(engine.running.values())[4:8]):
-            sample.limit = position + 1
-        engine.step(2)
-        engine.version = "v1"  # the state after an activation
-        engine.step(1)
-        async with tab(f"{served.url}/ui", tmp_path / "profile") as seen:
-            await seen.shown("document.querySelectorAll('.group').length == 3")
-            await seen.photograph(tmp_path / "page.png")
-            page = await seen.value("document.documentElement.outerHTML")
-        engine.step(250)
-    assert re.search(r'id="state"[^>]*>serving<', page)
-    assert "group 0: 6 samples, 3 running, 3 prompt tokens" in page
-    assert "group 1: 4 samples, 4 running, 1 prompt tokens" in page
-    assert page.count('class="sample"') == 3
-    assert page.count('class="sample running"') == 7
-    assert "<polyline" in page
-    assert "group 0: tree of 2 segments, 4 running paths, 3 prompt tokens" in page
-    assert (page.count("<circle"), page.count('class="growing"')) == (2, 4)
-    assert re.search(r"3 handles, .* 0 downloads\. Of 4\.0 MiB: leased", page)
-    assert page.count("<td>not begun</td>") == 3
-    assert re.search(r"<td[^>]*>v0</td><td[^>]*>0</td><td[^>]*>active</td>", page)
-    assert (tmp_path / "page.png").stat().st_size > 5000
-
-
-@pytest.mark.slow
-async def test_browser_prompts_for_a_key_where_one_is_needed(tmp_path: Path) -> None:
-    file = tmp_path / "keys.yaml"
-    keys = write_keys(file, guest="watch")
-    async with (
-        serving(FakeEngine(), tmp_path, server={**ON, "keys_file": file}) as served,
-        tab(f"{served.url}/ui", tmp_path / "profile") as seen,
-    ):
-        await seen.shown("!document.getElementById('key').hidden")
-        assert await seen.value("document.getElementById('state').textContent") == (
-            "an API key is required"
-        )
-        await seen.value(f"document.getElementById('secret').value = '{keys['guest']}'")
-        await seen.value("document.querySelector('button').click()")
-        await seen.shown("document.getElementById('state').textContent == 'serving'")
-        assert await seen.value("document.getElementById('key').hidden")
