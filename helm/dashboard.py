@@ -1,14 +1,28 @@
 """Generator of the Grafana dashboard from helm/panels.py. Run `python -m helm.dashboard`."""
 
 import json
+from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-from helm.panel import Panel
+from helm.panel import RELEASE, Panel
 from helm.panels import ROWS
 
 FILE = Path(__file__).parent / "coppice" / "monitoring" / "dashboard.json"
-WIDTH, HEIGHT, PER_ROW = 8, 7, 3
+COLUMNS = 24
+SIZES = {"stat": (4, 4), "timeseries": (8, 7)}  # width and height in Grafana's grid
+EXPANDED = ("Overview", "Trainer")
+STAT_OPTIONS = {
+    "reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False},
+    "colorMode": "value",
+    "graphMode": "area",
+    "textMode": "value",
+}
+SERIES_OPTIONS = {
+    "legend": {"displayMode": "list", "placement": "bottom"},
+    "tooltip": {"mode": "multi", "sort": "desc"},
+}
 
 
 def dashboard() -> dict[str, Any]:
@@ -31,6 +45,7 @@ def _variables() -> list[dict[str, Any]]:
         {**source, "query": "prometheus"},
         _template_variable("namespace", "label_values(coppice_build_info, namespace)"),
         _template_variable("job", 'label_values(coppice_build_info{namespace=~"$namespace"}, job)'),
+        _template_variable("instance", f"label_values(coppice_build_info{{{RELEASE}}}, instance)"),
     ]
 
 
@@ -55,50 +70,83 @@ _SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
 
 def _panels() -> list[dict[str, Any]]:
+    """Rows with their panels. Grafana nests the panels of collapsed rows in the row itself."""
     panels: list[dict[str, Any]] = []
     y = 0
-    for row, members in ROWS.items():
-        panels.append(_row(row, y))
+    for title, members in ROWS.items():
+        collapsed = title not in EXPANDED
+        below = _places(members, y + 1)
+        panels.append(_row(title, y, below if collapsed else []))
         y += 1
-        for index, panel in enumerate(members):
-            place = {
-                "x": WIDTH * (index % PER_ROW),
-                "y": y + HEIGHT * (index // PER_ROW),
-                "w": WIDTH,
-                "h": HEIGHT,
-            }
-            panels.append(_panel(panel, place))
-        y += HEIGHT * -(-len(members) // PER_ROW)
-    return [{"id": number, **panel} for number, panel in enumerate(panels, start=1)]
+        if not collapsed:
+            panels += below
+            y = max(p["gridPos"]["y"] + p["gridPos"]["h"] for p in below)
+    numbers = count(1)
+    return [_numbered(panel, numbers) for panel in panels]
 
 
-def _row(title: str, y: int) -> dict[str, Any]:
+def _numbered(panel: dict[str, Any], numbers: Iterator[int]) -> dict[str, Any]:
+    nested = {"panels": [_numbered(below, numbers) for below in panel.get("panels", [])]}
+    return {"id": next(numbers), **panel, **(nested if panel["type"] == "row" else {})}
+
+
+def _places(members: list[Panel], top: int) -> list[dict[str, Any]]:
+    """Panels in a grid: six stats or three time series per line."""
+    width, height = SIZES[members[0].kind]
+    per_line = COLUMNS // width
+    return [
+        _panel(
+            panel,
+            {
+                "x": width * (index % per_line),
+                "y": top + height * (index // per_line),
+                "w": width,
+                "h": height,
+            },
+        )
+        for index, panel in enumerate(members)
+    ]
+
+
+def _row(title: str, y: int, panels: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "type": "row",
         "title": title,
-        "collapsed": False,
-        "gridPos": {"x": 0, "y": y, "w": 24, "h": 1},
-        "panels": [],
+        "collapsed": bool(panels),
+        "gridPos": {"x": 0, "y": y, "w": COLUMNS, "h": 1},
+        "panels": panels,
     }
 
 
 def _panel(panel: Panel, place: dict[str, int]) -> dict[str, Any]:
+    is_stat = panel.kind == "stat"
+    defaults: dict[str, Any] = {"unit": panel.unit, "min": 0}
+    if is_stat:
+        defaults |= {"thresholds": _thresholds(panel), "color": {"mode": "thresholds"}}
+    else:
+        defaults["custom"] = {"fillOpacity": 8, "showPoints": "never"}
     return {
-        "type": "timeseries",
+        "type": panel.kind,
         "title": panel.title,
         "description": panel.description,
         "datasource": _SOURCE,
         "gridPos": place,
-        "fieldConfig": {
-            "defaults": {"unit": panel.unit, "min": 0, "custom": {"fillOpacity": 8}},
-            "overrides": [],
-        },
-        "options": {"legend": {"displayMode": "list", "placement": "bottom"}},
+        "fieldConfig": {"defaults": defaults, "overrides": []},
+        "options": STAT_OPTIONS if is_stat else SERIES_OPTIONS,
         "targets": [
             {"refId": chr(ord("A") + i), "datasource": _SOURCE, "expr": expr, "legendFormat": name}
             for i, (name, expr) in enumerate(panel.queries.items())
         ],
     }
+
+
+def _thresholds(panel: Panel) -> dict[str, Any]:
+    colours = ["orange", "red"] if len(panel.thresholds) == 2 else ["red"]
+    steps: list[dict[str, Any]] = [
+        {"color": "text" if not panel.thresholds else "green", "value": None}
+    ]
+    steps += [{"color": c, "value": v} for c, v in zip(colours, panel.thresholds, strict=False)]
+    return {"mode": "absolute", "steps": steps}
 
 
 def render() -> str:

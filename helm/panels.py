@@ -1,22 +1,25 @@
-"""Dashboard panels, by row. Those of speculation and CUDA graphs: helm/speculation_panels.py.
+"""Dashboard panels of the detail rows. Other rows: helm/overview.py, helm/speculation_panels.py.
 
 A test checks every series named here against the server's and vLLM's metrics.
 """
 
+from helm.overview import OVERVIEW, TRAINER
 from helm.panel import Panel, level, quantiles, rate, share
 from helm.speculation_panels import DRAFTER, GRAPHS, SPECULATION
 
 ROWS: dict[str, list[Panel]] = {
+    "Overview": OVERVIEW,
+    "Trainer": TRAINER,
     "Throughput": [
         Panel(
             "Sampled tokens",
-            "short",
+            "suffix: tok/s",
             "Completion tokens per second of finished samples.",
             {"{{instance}}": rate("coppice_completion_tokens_total", "instance")},
         ),
         Panel(
             "Tokens computed by the engine",
-            "short",
+            "suffix: tok/s",
             "vLLM's tokens per second: prefilled prompt tokens and decoded tokens.",
             {
                 "prompt": rate("vllm:prompt_tokens_total", "job"),
@@ -24,8 +27,8 @@ ROWS: dict[str, list[Panel]] = {
             },
         ),
         Panel(
-            "Running samples",
-            "short",
+            "Running samples by replica",
+            "suffix: samples",
             "Admitted samples count against limits.max_samples_running.",
             {
                 "admitted {{instance}}": level("coppice_samples_admitted"),
@@ -34,30 +37,12 @@ ROWS: dict[str, list[Panel]] = {
             },
         ),
     ],
-    "Groups and stragglers": [
+    "Groups and queue": [
         Panel(
             "Groups by outcome",
-            "short",
+            "suffix: groups/s",
             "Finished groups per second.",
             {"{{outcome}}": rate("coppice_groups_total", "outcome")},
-        ),
-        Panel(
-            "Group duration",
-            "s",
-            "Time from a group's submission to its last sample.",
-            quantiles("coppice_group_duration_seconds"),
-        ),
-        Panel(
-            "Stragglers",
-            "short",
-            "Duration of a group's slowest sample divided by that of its median sample.",
-            quantiles("coppice_group_straggler_ratio"),
-        ),
-        Panel(
-            "Samples by finish reason",
-            "short",
-            "Finished samples per second. surplus: not needed any more; deadline: out of time.",
-            {"{{finish_reason}}": rate("coppice_samples_total", "finish_reason")},
         ),
         Panel(
             "Queue time in the engine",
@@ -67,38 +52,17 @@ ROWS: dict[str, list[Panel]] = {
         ),
         Panel(
             "Queued samples in the engine",
-            "short",
+            "suffix: samples",
             "Samples that wait in vLLM because the batch or the KV cache is full.",
             {"{{instance}}": level("vllm:num_requests_waiting")},
         ),
     ],
-    "Weights versions and staleness": [
+    "Weights versions": [
         Panel(
             "Active weights version",
-            "short",
+            "none",
             "Sequence number; replicas with different numbers serve different weights.",
             {"{{instance}}": level("coppice_weights_sequence")},
-        ),
-        Panel(
-            "Replicas behind",
-            "short",
-            "Replicas that serve an older version than the target, or that failed to load it.",
-            {
-                "behind": level("coppice_weights_replicas_behind"),
-                "failed": level("coppice_weights_replicas_failed"),
-            },
-        ),
-        Panel(
-            "Stale samples",
-            "percentunit",
-            "Share of samples with tokens of more than one weights version.",
-            {"stale": share("coppice_samples_stale_total", "coppice_samples_total")},
-        ),
-        Panel(
-            "Activation pause",
-            "s",
-            "Time that sampling was paused while weights were loaded.",
-            quantiles("coppice_activation_paused_seconds"),
         ),
     ],
     "Prefix sharing": [
@@ -115,14 +79,14 @@ ROWS: dict[str, list[Panel]] = {
             {"hits": share("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total")},
         ),
         Panel(
-            "KV cache in use",
+            "KV cache in use by replica",
             "percentunit",
             "Near 100 %, samples are preempted and prefilled again.",
             {"{{instance}}": level("vllm:kv_cache_usage_perc")},
         ),
         Panel(
-            "Preemptions",
-            "short",
+            "Preemptions by replica",
+            "suffix: samples/s",
             "Samples per second whose KV cache was freed for other samples.",
             {"{{instance}}": rate("vllm:num_preemptions_total", "instance")},
         ),
@@ -139,19 +103,13 @@ ROWS: dict[str, list[Panel]] = {
         ),
         Panel(
             "Exports by outcome",
-            "short",
+            "suffix: exports/s",
             "Requested exports per second: a handle, or the reason for none.",
             {"{{outcome}}": f"{rate('coppice_kv_exports_total', 'outcome')} > 0"},
         ),
         Panel(
-            "Handles",
-            "short",
-            "Handles with a running lease, or of a running rollout.",
-            {"{{instance}}": level("coppice_kv_handles")},
-        ),
-        Panel(
             "Downloads",
-            "short",
+            "suffix: downloads",
             "Open downloads, including waiting ones, and the limit of concurrent ones.",
             {
                 "{{instance}}": level("coppice_kv_transfers"),
@@ -166,7 +124,7 @@ ROWS: dict[str, list[Panel]] = {
         ),
         Panel(
             "Reads of expired prompt KV",
-            "short",
+            "reqps",
             "Requests per second after the lease expired, or for another weights version.",
             {
                 "{{problem}}": rate(
@@ -180,13 +138,13 @@ ROWS: dict[str, list[Panel]] = {
     "Errors": [
         Panel(
             "Problems",
-            "short",
+            "suffix: problems/s",
             "Problem documents per second, by problem code.",
             {"{{problem}}": f"{rate('coppice_problems_total', 'problem')} > 0"},
         ),
         Panel(
             "Requests by status",
-            "short",
+            "reqps",
             "Responses per second, by HTTP status.",
             {"{{code}}": rate("coppice_requests_total", "code")},
         ),
@@ -208,7 +166,7 @@ ROWS: dict[str, list[Panel]] = {
         ),
         Panel(
             "State",
-            "short",
+            "none",
             "1 or 0: ready for requests, live, draining, paused.",
             {
                 f"{name} {{{{instance}}}}": level(f"coppice_{name}")

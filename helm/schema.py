@@ -141,7 +141,11 @@ def schema() -> Schema:
         serviceMonitor=tree(
             enabled=SWITCH, labels=LABELS, interval=DURATION, scrapeTimeout=DURATION
         ),
-        prometheusRule=tree(enabled=SWITCH, labels=LABELS),
+        prometheusRule=tree(
+            enabled=SWITCH,
+            labels=LABELS,
+            runbookUrl={"type": "string", "pattern": "^[^#\\s]+$"},
+        ),
         dashboards=tree(enabled=SWITCH, labels=LABELS),
         serviceAccount=tree(name=TEXT, annotations=LABELS),
         podSecurityContext=ANYTHING,

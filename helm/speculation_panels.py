@@ -5,7 +5,7 @@ from helm.panel import Panel, level, rate, share
 SPECULATION = [
     Panel(
         "Speedup by speculation",
-        "short",
+        "suffix: x",
         "Estimated time of recent tokens without drafts, divided by their actual time.",
         {"{{instance}}": level("coppice_speculation_gain_ratio")},
     ),
@@ -20,14 +20,14 @@ SPECULATION = [
     ),
     Panel(
         "Steps by draft decision",
-        "short",
+        "suffix: steps/s",
         "Engine steps per second. baseline: without drafts, to measure the gain; suspended: "
         "drafting is suspended because it cost more than it saved.",
         {"{{decision}}": rate("coppice_speculation_steps_total", "decision")},
     ),
     Panel(
         "Accepted tokens per draft",
-        "short",
+        "suffix: tokens",
         "Average number of accepted tokens of a verified draft.",
         {
             "accepted per draft": share(
@@ -51,31 +51,31 @@ DRAFTER = [
     ),
     Panel(
         "Tests of new drafters",
-        "short",
+        "suffix: tests/s",
         "Finished tests per second: promoted, rolled back for a lower acceptance, or not loaded.",
         {"{{outcome}}": rate("coppice_drafter_trials_total", "outcome")},
     ),
     Panel(
         "Drafter training",
-        "short",
+        "none",
         "1 for the current state. paused: the engine is busy; failed: training has stopped.",
         {"{{state}}": level("coppice_drafter_training", "state")},
     ),
     Panel(
         "Training tokens",
-        "short",
+        "suffix: tokens",
         "Tokens that the drafter was trained on since it was created.",
         {"{{instance}}": level("coppice_drafter_trained_tokens")},
     ),
     Panel(
         "Training loss",
-        "short",
+        "suffix: nats/token",
         "Recent loss in nats per token; it rises when new weights change the distribution.",
         {"{{instance}}": level("coppice_drafter_loss")},
     ),
     Panel(
         "Samples dropped from training",
-        "short",
+        "suffix: samples/s",
         "Samples per second that were not trained on because training could not keep up.",
         {"{{instance}}": rate("coppice_drafter_samples_dropped_total", "instance")},
     ),
@@ -93,7 +93,7 @@ GRAPHS = [
     ),
     Panel(
         "Steps without a planned graph, by shape",
-        "short",
+        "suffix: steps/s",
         "Steps per second; samples are rounded up to a power of two; uneven: mixed draft lengths.",
         {
             "{{samples}} samples of {{tokens}} tokens": rate(

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from coppice.wire.rollouts import GroupAnswer
+from coppice.wire.weights import ActivationAnswer
 from engine.errors import EngineError
 from engine.protocol import Engine
 from engine.types import EngineHealth
@@ -158,7 +159,7 @@ class Server:
             self.prompt_kv,
             announcer,
             run_to_completion=self.run_to_completion,
-            on_activated=self.metrics.weights.record_activation,
+            on_activated=self._record_activation,
         )
         downloader = WeightsDownloader(
             self.stager,
@@ -185,7 +186,7 @@ class Server:
         )
         self.replication = ReplicationStatus(self.cluster, self.versions)
         self._background: set[asyncio.Task[Any]] = set()
-        self._started_at = time.monotonic()
+        self._started_at = self._activated_at = time.monotonic()
 
     def _connections(self) -> Connections:
         return Connections(
@@ -221,6 +222,10 @@ class Server:
     @property
     def uptime_seconds(self) -> float:
         return time.monotonic() - self._started_at
+
+    @property
+    def weights_age_seconds(self) -> float:
+        return time.monotonic() - self._activated_at
 
     def health(self) -> EngineHealth:
         return self.engine.health()
@@ -276,6 +281,11 @@ class Server:
         await self._follower.catch_up(self.settings.weights.catch_up_seconds)
         self.readiness.caught_up = True
         self.cluster.request_heartbeat()
+
+    def _record_activation(self, answer: ActivationAnswer) -> None:
+        self.metrics.weights.record_activation(answer)
+        if answer.version != answer.previous:
+            self._activated_at = time.monotonic()
 
     def _count_group(self, rollout: Rollout, group: Group, answer: GroupAnswer) -> None:
         self.metrics.record_group(answer, group.sample_seconds)

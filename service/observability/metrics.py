@@ -140,6 +140,7 @@ class WeightMetrics(MetricTable):
     """Metrics of weights versions, their replication, and adapters."""
 
     sequence = gauge("weights_sequence", "Sequence number of the active weights version")
+    age = gauge("weights_age_seconds", "Time since the active weights version was activated")
     activations = counter(
         "activations", "Activations of weights versions", mode=get_args(ActivationMode)
     )

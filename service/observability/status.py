@@ -45,6 +45,7 @@ def update_gauges(server: Server) -> None:
     metrics.rollouts.samples_admitted.set(server.admission.num_samples)
     metrics.rollouts.samples_limit.set(server.settings.limits.max_samples_running)
     metrics.weights.sequence.set(server.versions.active.sequence)
+    metrics.weights.age.set(server.weights_age_seconds)
     metrics.weights.adapters.set(server.adapters.num_loaded)
     metrics.weights.update(server.replication)
     metrics.prompt_kv.update(server.prompt_kv.status())

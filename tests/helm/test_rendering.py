@@ -11,7 +11,7 @@ import pytest
 
 from helm import golden, readme, schema
 from helm.golden import CHART
-from tests.helm.chart import FILES, WITH_KEYS, Object, objects, settings, values_of
+from tests.helm.chart import FILES, WITH_KEYS, Object, objects, one, settings, values_of
 
 pytestmark = pytest.mark.slow
 VERSIONS = ("1.29", "1.31", "1.34")
@@ -89,3 +89,13 @@ def test_without_keys_the_service_names_are_answered() -> None:
         "rollouts.example",
     ]
     assert "allowed_hosts" not in settings(WITH_KEYS)["server"]
+
+
+def test_runbook_address_is_configurable() -> None:
+    address = "https://docs.example/operate/runbook/"
+    values: Object = {**WITH_KEYS, "prometheusRule": {"enabled": True, "runbookUrl": address}}
+    groups = one("PrometheusRule", values)["spec"]["groups"]
+    alerts = [rule for group in groups for rule in group["rules"] if "alert" in rule]
+    assert len(alerts) > 20
+    for alert in alerts:
+        assert alert["annotations"]["runbook_url"] == f"{address}#{alert['alert'].lower()}"

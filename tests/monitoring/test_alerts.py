@@ -241,7 +241,11 @@ def alert(case: Case) -> dict[str, Any]:
     summary = rule["annotations"]["summary"]
     for name, value in present.items():
         summary = summary.replace(f"{{{{ $labels.{name} }}}}", value)
-    return {"exp_labels": present, "exp_annotations": {"summary": summary}}
+    annotations = {
+        "summary": summary,
+        "runbook_url": f"docs/operate/runbook.md#{case.alert.lower()}",
+    }
+    return {"exp_labels": present, "exp_annotations": annotations}
 
 
 @pytest.mark.slow

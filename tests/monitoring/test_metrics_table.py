@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -34,9 +34,16 @@ def rules() -> Iterator[dict[str, Any]]:
 def queries() -> Iterator[tuple[str, str]]:
     for rule in rules():
         yield rule.get("alert") or rule["record"], rule["expr"]
-    for panel in json.loads(dashboard.FILE.read_text())["panels"]:
+    for panel in all_panels():
         for target in panel.get("targets", []):
             yield f"{panel['title']}: {target['legendFormat']}", target["expr"]
+
+
+def all_panels() -> Iterator[dict[str, Any]]:
+    """Rows and panels of the dashboard, those in collapsed rows included."""
+    for panel in json.loads(dashboard.FILE.read_text())["panels"]:
+        yield panel
+        yield from panel.get("panels", [])
 
 
 QUERIES = [pytest.param(expr, id=name) for name, expr in queries()]
@@ -100,16 +107,48 @@ def test_dashboard_is_generated_from_its_table() -> None:
     assert dashboard.FILE.read_text() == dashboard.render(), "python -m helm.dashboard"
 
 
-def test_panels_have_unique_ids_and_do_not_overlap() -> None:
-    panels = dashboard.dashboard()["panels"]
-    assert len({panel["id"] for panel in panels}) == len(panels)
-    cells = [
+def cells(panels: Iterable[dict[str, Any]]) -> list[tuple[int, int]]:
+    places = [panel["gridPos"] for panel in panels]
+    return [
         (x, y)
-        for panel in panels
-        for x in range(panel["gridPos"]["x"], panel["gridPos"]["x"] + panel["gridPos"]["w"])
-        for y in range(panel["gridPos"]["y"], panel["gridPos"]["y"] + panel["gridPos"]["h"])
+        for place in places
+        for x in range(place["x"], place["x"] + place["w"])
+        for y in range(place["y"], place["y"] + place["h"])
     ]
-    assert len(set(cells)) == len(cells)
+
+
+def test_panels_have_unique_ids() -> None:
+    ids = [panel["id"] for panel in all_panels()]
+    assert len(set(ids)) == len(ids)
+
+
+def test_panels_fill_the_grid_without_overlaps() -> None:
+    """The visible ones, and those of each collapsed row once it is expanded."""
+    visible = dashboard.dashboard()["panels"]
+    for panels in (visible, *(row.get("panels", []) for row in visible)):
+        taken = cells(panels)
+        assert len(set(taken)) == len(taken)
+        assert all(0 <= x < dashboard.COLUMNS for x, _ in taken)
+
+
+def test_overview_and_trainer_rows_are_open_and_come_first() -> None:
+    rows = [panel for panel in all_panels() if panel["type"] == "row"]
+    assert [row["title"] for row in rows][:2] == ["Overview", "Trainer"]
+    assert [row["collapsed"] for row in rows] == [False] * 2 + [True] * (len(rows) - 2)
+    visible = [panel for panel in dashboard.dashboard()["panels"] if panel["type"] != "row"]
+    assert {panel["type"] for panel in visible[:12]} == {"stat"}
+
+
+def test_every_panel_has_a_unit_and_a_description() -> None:
+    for panel in all_panels():
+        if panel["type"] != "row":
+            assert panel["description"].endswith("."), panel["title"]
+            assert panel["fieldConfig"]["defaults"]["unit"] not in ("", "short"), panel["title"]
+
+
+def test_panel_titles_are_unique() -> None:
+    titles = [panel["title"] for panel in all_panels()]
+    assert len(set(titles)) == len(titles)
 
 
 def test_every_alert_has_severity_summary_and_runbook_page() -> None:
@@ -119,6 +158,7 @@ def test_every_alert_has_severity_summary_and_runbook_page() -> None:
         labels, annotations = alert["labels"], alert["annotations"]
         assert labels["severity"] in ("critical", "warning")
         assert annotations["summary"]
+        assert annotations["runbook_url"] == f"docs/operate/runbook.md#{alert['alert'].lower()}"
     headings = set(re.findall(r"^## (Coppice\w+)$", runbook, re.MULTILINE))
     assert headings == {alert["alert"] for alert in alerts}
 

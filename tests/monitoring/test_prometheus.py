@@ -1,6 +1,7 @@
 """A real Prometheus with this repository's rules, scraping a real server over HTTP."""
 
 import json
+import re
 import subprocess
 import time
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import httpx
 import pytest
 import yaml
 
+from helm.panels import ROWS
 from tests.fake_engine import FakeEngine
 from tests.monitoring.tools import RULES
 from tests.ports import free_port
@@ -87,3 +89,26 @@ def test_prometheus_scrapes_a_server_and_evaluates_the_rules(tmp_path: Path) -> 
         assert query_prometheus(watching, 'ALERTS{alertstate="firing"}') == []
         rules = httpx.get(f"{watching}/api/v1/rules").json()["data"]["groups"]
     assert {rule["health"] for group in rules for rule in group["rules"]} == {"ok"}
+
+
+@pytest.mark.slow
+def test_prometheus_evaluates_every_query_of_the_dashboard(tmp_path: Path) -> None:
+    """With the variables of Grafana replaced as Grafana does."""
+    with (
+        serving_in_thread(FakeEngine(), tmp_path) as url,
+        prometheus(tmp_path, url.removeprefix("http://")) as watching,
+    ):
+        awaited(watching, "coppice_ready")
+        for query in queries():
+            asked = re.sub(r"\$(namespace|job|instance)", ".*", query)
+            asked = asked.replace("$__rate_interval", "1m")
+            answer = httpx.get(f"{watching}/api/v1/query", params={"query": asked})
+            assert answer.status_code == 200, (query, answer.text)
+        ready = ROWS["Overview"][0].queries[""]
+        [value] = awaited(watching, re.sub(r"\$\w+", ".*", ready))
+    assert value["value"][1] == "1"
+
+
+def queries() -> list[str]:
+    panels = [panel for members in ROWS.values() for panel in members]
+    return [query for panel in panels for query in panel.queries.values()]

@@ -3,6 +3,8 @@
 import asyncio
 import base64
 import hashlib
+import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +227,21 @@ async def test_activation_pauses_updates_and_resumes(
             {"version": "v0", "start": 0, "end": 2},
             {"version": "v1", "start": 2, "end": 4},
         ]
+
+
+async def test_age_of_the_weights_is_counted_from_their_activation(tmp_path: Path) -> None:
+    async with serving(FakeEngine(), tmp_path) as served:
+        server = served.server
+        assert server.weights_age_seconds > 0
+        await upload(served, "v1")
+        began = time.monotonic()
+        await activate(served, "v1")
+        age = server.weights_age_seconds
+        assert age < time.monotonic() - began
+        await activate(served, "v1")  # already active
+        assert server.weights_age_seconds > age
+        text = (await served.http.get("/metrics")).text
+    assert re.search(r"^coppice_weights_age_seconds 0\.\d+$", text, re.MULTILINE)
 
 
 async def test_mode_wait_finishes_running_samples_and_holds_new_ones(tmp_path: Path) -> None:
