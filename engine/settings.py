@@ -8,6 +8,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from engine.cudagraphs.allowed_shapes import DraftLengthTiers
 from engine.settings_base import BufferBytes, Count, PositiveInt, Ratio, Seconds, Section
+from engine.vllm_settings import VllmSettings, with_same_names
 
 GIB = 2**30
 MAX_DRAFT_TOKENS = 15
@@ -152,7 +153,7 @@ class GraphsSettings(Section):
     )
 
 
-class EngineSettings(Section):
+class EngineSettings(VllmSettings):
     """Model, parallelism, KV cache, limits and timeouts of the vLLM engine."""
 
     model: str = Field(
@@ -308,7 +309,7 @@ class EngineSettings(Section):
             raise ValueError(
                 "data parallelism within one service is not supported: run more replicas instead"
             )
-        return values
+        return with_same_names(values) if isinstance(values, dict) else values
 
     @property
     def served_name(self) -> str:

@@ -14,11 +14,13 @@ from engine.errors import EngineDead, StartFailed
 from engine.feature_stats import CudaGraphStats, DrafterStatus, SharedPrefixStats, SpeculationStats
 from engine.io import logprobs
 from engine.io.chat_conversion import ChatProcessor
+from engine.io.chat_template_options import load_template
 from engine.io.vllm_requests import Generation
 from engine.launch.arguments import WORKER_EXTENSION
 from engine.launch.info import collect_info, kv_support
 from engine.launch.model_files import resolve_model
 from engine.launch.processes import SHUTDOWN_SECONDS, VllmProcesses, kill_processes
+from engine.launch.vllm_args import check_vllm_args
 from engine.runtime.await_engine import await_engine
 from engine.runtime.heartbeat import Heartbeat
 from engine.runtime.leftover_files import remove_leftover_shared_memory
@@ -43,7 +45,10 @@ from engine.weights.validation import check_adapter, check_checkpoint
 
 
 class VllmEngine:
-    """The `engine.protocol.Engine` that runs vLLM. Use it from a single event loop."""
+    """The `engine.protocol.Engine` that runs vLLM. Use it from a single event loop.
+
+    Raises StartFailed if vLLM does not accept an engine argument in the settings.
+    """
 
     def __init__(
         self,
@@ -54,6 +59,8 @@ class VllmEngine:
         graphs: GraphsSettings | None = None,
         worker_extension: str = WORKER_EXTENSION,
     ) -> None:
+        check_vllm_args(settings)
+        load_template(settings.chat_template)
         self._settings = settings
         self._speculation_settings = speculation_lifecycle.resolve_mode(
             speculation or SpeculationSettings(), settings
@@ -118,13 +125,16 @@ class VllmEngine:
     async def _start(self, version: str) -> None:
         remove_leftover_shared_memory()
         model = await asyncio.to_thread(
-            resolve_model, self._settings.model, self._settings.revision
+            resolve_model,
+            self._settings.model,
+            self._settings.revision,
+            with_code=self._settings.trust_remote_code,
         )
         checkpoint = await asyncio.to_thread(read_base_checkpoint, model)
         self._weights = ServedWeights(self._processes, self._heartbeat, model, checkpoint)
         await asyncio.to_thread(self._open_drafter_dir, model, checkpoint)
         await self._processes.start(model, self._speculation_settings)
-        await self._verify_plugin()
+        await self._processes.verify_plugin()
         kv = await kv_support(self._processes, self._settings)
         self._chat = await asyncio.to_thread(ChatProcessor, self.llm, self._settings)
         self._info = collect_info(
@@ -161,15 +171,6 @@ class VllmEngine:
         if self._drafter_dir is not None:
             self._drafter = Drafter(settings, self._drafter_dir, self.llm, self.info)
             await self._drafter.start_drafting()
-
-    async def _verify_plugin(self) -> None:
-        """Check that the Coppice plugin is active; vLLM only logs if a plugin fails to load."""
-        try:
-            await self._processes.call_core("coppice_ping")
-        except Exception as error:
-            raise StartFailed(
-                "the Coppice plugin is not active in the engine process; reinstall the package"
-            ) from error
 
     async def stop(self) -> None:
         self._heartbeat.set_stage("stopping")

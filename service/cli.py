@@ -20,7 +20,7 @@ from engine.launch.model_files import resolve_model_config
 from engine.protocol import Engine
 from engine.runtime import gc_and_process_group
 from service.auth.keys import generate_key, read_keys
-from service.config.flags import with_settings_flags
+from service.config.flags import SettingsCommand, with_settings_flags
 from service.config.settings import LogSettings, Settings, redacted
 from service.config.sources import SettingsError, load_settings
 from service.observability.logs import configure_logging
@@ -106,12 +106,12 @@ def build_cli(components: ServeComponents | None = None) -> typer.Typer:
             _fail(1, str(error))
 
     graphs = typer.Typer(help="CUDA graphs.", no_args_is_help=True)
-    graphs.command("plan")(with_settings_flags(plan))
+    graphs.command("plan", cls=SettingsCommand)(with_settings_flags(plan))
     # With a single command and no callback, Typer would drop the name of the command.
     graphs.callback()(lambda: None)
     cli.add_typer(graphs, name="graphs")
-    cli.command("serve")(with_settings_flags(serve))
-    cli.command("check-config")(with_settings_flags(check_config))
+    cli.command("serve", cls=SettingsCommand)(with_settings_flags(serve))
+    cli.command("check-config", cls=SettingsCommand)(with_settings_flags(check_config))
     cli.command("size")(size)
     cli.command("new-key")(_new_key)
     cli.command("version")(_print_versions)

@@ -19,7 +19,7 @@ from vllm.renderers.params import ChatParams, TokenizeParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from engine.errors import ConversationRefused, PromptTooLong, RequestRefused, StartFailed
-from engine.io.chat_template_options import template_options, template_variables
+from engine.io.chat_template_options import load_template, template_options, template_variables
 from engine.settings import EngineSettings
 from engine.types import ChatRequest, ChatResponse, ToolCall
 
@@ -43,7 +43,10 @@ class ChatProcessor:
         self._bounds = TokenizeParams(
             max_total_tokens=self._model_config.max_model_len, add_special_tokens=False
         )
-        self.template_variables = template_variables(self._renderer, self._model_config)
+        self._template = load_template(settings.chat_template)
+        self.template_variables = template_variables(
+            self._renderer, self._model_config, self._template
+        )
 
     def encode(self, chat_request: ChatRequest) -> list[int]:
         options = template_options(chat_request.template_options, self.template_variables)
@@ -63,12 +66,13 @@ class ChatProcessor:
         Renderers without a Jinja template may return tokens.
         """
         params = ChatParams(
+            chat_template=self._template,
             chat_template_kwargs={
                 **options,
                 "add_generation_prompt": chat_request.add_generation_prompt,
                 "tools": copy.deepcopy(list(chat_request.tools)) or None,
                 "tokenize": not isinstance(self._renderer, HfRenderer),
-            }
+            },
         )
         try:
             _, prompt = self._renderer.render_messages(messages, params)

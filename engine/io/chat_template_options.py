@@ -7,6 +7,7 @@ and truncate prompts: `max_length` alone can exhaust memory. So only template va
 import inspect
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jinja2.ext
@@ -16,7 +17,7 @@ from jinja2.defaults import DEFAULT_NAMESPACE
 from transformers import PreTrainedTokenizerBase
 from vllm.renderers.hf import AssistantTracker, HfRenderer, resolve_chat_template
 
-from engine.errors import ConversationRefused
+from engine.errors import ConversationRefused, StartFailed
 
 log = logging.getLogger(__name__)
 MAX_CHARACTERS = 2**18
@@ -53,15 +54,39 @@ _ARGUMENTS = frozenset(
 _IGNORED_ARGUMENTS = {"add_generation_prompt", "return_dict", "tokenize"}
 
 
-def template_variables(renderer: Any, model_config: Any) -> frozenset[str]:
-    """Names of the variables that the model's chat templates use, with and without tools."""
+def load_template(setting: str | None) -> str | None:
+    """The template of the setting `engine.chat_template`: a file's text, or the setting itself.
+
+    Raises StartFailed.
+    """
+    if setting is None:
+        return None
+    try:
+        text = setting if "{" in setting else Path(setting).expanduser().read_text("utf-8")
+        _environment().parse(text)
+    except OSError as error:
+        raise StartFailed(f"engine.chat_template: {setting}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise StartFailed(f"engine.chat_template: {setting} is not UTF-8 text") from None
+    except jinja2.TemplateError as error:
+        raise StartFailed(f"engine.chat_template: not a Jinja template: {error}") from None
+    return text
+
+
+def template_variables(
+    renderer: Any, model_config: Any, configured: str | None = None
+) -> frozenset[str]:
+    """Names of the variables that the chat templates use, with and without tools.
+
+    The templates are the model's, unless one is `configured`.
+    """
     if not isinstance(renderer, HfRenderer):
         return ENCODER_VARIABLES
     tokenizer: Any = renderer.get_tokenizer()
     found: set[str] = set()
     choices: tuple[list[Any] | None, ...] = (None, [])
     for tools in choices:
-        template = resolve_chat_template(tokenizer, None, tools, model_config=model_config)
+        template = resolve_chat_template(tokenizer, configured, tools, model_config=model_config)
         found |= _undeclared(template or "")
     return frozenset(found - _ARGUMENTS - _GLOBALS)
 
@@ -80,16 +105,17 @@ def template_options(given: Mapping[str, Any], variables: frozenset[str]) -> dic
     return options
 
 
-def _undeclared(template: str) -> set[str]:
-    """Names that a chat template reads but does not define, found in the same way as in vLLM.
-
-    Transformers' Jinja extensions are enabled.
-    """
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    """Jinja environment with the extensions of transformers."""
+    return jinja2.sandbox.ImmutableSandboxedEnvironment(
         extensions=[AssistantTracker, jinja2.ext.loopcontrols]
     )
+
+
+def _undeclared(template: str) -> set[str]:
+    """Names that a chat template reads but does not define, found in the same way as in vLLM."""
     try:
-        return set(jinja2.meta.find_undeclared_variables(environment.parse(template)))
+        return set(jinja2.meta.find_undeclared_variables(_environment().parse(template)))
     except jinja2.TemplateError as error:
         log.warning("the chat template cannot be parsed: %s", error)
         return set()

@@ -10,7 +10,9 @@ import torch
 from vllm.engine.arg_utils import AsyncEngineArgs
 
 from engine.cudagraphs.planner import Plan
+from engine.errors import StartFailed
 from engine.launch.environment import NO_SPECULATION
+from engine.launch.vllm_args import check_vllm_args
 from engine.settings import GIB, DType, EngineSettings, SpeculationSettings
 from engine.speculation.startup import set_speculative_config
 from engine.weights.validation import TARGET_MODULES
@@ -22,11 +24,16 @@ DEFAULT_CPU_CACHE_BYTES = GIB
 MAX_ENTROPY_TOP_K = 20
 WORKER_EXTENSION = "engine.launch.worker.WorkerExtension"
 RANDOM_SEED_BITS = 31
-KV_CONNECTOR = {
+PROMPT_KV_CONNECTOR: Final[Mapping[str, Any]] = {
     "kv_connector": "PromptKvConnector",
     "kv_connector_module_path": "engine.kv_transfer.connector",
     "kv_role": "kv_producer",  # loads of a consumer may outlast a step; ours never do
     "kv_load_failure_policy": "recompute",
+}
+OFFLOADING_CONNECTOR: Final[Mapping[str, Any]] = {
+    "kv_connector": "VersionedOffloadingConnector",
+    "kv_connector_module_path": "engine.kv_transfer.offloading",
+    "kv_role": "kv_both",
 }
 
 
@@ -60,14 +67,15 @@ def engine_arguments(
     worker_extension: str = WORKER_EXTENSION,
     capabilities: Mapping[str, object] | None = None,
 ) -> AsyncEngineArgs:
-    """Arguments for AsyncLLM. `capabilities` default to torch.cpu.get_capabilities()."""
+    """Arguments for AsyncLLM. `capabilities` default to torch.cpu.get_capabilities().
+
+    Raises StartFailed if vLLM has no such argument, or another type of value.
+    """
     if capabilities is None:
         capabilities = torch.cpu.get_capabilities()
-    arguments = AsyncEngineArgs(
+    own: dict[str, Any] = dict(
         model=str(model),
         served_model_name=settings.served_name,
-        load_format="safetensors",
-        trust_remote_code=False,
         dtype=cpu_dtype(settings.dtype, capabilities) if on_cpu else settings.dtype,
         seed=_seed(settings),
         max_model_len=settings.max_context_tokens,
@@ -89,10 +97,12 @@ def engine_arguments(
         use_tqdm_on_load=False,
         **_memory_arguments(settings, on_cpu=on_cpu),
         **_weight_transfer_arguments(settings),
-        **_kv_transfer_arguments(settings),
+        **_kv_transfer_arguments(settings, on_cpu=on_cpu),
         **adapters(settings.max_adapters, settings.max_adapter_rank),
-        **_cuda_graph_arguments(graphs),
     )
+    arguments = AsyncEngineArgs(**{**own, **check_vllm_args(settings)})
+    if graphs is not None:
+        _set_capture_sizes(arguments, graphs)
     if speculation.mode != "off":
         set_speculative_config(arguments, speculation, graphs)
     return arguments
@@ -122,20 +132,48 @@ def _weight_transfer_arguments(settings: EngineSettings) -> dict[str, Any]:
     return {"weight_transfer_config": WeightTransferConfig(backend=settings.weight_transfer)}
 
 
-def _cuda_graph_arguments(plan: Plan | None) -> dict[str, Any]:
-    """vLLM's arguments for the CUDA graph capture sizes of a plan.
+def _set_capture_sizes(arguments: AsyncEngineArgs, plan: Plan) -> None:
+    """Set the CUDA graph capture sizes of a plan.
 
     vLLM captures their product with the draft lengths, which is then filtered to the plan.
     """
-    return {"compilation_config": {"cudagraph_capture_sizes": plan.capture_sizes}} if plan else {}
+    if arguments.compilation_config.cudagraph_capture_sizes is not None:
+        raise StartFailed(
+            "engine.vllm_args.compilation_config.cudagraph_capture_sizes and graphs.budget_bytes "
+            "are both set; set one of them"
+        )
+    arguments.compilation_config.cudagraph_capture_sizes = plan.capture_sizes
 
 
-def _kv_transfer_arguments(settings: EngineSettings) -> dict[str, Any]:
-    if not settings.prompt_kv:
+def _kv_transfer_arguments(settings: EngineSettings, *, on_cpu: bool) -> dict[str, Any]:
+    """vLLM's configuration of one KV connector, or of several in a `MultiConnector`."""
+    connectors = [dict(PROMPT_KV_CONNECTOR)] if settings.prompt_kv else []
+    if settings.kv_offload_bytes is not None:
+        connectors.append(_offloading_connector(settings.kv_offload_bytes, on_cpu=on_cpu))
+    if not connectors:
         return {}
     from vllm.config import KVTransferConfig
 
-    return {"kv_transfer_config": KVTransferConfig(**KV_CONNECTOR)}
+    several = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": connectors},
+    }
+    config = connectors[0] if len(connectors) == 1 else several
+    return {"kv_transfer_config": KVTransferConfig(**config)}
+
+
+def _offloading_connector(num_bytes: int, *, on_cpu: bool) -> dict[str, Any]:
+    if on_cpu:
+        raise StartFailed(
+            "engine.kv_offload_bytes needs a GPU: on CPU the KV cache is in host memory already; "
+            "set engine.cache_bytes instead"
+        )
+    return {
+        **OFFLOADING_CONNECTOR,
+        "kv_connector_extra_config": {"cpu_bytes_to_use": num_bytes},
+    }
 
 
 def adapters(num: int, rank: int) -> dict[str, Any]:

@@ -20,10 +20,18 @@ def download_snapshot(*arguments: Any, **options: Any) -> str:
 
 
 def resolve_model(
-    model: str, revision: str | None, download: Callable[..., str] = download_snapshot
+    model: str,
+    revision: str | None,
+    download: Callable[..., str] = download_snapshot,
+    *,
+    with_code: bool = False,
 ) -> Path:
-    """The model's local directory. Raises StartFailed with the reason if there is none."""
-    directory = _resolve(model, revision, download, _FILES)
+    """The model's local directory, downloaded with its Python code if `with_code`.
+
+    Raises StartFailed with the reason if there is none.
+    """
+    files = [*_FILES, "*.py"] if with_code else _FILES
+    directory = _resolve(model, revision, download, files)
     if not any(directory.glob("*.safetensors")):
         raise StartFailed(f"{directory} has no *.safetensors file; other formats are not supported")
     return directory

@@ -111,6 +111,15 @@ class VllmProcesses:
         results: list[Any] = await await_engine(self.llm, call)
         return results
 
+    async def verify_plugin(self) -> None:
+        """Check that the Coppice plugin is active; vLLM only logs if a plugin fails to load."""
+        try:
+            await self.call_core("coppice_ping")
+        except Exception as error:
+            raise StartFailed(
+                "the Coppice plugin is not active in the engine process; reinstall the package"
+            ) from error
+
     async def set_version(self, version: str) -> None:
         """Stamp the weights version on every token sampled from now on."""
         await await_engine(self.llm, self.llm.update_weight_version(version))

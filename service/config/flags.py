@@ -4,18 +4,55 @@ A flag's text is passed to the settings unchanged; only the settings parse and v
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
 from pydantic.fields import FieldInfo
+from typer.core import TyperCommand
 
 from service.config.settings import settings_fields
-from service.config.sources import flag_name
+from service.config.sources import MERGED_MAPS, flag_name
 
 SHORT_FLAGS = {"server.host": "--host", "server.port": "--port", "engine.model": "--model"}
+
+
+MAP_FLAGS = tuple(
+    (flag_name(section, name) + ".", f"{section}.{name}.")
+    for section, name, _ in settings_fields()
+    if name in MERGED_MAPS
+)
+"""Prefixes of the flags for single keys of a map, and of the settings' paths."""
+SINGLE_KEYS = "coppice.single_keys"
+
+
+class SettingsCommand(TyperCommand):
+    """Command with a flag for each setting, and for any key of a setting that is a map."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        taken: dict[str, str] = {}
+        ctx.meta[SINGLE_KEYS] = taken
+        rest = iter(args)
+        return super().parse_args(
+            ctx, [arg for arg in rest if not _take_key(ctx, arg, rest, taken)]
+        )
+
+
+def _take_key(
+    ctx: typer.Context, argument: str, rest: Iterator[str], taken: dict[str, str]
+) -> bool:
+    """Store a key of a map that `argument` sets; returns true if it does."""
+    for flag, path in MAP_FLAGS:
+        if argument.startswith(flag):
+            name, equals, text = argument.removeprefix(flag).partition("=")
+            value: str | None = text if equals else next(rest, None)
+            if value is None:
+                ctx.fail(f"Option '{argument}' requires an argument.")
+            taken[path + name.replace("-", "_")] = value
+            return True
+    return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,21 +106,23 @@ def with_settings_flags(
         *(flag.parameter for flag in flags),
     ]
 
-    def run(config: Path | None = None, **given: str | None) -> None:
+    def run(ctx: typer.Context, config: Path | None = None, **given: str | None) -> None:
         paths = {
             parameter.name: flag.path for parameter, flag in zip(parameters[1:], flags, strict=True)
         }
-        command({paths[name]: text for name, text in given.items() if text is not None}, config)
+        named = {paths[name]: text for name, text in given.items() if text is not None}
+        command({**named, **ctx.meta[SINGLE_KEYS]}, config)
 
     run.__doc__ = command.__doc__
-    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    cast(Any, run).__signature__ = inspect.Signature(parameters)
+    signature = [_keyword("ctx", typer.Context, inspect.Parameter.empty), *parameters]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in signature}
+    cast(Any, run).__signature__ = inspect.Signature(signature)
     return run
 
 
-def _keyword(name: str, annotation: Any) -> inspect.Parameter:
+def _keyword(name: str, annotation: Any, default: Any = None) -> inspect.Parameter:
     kind = inspect.Parameter.KEYWORD_ONLY
-    return inspect.Parameter(name, kind, default=None, annotation=annotation)
+    return inspect.Parameter(name, kind, default=default, annotation=annotation)
 
 
 def default_text(field: FieldInfo) -> str:

@@ -15,8 +15,11 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from engine.vllm_settings import parse_map
 from service.config.settings import Settings, settings_fields
 
+MERGED_MAPS = frozenset(("vllm_args",))
+"""Settings that are maps whose keys may come from several sources."""
 PREFIX = "COPPICE_"
 DELIMITER = "__"
 
@@ -93,17 +96,44 @@ def merge(sources: Sequence[Source]) -> dict[str, Any]:
         for section, values in source.values.items():
             existing = tree.get(section)
             if isinstance(values, dict) and isinstance(existing, dict):
-                values = {**existing, **values}
+                values = {**existing, **values, **_merged_maps(existing, values)}
             tree[section] = values
     return tree
 
 
+def _merged_maps(lower: Mapping[str, Any], higher: Mapping[str, Any]) -> dict[str, Any]:
+    """The map fields that both sources of a section have, merged by key."""
+    pairs = {name: (lower.get(name), higher.get(name)) for name in MERGED_MAPS}
+    return {
+        name: {**below, **above}
+        for name, (below, above) in pairs.items()
+        if isinstance(below, dict) and isinstance(above, dict)
+    }
+
+
 def _nest(values: Mapping[str, str], delimiter: str) -> dict[str, Any]:
     tree: dict[str, Any] = {}
-    for path, text in values.items():
+    for path, text in sorted(values.items()):  # a map as a whole before its single keys
         section, _, field = path.partition(delimiter)
-        tree.setdefault(section, {})[field] = None if text == "none" else text
+        value = None if text == "none" else text
+        name, _, key = field.partition(delimiter)
+        if name not in MERGED_MAPS:
+            tree.setdefault(section, {})[field] = value
+        elif key:
+            keys = tree.setdefault(section, {}).get(name)
+            tree[section][name] = {**(keys if isinstance(keys, dict) else {}), key: value}
+        else:
+            tree.setdefault(section, {})[name] = value if value is None else _parse_mapping(value)
     return tree
+
+
+def _parse_mapping(text: str) -> object:
+    """The mapping that a text holds, or the text, whose error validation reports."""
+    try:
+        value = parse_map(text)
+    except ValueError:
+        return text
+    return value if isinstance(value, dict) else text
 
 
 def read_yaml(file: Path) -> object:

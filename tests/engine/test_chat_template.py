@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from engine.errors import ConversationRefused, PromptTooLong, RequestRefused
+from engine.errors import ConversationRefused, PromptTooLong, RequestRefused, StartFailed
+from engine.io.chat_template_options import load_template
 from tests.engine.chats import CONTEXT_TOKENS, TemplateChat, make_chat
 
 ASKED = [{"role": "user", "content": "abc"}]
@@ -116,3 +117,27 @@ def test_prompt_is_never_truncated(chat: TemplateChat) -> None:
     assert len(encode(chat, repeat=CONTEXT_TOKENS - 8)) == CONTEXT_TOKENS
     with pytest.raises(PromptTooLong, match="at least 513 input tokens"):
         encode(chat, repeat=CONTEXT_TOKENS)
+
+
+@pytest.mark.parametrize("in_a_file", [False, True])
+def test_configured_template_replaces_the_one_of_the_tokenizer(
+    tmp_path: Path, in_a_file: bool
+) -> None:
+    template = "{% for m in messages %}[{{ m.content }}{{ mark }}]{% endfor %}"
+    file = tmp_path / "chat.jinja"
+    file.write_text(template, encoding="utf-8")
+    configured = make_chat(tmp_path, chat_template=str(file) if in_a_file else template)
+    assert configured.render(ASKED, mark="!") == "[abc!]"
+    assert configured.chat.template_variables == {"mark"}
+
+
+@pytest.mark.parametrize(
+    ("setting", "text"),
+    [
+        ("/nowhere/chat.jinja", "/nowhere/chat.jinja: No such file or directory"),
+        ("{% for %}", "not a Jinja template: "),
+    ],
+)
+def test_unusable_template_is_refused_at_start(setting: str, text: str) -> None:
+    with pytest.raises(StartFailed, match=rf"^engine\.chat_template: {text}"):
+        load_template(setting)

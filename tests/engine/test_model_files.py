@@ -54,3 +54,17 @@ def test_pinned_model_is_fetched_at_its_revision_and_minimally(tmp_path: Path) -
     assert resolve_model("org/name", COMMIT, download) == tmp_path
     assert (asked["model"], asked["revision"]) == ("org/name", COMMIT)
     assert "*.bin" not in str(asked["allow_patterns"])
+
+
+@pytest.mark.parametrize("with_code", [False, True])
+def test_python_files_are_fetched_only_if_they_may_run(tmp_path: Path, with_code: bool) -> None:
+    asked: dict[str, list[str]] = {}
+
+    def download(model: str, *, allow_patterns: list[str], **options: object) -> str:
+        asked["patterns"] = allow_patterns
+        for name in ("config.json", "model.safetensors"):
+            (tmp_path / name).touch()
+        return str(tmp_path)
+
+    resolve_model("org/name", COMMIT, download, with_code=with_code)
+    assert ("*.py" in asked["patterns"]) == with_code

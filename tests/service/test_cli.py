@@ -144,3 +144,20 @@ def test_port_in_use_is_reported_before_the_model_is_loaded() -> None:
         result.stderr
         == f"coppice: cannot listen on 127.0.0.1 port {port}: Address already in use\n"
     )
+
+
+def test_any_vllm_argument_has_a_flag() -> None:
+    result = run(
+        *("check-config", "--engine.vllm-args.stream-interval", "4"),
+        *("--engine.vllm-args.quantization=fp8", "--engine.vllm-args.x", "{a: 1}"),
+    )
+    assert result.exit_code == 0, result.output
+    engine = yaml.safe_load(result.stdout)["engine"]
+    assert engine["vllm_args"] == {"stream_interval": "4", "x": "{a: 1}"}
+    assert engine["quantization"] == "fp8"
+
+
+def test_flag_of_a_vllm_argument_requires_a_value() -> None:
+    result = run("check-config", "--engine.vllm-args.stream-interval")
+    assert result.exit_code == 2
+    assert "requires an argument" in result.output

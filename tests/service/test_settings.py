@@ -186,3 +186,48 @@ def test_secrets_are_masked() -> None:
 def test_off_is_a_mode_although_yaml_parses_it_as_false(tmp_path: Path, text: str) -> None:
     file = written(tmp_path, f"attention:\n  shared_prefix: {text}\n")
     assert load_settings(file=file, environ={}).attention.shared_prefix == text.strip("'")
+
+
+def test_vllm_arguments_of_all_sources_are_merged_by_name(tmp_path: Path) -> None:
+    file = written(tmp_path, "engine:\n  vllm_args: {a: 1, b: [2], c: 3}\n")
+    settings = load_settings(
+        flags={"engine.vllm_args.c": "flag"},
+        environ={
+            "COPPICE_ENGINE__VLLM_ARGS__B": "variable",
+            "COPPICE_ENGINE__VLLM_ARGS": "{d: 4, b: 5}",
+        },
+        file=file,
+    )
+    assert settings.engine.vllm_args == {"a": 1, "b": "variable", "c": "flag", "d": 4}
+
+
+def test_none_clears_the_vllm_arguments_of_lower_sources(tmp_path: Path) -> None:
+    file = written(tmp_path, "engine: {vllm_args: {a: 1}}\n")
+    cleared = load_settings(flags={"engine.vllm_args": "none"}, environ={}, file=file)
+    assert cleared.engine.vllm_args == {}
+
+
+@pytest.mark.parametrize("text", ["words", "[1]", "{a", "{1: 2}"])
+def test_vllm_arguments_that_are_no_mapping_are_refused(text: str) -> None:
+    lines = refusal(flags={"engine.vllm_args": text})
+    assert lines.startswith("engine.vllm_args") and "\n" not in lines
+    assert lines.endswith("(from --engine.vllm-args)")
+
+
+def test_vllm_argument_with_the_name_of_a_setting_is_that_setting() -> None:
+    settings = load_settings(
+        flags={"engine.vllm_args.quantization": "fp8", "engine.vllm_args.block_size": "64"},
+        environ={},
+    )
+    assert (settings.engine.quantization, settings.engine.block_size) == ("fp8", 64)
+    assert settings.engine.vllm_args == {}
+
+
+def test_setting_given_under_both_names_is_refused() -> None:
+    text = refusal(flags={"engine.vllm_args.dtype": "auto", "engine.dtype": "auto"})
+    assert text == "engine: dtype and vllm_args.dtype are both set; set one of them"
+
+
+def test_model_overrides_may_be_text() -> None:
+    settings = load_settings(flags={"engine.hf_overrides": '{"a": {"b": 1}}'}, environ={})
+    assert settings.engine.hf_overrides == {"a": {"b": 1}}

@@ -8,6 +8,7 @@ from typing import Any, Final, TypedDict
 
 import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
 from engine.kv_transfer.cache_layout import CacheLayout, UnsupportedCache
 from engine.kv_transfer.connector import PromptKvConnector
@@ -65,9 +66,12 @@ def flush() -> None:
 def _connector() -> PromptKvConnector:
     if not has_kv_transfer_group():
         raise UnsupportedCache("no connector is configured")
-    connector = get_kv_transfer_group()
-    assert isinstance(connector, PromptKvConnector), "Coppice configures no other connector"
-    return connector
+    group = get_kv_transfer_group()
+    connectors = group.sub_connectors if isinstance(group, MultiConnector) else [group]
+    ours = [connector for connector in connectors if isinstance(connector, PromptKvConnector)]
+    if not ours:
+        raise UnsupportedCache("no connector of prompt KV is configured")
+    return ours[0]
 
 
 def rotary_of_model(model: Any, config: Any, layout: CacheLayout) -> RotaryParams:

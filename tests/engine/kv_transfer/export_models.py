@@ -8,14 +8,17 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine.kv_types import ExportSlot, ExportStatus, KvFormat
-from engine.launch.arguments import KV_CONNECTOR
+from engine.launch.arguments import PROMPT_KV_CONNECTOR
 from tests.arena import TestArena
 from tests.engine.random_models import HEAD_DIM, HEADS, HIDDEN, INNER, LAYERS, VOCAB
 from tests.engine.stepped_engine import LiveEngine
 
 COMMITTED, PENDING = [ExportStatus.COMMITTED], [ExportStatus.PENDING]
 Family = Literal["qwen3", "llama", "mistral"]
-EXPORTING: dict[str, Any] = {"kv_transfer_config": KV_CONNECTOR, "max_num_batched_tokens": 64}
+EXPORTING: dict[str, Any] = {
+    "kv_transfer_config": dict(PROMPT_KV_CONNECTOR),
+    "max_num_batched_tokens": 64,
+}
 
 
 def save_model(

@@ -1,0 +1,131 @@
+"""Settings that are vLLM's own engine arguments: the usual ones by name, and a map of all others.
+
+Imports neither torch nor vLLM. `engine.launch.vllm_args` checks the values against vLLM's types.
+"""
+
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BeforeValidator, Field
+
+from engine.settings_base import BufferBytes, Section
+
+LoadFormat = Literal["safetensors", "auto", "fastsafetensors", "instanttensor", "runai_streamer"]
+"""Load formats of vLLM that read `*.safetensors` files, as a later weights version does."""
+
+
+def parse_map(value: object) -> object:
+    """Convert the text of a flag or variable, a YAML or JSON mapping, to a dictionary."""
+    if value is None:
+        return {}
+    if not isinstance(value, str):
+        return value
+    try:
+        return yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise ValueError("must be a mapping in YAML or JSON, such as {name: value}") from None
+
+
+ArgumentMap = Annotated[dict[str, Any], BeforeValidator(parse_map)]
+
+
+class VllmSettings(Section):
+    """Engine settings that are passed to vLLM unchanged under the same name.
+
+    All but `chat_template`, `kv_offload_bytes` and `vllm_args` are fields of vLLM's engine
+    arguments.
+    """
+
+    quantization: str | None = Field(
+        None,
+        description="vLLM's quantization method, such as fp8; none: the method of the model's "
+        "config.json; set it to quantize 16-bit weights when they are loaded",
+    )
+    kv_cache_dtype: str = Field(
+        "auto",
+        description="data type of the KV cache, such as fp8; auto: the data type of the model; "
+        "fp8 holds twice the tokens, and disables prompt KV and shared-prefix attention",
+    )
+    load_format: LoadFormat = Field(
+        "safetensors",
+        description="vLLM's reader of the model's *.safetensors files; runai_streamer and "
+        "fastsafetensors load large models faster and need their packages",
+    )
+    trust_remote_code: bool = Field(
+        False,
+        description="runs Python code of the model's directory; set it only for models whose code "
+        "you have read",
+    )
+    tokenizer: str | None = Field(
+        None,
+        description="local directory or hub id of the tokenizer; none: the model's; set it for "
+        "models that are stored without one",
+    )
+    enable_expert_parallel: bool = Field(
+        False,
+        description="distributes whole experts of a mixture-of-experts model over the ranks "
+        "instead of splitting each one",
+    )
+    hf_overrides: ArgumentMap = Field(
+        default_factory=dict,
+        description="mapping that replaces fields of the model's config.json, such as "
+        "{rope_parameters: {rope_type: yarn, factor: 4.0}}",
+    )
+    cpu_offload_gb: float = Field(
+        0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="size of the weights that stay in host memory, in GiB per rank; each step "
+        "transfers them; for models slightly larger than the GPU's memory",
+    )
+    async_scheduling: bool | None = Field(
+        None,
+        description="schedules a step while the previous one runs; none: where vLLM supports it; "
+        "false: for comparison",
+    )
+    chat_template: str | None = Field(
+        None,
+        description="file with a Jinja chat template, or the template itself; none: the "
+        "tokenizer's; set it for base models, which have none",
+    )
+    kv_offload_bytes: BufferBytes | None = Field(
+        None,
+        description="host memory for KV blocks that are evicted from the cache, in bytes over all "
+        "ranks; none: evicted blocks are prefilled again; set it for agents whose turns return "
+        "to long prompts",
+    )
+    vllm_args: ArgumentMap = Field(
+        default_factory=dict,
+        description="mapping of further fields of vLLM's AsyncEngineArgs by their own names, such "
+        "as {stream_interval: 4}; --engine.vllm-args.NAME sets a single one",
+    )
+
+
+PASSED_UNCHANGED = tuple(
+    name
+    for name in VllmSettings.model_fields
+    if name not in ("chat_template", "kv_offload_bytes", "vllm_args")
+)
+"""Settings that are vLLM's engine arguments of the same name."""
+SAME_NAMES = {
+    *PASSED_UNCHANGED,
+    *("model", "revision", "served_model_name", "dtype", "seed", "block_size", "max_logprobs"),
+    *("tensor_parallel_size", "pipeline_parallel_size", "gpu_memory_utilization"),
+    "reasoning_parser",
+}
+"""Settings that have the name and the meaning of an engine argument of vLLM."""
+
+
+def with_same_names(values: dict[str, Any]) -> dict[str, Any]:
+    """Settings in which a vLLM argument that has the name of a setting is that setting."""
+    try:
+        arguments = parse_map(values.get("vllm_args"))
+    except ValueError:
+        return values  # the field's own validation reports it
+    if not isinstance(arguments, dict):
+        return values
+    same = arguments.keys() & SAME_NAMES
+    if twice := sorted(same & values.keys()):
+        raise ValueError(f"{twice[0]} and vllm_args.{twice[0]} are both set; set one of them")
+    others = {name: value for name, value in arguments.items() if name not in same}
+    return {**values, **{name: arguments[name] for name in same}, "vllm_args": others}
