@@ -196,11 +196,12 @@ class EngineSettings(VllmSettings):
         description="number of ranks that the layers are distributed over; increase it if the "
         "model does not fit and its heads cannot be split further",
     )
-    block_size: int = Field(
-        32,
+    block_size: int | None = Field(
+        None,
         ge=16,
         multiple_of=16,
-        description="number of tokens per KV cache block; reduce it to share shorter prefixes",
+        description="number of tokens per KV cache block; none: 32 on CPU, on a GPU the choice of "
+        "vLLM for the attention backend; reduce it to share shorter prefixes",
     )
     cache_bytes: BufferBytes | None = Field(
         None,
@@ -220,16 +221,16 @@ class EngineSettings(VllmSettings):
         description="maximum number of prompt and response tokens per sample; none: the model's "
         "limit; reduce it if the KV cache does not fit",
     )
-    max_sequences: PositiveInt = Field(
-        256,
-        description="maximum number of samples that decode at the same time; increase it on a "
-        "large GPU, reduce it if vLLM preempts samples",
+    max_sequences: PositiveInt | None = Field(
+        None,
+        description="maximum number of samples that decode at the same time; none: 256 on CPU, on "
+        "a GPU the limit of vLLM, such as 1024 on an H100; reduce it if vLLM preempts samples",
     )
-    max_batched_tokens: int = Field(
-        2048,
+    max_batched_tokens: int | None = Field(
+        None,
         ge=32,
-        description="maximum number of tokens computed in one step; increase it to prefill faster "
-        "on a large GPU",
+        description="maximum number of tokens computed in one step; none: 2048 on CPU, on a GPU "
+        "the limit of vLLM, such as 8192 on an H100; increase it to prefill faster",
     )
     cpu_threads: PositiveInt | None = Field(
         None,
@@ -241,10 +242,10 @@ class EngineSettings(VllmSettings):
         description="disables compilation and CUDA graphs; none: true on CPU, false on a GPU; set "
         "it to true for a faster start while debugging",
     )
-    prompt_kv: bool = Field(
-        False,
-        description="enables the export of prompt KV as soon as a prompt is prefilled; set it to "
-        "true if a trainer fetches prompt KV, to false if none does",
+    prompt_kv: bool | None = Field(
+        None,
+        description="enables the export of prompt KV as soon as a prompt is prefilled; none: true "
+        "where kv.directory has room for an arena; set it to false if no trainer fetches prompt KV",
     )
     tool_parser: str | None = Field(
         None,

@@ -19,11 +19,13 @@ from engine.errors import StartFailed
 from engine.launch.model_files import resolve_model_config
 from engine.protocol import Engine
 from engine.runtime import gc_and_process_group
+from engine.settings import EngineSettings
 from service.auth.keys import generate_key, read_keys
 from service.config.flags import SettingsCommand, with_settings_flags
 from service.config.settings import LogSettings, Settings, redacted
 from service.config.sources import SettingsError, load_settings
 from service.observability.logs import configure_logging
+from service.prompt_kv.arena import default_capacity_bytes
 from service.sizing import size
 
 if TYPE_CHECKING:
@@ -49,12 +51,22 @@ def load_engine(settings: Settings) -> Engine:
             raise
         raise StartFailed("vLLM is not installed: install coppice-rl[cpu] or [gpu]") from error
     engine = module.VllmEngine(
-        settings.engine,
+        with_prompt_kv(settings),
         attention=settings.attention,
         speculation=settings.speculation,
         graphs=settings.graphs,
     )
     return cast(Engine, engine)
+
+
+def with_prompt_kv(settings: Settings) -> EngineSettings:
+    """Engine settings in which `prompt_kv` is set, by the shared memory if the operator did not."""
+    if settings.engine.prompt_kv is not None:
+        return settings.engine
+    has_room = settings.kv.capacity_bytes is not None or default_capacity_bytes(
+        settings.kv.directory
+    )
+    return settings.engine.model_copy(update={"prompt_kv": bool(has_room)})
 
 
 def create_app(settings: Settings, engine: Engine) -> "FastAPI":

@@ -11,6 +11,9 @@ from engine.errors import StartFailed
 from engine.settings import EngineSettings, GraphsSettings, SpeculationSettings
 
 log = logging.getLogger(__name__)
+H100_SEQUENCES = 1024
+H100_BATCHED_TOKENS = 8192
+"""Batch limits of vLLM on an H100, for a plan that is made where there is no GPU."""
 
 
 def capture_limits(
@@ -18,8 +21,8 @@ def capture_limits(
 ) -> CaptureLimits:
     return CaptureLimits(
         lengths=_lengths(graphs, speculation),
-        max_sequences=engine.max_sequences,
-        max_batched_tokens=engine.max_batched_tokens,
+        max_sequences=engine.max_sequences or H100_SEQUENCES,
+        max_batched_tokens=engine.max_batched_tokens or H100_BATCHED_TOKENS,
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import torch
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.usage.usage_lib import UsageContext
 
 from engine.cudagraphs.planner import Plan
 from engine.errors import StartFailed
@@ -21,9 +22,14 @@ log = logging.getLogger(__name__)
 BFLOAT16_CAPABILITIES: Final = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
 """Keys of torch.cpu.get_capabilities(), on x86 and on ARM."""
 DEFAULT_CPU_CACHE_BYTES = GIB
+DEFAULT_CPU_BLOCK_SIZE = 32
+DEFAULT_CPU_SEQUENCES = 256
+DEFAULT_CPU_BATCHED_TOKENS = 2048
 MAX_ENTROPY_TOP_K = 20
 WORKER_EXTENSION = "engine.launch.worker.WorkerExtension"
 RANDOM_SEED_BITS = 31
+USAGE_CONTEXT: Final = UsageContext.OPENAI_API_SERVER
+"""Kind of use for which vLLM chooses its batch limits. No usage is reported."""
 PROMPT_KV_CONNECTOR: Final[Mapping[str, Any]] = {
     "kv_connector": "PromptKvConnector",
     "kv_connector_module_path": "engine.kv_transfer.connector",
@@ -57,6 +63,33 @@ def _may_have_bfloat16(capabilities: Mapping[str, object]) -> bool:
     return not reported or any(reported)
 
 
+def with_defaults(settings: EngineSettings, *, on_cpu: bool, needs_limits: bool) -> EngineSettings:
+    """Settings with the defaults of the platform.
+
+    On a GPU vLLM chooses the block size and the batch limits itself, also by model and backend.
+    `needs_limits`: a draft schedule or a plan of CUDA graphs needs the batch limits beforehand.
+    """
+    if on_cpu:
+        sequences, tokens = DEFAULT_CPU_SEQUENCES, DEFAULT_CPU_BATCHED_TOKENS
+    elif needs_limits:
+        sequences, tokens = _vllm_batch_limits(settings)
+    else:
+        return settings
+    sequences = settings.max_sequences or sequences
+    return settings.model_copy(
+        update={
+            "block_size": settings.block_size or (DEFAULT_CPU_BLOCK_SIZE if on_cpu else None),
+            "max_sequences": sequences,
+            "max_batched_tokens": settings.max_batched_tokens or max(tokens, sequences),
+        }
+    )
+
+
+def _vllm_batch_limits(settings: EngineSettings) -> tuple[int, int]:
+    tokens, sequences = AsyncEngineArgs.get_batch_defaults(settings.num_ranks)
+    return sequences[USAGE_CONTEXT], tokens[USAGE_CONTEXT]
+
+
 def engine_arguments(
     settings: EngineSettings,
     model: Path,
@@ -73,6 +106,9 @@ def engine_arguments(
     """
     if capabilities is None:
         capabilities = torch.cpu.get_capabilities()
+    settings = with_defaults(
+        settings, on_cpu=on_cpu, needs_limits=graphs is not None or speculation.mode != "off"
+    )
     own: dict[str, Any] = dict(
         model=str(model),
         served_model_name=settings.served_name,

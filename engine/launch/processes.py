@@ -23,7 +23,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from engine.cudagraphs.from_settings import plan_for_start
 from engine.cudagraphs.planner import Plan
 from engine.errors import EngineDead, StartFailed
-from engine.launch.arguments import engine_arguments
+from engine.launch.arguments import USAGE_CONTEXT, engine_arguments, with_defaults
 from engine.launch.environment import engine_environment
 from engine.runtime.await_engine import await_engine
 from engine.runtime.leftover_files import TempDir, remove_leftover_shared_memory
@@ -72,9 +72,10 @@ class VllmProcesses:
     def _start(self, model: Path, speculation: SpeculationSettings) -> None:
         on_cpu = current_platform.is_cpu()
         self._temp_dir = TempDir()
-        self.graph_plan = plan_for_start(
-            self._settings, self._graphs, speculation, model, on_cpu=on_cpu
+        limited = with_defaults(
+            self._settings, on_cpu=on_cpu, needs_limits=self._graphs.budget_bytes is not None
         )
+        self.graph_plan = plan_for_start(limited, self._graphs, speculation, model, on_cpu=on_cpu)
         environment = engine_environment(
             self._settings,
             attention=self._attention,
@@ -160,7 +161,7 @@ def _start_failures() -> Iterator[None]:
 def _create_llm(arguments: AsyncEngineArgs) -> AsyncLLM:
     """Create the AsyncLLM and cache environment variables, which vLLM would read per token."""
     envs.disable_envs_cache()
-    llm = AsyncLLM.from_engine_args(arguments)
+    llm = AsyncLLM.from_engine_args(arguments, usage_context=USAGE_CONTEXT)
     envs.enable_envs_cache()
     return llm
 

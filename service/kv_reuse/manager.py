@@ -41,7 +41,7 @@ class KvReuseManager:
         engine: Engine,
         *,
         directory: Path,
-        capacity_bytes: int,
+        capacity_bytes: int | None,
         epoch: Callable[[], int],
     ) -> None:
         self._orders = PrefixOrders(epoch)

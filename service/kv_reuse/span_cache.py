@@ -32,6 +32,7 @@ from service.prompt_kv.arena import (
     Extent,
     ExtentAllocator,
     FreeBytes,
+    default_capacity_bytes,
     free_bytes,
 )
 
@@ -75,7 +76,7 @@ class SpanCache:
         engine: Engine,
         *,
         directory: Path,
-        capacity_bytes: int,
+        capacity_bytes: int | None,
         epoch: Callable[[], int],
         get_free_bytes: FreeBytes = free_bytes,
     ) -> None:
@@ -94,7 +95,7 @@ class SpanCache:
 
     def open(self) -> None:
         """Create the arena of the cache. On failure, sets `reason`; all prompts are prefilled."""
-        if not self._capacity_bytes:
+        if self._capacity_bytes == 0:
             return
         info = self._engine.info
         if info.kv_format is None:
@@ -105,7 +106,7 @@ class SpanCache:
             self.reason = "not_movable"
             return
         self._arena = Arena.create(
-            self._directory, self._capacity_bytes, get_free_bytes=self._get_free_bytes
+            self._directory, self._wanted_bytes(), get_free_bytes=self._get_free_bytes
         )
         if self._arena is None:
             self.reason = "no_shm"
@@ -113,6 +114,12 @@ class SpanCache:
         self._extents = ExtentAllocator(self._arena.num_bytes)
         self._words = struct.Struct(f"<{info.tensor_parallel_size}Q")
         self.reason = None
+
+    def _wanted_bytes(self) -> int:
+        """Configured size, or half of the prompt-KV arena's default size, which comes first."""
+        if self._capacity_bytes is not None:
+            return self._capacity_bytes
+        return default_capacity_bytes(self._directory, self._get_free_bytes) // 2
 
     async def close(self) -> None:
         for task in self._unpin_tasks:
@@ -174,6 +181,9 @@ class SpanCache:
         while extent is None and (self._evict_one() or self.evict_anchor()):
             extent = self._extents.allocate(num_bytes)
         if extent is None:
+            return None
+        if not self._arena.back(extent.start, extent.start + PAGE_BYTES):
+            self._extents.release(extent)
             return None
         self._words.pack_into(self._arena.view, extent.start, *[0] * (self._words.size // 8))
         slot = ExportSlot(

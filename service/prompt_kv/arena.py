@@ -1,9 +1,10 @@
-"""Shared-memory arena for prompt KV (one preallocated file), and the allocator of its pages.
+"""Shared-memory arena for prompt KV (one file), and the allocator of its pages.
 
 The engine's workers write to the arena. This process reads it, and a trainer of the same user on
-the same host may map it as well; the file's name is random. Touching a page of a sparse file on a
-full mount raises SIGBUS, so every page is allocated at the start. If the mount has too little
-space, the arena is smaller or is not created.
+the same host may map it as well; the file's name is random. The file is sparse, so that memory is
+taken by what is exported only. Touching a page of a sparse file on a full mount raises SIGBUS, so
+whoever writes allocates the pages first: this process by `back`, a worker for the KV itself. If
+the mount has too little space, the arena is smaller or is not created.
 """
 
 import errno
@@ -25,6 +26,9 @@ PREFIX = "coppice-kv-"
 MIN_BYTES = 2**20
 # vLLM's shared-memory queues and other processes need space in the same mount.
 MAX_FREE_SHARE = 0.5
+MAX_DEFAULT_BYTES = 8 * 2**30
+MIN_DEFAULT_BYTES = 64 * 2**20
+"""Smallest arena that is created without being asked for."""
 FreeBytes = Callable[[Path], int]
 
 log = logging.getLogger(__name__)
@@ -108,6 +112,20 @@ def free_bytes(directory: Path) -> int:
     return stats.f_bavail * stats.f_frsize
 
 
+def default_arena_bytes(free: int) -> int:
+    """Size of the arena if none is configured; 0 if the free space is too small for one."""
+    num_bytes = min(_round_down_to_pages(int(free * MAX_FREE_SHARE)), MAX_DEFAULT_BYTES)
+    return num_bytes if num_bytes >= MIN_DEFAULT_BYTES else 0
+
+
+def default_capacity_bytes(directory: Path, get_free_bytes: FreeBytes | None = None) -> int:
+    """Default size of an arena in a directory; 0 if it lacks space or does not exist."""
+    try:
+        return default_arena_bytes((get_free_bytes or free_bytes)(directory))
+    except OSError:
+        return 0
+
+
 class Arena:
     """Memory-mapped arena file in shared memory, made by `create` and unlinked by `close`.
 
@@ -123,11 +141,17 @@ class Arena:
 
     @classmethod
     def create(
-        cls, directory: Path, wanted_bytes: int, *, get_free_bytes: FreeBytes = free_bytes
+        cls,
+        directory: Path,
+        wanted_bytes: int,
+        *,
+        get_free_bytes: FreeBytes = free_bytes,
+        preallocate: bool = False,
     ) -> "Arena | None":
         """Create an arena of `wanted_bytes`, or a smaller one if the mount lacks space.
 
-        Returns None if less than `MIN_BYTES` can be allocated.
+        `preallocate` takes all of its memory at once. Returns None if less than `MIN_BYTES` can be
+        allocated.
         """
         remove_stale_arenas(directory)
         try:
@@ -138,7 +162,7 @@ class Arena:
         except OSError as error:
             log.warning("prompt KV is disabled: no shared memory: %s", error.strerror)
             return None
-        num_bytes = _allocate(file, num_bytes)
+        num_bytes = _resize(file, num_bytes, preallocate=preallocate)
         if num_bytes < MIN_BYTES:
             log.warning("prompt KV is disabled: too little shared memory")
             os.close(file)
@@ -147,6 +171,15 @@ class Arena:
         if num_bytes < _round_down_to_pages(wanted_bytes):
             log.warning("prompt KV is limited to %d bytes of shared memory", num_bytes)
         return cls(path, file, num_bytes)
+
+    def back(self, start: int, end: int) -> bool:
+        """Allocate the pages of a byte range before it is written; False if the mount is full."""
+        try:
+            os.posix_fallocate(self._file, start, end - start)
+        except OSError as error:
+            log.warning("cannot allocate shared memory: %s", error.strerror)
+            return False
+        return True
 
     def close(self) -> None:
         """Unlink the arena file; trainers that have it mapped keep their pages."""
@@ -174,14 +207,15 @@ def _create_file(directory: Path) -> tuple[Path, int]:
         os.close(file)
 
 
-def _allocate(file: int, num_bytes: int) -> int:
-    """Allocate pages of a file, halving `num_bytes` while the mount is full; returns the size.
+def _resize(file: int, num_bytes: int, *, preallocate: bool) -> int:
+    """Set the size of a file, and allocate its first pages or all; returns the size, 0 on failure.
 
-    The mount can have less space than statvfs reported. Returns 0 on failure.
+    The mount can have less space than statvfs reported: then `num_bytes` is halved.
     """
     while num_bytes >= MIN_BYTES:
         try:
-            os.posix_fallocate(file, 0, num_bytes)
+            os.ftruncate(file, num_bytes)
+            os.posix_fallocate(file, 0, num_bytes if preallocate else MIN_BYTES)
             return num_bytes
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):

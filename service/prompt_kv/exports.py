@@ -181,6 +181,10 @@ class ExportManager:
         if slot is None:
             export.refuse("arena_full")
             return
+        if not self._arena.back(slot.extent.start, slot.data_offset):
+            self._slots.discard(slot)
+            export.refuse("arena_full")
+            return
         self._words.pack_into(self._arena.view, slot.status_offset, *[0] * self._num_ranks)
         self._pending[slot] = [export]
         export.slot = slot

@@ -16,7 +16,7 @@ from coppice.wire.control import KvStatus
 from coppice.wire.kv import KvAgent, KvHandle, KvLayout, KvLocator, KvReason
 from engine.protocol import Engine
 from service.http.errors import Draining, KvNotFound
-from service.prompt_kv.arena import Arena, FreeBytes, free_bytes
+from service.prompt_kv.arena import Arena, FreeBytes, default_capacity_bytes, free_bytes
 from service.prompt_kv.exports import Export, ExportManager
 from service.prompt_kv.handles import Handle, Handles
 from service.prompt_kv.layout import LayoutFactory
@@ -67,11 +67,7 @@ class PromptKvManager:
         if info.kv_format is None:
             self.reason = info.kv_reason or "unsupported_cache"
             return
-        self.arena = Arena.create(
-            self._settings.directory,
-            self._settings.capacity_bytes,
-            get_free_bytes=self._get_free_bytes,
-        )
+        self.arena = self._create_arena()
         if self.arena is None:
             self.reason = "no_shm"
             return
@@ -93,6 +89,21 @@ class PromptKvManager:
         if self._settings.nixl:
             self._nixl = NixlAgentProcess(self.arena)
             self._tasks.append(asyncio.create_task(self._nixl.run()))
+
+    def _create_arena(self) -> Arena | None:
+        """The arena in its configured or default size. NIXL registers memory, so it needs all."""
+        directory, num_bytes = self._settings.directory, self._settings.capacity_bytes
+        if num_bytes is None:
+            num_bytes = default_capacity_bytes(directory, self._get_free_bytes)
+        arena = Arena.create(
+            directory,
+            num_bytes,
+            get_free_bytes=self._get_free_bytes,
+            preallocate=self._settings.nixl,
+        )
+        if arena is not None:
+            log.info("prompt KV may take %d MiB of %s", arena.num_bytes // 2**20, directory)
+        return arena
 
     async def close(self) -> None:
         for task in self._tasks:

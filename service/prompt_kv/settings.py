@@ -15,16 +15,18 @@ class KvSettings(Section):
         description="shared-memory mount for the prompt KV arena; change it if /dev/shm is too "
         "small",
     )
-    capacity_bytes: BufferBytes = Field(
-        256 * 2**20,
-        description="size of the prompt KV arena, in bytes; at most half of the free space of "
-        "kv.directory; increase it if groups are answered with the kv_reason arena_full",
+    capacity_bytes: BufferBytes | None = Field(
+        None,
+        description="maximum size of the prompt KV arena, in bytes, which takes memory as prompts "
+        "are exported; at most half of the free space of kv.directory; none: that half, at most "
+        "8 GiB; increase it for long prompts or long leases",
     )
-    spans_bytes: Bytes = Field(
-        0,
-        description="size of the cache for the KV of prompt spans and observed prompts, in bytes, "
-        "used by kv_reuse.mode splice and predict; at most half of the free space of "
-        "kv.directory; 0: all prompts are prefilled; set it to use these modes",
+    spans_bytes: Bytes | None = Field(
+        None,
+        description="maximum size of the cache for the KV of prompt spans and observed prompts, in "
+        "bytes, used by kv_reuse.mode splice and predict; at most half of the free space of "
+        "kv.directory; none: a quarter of it, at most 4 GiB; 0: all prompts are prefilled; "
+        "increase it for many or long spans",
     )
     max_lease_seconds: Seconds = Field(
         60.0,

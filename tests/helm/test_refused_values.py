@@ -33,7 +33,7 @@ MISTAKES: list[tuple[str, Object]] = [
     ("leaves nothing of", {"shm": {"engine": "3Gi", "arena": "3Gi"}}),
     ("shm.engine must be above 0", {"shm": {"engine": "0"}}),
     ("must be below shm.engine", {"kv": {"spans_bytes": 2**40}, "shm": {"arena": "1Gi"}}),
-    ("needs shm.arena above 0", {"kv": {"spans_bytes": 2**20}}),
+    ("needs shm.arena above 0", {"kv": {"spans_bytes": 2**20}, "shm": {"arena": "0"}}),
     ("limits.memory is needed", {"resources": {"limits": {"memory": None}}}),
     ("no quantity of bytes", {"resources": {"limits": {"memory": "6.5Gi"}}}),
     ("gpu.count is 2", {"gpu": {"count": 2}}),

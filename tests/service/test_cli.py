@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 from engine.errors import StartFailed
 from engine.protocol import Engine
 from engine.types import EngineHealth
-from service.cli import ServeComponents, build_cli
+from service.cli import ServeComponents, build_cli, with_prompt_kv
 from service.config.flags import settings_flags
 from service.config.settings import Settings, redacted, settings_fields
 from service.http.serve import ServerLifecycle
@@ -161,3 +161,21 @@ def test_flag_of_a_vllm_argument_requires_a_value() -> None:
     result = run("check-config", "--engine.vllm-args.stream-interval")
     assert result.exit_code == 2
     assert "requires an argument" in result.output
+
+
+@pytest.mark.parametrize(
+    ("given", "size", "enabled"),
+    [(None, 2**30, True), (None, 2**26, False), (False, 2**30, False), (True, 2**26, True)],
+)
+def test_prompt_kv_is_on_where_shared_memory_has_room(
+    given: bool | None, size: int, enabled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.prompt_kv.arena.free_bytes", lambda _: size)
+    settings = Settings.model_validate({"engine": {"prompt_kv": given}})
+    assert with_prompt_kv(settings).prompt_kv is enabled
+
+
+def test_prompt_kv_is_on_if_its_arena_has_a_configured_size(tmp_path: Path) -> None:
+    kv = {"directory": tmp_path / "missing", "capacity_bytes": 2**20}
+    assert with_prompt_kv(Settings.model_validate({"kv": kv})).prompt_kv is True
+    assert with_prompt_kv(Settings.model_validate({"kv": {"directory": "/no"}})).prompt_kv is False

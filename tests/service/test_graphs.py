@@ -12,6 +12,7 @@ from engine.feature_stats import CudaGraphStats
 from service.cli import build_cli
 from service.observability.metrics import Metrics
 
+LIMITS = ("--engine.max-sequences", "256", "--engine.max-batched-tokens", "2048")
 TIERED = ("--graphs.lengths", "8:0,2,4 32:0,2 0")
 
 
@@ -28,7 +29,7 @@ def rows(text: str) -> dict[str, list[str]]:
 
 
 def test_plan_is_printed_next_to_the_vllm_default() -> None:
-    printed = plan(*TIERED, "--graphs.budget-bytes", "100000000")
+    printed = plan(*TIERED, *LIMITS, "--graphs.budget-bytes", "100000000")
     assert printed.exit_code == 0
     table = rows(printed.stdout)
     assert table["2"][2].startswith("32 ") and table["4"][2].startswith("8 ")

@@ -1,7 +1,8 @@
 """Maps the service's arenas (files for KV) in a worker, and checks bounds before each access.
 
-A store to a page beyond the file raises SIGBUS, which no guard catches and which ends every
-sample. So before every copy the file's size and full allocation are checked.
+A store to a page beyond the file, or to a hole of it on a full mount, raises SIGBUS, which no guard
+catches and which ends every sample. So before every copy the file's size is checked and the pages
+are allocated.
 
 Dimensions of exported KV: L layers, 2 for keys and values, H heads, T tokens, D head_dim.
 """
@@ -18,7 +19,6 @@ from engine.kv_types import ExportSlot, ExportStatus
 
 ALIGNMENT: Final = 64
 STATUS_BYTES: Final = 8
-STAT_BLOCK_BYTES: Final = 512  # the unit of st_blocks, see stat(2)
 
 
 class ArenaError(Exception):
@@ -40,8 +40,15 @@ class MappedArena:
             raise ArenaError(f"the arena cannot be mapped: {error}") from error
 
     def region(self, offset: int, num_bytes: int) -> torch.Tensor:
-        """View of the arena as a uint8 CPU tensor. Raises ArenaError if it exceeds the file."""
+        """View of the arena as a uint8 CPU tensor, all of whose pages are allocated.
+
+        Raises ArenaError if it exceeds the file, or if the mount is full.
+        """
         self._check(offset, num_bytes, ALIGNMENT)
+        try:
+            os.posix_fallocate(self._file, offset, num_bytes)
+        except OSError as error:
+            raise ArenaError(f"the region cannot be allocated: {error.strerror}") from error
         return torch.frombuffer(self._map, dtype=torch.uint8, count=num_bytes, offset=offset)
 
     def write_status(self, offset: int, status: ExportStatus) -> None:
@@ -63,8 +70,6 @@ class MappedArena:
             raise ArenaError(f"{num_bytes} bytes at offset {offset} are not a valid region")
         if end > min(len(self._map), status.st_size):
             raise ArenaError(f"the region ends at {end}, the arena at {status.st_size}")
-        if status.st_blocks * STAT_BLOCK_BYTES < status.st_size:
-            raise ArenaError("the arena is not fully allocated")
 
 
 class Arenas:

@@ -113,7 +113,10 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- if gt $arena 0 -}}
 {{- $_ := set $engine "prompt_kv" true -}}
 {{- $_ := set $kv "capacity_bytes" $arena -}}
+{{- else -}}
+{{- $_ := set $engine "prompt_kv" false -}}
 {{- end -}}
+{{- $_ := set $kv "spans_bytes" (include "coppice.spansBytes" . | int64) -}}
 {{- $cluster := merge (dict) .Values.cluster -}}
 {{- with .Values.fleet.redis.url -}}
 {{- $_ := set $cluster "redis_url" . -}}

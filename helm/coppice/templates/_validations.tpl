@@ -24,7 +24,7 @@
 {{- if ge $shm (include "coppice.bytes" $limit | int64) -}}
 {{- fail (printf "shm.engine and shm.arena take %d bytes, which leaves nothing of resources.limits.memory (%s)" $shm $limit) -}}
 {{- end -}}
-{{- if eq $shm 0 -}}
+{{- if eq (include "coppice.bytes" $v.shm.engine | int64) 0 -}}
 {{- fail "shm.engine must be above 0: the engine's processes communicate through shared memory" -}}
 {{- end -}}
 {{- if and (gt (include "coppice.spansBytes" . | int64) 0) (eq (include "coppice.bytes" $v.shm.arena | int64) 0) -}}

@@ -1,5 +1,6 @@
 """A worker never writes outside the arena, and detects errors before the first byte."""
 
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,15 +63,26 @@ def test_shrunken_file_is_refused(arena: MappedArena, path: Path) -> None:
         arena.region(64, SIZE // 2)
 
 
-def test_sparse_file_is_refused(tmp_path: Path) -> None:
+def test_region_of_a_sparse_file_is_allocated(tmp_path: Path) -> None:
     """On a full filesystem a store into a hole would raise SIGBUS."""
     path = tmp_path / "sparse"
     path.touch()
     os.truncate(path, 2**20)
     arena = MappedArena(path)
-    with pytest.raises(ArenaError, match="allocated"):
-        arena.region(0, 64)
+    arena.region(2**19, 2**16)
+    assert 2**16 <= path.stat().st_blocks * 512 < 2**18
     arena.close()
+
+
+def test_region_is_refused_where_the_filesystem_is_full(
+    arena: MappedArena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(ArenaError, match="cannot be allocated: No space left"):
+        arena.region(0, 64)
 
 
 def test_foreign_file_is_refused(tmp_path: Path, path: Path) -> None:

@@ -13,12 +13,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from service.prompt_kv.arena import (
+    MAX_DEFAULT_BYTES,
     MIN_BYTES,
     PAGE_BYTES,
     PREFIX,
     Arena,
     Extent,
     ExtentAllocator,
+    default_arena_bytes,
     remove_stale_arenas,
 )
 
@@ -34,13 +36,15 @@ mount = Path(sys.argv[1])
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(mount)], check=True)
 half = Arena.create(mount, 2**30)
 half_bytes = half.num_bytes
+assert half.back(0, half_bytes)
 half.view[half_bytes - 1] = 1
 half.close()
+sparse = Arena.create(mount, 2**26, get_free_bytes=lambda _: 2**30)
 # Another process allocates memory between the check and the allocation.
-late = Arena.create(mount, 2**30, get_free_bytes=lambda _: 2**30)
+late = Arena.create(mount, 2**30, get_free_bytes=lambda _: 2**30, preallocate=True)
 for page in range(0, late.num_bytes, 4096):
     late.view[page] = 1
-print(half_bytes, late.num_bytes)
+print(half_bytes, late.num_bytes, sparse.back(0, 2**20), sparse.back(0, 2**26))
 """
 NUM_PAGES = 24
 
@@ -51,14 +55,31 @@ def created(directory: Path, wanted_bytes: int = WANTED_BYTES) -> Arena:
     return arena
 
 
-def test_every_byte_is_allocated_with_owner_permissions_and_a_random_name(
+def test_preallocated_arena_has_all_its_pages(tmp_path: Path) -> None:
+    arena = Arena.create(tmp_path, WANTED_BYTES, preallocate=True)
+    assert arena is not None
+    assert 512 * arena.path.stat().st_blocks >= WANTED_BYTES
+    arena.close()
+
+
+@pytest.mark.parametrize(
+    ("free", "num_bytes"),
+    [(2**26, 0), (2**27 - 2, 0), (2**27, 2**26), (2**32, 2**31), (2**40, MAX_DEFAULT_BYTES)],
+)
+def test_default_size_is_half_of_the_free_memory_within_bounds(free: int, num_bytes: int) -> None:
+    assert default_arena_bytes(free) == num_bytes
+
+
+def test_files_have_owner_permissions_a_random_name_and_only_the_pages_in_use(
     tmp_path: Path,
 ) -> None:
     arenas = [created(tmp_path) for _ in range(2)]
     for arena in arenas:
         status = arena.path.stat()
         assert stat.S_IMODE(status.st_mode) == 0o600
-        assert status.st_size == WANTED_BYTES <= 512 * status.st_blocks
+        assert status.st_size == WANTED_BYTES > 512 * status.st_blocks
+        assert arena.back(0, WANTED_BYTES)
+        assert 512 * arena.path.stat().st_blocks >= WANTED_BYTES
         assert len(arena.view) == arena.num_bytes == WANTED_BYTES
     assert arenas[0].path != arenas[1].path
     assert len(arenas[0].path.name.removeprefix(PREFIX)) == 32
@@ -134,7 +155,7 @@ def test_on_a_mount_of_64_MiB_the_arena_is_smaller_and_fully_writable(
         command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [str(32 * 2**20)] * 2
+    assert done.stdout.split() == [str(32 * 2**20), str(16 * 2**20), "True", "False"]
 
 
 def environment() -> dict[str, str]:
