@@ -26,6 +26,11 @@ AttentionFallbackReason = Literal[
     "failed",
 ]
 """Reason why a step used vLLM's attention: limits of kernel and engine, then of the step."""
+AttentionState = Literal["on", "off", "backend"] | AttentionFallbackReason
+"""State of shared-prefix attention in a process.
+
+on: used. off: by setting. backend: the model uses another attention backend. Otherwise the reason why the kernel supports no layer.
+"""
 DraftScope = Literal["self", "siblings", "prompt", "all", "drafter"]
 """Source of a drafted token.
 
@@ -61,6 +66,19 @@ TrainingState = Literal["off", "running", "paused", "failed"]
 off: not enabled. running: enabled. paused: suspended while the engine is busy. failed: stopped for
 good because the trainer process exited too often.
 """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeatureStatus:
+    """An optional feature: whether it is on, why, and the setting that changes that.
+
+    `how_to_change` is empty if no setting does.
+    """
+
+    name: str
+    enabled: bool
+    reason: str
+    how_to_change: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

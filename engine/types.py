@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from engine.feature_stats import FeatureStatus
 from engine.kv_types import ExportSlot, KvFormat, KvLoad
 
 PauseMode = Literal["abort", "wait", "keep"]
@@ -169,6 +170,8 @@ class EngineInfo:
     """Maximum number of top logprobs per token that a request may ask for."""
     template_variables: frozenset[str] = frozenset()
     """Names in `ChatRequest.template_options` that the chat template uses."""
+    features: tuple[FeatureStatus, ...] = ()
+    """Optional features of the engine, as decided at its start."""
     max_token_chars: int | None = None
     """Maximum characters of text per token.
 

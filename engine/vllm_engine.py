@@ -14,10 +14,9 @@ from engine.errors import EngineDead, StartFailed
 from engine.feature_stats import CudaGraphStats, DrafterStatus, SharedPrefixStats, SpeculationStats
 from engine.io import logprobs
 from engine.io.chat_conversion import ChatProcessor
-from engine.io.chat_template_options import load_template
 from engine.io.vllm_requests import Generation
 from engine.launch.arguments import WORKER_EXTENSION
-from engine.launch.info import collect_info, kv_support
+from engine.launch.info import collect_features, collect_info, kv_support
 from engine.launch.model_files import resolve_model
 from engine.launch.processes import SHUTDOWN_SECONDS, VllmProcesses, kill_processes
 from engine.launch.vllm_args import check_vllm_args
@@ -60,10 +59,10 @@ class VllmEngine:
         worker_extension: str = WORKER_EXTENSION,
     ) -> None:
         check_vllm_args(settings)
-        load_template(settings.chat_template)
         self._settings = settings
+        self._requested = attention or AttentionSettings(), speculation or SpeculationSettings()
         self._speculation_settings = speculation_lifecycle.resolve_mode(
-            speculation or SpeculationSettings(), settings
+            *self._requested[1:], settings
         )
         self._heartbeat = Heartbeat(
             timeouts={
@@ -74,7 +73,7 @@ class VllmEngine:
         )
         self._processes = VllmProcesses(
             settings,
-            attention=attention or AttentionSettings(),
+            attention=self._requested[0],
             graphs=graphs or GraphsSettings(),
             worker_extension=worker_extension,
         )
@@ -137,8 +136,9 @@ class VllmEngine:
         await self._processes.verify_plugin()
         kv = await kv_support(self._processes, self._settings)
         self._chat = await asyncio.to_thread(ChatProcessor, self.llm, self._settings)
+        features = await collect_features(self._processes, self._settings, *self._requested)
         self._info = collect_info(
-            self.llm, self._settings, model, kv, self._chat.template_variables
+            self.llm, self._settings, model, kv, self._chat.template_variables, features
         )
         await self._generation.warm_up(self._info.eos_token_ids)
         await self._start_drafting()

@@ -24,6 +24,7 @@ from service.config.settings import Settings
 from service.http.bodies import Bodies
 from service.http.connection_limit import Connections, connection_limit
 from service.kv_reuse.manager import KvReuseManager
+from service.observability.features import features, table
 from service.observability.metrics import Metrics, watch_loop_lag
 from service.observability.readiness import Readiness
 from service.observability.tracing import Tracing
@@ -278,6 +279,7 @@ class Server:
         self.prompt_kv.open()
         self.kv_reuse.cache.open()
         self.readiness.started = True
+        log.info("features:\n%s", table(features(self)))
         await self._follower.catch_up(self.settings.weights.catch_up_seconds)
         self.readiness.caught_up = True
         self.cluster.request_heartbeat()

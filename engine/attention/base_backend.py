@@ -24,11 +24,9 @@ from vllm.v1.attention.backend import (
 from engine.attention.counters import COUNTERS
 from engine.attention.crossover import Crossover
 from engine.attention.grouping import StepGrouper, StepGrouping
-from engine.attention.register import settings
+from engine.attention.register import FEATURE, record_prepared, settings
 from engine.feature_stats import AttentionFallbackReason
-from engine.runtime.feature_guard import feature
 
-FEATURE = feature("shared-prefix attention")
 logger = logging.getLogger(__name__)
 
 
@@ -86,7 +84,11 @@ class GroupingMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         reasons = [layer.impl.prepare(self) for layer in layers.values()]
         if "not_built" in reasons:
             logger.warning("shared-prefix attention kernel not built; using stock attention")
-        return None if None in reasons else next(iter(reasons), "failed")
+        unsupported: AttentionFallbackReason | None = (
+            None if None in reasons else next(iter(reasons), "failed")
+        )
+        record_prepared(unsupported)
+        return unsupported
 
     def build(
         self,

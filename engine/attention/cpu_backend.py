@@ -18,14 +18,13 @@ from vllm.v1.attention.backends.cpu_attn import (
 
 from engine.attention import cpu_calibration, crossover
 from engine.attention.base_backend import (
-    FEATURE,
     GroupedAttentionImpl,
     GroupedMetadata,
     GroupingMetadataBuilder,
 )
 from engine.attention.counters import COUNTERS
 from engine.attention.crossover import Crossover
-from engine.attention.register import settings
+from engine.attention.register import FEATURE, settings
 from engine.feature_stats import AttentionFallbackReason
 from kernels.shared_prefix_attention import cpu
 

@@ -6,12 +6,17 @@ Must run before a model is loaded, in the processes that load one.
 import functools
 
 from engine.attention import cuda_steps
+from engine.feature_stats import AttentionFallbackReason, AttentionState
+from engine.runtime.feature_guard import feature
 from engine.settings import AttentionSettings
 
 CPU_BACKEND = "engine.attention.cpu_backend.SharedPrefixBackend"
 CUDA_BACKEND = "engine.attention.cuda_backend.SharedPrefixBackend"
 
+FEATURE = feature("shared-prefix attention")
+
 _settings: AttentionSettings | None = None
+_prepared: list[AttentionFallbackReason | None] = []
 
 
 def install(settings: AttentionSettings) -> None:
@@ -25,6 +30,22 @@ def settings() -> AttentionSettings:
     """Attention settings that `install` was called with in this process."""
     assert _settings is not None, "attention backend used before `install`"
     return _settings
+
+
+def record_prepared(unsupported: AttentionFallbackReason | None) -> None:
+    """Record whether the kernel supports a group of layers, and if not, why."""
+    _prepared.append(unsupported)
+
+
+def state() -> AttentionState:
+    """State of shared-prefix attention in this process, once the model is loaded."""
+    if settings().shared_prefix == "off":
+        return "off"
+    if not (FEATURE.state.on and cuda_steps.FEATURE.state.on):
+        return "failed"
+    if None in _prepared:
+        return "on"
+    return next(filter(None, _prepared), "backend")
 
 
 @functools.cache

@@ -9,9 +9,12 @@ from vllm import __version__ as vllm_version
 from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from engine.feature_stats import FeatureStatus
 from engine.kv_types import KvFormat
+from engine.launch.features import GPU_DEVICE, engine_features
 from engine.launch.processes import VllmProcesses
-from engine.settings import EngineSettings
+from engine.settings import AttentionSettings, EngineSettings, SpeculationSettings
+from engine.speculation.startup import why_off
 from engine.types import EngineInfo, KvReason
 
 log = logging.getLogger(__name__)
@@ -23,6 +26,7 @@ def collect_info(
     model_path: Path,
     kv: KvFormat | KvReason,
     template_variables: frozenset[str],
+    features: tuple[FeatureStatus, ...],
 ) -> EngineInfo:
     """Collect the engine's properties.
 
@@ -54,6 +58,25 @@ def collect_info(
         max_adapters=settings.max_adapters,
         max_adapter_rank=settings.max_adapter_rank if settings.max_adapters else 0,
         template_variables=template_variables,
+        features=features,
+    )
+
+
+async def collect_features(
+    processes: VllmProcesses,
+    settings: EngineSettings,
+    attention: AttentionSettings,
+    speculation: SpeculationSettings,
+) -> tuple[FeatureStatus, ...]:
+    """Optional features of the engine. All ranks have the same attention layers."""
+    states = await processes.call_workers("coppice_attention_state")
+    return engine_features(
+        processes.llm.vllm_config,
+        settings,
+        device="cpu" if current_platform.is_cpu() else GPU_DEVICE,
+        attention=(attention, states[0]),
+        speculation=(speculation, why_off(speculation, settings)),
+        graphs=processes.graph_plan,
     )
 
 

@@ -18,6 +18,7 @@ from vllm.config.quantization import QuantizationConfigArgs
 from vllm.engine.arg_utils import AsyncEngineArgs
 
 from engine.errors import StartFailed
+from engine.io.chat_template_options import load_template
 from engine.settings import EngineSettings
 from engine.vllm_settings import PASSED_UNCHANGED
 
@@ -93,7 +94,11 @@ DATA_PARALLEL: Final = "data_parallel_"
 
 
 def check_vllm_args(settings: EngineSettings) -> dict[str, Any]:
-    """Values of all vLLM arguments in the settings; raises StartFailed with one sentence."""
+    """Values of all vLLM arguments in the settings; raises StartFailed with one sentence.
+
+    Also for a chat template that cannot be used.
+    """
+    load_template(settings.chat_template)
     for name in settings.vllm_args:
         _check_name(name)
     named = {name: getattr(settings, name) for name in PASSED_UNCHANGED}

@@ -16,8 +16,10 @@ from vllm.distributed.parallel_state import get_world_group
 from vllm.lora.request import LoRARequest
 
 from engine.attention import counters as attention
+from engine.attention import register
 from engine.cudagraphs.counters import COUNTERS as GRAPHS
 from engine.cudagraphs.counters import Snapshot as CudaGraphSnapshot
+from engine.feature_stats import AttentionState
 from engine.kv_transfer.worker import rpc
 from engine.kv_transfer.worker.rpc import KvExportInfo
 from engine.runtime.feature_guard import Failure, attempt
@@ -76,6 +78,11 @@ class WorkerExtension:
         return Snapshot(
             shared_prefix=attention.COUNTERS.read(), speculation=speculation.COUNTERS.read()
         )
+
+    def coppice_attention_state(self) -> AttentionState:
+        """State of shared-prefix attention, once the model is loaded."""
+        state = attempt(register.state)
+        return "failed" if isinstance(state, Failure) else state
 
     def coppice_start_speculation(self) -> bool:
         """Attach the draft proposer; returns whether a profile of step times must be measured."""

@@ -92,13 +92,25 @@ def resolve_mode(settings: SpeculationSettings, engine: EngineSettings) -> Specu
     compiled draft store. With pipeline parallelism the rank that drafts does not sample, so there
     are no drafts.
     """
-    unmeasured = settings.mode == "auto" and not current_platform.is_cpu()
-    can = settings.mode == "drafter" or (is_built() and not unmeasured)
-    if settings.mode == "off" or (can and engine.pipeline_parallel_size == 1):
+    reason = why_off(settings, engine)
+    if settings.mode == "off" or reason is None:
         return settings
     if settings.mode != "auto":
-        log.warning("speculation is off: draft store not compiled, or pipeline parallelism enabled")
+        log.warning("speculation is off: %s", reason)
     return settings.model_copy(update={"mode": "off"})
+
+
+def why_off(settings: SpeculationSettings, engine: EngineSettings) -> str | None:
+    """Reason why nothing is drafted with these settings; None if drafts are possible."""
+    if settings.mode == "off":
+        return "speculation.mode is off"
+    if engine.pipeline_parallel_size > 1:
+        return "the rank that drafts does not sample with pipeline parallelism"
+    if settings.mode == "auto" and not current_platform.is_cpu():
+        return "auto is off on a GPU, where no gain has been measured"
+    if settings.mode != "drafter" and not is_built():
+        return "the draft store is not compiled; install with a C++ compiler"
+    return None
 
 
 async def start_drafting(llm: AsyncLLM, settings: SpeculationSettings, info: EngineInfo) -> None:

@@ -6,6 +6,7 @@ from coppice.wire.control import EngineStatus, StatusAnswer
 from engine.protocol import Engine
 from service import __version__
 from service.http.errors import ServiceError
+from service.observability.features import features
 from service.server import Server
 
 
@@ -23,6 +24,7 @@ def status(server: Server) -> StatusAnswer:
         uptime_seconds=server.uptime_seconds,
         engine=_engine_status(server.engine) if started else None,
         kv=server.prompt_kv.status() if started else None,
+        features=features(server) if started else [],
     )
 
 

@@ -38,8 +38,8 @@ def test_limits_on_a_gpu_are_left_to_vllm() -> None:
 
 @pytest.mark.parametrize("on_cpu", [True, False])
 def test_configured_limits_are_used(on_cpu: bool) -> None:
-    given = {"block_size": 64, "max_sequences": 3, "max_batched_tokens": 77}
-    assert limits(on_cpu=on_cpu, **given) == (64, 3, 77)
+    given = limits(on_cpu=on_cpu, block_size=64, max_sequences=3, max_batched_tokens=77)
+    assert given == (64, 3, 77)
 
 
 @pytest.mark.usefixtures("h100")

@@ -2,6 +2,8 @@
 
 from typing import Literal
 
+from pydantic import Field
+
 from coppice.wire.base import AnswerModel, RequestModel
 from coppice.wire.kv import KvReason
 
@@ -62,6 +64,15 @@ class KvStatus(AnswerModel):
     num_handles: int
 
 
+class FeatureStatus(AnswerModel):
+    """An optional feature of the server: whether it is on, why, and how to change that."""
+
+    name: str
+    enabled: bool
+    reason: str
+    how_to_change: str
+
+
 class StatusAnswer(AnswerModel):
     """Answer of GET /v1/status: state of the server, its weights and its engine."""
 
@@ -75,3 +86,4 @@ class StatusAnswer(AnswerModel):
     uptime_seconds: float
     engine: EngineStatus | None
     kv: KvStatus | None = None
+    features: list[FeatureStatus] = Field(default_factory=list)

@@ -49,7 +49,7 @@ def test_logprobs_equal_those_of_stock_attention(engine: SharedEngine) -> None:
 
 
 def test_failed_step_falls_back_to_stock_attention(engine: SharedEngine, reference: Any) -> None:
-    from engine.attention.base_backend import FEATURE
+    from engine.attention.register import FEATURE
 
     group_rows = engine.builder.grouper.group_rows
 

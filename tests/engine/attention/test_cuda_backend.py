@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.attention import cuda_steps
-from engine.attention.base_backend import FEATURE
+from engine.attention.register import FEATURE
 from engine.attention.counters import COUNTERS
 from tests.engine.attention.second_runner import (
     BLOCK,

@@ -1,0 +1,142 @@
+"""Optional features of a started engine: on or off, why, and the setting that changes it."""
+
+from typing import Any, Final
+
+from engine.cudagraphs.planner import Plan
+from engine.feature_stats import AttentionState, FeatureStatus
+from engine.settings import AttentionSettings, EngineSettings, SpeculationSettings
+
+GPU_DEVICE: Final = "cuda"
+UNSUPPORTED: Final[dict[AttentionState, tuple[str, str]]] = {
+    "off": ("attention.shared_prefix is off", "attention.shared_prefix: auto"),
+    "backend": (
+        "backend: the model uses a vLLM attention backend that it does not replace",
+        "engine.vllm_args.attention_backend",
+    ),
+    "not_built": ("the kernel is not compiled", "install with a C++ compiler"),
+    "isa": ("the processor has no instructions that the kernel needs", ""),
+    "dtype": ("the kernel does not support the data type", "engine.dtype"),
+    "kv_cache_dtype": ("the KV cache is quantized", "engine.kv_cache_dtype: auto"),
+    "head_size": ("the kernel does not support the head size", ""),
+    "block_size": ("the kernel does not support the block size", "engine.block_size"),
+    "not_causal": ("attention is not causal", ""),
+    "sliding_window": ("all layers have sliding windows", ""),
+    "soft_cap": ("the model caps attention logits", ""),
+    "alibi": ("the model has ALiBi position biases", ""),
+    "sinks": ("the model has attention sinks", ""),
+    "model_runner": ("vLLM uses Model Runner V1, which does not support it", ""),
+    "parallelism": (
+        "it does not support data parallelism, decode context parallelism or micro-batches",
+        "",
+    ),
+    "batch_invariant": ("VLLM_BATCH_INVARIANT is set", "unset VLLM_BATCH_INVARIANT"),
+    "failed": ("an error at the start, which is logged, has switched it off", ""),
+}
+DRAFTS: Final = {
+    "auto": "drafts come from sibling samples where a profile shows a gain",
+    "siblings": "drafts come from sibling samples",
+    "drafter": "drafts come from a draft model",
+}
+
+
+def engine_features(
+    config: Any,
+    settings: EngineSettings,
+    *,
+    device: str,
+    attention: tuple[AttentionSettings, AttentionState],
+    speculation: tuple[SpeculationSettings, str | None],
+    graphs: Plan | None,
+) -> tuple[FeatureStatus, ...]:
+    """Features of an engine with vLLM's `config`.
+
+    `speculation`: the settings, and the reason why nothing is drafted.
+    """
+    return (
+        _shared_prefix(*attention),
+        _speculation(*speculation),
+        _graph_plan(settings, graphs, device),
+        _adapters(settings),
+        _kv_offloading(settings),
+        _quantization(config, settings),
+        _quantized_kv(settings),
+        _expert_parallel(settings),
+        _async_scheduling(config, settings),
+        _parser("tool_parser", settings.tool_parser, "tool calls", "stay"),
+        _parser("reasoning_parser", settings.reasoning_parser, "reasoning", "stays"),
+    )
+
+
+def _feature(name: str, enabled: object, reason: str, how: str = "") -> FeatureStatus:
+    return FeatureStatus(name=name, enabled=bool(enabled), reason=reason, how_to_change=how)
+
+
+def _shared_prefix(settings: AttentionSettings, state: AttentionState) -> FeatureStatus:
+    name = "shared_prefix_attention"
+    if state in UNSUPPORTED:
+        return _feature(name, False, *UNSUPPORTED[state])
+    steps = "steps where a measurement shows a gain"
+    reason = "every step with a shared prefix" if settings.shared_prefix == "always" else steps
+    return _feature(name, True, f"used in {reason}", "attention.shared_prefix: off")
+
+
+def _speculation(settings: SpeculationSettings, why_off: str | None) -> FeatureStatus:
+    if why_off is not None:
+        how = "" if "not" in why_off else "speculation.mode: siblings"
+        return _feature("speculation", False, why_off, how)
+    return _feature("speculation", True, DRAFTS[settings.mode], "speculation.mode: off")
+
+
+def _graph_plan(settings: EngineSettings, plan: Plan | None, device: str) -> FeatureStatus:
+    name, how = "cuda_graph_plan", "graphs.budget_bytes"
+    if plan is not None:
+        return _feature(name, True, "the graphs captured fit graphs.budget_bytes", how)
+    if device != GPU_DEVICE:
+        return _feature(name, False, "there are no CUDA graphs on CPU")
+    if settings.eager:
+        return _feature(name, False, "engine.eager is true", "engine.eager: false")
+    return _feature(name, False, "graphs.budget_bytes is none: vLLM captures its own sizes", how)
+
+
+def _adapters(settings: EngineSettings) -> FeatureStatus:
+    num, rank = settings.max_adapters, settings.max_adapter_rank
+    reason = f"up to {num} adapters of rank {rank}" if num else "engine.max_adapters is 0"
+    return _feature("lora_adapters", num, reason, "engine.max_adapters")
+
+
+def _kv_offloading(settings: EngineSettings) -> FeatureStatus:
+    num_bytes = settings.kv_offload_bytes
+    reason = "engine.kv_offload_bytes is " + ("none" if num_bytes is None else f"{num_bytes}")
+    return _feature("kv_offloading", num_bytes is not None, reason, "engine.kv_offload_bytes")
+
+
+def _quantization(config: Any, settings: EngineSettings) -> FeatureStatus:
+    method = config.model_config.quantization
+    origin = "engine.quantization" if settings.quantization else "the model's config.json"
+    reason = f"{method}, from {origin}" if method else "weights are not quantized"
+    return _feature("quantization", method, reason, "engine.quantization")
+
+
+def _quantized_kv(settings: EngineSettings) -> FeatureStatus:
+    dtype = settings.kv_cache_dtype
+    is_on = dtype not in ("auto", "float16", "bfloat16")
+    return _feature(
+        "quantized_kv_cache", is_on, f"engine.kv_cache_dtype is {dtype}", "engine.kv_cache_dtype"
+    )
+
+
+def _expert_parallel(settings: EngineSettings) -> FeatureStatus:
+    is_on, how = settings.enable_expert_parallel, "engine.enable_expert_parallel"
+    return _feature("expert_parallel", is_on, f"{how} is {str(is_on).lower()}", how)
+
+
+def _async_scheduling(config: Any, settings: EngineSettings) -> FeatureStatus:
+    is_on, how = config.scheduler_config.async_scheduling, "engine.async_scheduling"
+    value = settings.async_scheduling
+    reason = f"{how} is {str(value).lower()}" if value is not None else "chosen by vLLM"
+    return _feature("async_scheduling", is_on, reason, how)
+
+
+def _parser(name: str, parser: str | None, parsed: str, verb: str) -> FeatureStatus:
+    reason = f"{parser} parses {parsed}" if parser else f"{parsed} {verb} in the text"
+    return _feature(name, parser, reason, f"engine.{name}")

@@ -1,0 +1,148 @@
+"""Features of the engine, with reasons, by settings and by the state of the workers."""
+
+from types import SimpleNamespace
+from typing import Any, get_args
+
+import pytest
+from vllm.platforms import current_platform
+
+from engine.attention import register
+from engine.cudagraphs.planner import Plan
+from engine.feature_stats import AttentionFallbackReason, AttentionState, FeatureStatus
+from engine.launch.features import UNSUPPORTED, engine_features
+from engine.runtime.feature_guard import Feature
+from engine.settings import AttentionSettings, EngineSettings, SpeculationSettings
+from engine.speculation import startup
+
+STEP_REASONS = {"cuda_graphs", "query_length", "nothing_shared", "not_worth_it"}
+"""Reasons of single steps, which a process as a whole cannot have."""
+
+
+def listed(
+    *,
+    device: str = "cpu",
+    attention: AttentionState = "on",
+    shared_prefix: Any = "auto",
+    why_off: str | None = None,
+    graphs: Plan | None = None,
+    quantization: str | None = None,
+    **settings: Any,
+) -> dict[str, FeatureStatus]:
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(quantization=quantization),
+        scheduler_config=SimpleNamespace(async_scheduling=True),
+    )
+    features = engine_features(
+        config,
+        EngineSettings(**settings),
+        device=device,
+        attention=(AttentionSettings(shared_prefix=shared_prefix), attention),
+        speculation=(SpeculationSettings(mode="siblings"), why_off),
+        graphs=graphs,
+    )
+    return {feature.name: feature for feature in features}
+
+
+def test_every_state_of_attention_has_a_reason() -> None:
+    states = {"off", "backend", *get_args(AttentionFallbackReason)} - STEP_REASONS
+    assert UNSUPPORTED.keys() == states
+    for state in UNSUPPORTED:
+        assert not listed(attention=state)["shared_prefix_attention"].enabled
+
+
+def test_backend_that_is_not_replaced_is_the_reason() -> None:
+    found = listed(attention="backend", shared_prefix="always")["shared_prefix_attention"]
+    assert found.reason.startswith("backend: ")
+
+
+@pytest.mark.parametrize(
+    ("mode", "reason"),
+    [
+        ("auto", "used in steps where a measurement shows a gain"),
+        ("always", "used in every step with a shared prefix"),
+    ],
+)
+def test_attention_in_use_says_when(mode: str, reason: str) -> None:
+    found = listed(shared_prefix=mode)["shared_prefix_attention"]
+    assert (found.enabled, found.reason) == (True, reason)
+
+
+@pytest.mark.parametrize(
+    ("device", "eager", "reason"),
+    [
+        ("cpu", None, "there are no CUDA graphs on CPU"),
+        ("cuda", True, "engine.eager is true"),
+        ("cuda", None, "graphs.budget_bytes is none: vLLM captures its own sizes"),
+    ],
+)
+def test_graphs_that_are_not_planned_have_a_reason(
+    device: str, eager: bool | None, reason: str
+) -> None:
+    assert listed(device=device, eager=eager)["cuda_graph_plan"].reason == reason
+
+
+def test_settings_enable_features() -> None:
+    off = listed(device="cuda")
+    assert not any(
+        off[name].enabled
+        for name in ("lora_adapters", "kv_offloading", "quantization", "expert_parallel")
+    )
+    on = listed(
+        quantization="fp8",
+        max_adapters=2,
+        kv_offload_bytes=2**30,
+        kv_cache_dtype="fp8",
+        enable_expert_parallel=True,
+        tool_parser="hermes",
+    )
+    for name in ("lora_adapters", "kv_offloading", "quantization", "quantized_kv_cache"):
+        assert on[name].enabled, name
+    assert on["quantization"].reason == "fp8, from the model's config.json"
+    assert on["expert_parallel"].enabled and on["tool_parser"].enabled
+
+
+@pytest.mark.parametrize(
+    ("mode", "on_cpu", "built", "ranks", "reason"),
+    [
+        ("off", True, True, 1, "speculation.mode is off"),
+        ("auto", False, True, 1, "auto is off on a GPU, where no gain has been measured"),
+        ("siblings", True, False, 1, "the draft store is not compiled"),
+        ("siblings", True, True, 2, "the rank that drafts does not sample"),
+        ("siblings", True, True, 1, None),
+        ("drafter", True, False, 1, None),
+    ],
+)
+def test_reason_why_nothing_is_drafted(
+    mode: Any, on_cpu: bool, built: bool, ranks: int, reason: str | None, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(startup, "is_built", lambda: built)
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: on_cpu)
+    engine = EngineSettings(pipeline_parallel_size=ranks)
+    found = startup.why_off(SpeculationSettings(mode=mode), engine)
+    assert (found or "").startswith(reason or "") and (found is None) == (reason is None)
+
+
+@pytest.mark.parametrize(
+    ("mode", "prepared", "state"),
+    [
+        ("off", [], "off"),
+        ("always", [], "backend"),
+        ("always", ["sinks", None], "on"),
+        ("always", ["sinks", "sliding_window"], "sinks"),
+    ],
+)
+def test_state_of_attention_in_a_worker(
+    mode: Any, prepared: list[Any], state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(register, "_settings", AttentionSettings(shared_prefix=mode))
+    monkeypatch.setattr(register, "_prepared", prepared)
+    assert register.state() == state
+
+
+def test_failed_attention_is_not_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = Feature("test")
+    failed.disable(ValueError("x"))
+    monkeypatch.setattr(register, "_settings", AttentionSettings(shared_prefix="auto"))
+    monkeypatch.setattr(register, "_prepared", [None])
+    monkeypatch.setattr(register, "FEATURE", failed)
+    assert register.state() == "failed"
