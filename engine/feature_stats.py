@@ -29,7 +29,8 @@ AttentionFallbackReason = Literal[
 AttentionState = Literal["on", "off", "backend"] | AttentionFallbackReason
 """State of shared-prefix attention in a process.
 
-on: used. off: by setting. backend: the model uses another attention backend. Otherwise the reason why the kernel supports no layer.
+on: used. off: by setting. backend: the model uses another attention backend. Otherwise the reason
+why the kernel supports no layer.
 """
 DraftScope = Literal["self", "siblings", "prompt", "all", "drafter"]
 """Source of a drafted token.

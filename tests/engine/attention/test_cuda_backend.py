@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from engine.attention import cuda_steps
-from engine.attention.register import FEATURE
 from engine.attention.counters import COUNTERS
+from engine.attention.register import FEATURE
 from tests.engine.attention.second_runner import (
     BLOCK,
     HEADS,
