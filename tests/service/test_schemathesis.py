@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import requests
 import schemathesis
+import yaml
 from hypothesis import HealthCheck, settings
 from schemathesis import Response
-from schemathesis.openapi import from_path
+from schemathesis.openapi import from_dict
 
 from engine.types import ChatRequest, EngineInfo
 from tests.fake_engine import FakeEngine
@@ -92,7 +93,17 @@ def _config() -> schemathesis.Config:
     )
 
 
-CONTRACT = from_path(Path(__file__).parents[2] / "openapi.yaml", config=_config())
+def _without_examples(node: Any) -> Any:
+    """The contract without examples of bodies, whose ids are those of another server."""
+    if isinstance(node, list):
+        return [_without_examples(part) for part in node]
+    if not isinstance(node, dict):
+        return node
+    return {key: _without_examples(part) for key, part in node.items() if key != "example"}
+
+
+_FILE = Path(__file__).parents[2] / "openapi.yaml"
+CONTRACT = from_dict(_without_examples(yaml.safe_load(_FILE.read_text())), config=_config())
 
 
 class Obliging(FakeEngine):
