@@ -8,8 +8,8 @@ const RATE_SECONDS = 5;
 const past = [];
 
 const rate = (name, per) => (now, points) => {
-  const before = points.find((point) => now.at - point.at <= RATE_SECONDS);
-  if (!now.load || !before?.load || before === now) return null;
+  const before = points.find((point) => point.load && now.at - point.at <= RATE_SECONDS);
+  if (!now.load || !before || before === now) return null;
   return Math.max(0, (per * (now.load[name] - before.load[name])) / (now.at - before.at));
 };
 const level = (name, scale = 1) => (now) => (now.load ? scale * now.load[name] : null);

@@ -104,7 +104,7 @@ function showWork(data) {
   const { running, admitted, limit } = data.samples;
   const more = data.num_rollouts - data.rollouts.length;
   byId("work-note").textContent = data.num_rollouts
-    ? `${data.num_rollouts} rollouts${more > 0 ? `, the newest ${data.rollouts.length} shown` : ""}; ${running} samples submitted to the engine, ${admitted} of at most ${limit} admitted. A bar is a sample or a segment of a tree: its length is its number of tokens, its colour the weights version that generated them. A bar that ends in a mark is still growing. A dot at the end of a segment: its KV is exported.`
+    ? `${data.num_rollouts} ${data.num_rollouts === 1 ? "rollout" : "rollouts"}${more > 0 ? `, the newest ${data.rollouts.length} shown` : ""}; ${running} samples submitted to the engine, ${admitted} of at most ${limit.toLocaleString("en")} admitted. A bar is a sample or a segment of a tree: its length is its number of tokens, its colour the weights version that generated them. A bar that ends in a mark is still growing. A dot at the end of a segment: its KV is exported.`
     : "No rollout is running. Rollouts appear here while they run.";
   showRollouts(data, byId("rollouts"));
   showLegend(data); // after the rollouts, whose bars give unlisted versions their colours
@@ -129,7 +129,7 @@ function show(data) {
   const active = data.versions.find((version) => version.state === "active");
   document.title = data.model ? `${data.model} - Coppice` : "Coppice";
   byId("model").textContent = data.model ?? "Coppice";
-  byId("facts").textContent = `weights ${active.version}, up ${duration(data.uptime_seconds)}`;
+  byId("facts").textContent = data.model ? `served by Coppice, weights ${active.version}, up ${duration(data.uptime_seconds)}` : "";
   showStage(data);
   learn(data.versions);
   showCharts(data, byId("charts"));
@@ -140,7 +140,7 @@ function show(data) {
   showFeatures(data.features);
   byId("content").classList.remove("stale");
   byId("content").hidden = data.stage === "starting";
-  byId("freeze").hidden = false;
+  byId("freeze").hidden = byId("content").hidden;
 }
 
 function lost(error) {

@@ -182,13 +182,14 @@ async def test_page_shows_running_samples_and_trees_as_they_grow(tmp_path: Path)
     async with scene(tmp_path) as at:
         await start_work(at)
         await at.page.shown("document.querySelectorAll('.group').length == 3")
+        await at.page.shown(f"{FIRST_ROWS}.includes('140 / 320')")
         assert await at.page.text(".rows li:nth-child(2)") == "1 140 / 320 running"
         assert await at.page.text(".rows li:nth-child(1)") == "0 60 stop"
         assert "Group 0: 6 samples, 2 finished, 3 prompt tokens" in await at.page.text("#work")
         assert "tree of 6 finished segments and 8 running paths" in await at.page.text("#work")
         before = await at.page.value(WIDTHS)
         await grow(at, 20)
-        await at.page.shown("document.querySelector('.rows .running').innerText.includes('160')")
+        await at.page.shown(f"{FIRST_ROWS}.includes('160 / 320')")
         after = await at.page.value(WIDTHS)
         assert len(before) == len(after) == 8
         assert all(new > old for old, new in zip(before, after, strict=True))
@@ -198,6 +199,7 @@ async def test_page_shows_running_samples_and_trees_as_they_grow(tmp_path: Path)
         await at.page.photograph(tmp_path / "running.png")
 
 
+FIRST_ROWS = "document.querySelector('.rows').innerText"
 WIDTHS = "[...document.querySelectorAll('.nodes .running')].map((node) => node.offsetWidth)"
 
 
@@ -352,7 +354,7 @@ class Seedling(FakeEngine):
 @pytest.mark.skipif("COPPICE_PICTURES" not in os.environ, reason="writes the picture")
 async def test_picture_of_the_documentation(tmp_path: Path) -> None:
     async with scene(tmp_path, Seedling(instant=False, prompt_kv=True)) as at:
-        await at.page.resize(1440, 1000)
+        await at.page.resize(1440, 880)
         await start_work(at, pace=0.25)
         await asyncio.sleep(1.5)
         await at.page.photograph(PICTURE)
