@@ -138,10 +138,10 @@ def draft_length_text() -> str:
     return f"""
 Recorded rollouts of the bundled model were replayed, and the mean number of tokens per forward
 pass was counted. The baselines are Arctic's suffix decoding, at vLLM's defaults and with longer
-drafts, and n-grams. With 15 finished siblings at temperature 1.0, sibling drafts reach {ours:.2f}
-tokens and Arctic's better setting {arctic:.2f}. With no finished sibling Arctic's is slightly
-better ({arctic_alone:.2f} against {ours_alone:.2f}). Nothing is timed here: a forward pass with
-drafts is slower than one without.
+drafts, and n-grams. A finished sibling is a finished sample of the same group. With 15 of them at
+temperature 1.0, sibling drafts reach {ours:.2f} tokens and Arctic's better setting {arctic:.2f}.
+With none, Arctic's setting is slightly better ({arctic_alone:.2f} against {ours_alone:.2f}).
+Nothing is timed here: a forward pass with drafts is slower than one without.
 """
 
 
@@ -180,9 +180,9 @@ def kv_reuse_text() -> str:
     return f"""
 Five agents sent each other messages, and the time to first token (TTFT) of their prompts was
 measured. The baseline is vLLM's prefix caching, which reuses only KV of a common beginning.
-Spliced KV gives {spliced[0]} for prompts of 1,128 tokens and {spliced[1]} for prompts of 2,696.
-Predicted KV is not clearly faster. Moving shared texts to the front of the prompt is slower
-({reordered}).
+Spliced KV has a gain of {spliced[0]} for prompts of 1,128 tokens and {spliced[1]} for prompts of
+2,696. Predicted KV is not clearly faster. Moving shared texts to the front of the prompt is
+slower ({reordered}).
 """
 
 

@@ -87,8 +87,9 @@ def headline_text() -> str:
 Each row compares one capability with the baseline that is named under it. Both were measured in
 the same run. A filled dot is a clear difference. A hollow dot is none: its interval contains 1x.
 There are losses too: sibling drafts are not faster than decoding without speculation ({off}), and
-an engine that uses a LoRA adapter has {adapter} of the throughput. The 16 leaves of a tree count
-as {leaves} independent samples. Spliced KV is approximate; see [its error](#error-of-reused-kv).
+an engine that uses a LoRA adapter has {adapter} of the throughput. The leaves of a tree share
+tokens, so its 16 leaves are worth {leaves} independent samples. Spliced KV is approximate; see
+[its error](#error-of-reused-kv).
 """
 
 
@@ -177,9 +178,10 @@ def costs() -> Figure:
 def costs_text() -> str:
     adapter = median("adapter_cost", "throughput, adapter in use")
     return f"""
-The throughput with a feature is compared with that of the same engine without it; for HTTP, with
-direct calls of vLLM's `AsyncLLM`. Only a LoRA adapter in use has a clear cost ({adapter}). The
-other intervals contain 1x. Some of them are wide and do not exclude a cost of ten per cent.
+The throughput of an engine with a feature is compared with that of the same engine without it.
+Rollouts over HTTP are compared with direct calls of vLLM's `AsyncLLM`. Only a LoRA adapter in use
+has a clear cost ({adapter}). The other intervals contain 1x. Some of them are wide and do not
+exclude a cost of ten per cent.
 """
 
 

@@ -95,11 +95,11 @@ def length_bias_text() -> str:
     share = number("length_bias", "first, 4", "finished after ")
     bias = -number("length_bias", "first, 4")
     return f"""
-A group of 8 samples may finish when 4 or 6 of them are selected by a finish policy. For 256
-problems the mean length of the selected samples is compared with that of all 8, and the moment of
-the finish with the end of the longest sample. The policy `first` with 4 of 8 finishes after
-{share:.0f} % of the longest sample, but its samples are {bias:.0f} % shorter. The other policies
-have a small bias, and finish only a little before the longest sample.
+A finish policy selects 4 or 6 of the 8 samples of a group. Two things were measured over 256
+problems: how much shorter the selected samples are than all 8 on average, and when the group
+finishes, in per cent of its longest sample. `first` with 4 of 8 finishes after {share:.0f} %, but
+its samples are {bias:.0f} % shorter. `random` and `balanced_length` select samples of nearly the
+usual length, and the group finishes only a little before its longest sample.
 """
 
 
@@ -129,10 +129,11 @@ def delta_shares() -> list[tuple[str, str, float]]:
 def weight_delta_text() -> str:
     shares = [share for _, kind, share in delta_shares() if kind == "delta size"]
     return f"""
-After a GRPO step (all parameters trained, bfloat16) the new weights were sent as a delta. The
-baseline sends each changed tensor whole. At a learning rate of 1e-4 the delta has {shares[0]} %
-of the bytes of the file. At 1e-6, which is usual for large models, it has {shares[1]} %. The
-baseline saves almost nothing, because nearly every tensor changes in each step.
+After a GRPO step (all parameters trained, bfloat16) only the changed values were sent, as a
+delta. The baseline sends each changed tensor whole. At a learning rate of 1e-4 the delta has
+{shares[0]} % of the bytes of the file. At 1e-6, which is usual for large models, it has
+{shares[1]} %. The baseline saves almost nothing, because nearly every tensor changes in each
+step.
 """
 
 
