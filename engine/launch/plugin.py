@@ -12,7 +12,13 @@ from typing import Literal
 from engine.attention import register as attention
 from engine.launch import core_methods
 from engine.launch.environment import attention_settings, speculation_settings, started_by_coppice
-from engine.patches import chunked_seed, cpu_sampling_expansion, graph_candidates, lora_cpu_ops
+from engine.patches import (
+    chunked_seed,
+    cpu_moe_reload,
+    cpu_sampling_expansion,
+    graph_candidates,
+    lora_cpu_ops,
+)
 from engine.runtime import gc_and_process_group
 from engine.speculation import process_settings as speculation
 
@@ -49,6 +55,12 @@ PATCHES = (
     Patch(
         name="adapter_rows",
         install=lora_cpu_ops.install,
+        platform="cpu",
+        processes=MODEL_PROCESSES,
+    ),
+    Patch(
+        name="moe_reload",
+        install=cpu_moe_reload.install,
         platform="cpu",
         processes=MODEL_PROCESSES,
     ),

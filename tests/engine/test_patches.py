@@ -76,7 +76,9 @@ def test_upstream_expand_writes_nothing() -> None:
 @vllm_warns
 def test_process_gets_the_patches_it_needs() -> None:
     for name in ("EngineCore", "EngineCore_DP0", "VllmWorker-1"):
-        assert install_patches(name) == ("expand_kernel", "chunked_seed", "adapter_rows")
+        assert install_patches(name) == (
+            *("expand_kernel", "chunked_seed", "adapter_rows", "moe_reload"),
+        )
     assert install_patches("MainProcess") == ("expand_kernel",)
 
 
