@@ -203,8 +203,10 @@ class WorkerExtension:
         worker_reload.load(self, self.coppice_tensors(checkpoint), drafter=drafter)
 
     def coppice_restore(self, previous: Checkpoint, *, drafter: bool = False) -> None:
+        """Load the previous weights; layers that are never loaded still have them."""
         worker_reload.reset(self, drafter=drafter)
-        self.coppice_load(previous, drafter=drafter)
+        tensors = self.coppice_tensors(previous)
+        worker_reload.load(self, tensors, drafter=drafter, requires_all=False)
 
     def coppice_tensors(self, checkpoint: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
         return worker_reload.read_tensors(checkpoint, pinned=self.device.type == "cuda")

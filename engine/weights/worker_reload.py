@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import torch
 from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
@@ -57,12 +58,21 @@ def _read_tensor(stored: StoredTensor, pinned: bool) -> torch.Tensor:
     return flat.view(TORCH_DTYPES[stored.dtype]).reshape(stored.shape)
 
 
+class NotReloadable(Exception):
+    """vLLM's loader of this model left a layer as it was."""
+
+
 def load(
-    worker: Any, tensors: Iterable[tuple[str, torch.Tensor]], *, drafter: bool = False
+    worker: Any,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    *,
+    drafter: bool = False,
+    requires_all: bool = True,
 ) -> None:
     """Load all tensors into the model, or into its draft model.
 
-    After an exception, call `reset` and load again.
+    After an exception, call `reset` and load again. `requires_all`: raise NotReloadable if a layer
+    with parameters received none.
     """
     model = _model(worker, drafter)
     config = worker.model_config
@@ -79,6 +89,8 @@ def load(
         initialize_layerwise_reload(model)
         _cancel_reload(tied)
         model.load_weights(tensors)
+        if requires_all and (layers := _layers_not_loaded(model)):
+            raise NotReloadable(f"vLLM cannot load new weights into {layers[0]} of this model")
         finalize_layerwise_reload(model, config)
         _repack_tied_heads(tied)
     worker.synchronize_device()
@@ -93,6 +105,22 @@ def reset(worker: Any, *, drafter: bool = False) -> None:
 def _model(worker: Any, drafter: bool) -> Any:
     runner = worker.model_runner
     return runner.get_draft_model() if drafter else runner.get_model()
+
+
+def _layers_not_loaded(model: torch.nn.Module) -> list[str]:
+    """Names of the layers whose parameters received no tensor.
+
+    Some models write to parameters without their weight loader. During a reload these are on the
+    meta device, so that the values are lost without an error.
+    """
+    return [name for name, layer in model.named_modules() if _is_not_loaded(layer)]
+
+
+def _is_not_loaded(layer: torch.nn.Module) -> bool:
+    info = get_layerwise_info(layer)
+    has_parameters = info.kernel_tensors is not None and bool(info.kernel_tensors[0])
+    is_waiting = info.can_load() and info.load_numel == 0
+    return has_parameters and is_waiting and not is_deferred_attention_layer(layer)
 
 
 def _cancel_reload(layers: Iterable[torch.nn.Module]) -> None:

@@ -64,21 +64,9 @@ FAMILIES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
             "layer_types": ["linear_attention", "full_attention"],
             "linear_num_key_heads": 2,
             "linear_num_value_heads": 4,
-            "linear_key_head_dim": 32,
-            "linear_value_head_dim": 32,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
             "shared_expert_intermediate_size": 64,
-        },
-    ),
-    "mamba": (
-        "Bamba",
-        {
-            "attn_layer_indices": [1],
-            "mamba_n_heads": 8,
-            "mamba_d_head": 16,
-            "mamba_d_state": 16,
-            "mamba_n_groups": 1,
-            "mamba_expand": 2,
-            "mamba_chunk_size": 32,
         },
     ),
 }

@@ -13,12 +13,18 @@ from transformers import (
     Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GptOssConfig,
+    GptOssForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 from coppice.train import (
@@ -273,3 +279,26 @@ def test_unknown_schedules_are_refused() -> None:
             random_loss(random_group()),
             schedule="best",  # type: ignore[arg-type]
         )
+
+
+def test_mixture_of_experts_has_the_padded_gradient() -> None:
+    sparse = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, head_dim=16, **sparse)).train()
+    group = random_group()
+    naive_backward(model, group, random_loss(group))
+    exact = gradients(model)
+    for schedule in SCHEDULES:
+        grouped_backward(model, group, random_loss(group), schedule=schedule, pass_tokens=100)
+        assert error(gradients(model), exact) < 1e-5, schedule
+
+
+def test_attention_sinks_are_refused() -> None:
+    config = GptOssConfig(**SIZES, head_dim=16, num_local_experts=2, sliding_window=512)
+    refused(GptOssForCausalLM(config).train(), "s_aux")
+
+
+def test_gated_delta_net_is_refused() -> None:
+    layers = ["linear_attention", "full_attention", "linear_attention"]
+    sizes = {**SIZES, "num_hidden_layers": len(layers)}
+    model = Qwen3NextForCausalLM(Qwen3NextConfig(**sizes, head_dim=16, layer_types=layers))
+    refused(model.train(), "1 of 3 layers")
