@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import psutil
 from pydantic import ValidationError
+from vllm import __version__ as vllm_version
 from vllm import envs
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
@@ -25,6 +26,7 @@ from engine.cudagraphs.planner import Plan
 from engine.errors import EngineDead, StartFailed
 from engine.launch.arguments import USAGE_CONTEXT, engine_arguments, with_defaults
 from engine.launch.environment import engine_environment
+from engine.launch.vllm_seams import check_version
 from engine.runtime.await_engine import await_engine
 from engine.runtime.leftover_files import TempDir, remove_leftover_shared_memory
 from engine.settings import AttentionSettings, EngineSettings, GraphsSettings, SpeculationSettings
@@ -70,6 +72,7 @@ class VllmProcesses:
         await asyncio.shield(self._starting)
 
     def _start(self, model: Path, speculation: SpeculationSettings) -> None:
+        check_version(vllm_version)
         on_cpu = current_platform.is_cpu()
         self._temp_dir = TempDir()
         limited = with_defaults(

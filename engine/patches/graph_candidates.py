@@ -13,9 +13,6 @@ the managers of draft heads have schedules of their own.
 """
 
 import functools
-import hashlib
-import inspect
-import logging
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -28,17 +25,6 @@ from engine.launch.environment import graph_plan
 from engine.runtime.feature_guard import feature
 
 FEATURE = feature("counting of graphs")
-EXPECTED_DIGESTS = {
-    "BatchExecutionDescriptor": "6098dc5122d65dad",
-    "_is_compatible": "67db5906f6966615",
-    "CudaGraphManager._init_candidates": "c017d0137f301ae0",
-    "CudaGraphManager.capture": "69c4d2047db3f14e",
-    "CudaGraphManager.dispatch": "16099f9929707031",
-    "ModelCudaGraphManager.capture": "c1ab556f3bc4a834",
-}
-"""Start of the SHA-256 of the patched or required sources in vLLM 0.32.0."""
-
-log = logging.getLogger(__name__)
 
 
 class GraphPlanMismatch(RuntimeError):
@@ -125,18 +111,6 @@ def _check_shapes(plan: Plan, descs: Iterable[Any], what: str) -> None:
         )
 
 
-def source_digests() -> dict[str, str]:
-    """Digests of the installed vLLM's sources, to compare with EXPECTED_DIGESTS."""
-    from vllm.v1.worker.gpu import cudagraph_utils
-
-    return {
-        name: hashlib.sha256(
-            inspect.getsource(functools.reduce(getattr, name.split("."), cudagraph_utils)).encode()
-        ).hexdigest()[:16]
-        for name in EXPECTED_DIGESTS
-    }
-
-
 def install() -> None:
     plan = graph_plan()
     if plan is not None:
@@ -146,11 +120,6 @@ def install() -> None:
 def install_plan(plan: Plan) -> None:
     from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 
-    changed = [name for name, found in source_digests().items() if found != EXPECTED_DIGESTS[name]]
-    if changed:
-        log.warning(
-            "this vLLM is not the one that the CUDA graph plan was written for: %s differ", changed
-        )
     for name, method in patched_methods(ModelCudaGraphManager, plan).items():
         setattr(ModelCudaGraphManager, name, method)
 
