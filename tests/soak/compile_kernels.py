@@ -1,0 +1,129 @@
+"""Compiles the Triton kernels for GPUs that this machine need not have; prints what they use.
+
+    python -m tests.soak.compile_kernels
+
+The installed Triton compiles them, and its ptxas assembles the result. The output is JSON: for each
+kernel, shape and GPU the registers per thread, and the bytes of shared memory and of spills.
+"""
+
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kernels import rope_shift_cuda
+from kernels.shared_prefix_attention import cuda
+
+CAPABILITIES: Final = (80, 90, 100)
+POINTERS: Final = {"bf16": "*bf16", "fp16": "*fp16"}
+_USED = re.compile(r"Used (\d+) registers")
+_SPILLED = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """One specialization of a Triton kernel, with the types of its arguments."""
+
+    name: str
+    function: Any
+    types: Mapping[str, str]
+    constants: Mapping[str, int]
+    num_warps: int = 4
+
+    def source(self) -> Any:
+        """Aligned pointers and strides that are multiples of 16, as PyTorch's tensors have."""
+        names = self.function.arg_names
+        signature = {name: self.types.get(name, "constexpr") for name in names}
+        aligned = [
+            (number,)
+            for number, name in enumerate(names)
+            if signature[name].startswith("*") or name.endswith(("stride", "head_dim"))
+        ]
+        return ASTSource(
+            self.function,
+            signature,
+            {(names.index(name),): value for name, value in self.constants.items()},
+            {place: [["tt.divisibility", 16]] for place in aligned},
+        )
+
+
+def kernels() -> Iterator[Kernel]:
+    for dtype, pointer in POINTERS.items():
+        for head_size in (64, 128, 256):
+            yield _merge(dtype, pointer, head_size)
+        for head_size in (64, 128):
+            yield _rotate(dtype, pointer, head_size)
+
+
+def _merge(dtype: str, pointer: str, head_size: int) -> Kernel:
+    strides = ("part_stride", "part_head_stride", "part_lse_stride")
+    strides += ("out_stride", "out_head_stride", "lse_stride")
+    types = {"part_outs": pointer, "part_lses": "*fp32", "outs": pointer, "lses": "*fp32"}
+    types |= {"offsets": "*i32", "parts": "*i32"} | dict.fromkeys(strides, "i32")
+    return Kernel(
+        name=f"merge, {dtype}, head size {head_size}",
+        function=cuda._merge_kernel,
+        types=types,
+        constants={"head_size": head_size, "padded_size": triton.next_power_of_2(head_size)},
+        num_warps=1,
+    )
+
+
+def _rotate(dtype: str, pointer: str, head_size: int) -> Kernel:
+    types = {"keys": pointer, "cosines": "*fp32", "sines": "*fp32"}
+    return Kernel(
+        name=f"rope shift, {dtype}, head size {head_size}",
+        function=rope_shift_cuda._rotate_kernel,
+        types=types | dict.fromkeys(("num_rows", "head_dim", "half"), "i32"),
+        constants={
+            "ROWS_PER_PROGRAM": rope_shift_cuda.ROWS_PER_PROGRAM,
+            "NUM_PAIRS": head_size // 2,
+        },
+    )
+
+
+def compiled(kernel: Kernel, capability: int) -> dict[str, int]:
+    target = GPUTarget("cuda", capability, 32)
+    built = triton.compile(kernel.source(), target=target, options={"num_warps": kernel.num_warps})
+    log = _assemble(built.asm["ptx"], capability)
+    used, spilled = _USED.search(log), _SPILLED.search(log)
+    assert used and spilled, log
+    return {
+        "registers": int(used[1]),
+        "shared_bytes": int(built.metadata.shared),
+        "spilled_bytes": int(spilled[1]) + int(spilled[2]),
+    }
+
+
+def _assemble(ptx: str, capability: int) -> str:
+    """Messages of the ptxas that Triton has for a GPU."""
+    folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    ptxas = folder / ("ptxas-blackwell" if capability >= 100 else "ptxas")
+    suffix = "a" if capability >= 90 else ""
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [ptxas, "-v", f"--gpu-name=sm_{capability}{suffix}", file.name, "-o", "/dev/null"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
+def main() -> None:
+    found = {
+        f"{kernel.name}, sm_{capability}": compiled(kernel, capability)
+        for kernel in kernels()
+        for capability in CAPABILITIES
+    }
+    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(each)}" for name, each in found.items())
+    print(f"{{\n{lines}\n}}")
+
+
+if __name__ == "__main__":
+    main()
