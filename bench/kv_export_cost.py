@@ -23,7 +23,7 @@ from pathlib import Path
 import uvloop
 
 from bench.harness.paired_runs import Pairs, alternate
-from bench.harness.record import Record, Row
+from bench.harness.record import Record, Row, add_out
 from engine.kv_types import ExportSlot, ExportStatus
 from engine.settings import EngineSettings
 from engine.types import Completion, SampleRequest, Sampling
@@ -145,13 +145,13 @@ async def measure(model: Path, rounds: int) -> tuple[Arms, int]:
     return arms, engine.info.kv_bytes_per_token
 
 
-def record(arms: Arms, bytes_per_token: int) -> Record:
+def record(arms: Arms, bytes_per_token: int, model: str) -> Record:
     ratio = Pairs(a=arms.exported, b=arms.plain).ratio()
     medians = [statistics.median(values) for values in (arms.exported, arms.plain)]
     return Record(
         name="kv_export_cost",
         claim=f"{GROUPS} groups of {SAMPLES}, prompts of {PROMPT_TOKENS} and responses of {TOKENS} "
-        "tokens, 25M parameters: with an export of every prompt, and without.",
+        f"tokens, {model}: with an export of every prompt, and without.",
         rows=[
             Row(
                 what="throughput, with exports / without",
@@ -193,12 +193,14 @@ def main() -> None:
         "--model", type=Path, help="default: the seedling, enlarged to 25M parameters"
     )
     parser.add_argument("--rounds", type=int, default=9)
+    add_out(parser)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = arguments.model or grown(folder)
-        result = record(*uvloop.run(measure(model, arguments.rounds)))
+        measured = uvloop.run(measure(model, arguments.rounds))
+        result = record(*measured, arguments.model.name if arguments.model else "25M parameters")
     result.show()
-    print(f"\nwrote {result.write().name}")
+    print(f"\nwrote {result.write(arguments.out).name}")
 
 
 if __name__ == "__main__":

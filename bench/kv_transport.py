@@ -22,7 +22,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bench.harness.paired_runs import Pairs, alternate
-from bench.harness.record import Record, Row
+from bench.harness.record import Record, Row, add_out
 from coppice import KvHandle, KvSource, PromptKV
 from coppice.prompt_kv.http_client import Download
 from coppice.prompt_kv.nixl import installed
@@ -262,6 +262,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--send", nargs=3, help="run as the sender of the bare socket (internal)")
     parser.add_argument("--rounds", type=int, default=15)
+    add_out(parser)
     parser.add_argument("--model", default=EngineSettings().model)
     arguments = parser.parse_args()
     if arguments.send is not None:
@@ -271,7 +272,7 @@ def main() -> None:
     seconds, length = transports(arguments.rounds)
     result = record(seconds, length, latency_beside_readers(100), arguments.model)
     result.show()
-    print(f"\nwrote {result.write().name}")
+    print(f"\nwrote {result.write(arguments.out).name}")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import torch
 
 from bench.harness.graph_arms import Arm, Captured, Request
 from bench.harness.paired_runs import Pairs, alternate
-from bench.harness.record import Record, Row
+from bench.harness.record import Record, Row, add_out
 from engine.cudagraphs.allowed_shapes import CaptureLimits, DraftLengthTiers, vllm_shapes
 from engine.cudagraphs.evaluation import GraphMemory, estimate_memory
 from engine.cudagraphs.planner import Plan, plan
@@ -143,6 +143,7 @@ def main(given: Sequence[str] | None = None) -> None:
         "--shapes", type=int, default=24, help="number of the trace's most frequent shapes"
     )
     parser.add_argument("--rounds", type=int, default=15)
+    add_out(parser)
     arguments = parser.parse_args(given)
     if not torch.cuda.is_available():
         print("no GPU: not run")
@@ -174,7 +175,7 @@ def main(given: Sequence[str] | None = None) -> None:
         raw={"full": seconds[0], "ours": seconds[1]},
     )
     record.show()
-    print(f"\nwrote {record.write().name}")
+    print(f"\nwrote {record.write(arguments.out).name}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """GPU benchmark: shared-prefix attention of one layer, against FlashAttention's paged decode.
 
-    python -m bench.shared_prefix_gpu [--only NAME] [--rounds N]
+    python -m bench.shared_prefix_gpu [--only NAME | --quick] [--rounds N]
 
 Not run yet: without a GPU it says so and writes no record. The shape is 32 query and 8 KV heads of
 128, blocks of 16 tokens, bfloat16. FlashAttention gets its scheduler metadata beforehand in either
@@ -24,7 +24,7 @@ from vllm.v1.attention.backends import fa_utils
 
 from bench.harness.paired_runs import Pairs, alternate
 from bench.harness.prefix_trees import Tree
-from bench.harness.record import Record, Row
+from bench.harness.record import Record, Row, add_out
 from engine.attention.cuda_calibration import (
     CalibrationStep,
     LayerGeometry,
@@ -76,6 +76,11 @@ CASES = [
     ),
     *(hydragen(rows, 2 * rows) for rows in (512, 1024, 2048, 4096)),
     pat([8, 16, 32, 256], [512, 512, 256, 32]),
+    pat([256], [1024]),
+]
+QUICK_CASES = [
+    *(groups(*sizes) for sizes in product((1, 4, 16, 32), (8, 16), (1024, 4096, 16384), (256,))),
+    hydragen(512, 1024),
     pat([256], [1024]),
 ]
 
@@ -131,12 +136,14 @@ def main() -> None:
     parser.add_argument(
         "--only", default="", help="run the cases whose name contains this; writes no record"
     )
+    parser.add_argument("--quick", action="store_true", help="run 26 of the cases")
+    add_out(parser)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("no GPU: not run")
         return
     rows, raw = [], {}
-    for case in CASES:
+    for case in QUICK_CASES if arguments.quick else CASES:
         if arguments.only in case.name:
             row, raw[case.name] = asyncio.run(measure(case, arguments.rounds))
             rows.append(row)
@@ -149,7 +156,7 @@ def main() -> None:
         raw=raw,
     )
     if not arguments.only:
-        print(f"\nwrote {record.write().name}")
+        print(f"\nwrote {record.write(arguments.out).name}")
 
 
 if __name__ == "__main__":

