@@ -26,10 +26,11 @@ RUN /opt/coppice/bin/pip install -qq --no-cache-dir --no-deps --no-build-isolati
     && /opt/coppice/bin/pip uninstall -qq -y pip
 
 FROM ${BASE}
-# Triton compiles a launcher in C for each kernel at its first use, so the image contains a compiler.
+# Triton compiles a launcher in C for each kernel at its first use, and Inductor compiles what a graph
+# computes on the CPU in C++, so the image contains both compilers; g++ depends on gcc.
 # hadolint ignore=DL3008
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends python3-dev gcc libc6-dev libgomp1 libnuma1 \
+    && apt-get install -y --no-install-recommends python3-dev g++ libc6-dev libgomp1 libnuma1 \
     && rm -rf /var/lib/apt/lists/* \
     && install -d -o 10001 -g 10001 -m 0700 /cache
 COPY --from=build /opt/coppice /opt/coppice

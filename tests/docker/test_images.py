@@ -107,16 +107,36 @@ def test_every_copied_file_is_in_the_build_context() -> None:
                     assert (ROOT / source).exists()
 
 
-@pytest.fixture
-def services() -> dict[str, Any]:
-    compose: dict[str, Any] = yaml.safe_load((DOCKER / "compose.yaml").read_text())
-    services: dict[str, Any] = compose["services"]
+def test_gpu_image_has_the_compilers_that_triton_and_inductor_call() -> None:
+    final = [rest for name, rest in stages(DOCKER / "gpu.Dockerfile")[-1] if name == "RUN"]
+    assert {"python3-dev", "g++", "libc6-dev"} <= set(" ".join(final).split())
+
+
+def composed(name: str) -> dict[str, Any]:
+    """The services of a compose file, those of other files included."""
+    services: dict[str, Any] = yaml.safe_load((DOCKER / name).read_text())["services"]
+    for key, service in services.items():
+        if "extends" in service:
+            extended = service["extends"]
+            services[key] = composed(extended["file"])[extended["service"]]
     return services
+
+
+@pytest.fixture(params=["compose.yaml", "gpu.yaml"])
+def services(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return composed(request.param)
+
+
+def with_defaults(text: str) -> str:
+    """Text in which no variable is set, so that `${NAME:-default}` is the default."""
+    return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text)
 
 
 def test_every_file_mounted_by_compose_exists(services: dict[str, Any]) -> None:
     mounted = [
-        volume.split(":")[0] for service in services.values() for volume in service["volumes"]
+        with_defaults(volume).split(":")[0]
+        for service in services.values()
+        for volume in service["volumes"]
     ]
     files = [DOCKER / place for place in mounted if place.startswith(".")]
     assert len(files) >= 4
@@ -135,6 +155,17 @@ def test_compose_serves_localhost_and_confines_the_server(
     assert server["shm_size"]
     drain = int(server["environment"]["COPPICE_SERVER__DRAIN_SECONDS"])
     assert int(server["stop_grace_period"].removesuffix("s")) >= drain + 20
+
+
+def test_compose_for_gpus_serves_the_bundled_model_unless_told_otherwise() -> None:
+    server = composed("gpu.yaml")["coppice"]
+    assert server["build"]["dockerfile"] == "docker/gpu.Dockerfile"
+    [device] = server["deploy"]["resources"]["reservations"]["devices"]
+    assert (device["driver"], device["count"]) == ("nvidia", "all")
+    source, target, mode = with_defaults(server["volumes"][-1]).split(":")
+    model = with_defaults(server["environment"]["COPPICE_ENGINE__MODEL"])
+    assert (target, mode) == ("/models", "ro")
+    assert (DOCKER / source / model.removeprefix("/models/") / "config.json").exists()
 
 
 def test_prometheus_accepts_its_configuration(tmp_path: Path) -> None:
