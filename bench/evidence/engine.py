@@ -10,121 +10,24 @@ import argparse
 import asyncio
 import json
 import os
-import random
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
+from bench.evidence.workloads import ON_GPU, REHEARSAL, Run, Size, Workload
 from bench.harness.random_model import SHAPES, write_model
 from engine.kv_types import ExportSlot, ExportStatus
 from engine.settings import AttentionSettings, EngineSettings, SpeculationSettings
-from engine.types import Completion, SampleRequest, Sampling
+from engine.types import Completion
 from engine.vllm_engine import VllmEngine
 
 VLLM_CPU_DEFAULTS: Final = {"block_size": 32, "max_sequences": 256, "max_batched_tokens": 2048}
 ALIGNMENT: Final = 64
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
-    """Groups of samples of one prompt each, and the tokens of prompts and responses."""
-
-    groups: int
-    samples: int
-    prompt: int
-    tokens: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Size:
-    """Models and workloads of one kind of machine."""
-
-    model: str
-    drafter: str
-    shared: Workload
-    unshared: Workload
-    burst: Workload
-    context: int
-
-
-ON_GPU: Final = Size(
-    model="qwen3-1.7b",
-    drafter="qwen3-drafter",
-    shared=Workload(groups=16, samples=16, prompt=1024, tokens=256),
-    unshared=Workload(groups=256, samples=1, prompt=128, tokens=256),
-    burst=Workload(groups=32, samples=1, prompt=8192, tokens=1),
-    context=16384,
-)
-REHEARSAL: Final = Size(
-    model="tiny",
-    drafter="tiny-drafter",
-    shared=Workload(groups=2, samples=4, prompt=96, tokens=16),
-    unshared=Workload(groups=8, samples=1, prompt=32, tokens=16),
-    burst=Workload(groups=4, samples=1, prompt=256, tokens=1),
-    context=1024,
-)
-
-
-class Run:
-    """An engine under measurement. Prompts differ in every batch, so that none is cached."""
-
-    def __init__(self, engine: VllmEngine, vocabulary: int) -> None:
-        self.engine = engine
-        self._vocabulary = vocabulary
-        self._batch = 0
-
-    async def batch(self, workload: Workload, **sampling: Any) -> dict[str, float]:
-        """Run a workload; returns its sampled tokens per second and the seconds."""
-        began = time.perf_counter()
-        completions = await asyncio.gather(*await self.submit(workload, **sampling))
-        seconds = time.perf_counter() - began
-        tokens = sum(len(completion.token_ids) for completion in completions)
-        return {"tokens_per_second": tokens / seconds, "seconds": seconds}
-
-    async def submit(
-        self,
-        workload: Workload,
-        *,
-        slots: Sequence[ExportSlot] = (),
-        **sampling: Any,
-    ) -> list[Awaitable[Completion]]:
-        self._batch += 1
-        options = Sampling(max_tokens=workload.tokens, ignore_eos=True, **sampling)
-        return await self.engine.submit(
-            [
-                SampleRequest(
-                    id=f"{self._batch}-{group}-{number}",
-                    prompt_token_ids=prompt,
-                    sampling=options,
-                    group=f"{self._batch}-{group}",
-                    export=slots[group] if slots and number == 0 else None,
-                )
-                for group, prompt in enumerate(self.prompts(workload))
-                for number in range(workload.samples)
-            ]
-        )
-
-    def prompts(self, workload: Workload) -> list[list[int]]:
-        draw = random.Random(self._batch)
-        return [
-            [draw.randrange(5, self._vocabulary) for _ in range(workload.prompt)]
-            for _ in range(workload.groups)
-        ]
-
-    def counters(self) -> dict[str, Any]:
-        engine = self.engine
-        graphs = asdict(engine.graphs())
-        graphs["misses"] = {str(shape): count for shape, count in graphs["misses"].items()}
-        return {
-            "attention": asdict(engine.shared_prefix()),
-            "speculation": asdict(engine.speculation()),
-            "graphs": graphs,
-        }
 
 
 Measure = Callable[[Run, Size, Path], Awaitable[dict[str, Any]]]
@@ -144,14 +47,14 @@ async def throughput(run: Run, size: Size, _: Path) -> dict[str, Any]:
     for name, workload in (("shared", size.shared), ("unshared", size.unshared)):
         await run.batch(workload)  # compiles and captures what is left
         results[name] = [await run.batch(workload) for _ in range(2)]
-    await asyncio.sleep(2)  # the counters are read once per second
-    return results | run.counters()
+    return results | await run.counters()
 
 
 async def greedy(run: Run, size: Size, models: Path) -> dict[str, Any]:
     """Greedy tokens against a float32 forward of Hugging Face's model on the CPU."""
     workload = Workload(groups=4, samples=2, prompt=160, tokens=32)
     completions = await asyncio.gather(*await run.submit(workload, temperature=0.0))
+    counters = await run.counters()
     prompts = [prompt for prompt in run.prompts(workload) for _ in range(workload.samples)]
     reference = _reference(models / size.model)
     judged = [_judge(reference, *each) for each in zip(prompts, completions, strict=True)]
@@ -160,7 +63,7 @@ async def greedy(run: Run, size: Size, models: Path) -> dict[str, Any]:
         "share_of_tokens_equal": sum(equal) / len(equal) / workload.tokens,
         "largest_logit_gap": max(behind),
         "largest_logprob_error": max(error),
-        "attention": run.counters()["attention"],
+        "attention": counters["attention"],
     }
 
 

@@ -4,7 +4,8 @@ Tokens are judged one by one by the reference, given those before them, because 
 either token at a near tie.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from engine.settings import AttentionSettings
 from tests.engine.greedy import logit_gap_to_greedy
 from tests.engine.random_models import make_models
 from tests.engine.seedling import reference, teacher_forced
-from tests.engine.stepped_engine import Answer
+from tests.engine.stepped_engine import Answer, LiveEngine
 from tests.gpu.device import CAN_RUN, LOGPROB_TOLERANCE, ON_GPU, TIE, engine
 
 pytestmark = [
@@ -41,48 +42,59 @@ def judge(model: Any, prompts: Sequence[Sequence[int]], answers: Sequence[Answer
         assert answer.logprobs == pytest.approx(expected, abs=LOGPROB_TOLERANCE)
 
 
-@pytest.mark.parametrize("mode", ["off", "always", "auto"])
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    live: LiveEngine
+    mode: str
+
+
+@pytest.fixture(scope="module", params=["off", "always", "auto"])
+def served(
+    request: pytest.FixtureRequest,
+    models: dict[str, Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("attention")
+    settings = {"shared_prefix": request.param, "cache_directory": folder}
+    attention.install(AttentionSettings.model_validate(settings))
+    with engine(models["v7"]) as live:
+        yield Served(live=live, mode=request.param)
+
+
 def test_shared_prefixes_do_not_change_what_is_sampled(
-    mode: str, models: dict[str, Path], tmp_path: Path
+    served: Served, models: dict[str, Path]
 ) -> None:
-    settings = {"shared_prefix": mode, "cache_directory": tmp_path}
-    attention.install(AttentionSettings.model_validate(settings))
-    with engine(models["v7"]) as live:
-        before = COUNTERS.steps_grouped
-        live.ask(*SHARED[:1], max_tokens=1)  # then the prefix is cached
-        answers = live.ask(*SHARED, *OTHERS, max_tokens=40)
-        grouped = COUNTERS.steps_grouped - before
+    served.live.swap(models["v7"])
+    before = COUNTERS.steps_grouped
+    served.live.ask(*SHARED[:1], max_tokens=1)  # then the prefix is cached
+    answers = served.live.ask(*SHARED, *OTHERS, max_tokens=40)
     judge(reference(models["v7"]), [*SHARED, *OTHERS], answers)
-    if mode != "auto":
-        assert (grouped > 0) == (mode == "always")
+    if served.mode != "auto":
+        assert (COUNTERS.steps_grouped > before) == (served.mode == "always")
 
 
-@pytest.mark.parametrize("mode", ["off", "always"])
-def test_reload_takes_effect_in_captured_graphs(
-    mode: str, models: dict[str, Path], tmp_path: Path
-) -> None:
-    settings = {"shared_prefix": mode, "cache_directory": tmp_path}
-    attention.install(AttentionSettings.model_validate(settings))
+def test_reload_takes_effect_in_captured_graphs(served: Served, models: dict[str, Path]) -> None:
     truth = {name: reference(path) for name, path in models.items()}
-    with engine(models["v7"]) as live:
-        for name in ("v7", "v8", "v7", "v8"):
-            live.swap(models[name])
-            judge(truth[name], SHARED, live.ask(*SHARED, max_tokens=24))
+    for name in ("v8", "v7", "v8"):
+        served.live.swap(models[name])
+        for prompts in (SHARED, OTHERS):
+            judge(truth[name], prompts, served.live.ask(*prompts, max_tokens=24))
 
 
-def test_samples_in_progress_go_on_under_the_new_weights(models: dict[str, Path]) -> None:
-    attention.install(AttentionSettings(shared_prefix="off"))
-    with engine(models["v7"]) as live:
-        names = [live.submit(prompt, max_tokens=40) for prompt in OTHERS]
-        live.step(12)
-        live.swap(models["v8"])
-        answers = live.finish(*names)
+def test_samples_in_progress_go_on_under_the_new_weights(
+    served: Served, models: dict[str, Path]
+) -> None:
+    served.live.swap(models["v7"])
+    names = [served.live.submit(prompt, max_tokens=40) for prompt in OTHERS]
+    served.live.step(12)
+    served.live.swap(models["v8"])
+    answers = served.live.finish(*names)
     assert all([span.version for span in answer.versions] == ["v7", "v8"] for answer in answers)
 
 
 @pytest.mark.skipif(not ON_GPU, reason="CUDA graphs exist on a GPU only")
-def test_unshared_steps_keep_full_graphs_beside_shared_ones(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_only_steps_with_shared_prefixes_leave_their_full_graphs(
+    served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
@@ -95,13 +107,10 @@ def test_unshared_steps_keep_full_graphs_beside_shared_ones(
         return chosen
 
     monkeypatch.setattr(CudaGraphManager, "dispatch", recorded)
-    settings = {"shared_prefix": "always", "cache_directory": tmp_path}
-    attention.install(AttentionSettings.model_validate(settings))
-    with engine(models["v7"]) as live:
-        live.ask(*SHARED[:1], max_tokens=1)
+    for prompts, shares in ((OTHERS, False), (SHARED[:6], served.mode == "always")):
+        served.live.ask(prompts[0], max_tokens=1)
         del modes[:]
-        live.ask(*OTHERS, max_tokens=20)
-        assert "FULL" in modes
-        del modes[:]
-        live.ask(*SHARED[:6], max_tokens=20)
-        assert "PIECEWISE" in modes
+        served.live.ask(*prompts, max_tokens=20)
+        decoding = modes[-10:]  # all samples are past their prompts
+        if served.mode != "auto":
+            assert set(decoding) == ({"PIECEWISE"} if shares else {"FULL"})
