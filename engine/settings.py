@@ -52,14 +52,14 @@ class AttentionSettings(Section):
 
     shared_prefix: Annotated[SharedPrefixMode, BeforeValidator(_parse_off)] = Field(
         "auto",
-        description="reads the KV of a prefix that samples share once per step instead of once per "
+        description="reads the KV of a shared prefix once per engine step instead of once per "
         "sample; auto: where a measurement at startup shows a gain; always: for every shared "
         "prefix; off: vLLM's attention only; set it to off to compare with vLLM's attention",
     )
     cache_directory: Path = Field(
         default_factory=lambda: cache_directory("attention"),
-        description="directory for the measurements of shared_prefix=auto, so that later starts "
-        "skip them; change it to a volume that outlives the container",
+        description="directory for the measurements of attention.shared_prefix=auto, so that "
+        "later starts skip them; change it to a volume that outlives the container",
     )
 
 
@@ -68,31 +68,31 @@ class SpeculationSettings(Section):
 
     mode: Annotated[SpeculationMode, BeforeValidator(_parse_off)] = Field(
         "off",
-        description="source of draft tokens; siblings: text of the same group and prompt; drafter: "
-        "a small draft model; auto: siblings on CPU unless a profile at startup shows no gain, off "
-        "on a GPU; set it to siblings if samples of a group repeat each other's text",
+        description="source of draft tokens; siblings: text of the same group and prompt; "
+        "drafter: a small draft model; auto: siblings on CPU unless a profile at startup shows no "
+        "gain, off on a GPU; set it to siblings if samples of a group repeat each other's text",
     )
     longest_draft: int = Field(
         8,
         ge=1,
         le=MAX_DRAFT_TOKENS,
-        description="maximum number of draft tokens per sample and step; reduce it if long drafts "
-        "are rarely accepted",
+        description="maximum number of draft tokens per sample and engine step; reduce it if long "
+        "drafts are rarely accepted",
     )
     store_bytes: BufferBytes = Field(
         2**28,
-        description="maximum size of the text store that drafts are taken from, in bytes; increase "
-        "it for many prompts or long responses",
+        description="maximum size of the draft store, in bytes: of the text that drafts are taken "
+        "from; increase it for many prompts or long responses",
     )
     store_file: Path | None = Field(
         None,
-        description="file that saves the text store at a stop and restores it at the next start; "
-        "none: the store starts empty; set it to keep the text across restarts",
+        description="file to which the draft store is saved at a stop, and from which the next "
+        "start loads it; none: the store starts empty; set it to keep the text across restarts",
     )
     cache_directory: Path = Field(
         default_factory=lambda: cache_directory("speculation"),
-        description="directory for the measured step times, so that later starts skip the "
-        "profile; change it to a volume that outlives the container",
+        description="directory for the measured times of engine steps, so that later starts skip "
+        "the profile; change it to a volume that outlives the container",
     )
     drafter: Path | None = Field(
         None,
@@ -111,13 +111,14 @@ class SpeculationSettings(Section):
     )
     drafter_trained: Literal["all", "layers"] = Field(
         "all",
-        description="trained weights of the draft model; layers: all except its embedding, head "
-        "and final norm; set it to layers if training is too slow",
+        description="weights of the draft model that training changes; all: all of them; layers: "
+        "all except embedding, output head and final norm; set it to layers if training is too "
+        "slow",
     )
     drafter_busy_share: Ratio = Field(
         0.5,
-        description="share of engine.max_sequences running above which training is paused; reduce "
-        "it if training slows serving down",
+        description="load above which training is paused: running samples divided by "
+        "engine.max_sequences; reduce it if training slows serving down",
     )
 
 
@@ -126,19 +127,19 @@ class GraphsSettings(Section):
 
     budget_bytes: BufferBytes | None = Field(
         None,
-        description="memory for CUDA graphs per rank, in bytes; none: vLLM's own capture sizes; "
+        description="memory for CUDA graphs per rank, in bytes; none: vLLM chooses the graphs; "
         "set it to capture graphs for several draft lengths in a fixed amount of memory",
     )
     lengths: DraftLengths | None = Field(
         None,
-        description="draft lengths by number of running samples: `8:0,2,4 32:0,2 0` allows 0, 2 or "
-        "4 draft tokens up to 8 samples, 0 or 2 up to 32, and none above; none: the lengths that "
-        "speculation uses; set it to omit graphs of lengths that are rarely used",
+        description="draft lengths by number of running samples: `8:0,2,4 32:0,2 0` allows 0, 2 "
+        "or 4 draft tokens up to 8 samples, 0 or 2 up to 32, and none above; none: the lengths "
+        "that speculation uses; set it to omit graphs of lengths that are rarely used",
     )
     mixed_tokens: Count = Field(
         512,
-        description="number of tokens of the largest graph for steps that also prefill prompts; "
-        "reduce it to leave memory for graphs of decode steps",
+        description="number of tokens of the largest graph for engine steps that also prefill "
+        "prompts; reduce it to leave memory for graphs of steps that only decode",
     )
     graph_bytes: PositiveInt | None = Field(
         None,
@@ -147,9 +148,9 @@ class GraphsSettings(Section):
     )
     trace: Path | None = Field(
         None,
-        description="file of recorded steps that the choice of graphs is optimised for; none: "
-        "every number of running samples is assumed to be equally frequent; set it if the usual "
-        "numbers of running samples are known",
+        description="file of recorded engine steps, for which the choice of graphs is optimised; "
+        "none: all numbers of running samples are assumed to be equally frequent; set it if the "
+        "usual numbers of running samples are known",
     )
 
 
@@ -170,13 +171,13 @@ class EngineSettings(VllmSettings):
         None,
         pattern=r"^[A-Za-z0-9][\w.:@-]*(/[\w.:@-]+)*$",
         max_length=256,
-        description="model name in requests and responses; none: the hub id, or the last component "
-        "of the directory; set it if clients use another name",
+        description="model name in requests and responses; none: the hub id, or the last "
+        "component of the directory; set it if clients use another name",
     )
     dtype: DType = Field(
         "auto",
-        description="data type of weights and KV cache; auto: bfloat16, or float16 if the model is "
-        "stored in it, or float32 on a CPU without bfloat16 instructions; set it to float32 to "
+        description="data type of weights and KV cache; auto: bfloat16, or float16 if the model "
+        "is stored in it, or float32 on a CPU without bfloat16 instructions; set it to float32 to "
         "compare log-probabilities exactly",
     )
     seed: int | None = Field(
@@ -205,9 +206,9 @@ class EngineSettings(VllmSettings):
     )
     cache_bytes: BufferBytes | None = Field(
         None,
-        description="size of the KV cache per rank, in bytes; none: 1 GiB on CPU; on a GPU, the "
-        "part of gpu_memory_utilization that the weights leave; increase it on CPU if vLLM "
-        "preempts samples",
+        description="size of the KV cache per rank, in bytes; none: 1 GiB on CPU, on a GPU what "
+        "the weights leave of engine.gpu_memory_utilization; increase it on CPU if vLLM preempts "
+        "samples",
     )
     gpu_memory_utilization: float = Field(
         0.9,
@@ -229,8 +230,8 @@ class EngineSettings(VllmSettings):
     max_batched_tokens: int | None = Field(
         None,
         ge=32,
-        description="maximum number of tokens computed in one step; none: 2048 on CPU, on a GPU "
-        "the limit of vLLM, such as 8192 on an H100; increase it to prefill faster",
+        description="maximum number of tokens computed in one engine step; none: 2048 on CPU, on "
+        "a GPU the limit of vLLM, such as 8192 on an H100; increase it to prefill faster",
     )
     cpu_threads: PositiveInt | None = Field(
         None,
@@ -244,8 +245,8 @@ class EngineSettings(VllmSettings):
     )
     prompt_kv: bool | None = Field(
         None,
-        description="enables the export of prompt KV as soon as a prompt is prefilled; none: true "
-        "where kv.directory has room for an arena; set it to false if no trainer fetches prompt KV",
+        description="enables the export of prompt KV; none: true if kv.directory has room for it; "
+        "set it to false if no trainer fetches prompt KV",
     )
     tool_parser: str | None = Field(
         None,
@@ -261,16 +262,16 @@ class EngineSettings(VllmSettings):
         20,
         ge=0,
         le=1024,
-        description="maximum number of top logprobs per token on the routes compatible with OpenAI "
-        "and vLLM; increase it for clients that request more",
+        description="maximum number of top logprobs per token that a request on the OpenAI and "
+        "vLLM routes can have; increase it for clients that request more",
     )
     max_adapters: int = Field(
         0,
         ge=0,
         le=256,
-        description="maximum number of loaded LoRA adapters, including replaced ones that running "
-        "samples still use; 0: adapters are disabled; set it to the number of adapters in use, "
-        "and one more for each that is updated during a rollout",
+        description="maximum number of loaded versions of LoRA adapters; 0: adapters are "
+        "disabled; set it to the number of adapters, plus one for each that is updated while "
+        "rollouts use its previous version",
     )
     max_adapter_rank: Annotated[AdapterRank, BeforeValidator(_parse_number)] = Field(
         16,
@@ -290,17 +291,17 @@ class EngineSettings(VllmSettings):
     step_seconds: Seconds = Field(
         10.0,
         description="heartbeat timeout, in seconds: the engine is unhealthy without a heartbeat "
-        "for this long; increase it if single steps take longer",
+        "for this long; increase it if single engine steps take longer",
     )
     hang_seconds: Seconds = Field(
         60.0,
-        description="time that an unhealthy engine may hang before it is killed, in seconds; "
+        description="time after which an engine that remains unhealthy is killed, in seconds; "
         "increase it to inspect an engine that hangs",
     )
     activation_seconds: Seconds = Field(
         600.0,
-        description="heartbeat timeout while weights are loaded, in seconds; increase it for large "
-        "models on slow disks",
+        description="heartbeat timeout during an activation of weights, in seconds; increase it "
+        "for large models on slow disks",
     )
 
     @model_validator(mode="before")

@@ -43,13 +43,14 @@ class VllmSettings(Section):
     )
     kv_cache_dtype: str = Field(
         "auto",
-        description="data type of the KV cache, such as fp8; auto: the data type of the model; "
-        "fp8 holds twice the tokens, and disables prompt KV and shared-prefix attention",
+        description="data type of the KV cache; auto: the data type of the model; fp8: twice as "
+        "many tokens, without prompt KV and shared-prefix attention; set it to fp8 if the KV "
+        "cache is too small",
     )
     load_format: LoadFormat = Field(
         "safetensors",
-        description="vLLM's reader of the model's *.safetensors files; runai_streamer and "
-        "fastsafetensors load large models faster and need their packages",
+        description="vLLM's reader of the model's *.safetensors files; set it to runai_streamer "
+        "or fastsafetensors to load large models faster, and install the package of that name",
     )
     trust_remote_code: bool = Field(
         False,
@@ -59,29 +60,30 @@ class VllmSettings(Section):
     tokenizer: str | None = Field(
         None,
         description="local directory or hub id of the tokenizer; none: the model's; set it for "
-        "models that are stored without one",
+        "models whose directory has none",
     )
     enable_expert_parallel: bool = Field(
         False,
         description="distributes whole experts of a mixture-of-experts model over the ranks "
-        "instead of splitting each one",
+        "instead of splitting each one; enable it for models of many small experts",
     )
     hf_overrides: ArgumentMap = Field(
         default_factory=dict,
         description="mapping that replaces fields of the model's config.json, such as "
-        "{rope_parameters: {rope_type: yarn, factor: 4.0}}",
+        "{rope_parameters: {rope_type: yarn, factor: 4.0}}; set it to change the model without "
+        "editing its directory",
     )
     cpu_offload_gb: float = Field(
         0.0,
         ge=0,
         allow_inf_nan=False,
-        description="size of the weights that stay in host memory, in GiB per rank; each step "
-        "transfers them; for models slightly larger than the GPU's memory",
+        description="size of the weights that stay in host memory, in GiB per rank; each engine "
+        "step transfers them to the GPU; set it if the model is slightly too large for the GPU",
     )
     async_scheduling: bool | None = Field(
         None,
-        description="schedules a step while the previous one runs; none: where vLLM supports it; "
-        "false: for comparison",
+        description="schedules an engine step while the previous one runs; none: true where vLLM "
+        "supports it; set it to false to measure the effect",
     )
     chat_template: str | None = Field(
         None,
@@ -91,13 +93,14 @@ class VllmSettings(Section):
     kv_offload_bytes: BufferBytes | None = Field(
         None,
         description="host memory for KV blocks that are evicted from the cache, in bytes over all "
-        "ranks; none: evicted blocks are prefilled again; set it for agents whose turns return "
-        "to long prompts",
+        "ranks; none: evicted blocks are prefilled again; set it for agents that continue long "
+        "conversations after a pause",
     )
     vllm_args: ArgumentMap = Field(
         default_factory=dict,
-        description="mapping of further fields of vLLM's AsyncEngineArgs by their own names, such "
-        "as {stream_interval: 4}; --engine.vllm-args.NAME sets a single one",
+        description="mapping with any other field of vLLM's AsyncEngineArgs, by vLLM's name, such "
+        "as {stream_interval: 4}; --engine.vllm-args.NAME sets a single one; set it for fields "
+        "that have no setting here",
     )
 
 

@@ -32,8 +32,14 @@ def lines() -> Iterator[str]:
         assert isinstance(model, type) and issubclass(model, BaseModel)
         schema = model.model_json_schema()["properties"]
         yield from (f"## `{section}`", "", (model.__doc__ or "").partition("\n\n")[0], "")
-        for name, field in model.model_fields.items():
+        for name, field in _own_first(model):
             yield from _field(section, name, field, schema[name])
+
+
+def _own_first(model: type[BaseModel]) -> list[tuple[str, FieldInfo]]:
+    """Fields of a section, those that it inherits last."""
+    own = vars(model)["__annotations__"]
+    return sorted(model.model_fields.items(), key=lambda item: item[0] not in own)
 
 
 def _field(section: str, name: str, field: FieldInfo, schema: dict[str, Any]) -> Iterator[str]:
@@ -75,7 +81,8 @@ def _description(description: str) -> Iterator[str]:
 
 
 def _sentence(text: str) -> str:
-    return _linked(text[:1].upper() + text[1:] + ".")
+    first = text if text.startswith("vLLM") else text[:1].upper() + text[1:]
+    return _linked(first + ".")
 
 
 def _linked(text: str) -> str:
@@ -93,7 +100,7 @@ def _type(name: str, schema: dict[str, Any]) -> str:
 def _default(name: str, field: FieldInfo) -> str:
     text = default_text(field).replace(f"{cache_directory('')}/", "~/.cache/coppice/")
     if text == EngineSettings().model and name == "model":
-        return f"`{Path(text).relative_to(ROOT)}`, the bundled small model"
+        return f"`{Path(text).relative_to(ROOT)}`, the bundled model"
     binary = _binary(text) if name.endswith("bytes") else None
     return f"`{text}` ({binary})" if binary else f"`{text}`"
 

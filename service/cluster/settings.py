@@ -42,8 +42,8 @@ class ClusterSettings(Section):
     key_prefix: str = Field(
         "coppice",
         pattern=r"^[A-Za-z0-9_.-]{1,64}$",
-        description="prefix of all keys in Redis; different for each cluster that shares the Redis "
-        "server; change it if clusters share a Redis server",
+        description="prefix of all keys in Redis; different for each cluster that shares the "
+        "Redis server; change it if clusters share a Redis server",
     )
     call_seconds: Seconds = Field(
         0.5,
@@ -56,8 +56,8 @@ class ClusterSettings(Section):
     )
     expire_seconds: Seconds = Field(
         15.0,
-        description="time without a heartbeat after which a replica counts as gone, in seconds; at "
-        "least two heartbeat intervals and a call; increase it if live replicas count as gone",
+        description="time without a heartbeat after which a replica counts as gone, in seconds; "
+        "at least two heartbeat intervals and a call; increase it if live replicas count as gone",
     )
     claim_seconds: int = Field(
         86_400,

@@ -83,7 +83,7 @@ class ServerSettings(Section):
     )
     operators_host: Host = Field(
         "127.0.0.1",
-        description="address to listen on at server.operators_port; change it if operators use "
+        description="address to listen on for server.operators_port; change it if operators use "
         "other machines",
     )
     operators_port: Port | None = Field(
@@ -99,10 +99,9 @@ class ServerSettings(Section):
     )
     allowed_hosts: Words = Field(
         (),
-        description="names accepted in the Host header by a server without API keys, in addition "
-        "to loopback, IP addresses and its own name; separated by spaces, such as `coppice "
-        "*.example.org`; *: any name; set it if clients reach a server without keys by another "
-        "name",
+        description="host names that a server without API keys accepts in the Host header, "
+        "separated by spaces, such as `coppice *.example.org`; IP addresses, localhost and its "
+        "own name are always accepted; *: any name; set it if clients use another name",
     )
     ui: bool = Field(
         False,
@@ -169,13 +168,14 @@ class WeightsSettings(Section):
     )
     fleet_seconds: Seconds = Field(
         120.0,
-        description="timeout of an activation on all replicas, in seconds; increase it if replicas "
-        "fetch large versions slowly",
+        description="timeout of an activation on all replicas, in seconds; increase it if "
+        "replicas fetch large versions slowly",
     )
     catch_up_seconds: SecondsOrZero = Field(
         300.0,
-        description="time that a new replica tries to fetch the version that the cluster serves, "
-        "in seconds; then it serves its own; increase it if replicas fetch large versions slowly",
+        description="time for which a new replica tries to fetch the target version of the "
+        "cluster, in seconds; after it, the replica serves its own version; increase it if "
+        "replicas fetch large versions slowly",
     )
     initial_version: Label = Field(
         "v0",
@@ -215,7 +215,7 @@ class LimitsSettings(Section):
     )
     keep_answers_seconds: Seconds = Field(
         600.0,
-        description="time that the result of a finished rollout can be fetched, in seconds; "
+        description="time for which the result of a finished rollout can be fetched, in seconds; "
         "increase it for trainers that poll rarely",
     )
     keep_answers_bytes: Bytes = Field(
@@ -235,19 +235,19 @@ class LimitsSettings(Section):
     )
     max_samples_running: PositiveInt = Field(
         131_072,
-        description="maximum number of admitted samples, running or waiting; further requests are "
-        "refused with Retry-After; reduce it to refuse work earlier",
+        description="maximum number of samples that run or wait; further requests are refused "
+        "with 503 and Retry-After; reduce it to refuse work earlier",
     )
     max_overtaken_seconds: Seconds = Field(
         60.0,
-        description="maximum effect of priorities on the queue, in seconds: a group of the lowest "
-        "priority is queued as if it had arrived this much later; increase it if low priorities "
-        "should wait longer",
+        description="maximum time by which a higher priority can overtake, in seconds: a group of "
+        "the lowest priority is queued as if it had arrived this much later; increase it if low "
+        "priorities should wait longer",
     )
     max_tree_lease_seconds: Seconds = Field(
         600.0,
-        description="maximum lease of an open tree between two calls of its owner, in seconds; "
-        "increase it if callers need longer between two calls",
+        description="maximum lease of an open rollout tree, in seconds; each call on the tree "
+        "renews it; increase it if callers need longer between two calls",
     )
     max_header_bytes: AtLeast1024 = Field(
         64 * 2**10,
@@ -286,8 +286,8 @@ class LogSettings(Section):
     )
     level: Literal["debug", "info", "warning", "error"] = Field(
         "info",
-        description="minimum level that is logged; debug includes vLLM's own log; set it to debug "
-        "to investigate the engine",
+        description="minimum level that is logged; debug: includes vLLM's own log; set it to "
+        "debug to investigate the engine",
     )
 
 
@@ -302,8 +302,8 @@ class TraceSettings(Section):
     )
     sample_ratio: Ratio = Field(
         1.0,
-        description="share of traces that are recorded if the request has no traceparent header, "
-        "whose decision is kept otherwise; reduce it to export less",
+        description="share of traces that are recorded; a request with a traceparent header is "
+        "recorded as the header says; reduce it to export less",
     )
 
 

@@ -17,41 +17,41 @@ class KvSettings(Section):
     )
     capacity_bytes: BufferBytes | None = Field(
         None,
-        description="maximum size of the prompt KV arena, in bytes, which takes memory as prompts "
-        "are exported; at most half of the free space of kv.directory; none: that half, at most "
-        "8 GiB; increase it for long prompts or long leases",
+        description="maximum size of the prompt KV arena, in bytes, and at most half of the free "
+        "space of kv.directory; memory is taken when prompts are exported; none: that half, but "
+        "at most 8 GiB; increase it for long prompts or long leases",
     )
     spans_bytes: Bytes | None = Field(
         None,
-        description="maximum size of the cache for the KV of prompt spans and observed prompts, in "
-        "bytes, used by kv_reuse.mode splice and predict; at most half of the free space of "
-        "kv.directory; none: a quarter of it, at most 4 GiB; 0: all prompts are prefilled; "
-        "increase it for many or long spans",
+        description="maximum size of the cache for the KV of prompt spans and observations, which "
+        "the KV reuse modes splice and predict need, in bytes, and at most half of the free space "
+        "of kv.directory; none: a quarter of that space, but at most 4 GiB; 0: all prompts are "
+        "prefilled; increase it for many or long spans",
     )
     max_lease_seconds: Seconds = Field(
         60.0,
-        description="maximum lease of a handle when granted or renewed, in seconds; increase it "
-        "if a training step takes longer",
+        description="maximum lease of a handle, in seconds, counted from the rollout's end or "
+        "from a renewal; increase it if a training step takes longer",
     )
     max_lifetime_seconds: Seconds = Field(
         3600.0,
-        description="time after which a lease cannot be renewed again, in seconds; increase it if "
-        "KV is used for longer",
+        description="maximum time from the start of a lease to its end, with all renewals, in "
+        "seconds; increase it if KV is used for longer",
     )
     grace_seconds: SecondsOrZero = Field(
         5.0,
-        description="time that KV is kept after its lease has expired, in seconds, for readers "
-        "that map the memory directly; increase it if such readers copy slowly",
+        description="time for which KV is kept after its lease, in seconds, for readers that map "
+        "the memory directly; increase it if such readers copy slowly",
     )
     max_transfers: PositiveInt = Field(
         4,
-        description="maximum number of downloads sent concurrently; others wait for a turn; "
+        description="maximum number of downloads that are sent concurrently; others wait; "
         "increase it on a fast network",
     )
     max_open_transfers: PositiveInt = Field(
         256,
-        description="maximum number of open downloads, including those of slow readers; one API "
-        "key may hold half of them; more are refused; increase it for many trainer ranks",
+        description="maximum number of open downloads, sent or waiting, of which one API key may "
+        "have half; more are refused; increase it for trainers with many processes",
     )
     min_bytes_per_second: float = Field(
         2**18,

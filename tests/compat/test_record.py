@@ -12,7 +12,7 @@ PINS = ("clients", "cpu", "miles", "verl")
 
 def pinned(name: str) -> str:
     texts = [(ROOT / "requirements" / f"{file}.txt").read_text() for file in PINS]
-    [version] = {found[1] for t in texts for found in re.finditer(rf"(?m)^{name}==(\S+)$", t)}
+    [version] = {found[1] for t in texts for found in re.finditer(rf"(?m)^{name}==(\S+)", t)}
     return version
 
 
