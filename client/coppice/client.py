@@ -93,7 +93,7 @@ class AsyncRollouts(Operations):
         timeout: longest silence on a connection, in seconds (60). A rollout may take hours, but its
             progress records arrive every 15 s.
         retry: retry policy for failed requests.
-        replicas: hosts other than base_url's to which a fleet may redirect requests, and which
+        replicas: hosts other than base_url's to which a cluster may redirect requests, and which
             then receive the API key: names, `*.domain`, addresses or networks.
         transport: replacement for httpx's transport.
         clock: replacement for the clock and the source of random numbers.

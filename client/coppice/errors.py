@@ -162,7 +162,7 @@ class NotFound(ProblemError):
 
 
 class ReplicaGone(NotFound):
-    """The replica that ran the rollout has left the fleet. Submit the rollout again."""
+    """The replica that ran the rollout has left the cluster. Submit the rollout again."""
 
 
 class TreeClosed(ProblemError):

@@ -64,7 +64,7 @@ def _operations() -> Iterator[tuple[str, str, Node]]:
 
 def _operation(method: str, path: str, node: Node) -> Iterator[str]:
     yield from (f"### `{method} {path}` {{ #{node['operationId']} }}", "")
-    yield from (f"{_text(node['summary'])} Role: {_role(node)}.", "")
+    yield from (f"{_text(node['summary'])} Key: {_key(node)}.", "")
     yield from (node.get("description", "").strip(), "")
     yield from _parameters([_resolved(each) for each in node["parameters"]])
     if "requestBody" in node:
@@ -78,6 +78,11 @@ def _role(node: Node) -> str:
         return "no key"
     roles = next(iter(required[0].values()))
     return ", ".join(f"`{role}`" for role in roles) or "any key"
+
+
+def _key(node: Node) -> str:
+    role = _role(node)
+    return {"no key": "not needed", "any key": "with any role"}.get(role, f"with the role {role}")
 
 
 def _parameters(parameters: list[Node]) -> Iterator[str]:

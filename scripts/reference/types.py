@@ -30,10 +30,16 @@ def type_text(schema: Schema, links: Mapping[str, str]) -> str:
         return f"`{_json(schema['const'])}`"
     if "enum" in schema:
         return ", ".join(f"`{_json(value)}`" for value in schema["enum"])
-    branches = schema.get("anyOf") or schema.get("oneOf")
-    if branches:
-        return " or ".join(dict.fromkeys(type_text(branch, links) for branch in branches))
+    if branches := _branches(schema):
+        write = bounded_type if len(_bounded(branches)) > 1 else type_text
+        return " or ".join(dict.fromkeys(write(branch, links) for branch in branches))
     return _plain(schema, links)
+
+
+def bounded_type(schema: Schema, links: Mapping[str, str]) -> str:
+    """The type with its constraints in parentheses, as a part of another type."""
+    bounds = ", ".join(constraints(schema))
+    return type_text(schema, links) + (f" ({bounds})" if bounds else "")
 
 
 def _plain(schema: Schema, links: Mapping[str, str]) -> str:
@@ -42,23 +48,29 @@ def _plain(schema: Schema, links: Mapping[str, str]) -> str:
         return " or ".join(_plain({**schema, "type": each}, links) for each in kind)
     if kind == "array":
         items = schema.get("items", {})
-        inner = ", ".join([type_text(items, links), *constraints(items)])
-        return f"list of {inner}" if items else "list"
+        return f"list of {bounded_type(items, links)}" if items else "list"
     if kind == "string" and schema.get("format") == "path":
         return "path"
     return NAMES.get(kind, str(kind))
 
 
 def constraints(schema: Schema) -> list[str]:
-    """Constraints of a schema, or of its branches that are not null."""
+    """Constraints of a schema, or of its only branch that has any."""
     found = [
-        text.format(_escaped(schema[key]))
+        text.format(_escaped(schema[key])).replace(" 1 elements", " 1 element")
         for key, text in BOUNDS.items()
         if key in schema and (key, schema[key]) not in TRIVIAL
     ]
-    for branch in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
-        found += constraints(branch)
-    return found
+    bounded = _bounded(_branches(schema))
+    return found + (constraints(bounded[0]) if len(bounded) == 1 else [])
+
+
+def _branches(schema: Schema) -> list[Schema]:
+    return [*schema.get("anyOf", ()), *schema.get("oneOf", ())]
+
+
+def _bounded(branches: list[Schema]) -> list[Schema]:
+    return [branch for branch in branches if constraints(branch)]
 
 
 def _escaped(value: object) -> str:

@@ -109,10 +109,21 @@ def test_examples_of_bodies_are_valid() -> None:
         ({"type": "integer", "minimum": 1}, "integer, at least 1"),
         ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "string or null"),
         ({"type": ["integer", "null"]}, "integer or null"),
+        (
+            {"anyOf": [{"type": "string", "maxLength": 2}, {"type": "null"}]},
+            "string or null, at most 2 characters",
+        ),
         ({"enum": [8, 16]}, "`8`, `16`"),
         ({"const": True}, "`true`"),
         ({"const": 1}, "`1`"),
-        ({"type": "array", "items": {"type": "number", "maximum": 0}}, "list of number, at most 0"),
+        (
+            {"type": "array", "maxItems": 9, "items": {"type": "number", "maximum": 0}},
+            "list of number (at most 0), at most 9 elements",
+        ),
+        (
+            {"oneOf": [{"type": "integer", "minimum": 1}, {"type": "array", "maxItems": 2}]},
+            "integer (at least 1) or list (at most 2 elements)",
+        ),
         ({"$ref": "#/components/schemas/A"}, "[`A`](#a)"),
         ({"type": "string", "pattern": "a|b"}, "string, matches `a\\|b`"),
     ],

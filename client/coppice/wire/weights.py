@@ -68,9 +68,9 @@ class ActivationAnswer(AnswerModel):
 
 
 class ReplicaWeights(AnswerModel):
-    """Weights versions of one replica of the fleet.
+    """Weights versions of one replica of the cluster.
 
-    `versions_behind` is the sequence number of the fleet's target version minus the one served.
+    `versions_behind` is the sequence number of the cluster's target version minus the one served.
     `staged` versions can be activated at once. `failed` is the version that the replica could not
     fetch or activate.
     """
@@ -86,7 +86,7 @@ class ReplicaWeights(AnswerModel):
 
 
 class VersionsAnswer(AnswerModel):
-    """Weights versions on this server, the active one, and `target_version` of the fleet."""
+    """Weights versions on this server, the active one, and `target_version` of the cluster."""
 
     active: str
     versions: list[VersionAnswer]
