@@ -31,8 +31,8 @@ The packages that Coppice installs, with versions and licences. Read it before y
 image. `pyproject.toml` gives the purpose of each direct dependency. The lock files contain the
 hashes of the packages, and installation verifies them.
 
-Licences are quoted from the packages' metadata. A licence in bold requires more of redistributors
-than to keep its text. `scripts/dependencies.py` generates this page; `make lock` runs it.
+Licences are quoted from the packages' metadata. A licence in bold asks for more than its text when
+you redistribute the package. `scripts/dependencies.py` generates this page; `make lock` runs it.
 """
 CPU = """
 ## On CPUs

@@ -179,9 +179,10 @@ def _new_key(
         str, typer.Option(help="Roles, separated by commas: rollout, kv, watch, replica, admin.")
     ],
 ) -> None:
-    """Create an API key; print it once, and its entry for server.keys_file.
+    """Create an API key and its entry for server.keys_file.
 
-    Only the entry goes to standard output: `coppice new-key NAME --roles rollout >> keys.yaml`.
+    The key is written to standard error, and is not shown again. The entry is written to standard
+    output: `coppice new-key NAME --roles rollout >> keys.yaml`.
     """
     try:
         secret, entry = generate_key(name, roles.split(","))

@@ -237,7 +237,9 @@ def size(
     ] = _ENGINE["gpu_memory_utilization"].default,
     cache_gib: Annotated[
         float | None,
-        typer.Option(help="KV cache per rank, in GiB; none: what the weights leave of the GPU."),
+        typer.Option(
+            help="KV cache per rank, in GiB. By default, the GPU memory that the weights leave."
+        ),
     ] = None,
     block_size: Annotated[int, typer.Option(help="Tokens per KV cache block.", min=1)] = _ENGINE[
         "block_size"
@@ -251,10 +253,11 @@ def size(
         int, typer.Option(help="Superseded weights versions on disk.", min=0)
     ] = _WEIGHTS["retain_superseded"].default,
     network_gbit: Annotated[
-        float, typer.Option(help="Network from the trainer, in Gbit per second.", min=0.001)
+        float, typer.Option(help="Bandwidth from the trainer, in Gbit per second.", min=0.001)
     ] = 25,
     disk_gib: Annotated[
-        float, typer.Option(help="Disk of the weights, in GiB per second.", min=0.001)
+        float,
+        typer.Option(help="Bandwidth of the disk with the weights, in GiB per second.", min=0.001),
     ] = 2,
 ) -> None:
     """Print the memory, disk and transfer sizes of one replica; loads no model."""

@@ -30,10 +30,12 @@ class AttentionMetrics(MetricTable):
         "shared_prefix_steps", "Engine steps whose attention read each shared prefix only once"
     )
     rows = cumulative_counter(
-        "shared_prefix_rows", "Samples that shared a prefix, summed over these steps"
+        "shared_prefix_rows",
+        "Samples whose shared prefix was read once, summed over the engine steps",
     )
     bytes_not_read = cumulative_counter(
-        "shared_prefix_bytes_not_read", "Bytes of KV cache that these steps did not read again"
+        "shared_prefix_bytes_not_read",
+        "Bytes of KV cache that shared-prefix attention did not read again",
     )
     steps_skipped = cumulative_counter(
         "shared_prefix_steps_skipped",
@@ -59,11 +61,11 @@ class GraphMetrics(MetricTable):
     )
     steps = cumulative_counter(
         "graph_steps",
-        "Engine steps by whether a planned CUDA graph decoded them",
+        "Engine steps, by use of a planned CUDA graph",
         outcome=("hit", "miss", "mixed"),
     )
     misses = cumulative_counter(
-        "graph_misses", "Decode steps without a planned CUDA graph, by shape", samples=(), tokens=()
+        "graph_misses", "Engine steps without a planned CUDA graph, by shape", samples=(), tokens=()
     )
 
     def update(self, stats: CudaGraphStats) -> None:

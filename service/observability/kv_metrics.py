@@ -57,19 +57,19 @@ class KvReuseMetrics(MetricTable):
 
     groups = counter(
         "kv_reuse_groups",
-        "Groups with prompt spans: done, or the reason why the whole prompt was prefilled",
+        "Groups with prompt spans, by success or the reason why the whole prompt was prefilled",
         mode=(),
         outcome=(),
     )
     tokens = counter(
         "kv_reuse_tokens",
-        "Prompt tokens of these groups, and of spans prefilled alone for them",
+        "Prompt tokens of groups with prompt spans, and of spans prefilled alone",
         mode=get_args(KvReuseMode),
         kind=REUSE_TOKEN_KINDS,
     )
     round_trips = counter(
         "kv_reuse_round_trips",
-        "Consecutive engine requests before the first token of these groups",
+        "Consecutive engine requests before the first token of groups with prompt spans",
         mode=get_args(KvReuseMode),
     )
     spans = gauge("kv_reuse_spans", "Spans with cached KV")

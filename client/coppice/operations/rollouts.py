@@ -166,7 +166,7 @@ class RolloutOperations:
 
         The response is a stream of JSON records. Its progress records distinguish a long sample
         from a dead server, and keep proxies from closing an idle connection. Packed arrays take a
-        third of the bytes, but arrive only at the end. The README has measurements.
+        third of the bytes, but arrive only at the end. `client/README.md` has measurements.
         """
         headers = session_headers(options)
         request = rollout_request(prompts, **options)
@@ -229,8 +229,8 @@ class RolloutOperations:
 
         The tree is a rollout submitted with Branching(mode="external"). Every call renews its
         lease; `abort` completes the tree. With max_tokens the segments are cut there, rounded up to
-        the next position at which a cut costs no extra prefill. Without it they run to their own
-        end. `timeout` is the longest silence in seconds; None means no limit.
+        the next position at which a cut costs no extra prefill. Without it, they end as samples
+        do. `timeout` is the longest silence in seconds; None means no limit.
         """
         body = BranchRequest(segment=segment, group=group, n=n, max_tokens=max_tokens)
         path = f"{rollout_path(rollout_id)}/branch"
@@ -242,7 +242,7 @@ class RolloutOperations:
         """Removes a segment and its descendants from a rollout tree; returns the removed ids.
 
         The tree's result reports the number of removed segments, because the remaining ones are
-        then no unbiased sample from the model.
+        then not an unbiased sample from the model.
         """
         path = f"{rollout_path(rollout_id)}/segments/{quote(segment, safe='')}"
         reply = await self._sender.send(HttpRequest(method="DELETE", path=path))

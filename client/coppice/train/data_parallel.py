@@ -28,7 +28,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def reduce_gradients(model: Any) -> None:
-    """Sums the gradients over all ranks. Call it once per step on every rank, after all backwards.
+    """Sums the gradients over all ranks. Call it on every rank, after the backwards of a step.
 
     FSDP2 reduces accumulated gradients at the end of a backward, so a backward of zeros is run.
     """

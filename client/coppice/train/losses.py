@@ -45,7 +45,7 @@ class Totals:
 
 
 def token_mean(totals: Totals) -> TokenWeights:
-    """Token weights in the loss: equal for all tokens of the step."""
+    """Token weights in the loss: equal for all tokens of the training step."""
     return lambda lengths: torch.full(lengths.shape, 1 / totals.num_tokens, dtype=torch.float64)
 
 

@@ -52,7 +52,7 @@ class BranchRequest(RequestModel):
     """Body of POST /v1/rollouts/{id}/branch, which samples n segments after a given segment.
 
     Without `segment` they start at the prompt. They are cut after `max_tokens`, rounded up to the
-    next position at which a cut costs no extra prefill; without it they run to their own end.
+    next position at which a cut costs no extra prefill; without it, they end as samples do.
     """
 
     segment: Annotated[str, Field(min_length=1, max_length=64)] | None = None

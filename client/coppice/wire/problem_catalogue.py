@@ -71,8 +71,8 @@ _KINDS = (
           "Use a key with the role that `detail` names, or do not send it from a web page."),
     _kind("not_found", 404, "No such path",
           "The server has no route or resource at this path.",
-          "Check the path and the settings server.compat and server.operators_port, which select "
-          "routes."),
+          "Check the path. The settings server.compat and server.operators_port decide which "
+          "routes exist."),
     _kind("rollout_not_found", 404, "No such rollout",
           "No rollout of this API key with this id is running, or its result is no longer cached.",
           "Check the id, or start the rollout again."),
@@ -95,7 +95,7 @@ _KINDS = (
           "The path exists, but not for the method of the request.",
           "Use a method of the Allow header."),
     _kind("not_acceptable", 406, "No acceptable media type",
-          "The server has none of the media types in the Accept header for this route.",
+          "The route supports none of the media types in the Accept header.",
           "Accept a media type that `detail` names."),
     _kind("request_timeout", 408, "The request did not arrive in time",
           "The client sent the request more slowly than limits.read_seconds allows.",
@@ -106,7 +106,7 @@ _KINDS = (
           "Repeat the request after a short time.",
           retryable=True),
     _kind("tree_closed", 409, "The tree cannot grow",
-          "The lease of the tree has ended, or the tree is not grown by its caller.",
+          "The lease of the tree has ended, or the tree does not have the mode external.",
           "Start a new rollout, and renew the lease by branching before it ends."),
     _kind("version_superseded", 409, "The weights version is no longer active",
           "The request requires exactly one weights version, and a newer one is active.",
