@@ -86,7 +86,7 @@ def recovery(with_it: Curve, without: Curve) -> Record:
         name="drafter_recovery",
         claim="A drafter fitted to one policy, after an update that it was not trained on: the "
         "share of drafts whose first token is accepted, with training in the background and "
-        "without. The seedling, on one thread of two cores.",
+        "without. The bundled model, on one thread of two cores.",
         rows=[
             Row(
                 what="acceptance before and right after the update, without training",

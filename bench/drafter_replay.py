@@ -217,12 +217,13 @@ def claim(traces: Sequence[Trace], steps: Sequence[Step]) -> str:
     )
     one = traces[0]
     return (
-        f"Mean accepted length (tokens per forward pass), on recorded rollouts of the {one.model}: "
-        f"{len(one.epochs)} epochs of {len(one.epochs[0])} prompts, "
+        "Mean accepted length (tokens per forward pass), on recorded rollouts of the bundled "
+        f"model: {len(one.epochs)} epochs of {len(one.epochs[0])} prompts, "
         f"{len(one.epochs[0][0].responses)} samples each, at most {RUNNING} running, "
         f"contexts of up to {max(map(longest_context, traces))} tokens, drafts of at most "
-        f"{SEER_LONGEST} where not said otherwise ({texts}). Time is simulated: a step costs "
-        f"{LINEAR_COST.fixed:g} and {LINEAR_COST.token:g} more per token{also}."
+        f"{SEER_LONGEST} tokens unless the row names another length ({texts}). Time is simulated: "
+        f"a step costs {LINEAR_COST.fixed:g} and {LINEAR_COST.token:g} more for every token that "
+        f"it computes{also}."
     )
 
 

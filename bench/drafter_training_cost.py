@@ -92,7 +92,7 @@ def loss_ratio(cost: Cost) -> Record:
     return Record(
         name="drafter_training_cost",
         claim="Cost of background drafter training and of its A/B tests for a loaded engine. The "
-        " seedling, on one thread of two cores.",
+        "bundled model, on one thread of two cores.",
         rows=[_row(when, pairs.ratio()) for when, pairs in parts.items()],
         raw={when: asdict(pairs) for when, pairs in parts.items()},
     )

@@ -167,8 +167,8 @@ def record(measured: Mapping[str, Measured]) -> Record:
         )
     return Record(
         name="loop_latency",
-        claim="Latency of `/livez`, one probe due every 10 ms, while the largest legal requests "
-        "are submitted and answered by the service with a fake engine.",
+        claim="Latency of `/livez`, one probe due every 10 ms, while the largest permitted "
+        "requests are submitted and answered by the service with a fake engine.",
         rows=rows,
         raw={name: [round(value, 2) for value in each.probes] for name, each in measured.items()},
     )

@@ -293,9 +293,9 @@ def main() -> None:
     record = Record(
         name="shared_prefix_kernel" if alone else "shared_prefix_kernel_shared",
         bench="shared_prefix_kernel",
-        claim="Decode attention over shared prefixes by our CPU kernel and vLLM's: groups x rows "
-        "at the prefix's tokens, 48 more per row; 8 query and 4 KV heads of 64, "
-        f"bfloat16.{how}",
+        claim="Decode attention over shared prefixes by our CPU kernel and vLLM's: groups x "
+        "samples at the tokens of the prefix, and 48 more tokens per sample; 8 query and 4 KV "
+        f"heads of 64, bfloat16.{how}",
         rows=rows,
         raw=raw,
     )

@@ -111,7 +111,7 @@ def record(part: str, model: str, temperature: float, new: Sequence[Round]) -> R
     rounds = Round.added(RECORDS / f"{name}.json", new)
     if part == "guard":
         claim = "64 samples of a model of random weights, 25M parameters in bfloat16, whose "
-        claim += "output cannot be predicted: adaptive speculation against none."
+        claim += "output cannot be predicted: adaptive speculation against no speculation."
         rows = guard_rows(rounds)
     else:
         claim = f"Eight groups of eight, up to 512 tokens, at temperature {temperature}; {model}, "

@@ -163,7 +163,7 @@ def main() -> None:
     record = Record(
         name="weight_delta",
         claim="The weights of a GRPO step in bfloat16, sent as a delta against the previous "
-        "step: all parameters of the seedling are trained.",
+        "step: all parameters of the bundled model are trained.",
         rows=found,
         raw=raw,
     )

@@ -14,14 +14,14 @@ HEAD = """# Benchmark tables
 Every measured row, including slowdowns and goals that were missed. [Performance](index.md) shows
 the main results as charts. All rows are from a CPU; nothing has been measured on a GPU yet.
 
-- **Arms** (configurations that are compared) run in turn on the same machine, in the same process
-  layout.
+- **Arms** are the configurations that are compared. They run in turn on the same machine, in the
+  same process layout.
 - **Ratios** such as `1.83 [1.79, 1.88]` are medians over pairs of runs with a 95 % bootstrap
-  interval. `a / b` is the measurement of a divided by that of b.
+  interval. `a / b` is the value of `a` divided by that of `b`.
 - **Goals** may be met or missed; `within noise` means that the interval contains the goal.
 - **Ours** is the implementation in this repository.
-- **Commands** and dates are those of the last part, if a record was measured in parts. The rows
-  then give the number of rounds.
+- **The command** and its date are above each table. If several commands measured the rows, it is
+  the last one, and the rows give their number of rounds.
 
 `make bench` measures all and writes this page; `python -m bench.report.benchmarks_page` only writes
 it from `bench/records/`.

@@ -2,14 +2,14 @@
 
 TRAINER_STEP = (
     "`1000/100, G=8` is a prompt of 1,000 tokens with 8 responses of 100 tokens. `ours` is "
-    "`coppice.train`, and `prompt KV given` the same with the server's prompt-KV handle. `kept`, "
-    "`recomputed`, `injected` and `packed` are its [schedules](../concepts/training.md)."
+    "`coppice.train`, and `prompt KV given` is `coppice.train` with the prompt KV of the server. "
+    "`kept`, `recomputed`, `injected` and `packed` are its [schedules](../concepts/training.md)."
 )
 SPECULATION = (
     "`ours` is sibling drafts of adaptive length, `off` no speculation, and `fixed-4` our drafts "
     "of always 4 tokens. `ngram` and `suffix` are vLLM's methods. `oracle` knows the text and "
     "sends only the correct part of each draft. `-gnu` is GNU's OpenMP instead of Intel's. "
-    "`1.12 per row and step` is the number of tokens that a sample gains per forward pass."
+    "`1.12 per row and step` is the mean number of tokens per sample and engine step."
 )
 EXPLANATIONS = {
     "adapter_cost": ("Throughput with a LoRA adapter", "A ratio below 1 is a cost."),
@@ -18,10 +18,10 @@ EXPLANATIONS = {
         "`1128 tokens` is the length of a prompt. `prefilled` is vLLM's prefix caching. `spliced` "
         "reuses the KV of spans at other positions; some first tokens of a span are recomputed. "
         "`predicted` predicts KV from earlier prompts of the same agent; `predicted at 0.3` has "
-        "the threshold 0.3. `reordered` moves shared texts to the front of the prompt. "
+        "`kv_reuse.max_entropy` 0.3. `reordered` moves shared texts to the front of the prompt. "
         "`prefilled / spliced` above 1 is a gain.",
     ),
-    "draft_store": ("Time of the draft store", "The store is what sibling drafts are read from."),
+    "draft_store": ("Time of the draft store", "Sibling drafts are read from this store."),
     "drafter_recovery": ("Acceptance of the drafter after a policy update", ""),
     "drafter_replay": (
         "Tokens per forward pass of draft methods, on recorded rollouts",

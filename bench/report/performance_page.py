@@ -26,7 +26,7 @@ on a GPU: there, arithmetic is cheaper compared with memory access and fixed ove
 
 - The machine has {machine}.
 - Models are small: 25 or 100 million parameters, unless the text names another.
-- The arms of a comparison run in turn on the same machine, in the same process layout.
+- A capability and its baseline run in turn on the same machine, in the same process layout.
 - A ratio is the median over pairs of runs, with a 95 % bootstrap interval. Above 1x is a gain.
 - [Tables](benchmarks.md) has every row that was measured, with its goal and whether it was met.
 - `make bench` measures again and writes this page.

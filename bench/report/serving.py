@@ -85,7 +85,8 @@ def headline_text() -> str:
     leaves = number("trees", "effective independent leaves", "tree ")
     return f"""
 Each row compares one capability with the baseline that is named under it. Both were measured in
-the same run. A filled dot is a clear difference. A hollow dot is none: its interval contains 1x.
+the same run. A filled dot is a clear difference. A hollow dot is no clear difference: its interval
+contains 1x.
 There are losses too: sibling drafts are not faster than decoding without speculation ({off}), and
 an engine that uses a LoRA adapter has {adapter} of the throughput. The leaves of a tree share
 tokens, so its 16 leaves are worth {leaves} independent samples. Spliced KV is approximate; see

@@ -67,12 +67,12 @@ def memory() -> Figure:
 def memory_text() -> str:
     values = [number("trainer_step", f"128/1024, {MEMORY}", arm) for arm in SCHEDULES]
     return f"""
-The peak memory of one optimiser step (25M parameters, bfloat16, vocabulary 512, 8 responses) is
-compared with two baselines: SDPA on one row at a time, its smallest setting, and PrefixGrouper.
-The [schedule](../concepts/training.md#schedules) `recomputed` computes the prompt twice. With it
-the whole group needs about as much memory as a single row: with responses of 1,024 tokens
-{values[1]:,.0f} MiB against {values[2]:,.0f} MiB. PrefixGrouper needs {values[3]:,.0f} MiB there.
-With a prompt of 1,000 and responses of 100 tokens a single row needs the least.
+The peak memory of one optimiser step was measured (25M parameters, bfloat16, vocabulary 512, 8
+responses). The baselines are PrefixGrouper, and SDPA on one response at a time, its setting with
+the least memory. The [schedule](../concepts/training.md#schedules) `recomputed` computes the prompt
+twice. With responses of 1,024 tokens it needs {values[1]:,.0f} MiB for the whole group, SDPA
+{values[2]:,.0f} MiB for one response, and PrefixGrouper {values[3]:,.0f} MiB. With a prompt of
+1,000 and responses of 100 tokens, SDPA on one response needs the least.
 """
 
 
@@ -96,10 +96,11 @@ def length_bias_text() -> str:
     bias = -number("length_bias", "first, 4")
     return f"""
 A finish policy selects 4 or 6 of the 8 samples of a group. Two things were measured over 256
-problems: how much shorter the selected samples are than all 8 on average, and when the group
-finishes, in per cent of its longest sample. `first` with 4 of 8 finishes after {share:.0f} %, but
-its samples are {bias:.0f} % shorter. `random` and `balanced_length` select samples of nearly the
-usual length, and the group finishes only a little before its longest sample.
+problems: how much shorter the selected samples are than the mean of all 8, and after how many
+tokens the group finishes, relative to the length of its longest sample. `first` with 4 of 8
+finishes after {share:.0f} %, but its samples are {bias:.0f} % shorter. `random` and
+`balanced_length` select samples of nearly the usual length, and the group finishes only a little
+before its longest sample.
 """
 
 
