@@ -128,7 +128,8 @@ per request. {groups.num_done:,} groups were done, and {groups.num_disconnected:
 because their caller disconnected.
 Meanwhile {groups.num_activations} weights versions were uploaded and activated.
 
-| process | memory after the first fifth, and at the end | fitted growth | threads | open files |
+| process | memory after one fifth of the groups, and at the end | growth of a fitted line \
+| threads | open files |
 |---|---|---|---|---|
 {usage[0].row()}
 {usage[1].row()}

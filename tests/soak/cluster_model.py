@@ -108,8 +108,8 @@ class SeedlingModel:
         assert strange > 0.9 * len(later), f"{strange} of {len(later)}"
         return (
             f"{len(reports):,} different answers were compared with greedy decoding in Hugging "
-            f"Face transformers, with the weights of the version on the label. With those of the "
-            f"previous version, {strange:,} of {len(later):,} would differ."
+            f"Face transformers, with the weights of the version that labels the answer. With the "
+            f"weights of the previous version, {strange:,} of {len(later):,} answers would differ."
         )
 
     def _chooses(self, number: int, one: TokenReport) -> bool:

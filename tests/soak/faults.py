@@ -125,9 +125,9 @@ def _table(model: FleetModel, load: FleetLoad, injector: FaultInjector, seconds:
 ({model.name} engine) and a real Redis, {model.num_callers} callers, {seconds:.0f} s, \
 {injector.num_versions} weights versions, each uploaded to one replica.
 
-No token was wrong or labelled with another version. Afterwards no sample ran and no lease was \
-left, and after the stop
-no process, no file and no shared memory.
+No token was wrong or labelled with another version. After the load no sample ran, \
+and no lease was left.
+After the stop no process, no file and no shared memory was left.
 {model.summary(load.reports)}
 The longest drain took {max(injector.drain_seconds):.1f} s.\
 {"" if noticed is None else f" `/livez` reported a dead engine within {noticed:.1f} s."}
