@@ -15,18 +15,16 @@ from service.compat import unsupported  # noqa: E402
 FILE = ROOT / "docs" / "migrate" / "refused.md"
 FIELDS = """# Refused fields and routes
 
-Fields and routes of vLLM, SGLang and OpenAI that the server knows and refuses. Look here if a
-request was refused, or before you switch. [Migrate](index.md) explains the treatment of all other
-fields.
-
-This page is written by `scripts/compat_fields.py`.
+This page lists the fields and routes of vLLM, SGLang and OpenAI that the server refuses. Read it
+before you switch, or if a request was refused. [Migrate](index.md) explains the treatment of all
+other fields. `scripts/compat_fields.py` writes this page.
 
 ## Fields
 
-A field at a neutral value has no effect and is accepted. `null` is neutral for every field. Any
-other value is refused with the text of the last column. Some fields are served on other routes:
-`echo` on `/v1/completions`, `top_logprobs` on `/v1/chat/completions`, `prompt_logprobs` on
-`/v1/completions` and `/inference/v1/generate`.
+A neutral value is one that has no effect. The server accepts it. `null` is neutral for every field.
+The server refuses any other value with the text of the last column. Some of these fields are served
+on other routes: `echo` on `/v1/completions`, `top_logprobs` on `/v1/chat/completions`, and
+`prompt_logprobs` on `/v1/completions` and `/inference/v1/generate`.
 
 | field | neutral values | text of the error |
 |---|---|---|

@@ -35,7 +35,9 @@ _GUIDED = "guided decoding is not supported: parse the response, and reward vali
 _TEXT_ONLY = "only text models are served: send text or token ids"
 _OTHERS = "not supported on this route: use logprobs of /v1/completions, or POST /v1/score"
 _CHOSEN = "logprobs of given tokens are not supported: use logprobs, which returns the top-k tokens"
-_TEMPLATE = "only the model's own chat template is used: send token ids to /v1/completions instead"
+_TEMPLATE = (
+    "only the chat template of the server is used: send token ids to /v1/completions instead"
+)
 _OPTION = "not supported: pass options of the chat template in chat_template_kwargs"
 _THINKING = "reasoning has no limit of its own: set max_tokens for the whole response"
 _PROMPT_LOGPROBS = "not supported: use prompt_logprobs of /v1/completions, or POST /v1/score"
