@@ -58,8 +58,8 @@ class AttentionSettings(Section):
     )
     cache_directory: Path = Field(
         default_factory=lambda: cache_directory("attention"),
-        description="directory for the measurements of attention.shared_prefix=auto, so that "
-        "later starts skip them; change it to a volume that outlives the container",
+        description="directory for the measurements of mode auto, so that later starts skip them; "
+        "change it to a volume that outlives the container",
     )
 
 
@@ -81,8 +81,8 @@ class SpeculationSettings(Section):
     )
     store_bytes: BufferBytes = Field(
         2**28,
-        description="maximum size of the draft store, in bytes: of the text that drafts are taken "
-        "from; increase it for many prompts or long responses",
+        description="maximum size of the draft store, the text that drafts are taken from, in "
+        "bytes; increase it for many prompts or long responses",
     )
     store_file: Path | None = Field(
         None,
@@ -262,8 +262,8 @@ class EngineSettings(VllmSettings):
         20,
         ge=0,
         le=1024,
-        description="maximum number of top logprobs per token that a request on the OpenAI and "
-        "vLLM routes can have; increase it for clients that request more",
+        description="maximum number of top logprobs per token that requests on the OpenAI and "
+        "vLLM routes can ask for; increase it for clients that need more",
     )
     max_adapters: int = Field(
         0,

@@ -49,8 +49,9 @@ class VllmSettings(Section):
     )
     load_format: LoadFormat = Field(
         "safetensors",
-        description="vLLM's reader of the model's *.safetensors files; set it to runai_streamer "
-        "or fastsafetensors to load large models faster, and install the package of that name",
+        description="vLLM's reader of the model's *.safetensors files; fastsafetensors and "
+        "runai_streamer need the packages fastsafetensors and runai-model-streamer; set it to one "
+        "of these two to load large models faster",
     )
     trust_remote_code: bool = Field(
         False,

@@ -27,7 +27,7 @@ class ClusterSettings(Section):
     redis_password: SecretStr | None = Field(
         None,
         min_length=1,
-        description="password of the Redis user; prefer redis_password_file",
+        description="password of the Redis user; prefer cluster.redis_password_file",
     )
     redis_password_file: Path | None = Field(
         None,

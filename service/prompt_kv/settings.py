@@ -23,10 +23,10 @@ class KvSettings(Section):
     )
     spans_bytes: Bytes | None = Field(
         None,
-        description="maximum size of the cache for the KV of prompt spans and observations, which "
-        "the KV reuse modes splice and predict need, in bytes, and at most half of the free space "
-        "of kv.directory; none: a quarter of that space, but at most 4 GiB; 0: all prompts are "
-        "prefilled; increase it for many or long spans",
+        description="maximum size of the cache for the KV of prompt spans and observations, in "
+        "bytes, and at most half of the free space of kv.directory; the KV reuse modes splice and "
+        "predict need it; none: a quarter of that space, but at most 4 GiB; 0: these modes "
+        "prefill all prompts; increase it for many or long spans",
     )
     max_lease_seconds: Seconds = Field(
         60.0,
