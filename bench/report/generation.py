@@ -38,7 +38,7 @@ def decode_text() -> str:
     limit = number("shared_prefix_decode", longest, "without attention")
     alone = median("shared_prefix_decode", "256 different prompts")
     return f"""
-Whole decode steps of a 25M-parameter model in bfloat16 were timed with shared-prefix attention.
+Whole engine steps of a 25M-parameter model in bfloat16 were timed with shared-prefix attention.
 The baseline is vLLM's own attention over the same KV cache. The small vertical line in each row
 is the gain if attention took no time. The gain rises with the length of the prefix, to {gain} at
 16,384 tokens, where {limit:.2f}x is the limit. Prompts that share nothing neither gain nor lose

@@ -87,7 +87,7 @@ class HttpMetrics(MetricTable):
 class RolloutMetrics(MetricTable):
     """Metrics of rollouts, groups, samples and trees."""
 
-    rollouts_running = gauge("rollouts_running", "Rollouts without a response yet")
+    rollouts_running = gauge("rollouts_running", "Running rollouts")
     samples_running = gauge("samples_running", "Samples in the engine")
     samples_admitted = gauge("samples_admitted", "Admitted samples: running and waiting")
     samples_limit = gauge("samples_limit", "Maximum number of admitted samples")
@@ -152,7 +152,10 @@ class WeightMetrics(MetricTable):
     received_bytes = counter(
         "weights_received_bytes", "Bytes of weights received from trainers and replicas"
     )
-    delta_saved_bytes = counter("weights_delta_saved_bytes", "Bytes of weights that deltas saved")
+    delta_saved_bytes = counter(
+        "weights_delta_saved_bytes",
+        "Bytes of weights that were not transferred, because deltas are smaller",
+    )
     fetches = counter(
         "weights_fetches",
         "Weights versions fetched because the cluster serves them",
