@@ -147,3 +147,34 @@ def test_other_version_is_warned_of_once_with_what_differs(
     assert message.startswith("vLLM 0.33.0 is installed, 0.32.0 is supported.")
     assert "1 differ: vllm.v1.worker.gpu.block_table:BlockTables.append_block_ids is mis" in message
     assert message.endswith("(patched in attention/cuda_steps.py)")
+
+
+def test_start_checks_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm import __version__ as vllm_version
+
+    from engine.errors import StartFailed
+    from engine.launch import processes
+    from engine.settings import (
+        AttentionSettings,
+        EngineSettings,
+        GraphsSettings,
+        SpeculationSettings,
+    )
+
+    checked: list[str] = []
+
+    def refuse(*_: object, **__: object) -> None:
+        raise StartFailed("far enough")
+
+    monkeypatch.setattr(processes, "check_version", checked.append)
+    monkeypatch.setattr(processes, "plan_for_start", refuse)
+    starting = processes.VllmProcesses(
+        EngineSettings(),
+        attention=AttentionSettings(),
+        graphs=GraphsSettings(),
+        worker_extension="",
+    )
+    with pytest.raises(StartFailed, match="far enough"):
+        starting._start(Path("model"), SpeculationSettings())
+    starting._clean_up()
+    assert checked == [vllm_version]
