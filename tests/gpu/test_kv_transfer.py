@@ -71,6 +71,31 @@ def test_blocks_are_read_before_later_work_overwrites_them() -> None:
 
 
 @cuda_only
+def test_prompt_of_a_usual_size_is_read_and_written() -> None:
+    """230 MiB, which no single transfer takes."""
+    from engine.kv_transfer.worker.cache_blocks import CudaBlockReader, CudaBlockWriter
+
+    layers, heads, size, num_tokens = 28, 8, 128, 2048
+    shape = (layers, num_tokens // BLOCK, BLOCK, heads, 2 * size)
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+    on_device = [layer.transpose(1, 2) for layer in values.to(DEVICE)]
+    blocks = list(range(num_tokens // BLOCK))[::-1]
+    out = torch.zeros(layers, 2, heads, num_tokens, size, dtype=torch.bfloat16)
+    reader, failures = CudaBlockReader(on_device), list[Failure | None]()
+    reader.copy(blocks, out, failures.append)
+    reader.flush()
+    tokens = values[:, blocks].flatten(1, 2)  # [L, T, H, 2 * D]
+    want = tokens.unflatten(3, (2, size)).permute(0, 3, 2, 1, 4)
+    assert failures == [None]
+    assert torch.equal(out, want)
+    for layer in on_device:
+        layer.zero_()
+    CudaBlockWriter(on_device, ROTARY).write(out, 0, blocks)
+    after = torch.stack([layer.transpose(1, 2) for layer in on_device]).cpu()
+    assert torch.equal(after, values)
+
+
+@cuda_only
 @pytest.mark.parametrize("shift", [0, 1, -40, 700])
 def test_written_span_is_shifted_and_may_be_overwritten_at_once(shift: int) -> None:
     from engine.kv_transfer.worker.cache_blocks import CudaBlockWriter
