@@ -24,7 +24,7 @@ import uvloop
 from safetensors.numpy import save_file
 
 from bench.harness.paired_runs import Pairs, alternate
-from bench.harness.record import Record, Row
+from bench.harness.record import Record, Row, add_out
 from engine.settings import EngineSettings
 from engine.types import Completion, SampleRequest, Sampling
 from engine.vllm_engine import VllmEngine
@@ -177,13 +177,14 @@ def main() -> None:
         "--model", type=Path, help="default: the seedling, enlarged to 25M parameters"
     )
     parser.add_argument("--rounds", type=int, default=9)
+    add_out(parser)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = arguments.model or grown(Path(folder))
         adapter = saved(model, Path(folder) / "adapter")
         result = record(uvloop.run(measure(model, adapter, arguments.rounds)))
     result.show()
-    print(f"\nwrote {result.write().name}")
+    print(f"\nwrote {result.write(arguments.out).name}")
 
 
 if __name__ == "__main__":

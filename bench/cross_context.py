@@ -30,7 +30,7 @@ from bench.harness.multi_agent_splice_error import evaluate_agents
 from bench.harness.multi_agent_table import agents_rows
 from bench.harness.paired_runs import Pairs
 from bench.harness.prediction_threshold_sweep import prediction_rows, predictions
-from bench.harness.record import Record, Row
+from bench.harness.record import Record, Row, add_out
 from bench.harness.splice_error import Distance, distances
 from coppice import AsyncRollouts, KvReuse, PromptSpan
 from engine.settings import EngineSettings
@@ -244,6 +244,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--recompute-tokens", type=int, default=4)
     parser.add_argument("--block-size", type=int, default=32)
+    add_out(parser)
     options = parser.parse_args()
     found = distances(FIRST_TOKENS, options.block_size)
     predicted = [predictions(num_problems) for num_problems in PROBLEMS_A_TEXT]
@@ -272,7 +273,7 @@ def main() -> None:
         },
     )
     record.show()
-    record.write()
+    record.write(options.out)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.harness.record import Record, Row
+from bench.harness.record import Record, Row, add_out
 from kernels.draft_index.store import DraftStore
 from kernels.draft_index.store_protocol import Int32Array
 
@@ -158,7 +158,8 @@ def rows(found: list[Measured], save: float, load: float, num_bytes: int) -> lis
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.parse_args()
+    add_out(parser)
+    arguments = parser.parse_args()
     result = Record(
         name="draft_store",
         claim=f"Time of the draft store alone, without engine or model: {ROWS} requests in groups "
@@ -169,7 +170,7 @@ def main() -> None:
         rows=rows([measured(size) for size in SIZES], *saved(SIZES[-1])),
     )
     result.show()
-    print(f"\nwrote {result.write().name}")
+    print(f"\nwrote {result.write(arguments.out).name}")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from dataclasses import asdict
 import uvloop
 
 from bench.harness.drafter_server import BUILD, Traffic, drafter_server
-from bench.harness.record import Record, Row
+from bench.harness.record import Record, Row, add_out
 from bench.harness.recovery_plot import RECOVERED_SHARE, Curve, Point, picture
 from coppice import AsyncRollouts
 from coppice.wire.weights import DrafterAnswer
@@ -129,9 +129,11 @@ async def recovery_seconds(seconds: float) -> Record:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=GOAL_SECONDS)
-    result = uvloop.run(recovery_seconds(parser.parse_args().seconds))
+    add_out(parser)
+    arguments = parser.parse_args()
+    result = uvloop.run(recovery_seconds(arguments.seconds))
     result.show()
-    print(f"\nwrote {result.write().name} and {picture(result.raw).name}")
+    print(f"\nwrote {result.write(arguments.out).name} and {picture(result.raw).name}")
 
 
 if __name__ == "__main__":

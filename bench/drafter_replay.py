@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from bench.harness.paired_runs import Ratio
-from bench.harness.record import RECORDS, Record, Row
+from bench.harness.record import RECORDS, Record, Row, add_out
 from bench.replay.costs import Costs, LinearCost, MeasuredCost, measured_steps
 from bench.replay.drafters import ARCTIC, Drafter, NgramDrafter, StoreDrafter, SuffixDrafter
 from bench.replay.replay import Controller, Fixed, Replay, ReplayResult, ThresholdPolicy
@@ -233,6 +233,7 @@ def main() -> None:
     parser.add_argument(
         "--measured", type=Path, default=MEASURED, help="record with measured step times"
     )
+    add_out(parser)
     arguments = parser.parse_args()
     assert ARCTIC.exists(), "scripts/beside.sh arctic installs what ours is compared with"
     traces = [Trace.load(path) for path in sorted(arguments.traces.glob("*.npz"), reverse=True)]
@@ -250,7 +251,7 @@ def main() -> None:
     ]
     result = Record(name="drafter_replay", claim=claim(traces, steps), rows=rows)
     result.show()
-    print(f"\nwrote {result.write().name}")
+    print(f"\nwrote {result.write(arguments.out).name}")
 
 
 if __name__ == "__main__":

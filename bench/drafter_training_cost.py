@@ -17,7 +17,7 @@ import uvloop
 
 from bench.harness.drafter_server import Traffic, drafter_server
 from bench.harness.paired_runs import Pairs, Ratio, alternate
-from bench.harness.record import Record, Row
+from bench.harness.record import Record, Row, add_out
 from engine.drafter.trainer.training_loop import CONVERGED_DUTY_CYCLE
 
 MAX_LOSS = 0.05
@@ -110,9 +110,11 @@ def _row(when: str, ratio: Ratio) -> Row:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    result = loss_ratio(uvloop.run(cost(parser.parse_args().rounds)))
+    add_out(parser)
+    arguments = parser.parse_args()
+    result = loss_ratio(uvloop.run(cost(arguments.rounds)))
     result.show()
-    print(f"\nwrote {result.write().name}")
+    print(f"\nwrote {result.write(arguments.out).name}")
 
 
 if __name__ == "__main__":

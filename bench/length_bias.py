@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
-from bench.harness.record import Record, Row
+from bench.harness.record import Record, Row, add_out
 from examples.seedling.measure import (
     SAMPLES_PER_PROMPT,
     SEED,
@@ -76,11 +76,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prompts", type=int, default=256)
     parser.add_argument("--threads", type=int, default=2)
+    add_out(parser)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     result = record(recorded_lengths(arguments.prompts))
     result.show()
-    print(f"\nwrote {result.write().name}")
+    print(f"\nwrote {result.write(arguments.out).name}")
 
 
 if __name__ == "__main__":

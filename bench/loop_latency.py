@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 import uvloop
 
-from bench.harness.record import Record, Row
+from bench.harness.record import Record, Row, add_out
 from service.http.serve import tuned
 from tests.fake_engine import FakeEngine
 from tests.serving import serving
@@ -184,6 +184,7 @@ def main() -> None:
     parser.add_argument("--send", metavar="URL", help="send --body (internal)")
     parser.add_argument("--body", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
+    add_out(parser)
     arguments = parser.parse_args()
     if arguments.probe:
         asyncio.run(probe(arguments.probe))
@@ -192,7 +193,7 @@ def main() -> None:
     else:
         result = record(uvloop.run(measure_all(arguments.rounds)))
         result.show()
-        print(f"\nwrote {result.write().name}")
+        print(f"\nwrote {result.write(arguments.out).name}")
         missed = [row.what for row in result.rows if row.verdict != "met"]
         sys.exit(f"missed: {missed}" if missed else 0)
 

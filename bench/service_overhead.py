@@ -17,7 +17,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from bench.harness.in_process_service import running_service
 from bench.harness.paired_runs import Pairs, alternate
-from bench.harness.record import Record, Row
+from bench.harness.record import Record, Row, add_out
 from bench.harness.rollout_client_process import GROUPS, SAMPLES, TOKENS, prompts, rollout_process
 from engine.settings import EngineSettings
 from engine.vllm_engine import VllmEngine
@@ -119,10 +119,11 @@ def main() -> None:
     parser.add_argument("--call", metavar="URL", help="run as the client (internal)")
     parser.add_argument("--model", default=EngineSettings().model)
     parser.add_argument("--rounds", type=int, default=9)
+    add_out(parser)
     arguments = parser.parse_args()
     result = record(*uvloop.run(measure(arguments.model, arguments.rounds)))
     result.show()
-    print(f"\nwrote {result.write().name}")
+    print(f"\nwrote {result.write(arguments.out).name}")
 
 
 if __name__ == "__main__":

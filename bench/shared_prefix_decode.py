@@ -24,7 +24,7 @@ import torch
 
 from bench.harness.decode_timing import BLOCK, DRAFTED, LONGEST, Case, Engine, Steps, write_config
 from bench.harness.prefix_trees import Tree
-from bench.harness.record import Record, Row
+from bench.harness.record import Record, Row, add_out
 from engine.launch.environment import engine_environment, started_by_coppice
 from engine.settings import AttentionSettings, EngineSettings
 
@@ -168,6 +168,7 @@ def main() -> None:
     parser.add_argument("--part", choices=PARTS)
     parser.add_argument("--merge", action="store_true")
     parser.add_argument("--machine", choices=("alone", "shared"), default="alone")
+    add_out(parser)
     arguments = parser.parse_args()
     alone = arguments.machine == "alone"
     if arguments.part and started_by_coppice():
@@ -179,7 +180,7 @@ def main() -> None:
     if not arguments.part:
         result = record(load_measured(alone), alone=alone)
         result.show()
-        print(f"\nwrote {result.write().name}")
+        print(f"\nwrote {result.write(arguments.out).name}")
 
 
 def run_in_subprocess(part: str) -> None:

@@ -26,7 +26,7 @@ from vllm.platforms import current_platform
 from bench.harness.machine_peak import Peak, best_seconds, measure_peak
 from bench.harness.paired_runs import Pairs, alternate
 from bench.harness.prefix_trees import Tree
-from bench.harness.record import Record, Row
+from bench.harness.record import Record, Row, add_out
 from kernels.shared_prefix_attention import cpu
 from tests.kernels.attention_reference import Step, full_attention
 
@@ -271,6 +271,7 @@ def main() -> None:
         "--only", default="", help="run the cases whose name contains this; writes no record"
     )
     parser.add_argument("--machine", choices=("alone", "shared"), default="alone")
+    add_out(parser)
     arguments = parser.parse_args()
     alone = arguments.machine == "alone"
     isa = cpu.best_isa()
@@ -300,7 +301,7 @@ def main() -> None:
         raw=raw,
     )
     if not arguments.only:
-        print(f"\nwrote {record.write().name}")
+        print(f"\nwrote {record.write(arguments.out).name}")
 
 
 if __name__ == "__main__":

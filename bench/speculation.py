@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness.decode_timing import write_config
-from bench.harness.record import RECORDS, Record
+from bench.harness.record import Record, add_out
 from bench.harness.replay_estimate import cells, predict_seconds
 from bench.harness.speculation_arm import Workload, prompts
 from bench.harness.speculation_results import Round, guard_rows, summarize_run, workload_rows
@@ -87,6 +87,7 @@ def main() -> None:
     parser.add_argument(
         "--cache", type=Path, default=CACHE, help="directory of the step-time profile"
     )
+    add_out(parser)
     options = parser.parse_args()
     is_guard = options.part == "guard"
     seeds = [10**6 + options.seed, *range(options.seed, options.seed + options.rounds)]
@@ -100,15 +101,17 @@ def main() -> None:
         works = [Workload(seed=seed, **sampling) for seed in seeds]
         with arms(names, model, cache=options.cache, arctic=options.arctic) as begun:
             rounds = run_guard(begun, works) if is_guard else run_workloads(names, begun, works)
-    result = record(options.part, model.name, options.temperature, rounds)
+    result = record(options.part, model.name, options.temperature, rounds, options.out)
     result.show()
-    print(f"\nwrote {result.write().name}")
+    print(f"\nwrote {result.write(options.out).name}")
 
 
-def record(part: str, model: str, temperature: float, new: Sequence[Round]) -> Record:
+def record(
+    part: str, model: str, temperature: float, new: Sequence[Round], directory: Path
+) -> Record:
     name = "speculation_guard" if part == "guard" else f"speculation_{model}_{temperature:g}"
     name = name.replace(".", "_")
-    rounds = Round.added(RECORDS / f"{name}.json", new)
+    rounds = Round.added(directory / f"{name}.json", new)
     if part == "guard":
         claim = "64 samples of a model of random weights, 25M parameters in bfloat16, whose "
         claim += "output cannot be predicted: adaptive speculation against no speculation."

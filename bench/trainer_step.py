@@ -18,10 +18,11 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from bench.harness.paired_runs import Pairs
-from bench.harness.record import RECORDS, Record, Row, environment
+from bench.harness.record import Record, Row, add_out, environment
 from bench.optimizer_step.cells import DTYPES, GPU_SHAPES, SHAPES, VOCABULARIES, Cell
 
 NAME = "trainer_step"
@@ -161,9 +162,9 @@ def record(measured: Cells, machine: str = "idle") -> Record:
     )
 
 
-def earlier(machine: str) -> Cells:
+def earlier(machine: str, directory: Path) -> Cells:
     """Results of the existing record, or nothing if machine or versions differ."""
-    path = RECORDS / f"{_name(machine)}.json"
+    path = directory / f"{_name(machine)}.json"
     if not path.exists():
         return {}
     there, here = json.loads(path.read_text()), environment(NAME)
@@ -199,6 +200,7 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
     parser.add_argument("--vocabularies", nargs="+", type=int, default=VOCABULARIES)
     parser.add_argument("--rounds", type=int, default=5)
+    add_out(parser)
     options = parser.parse_args()
     shapes = options.shapes or (tuple(GPU_SHAPES) if options.machine == "gpu" else SHAPES)
     cells = [
@@ -214,11 +216,11 @@ def main() -> None:
             results = timed(options.machine, part, cells, options.rounds)
         for cell, result in results:
             stamp = {"date": datetime.now(UTC).date().isoformat(), "rounds": options.rounds}
-            measured = earlier(options.machine)
+            measured = earlier(options.machine, options.out)
             measured.setdefault(part, {})[str(cell)] = result | stamp
             print(part, json.dumps(result), file=sys.stderr, flush=True)
-            record(measured, options.machine).write()
-    record(earlier(options.machine), options.machine).show()
+            record(measured, options.machine).write(options.out)
+    record(earlier(options.machine, options.out), options.machine).show()
 
 
 if __name__ == "__main__":

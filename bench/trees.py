@@ -17,7 +17,7 @@ import uvloop
 
 from bench.harness.in_process_service import computed_prompt_tokens, running_service
 from bench.harness.paired_runs import Pairs, alternate
-from bench.harness.record import Record, Row
+from bench.harness.record import Record, Row, add_out
 from coppice import AsyncRollouts, Branching
 from coppice.credit import effective_leaves
 from coppice.results import RolloutResult
@@ -157,10 +157,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default=EngineSettings().model)
     parser.add_argument("--rounds", type=int, default=9)
+    add_out(parser)
     arguments = parser.parse_args()
     result = record(*uvloop.run(measure(arguments.model, arguments.rounds)))
     result.show()
-    print(f"\nwrote {result.write().name}")
+    print(f"\nwrote {result.write(arguments.out).name}")
 
 
 if __name__ == "__main__":

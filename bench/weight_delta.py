@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from bench.harness.record import Record, Row
+from bench.harness.record import Record, Row, add_out
 from coppice import Rollouts
 from coppice.weights.delta import Lineage, apply_delta
 from coppice.weights.delta_writer import write_delta
@@ -151,6 +151,7 @@ def rows(learning_rate: float, label: str, pairs: Sequence[Pair]) -> list[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=12)
+    add_out(parser)
     options = parser.parse_args()
     found, raw = [], {}
     for learning_rate, label in LEARNING_RATES.items():
@@ -168,7 +169,7 @@ def main() -> None:
         raw=raw,
     )
     record.show()
-    record.write()
+    record.write(options.out)
 
 
 if __name__ == "__main__":

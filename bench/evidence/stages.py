@@ -99,6 +99,7 @@ def _tests(name: str, files: Sequence[str], seconds: int) -> Measurement:
     return Measurement(name=name, arguments=arguments, read=read_report, seconds=seconds)
 
 
+# Stage 0 and the kernel tests need PyTorch only, the rest of A also vLLM, and all else its engine.
 STAGES: Final[Mapping[str, Sequence[Measurement]]] = {
     "0": (
         _host("imports", 20),
@@ -106,18 +107,17 @@ STAGES: Final[Mapping[str, Sequence[Measurement]]] = {
         _host("empty-grids", 30, NO_TRITON),
     ),
     "A": (
-        _tests(
-            "kernel-tests", ["tests/gpu/test_kernels.py", "tests/gpu/test_shared_prefix.py"], 90
-        ),
+        _tests("kernel-tests", ["tests/gpu/test_kernels.py"], 60),
+        _tests("attention-tests", ["tests/gpu/test_shared_prefix.py"], 60),
         _bench("shared_prefix_gpu", ["--quick", "--rounds", "3"], 120, not_on_cpu=NO_FLASH),
         _host("sanitizer", 60, NO_TOOL),
         _host("profile", 60, NO_TOOL),
     ),
     "B": (
         _host("vllm", 30),
-        _tests("engine-tests", ["tests/gpu/test_engine.py"], 150),
-        _tests("prompt-kv-tests", ["tests/gpu/test_kv_transfer.py"], 60),
-        _tests("speculation-tests", ["tests/gpu/test_speculation.py"], 90),
+        _tests("engine-tests", ["tests/gpu/test_engine.py"], 180),
+        _tests("prompt-kv-tests", ["tests/gpu/test_kv_transfer.py"], 120),
+        _tests("speculation-tests", ["tests/gpu/test_speculation.py"], 120),
         _tests("graph-tests", ["tests/engine/cudagraphs/test_gpu.py"], 90),
     ),
     "C1": (_engine("greedy", 100), _engine("defaults", 90), _engine("small-limits", 90)),

@@ -18,7 +18,8 @@ from tests.engine.greedy import logit_gap_to_greedy
 from tests.engine.random_models import make_models
 from tests.engine.seedling import reference, teacher_forced
 from tests.engine.stepped_engine import Answer, LiveEngine
-from tests.gpu.device import CAN_RUN, LOGPROB_TOLERANCE, ON_GPU, TIE, engine
+from tests.gpu.device import CAN_RUN, ON_GPU
+from tests.gpu.live import LOGPROB_TOLERANCE, TIE, engine
 
 pytestmark = [
     pytest.mark.gpu,
@@ -48,7 +49,8 @@ class Served:
     mode: str
 
 
-@pytest.fixture(scope="module", params=["off", "always", "auto"])
+# vLLM keeps the first backend that it selects, so the registering modes come first.
+@pytest.fixture(scope="module", params=["always", "auto", "off"])
 def served(
     request: pytest.FixtureRequest,
     models: dict[str, Path],

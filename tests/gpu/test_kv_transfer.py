@@ -24,7 +24,8 @@ from tests.engine.kv_transfer.export_models import (
 from tests.engine.kv_transfer.load_chains import Chains
 from tests.engine.seedling import teacher_forced
 from tests.engine.stepped_engine import LiveEngine
-from tests.gpu.device import CAN_RUN, DEVICE, LOGPROB_TOLERANCE, ON_GPU, engine
+from tests.gpu.device import CAN_RUN, DEVICE, ON_GPU
+from tests.gpu.live import LOGPROB_TOLERANCE, engine
 from tests.kernels.kv_layout_reference import slow_gather
 from tests.kernels.rope_shift_reference import slow_shift
 
@@ -123,8 +124,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("model") / "v1", "qwen3", num_kv_heads=2)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def exporting(model: Path) -> Iterator[LiveEngine]:
+    # Not for the whole module: vLLM has one KV connector per process.
     with engine(model, **(EXPORTING | {"max_model_len": 512})) as live:
         for answer in live.rpc("coppice_prepare_kv_export"):
             assert isinstance(answer, dict), answer

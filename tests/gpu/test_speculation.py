@@ -9,7 +9,8 @@ from tests.engine.drafter.drafter_engine import drafter_engine, num_accepted
 from tests.engine.random_models import make_models
 from tests.engine.seedling import reference
 from tests.engine.speculation.drafting_engine import drafting_engine, in_group
-from tests.gpu.device import CAN_RUN, ENGINE
+from tests.gpu.device import CAN_RUN
+from tests.gpu.live import ENGINE
 from tests.gpu.test_engine import OTHERS, SHARED, judge
 
 pytestmark = [
