@@ -127,9 +127,9 @@ async def activation(run: Run, size: Size, models: Path) -> dict[str, Any]:
     other = write_model(models / f"{size.model}-other", size.model, seed=1)
     engine, results = run.engine, []
     for number, path in enumerate((other, models / size.model)):
-        running = await run.submit(size.shared)
-        await asyncio.sleep(0.5)
         await asyncio.to_thread(engine.check_weights, path)
+        running = await run.submit(size.reloaded)
+        await asyncio.sleep(0.5)
         seconds: dict[str, float] = {}
         steps: tuple[tuple[str, Callable[[], Awaitable[None]]], ...] = (
             ("pause", lambda: engine.pause("keep")),

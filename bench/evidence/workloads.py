@@ -33,6 +33,7 @@ class Size:
     shared: Workload
     unshared: Workload
     burst: Workload
+    reloaded: Workload
     context: int
 
 
@@ -42,6 +43,7 @@ ON_GPU: Final = Size(
     shared=Workload(groups=16, samples=16, prompt=1024, tokens=256),
     unshared=Workload(groups=256, samples=1, prompt=128, tokens=256),
     burst=Workload(groups=32, samples=1, prompt=8192, tokens=1),
+    reloaded=Workload(groups=16, samples=16, prompt=1024, tokens=1024),
     context=16384,
 )
 REHEARSAL: Final = Size(
@@ -50,6 +52,7 @@ REHEARSAL: Final = Size(
     shared=Workload(groups=2, samples=4, prompt=96, tokens=16),
     unshared=Workload(groups=8, samples=1, prompt=32, tokens=16),
     burst=Workload(groups=4, samples=1, prompt=256, tokens=1),
+    reloaded=Workload(groups=2, samples=2, prompt=64, tokens=900),
     context=1024,
 )
 
