@@ -86,7 +86,7 @@ def test_prompt_of_a_usual_size_is_read_and_written() -> None:
     reader.copy(blocks, out, failures.append)
     reader.flush()
     tokens = values[:, blocks].flatten(1, 2)  # [L, T, H, 2 * D]
-    want = tokens.unflatten(3, (2, size)).permute(0, 3, 2, 1, 4)
+    want = torch.unflatten(tokens, 3, (2, size)).permute(0, 3, 2, 1, 4)
     assert failures == [None]
     assert torch.equal(out, want)
     for layer in on_device:
