@@ -164,6 +164,7 @@ def main(given: Sequence[str] | None = None) -> None:
             captured = (full.captured(), ours.captured())
     record = Record(
         name="graph_pool_gpu",
+        bench="planned_graphs_gpu",
         claim="A planned pool of CUDA graphs: bytes, hits and decode time against every size with "
         "every draft length.",
         rows=table(
