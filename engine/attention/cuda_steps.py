@@ -113,10 +113,13 @@ def _builders(runner: Any) -> Iterator[tuple[int, Any]]:
 def _runs_piecewise(runner: Any) -> bool:
     """Whether a step dispatched like one with prefill rows has its attention outside the graph.
 
-    Without any graphs it has.
+    Without any graphs it has. Graphs for decode rows of any length also match such a step.
     """
-    mode = runner.cudagraph_manager.cudagraph_mode
-    return not mode.has_full_cudagraphs() or mode.has_piecewise_cudagraphs()
+    manager = runner.cudagraph_manager
+    mode = manager.cudagraph_mode
+    if not mode.has_full_cudagraphs():
+        return True
+    return mode.has_piecewise_cudagraphs() and not manager.varlen_decode
 
 
 def planned(gather: Callable[..., Any]) -> Callable[..., Any]:

@@ -124,7 +124,9 @@ class Runner:
         group.metadata_builders = [self.builder]
         self.attn_groups = [[group]]
         self.block_tables = block_tables()
-        self.cudagraph_manager = SimpleNamespace(cudagraph_mode=CUDAGraphMode[mode])
+        self.cudagraph_manager = SimpleNamespace(
+            cudagraph_mode=CUDAGraphMode[mode], varlen_decode=False
+        )
         self.req_states = SimpleNamespace(
             req_id_to_index={},
             prefill_len=SimpleNamespace(np=np.zeros(MAX_REQS, np.int32)),

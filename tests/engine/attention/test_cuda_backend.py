@@ -158,6 +158,13 @@ def test_graphs_that_would_contain_attention_exclude_sharing(mode: str, shares: 
     assert COUNTERS.read()["steps_skipped"].get("cuda_graphs", 0) == before + (not shares)
 
 
+def test_graphs_for_decode_rows_of_any_length_exclude_sharing() -> None:
+    runner = decoding(SHARED)
+    runner.cudagraph_manager.varlen_decode = True
+    runner.gather(dict.fromkeys("abc", 1))
+    assert not is_shared(runner.metadata())
+
+
 def test_lists_are_uploaded_once_while_the_plan_holds() -> None:
     runner = decoding(SHARED)
     found = []
