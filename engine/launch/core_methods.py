@@ -145,8 +145,8 @@ def _stop_caching_running(scheduler: Any) -> int:
     They would add the blocks that they fill from now on under hashes of the tokens alone. Once the
     start of such a prompt is prefilled again, a longer prompt could match blocks that mix weights
     versions. A count of cached blocks larger than any length prevents this. vLLM's other readers
-    of the count only test that there is one, or that it has grown. A preempted request loses the count, is prefilled again under the new weights, and adds
-    its blocks again.
+    of the count only test that there is one, or that it has grown. A preempted request loses the
+    count, is prefilled again under the new weights, and adds its blocks again.
 
     A request that has not filled a block yet has no count, so running requests are added by id.
     """
