@@ -160,7 +160,7 @@ class CudaGraphStats:
 
     `hits` are decode steps that ran with a graph. `misses` are decode steps without one, keyed by
     the number of samples, rounded up to a power of two, and the tokens per sample, 0 where these
-    differed. `mixed` are steps that also prefilled.
+    differed. `mixed` are steps that also prefilled or shared prefixes.
     """
 
     num_graphs: int = 0

@@ -44,8 +44,8 @@ class VllmSettings(Section):
     kv_cache_dtype: str = Field(
         "auto",
         description="data type of the KV cache; auto: the data type of the model; fp8: twice as "
-        "many tokens, without prompt KV and shared-prefix attention; set it to fp8 if the KV "
-        "cache is too small",
+        "many tokens, without prompt KV and, on CPU, shared-prefix attention; set it to fp8 if the "
+        "KV cache is too small",
     )
     load_format: LoadFormat = Field(
         "safetensors",
