@@ -22,7 +22,7 @@ from engine.runtime import gc_and_process_group
 from engine.settings import EngineSettings
 from service.auth.keys import generate_key, read_keys
 from service.config.flags import SettingsCommand, with_settings_flags
-from service.config.settings import LogSettings, Settings, redacted
+from service.config.settings import LogSettings, Settings, changed_settings, redacted
 from service.config.sources import SettingsError, load_settings
 from service.observability.logs import configure_logging
 from service.prompt_kv.arena import default_capacity_bytes
@@ -152,7 +152,7 @@ def render_graph_plan(settings: Settings) -> str:
 
 def _serve(settings: Settings, components: ServeComponents) -> None:
     components.configure_logging(settings.log)
-    log.info("starting", extra={"settings": redacted(settings)})
+    log.info("starting", extra={"settings": changed_settings(settings)})
     try:
         _load_and_run(settings, components)
     except StartFailed as error:

@@ -54,7 +54,6 @@ def rollout(
     All turns have the same session id, so a load balancer routes them to the replica that has
     cached the earlier turns.
     """
-    # --8<-- [start:rollout]
     row = Row(prompt=words.encode(problem))
     [equals] = words.encode("=")
     for _ in range(max_turns):
@@ -80,4 +79,3 @@ def _turn(http: httpx.Client, tokens: list[int], *, stop: int, session: str) -> 
     answer.raise_for_status()
     body = answer.json()
     return body["choices"][0], body["usage"]
-    # --8<-- [end:rollout]

@@ -12,19 +12,17 @@ from examples.seedling.enlarge import SEEDLING
 
 
 def main(url: str) -> None:
-    # --8<-- [start:trainer]
     prompts = ["Compute 12+34.\n", "Compute 7*8.\n", "Compute 90-41.\n", "Compute 3*9+5.\n"]
     trainer = GRPOTrainer(
         model=str(SEEDLING),
         reward_funcs=lambda prompts, completions, **_: list(
             map(arithmetic.reward, prompts, completions)
         ),
-        args=GRPOConfig(max_steps=3, use_cpu=True, bf16=False, save_strategy="no"),
+        args=GRPOConfig("build/trl", max_steps=3, use_cpu=True, bf16=False, save_strategy="no"),
         train_dataset=Dataset.from_dict({"prompt": prompts}),
         rollout_func=rollout_func(Rollouts(url)),
     )
     trainer.train()
-    # --8<-- [end:trainer]
 
 
 if __name__ == "__main__":

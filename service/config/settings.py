@@ -343,3 +343,8 @@ def settings_fields() -> Iterator[tuple[str, str, FieldInfo]]:
 def redacted(settings: BaseModel) -> dict[str, Any]:
     """The settings as plain values for printing; secrets are masked with asterisks."""
     return settings.model_dump(mode="json")
+
+
+def changed_settings(settings: BaseModel) -> dict[str, Any]:
+    """The settings that differ from their defaults, as `redacted` prints them."""
+    return settings.model_dump(mode="json", exclude_defaults=True)

@@ -7,6 +7,8 @@ A fenced `bash` or `python` block has an HTML comment on the line above its open
     <!-- run: settings -->   above a `yaml` block: validated as a settings file
     <!-- tested by: tests/path/test_x.py::test_name -->    that test executes these commands
     <!-- not run: needs a GPU -->    or one of the other reasons in REASONS
+
+A block with the title of a file shows code of that file: ```python title="examples/x.py".
 """
 
 import re
@@ -22,7 +24,7 @@ RUNS = ("server", "shell", "settings")
 REASONS = re.compile(r"needs (a GPU|Docker|a Kubernetes cluster)|takes [1-9]\d* (minutes|hours)")
 
 _BLOCK = re.compile(
-    r"^(?P<above>.*)\n(?P<indent> *)(?P<fence>```+|~~~+) *(?P<language>[\w-]*).*\n"
+    r"^(?P<above>.*)\n(?P<indent> *)(?P<fence>```+|~~~+) *(?P<language>[\w-]*)(?P<info>.*)\n"
     r"(?P<text>(?:.*\n)*?) *(?P=fence) *$",
     re.MULTILINE,
 )
@@ -37,6 +39,8 @@ class Block:
     language: str
     text: str
     above: str
+    title: str = ""
+    """File of the repository whose code the block shows."""
 
     @property
     def place(self) -> str:
@@ -79,7 +83,13 @@ def _blocks(page: str, text: str) -> Iterator[Block]:
             language=found["language"],
             text=textwrap.dedent(found["text"]),
             above=found["above"],
+            title=_title(found["info"]),
         )
+
+
+def _title(info: str) -> str:
+    found = re.search(r'title="([^"]+)"', info)
+    return found[1] if found else ""
 
 
 def problems(block: Block) -> Iterator[str]:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel, SecretStr, ValidationError
 
-from service.config.settings import Settings, redacted, settings_fields
+from service.config.settings import Settings, changed_settings, redacted, settings_fields
 from service.config.sources import SettingsError, load_settings, variable_name
 
 
@@ -180,6 +180,12 @@ def test_secrets_are_masked() -> None:
         key: SecretStr = SecretStr("hunter2")
 
     assert redacted(Keys()) == {"key": "**********"}
+
+
+def test_start_logs_only_settings_that_differ_from_their_defaults() -> None:
+    assert changed_settings(Settings()) == {}
+    changed = Settings.model_validate({"engine": {"max_sequences": 8}})
+    assert changed_settings(changed) == {"engine": {"max_sequences": 8}}
 
 
 @pytest.mark.parametrize("text", ["off", "'off'", "auto", "always"])
