@@ -8,10 +8,11 @@ python=${1:?usage: scripts/lock.sh PYTHON}
 "$python" -m pip install --quiet uv==0.13.8
 
 # Text models need no torchvision or similar packages, and their CUDA builds break transformers with
-# CPU torch. The other packages are for operating systems other than Linux.
+# CPU torch. The other packages are for operating systems other than Linux; colorama is also needed by
+# the documentation site, so dev.txt has it.
 options=(--quiet --universal --python-version 3.11 --no-header --no-annotate --generate-hashes)
 for package in coppice-client torchvision torchaudio torchcodec \
-    colorama pywin32 win32-setctime httpx2-jsfetch; do
+    pywin32 win32-setctime httpx2-jsfetch; do
     options+=(--no-emit-package "$package")
 done
 
@@ -39,11 +40,11 @@ add_hashes() {
 # PyTorch's index.
 links=$("$python" -m pip config get global.find-links 2>/dev/null || true)
 compile cpu pyproject.toml requirements/cpu.in requirements/torch-cpu.txt --extra cpu \
-    --no-emit-package torch ${links:+--find-links "$links"} ||
+    --no-emit-package torch --no-emit-package colorama ${links:+--find-links "$links"} ||
     compile cpu pyproject.toml requirements/cpu.in requirements/torch-cpu.txt --extra cpu \
-        --no-emit-package torch --index-strategy unsafe-best-match \
+        --no-emit-package torch --no-emit-package colorama --index-strategy unsafe-best-match \
         --extra-index-url https://download.pytorch.org/whl/cpu
-compile gpu pyproject.toml requirements/gpu.in --extra gpu
+compile gpu pyproject.toml requirements/gpu.in --extra gpu --no-emit-package colorama
 compile dev requirements/dev.in --constraint requirements/cpu.txt --constraint requirements/torch-cpu.txt \
     --no-emit-package torch ${links:+--find-links "$links"} # torch's build depends on the device
 for name in clients verl miles arctic; do add_hashes $name; done

@@ -82,9 +82,10 @@ function showFeatures(features) {
   byId("features").hidden = !features?.length;
   byId("features").querySelector("ul").replaceChildren(...(features ?? []).map((feature) => {
     const item = element("li");
-    item.append(element("b", "", feature.feature), " ", element("span", feature.on ? "on" : "off", feature.on ? "on" : "off"));
-    if (feature.reason) item.append(element("div", "soft", feature.reason));
-    if (!feature.on && feature.how) item.append(element("div", "", feature.how));
+    const state = feature.enabled ? "on" : "off";
+    item.append(element("b", "", feature.name.replaceAll("_", " ")), " ", element("span", state, state));
+    item.append(element("div", "soft", feature.reason));
+    if (!feature.enabled && feature.how_to_change) item.append(element("div", "", feature.how_to_change));
     return item;
   }));
 }

@@ -137,7 +137,9 @@ async def test_page_says_what_it_waits_for(tmp_path: Path) -> None:
         assert await at.page.value("document.title") == "fake - Coppice"
         assert "No rollout is running." in await at.page.text("#work")
         assert await at.page.value("document.getElementById('notice').hidden")
-        assert await at.page.value("document.getElementById('features').hidden")
+        features = await at.page.text("#features")
+        assert "cluster off cluster.redis_url is not set" in features
+        assert "dashboard on the live page is served at /ui" in features
         await at.page.photograph(tmp_path / "idle.png")
         await at.served.http.post("/v1/pause")
         await at.page.shown(f"{STATE} == 'paused'")
