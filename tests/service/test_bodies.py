@@ -40,6 +40,12 @@ def refused(body: bytes, parse: Parse) -> InvalidRequest:
     return caught.value
 
 
+def processor_seconds(call: Callable[[], object]) -> float:
+    began = time.process_time()
+    call()
+    return time.process_time() - began
+
+
 @pytest.mark.parametrize("number", ["56", "56.0", "5.6e1", "56.000", "560E-1"])
 def test_whole_number_is_an_integer_in_any_notation(parse: Parse, number: str) -> None:
     parsed = parse(rollout_body(f"1, {number}", f', "n": {number}'), RolloutRequest)
@@ -84,11 +90,12 @@ def test_invalid_json_or_utf_8_is_reported_as_such(parse: Parse, body: bytes) ->
 
 
 def test_first_of_a_million_invalid_token_ids_is_reported(parse: Parse) -> None:
-    """Listing all of them would block the event loop for seconds."""
+    """Listing all of them takes several hundred times as long as Python's parser takes."""
     body = rollout_body(", ".join(["1"] * 7 + ['""'] * 1_000_000))
-    began = time.process_time()
-    error = refused(body, parse)
-    assert time.process_time() - began < 2
+    reference = min(processor_seconds(lambda: json.loads(body)) for _ in range(5))
+    errors: list[InvalidRequest] = []
+    assert processor_seconds(lambda: errors.append(refused(body, parse))) < 150 * reference
+    [error] = errors
     assert [fault["location"] for fault in error.errors or []] == ["groups.0.prompt.token_ids.7"]
 
 
