@@ -90,9 +90,9 @@ def speculation_text() -> str:
     return f"""
 Eight groups of eight samples were generated with sibling drafts of adaptive length and with each
 baseline. All generate the same tokens. Sibling drafts are {suffix[0]:.2f} to {suffix[1]:.2f}
-times as fast as vLLM's suffix decoding. On this machine, however, speculation gains nothing: the
-ratio to no speculation is {off[0]:.2f}x to {off[1]:.2f}x. With random weights, where no draft can
-be predicted, it is {guard}.
+times as fast as Arctic's suffix decoding in vLLM. On this machine, however, speculation gains
+nothing: the ratio to no speculation is {off[0]:.2f}x to {off[1]:.2f}x. With random weights, where
+no draft can be predicted, it is {guard}.
 """
 
 
@@ -212,11 +212,11 @@ def splice_error_text() -> str:
     points = re.findall(r"-?[\d.]+", cell("cross_context", row))[1].lstrip("-")
     worst = divergence("994 tokens of arithmetic: KL divergence")
     return f"""
-Spliced KV is approximate. Its error is the KL divergence from the next-token distributions after
-a prefilled prompt, with 4 tokens recomputed per span. The goal is less than 0.05 nats per token.
-A model that was trained on agents' messages meets it, but loses {points} percentage points of
-probability on the right answer with prompts of 239 tokens. The bundled model misses the goal from
-490 tokens on, and reaches {worst:.2f} at 994.
+Spliced KV is approximate. Here 4 tokens are recomputed per span. The error is the KL divergence
+between the next-token distributions after a prefilled and after a spliced prompt. The goal is less
+than 0.05 nats per token. A model that was trained on agents' messages meets it, but loses {points}
+percentage points of probability on the right answer with prompts of 239 tokens. The bundled model
+misses the goal from 490 tokens on, and reaches {worst:.2f} at 994.
 """
 
 

@@ -70,9 +70,9 @@ def memory_text() -> str:
 The peak memory of one optimiser step was measured (25M parameters, bfloat16, vocabulary 512, 8
 responses). The baselines are PrefixGrouper, and SDPA on one response at a time, its setting with
 the least memory. The [schedule](../concepts/training.md#schedules) `recomputed` computes the prompt
-twice. With responses of 1,024 tokens it needs {values[1]:,.0f} MiB for the whole group, SDPA
-{values[2]:,.0f} MiB for one response, and PrefixGrouper {values[3]:,.0f} MiB. With a prompt of
-1,000 and responses of 100 tokens, SDPA on one response needs the least.
+twice. With a prompt of 128 and responses of 1,024 tokens it needs {values[1]:,.0f} MiB and
+PrefixGrouper {values[3]:,.0f} MiB; SDPA needs {values[2]:,.0f} MiB. With a prompt of 1,000 and
+responses of 100 tokens, SDPA needs the least.
 """
 
 
