@@ -109,7 +109,7 @@ _KINDS = (
           "The lease of the tree has ended, or the tree does not have the mode external.",
           "Start a new rollout, and renew the lease by branching before it ends."),
     _kind("version_superseded", 409, "The weights version is no longer active",
-          "The request requires exactly one weights version, and a newer one is active.",
+          "The request requires exactly one weights version, which is superseded or unknown.",
           "Request the active version, or a minimum version."),
     _kind("version_conflict", 409, "The weights version is in another state",
           "The state of the weights version does not allow the operation, or the label is used for "
