@@ -12,8 +12,6 @@ import asyncio
 import itertools
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Iterator
@@ -24,6 +22,7 @@ import uvloop
 from safetensors.numpy import save_file
 
 from bench.harness.paired_runs import Pairs, alternate
+from bench.harness.random_model import enlarged_seedling
 from bench.harness.record import Record, Row, add_out
 from engine.settings import EngineSettings
 from engine.types import Completion, SampleRequest, Sampling
@@ -156,21 +155,6 @@ def _projections(model: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield module, tensor.shape
 
 
-def grown(folder: Path) -> Path:
-    model = folder / "25m"
-    command = [
-        sys.executable,
-        "-m",
-        "examples.seedling.enlarge",
-        "--to",
-        "25m",
-        "--out",
-        str(model),
-    ]
-    subprocess.run(command, check=True)
-    return model
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
@@ -180,7 +164,7 @@ def main() -> None:
     add_out(parser)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        model = arguments.model or grown(Path(folder))
+        model = arguments.model or enlarged_seedling(Path(folder))
         adapter = saved(model, Path(folder) / "adapter")
         result = record(uvloop.run(measure(model, adapter, arguments.rounds)))
     result.show()

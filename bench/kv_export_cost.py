@@ -11,8 +11,6 @@ import asyncio
 import itertools
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Iterator
@@ -23,6 +21,7 @@ from pathlib import Path
 import uvloop
 
 from bench.harness.paired_runs import Pairs, alternate
+from bench.harness.random_model import enlarged_seedling
 from bench.harness.record import Record, Row, add_out
 from engine.kv_types import ExportSlot, ExportStatus
 from engine.settings import EngineSettings
@@ -172,21 +171,6 @@ def record(arms: Arms, bytes_per_token: int, model: str) -> Record:
     )
 
 
-def grown(folder: str) -> Path:
-    model = Path(folder) / "25m"
-    command = [
-        sys.executable,
-        "-m",
-        "examples.seedling.enlarge",
-        "--to",
-        "25m",
-        "--out",
-        str(model),
-    ]
-    subprocess.run(command, check=True)
-    return model
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
@@ -196,7 +180,7 @@ def main() -> None:
     add_out(parser)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        model = arguments.model or grown(folder)
+        model = arguments.model or enlarged_seedling(Path(folder))
         measured = uvloop.run(measure(model, arguments.rounds))
         result = record(*measured, arguments.model.name if arguments.model else "25M parameters")
     result.show()

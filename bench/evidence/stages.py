@@ -16,7 +16,7 @@ NO_GRAPHS: Final = "CUDA graphs exist on a GPU only"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a measurement runs: its own empty folder, and the folder of the models."""
+    """Folders of a measurement: its own empty one, and that of the models."""
 
     folder: Path
     models: Path

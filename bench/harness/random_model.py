@@ -1,4 +1,4 @@
-"""Model with random weights in the shape of a published one, written as safetensors.
+"""Models for benchmarks: random weights in a published shape, or the enlarged bundled model.
 
     python -m bench.harness.random_model qwen3-1.7b --out DIRECTORY [--seed N]
 
@@ -9,6 +9,8 @@ model's, so benchmarks send token ids. Activations stay of order one in every la
 import argparse
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -130,6 +132,14 @@ def _matrices(config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
         "mlp.up_proj": (inner, hidden),
         "mlp.down_proj": (hidden, inner),
     }
+
+
+def enlarged_seedling(folder: Path) -> Path:
+    """Directory of the bundled model, enlarged to 25M parameters in a process of its own."""
+    model = folder / "25m"
+    program = [sys.executable, "-m", "examples.seedling.enlarge"]
+    subprocess.run([*program, "--to", "25m", "--out", str(model)], check=True)
+    return model
 
 
 def main() -> None:
