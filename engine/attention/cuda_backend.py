@@ -161,7 +161,7 @@ class SharedPrefixBuilder(GroupingMetadataBuilder, FlashAttentionMetadataBuilder
         self._planned = None
 
     def _is_planned(self, common: CommonAttentionMetadata) -> bool:
-        """Whether these are the rows that were planned, not those of a draft model or a dummy."""
+        """Return whether these rows were planned: not those of a draft model or a dummy."""
         return (
             self._planned is not None
             and common.req_idx is not None
@@ -191,8 +191,20 @@ class SharedPrefixBuilder(GroupingMetadataBuilder, FlashAttentionMetadataBuilder
             tail=None,
             lists=lists,
             suffixes=suffixes,
-            node_schedule=self._node_schedule(lists),
-            suffix_schedule=self._suffix_schedule(suffixes, metadata),
+            node_schedule=self._schedule(
+                lists.node_query_starts,
+                lists.max_node_query_len,
+                lists.node_tokens,
+                lists.max_node_tokens,
+                causal=False,
+            ),
+            suffix_schedule=self._schedule(
+                metadata.query_start_loc,
+                metadata.max_query_len,
+                suffixes.lens,
+                suffixes.max_len,
+                causal=True,
+            ),
         )
 
     def _step_lists(self, plan: SharingPlan, query_starts: Int32s) -> cuda.StepLists:
@@ -202,35 +214,30 @@ class SharedPrefixBuilder(GroupingMetadataBuilder, FlashAttentionMetadataBuilder
             self._lists = last
         return last[2]
 
-    def _node_schedule(self, lists: cuda.StepLists) -> torch.Tensor | None:
-        return self._get_scheduler_metadata(  # type: ignore[no-any-return]
-            aot_schedule=self.aot_schedule,
-            batch_size=len(lists.node_tokens),
-            cu_query_lens=lists.node_query_starts,
-            max_query_len=lists.max_node_query_len,
-            seqlens=lists.node_tokens,
-            max_seq_len=lists.max_node_tokens,
-            causal=False,
-            max_num_splits=0,
-        )
-
-    def _suffix_schedule(
-        self, suffixes: cuda.SuffixTable, metadata: FlashAttentionMetadata
+    def _schedule(
+        self,
+        query_starts: torch.Tensor,
+        max_query_len: int,
+        lens: torch.Tensor,
+        max_len: int,
+        *,
+        causal: bool,
     ) -> torch.Tensor | None:
+        """FlashAttention 3's scheduler metadata of one pass; None for other versions."""
         return self._get_scheduler_metadata(  # type: ignore[no-any-return]
             aot_schedule=self.aot_schedule,
-            batch_size=len(suffixes.lens),
-            cu_query_lens=metadata.query_start_loc,
-            max_query_len=metadata.max_query_len,
-            seqlens=suffixes.lens,
-            max_seq_len=suffixes.max_len,
-            causal=True,
+            batch_size=len(lens),
+            cu_query_lens=query_starts,
+            max_query_len=max_query_len,
+            seqlens=lens,
+            max_seq_len=max_len,
+            causal=causal,
             max_num_splits=0,
         )
 
 
 def _is_plain(metadata: FlashAttentionMetadata) -> bool:
-    """Whether all query tokens attend causally to all earlier tokens of their row."""
+    """Return whether all query tokens attend causally to all earlier tokens of their row."""
     return (
         metadata.causal is True
         and metadata.mm_prefix_query_range_tensor is None

@@ -57,7 +57,7 @@ _step_shares = False
 
 
 def step_shares() -> bool:
-    """Whether rows share prefixes in the step whose CUDA graph is being selected."""
+    """Return whether rows share prefixes in the step whose CUDA graph is being selected."""
     return _step_shares
 
 
@@ -111,7 +111,7 @@ def _builders(runner: Any) -> Iterator[tuple[int, Any]]:
 
 
 def _runs_piecewise(runner: Any) -> bool:
-    """Whether a step dispatched like one with prefill rows has its attention outside the graph.
+    """Return whether a step dispatched like one with prefill rows runs attention outside a graph.
 
     Without any graphs it has. Graphs for decode rows of any length also match such a step.
     """

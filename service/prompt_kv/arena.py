@@ -3,7 +3,7 @@
 The engine's workers write to the arena. This process reads it, and a trainer of the same user on
 the same host may map it as well; the file's name is random. The file is sparse, so that memory is
 taken by what is exported only. Touching a page of a sparse file on a full mount raises SIGBUS, so
-whoever writes allocates the pages first: this process by `back`, a worker for the KV itself. If
+the writer allocates the pages first: this process by `back`, a worker for the KV itself. If
 the mount has too little space, the arena is smaller or is not created.
 """
 

@@ -59,7 +59,7 @@ def test_summary_has_a_gain_a_loss_and_no_clear_difference() -> None:
 
 
 def test_conclusions_of_the_texts_hold() -> None:
-    """What a text states in words and not by a number that is read from a record."""
+    """Statements of the texts that are words, not numbers read from a record."""
 
     def interval(name: str, what: str) -> tuple[float, float]:
         return parse_ratio(cell(name, what))[1:]

@@ -11,7 +11,7 @@ SHOWN = [block for page in pages() for block in blocks(page) if (ROOT / block.ti
 
 
 def is_part(shown: str, code: str) -> bool:
-    """Whether consecutive statements of the code are those shown, whatever their line breaks."""
+    """Return whether consecutive statements of the code are those shown, apart from line breaks."""
     wanted = [ast.dump(statement) for statement in ast.parse(shown).body]
     for node in ast.walk(ast.parse(code)):
         body = getattr(node, "body", None)

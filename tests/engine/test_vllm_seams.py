@@ -61,7 +61,7 @@ def named(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
 
 
 def is_listed(use: Use, seams: list[Seam]) -> bool:
-    """Whether a use is listed. A patched class is listed by its methods, a module by any of its."""
+    """Return whether a use is listed: a patched class by methods, a module by any name in it."""
     mine = [seam for seam in seams if (seam.used_by, seam.kind) == (use.file, use.kind)]
     if use.kind == "patched":
         return bool(mine)

@@ -29,7 +29,7 @@ Visible: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Layout:
-    """Which keys of a packed row each query reads, as tensors for a FlexAttention mask.
+    """Keys of a packed row that each query reads, as tensors for a FlexAttention mask.
 
     A key is read by later queries before last_reader_S[key], and by the queries that read its
     prompt. prompt_S is the index of the prompt to which a key belongs, or -1. prompt_read_S is the
