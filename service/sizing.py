@@ -179,8 +179,8 @@ def _storage_rows(weights: int, retain_superseded: int, hardware: Hardware) -> I
     yield Row("check of the values", f"{read:.1f} s", "estimate: one read of the file")
     yield Row(
         "activation",
-        f"{read * hardware.num_ranks:.1f} s",
-        "estimate: every rank reads the file, nothing is cached",
+        f"{read:.1f} s",
+        "estimate: the ranks together read the file once, nothing is cached",
     )
 
 

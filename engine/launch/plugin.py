@@ -18,6 +18,7 @@ from engine.patches import (
     cpu_sampling_expansion,
     graph_candidates,
     lora_cpu_ops,
+    reload_memory,
 )
 from engine.runtime import gc_and_process_group
 from engine.speculation import process_settings as speculation
@@ -67,6 +68,12 @@ PATCHES = (
     Patch(
         name="graph_candidates",
         install=graph_candidates.install,
+        platform="gpu",
+        processes=MODEL_PROCESSES,
+    ),
+    Patch(
+        name="reload_memory",
+        install=reload_memory.install,
         platform="gpu",
         processes=MODEL_PROCESSES,
     ),

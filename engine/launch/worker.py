@@ -8,6 +8,7 @@ as values. For the same reason `collective_rpc` must not be given a timeout.
 import os
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
@@ -41,8 +42,11 @@ class Snapshot(TypedDict):
 
 
 class LoadSuccess(TypedDict):
+    """Result of a load. `num_bytes` is what this rank used of the checkpoint."""
+
     ok: Literal[True]
     num_tensors: int
+    num_bytes: int
     seconds: float
 
 
@@ -135,8 +139,9 @@ class WorkerExtension:
             restored = attempt(self.coppice_restore, previous, drafter=drafter)
             is_restored = not _failed_ranks(isinstance(restored, Failure))
             return _load_failure(loaded, failed, restored=is_restored)
-        seconds = time.monotonic() - begun
-        return LoadSuccess(ok=True, num_tensors=len(checkpoint.tensors), seconds=seconds)
+        assert isinstance(loaded, int)
+        seconds, num_tensors = time.monotonic() - begun, len(checkpoint.tensors)
+        return LoadSuccess(ok=True, num_tensors=num_tensors, num_bytes=loaded, seconds=seconds)
 
     def coppice_load_adapter(self, name: str, number: int, path: str) -> str | None:
         """Load an adapter on every rank or on none. Returns None, or the reason of the failure."""
@@ -199,17 +204,22 @@ class WorkerExtension:
         tied = getattr(config.hf_text_config, "tie_word_embeddings", False)
         return checkpoint.without_tensor(LM_HEAD) if tied else checkpoint
 
-    def coppice_load(self, checkpoint: Checkpoint, *, drafter: bool = False) -> None:
-        worker_reload.load(self, self.coppice_tensors(checkpoint), drafter=drafter)
+    def coppice_load(self, checkpoint: Checkpoint, *, drafter: bool = False) -> int:
+        """Load a checkpoint; returns the number of bytes of it that this rank used."""
+        with self.coppice_open_tensors(checkpoint, drafter=drafter) as tensors:
+            worker_reload.load(self, tensors, drafter=drafter)
+        return worker_reload.num_bytes_loaded(self, drafter=drafter)
 
     def coppice_restore(self, previous: Checkpoint, *, drafter: bool = False) -> None:
         """Load the previous weights; layers that are never loaded still have them."""
         worker_reload.reset(self, drafter=drafter)
-        tensors = self.coppice_tensors(previous)
-        worker_reload.load(self, tensors, drafter=drafter, requires_all=False)
+        with self.coppice_open_tensors(previous, drafter=drafter) as tensors:
+            worker_reload.load(self, tensors, drafter=drafter, requires_all=False)
 
-    def coppice_tensors(self, checkpoint: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
-        return worker_reload.read_tensors(checkpoint, pinned=self.device.type == "cuda")
+    def coppice_open_tensors(
+        self, checkpoint: Checkpoint, *, drafter: bool
+    ) -> AbstractContextManager[Iterator[tuple[str, torch.Tensor]]]:
+        return worker_reload.open_tensors(self, checkpoint, drafter=drafter)
 
 
 def _load_failure(outcome: object, failed_ranks: list[int], *, restored: bool) -> LoadFailure:

@@ -9,7 +9,7 @@ while a short read can be handled.
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from io import FileIO
@@ -49,10 +49,13 @@ class StoredTensor:
         return self.end - self.start
 
 
-def read_into(tensor: StoredTensor, buffer: memoryview) -> None:
-    """Read the tensor's bytes into `buffer`, which has the tensor's size."""
+def read_ranges(tensor: StoredTensor, starts: Sequence[int], buffer: memoryview) -> None:
+    """Read ranges of a tensor's bytes, all of the same length, into `buffer`, which they fill."""
+    length = len(buffer) // len(starts)
     with _open_at_tensor(tensor) as stream:
-        _read_exactly(buffer, stream, tensor)
+        for number, start in enumerate(starts):
+            stream.seek(tensor.start + start)
+            _read_exactly(buffer[number * length : (number + 1) * length], stream, tensor)
 
 
 def read_chunks(tensor: StoredTensor) -> Iterator[memoryview]:

@@ -5,14 +5,16 @@ copies that into the existing storage. So CUDA graphs stay valid, and extra memo
 suffices. This module adds two things: the head of a tied model on CPU, and a clean state after a
 failed load.
 
-On a GPU, tensors are read into pinned memory, each while the previous one is loaded.
+Each rank reads only its part of the tensors, on a GPU into pinned memory, while earlier ones are
+loaded.
 
 Call it while the engine is paused. A forward pass over a half-loaded model kills the worker.
 """
 
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final
+from contextlib import AbstractContextManager
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from vllm.config import set_current_vllm_config
@@ -27,35 +29,27 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     get_layerwise_info,
 )
 
-from engine.weights.checkpoint import Checkpoint, StoredTensor, read_into
+from engine.weights.checkpoint import Checkpoint
+from engine.weights.file_tensor import WeightsReader
 
-TORCH_DTYPES: Final = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-
-
-def read_tensors(
-    checkpoint: Checkpoint, *, pinned: bool = False
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield a checkpoint's tensors in host memory, those of a layer adjacent.
-
-    The next tensor is read while the caller uses the current one. vLLM refers to the tensors of a
-    layer until the layer is complete, so each has memory of its own; PyTorch reuses pinned memory.
-    """
-    tensors = sorted(checkpoint.tensors.items())
-    with ThreadPoolExecutor(1, "read-weights") as reader:
-        following = None
-        for number, (name, stored) in enumerate(tensors):
-            current = following or reader.submit(_read_tensor, stored, pinned)
-            following = None
-            if number + 1 < len(tensors):
-                following = reader.submit(_read_tensor, tensors[number + 1][1], pinned)
-            yield name, current.result()
+_READERS: WeakKeyDictionary[torch.nn.Module, WeightsReader] = WeakKeyDictionary()
 
 
-def _read_tensor(stored: StoredTensor, pinned: bool) -> torch.Tensor:
-    # Explicitly on the CPU: `load` makes the GPU the default device.
-    flat = torch.empty(stored.num_bytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
-    read_into(stored, flat.numpy().data)
-    return flat.view(TORCH_DTYPES[stored.dtype]).reshape(stored.shape)
+def open_tensors(
+    worker: Any, checkpoint: Checkpoint, *, drafter: bool = False
+) -> AbstractContextManager[Iterator[tuple[str, torch.Tensor]]]:
+    """Context manager of a load: the checkpoint's tensors, of which `load` reads what it uses."""
+    model = _model(worker, drafter)
+    if model not in _READERS:
+        pinned = worker.device.type == "cuda"
+        reads_all = worker.parallel_config.world_size == 1
+        _READERS[model] = WeightsReader(pinned=pinned, reads_all=reads_all)
+    return _READERS[model].open(checkpoint)
+
+
+def num_bytes_loaded(worker: Any, *, drafter: bool = False) -> int:
+    """Number of bytes that the last load used."""
+    return _READERS[_model(worker, drafter)].num_bytes
 
 
 class NotReloadable(Exception):

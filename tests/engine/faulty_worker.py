@@ -1,6 +1,7 @@
 """A worker extension that injects failures into weight loads."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import islice
 
 import torch
@@ -23,8 +24,16 @@ class FaultyExtension(WorkerExtension):
     def coppice_reset(self) -> None:
         worker_reload.reset(self)
 
-    def coppice_tensors(self, checkpoint: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
-        tensors = super().coppice_tensors(checkpoint)
+    @contextmanager
+    def coppice_open_tensors(
+        self, checkpoint: Checkpoint, *, drafter: bool
+    ) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
+        with super().coppice_open_tensors(checkpoint, drafter=drafter) as tensors:
+            yield self.coppice_failing(tensors)
+
+    def coppice_failing(
+        self, tensors: Iterator[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         if self.coppice_num_loads == 0:
             yield from tensors
         else:

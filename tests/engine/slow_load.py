@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -12,6 +13,8 @@ LOAD_SECONDS = 5.0
 
 
 class SlowWorker(WorkerExtension):
-    def coppice_tensors(self, checkpoint: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
+    def coppice_open_tensors(
+        self, checkpoint: Checkpoint, *, drafter: bool
+    ) -> AbstractContextManager[Iterator[tuple[str, torch.Tensor]]]:
         time.sleep(LOAD_SECONDS)
-        return super().coppice_tensors(checkpoint)
+        return super().coppice_open_tensors(checkpoint, drafter=drafter)

@@ -40,6 +40,10 @@ def test_ranks_update_together(engine: LiveEngine, models: dict[str, Path]) -> N
     assert [answer["restored"] for answer in engine.load(models["v8"])] == [False, False]
     engine.rpc("coppice_reset")
 
+    with engine.paused():
+        answers = engine.load(models["v8"])
+    size = sum(path.stat().st_size for path in models["v8"].glob("*.safetensors"))
+    assert all(size / 2 < answer["num_bytes"] + 4096 < 0.6 * size for answer in answers)
     engine.swap(models["v8"])
     assert [info["rank"] for info in engine.rpc("coppice_info")] == [0, 1]
     swapped = engine.ask(*PROMPTS, max_tokens=20)

@@ -8,8 +8,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from engine.errors import CheckpointRefused
-
 # Importing vLLM emits unrelated warnings.
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
@@ -44,6 +42,7 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
         model_config=None,
         vllm_config=config,
         device=torch.device("cpu"),
+        parallel_config=config.parallel_config,
         synchronize_device=lambda: None,
     )
 
@@ -64,7 +63,9 @@ def test_model_and_drafter_load_with_the_current_configuration(
 ) -> None:
     from engine.weights import worker_reload
 
-    worker_reload.load(worker, worker_reload.read_tensors(checkpoint), drafter=drafter)
+    with worker_reload.open_tensors(worker, checkpoint, drafter=drafter) as tensors:
+        worker_reload.load(worker, tensors, drafter=drafter)
+    assert worker_reload.num_bytes_loaded(worker, drafter=drafter) == 8 * 4
     runner = worker.model_runner
     loaded, other = runner.get_model(), runner.get_draft_model()
     if drafter:
@@ -73,28 +74,30 @@ def test_model_and_drafter_load_with_the_current_configuration(
     assert loaded.weight.eq(2).all() and loaded.bias.eq(1).all()
 
 
-def test_tensors_have_memory_of_their_own(checkpoint: Any) -> None:
-    """vLLM refers to all tensors of a layer at once."""
-    from engine.weights import worker_reload
+def layer(in_use: torch.Tensor, loaded: torch.Tensor) -> torch.nn.Module:
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-    tensors = dict(worker_reload.read_tensors(checkpoint))
-    assert tensors["bias"].tolist() == [1, 1] and tensors["weight"].eq(2).all()
-
-
-def test_read_error_reaches_the_caller(checkpoint: Any, tmp_path: Path) -> None:
-    from engine.weights import worker_reload
-
-    (tmp_path / "model.safetensors").write_bytes(b"")
-    with pytest.raises(CheckpointRefused, match="ends within"):
-        list(worker_reload.read_tensors(checkpoint))
+    module = torch.nn.Module()
+    module.weight = torch.nn.Parameter(in_use, requires_grad=False)
+    get_layerwise_info(module).restore_metadata = ({"weight": loaded.to("meta")}, {})
+    return module
 
 
-def test_abandoned_reads_end(checkpoint: Any) -> None:
-    import threading
+def test_kv_cache_leaves_room_for_the_largest_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.worker.gpu_worker import Worker
 
-    from engine.weights import worker_reload
+    from engine.patches import reload_memory
 
-    tensors = worker_reload.read_tensors(checkpoint)
-    next(tensors)
-    tensors.close()  # type: ignore[attr-defined]
-    assert not any(thread.name.startswith("read-weights") for thread in threading.enumerate())
+    monkeypatch.setattr(Worker, "determine_available_memory", lambda self: 10_000)
+    reload_memory.install.__wrapped__()
+    same, converted = torch.ones(30), torch.ones(40, dtype=torch.int8)
+    target = torch.nn.ModuleList([layer(same, same), layer(converted, torch.ones(40))])
+    draft = torch.nn.ModuleList([layer(same, same)])
+    runner = SimpleNamespace(get_model=lambda: target, get_draft_model=lambda: draft)
+    cache = SimpleNamespace(kv_cache_memory_bytes=None)
+    fake = SimpleNamespace(model_runner=runner, cache_config=cache)
+    assert Worker.determine_available_memory(fake) == 10_000 - (40 * 4 + 40)
+    runner.get_draft_model = lambda: torch.nn.ModuleList([layer(torch.ones(900), torch.ones(900))])
+    assert Worker.determine_available_memory(fake) == 10_000 - 900 * 4
+    cache.kv_cache_memory_bytes = 10_000
+    assert Worker.determine_available_memory(fake) == 10_000
