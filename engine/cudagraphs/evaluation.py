@@ -65,8 +65,8 @@ class GraphMemory:
 
     All graphs of a plan are replayed one after another on one stream, so they share one pool. Its
     size is the peak live memory of the largest graph; since that is captured first, the others fit
-    into it. In addition, the driver uses memory for the kernels of each graph. `token_bytes` is the
-    live memory per token of a forward pass, per rank.
+    into it. In addition, the driver uses memory for the kernels of each graph: `graph_bytes` per
+    shape. `token_bytes` is the live memory per token of a forward pass, per rank.
     """
 
     graph_bytes: int
@@ -80,22 +80,28 @@ class GraphMemory:
 
 
 def estimate_memory(
-    directory: Path, *, ranks: int = 1, dtype: str = "auto", graph_bytes: int | None = None
+    directory: Path,
+    *,
+    ranks: int = 1,
+    dtype: str = "auto",
+    graph_bytes: int | None = None,
+    with_adapters: bool = False,
 ) -> GraphMemory:
     """Estimate CUDA graph memory from a model's config.json, with layers sharded over `ranks`.
 
     This has not been measured on a GPU. Kernels per layer and bytes per kernel are chosen so that a
     model of 32 layers takes 6 MiB per graph; `graphs.graph_bytes` overrides the estimate with a
-    measured value.
+    measured value. With adapters, vLLM captures each shape twice, without and with the kernels of
+    LoRA.
     """
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     config = config.get("text_config", config)
     stored = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
     item = _ITEM_BYTES.get(stored if dtype == "auto" else dtype, 2)
     layers = config["num_hidden_layers"]
+    estimate = max(MIN_GRAPH_BYTES, layers * KERNELS_PER_LAYER * BYTES_PER_KERNEL)
     return GraphMemory(
-        graph_bytes=graph_bytes
-        or max(MIN_GRAPH_BYTES, layers * KERNELS_PER_LAYER * BYTES_PER_KERNEL),
+        graph_bytes=(graph_bytes or estimate) * (2 if with_adapters else 1),
         token_bytes=item * _live_elements(config, ranks),
     )
 

@@ -46,6 +46,7 @@ def graph_memory(engine: EngineSettings, graphs: GraphsSettings, model: Path) ->
             ranks=engine.tensor_parallel_size,
             dtype=engine.dtype,
             graph_bytes=graphs.graph_bytes,
+            with_adapters=engine.max_adapters > 0,
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise StartFailed(

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from engine.cudagraphs.counters import Counters, Snapshot, aggregate_ranks
-from engine.cudagraphs.from_settings import plan_for_start
+from engine.cudagraphs.from_settings import graph_memory, plan_for_start
 from engine.cudagraphs.planner import Plan
 from engine.cudagraphs.shapes import decode
 from engine.feature_stats import CudaGraphStats
@@ -42,6 +42,23 @@ def test_budget_without_graphs_has_no_effect_and_is_logged(
     assert [record.message for record in caplog.records] == [
         "graphs.budget_bytes has no effect: none are captured on CPU or with eager"
     ]
+
+
+def test_each_shape_is_captured_twice_with_adapters() -> None:
+    settings = EngineSettings(max_adapters=2)
+    one, two = (graph_memory(e, BUDGETED, SEEDLING) for e in (EngineSettings(), settings))
+    assert two.graph_bytes == 2 * one.graph_bytes and two.token_bytes == one.token_bytes
+
+
+@pytest.mark.engine
+@pytest.mark.filterwarnings("ignore")
+def test_vllm_captures_each_shape_twice_with_adapters() -> None:
+    from vllm.config import CompilationConfig, LoRAConfig
+    from vllm.v1.worker.gpu.lora_utils import get_lora_capture_cases
+
+    lora = LoRAConfig(max_lora_rank=8, max_loras=4)
+    assert len(get_lora_capture_cases(lora, CompilationConfig())) == 2
+    assert len(get_lora_capture_cases(None, CompilationConfig())) == 1
 
 
 def test_budget_on_a_gpu_makes_a_plan() -> None:
