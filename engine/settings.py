@@ -144,7 +144,8 @@ class GraphsSettings(Section):
     graph_bytes: PositiveInt | None = Field(
         None,
         description="memory of one captured graph, in bytes; none: estimated from the number of "
-        "layers; with adapters each shape has two graphs; set it if the metric coppice_graph_bytes differs from the estimate",
+        "layers; with adapters each shape has two graphs; set it if the metric "
+        "coppice_graph_bytes differs from the estimate",
     )
     trace: Path | None = Field(
         None,
