@@ -3,6 +3,8 @@
 Shapes: T packed tokens, P prompt tokens, K key and value heads, D head size.
 """
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,6 +16,12 @@ from coppice.train.attention import (
     causal_attention,
     shared_prompt_attention,
     split_into_tiles,
+)
+from coppice.train.layer_attention import (
+    CHUNK,
+    MAX_CALL_KEYS,
+    LayerAttention,
+    window_calls,
 )
 from coppice.train.naive import reference_attention
 from coppice.train.packed_row import Branch, Spans
@@ -62,9 +70,11 @@ def test_two_merged_parts_equal_the_whole(
 ) -> None:
     q, prompt_k, prompt_v, k, v = given = tensors(num_kv_heads, P, spans.num_tokens, dtype)
     exact_given = [tensor.detach().double().requires_grad_() for tensor in given]
-    found = shared_prompt_attention(q, (prompt_k, prompt_v), k, v, spans, 0.3)
+    found = shared_prompt_attention(q, (prompt_k, prompt_v), k, v, spans, LayerAttention(scale=0.3))
     eq, eprompt_k, eprompt_v, ek, ev = exact_given
-    exact = reference_attention(eq, (eprompt_k, eprompt_v), ek, ev, spans, 0.3)
+    exact = reference_attention(
+        eq, (eprompt_k, eprompt_v), ek, ev, spans, LayerAttention(scale=0.3)
+    )
     upstream = torch.randn(exact.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     found_grads = torch.autograd.grad(found, given, upstream)
     exact_grads = torch.autograd.grad(exact, exact_given, upstream.double())
@@ -77,11 +87,60 @@ def test_two_merged_parts_equal_the_whole(
 
 
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("window", [1, 70, 400, None])
+@pytest.mark.parametrize("spans", ROWS, ids=str)
+@pytest.mark.parametrize("P", [0, 61, 300])
+def test_windows_and_sinks_equal_the_reference(
+    P: int, spans: Spans, window: int | None, has_sinks: bool, dtype: torch.dtype
+) -> None:
+    given = tensors(2, P, spans.num_tokens, dtype)
+    if has_sinks:
+        given.append(torch.tensor([-2.0, 0.0, 1.0, 4.0], dtype=dtype, requires_grad=True))
+    exact_given = [tensor.detach().double().requires_grad_() for tensor in given]
+
+    def attend(function: Any, tensors: list[Tensor]) -> Tensor:
+        q, prompt_k, prompt_v, k, v, *sinks = tensors
+        layer = LayerAttention(scale=0.3, window=window, sinks_H=sinks[0] if sinks else None)
+        output: Tensor = function(q, (prompt_k, prompt_v), k, v, spans, layer)
+        return output
+
+    found = attend(shared_prompt_attention, given)
+    exact = attend(reference_attention, exact_given)
+    upstream = torch.randn(exact.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    found_grads = torch.autograd.grad(found, given, upstream)
+    exact_grads = torch.autograd.grad(exact, exact_given, upstream.double())
+    limit = LIMITS[dtype]
+    assert distance(found, exact) < limit
+    for found_grad, exact_grad in zip(found_grads, exact_grads, strict=True):
+        assert (found_grad.double() - exact_grad).norm() < limit * max(exact_grad.norm(), 10)
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 100])
+def test_each_query_of_a_windowed_layer_is_in_one_call(window: int) -> None:
+    spans, P = ROWS[-1], 9
+    positions = torch.cat([torch.arange(P), spans.depths() + P])
+    found = torch.zeros(spans.num_tokens, dtype=torch.int64)
+    for call in window_calls(P, spans, window):
+        for queries, keys in zip(call.query_index_NQ, call.key_index_NR, strict=True):
+            found[queries] += 1
+            distance = positions[P + queries][:, None] - positions[keys]
+            assert torch.equal((distance >= 0) & (distance < window), call.mask_QR)
+    assert found.eq(1).all()
+
+
+def test_windowed_layer_gathers_a_bounded_number_of_keys_per_call() -> None:
+    calls = list(window_calls(0, Spans(lengths=(40 * CHUNK,)), 3 * CHUNK))
+    assert max(call.key_index_NR.numel() for call in calls) <= MAX_CALL_KEYS
+    assert sum(call.query_index_NQ.numel() for call in calls) == 40 * CHUNK
+
+
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
 @pytest.mark.parametrize("T", [1, 128, 300, MAX_TILED_TOKENS + 1])
 def test_single_row_attends_causally(T: int, dtype: torch.dtype) -> None:
     q, _, _, k, v = tensors(2, 0, T, dtype)
     exact_q, exact_k, exact_v = (x.detach().double().requires_grad_() for x in (q, k, v))
-    found = causal_attention(q, k, v, 0.3)
+    found = causal_attention(q, k, v, LayerAttention(scale=0.3))
     exact = F.scaled_dot_product_attention(
         exact_q, exact_k, exact_v, is_causal=True, scale=0.3, enable_gqa=True
     )

@@ -23,6 +23,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from coppice.train.layer_attention import (
+    LayerAttention,
+    add_sinks,
+    sinks_gradient,
+    to_float32,
+    window_attention,
+)
 from coppice.train.naive import reference_attention
 from coppice.train.packed_row import Spans
 
@@ -123,29 +130,35 @@ def shared_prompt_attention(
     k_1KTD: Tensor,
     v_1KTD: Tensor,
     spans: Spans,
-    scale: float,
+    layer: LayerAttention,
 ) -> Tensor:
     """Attention output o_1HTD of packed rows, which read a shared prompt and themselves.
 
-    The prompt's keys and values are [1, K, P, D].
+    The prompt's keys and values are [1, K, P, D]. In a layer with a window they may lack all tokens
+    before the first one that a row reads.
     """
     if not has_flash(q_1HTD, v_1KTD):
-        return reference_attention(q_1HTD, prompt, k_1KTD, v_1KTD, spans, scale)
+        return reference_attention(q_1HTD, prompt, k_1KTD, v_1KTD, spans, layer)
+    if layer.window is not None:
+        return window_attention(q_1HTD, prompt, k_1KTD, v_1KTD, spans, layer)
     output: Tensor = _SharedPrompt.apply(  # type: ignore[no-untyped-call]
-        q_1HTD, *prompt, k_1KTD, v_1KTD, spans, scale
+        q_1HTD, *prompt, k_1KTD, v_1KTD, layer.sinks_H, spans, layer.scale
     )
     return output
 
 
-def causal_attention(q_1HTD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor, scale: float) -> Tensor:
+def causal_attention(
+    q_1HTD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor, layer: LayerAttention
+) -> Tensor:
     """Causal attention output o_1HTD of one row, computed in tiles where that is faster."""
     num_tokens = q_1HTD.shape[2]
-    if num_tokens <= MAX_TILED_TOKENS and has_flash(q_1HTD, v_1KTD):
+    is_tiled = num_tokens <= MAX_TILED_TOKENS and has_flash(q_1HTD, v_1KTD)
+    if is_tiled or not layer.is_plain:
         nothing = k_1KTD[:, :, :0], v_1KTD[:, :, :0]
         spans = Spans(lengths=(num_tokens,))
-        return shared_prompt_attention(q_1HTD, nothing, k_1KTD, v_1KTD, spans, scale)
+        return shared_prompt_attention(q_1HTD, nothing, k_1KTD, v_1KTD, spans, layer)
     return F.scaled_dot_product_attention(
-        q_1HTD, k_1KTD, v_1KTD, is_causal=True, scale=scale, enable_gqa=True
+        q_1HTD, k_1KTD, v_1KTD, is_causal=True, scale=layer.scale, enable_gqa=True
     )
 
 
@@ -163,30 +176,35 @@ class _SharedPrompt(torch.autograd.Function):
         prompt_v_1KPD: Tensor,
         k_1KTD: Tensor,
         v_1KTD: Tensor,
+        sinks_H: Tensor | None,
         spans: Spans,
         scale: float,
     ) -> Tensor:
         o_1HTD, lse_1HT = _attend_prompt(q_1HTD, prompt_k_1KPD, prompt_v_1KPD, scale)
-        o, q, k, v = (_to_float32(packed) for packed in (o_1HTD, q_1HTD, k_1KTD, v_1KTD))
+        o, q, k, v = (to_float32(packed) for packed in (o_1HTD, q_1HTD, k_1KTD, v_1KTD))
         for tile in split_into_tiles(spans):
             given = tile.queries(q), tile.keys(k), tile.keys(v)
             own = _flash(*given, 0.0, tile.is_causal, scale=scale)
             _merge(tile.queries(o), tile.queries(lse_1HT), *own)
+        add_sinks(o, lse_1HT, sinks_H)
         o_1HTD = o.to(q_1HTD.dtype)
-        ctx.save_for_backward(q_1HTD, prompt_k_1KPD, prompt_v_1KPD, k_1KTD, v_1KTD, o_1HTD, lse_1HT)
+        ctx.save_for_backward(
+            q_1HTD, prompt_k_1KPD, prompt_v_1KPD, k_1KTD, v_1KTD, sinks_H, o_1HTD, lse_1HT
+        )
         ctx.spans, ctx.scale = spans, scale
         return o_1HTD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do_1HTD: Tensor) -> tuple[Tensor | None, ...]:
-        q, prompt_k, prompt_v, k, v, o, lse = ctx.saved_tensors
+        q, prompt_k, prompt_v, k, v, sinks_H, o, lse = ctx.saved_tensors
         narrow = q.dtype
         dq, dprompt_k, dprompt_v = _prompt_backward(
             do_1HTD, q, prompt_k, prompt_v, o, lse, ctx.scale
         )
-        dq, do, q, k, v, o = (_to_float32(packed) for packed in (dq, do_1HTD, q, k, v, o))
+        dq, do, q, k, v, o = (to_float32(packed) for packed in (dq, do_1HTD, q, k, v, o))
         dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+        dsinks_H = sinks_gradient(do, o, lse, sinks_H)
         for tile in split_into_tiles(ctx.spans):
             given = tile.queries(do), tile.queries(q), tile.keys(k), tile.keys(v)
             merged = tile.queries(o), tile.queries(lse)
@@ -194,12 +212,8 @@ class _SharedPrompt(torch.autograd.Function):
             tile.queries(dq).add_(grads[0])
             tile.keys(dk).add_(grads[1])
             tile.keys(dv).add_(grads[2])
-        return dq.to(narrow), dprompt_k, dprompt_v, dk.to(narrow), dv.to(narrow), None, None
-
-
-def _to_float32(packed: Tensor) -> Tensor:
-    """Converts to float32: for few tokens the kernels are up to 3x faster than in bfloat16."""
-    return packed if packed.dtype == torch.float64 else packed.float()
+        packed_grads = dk.to(narrow), dv.to(narrow)
+        return dq.to(narrow), dprompt_k, dprompt_v, *packed_grads, dsinks_H, None, None
 
 
 def _attend_prompt(

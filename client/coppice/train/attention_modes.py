@@ -22,6 +22,7 @@ from transformers import AttentionInterface
 
 from coppice.train.attention import causal_attention, shared_prompt_attention
 from coppice.train.flex import FlexAttention, packed_layout, response_layout, wants_flex
+from coppice.train.layer_attention import LayerAttention
 from coppice.train.packed_row import Inputs, Spans
 from coppice.train.prompt_kv_leaves import Layers
 
@@ -32,7 +33,6 @@ NAME = "coppice"
 _UNSUPPORTED_ARGUMENTS = (
     "attention_mask",
     "softcap",
-    "s_aux",
     "position_bias",
     "head_mask",
     "cu_seq_lens_q",
@@ -60,9 +60,14 @@ class AttentionContext(ABC):
 
     @abstractmethod
     def attend(
-        self, layer: int, q_1HTD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor, scale: float
+        self,
+        index: int,
+        q_1HTD: Tensor,
+        k_1KTD: Tensor,
+        v_1KTD: Tensor,
+        layer: LayerAttention,
     ) -> Tensor:
-        """Returns the attention output o_1HTD of one layer."""
+        """Returns the attention output o_1HTD of the layer with this index."""
 
     def check_seen(self) -> None:
         if self.layers_seen != set(range(self.num_layers)):
@@ -83,16 +88,28 @@ class PromptContext(AttentionContext):
         self.can_stop_early = can_stop_early
         self.is_taken = False
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._flex: FlexAttention | None = None
 
     def attend(
-        self, layer: int, q_1HTD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor, scale: float
+        self,
+        index: int,
+        q_1HTD: Tensor,
+        k_1KTD: Tensor,
+        v_1KTD: Tensor,
+        layer: LayerAttention,
     ) -> Tensor:
         # The backward of a checkpointed layer calls this again.
         if not self.is_taken:
-            self.layers[layer] = k_1KTD, v_1KTD
+            self.layers[index] = k_1KTD, v_1KTD
         if self.can_stop_early and len(self.layers) == self.num_layers:
             raise StopForward
-        return causal_attention(q_1HTD, k_1KTD, v_1KTD, scale)
+        if wants_flex(q_1HTD) and not layer.is_plain:
+            nothing = Spans(lengths=())
+            self._flex = self._flex or FlexAttention(
+                packed_layout([(q_1HTD.shape[2], nothing)], q_1HTD.device)
+            )
+            return self._flex(q_1HTD, k_1KTD, v_1KTD, layer)
+        return causal_attention(q_1HTD, k_1KTD, v_1KTD, layer)
 
     def pop_layers(self) -> Layers:
         """Returns the collected keys and values of all layers; may be called only once.
@@ -100,7 +117,7 @@ class PromptContext(AttentionContext):
         The graph of a checkpoint references its context, so a context that kept tensors of that
         graph would be a reference cycle and leak both.
         """
-        layers = [self.layers[layer] for layer in range(self.num_layers)]
+        layers = [self.layers[index] for index in range(self.num_layers)]
         self.is_taken = True
         self.layers.clear()
         return layers
@@ -120,12 +137,17 @@ class InjectingContext(PromptContext):
         self.leaves = leaves
 
     def attend(
-        self, layer: int, q_1HTD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor, scale: float
+        self,
+        index: int,
+        q_1HTD: Tensor,
+        k_1KTD: Tensor,
+        v_1KTD: Tensor,
+        layer: LayerAttention,
     ) -> Tensor:
-        k_leaf, v_leaf = self.leaves[layer]
+        k_leaf, v_leaf = self.leaves[index]
         k_1KTD = _Inject.apply(k_1KTD, k_leaf.grad)  # type: ignore[no-untyped-call]
         v_1KTD = _Inject.apply(v_1KTD, v_leaf.grad)  # type: ignore[no-untyped-call]
-        return super().attend(layer, q_1HTD, k_1KTD, v_1KTD, scale)
+        return super().attend(index, q_1HTD, k_1KTD, v_1KTD, layer)
 
 
 class ResponseContext(AttentionContext):
@@ -141,17 +163,22 @@ class ResponseContext(AttentionContext):
         self._flex: FlexAttention | None = None
 
     def attend(
-        self, layer: int, q_1HTD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor, scale: float
+        self,
+        index: int,
+        q_1HTD: Tensor,
+        k_1KTD: Tensor,
+        v_1KTD: Tensor,
+        layer: LayerAttention,
     ) -> Tensor:
-        prompt = self.prompt[layer] if self.prompt else (k_1KTD[:, :, :0], v_1KTD[:, :, :0])
+        prompt = self.prompt[index] if self.prompt else (k_1KTD[:, :, :0], v_1KTD[:, :, :0])
         if wants_flex(q_1HTD):
             prompt_k, prompt_v = prompt
             self._flex = self._flex or FlexAttention(
                 response_layout(prompt_k.shape[2], self.spans, q_1HTD.device)
             )
             keys, values = torch.cat([prompt_k, k_1KTD], 2), torch.cat([prompt_v, v_1KTD], 2)
-            return self._flex(q_1HTD, keys, values, scale)
-        return shared_prompt_attention(q_1HTD, prompt, k_1KTD, v_1KTD, self.spans, scale)
+            return self._flex(q_1HTD, keys, values, layer)
+        return shared_prompt_attention(q_1HTD, prompt, k_1KTD, v_1KTD, self.spans, layer)
 
 
 class PackedContext(AttentionContext):
@@ -169,18 +196,23 @@ class PackedContext(AttentionContext):
         self.sizes = [prompt for prompt, _ in groups] + [spans.num_tokens for _, spans in groups]
 
     def attend(
-        self, layer: int, q_1HTD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor, scale: float
+        self,
+        index: int,
+        q_1HTD: Tensor,
+        k_1KTD: Tensor,
+        v_1KTD: Tensor,
+        layer: LayerAttention,
     ) -> Tensor:
         if wants_flex(q_1HTD):
             self._flex = self._flex or FlexAttention(packed_layout(self.groups, q_1HTD.device))
-            return self._flex(q_1HTD, k_1KTD, v_1KTD, scale)
+            return self._flex(q_1HTD, k_1KTD, v_1KTD, layer)
         parts = list(
             zip(*(torch.split(x, self.sizes, 2) for x in (q_1HTD, k_1KTD, v_1KTD)), strict=True)
         )
         num_groups = len(self.groups)
-        prompts = [causal_attention(q, k, v, scale) for q, k, v in parts[:num_groups]]
+        prompts = [causal_attention(q, k, v, layer) for q, k, v in parts[:num_groups]]
         responses = [
-            shared_prompt_attention(q, (prompt_k, prompt_v), k, v, spans, scale)
+            shared_prompt_attention(q, (prompt_k, prompt_v), k, v, spans, layer)
             for (_, prompt_k, prompt_v), (q, k, v), (_, spans) in zip(
                 parts[:num_groups], parts[num_groups:], self.groups, strict=True
             )
@@ -261,32 +293,54 @@ def _attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
     coppice: AttentionContext | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
     if coppice is None:
         raise UnsupportedModel("the model does not pass its keyword arguments to attention")
-    _check_attention(coppice, dropout, sliding_window, {"attention_mask": attention_mask, **rest})
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
-    coppice.layers_seen.add(layer)
-    scale = q_1HTD.shape[-1] ** -0.5 if scaling is None else scaling
-    o_1HTD = coppice.attend(layer, q_1HTD, k_1KTD, v_1KTD, scale)
+    _check_attention(dropout, {"attention_mask": attention_mask, **rest})
+    _check_layer(module, sliding_window, coppice.max_row_tokens)
+    index = int(module.layer_idx)  # type: ignore[arg-type]
+    coppice.layers_seen.add(index)
+    layer = LayerAttention(
+        scale=q_1HTD.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=_window_within(sliding_window, coppice.max_row_tokens),
+        sinks_H=s_aux,
+    )
+    o_1HTD = coppice.attend(index, q_1HTD, k_1KTD, v_1KTD, layer)
     return o_1HTD.transpose(1, 2).contiguous(), None
 
 
-def _check_attention(
-    context: AttentionContext, dropout: float, sliding_window: int | None, rest: dict[str, Any]
-) -> None:
+def _window_within(window: int | None, num_tokens: int) -> int | None:
+    """The window, or None if it covers all rows."""
+    return None if window is None or window >= num_tokens else window
+
+
+def _check_attention(dropout: float, rest: dict[str, Any]) -> None:
     if dropout:
         raise UnsupportedModel(
             "dropout is not supported, because the prompt may be computed twice: set it to 0"
         )
-    if sliding_window is not None and sliding_window < context.max_row_tokens:
-        raise UnsupportedModel(
-            f"a window of {sliding_window} tokens is shorter than a row of {context.max_row_tokens}"
-        )
     if other := [name for name in _UNSUPPORTED_ARGUMENTS if rest.get(name) is not None]:
         raise UnsupportedModel(f"attention with {', '.join(other)} is not supported")
+
+
+def _check_layer(module: nn.Module, sliding_window: int | None, max_row_tokens: int) -> None:
+    """Refuses layers whose mask is not the causal one of the given window.
+
+    Models pass no mask here, so a mask that is not passed as a window would be ignored.
+    """
+    if not getattr(module, "is_causal", True):
+        raise UnsupportedModel("attention that is not causal is not supported")
+    config: Any = getattr(module, "config", None)
+    types = getattr(config, "layer_types", None)
+    kind = types[int(module.layer_idx)] if types else "sliding_attention"  # type: ignore[arg-type]
+    if kind not in ("full_attention", "sliding_attention"):
+        raise UnsupportedModel(f"layers of type {kind} are not supported")
+    expected = _window_within(getattr(config, "sliding_window", None) or None, max_row_tokens)
+    if kind == "sliding_attention" and sliding_window is None and expected is not None:
+        raise UnsupportedModel("the model does not pass its sliding window to attention")
 
 
 AttentionInterface.register(NAME, _attention)

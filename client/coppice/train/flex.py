@@ -10,12 +10,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import (
+    AuxRequest,
+    BlockMask,
+    create_block_mask,
+    flex_attention,
+)
 
+from coppice.train.layer_attention import LayerAttention
 from coppice.train.packed_row import Spans
 
 
@@ -33,22 +39,23 @@ class Layout:
 
     A key is read by later queries before last_reader_S[key], and by the queries that read its
     prompt. prompt_S is the index of the prompt to which a key belongs, or -1. prompt_read_S is the
-    index of the prompt that the query at this position reads. The first num_before keys have no
-    query.
+    index of the prompt that the query at this position reads. position_S is the position in the
+    sequence. The first num_before keys have no query.
     """
 
     last_reader_S: Tensor
     prompt_S: Tensor
     prompt_read_S: Tensor
+    position_S: Tensor
     num_before: int
 
-    @property
-    def visible(self) -> Visible:
+    def visible(self, window: int | None) -> Visible:
         """FlexAttention mask function. It relies on prompts preceding all other tokens."""
-        last_reader_S, prompt_S, prompt_read_S = (
+        last_reader_S, prompt_S, prompt_read_S, position_S = (
             self.last_reader_S,
             self.prompt_S,
             self.prompt_read_S,
+            self.position_S,
         )
         num_before = self.num_before
 
@@ -59,7 +66,14 @@ class Layout:
                 (place < last_reader_S[key]) | (prompt_S[key] == prompt_read_S[place])
             )
 
-        return visible
+        if window is None:
+            return visible
+
+        def in_window(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            distance = position_S[query + num_before] - position_S[key]
+            return visible(batch, head, query, key) & (distance < window)
+
+        return in_window
 
 
 def response_layout(prompt_tokens: int, spans: Spans, device: torch.device) -> Layout:
@@ -80,31 +94,56 @@ def packed_layout(groups: Sequence[tuple[int, Spans]], device: torch.device) -> 
         spans.ends() + start
         for (_, spans), start in zip(groups, starts[len(groups) :], strict=False)
     ]
+    positions = [torch.arange(prompt) for prompt in prompts]
+    positions += [spans.depths() + prompt for prompt, spans in groups]
     return Layout(
         last_reader_S=torch.cat([ends, *below]).to(device),
         prompt_S=torch.cat([own, torch.full_like(reads, -1)]).to(device),
         prompt_read_S=torch.cat([own, reads]).to(device),
+        position_S=torch.cat(positions).to(device),
         num_before=0,
     )
 
 
 class FlexAttention:
-    """FlexAttention in one forward of a model, with one block mask for all layers."""
+    """FlexAttention in one forward of a model, with one block mask for all layers of a window."""
 
     def __init__(self, layout: Layout) -> None:
-        keys = len(layout.last_reader_S)
-        device = layout.last_reader_S.device
-        self._compiled = device.type == "cuda"
-        self._mask: BlockMask = _mask_maker(self._compiled)(
-            layout.visible, None, None, keys - layout.num_before, keys, device=device
-        )
+        self._layout = layout
+        self._compiled = layout.last_reader_S.device.type == "cuda"
+        self._masks: dict[int | None, BlockMask] = {}
 
-    def __call__(self, q_1HTD: Tensor, k_1KSD: Tensor, v_1KSD: Tensor, scale: float) -> Tensor:
+    def __call__(
+        self, q_1HTD: Tensor, k_1KSD: Tensor, v_1KSD: Tensor, layer: LayerAttention
+    ) -> Tensor:
         """Returns the attention output o_1HTD of one layer."""
-        output: Tensor = _attention(self._compiled)(
-            q_1HTD, k_1KSD, v_1KSD, block_mask=self._mask, scale=scale, enable_gqa=True
+        if layer.window not in self._masks:
+            self._masks[layer.window] = self._mask(layer.window)
+        o_1HTD, aux = _attention(self._compiled)(
+            q_1HTD,
+            k_1KSD,
+            v_1KSD,
+            block_mask=self._masks[layer.window],
+            scale=layer.scale,
+            enable_gqa=True,
+            return_aux=AuxRequest(lse=layer.sinks_H is not None),
         )
-        return output
+        if layer.sinks_H is None:
+            return cast(Tensor, o_1HTD)
+        share_1HT = torch.sigmoid(aux.lse - layer.sinks_H.to(aux.lse.dtype)[:, None])
+        return cast(Tensor, o_1HTD * share_1HT.unsqueeze(-1).to(o_1HTD.dtype))
+
+    def _mask(self, window: int | None) -> BlockMask:
+        keys, device = len(self._layout.last_reader_S), self._layout.last_reader_S.device
+        mask: BlockMask = _mask_maker(self._compiled)(
+            self._layout.visible(window),
+            None,
+            None,
+            keys - self._layout.num_before,
+            keys,
+            device=device,
+        )
+        return mask
 
 
 # dynamic=True avoids a recompilation per row length.

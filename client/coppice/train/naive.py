@@ -7,10 +7,10 @@ heads, K KV heads, D head size, V vocabulary.
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from coppice.train.layer_attention import LayerAttention, window_mask
 from coppice.train.packed_row import Spans
 from coppice.train.training_group import (
     LossFunction,
@@ -68,7 +68,7 @@ def reference_attention(
     k_1KTD: Tensor,
     v_1KTD: Tensor,
     spans: Spans,
-    scale: float,
+    layer: LayerAttention,
 ) -> Tensor:
     """Reference for shared_prompt_attention: o_1HTD by masked attention, row by row.
 
@@ -82,22 +82,20 @@ def reference_attention(
         before_k = torch.cat([prompt[0], *(k_1KTD[:, :, part] for part in above)], 2)
         before_v = torch.cat([prompt[1], *(v_1KTD[:, :, part] for part in above)], 2)
         q, k, v = (packed[:, :, own] for packed in (q_1HTD, k_1KTD, v_1KTD))
-        outputs.append(_row_attention(q, (before_k, before_v), k, v, scale))
+        outputs.append(
+            _row_attention(q, torch.cat([before_k, k], 2), torch.cat([before_v, v], 2), layer)
+        )
         start += length
     return torch.cat(outputs, 2)
 
 
-def _row_attention(
-    q_1HRD: Tensor, prompt: tuple[Tensor, Tensor], k_1KRD: Tensor, v_1KRD: Tensor, scale: float
-) -> Tensor:
-    prompt_k, prompt_v = prompt
-    R, P = q_1HRD.shape[2], prompt_k.shape[2]
-    visible_RS = torch.ones(R, P + R, dtype=torch.bool, device=q_1HRD.device).tril(P)
-    return F.scaled_dot_product_attention(
-        q_1HRD,
-        torch.cat([prompt_k, k_1KRD], 2),
-        torch.cat([prompt_v, v_1KRD], 2),
-        attn_mask=visible_RS,
-        scale=scale,
-        enable_gqa=True,
-    )
+def _row_attention(q_1HRD: Tensor, k_1KSD: Tensor, v_1KSD: Tensor, layer: LayerAttention) -> Tensor:
+    H, R, S = q_1HRD.shape[1], q_1HRD.shape[2], k_1KSD.shape[2]
+    keys, values = (x.repeat_interleave(H // x.shape[1], 1) for x in (k_1KSD, v_1KSD))
+    visible_RS = window_mask(R, S, layer.window).to(q_1HRD.device)
+    scores_1HRS = (layer.scale * q_1HRD @ keys.mT).masked_fill(~visible_RS, -torch.inf)
+    if layer.sinks_H is None:
+        return scores_1HRS.softmax(-1) @ values
+    sinks_1HR1 = layer.sinks_H.view(1, H, 1, 1).expand(1, H, R, 1)
+    weights_1HRS = torch.cat([scores_1HRS, sinks_1HR1], -1).softmax(-1)[..., :S]
+    return weights_1HRS @ values

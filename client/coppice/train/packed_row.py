@@ -50,6 +50,15 @@ class Spans:
             ends[branch.start : branch.stop] = branch.end
         return ends
 
+    def depths(self) -> Tensor:
+        """For each token of the packed row, the number of packed tokens before it on its path."""
+        lengths = torch.tensor(self.lengths, dtype=torch.int64)
+        starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+        depths = torch.arange(self.num_tokens) - starts
+        for branch in self.branches:
+            depths[branch.stop : branch.end] += branch.stop - branch.start
+        return depths
+
 
 class PackedRow:
     """Builds a packed row: each response's input tokens, positions and target positions.
