@@ -48,10 +48,11 @@ cost more time than it saves. baseline: left out to measure the cost of a step w
 suspended: drafting is suspended for a while because it cost more than it saved. probed: a single
 token is drafted while suspended, to measure the drafter's acceptance.
 """
-SpeculationSkipReason = Literal["disabled", "seeded", "store_full", "failed"]
+SpeculationSkipReason = Literal["disabled", "seeded", "sampling", "store_full", "failed"]
 """Reason why a sample or step was not speculated.
 
-disabled: the request disables speculation. seeded: the request has a seed. store_full: the draft
+disabled: the request disables speculation. seeded: the request has a seed. sampling: the
+request has a `min_p` or `logit_bias`, which vLLM cannot verify drafts with. store_full: the draft
 store accepts no more concurrent responses to one prompt. failed: an error in a step, which is
 logged.
 """

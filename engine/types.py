@@ -1,7 +1,7 @@
 """Value types of the engine interface: requests, completions, chat, adapters, info and health."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -16,15 +16,62 @@ KvReason = Literal["disabled", "unsupported_cache"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputs:
+    """Constraint on a response's text, of exactly one kind. `json` is the text of a JSON schema."""
+
+    json: str | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """Sampling parameters and stop conditions."""
+    """Sampling parameters and stop conditions, with the names of vLLM's SamplingParams.
+
+    `stop` strings are matched against the text of the response, without special tokens if
+    `skip_special_tokens`. The token that completes a match is the sample's last one.
+    """
 
     max_tokens: int
+    min_tokens: int = 0
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    structured_outputs: StructuredOutputs | None = None
+    stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
     ignore_eos: bool = False
+
+    def after(self, num_prior_tokens: int, max_tokens: int) -> "Sampling":
+        """Parameters for at most `max_tokens` more tokens, after the response's first ones."""
+        min_tokens = max(self.min_tokens - num_prior_tokens, 0)
+        return replace(self, max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens))
+
+    @property
+    def depends_on_response(self) -> bool:
+        """True if the distribution of a token depends on the earlier tokens of the response.
+
+        The model's own dependence does not count, nor does that on their number.
+        """
+        return bool(
+            self.presence_penalty
+            or self.frequency_penalty
+            or self.repetition_penalty != 1.0
+            or self.bad_words
+            or self.structured_outputs
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +174,8 @@ class Completion:
     """A finished sample, with one logprob and one weights version per token.
 
     `num_cached_tokens` is the number of prompt tokens found in the prefix cache or loaded.
+    `stop_reason` is the stop string or stop token that ended the sample. None if it ended by the
+    model's end-of-sequence token, or for another reason.
     """
 
     token_ids: list[int]
@@ -134,6 +183,7 @@ class Completion:
     finish: EngineFinishReason
     versions: tuple[VersionSpan, ...]
     num_cached_tokens: int
+    stop_reason: int | str | None = None
     entropy: list[float] | None = None
     top_logprobs: list[TopLogprobs] | None = None
 

@@ -53,6 +53,7 @@ class Running:
     num_cached: int = 0
     ends: EngineFinishReason | None = None
     token_versions: list[str] = field(default_factory=list)
+    stop_reason: str | None = None
 
 
 class FakeEngine:
@@ -249,7 +250,9 @@ class FakeEngine:
             self._compute_prompt(sample)
             room = sample.limit - len(sample.token_versions)
             sample.token_versions += [self.version] * min(num_tokens, room)
-            if len(sample.token_versions) == sample.limit:
+            if _stop(sample):
+                self._finish(sample, "stop")
+            elif len(sample.token_versions) == sample.limit:
                 self._finish(sample, sample.ends or self.finish)
 
     async def abort(self, sample_ids: Sequence[str]) -> None:
@@ -385,10 +388,27 @@ class FakeEngine:
             finish=finish,
             versions=_spans(sample.token_versions),
             num_cached_tokens=sample.num_cached,
+            stop_reason=sample.stop_reason,
             entropy=[self.entropy(p) for p in places] if sample.request.entropy_top_k else None,
             top_logprobs=_places(places, sample.request.num_top_logprobs),
         )
         sample.done.set_result(completion)
+
+
+def _stop(sample: Running) -> bool:
+    """Cuts a sample after the token that completes one of its stop strings.
+
+    Each token is one character, as in `decode`.
+    """
+    sampling, start = sample.request.sampling, len(sample.request.prompt_token_ids)
+    text = "".join(chr((start + i) % VOCAB_SIZE) for i in range(len(sample.token_versions)))
+    ends = [(text.find(stop) + len(stop), stop) for stop in sampling.stop if stop in text]
+    ends = [end for end in ends if end[0] > sampling.min_tokens]
+    if not ends:
+        return False
+    length, sample.stop_reason = min(ends)
+    del sample.token_versions[length:]
+    return True
 
 
 def _places(places: range, num_top_logprobs: int) -> list[TopLogprobs] | None:

@@ -80,6 +80,7 @@ from coppice.wire.rollouts import (
     VersionSpan,
     WeightsConstraint,
 )
+from coppice.wire.sampling import StructuredOutputs
 from coppice.wire.score import ScoreItem
 from coppice.wire.weights import (
     ActivationAnswer,
@@ -159,6 +160,7 @@ __all__ = [
     "StartRecord",
     "StatusAnswer",
     "StreamBroken",
+    "StructuredOutputs",
     "TimedOut",
     "TransportError",
     "Tree",

@@ -35,7 +35,7 @@ class Sample:
     """One finished sample (response) of a prompt.
 
     logprobs[i] belongs to token_ids[i]. `versions` gives the weights version of each token, as
-    ranges of token indices.
+    ranges of token indices. `stop_reason` is the stop string or stop token that ended the sample.
     """
 
     index: int
@@ -44,13 +44,13 @@ class Sample:
     text: str | None
     finish_reason: FinishReason
     versions: tuple[VersionSpan, ...]
+    stop_reason: int | str | None = None
 
     def token_versions(self) -> list[str]:
         """Weights version that generated each token of the sample."""
         return [span.version for span in self.versions for _ in range(span.start, span.end)]
 
 
-# NumPy's == is elementwise, so these dataclasses compare by identity.
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Segment:
     """Node of a rollout tree: the tokens sampled between two branch points.
@@ -70,6 +70,7 @@ class Segment:
     finish_reason: SegmentFinish
     num_leaves: int
     versions: tuple[VersionSpan, ...]
+    stop_reason: int | str | None = None
     kv: KvHandle | None = None
     kv_reason: KvReason | None = None
 
@@ -119,6 +120,7 @@ class Tree:
             text=None,
             finish_reason="length" if finish == "cut" or finish == "budget" else finish,
             versions=tuple(joined_spans((s.versions, len(s.token_ids)) for s in path)),
+            stop_reason=path[-1].stop_reason,
         )
 
 
@@ -140,7 +142,6 @@ def tree_of(segments: Iterable[Segment], leaves: Sequence[str]) -> Tree:
     return Tree(segments=tuple(kept), leaves=tuple(leaves))
 
 
-# NumPy's == is elementwise, so these dataclasses compare by identity.
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Group:
     """One prompt with its samples, ordered by index, or with its rollout tree.
@@ -280,6 +281,7 @@ def _segment_of(
         finish_reason=answer.finish_reason,
         num_leaves=answer.num_leaves or 0,
         versions=tuple(answer.versions),
+        stop_reason=answer.stop_reason,
         kv=answer.kv,
         kv_reason=answer.kv_reason,
     )
@@ -293,4 +295,5 @@ def _sample_of(answer: SampleAnswer, token_ids: ArrayLike, logprobs: ArrayLike) 
         text=answer.text,
         finish_reason=answer.finish_reason,
         versions=tuple(answer.versions),
+        stop_reason=answer.stop_reason,
     )

@@ -1,6 +1,6 @@
 """Keyword arguments of the client's rollout methods; defaults are those of the wire format."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, TypedDict, Unpack
 
 from coppice.prompts import PromptLike, groups_of
@@ -13,12 +13,13 @@ from coppice.wire.rollouts import (
     Finish,
     GivenSpan,
     RolloutRequest,
-    Sampling,
     UnfinishedSample,
     WeightsConstraint,
 )
+from coppice.wire.sampling import Sampling, StructuredOutputs
 
 _PLAIN = ("priority", "speculation", "adapter")
+_LISTS = {"allowed_token_ids", "bad_words", "stop", "stop_token_ids"}
 
 
 def to_continue_from(samples: Iterable[Iterable[Sample]]) -> ContinueFrom | None:
@@ -57,7 +58,20 @@ class RolloutOptions(TypedDict, total=False):
         temperature: sampling temperature; the returned logprobs refer to the sampling distribution.
         top_p: share of the probability mass to sample from.
         top_k: number of most probable tokens to sample from; 0: all.
+        min_tokens: number of tokens before which end-of-sequence tokens and stop conditions do not
+            end a sample.
+        min_p: minimum probability of a token, relative to that of the most probable token.
+        presence_penalty: subtracted from the logits of tokens that occur in the response.
+        frequency_penalty: subtracted from a token's logit for each of its occurrences.
+        repetition_penalty: divides the logits of tokens that occur in the prompt or the response.
+        logit_bias: numbers to add to the logits, by token id.
+        allowed_token_ids: the only tokens that may be sampled.
+        bad_words: words that are not sampled.
+        structured_outputs: constraint on the text: a JSON schema, a regular expression, a grammar.
+        stop: strings that end a sample. The text is cut before the string.
         stop_token_ids: tokens that end a sample.
+        include_stop_str_in_output: if true, the text is cut after the stop string.
+        skip_special_tokens: if false, the text has special tokens.
         ignore_eos: if true, end-of-sequence tokens do not end a sample.
         kv: request for handles to the prompts' KV.
         weights: exact or minimum weights version.
@@ -76,7 +90,19 @@ class RolloutOptions(TypedDict, total=False):
     temperature: float
     top_p: float
     top_k: int
+    min_tokens: int
+    min_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    logit_bias: Mapping[int, float]
+    allowed_token_ids: Iterable[int] | None
+    bad_words: Iterable[str]
+    structured_outputs: StructuredOutputs | None
+    stop: str | Iterable[str]
     stop_token_ids: Iterable[int]
+    include_stop_str_in_output: bool
+    skip_special_tokens: bool
     ignore_eos: bool
     kv: Kv | None
     weights: WeightsConstraint | None
@@ -99,8 +125,8 @@ def rollout_request(
     given: dict[str, Any] = dict(options)
     if unknown := sorted(given.keys() - RolloutOptions.__annotations__.keys()):
         raise TypeError(f"unknown rollout option: {', '.join(unknown)}")
-    if "stop_token_ids" in given:
-        given["stop_token_ids"] = list(given["stop_token_ids"])
+    for name in _LISTS & given.keys():
+        given[name] = _list_of(given[name])
     started = to_continue_from(given.pop("continue_from", ()))
     groups = groups_of(prompts, **_only(given, {"n", "seed"}))
     sampling = Sampling(**_only(given, Sampling.model_fields.keys()))
@@ -122,3 +148,10 @@ def session_headers(options: RolloutOptions) -> dict[str, str]:
 
 def _only(options: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
     return {name: options[name] for name in names if name in options}
+
+
+def _list_of(values: Any) -> list[Any] | None:
+    """List of an option's values; a single string is one value."""
+    if values is None:
+        return None
+    return [values] if isinstance(values, str) else list(values)

@@ -9,12 +9,12 @@ from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
 from vllm.outputs import RequestOutput
-from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestState
 
@@ -28,8 +28,27 @@ from engine.io.logprobs import (
 from engine.kv_types import KvTransferParams
 from engine.launch.processes import VllmProcesses
 from engine.speculation.request_table import GROUP_ARG, NO_DRAFTS_ARG
-from engine.types import Completion, SampleRequest, TopLogprobs, VersionSpan
+from engine.types import (
+    Completion,
+    SampleRequest,
+    StructuredOutputs,
+    TopLogprobs,
+    VersionSpan,
+)
 from engine.weights.updates import LoadedAdapters
+
+Value = TypeVar("Value")
+
+
+class RequestParams(SamplingParams):  # type: ignore[misc]  # vLLM's types are not followed
+    """SamplingParams of a sample, which vLLM accepts also together with speculation.
+
+    vLLM refuses `min_p` and `logit_bias` if the engine drafts. Here such a sample gets no drafts
+    (`find_skip_reason`), so its tokens come from the ordinary sampler.
+    """
+
+    def _validate_spec_decode(self, speculative_config: Any) -> None:
+        pass
 
 
 def sampling_params(sample: SampleRequest, max_context_tokens: int) -> SamplingParams:
@@ -44,22 +63,52 @@ def sampling_params(sample: SampleRequest, max_context_tokens: int) -> SamplingP
         raise RequestRefused(
             f"the prompt must be shorter than the context of {max_context_tokens} tokens"
         )
-    return SamplingParams(
+    max_tokens = min(sampling.max_tokens, max_response_tokens)
+    return RequestParams(
         n=1,
-        max_tokens=min(sampling.max_tokens, max_response_tokens),
+        max_tokens=max_tokens,
+        min_tokens=min(sampling.min_tokens, max_tokens),
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        logit_bias=dict(sampling.logit_bias) or None,
+        allowed_token_ids=_as_list(sampling.allowed_token_ids),
+        bad_words=list(sampling.bad_words),
+        structured_outputs=_structured_outputs(sampling.structured_outputs),
         seed=sample.seed,
+        stop=list(sampling.stop),
         stop_token_ids=list(sampling.stop_token_ids),
+        include_stop_str_in_output=sampling.include_stop_str_in_output,
+        skip_special_tokens=sampling.skip_special_tokens,
         ignore_eos=sampling.ignore_eos,
         logprobs=max(sample.entropy_top_k, sample.num_top_logprobs),
         flat_logprobs=True,
-        detokenize=False,
+        detokenize=bool(sampling.stop),
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,  # not shared
         extra_args=_extra_args(sample),
     )
+
+
+def _structured_outputs(wanted: StructuredOutputs | None) -> StructuredOutputsParams | None:
+    if wanted is None:
+        return None
+    return StructuredOutputsParams(
+        json=wanted.json,
+        regex=wanted.regex,
+        choice=_as_list(wanted.choice),
+        grammar=wanted.grammar,
+        json_object=wanted.json_object,
+        structural_tag=wanted.structural_tag,
+    )
+
+
+def _as_list(values: Sequence[Value] | None) -> list[Value] | None:
+    return None if values is None else list(values)
 
 
 def _extra_args(sample: SampleRequest) -> dict[str, Any] | None:
@@ -126,6 +175,7 @@ def to_completion(output: RequestOutput, *, entropy: bool, top_logprobs: bool) -
             for span in sample.weight_versions or ()
         ),
         num_cached_tokens=output.num_cached_tokens or 0,
+        stop_reason=sample.stop_reason,
         entropy=top_k_entropies(sample.logprobs) if entropy else None,
         top_logprobs=parse_top_logprobs(sample.logprobs) if top_logprobs else None,
     )

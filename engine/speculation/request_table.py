@@ -113,7 +113,9 @@ class RequestTable:
 def find_skip_reason(extra_args: Mapping[str, Any], sampling: Any) -> SpeculationSkipReason | None:
     if extra_args.get(NO_DRAFTS_ARG):
         return "disabled"
-    return "seeded" if sampling.seed is not None else None
+    if sampling.seed is not None:
+        return "seeded"
+    return "sampling" if sampling.min_p or sampling.logit_bias else None
 
 
 @dataclass(slots=True, kw_only=True)

@@ -11,8 +11,9 @@ from typing import Annotated, Any, TypeVar
 from fastapi import Request
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from coppice.wire.base import TokenIds
-from coppice.wire.rollouts import MAX_GROUPS, MAX_SAMPLES_PER_GROUP, MAX_TOKENS, Sampling
+from coppice.wire.base import MAX_TOKENS, TokenIds
+from coppice.wire.rollouts import MAX_GROUPS, MAX_SAMPLES_PER_GROUP
+from coppice.wire.sampling import Sampling
 from service.compat import unsupported
 from service.observability.metrics import Metrics
 from service.server import Server

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Response
 from pydantic import Field
 
-from coppice.wire.base import TokenIds
-from coppice.wire.rollouts import MAX_TOKENS, Prompt, RolloutAnswer, SampleAnswer
+from coppice.wire.base import MAX_TOKENS, TokenIds
+from coppice.wire.rollouts import Prompt, RolloutAnswer, SampleAnswer
 from engine.types import TopLogprobs
 from service.auth.access import requires_role
 from service.compat import logprobs

@@ -159,7 +159,7 @@ class Group:
         return SampleRequest(
             id=sample_id,
             prompt_token_ids=prompt,
-            sampling=replace(options.sampling, max_tokens=max_tokens),
+            sampling=options.sampling.after(len(prior_tokens), max_tokens),
             seed=None if options.seed is None else derive_seed(options.seed, stream_key),
             priority=options.priority,
             cache_salt=options.cache_salt,
@@ -256,14 +256,22 @@ class Group:
         prior_tokens, (logprobs, prior_spans) = self._prior_tokens(index), self._prior(index)
         spans = version_spans(result, num_tokens, self.options.adapter)
         token_ids = prior_tokens + result.token_ids[:num_tokens]
+        finish_reason = self._finish_reason(result)
+        stop_reason = result.stop_reason if finish_reason == "stop" else None
         return SampleAnswer(
             index=index,
             token_ids=token_ids,
             logprobs=logprobs + result.logprobs[:num_tokens],
-            text=await self.options.decode(token_ids) if self.options.decode else None,
-            finish_reason=self._finish_reason(result),
+            text=await self._text(token_ids, stop_reason),
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
             versions=joined_spans([(prior_spans, len(prior_tokens)), (spans, num_tokens)]),
         )
+
+    async def _text(self, token_ids: list[int], stop_reason: int | str | None) -> str | None:
+        if self.options.decode is None:
+            return None
+        return await self.options.decode(token_ids, stop_reason, self.options.sampling)
 
     def _num_valid_tokens(self, result: Completion) -> int:
         """Number of leading tokens that the required `exact_version` generated.

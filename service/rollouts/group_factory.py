@@ -6,7 +6,6 @@ from dataclasses import replace
 from coppice.wire.branching import Branching
 from coppice.wire.rollouts import Finish, GroupRequest, RolloutRequest, UnfinishedSample
 from engine.protocol import Engine
-from engine.types import Sampling
 from service.kv_reuse.manager import KvReuseManager
 from service.rollouts import validation
 from service.rollouts.fairness import PriorityAging, TimeSlice
@@ -14,6 +13,7 @@ from service.rollouts.finish_policy import FinishPolicy
 from service.rollouts.group import Group
 from service.rollouts.group_options import GroupOptions, derive_seed
 from service.rollouts.prompt_kv_source import PrefilledPrompt, PromptSource
+from service.rollouts.sampling import to_engine_sampling
 from service.rollouts.tokenizer import Tokenizer
 from service.trees.external_tree import ExternalTree
 from service.trees.plan import Plan
@@ -81,28 +81,23 @@ class GroupFactory:
             index=index,
             n=validation.num_samples_of(request, group),
             prompt_token_ids=prompt,
-            sampling=self._sampling(request, len(prompt)),
+            sampling=to_engine_sampling(
+                request.sampling, self._engine.info.max_context_tokens - len(prompt)
+            ),
             seed=group.seed,
             num_required=finish.num_samples,
             deadline_seconds=finish.deadline_seconds,
             priority=self._priority_aging.to_engine_priority(request.priority),
             speculation=request.speculation,
             kv_lease_seconds=None if request.kv is None else request.kv.lease_seconds,
-            decode=self._tokenizer.text if group.prompt.text or group.prompt.messages else None,
+            decode=self._tokenizer.response_text if _has_text(group) else None,
             continued=continued,
         )
 
-    def _sampling(self, request: RolloutRequest, num_prompt_tokens: int) -> Sampling:
-        room = self._engine.info.max_context_tokens - num_prompt_tokens
-        wanted = request.sampling
-        return Sampling(
-            max_tokens=min(wanted.max_tokens or room, room),
-            temperature=wanted.temperature,
-            top_p=wanted.top_p,
-            top_k=wanted.top_k,
-            stop_token_ids=tuple(wanted.stop_token_ids),
-            ignore_eos=wanted.ignore_eos,
-        )
+
+def _has_text(group: GroupRequest) -> bool:
+    """True if samples of the group are returned with their text."""
+    return group.prompt.text is not None or group.prompt.messages is not None
 
 
 def create_tree_group(

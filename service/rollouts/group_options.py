@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from coppice.wire.rollouts import UnfinishedSample
 from engine.types import Sampling
 
-Decode = Callable[[Sequence[int]], Awaitable[str]]
+Decode = Callable[[Sequence[int], int | str | None, Sampling], Awaitable[str]]
+"""Detokenizes a response, given its token ids, its stop reason and its sampling parameters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,11 +12,12 @@ from coppice.wire.rollouts import Prompt
 from engine import errors
 from engine.errors import ConversationRefused, RequestRefused
 from engine.protocol import Engine
-from engine.types import ChatRequest, ChatResponse
+from engine.types import ChatRequest, ChatResponse, Sampling
 from service.http.errors import InvalidRequest, NoChatTemplate, PromptTooLong
 from service.http.fair_executor import FairExecutor, QueueLimits
 from service.observability.logs import key_name
 from service.rollouts.fairness import TimeSlice
+from service.rollouts.sampling import response_text
 
 Result = TypeVar("Result")
 
@@ -67,6 +68,20 @@ class Tokenizer:
 
     async def text(self, token_ids: Sequence[int]) -> str:
         return await self._decoded(lambda: self._engine.decode(token_ids))
+
+    async def response_text(
+        self, token_ids: Sequence[int], stop_reason: int | str | None, sampling: Sampling
+    ) -> str:
+        """Text of a response as requested, cut at the stop string that ended it."""
+
+        def decode(token_ids: Sequence[int]) -> str:
+            return self._engine.decode(token_ids, skip_special_tokens=sampling.skip_special_tokens)
+
+        def text() -> str:
+            include = sampling.include_stop_str_in_output
+            return response_text(decode, token_ids, stop_reason, include_stop_str=include)
+
+        return await self._decoded(text)
 
     async def whole_text(self, token_ids: Sequence[int]) -> str:
         """Decoded text of the tokens, including special tokens."""

@@ -12,7 +12,7 @@ from coppice.wire.version_span_slicing import cut_spans, joined_spans
 from engine.types import Completion
 from service.http.errors import SegmentNotFound
 from service.rollouts.group import version_spans
-from service.rollouts.group_options import Decode
+from service.rollouts.group_options import GroupOptions
 from service.trees.plan import Plan
 
 COMPLETE_FINISHES: Collection[SegmentFinish] = frozenset({"stop", "length", "budget"})
@@ -73,6 +73,7 @@ class Segment:
     depth: int
     tokens: GeneratedTokens
     finish: SegmentFinish
+    stop_reason: int | str | None = None
 
     def answer(self, num_leaves: int | None = None) -> SegmentAnswer:
         return SegmentAnswer(
@@ -83,6 +84,7 @@ class Segment:
             logprobs=self.tokens.logprobs,
             entropy=self.tokens.entropy,
             finish_reason=self.finish,
+            stop_reason=self.stop_reason,
             num_leaves=num_leaves,
             versions=self.tokens.versions,
         )
@@ -122,6 +124,7 @@ class Tree:
         name: str,
         tokens: GeneratedTokens,
         finish: SegmentFinish,
+        stop_reason: int | str | None = None,
     ) -> Segment:
         segment = Segment(
             id=f"{self._prefix}.{self._num_added}",
@@ -130,6 +133,7 @@ class Tree:
             depth=depth,
             tokens=tokens,
             finish=finish,
+            stop_reason=stop_reason,
         )
         assert segment.parent is None or segment.parent in self._segments, "no such parent"
         self._num_added += 1
@@ -184,15 +188,16 @@ class Tree:
         )
 
 
-async def row_answer(index: int, row: LeafPath, decode: Decode | None) -> SampleAnswer:
+async def row_answer(index: int, row: LeafPath, options: GroupOptions) -> SampleAnswer:
     """Convert the path from the prompt to a leaf to the answer of a sample without a tree."""
-    finish = row.leaf.finish
+    finish, stop_reason, decode = row.leaf.finish, row.leaf.stop_reason, options.decode
     return SampleAnswer(
         index=index,
         token_ids=row.token_ids,
         logprobs=row.logprobs,
-        text=await decode(row.token_ids) if decode else None,
+        text=await decode(row.token_ids, stop_reason, options.sampling) if decode else None,
         finish_reason="length" if finish == "cut" or finish == "budget" else finish,
+        stop_reason=stop_reason,
         versions=row.versions,
     )
 

@@ -10,7 +10,7 @@ import asyncio
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from coppice.wire.rollouts import GroupAnswer, SegmentFinish
 from engine.kv_types import ExportSlot
@@ -146,11 +146,12 @@ class TreeGroup(Group):
     def _path_request(self, path: Path) -> SampleRequest:
         seed = None if self.options.seed is None else derive_seed(self.options.seed, path.name)
         prompt = [*self.options.prompt_token_ids, *self.tree.token_ids(path.parent)]
+        num_prompt_tokens = len(self.options.prompt_token_ids)
         topk = self.plan.needs_entropy and self.plan.entropy.source == "topk"
         return SampleRequest(
             id=path.id,
             prompt_token_ids=prompt,
-            sampling=replace(self.options.sampling, max_tokens=path.bounds.limit),
+            sampling=self.options.sampling.after(path.start - num_prompt_tokens, path.bounds.limit),
             seed=seed,
             priority=self.options.priority,
             cache_salt=self.options.cache_salt,
@@ -189,7 +190,9 @@ class TreeGroup(Group):
         tokens = tokens_from_completion(self.plan, result, self.options.adapter).part(
             0, self._num_valid_tokens(result)
         )
-        segment, forks = self._add_to_tree(path, tokens, self._finish_reason_of(path, result))
+        finish = self._finish_reason_of(path, result)
+        stop_reason = result.stop_reason if finish == "stop" else None
+        segment, forks = self._add_to_tree(path, tokens, finish, stop_reason)
         await self._count_leaf(segment, forks)
         await self._start(self._fork_paths(forks))
         return segment
@@ -219,7 +222,11 @@ class TreeGroup(Group):
     # Cuts
 
     def _add_to_tree(
-        self, path: Path, tokens: GeneratedTokens, finish: SegmentFinish
+        self,
+        path: Path,
+        tokens: GeneratedTokens,
+        finish: SegmentFinish,
+        stop_reason: int | str | None,
     ) -> tuple[Segment, list[Fork]]:
         """Add a path's tokens to the tree as segments; returns the last one and the new forks."""
         if finish == "cut":
@@ -230,9 +237,8 @@ class TreeGroup(Group):
         for i, piece in enumerate(pieces[:-1]):
             parent = self._add_segment(parent, path.depth + i, f"{path.name}+{i}", piece, "cut")
             forks.append((parent, path.depth + i + 1, shares[i]))
-        last = self._add_segment(
-            parent, path.depth + len(cuts), f"{path.name}+{len(cuts)}", pieces[-1], finish
-        )
+        depth, name = path.depth + len(cuts), f"{path.name}+{len(cuts)}"
+        last = self._add_segment(parent, depth, name, pieces[-1], finish, stop_reason)
         unused = path.bounds.share - 1 - sum(map(sum, shares))
         if finish == "stop" and unused and self.plan.branching.on_early_stop == "redistribute":
             forks.append((path.parent, path.depth, [unused]))
@@ -265,8 +271,9 @@ class TreeGroup(Group):
         name: str,
         tokens: GeneratedTokens,
         finish: SegmentFinish,
+        stop_reason: int | str | None = None,
     ) -> Segment:
-        segment = self.tree.add(parent, depth, name, tokens, finish)
+        segment = self.tree.add(parent, depth, name, tokens, finish, stop_reason)
         self._done(segment.answer())
         return segment
 
@@ -276,7 +283,7 @@ class TreeGroup(Group):
         self.budget.check()
         flatten = self.plan.branching.flatten
         rows = self.tree.rows() if flatten else []
-        samples = [await row_answer(i, row, self.options.decode) for i, row in enumerate(rows)]
+        samples = [await row_answer(i, row, self.options) for i, row in enumerate(rows)]
         for sample in samples:
             self._done(sample)
         leaves = self.tree.leaves()

@@ -3,7 +3,8 @@ from typing import Any
 import pytest
 
 from coppice.rollout_options import RolloutOptions, rollout_request, session_headers
-from coppice.wire.rollouts import GroupRequest, RolloutRequest, Sampling
+from coppice.wire.rollouts import GroupRequest, RolloutRequest
+from coppice.wire.sampling import Sampling
 
 
 def test_omitted_options_have_the_defaults_of_the_wire() -> None:

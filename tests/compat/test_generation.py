@@ -5,7 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from coppice.wire.rollouts import MAX_GROUPS, MAX_TOKENS
+from coppice.wire.base import MAX_TOKENS
+from coppice.wire.rollouts import MAX_GROUPS
 from tests.compat.third_party import Foreign, foreign
 from tests.fake_engine import FakeEngine
 

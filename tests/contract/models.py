@@ -19,6 +19,7 @@ from coppice.wire import (
     problem_catalogue,
     result_formats,
     rollouts,
+    sampling,
     score,
     weights,
 )
@@ -33,6 +34,7 @@ MODULES: tuple[ModuleType, ...] = (
     result_formats,
     kv_reuse,
     rollouts,
+    sampling,
     score,
     weights,
 )

@@ -13,7 +13,8 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from coppice.wire.rollouts import MAX_GROUPS, MAX_SAMPLES_PER_GROUP, MAX_TOKENS
+from coppice.wire.base import MAX_TOKENS
+from coppice.wire.rollouts import MAX_GROUPS, MAX_SAMPLES_PER_GROUP
 from engine.vllm_engine import VllmEngine
 from tests.engine.seedling import settings
 from tests.serving import Served, serving

@@ -9,8 +9,8 @@ from unittest.mock import ANY
 
 import pytest
 
-from coppice.wire.base import SLICE_TOKENS
-from coppice.wire.rollouts import MAX_TOKENS, RolloutRequest
+from coppice.wire.base import MAX_TOKENS, SLICE_TOKENS
+from coppice.wire.rollouts import RolloutRequest
 from service.config.settings import LimitsSettings
 from service.http import bodies
 from service.http.bodies import INLINE_BYTES, MAX_FIELD_ERRORS, Bodies, parse_in_steps

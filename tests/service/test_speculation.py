@@ -41,17 +41,6 @@ async def test_only_samples_of_a_group_are_siblings(tmp_path: Path) -> None:
     assert None not in names
 
 
-@pytest.mark.parametrize("field", ["min_p", "logit_bias"])
-async def test_options_unsupported_with_speculation_are_refused_by_name(
-    tmp_path: Path, field: str
-) -> None:
-    async with serving(FakeEngine(), tmp_path) as served:
-        asked = {"groups": GROUPS, "sampling": {"max_tokens": 4, field: 0.1}}
-        answer = await served.http.post("/v1/rollouts", json=asked)
-    assert answer.status_code == 422
-    assert field in answer.text
-
-
 async def test_metrics_include_engine_counters_and_estimated_gain(
     tmp_path: Path,
 ) -> None:

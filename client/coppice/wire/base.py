@@ -81,6 +81,7 @@ def _with_index(error: ValidationError, start: int) -> ValidationError:
     return ValidationError.from_exception_data(error.title, [details])
 
 
+MAX_TOKENS = 1_048_576
 SLICE_TOKENS = 2**14
 TokenId = Annotated[int, Field(ge=0, lt=2**31), JsonInteger()]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True), WrapValidator(_validate_in_slices)]

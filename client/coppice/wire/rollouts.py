@@ -5,6 +5,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from coppice.wire.base import (
+    MAX_TOKENS,
     AdapterLabel,
     AdapterName,
     AnswerModel,
@@ -16,10 +17,10 @@ from coppice.wire.base import (
 from coppice.wire.branching import Branching
 from coppice.wire.kv import Kv, KvHandle, KvReason
 from coppice.wire.kv_reuse import KvReuse, KvReuseAnswer
+from coppice.wire.sampling import Sampling
 
 MAX_GROUPS = 4096
 MAX_SAMPLES_PER_GROUP = 1024
-MAX_TOKENS = 1_048_576
 
 Logprob = Annotated[float, Field(le=0.0, allow_inf_nan=False)]
 
@@ -27,6 +28,8 @@ FinishReason = Literal[
     "stop", "length", "aborted", "deadline", "surplus", "version_changed", "error"
 ]
 SegmentFinish = Literal["cut", "budget", FinishReason]
+StopReason = Annotated[int | str | None, Field(exclude_if=lambda reason: reason is None)]
+"""In answers: the stop token id or stop string that ended the sample; else absent."""
 Outcome = Literal["done", "partial", "failed", "cancelled"]
 
 
@@ -71,20 +74,6 @@ class GroupRequest(RequestModel):
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES_PER_GROUP), JsonInteger()] = 1
     id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     seed: Annotated[int, Field(ge=0, lt=2**62), JsonInteger()] | None = None
-
-
-class Sampling(RequestModel):
-    """Sampling distribution and stop conditions.
-
-    At temperature 0 sampling is greedy, and logprobs are the model's own, without truncation.
-    """
-
-    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS), JsonInteger()] | None = None
-    temperature: Annotated[float, Field(ge=0.0, le=2.0, allow_inf_nan=False)] = 1.0
-    top_p: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] = 1.0
-    top_k: Annotated[int, Field(ge=0, le=2**31 - 1), JsonInteger()] = 0
-    stop_token_ids: Annotated[TokenIds, Field(max_length=256)] = []
-    ignore_eos: bool = False
 
 
 class WeightsConstraint(RequestModel):
@@ -181,6 +170,7 @@ class SampleAnswer(AnswerModel):
     logprobs: list[float]
     text: str | None = None
     finish_reason: FinishReason
+    stop_reason: StopReason = None
     versions: list[VersionSpan]
 
 
@@ -199,6 +189,7 @@ class SegmentAnswer(AnswerModel):
     logprobs: list[float]
     entropy: list[float] | None = None
     finish_reason: SegmentFinish
+    stop_reason: StopReason = None
     num_leaves: int | None = None
     versions: list[VersionSpan]
     kv: KvHandle | None = None

@@ -5,13 +5,14 @@ from typing import Annotated
 from pydantic import Field
 
 from coppice.wire.base import (
+    MAX_TOKENS,
     AdapterLabel,
     AdapterName,
     AnswerModel,
     RequestModel,
     TokenIds,
 )
-from coppice.wire.rollouts import MAX_SAMPLES_PER_GROUP, MAX_TOKENS, Prompt, WeightsConstraint
+from coppice.wire.rollouts import MAX_SAMPLES_PER_GROUP, Prompt, WeightsConstraint
 
 Response = Annotated[TokenIds, Field(min_length=1, max_length=MAX_TOKENS)]
 

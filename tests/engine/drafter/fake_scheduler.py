@@ -48,7 +48,9 @@ class Scheduler:
             num_output_tokens=1,
             max_tokens=10**6,
             spec_token_ids=[],
-            sampling_params=SimpleNamespace(seed=seed, extra_args=named or None),
+            sampling_params=SimpleNamespace(
+                seed=seed, min_p=0.0, logit_bias=None, extra_args=named or None
+            ),
         )
         self.requests[name] = request
         self.running.append(request)

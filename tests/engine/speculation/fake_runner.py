@@ -30,10 +30,18 @@ class Runner:
         group: str | None = None,
         drafts: bool = True,
         seed: int | None = None,
+        min_p: float = 0.0,
+        logit_bias: dict[int, float] | None = None,
         max_tokens: int = 100,
     ) -> None:
         named = ({GROUP_ARG: group} if group else {}) | ({} if drafts else {NO_DRAFTS_ARG: True})
-        sampling = SimpleNamespace(extra_args=named or None, seed=seed, max_tokens=max_tokens)
+        sampling = SimpleNamespace(
+            extra_args=named or None,
+            seed=seed,
+            min_p=min_p,
+            logit_bias=logit_bias,
+            max_tokens=max_tokens,
+        )
         self.requests[name] = SimpleNamespace(
             prompt_token_ids=list(prompt), sampling_params=sampling, output_token_ids=[]
         )

@@ -104,10 +104,16 @@ def test_incomplete_prefill_gets_no_draft(runner: Runner, speculator: Speculator
 
 
 @pytest.mark.parametrize(
-    ("how", "reason"), [({"seed": 3}, "seeded"), ({"drafts": False}, "disabled")]
+    ("how", "reason"),
+    [
+        ({"seed": 3}, "seeded"),
+        ({"drafts": False}, "disabled"),
+        ({"min_p": 0.1}, "sampling"),
+        ({"logit_bias": {3: 1.0}}, "sampling"),
+    ],
 )
 def test_opted_out_sample_gets_no_draft_and_still_provides_its_text(
-    runner: Runner, speculator: Speculator, counts: Counters, how: dict[str, bool], reason: str
+    runner: Runner, speculator: Speculator, counts: Counters, how: dict[str, Any], reason: str
 ) -> None:
     runner.add("a", PROMPT, group="g", **how)
     runner.add("b", PROMPT, group="g")

@@ -1,0 +1,72 @@
+"""Conversion of wire sampling parameters to the engine's, and the text of a stopped sample."""
+
+import json
+from collections.abc import Callable, Sequence
+
+from coppice.wire import sampling as wire
+from engine.types import Sampling, StructuredOutputs
+
+
+def to_engine_sampling(wanted: wire.Sampling, room: int) -> Sampling:
+    """Sampling parameters for the engine; `room` is the number of tokens that fit the context."""
+    max_tokens = min(wanted.max_tokens or room, room)
+    return Sampling(
+        max_tokens=max_tokens,
+        min_tokens=min(wanted.min_tokens, max_tokens),
+        temperature=wanted.temperature,
+        top_p=wanted.top_p,
+        top_k=wanted.top_k,
+        min_p=wanted.min_p,
+        presence_penalty=wanted.presence_penalty,
+        frequency_penalty=wanted.frequency_penalty,
+        repetition_penalty=wanted.repetition_penalty,
+        logit_bias={int(token): bias for token, bias in wanted.logit_bias.items()},
+        allowed_token_ids=_as_tuple(wanted.allowed_token_ids),
+        bad_words=tuple(wanted.bad_words),
+        structured_outputs=_structured_outputs(wanted.structured_outputs),
+        stop=tuple(wanted.stop),
+        stop_token_ids=tuple(wanted.stop_token_ids),
+        include_stop_str_in_output=wanted.include_stop_str_in_output,
+        skip_special_tokens=wanted.skip_special_tokens,
+        ignore_eos=wanted.ignore_eos,
+    )
+
+
+def _as_tuple(token_ids: Sequence[int] | None) -> tuple[int, ...] | None:
+    return None if token_ids is None else tuple(token_ids)
+
+
+def _structured_outputs(wanted: wire.StructuredOutputs | None) -> StructuredOutputs | None:
+    if wanted is None:
+        return None
+    schema = wanted.json_schema
+    return StructuredOutputs(
+        json=json.dumps(schema) if isinstance(schema, dict) else schema,
+        regex=wanted.regex,
+        choice=None if wanted.choice is None else tuple(wanted.choice),
+        grammar=wanted.grammar,
+        json_object=wanted.json_object,
+        structural_tag=wanted.structural_tag,
+    )
+
+
+def response_text(
+    decode: Callable[[Sequence[int]], str],
+    token_ids: Sequence[int],
+    stop_reason: int | str | None,
+    *,
+    include_stop_str: bool,
+) -> str:
+    """Text of a response, cut at the stop string that ended it.
+
+    The last token completes the match, and may continue after it. As in vLLM, the text is cut
+    before the match, or directly after it if `include_stop_str`.
+    """
+    text = decode(token_ids)
+    if not isinstance(stop_reason, str):
+        return text
+    earliest = max(len(decode(token_ids[:-1])) - len(stop_reason) + 1, 0)
+    start = text.find(stop_reason, earliest)
+    if start < 0:
+        return text
+    return text[: start + len(stop_reason)] if include_stop_str else text[:start]

@@ -1,0 +1,142 @@
+"""Sampling controls of POST /v1/rollouts: how they reach the engine, and what they return."""
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coppice.wire.sampling import Sampling, StructuredOutputs
+from engine import types
+from service.rollouts.sampling import response_text, to_engine_sampling
+from tests.fake_engine import FakeEngine
+from tests.service.test_rollouts import body, group
+from tests.serving import serving
+
+CONTROLS: dict[str, Any] = {
+    "max_tokens": 7,
+    "min_tokens": 2,
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "top_k": 3,
+    "min_p": 0.1,
+    "presence_penalty": 0.5,
+    "frequency_penalty": -0.5,
+    "repetition_penalty": 1.5,
+    "logit_bias": {"5": 1.5},
+    "allowed_token_ids": [1, 2],
+    "bad_words": ["no"],
+    "structured_outputs": {"regex": "a+"},
+    "stop": ["x"],
+    "stop_token_ids": [9],
+    "include_stop_str_in_output": True,
+    "skip_special_tokens": False,
+    "ignore_eos": True,
+}
+
+
+def test_engine_has_every_field_of_the_wire() -> None:
+    assert {field.name for field in fields(types.Sampling)} == Sampling.model_fields.keys()
+    kinds = {info.alias or name for name, info in StructuredOutputs.model_fields.items()}
+    assert {field.name for field in fields(types.StructuredOutputs)} == kinds
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_every_control_reaches_the_engine(name: str) -> None:
+    given = to_engine_sampling(Sampling.model_validate({name: CONTROLS[name]}), 100)
+    default = to_engine_sampling(Sampling(), 100)
+    assert CONTROLS.keys() == Sampling.model_fields.keys()
+    assert getattr(given, name) != getattr(default, name)
+
+
+def test_schema_is_given_as_an_object_or_as_text() -> None:
+    schema = {"type": "object", "enum": [None, 1]}
+    as_object = Sampling(structured_outputs=StructuredOutputs(json=schema))
+    sent = Sampling.model_validate_json(as_object.model_dump_json(exclude_none=True))
+    outputs = to_engine_sampling(sent, 10).structured_outputs
+    assert outputs is not None and outputs.json == '{"type": "object", "enum": [null, 1]}'
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"structured_outputs": {"regex": "a", "json_object": True}},
+        {"structured_outputs": {"json_object": False}},
+        {"structured_outputs": {"json": "x" * 65_537}},
+        {"structured_outputs": {"json": {"enum": ["x" * 65_537]}}},
+        {"structured_outputs": {"choice": ["x" * 4096] * 17}},
+        {"structured_outputs": {"whitespace_pattern": " ", "regex": "a"}},
+        {"logit_bias": {"1": 101.0}},
+        {"logit_bias": {"1": 1.0, "01": 1.0}},
+        {"logit_bias": {"²": 1.0}},
+        {"allowed_token_ids": []},
+        {"repetition_penalty": 0.0},
+        {"min_tokens": 1, "stop_token_ids": list(range(113))},
+    ],
+)
+def test_value_out_of_bounds_is_refused(value: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        Sampling.model_validate(value)
+
+
+def test_schema_nested_too_deeply_is_refused() -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(64):
+        schema = {"items": schema}
+    StructuredOutputs(json=schema["items"])
+    with pytest.raises(ValueError, match="64 levels"):
+        StructuredOutputs(json=schema)
+
+
+@pytest.mark.parametrize(("include", "text"), [(False, "ab"), (True, "abcd")])
+async def test_stop_string_ends_the_sample_and_cuts_its_text(
+    tmp_path: Path, include: bool, text: str
+) -> None:
+    """Prompts of 97 tokens are followed by the tokens "a", "b", and so on."""
+    sampling = {"stop": ["zz", "cd"], "max_tokens": 9, "include_stop_str_in_output": include}
+    async with serving(FakeEngine(), tmp_path) as served:
+        asked = body({"prompt": {"text": "p" * 97}}, sampling=sampling)
+        answer = await served.http.post("/v1/rollouts", json=asked)
+    [sample] = answer.json()["groups"][0]["samples"]
+    assert sample["text"] == text
+    assert bytes(sample["token_ids"]) == b"abcd"
+    assert len(sample["logprobs"]) == 4
+    assert (sample["finish_reason"], sample["stop_reason"]) == ("stop", "cd")
+
+
+async def test_answer_without_a_stop_reason_lacks_the_field(tmp_path: Path) -> None:
+    async with serving(FakeEngine(), tmp_path) as served:
+        answer = await served.http.post("/v1/rollouts", json=body(group(1)))
+    [sample] = answer.json()["groups"][0]["samples"]
+    assert "stop_reason" not in sample
+
+
+@pytest.mark.parametrize(
+    ("tokens", "stop", "text"),
+    [
+        (["a", "\n", "b\n\nc"], "\n", "a\nb"),
+        (["a", "b", "c"], "bc", "a"),
+        (["a", "bcd"], "c", "ab"),
+        (["a", "b"], 7, "ab"),
+        (["a", "b"], "x", "ab"),
+    ],
+)
+def test_text_is_cut_at_the_match_that_the_last_token_completes(
+    tokens: list[str], stop: int | str, text: str
+) -> None:
+    def decode(token_ids: Any) -> str:
+        return "".join(tokens[i] for i in token_ids)
+
+    found = response_text(decode, range(len(tokens)), stop, include_stop_str=False)
+    assert found == text
+
+
+@pytest.mark.parametrize("name", ["presence_penalty", "bad_words", "structured_outputs", "stop"])
+async def test_control_that_needs_earlier_tokens_is_refused_in_a_tree(
+    tmp_path: Path, name: str
+) -> None:
+    async with serving(FakeEngine(), tmp_path) as served:
+        asked = body(group(1), sampling={name: CONTROLS[name]}, branching={"mode": "interval"})
+        answer = await served.http.post("/v1/rollouts", json=asked)
+    assert answer.status_code == 422
+    assert f"sampling.{name}" in answer.json()["detail"]
