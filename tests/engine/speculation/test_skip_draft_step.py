@@ -9,7 +9,8 @@ import pytest
 from engine.runtime.feature_guard import Feature
 from engine.speculation.counters import Counters
 from engine.speculation.draft_verification import DraftStepSkipper
-from engine.speculation.speculator import STORE_UPDATE_INTERVAL, Speculator
+from engine.speculation.drafting import STORE_UPDATE_INTERVAL
+from engine.speculation.speculator import Speculator
 from tests.engine.speculation.drafting_engine import SendAllDrafts
 from tests.engine.speculation.fake_runner import Runner
 from tests.kernels.draft_index.reference import ReferenceStore
