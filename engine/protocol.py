@@ -23,6 +23,20 @@ from engine.types import (
 )
 
 
+class ResponseStream(Protocol):
+    """Incremental conversion of one sample's tokens to text. Use it from one thread at a time.
+
+    `add` takes the next tokens and returns the text that they complete, never a part of a
+    character. `is_parsed`: a reasoning parser is applied, which may take milliseconds per call. It
+    may raise any exception.
+    """
+
+    @property
+    def is_parsed(self) -> bool: ...
+
+    def add(self, token_ids: Sequence[int]) -> ChatResponse: ...
+
+
 class Engine(Protocol):
     """Interface between the service and an engine: methods, their errors and their guarantees.
 
@@ -40,9 +54,16 @@ class Engine(Protocol):
     chat_response: parses a response to an encoded chat request with the configured parsers. Without
         a parser, the whole response is content. Tool calls are parsed only if the request has
         tools. A parser's failure is logged and never raised.
+    response_stream: converts a running sample's tokens as `decode` does, or as `chat_response`
+        if the chat request to which `prompt` was encoded is given. Tool calls are not parsed. A
+        parser may split a part of a response differently from the whole.
     submit: adds all samples of the call to the engine in one iteration of the event loop, in order.
         Returns one awaitable per sample, each to be awaited once. Raises RequestRefused before any
         sample is added. An awaitable raises EngineDead as soon as the engine is known to be gone.
+        While the awaitable of a sample with `on_tokens` is awaited, `on_tokens` is called with the
+        new tokens, at most once per engine step and never after the awaitable has finished. Tokens
+        of several steps are delivered together if the event loop is late. The deltas are
+        consecutive, and the tokens after the last one are in the completion only.
     abort: the samples' awaitables finish at once with finish="abort" and the tokens so far. Unknown
         and finished ids are ignored.
     progress: per sample, the version spans of the tokens sampled so far. Empty for samples that
@@ -102,6 +123,10 @@ class Engine(Protocol):
     def chat_response(
         self, token_ids: Sequence[int], chat_request: ChatRequest
     ) -> ChatResponse: ...
+
+    def response_stream(
+        self, prompt: Sequence[int] = (), chat_request: ChatRequest | None = None
+    ) -> ResponseStream: ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 

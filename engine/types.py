@@ -1,6 +1,6 @@
 """Value types of the engine interface: requests, completions, chat, adapters, info and health."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -74,6 +74,45 @@ class Sampling:
         )
 
 
+class TokenLogprob(NamedTuple):
+    """Log-probability of a token and its rank, counted from 1."""
+
+    token_id: int
+    logprob: float
+    rank: int
+
+
+TopLogprobs = list[TokenLogprob]
+"""The sampled token's logprob, then the top k, which may include the sampled token again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionSpan:
+    """Tokens `start` to `end` (excluded) of a response, sampled under one weights version."""
+
+    version: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenDelta:
+    """Tokens that a running sample has generated since its last delta.
+
+    `start` is the index of the first one in the response, and `versions` has indices of the
+    response, too.
+    """
+
+    start: int
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: tuple[VersionSpan, ...]
+    top_logprobs: list[TopLogprobs] | None = None
+
+
+OnTokens = Callable[[TokenDelta], None]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRequest:
     """One sample to generate.
@@ -85,7 +124,7 @@ class SampleRequest:
     renormalised entropy of the top k tokens, the latter the top k tokens themselves. Prefixes are
     shared among samples with the same `cache_salt`, and among samples without one. Samples of the
     same `group` may be drafted from each other's text, unless `speculation` is false. `adapter` is
-    the label of a loaded adapter.
+    the label of a loaded adapter. `on_tokens` receives the tokens while the sample runs.
     """
 
     id: str
@@ -101,18 +140,7 @@ class SampleRequest:
     speculation: bool = True
     load: KvLoad | None = None
     adapter: str | None = None
-
-
-class TokenLogprob(NamedTuple):
-    """Log-probability of a token and its rank, counted from 1."""
-
-    token_id: int
-    logprob: float
-    rank: int
-
-
-TopLogprobs = list[TokenLogprob]
-"""The sampled token's logprob, then the top k, which may include the sampled token again."""
+    on_tokens: OnTokens | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,22 +179,14 @@ class ToolCall:
 class ChatResponse:
     """A chat response, split into content, reasoning and tool calls.
 
-    `parsed` is false if a parser failed; then the whole text is the content.
+    `parsed` is false if a parser failed; then the whole text is the content. Of a part of a
+    response, content and reasoning are the text that the part adds.
     """
 
     content: str | None
     reasoning: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
     parsed: bool = True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VersionSpan:
-    """Tokens `start` to `end` (excluded) of a response, sampled under one weights version."""
-
-    version: str
-    start: int
-    end: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ prefilled, and exported, in a sample's first step.
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from engine.errors import (
@@ -31,6 +31,7 @@ from engine.types import (
     EngineStage,
     PauseMode,
     SampleRequest,
+    TokenDelta,
     TokenLogprob,
     ToolCall,
     TopLogprobs,
@@ -54,6 +55,7 @@ class Running:
     ends: EngineFinishReason | None = None
     token_versions: list[str] = field(default_factory=list)
     stop_reason: str | None = None
+    num_delivered: int = 0
 
 
 class FakeEngine:
@@ -188,6 +190,11 @@ class FakeEngine:
             content=None, tool_calls=(ToolCall(id="call-1", name=name, arguments="{}"),)
         )
 
+    def response_stream(
+        self, prompt: Sequence[int] = (), chat_request: ChatRequest | None = None
+    ) -> "FakeStream":
+        return FakeStream(self)
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return bytes(token_ids).decode("latin-1")
 
@@ -254,6 +261,8 @@ class FakeEngine:
                 self._finish(sample, "stop")
             elif len(sample.token_versions) == sample.limit:
                 self._finish(sample, sample.ends or self.finish)
+            else:
+                _deliver(sample)
 
     async def abort(self, sample_ids: Sequence[str]) -> None:
         for sample_id in sample_ids:
@@ -409,6 +418,39 @@ def _stop(sample: Running) -> bool:
     length, sample.stop_reason = min(ends)
     del sample.token_versions[length:]
     return True
+
+
+@dataclass(frozen=True)
+class FakeStream:
+    """Text of single tokens; every token is a character."""
+
+    engine: FakeEngine
+    is_parsed: bool = False
+
+    def add(self, token_ids: Sequence[int]) -> ChatResponse:
+        return ChatResponse(content=self.engine.decode(token_ids))
+
+
+def _deliver(sample: Running) -> None:
+    """Passes the new tokens of a running sample to its `on_tokens`."""
+    start, end = sample.num_delivered, len(sample.token_versions)
+    request, sample.num_delivered = sample.request, end
+    if request.on_tokens is None or start == end:
+        return
+    length = len(request.prompt_token_ids)
+    places = range(length + start, length + end)
+    spans = _spans(sample.token_versions[start:])
+    request.on_tokens(
+        TokenDelta(
+            start=start,
+            token_ids=[place % VOCAB_SIZE for place in places],
+            logprobs=[-0.5] * len(places),
+            versions=tuple(
+                replace(span, start=span.start + start, end=span.end + start) for span in spans
+            ),
+            top_logprobs=_places(places, request.num_top_logprobs),
+        )
+    )
 
 
 def _places(places: range, num_top_logprobs: int) -> list[TopLogprobs] | None:

@@ -20,6 +20,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from engine.errors import ConversationRefused, PromptTooLong, RequestRefused, StartFailed
 from engine.io.chat_template_options import load_template, template_options, template_variables
+from engine.io.response_stream import ParsedStream, TextStream
+from engine.protocol import ResponseStream
 from engine.settings import EngineSettings
 from engine.types import ChatRequest, ChatResponse, ToolCall
 
@@ -98,6 +100,14 @@ class ChatProcessor:
                 place.lineno,
             )
             return ChatResponse(content=self._decode(token_ids, skip_special=True), parsed=False)
+
+    def response_stream(
+        self, prompt: Sequence[int], chat_request: ChatRequest | None
+    ) -> ResponseStream:
+        if self._parser is None or chat_request is None:
+            return TextStream(self._tokenizer)
+        parser, request = self._parser_of(_checked_request(chat_request), chat_request)
+        return ParsedStream(self._tokenizer, parser, request, prompt)
 
     def _parsed(self, token_ids: Sequence[int], chat_request: ChatRequest) -> ChatResponse:
         parser, request = self._parser_of(_checked_request(chat_request), chat_request)

@@ -32,6 +32,7 @@ from engine.types import (
     Completion,
     SampleRequest,
     StructuredOutputs,
+    TokenDelta,
     TopLogprobs,
     VersionSpan,
 )
@@ -88,7 +89,7 @@ def sampling_params(sample: SampleRequest, max_context_tokens: int) -> SamplingP
         logprobs=max(sample.entropy_top_k, sample.num_top_logprobs),
         flat_logprobs=True,
         detokenize=bool(sampling.stop),
-        output_kind=RequestOutputKind.FINAL_ONLY,
+        output_kind=_output_kind(sample),
         skip_clone=True,  # not shared
         extra_args=_extra_args(sample),
     )
@@ -109,6 +110,18 @@ def _structured_outputs(wanted: StructuredOutputs | None) -> StructuredOutputsPa
 
 def _as_list(values: Sequence[Value] | None) -> list[Value] | None:
     return None if values is None else list(values)
+
+
+def _output_kind(sample: SampleRequest) -> RequestOutputKind:
+    """FINAL_ONLY, or CUMULATIVE for a sample whose tokens are delivered while it runs.
+
+    Cumulative outputs refer to vLLM's own lists, so that they cost no copy, and an output that is
+    not read in time is replaced. vLLM's merge of two DELTA outputs would lose the ranks of tokens
+    that are both sampled and among the top k.
+    """
+    if sample.on_tokens is None:
+        return RequestOutputKind.FINAL_ONLY
+    return RequestOutputKind.CUMULATIVE
 
 
 def _extra_args(sample: SampleRequest) -> dict[str, Any] | None:
@@ -138,9 +151,13 @@ class PendingSample:
         self,
         queue: Any,
         sample: SampleRequest,
+        progress: Callable[[], tuple[VersionSpan, ...]],
         on_finished: Callable[[Completion], None] | None = None,
     ) -> None:
         self._queue = queue
+        self._progress = progress
+        self._on_tokens = sample.on_tokens
+        self._num_delivered = 0
         self._entropy = sample.entropy_top_k > 0
         self._wants_top_logprobs = sample.num_top_logprobs > 0
         self._on_finished = on_finished
@@ -150,13 +167,31 @@ class PendingSample:
 
     async def _completion(self) -> Completion:
         try:
-            output = await self._queue.get()
+            while not (output := await self._queue.get()).finished:
+                self._deliver(output)
         except EngineDeadError as error:
             raise EngineDead("the engine process died") from error
         found = to_completion(output, entropy=self._entropy, top_logprobs=self._wants_top_logprobs)
         if self._on_finished is not None:
             self._on_finished(self._with_top_logprobs(found, output))
         return found
+
+    def _deliver(self, output: RequestOutput) -> None:
+        """Pass the new tokens of a running sample to `on_tokens`."""
+        start, (sample,) = self._num_delivered, output.outputs
+        end = self._num_delivered = len(sample.token_ids)
+        if self._on_tokens is None or end == start:
+            return
+        flat: Any = sample.logprobs
+        flat = flat[start:end]
+        delta = TokenDelta(
+            start=start,
+            token_ids=list(sample.token_ids[start:end]),
+            logprobs=sampled_logprobs(flat),
+            versions=_spans_between(self._progress(), start, end),
+            top_logprobs=parse_top_logprobs(flat) if self._wants_top_logprobs else None,
+        )
+        self._on_tokens(delta)
 
     def _with_top_logprobs(self, found: Completion, output: RequestOutput) -> Completion:
         if not self._entropy:
@@ -178,6 +213,14 @@ def to_completion(output: RequestOutput, *, entropy: bool, top_logprobs: bool) -
         stop_reason=sample.stop_reason,
         entropy=top_k_entropies(sample.logprobs) if entropy else None,
         top_logprobs=parse_top_logprobs(sample.logprobs) if top_logprobs else None,
+    )
+
+
+def _spans_between(spans: Sequence[VersionSpan], start: int, end: int) -> tuple[VersionSpan, ...]:
+    return tuple(
+        VersionSpan(version=span.version, start=max(span.start, start), end=min(span.end, end))
+        for span in spans
+        if span.start < end and span.end > start
     )
 
 
@@ -240,16 +283,21 @@ class Generation:
             lora_request=self._adapters.request(sample.adapter),
             priority=sample.priority,
         )
-        return PendingSample(queue, sample, partial(on_finished, sample) if on_finished else None)
+        return PendingSample(
+            queue,
+            sample,
+            partial(self._spans, sample.id),
+            partial(on_finished, sample) if on_finished else None,
+        )
 
     def progress(self, sample_ids: Sequence[str]) -> list[tuple[VersionSpan, ...]]:
+        return [self._spans(sample_id) for sample_id in sample_ids]
+
+    def _spans(self, sample_id: str) -> tuple[VersionSpan, ...]:
         processor = self._processes.llm.output_processor
-        found = []
-        for sample_id in sample_ids:
-            [internal_id] = processor.external_req_ids.get(sample_id) or [""]
-            state = processor.request_states.get(internal_id)
-            found.append(() if state is None else version_spans_so_far(state))
-        return found
+        [internal_id] = processor.external_req_ids.get(sample_id) or [""]
+        state = processor.request_states.get(internal_id)
+        return () if state is None else version_spans_so_far(state)
 
     async def score(
         self, prompt: Sequence[int], response: Sequence[int], adapter: str | None

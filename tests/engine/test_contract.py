@@ -3,8 +3,9 @@
 import asyncio
 import copy
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,14 @@ import pytest_asyncio
 from engine.errors import ConversationRefused, RequestRefused
 from engine.kv_types import ExportSlot, ExportStatus, KvLoad, LoadPiece
 from engine.protocol import Engine
-from engine.types import ChatRequest, Completion, PauseMode, SampleRequest, Sampling
+from engine.types import (
+    ChatRequest,
+    Completion,
+    PauseMode,
+    SampleRequest,
+    Sampling,
+    TokenDelta,
+)
 from tests.arena import TestArena
 from tests.engine.adapters.peft_adapters import saved
 from tests.fake_engine import FakeEngine
@@ -147,6 +155,80 @@ async def test_abort_ends_a_sample_at_once_with_its_tokens_so_far(
     assert_whole(completion)
     (other,) = await finished(under_test, rest)
     assert other.finish == "length"
+
+
+async def test_tokens_are_delivered_while_their_sample_runs(under_test: EngineUnderTest) -> None:
+    """Once each, as in the completion, of the sample alone that requests them."""
+    deltas: list[TokenDelta] = []
+    streamed = replace(sample(40), on_tokens=deltas.append, num_top_logprobs=2)
+    pending = await submitted(under_test, streamed, sample(40))
+    completion, _ = await finished(under_test, pending)
+    assert len(deltas) > 3
+    assert_prefix(deltas, completion)
+    assert completion.top_logprobs is not None
+    top_logprobs = [place for delta in deltas for place in delta.top_logprobs or ()]
+    assert top_logprobs == completion.top_logprobs[: len(top_logprobs)]
+    assert len(top_logprobs) == sum(len(delta.token_ids) for delta in deltas)
+
+
+async def test_delivered_tokens_have_the_version_that_sampled_them(
+    under_test: EngineUnderTest,
+) -> None:
+    engine, deltas = under_test.engine, list[TokenDelta]()
+    pending = await submitted(under_test, replace(sample(300), on_tokens=deltas.append))
+    while not deltas:
+        await under_test.advance()
+    await engine.pause("keep")
+    before = engine.health()
+    num_deltas = len(deltas)
+    for _ in range(3):
+        await under_test.advance()
+    assert len(deltas) <= num_deltas + 1 and before.alive
+    await engine.update_weights(engine.info.model_path, "streamed")
+    await engine.resume()
+    (completion,) = await finished(under_test, pending)
+    assert_prefix(deltas, completion)
+    assert [span.version for span in completion.versions][-1] == "streamed"
+    assert deltas[-1].versions[-1].version == "streamed"
+
+
+async def test_abort_ends_the_delivery_of_tokens(under_test: EngineUnderTest) -> None:
+    deltas: list[TokenDelta] = []
+    streamed = replace(sample(900), on_tokens=deltas.append)
+    pending = await submitted(under_test, streamed)
+    while not deltas:
+        await under_test.advance()
+    await under_test.engine.abort([streamed.id])
+    (completion,) = await finished(under_test, pending)
+    num_deltas = len(deltas)
+    for _ in range(3):
+        await under_test.advance()
+    assert completion.finish == "abort" and len(deltas) == num_deltas
+    assert_prefix(deltas, completion)
+
+
+def assert_prefix(deltas: Sequence[TokenDelta], completion: Completion) -> None:
+    """Asserts that the deltas are consecutive and agree with the completion."""
+    tokens = [token for delta in deltas for token in delta.token_ids]
+    assert tokens == completion.token_ids[: len(tokens)]
+    logprobs = [logprob for delta in deltas for logprob in delta.logprobs]
+    assert logprobs == completion.logprobs[: len(tokens)]
+    starts = accumulate((len(delta.token_ids) for delta in deltas), initial=0)
+    assert [delta.start for delta in deltas] == list(starts)[:-1]
+    for delta in deltas:
+        assert delta.versions[0].start == delta.start
+        assert delta.versions[-1].end == delta.start + len(delta.token_ids)
+        for span in delta.versions:
+            [whole] = [s for s in completion.versions if s.start <= span.start < s.end]
+            assert (whole.version, span.end <= whole.end) == (span.version, True)
+
+
+async def test_streamed_text_is_the_text_of_the_whole(under_test: EngineUnderTest) -> None:
+    engine = under_test.engine
+    tokens = engine.encode_text("1+2=3 abc")
+    stream = engine.response_stream()
+    parts = [stream.add([token]).content for token in tokens]
+    assert "".join(part or "" for part in parts) == engine.decode(tokens)
 
 
 async def test_progress_grows_while_a_sample_runs(under_test: EngineUnderTest) -> None:

@@ -60,6 +60,7 @@ class Output:
     finish_reason: str = "stop"
     weight_versions: None = None
     num_cached_tokens: int = 0
+    finished: bool = True
 
     @property
     def outputs(self) -> "list[Output]":
@@ -82,7 +83,7 @@ async def test_trainer_receives_top_k_wherever_they_were_recorded(
 ) -> None:
     heard: list[Completion] = []
     request = SampleRequest(id="a", prompt_token_ids=[1], sampling=Sampling(max_tokens=2), **asked)
-    completion = await PendingSample(Output(), request, heard.append)
+    completion = await PendingSample(Output(), request, lambda: (), heard.append)
     places = [
         [(5, -0.1, 1), (5, -0.1, 1), (6, -3.0, 2)],
         [(7, -2.0, 2), (8, -0.5, 1), (7, -2.0, 2)],

@@ -1,0 +1,74 @@
+"""Incremental detokenization of running samples, by vLLM's detokenizer and reasoning parsers."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+
+from engine.types import ChatResponse
+
+
+class TextStream:
+    """`engine.protocol.ResponseStream` that returns all text as content.
+
+    The detokenizer holds back the bytes of an incomplete character. It does not see the prompt, as
+    `Engine.decode` does not.
+    """
+
+    is_parsed = False
+
+    def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True) -> None:
+        self._detokenizer = IncrementalDetokenizer.from_new_request(
+            tokenizer, _request(skip_special_tokens)
+        )
+
+    def add(self, token_ids: Sequence[int]) -> ChatResponse:
+        return ChatResponse(content=self.text(token_ids))
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        self._detokenizer.update(list(token_ids), stop_terminated=False)
+        return str(self._detokenizer.get_next_output_text(finished=False, delta=True))
+
+
+class ParsedStream:
+    """`engine.protocol.ResponseStream` that separates reasoning from content.
+
+    `parser` and `request` are vLLM's; `prompt` tells the parser whether reasoning has begun.
+    """
+
+    is_parsed = True
+
+    def __init__(self, tokenizer: Any, parser: Any, request: Any, prompt: Sequence[int]) -> None:
+        self._text = TextStream(tokenizer, skip_special_tokens=request.skip_special_tokens)
+        self._parser = parser
+        self._request = request
+        self._prompt = list(prompt)
+
+    def add(self, token_ids: Sequence[int]) -> ChatResponse:
+        message = self._parser.parse_delta(
+            self._text.text(token_ids),
+            list(token_ids),
+            self._request,
+            prompt_token_ids=self._prompt,
+            finished=False,
+        )
+        if message is None:
+            return ChatResponse(content=None)
+        return ChatResponse(content=message.content, reasoning=message.reasoning)
+
+
+def _request(skip_special_tokens: bool) -> EngineCoreRequest:
+    """The request without a prompt that vLLM's detokenizer reads its options from."""
+    return EngineCoreRequest(
+        request_id="",
+        prompt_token_ids=[],
+        mm_features=None,
+        sampling_params=SamplingParams(skip_special_tokens=skip_special_tokens),
+        pooling_params=None,
+        arrival_time=0.0,
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+    )
