@@ -69,6 +69,7 @@ from coppice.wire.result_formats import (
     SampleRecord,
     SegmentRecord,
     StartRecord,
+    TokensRecord,
 )
 from coppice.wire.rollouts import (
     Finish,
@@ -162,6 +163,7 @@ __all__ = [
     "StreamBroken",
     "StructuredOutputs",
     "TimedOut",
+    "TokensRecord",
     "TransportError",
     "Tree",
     "TreeClosed",

@@ -18,7 +18,7 @@ from coppice.wire.rollouts import (
 )
 from coppice.wire.sampling import Sampling, StructuredOutputs
 
-_PLAIN = ("priority", "speculation", "adapter")
+_PLAIN = ("priority", "speculation", "adapter", "stream_tokens")
 _LISTS = {"allowed_token_ids", "bad_words", "stop", "stop_token_ids"}
 
 
@@ -82,6 +82,7 @@ class RolloutOptions(TypedDict, total=False):
         priority: lower values are scheduled first.
         speculation: False disables speculative decoding; the distribution is the same.
         adapter: name of a loaded LoRA adapter, or `name@version`.
+        stream_tokens: streams have the tokens of running samples, too.
     """
 
     n: int
@@ -113,6 +114,7 @@ class RolloutOptions(TypedDict, total=False):
     priority: int
     speculation: bool
     adapter: str | None
+    stream_tokens: bool
     session: str
     """Session name for load balancers, which route a session to the replica that has cached its
     earlier turns."""

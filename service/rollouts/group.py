@@ -8,9 +8,10 @@ cancelling it at any of these points ends the samples.
 import asyncio
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal
 
 from coppice.wire.rollouts import (
@@ -24,7 +25,8 @@ from coppice.wire.rollouts import (
 from coppice.wire.version_span_slicing import cut_spans, joined_spans
 from engine.kv_types import KvLoad
 from engine.protocol import Engine
-from engine.types import Completion, SampleRequest, TopLogprobs
+from engine.types import Completion, SampleRequest, TokenDelta, TopLogprobs
+from engine.types import VersionSpan as EngineVersionSpan
 from service.prompt_kv.group_exports import GroupKvExports
 from service.rollouts.fairness import Turns
 from service.rollouts.finish_policy import FinishPolicy
@@ -32,6 +34,10 @@ from service.rollouts.group_options import GroupOptions, derive_seed
 from service.rollouts.prompt_kv_source import PrefilledPrompt, PromptSource
 
 EndReason = Literal["cancelled", "deadline", "surplus", "version_changed"]
+SampleDelta = tuple[list[int], list[float], list[VersionSpan]]
+"""New tokens of a running sample, their logprobs, and their version spans from the first token."""
+OnSampleTokens = Callable[[int, SampleDelta], None]
+"""Receives the index of a running sample and its new tokens."""
 OnPart = Callable[[SampleAnswer | SegmentAnswer], None]
 
 
@@ -48,6 +54,7 @@ class Group:
     the answers of samples that finish at the same time over iterations of the event loop.
     `top_logprobs` maps a sample's index to the top logprobs of its tokens, if they were requested.
     `ended` are the answers of the finished samples, in the order in which they finished.
+    `on_tokens` receives the tokens of the running samples.
     """
 
     options: GroupOptions
@@ -63,9 +70,11 @@ class Group:
     top_logprobs: dict[int, list[TopLogprobs]] = field(default_factory=dict)
     turns: Turns = field(default_factory=Turns)
     ended: list[SampleAnswer] = field(default_factory=list)
+    on_tokens: OnSampleTokens | None = None
     _unfinished: set[str] = field(default_factory=set)
     _ending: asyncio.Event = field(default_factory=asyncio.Event)
     _seconds_used: float = 0.0
+    _num_streamed: Counter[int] = field(default_factory=Counter)
 
     @property
     def num_running(self) -> int:
@@ -168,6 +177,7 @@ class Group:
             load=load,
             adapter=options.adapter,
             num_top_logprobs=options.num_top_logprobs,
+            on_tokens=None if self.on_tokens is None else partial(self._on_delta, index),
         )
 
     @asynccontextmanager
@@ -273,16 +283,43 @@ class Group:
             return None
         return await self.options.decode(token_ids, stop_reason, self.options.sampling)
 
-    def _num_valid_tokens(self, result: Completion) -> int:
-        """Number of leading tokens that the required `exact_version` generated.
+    def _on_delta(self, index: int, delta: TokenDelta) -> None:
+        """Pass on the new tokens of a running sample, without those that its answer will lack."""
+        start = self._num_streamed[index]
+        end = self._valid_end(delta.versions, delta.start + len(delta.token_ids))
+        if delta.start != start or end <= start:
+            return  # an earlier token is not valid
+        self._num_streamed[index] = end
+        num_tokens = end - start
+        if delta.top_logprobs is not None:
+            self.top_logprobs.setdefault(index, []).extend(delta.top_logprobs[:num_tokens])
+        spans = [
+            VersionSpan(version=s.version, start=s.start, end=s.end, adapter=self.options.adapter)
+            for s in delta.versions
+        ]
+        assert self.on_tokens is not None, "deltas were requested"
+        self.on_tokens(
+            index,
+            (
+                delta.token_ids[:num_tokens],
+                delta.logprobs[:num_tokens],
+                cut_spans(spans, start, end),
+            ),
+        )
 
-        All tokens if the group requires no exact version.
+    def _valid_end(self, versions: Iterable[EngineVersionSpan], end: int) -> int:
+        """Index of the first token that another version than `exact_version` generated, or `end`.
+
+        If the group requires no exact version, it is `end`.
         """
         if self.options.exact_version is None:
-            return len(result.token_ids)
-        exact_version = self.options.exact_version
-        others = (span.start for span in result.versions if span.version != exact_version)
-        return min(others, default=len(result.token_ids))
+            return end
+        others = (span.start for span in versions if span.version != self.options.exact_version)
+        return min(others, default=end)
+
+    def _num_valid_tokens(self, result: Completion) -> int:
+        """Number of leading tokens that the required `exact_version` generated."""
+        return self._valid_end(result.versions, len(result.token_ids))
 
     def _finish_reason(self, result: Completion) -> FinishReason:
         if self._num_valid_tokens(result) < len(result.token_ids):

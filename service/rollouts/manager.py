@@ -114,7 +114,8 @@ class RolloutManager:
         returns the rollout that the same request has already started, if there is one, also during
         a drain. Raises RedirectToReplica if another replica holds the claim.
         """
-        options = replace(options, owner=owner)
+        stream_tokens = options.stream_tokens or request.stream_tokens
+        options = replace(options, owner=owner, stream_tokens=stream_tokens)
         if claim is None:
             return await self._start(request, options, detached=detached)
         started = self._keys.claim(claim)

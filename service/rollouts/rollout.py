@@ -37,15 +37,15 @@ from service.http.exception_handlers import to_service_error
 from service.observability.logs import group_id, rollout_id
 from service.prompt_kv.group_exports import NOT_CONTINUED, KvState, exporting_group
 from service.prompt_kv.manager import PromptKvManager
-from service.rollouts.fairness import PER_TURN, TimeSlice, Turns
-from service.rollouts.group import EndReason, Group
+from service.rollouts.fairness import PER_TURN, Turns
+from service.rollouts.group import EndReason, Group, SampleDelta
 from service.rollouts.idempotency import IdempotencyClaim
+from service.rollouts.record_reader import PartialSample, RecordReader, SampleKey
 
 log = logging.getLogger(__name__)
 
 GroupEnded = Callable[["Rollout", Group, GroupAnswer], None]
 
-PROGRESS_SECONDS = 15.0
 ROLLOUT_BYTES = 12 * 2**10
 GROUP_BYTES = 4096
 PART_BYTES = 1536
@@ -87,6 +87,15 @@ class Rollout:
         self._log: list[Record] = [StartRecord(id=rollout_id)]
         self._log_changed = asyncio.Event()
         self._ended = asyncio.Event()
+        self._readers: set[RecordReader] = set()
+        self._partial: dict[SampleKey, PartialSample] | None = (
+            {} if groups[0].options.stream_tokens else None
+        )
+        self._num_resumed = {
+            (group.options.index, index): len(sample.token_ids)
+            for group in groups
+            for index, sample in enumerate(group.options.continued)
+        }
 
     @property
     def ended(self) -> bool:
@@ -191,35 +200,40 @@ class Rollout:
             id=self.id, outcome=self._outcome(), groups=self.answers(), usage=self._usage()
         )
 
-    async def records(self) -> AsyncIterator[Record]:
-        """Yield the rollout's log records from the first to the last, waiting for new ones.
+    async def records(self, *, completes_samples: bool = True) -> AsyncIterator[Record]:
+        """Yield the rollout's records, as in `RecordReader.records`.
 
-        While there is no new record, yields a progress record every PROGRESS_SECONDS.
+        They include the tokens of running samples if the request has `stream_tokens`.
         """
-        position, turn = 0, TimeSlice()
-        while True:
-            for record in self._log[position:]:
-                position += 1
+        reader = RecordReader(
+            self._log, self._partial, self._num_resumed, completes_samples=completes_samples
+        )
+        self._readers.add(reader)
+        try:
+            async for record in reader.records(self._progress_record):
                 yield record
-                await turn.pause()
-            if position and isinstance(self._log[position - 1], EndRecord):
-                return
-            if not await self._wait_for_growth(position):
-                progress = self.progress()
-                yield ProgressRecord(
-                    num_samples=progress.num_samples, num_samples_done=progress.num_samples_done
-                )
+        finally:
+            self._readers.discard(reader)
+
+    def _progress_record(self) -> ProgressRecord:
+        progress = self.progress()
+        return ProgressRecord(
+            num_samples=progress.num_samples, num_samples_done=progress.num_samples_done
+        )
 
     async def _run_group(self, engine: Engine, prompt_kv: PromptKvManager, group: Group) -> None:
         # Not `options.id`, which the caller chose and which could contain anything
         group_id.set(str(group.options.index))
+
+        if self._partial is not None:
+            group.on_tokens = partial(self._on_tokens, self._partial, group.options.index)
 
         def done(part: SampleAnswer | SegmentAnswer) -> None:
             self._num_bytes += _num_bytes(part)
             if isinstance(part, SegmentAnswer):
                 self._append(SegmentRecord(group=group.options.index, segment=part))
             else:
-                self._append(SampleRecord(group=group.options.index, sample=part))
+                self._on_sample(SampleRecord(group=group.options.index, sample=part))
 
         def on_kv_state(segment: str | None, state: KvState) -> None:
             # The reason why a prompt has no KV is in the group's answer
@@ -244,6 +258,19 @@ class Rollout:
         head = GroupHead.model_validate(answer.model_dump(exclude={"samples", "segments"}))
         self._append(GroupRecord(group=head))
 
+    def _on_tokens(
+        self, running: dict[SampleKey, PartialSample], group: int, index: int, delta: SampleDelta
+    ) -> None:
+        running.setdefault((group, index), PartialSample()).add(*delta)
+        for reader in self._readers:
+            reader.on_tokens((group, index))
+
+    def _on_sample(self, record: SampleRecord) -> None:
+        """Log a finished sample, which has all tokens of the partial one."""
+        if self._partial is not None:
+            self._partial.pop((record.group, record.sample.index), None)
+        self._append(record)
+
     def _end(self) -> None:
         end = self._end_record()
         self._append(end)
@@ -254,16 +281,8 @@ class Rollout:
         self._log.append(record)
         changed, self._log_changed = self._log_changed, asyncio.Event()
         changed.set()
-
-    async def _wait_for_growth(self, position: int) -> bool:
-        if len(self._log) > position:
-            return True
-        try:
-            async with asyncio.timeout(PROGRESS_SECONDS):
-                await self._log_changed.wait()
-        except TimeoutError:
-            return False
-        return True
+        for reader in self._readers:
+            reader.on_record()
 
     def _end_record(self) -> EndRecord:
         problem = None if self.error is None else self.error.problem()

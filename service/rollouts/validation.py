@@ -33,6 +33,8 @@ def check(request: RolloutRequest, *, max_samples: int, is_blocking: bool) -> in
             check_branching(request.branching, n=group.n)
         if request.branching.mode == "external" and is_blocking:
             raise InvalidRequest("mode external needs Prefer: respond-async or stream: true")
+        if request.stream_tokens:
+            raise InvalidRequest("stream_tokens cannot be combined with branching")
         if request.finish is not None and request.finish.select != "first":
             raise InvalidRequest("with branching, finish.select must be first")
     if request.adapter is not None and request.kv is not None:

@@ -85,12 +85,15 @@ async def start(request: Request, server: AnyServer, caller: Caller) -> Response
     body = await server.bodies.parsed(content, RolloutRequest)
     if body.kv is not None and "kv" not in caller.roles:
         raise Forbidden("the API key lacks the role kv, which the export of prompt KV requires")
+    is_streamed = body.stream or response_format is ResponseFormat.NDJSON
+    if body.stream_tokens and not (is_streamed or respond_async):
+        raise InvalidRequest.of_parameter("stream_tokens", "needs stream: true")
     claim = None if key is None else await _claim(caller.name, key, content)
     starting = server.rollouts.start(body, owner=caller.name, detached=respond_async, claim=claim)
     rollout = await cancel_on_disconnect(request, starting)
     if respond_async:
         return _accepted(rollout, {"Preference-Applied": "respond-async"})
-    if body.stream or response_format is ResponseFormat.NDJSON:
+    if is_streamed:
         return _stream(rollout, _lines_until_disconnect(server, rollout))
     return await _answer_until_disconnect(request, server, rollout, response_format)
 

@@ -1,6 +1,16 @@
 import pytest
 
-from coppice import BadAnswer, EndRecord, KvRecord, ProgressRecord, Record, RolloutLost, StartRecord
+from coppice import (
+    BadAnswer,
+    EndRecord,
+    KvRecord,
+    ProgressRecord,
+    Record,
+    RolloutLost,
+    StartRecord,
+    TokensRecord,
+    VersionSpan,
+)
 from coppice.operations.record_stream import RecordDeduplicator
 from tests.client.answers import RECORDS, USAGE
 
@@ -36,6 +46,33 @@ def test_replay_may_have_another_order() -> None:
     deduplicator = RecordDeduplicator()
     new_of(deduplicator, [START, SAMPLE, GROUP])
     assert new_of(deduplicator, [START, *REST[:1], GROUP, SAMPLE, *REST]) == REST
+
+
+def tokens(start: int, *token_ids: int) -> TokensRecord:
+    """Tokens of which those from index 3 on have another version."""
+    end = start + len(token_ids)
+    spans = [
+        VersionSpan(version=version, start=max(a, start) - start, end=min(b, end) - start)
+        for version, a, b in (("v0", 0, 3), ("v1", 3, 100))
+        if a < end and b > start
+    ]
+    logprobs = [-0.5 * token for token in token_ids]
+    return TokensRecord(
+        group=0, index=1, start=start, token_ids=[*token_ids], logprobs=logprobs, versions=spans
+    )
+
+
+def test_replayed_tokens_are_cut_to_the_new_ones() -> None:
+    deduplicator = RecordDeduplicator()
+
+    def new_parts(*records: Record) -> list[Record | None]:
+        deduplicator.on_reconnect()
+        return [deduplicator.new_part(record) for record in (START, *records)]
+
+    assert new_parts(tokens(0, 5, 6)) == [START, tokens(0, 5, 6)]
+    assert new_parts(tokens(0, 5, 6, 7, 8)) == [None, tokens(2, 7, 8)]
+    assert new_parts(tokens(0, 5), tokens(1, 6, 7, 8)) == [None, None, None]
+    assert new_parts(tokens(4, 9), SAMPLE) == [None, tokens(4, 9), SAMPLE]
 
 
 def test_progress_counts_after_the_replay_has_caught_up() -> None:

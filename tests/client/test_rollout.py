@@ -51,6 +51,7 @@ def test_every_option_of_a_rollout_is_sent(connect: Connect) -> None:
         weights=WeightsConstraint(min_version="v7"),
         priority=-1,
         speculation=False,
+        stream_tokens=True,
     )
     assert app.request.method == "POST"
     assert app.request.url.path == "/v1/rollouts"
@@ -71,6 +72,7 @@ def test_every_option_of_a_rollout_is_sent(connect: Connect) -> None:
         "priority": -1,
         "speculation": False,
         "stream": True,
+        "stream_tokens": True,
     }
 
 

@@ -22,8 +22,10 @@ from coppice.wire.result_formats import (
     SampleRecord,
     SegmentRecord,
     StartRecord,
+    TokensRecord,
 )
 from coppice.wire.rollouts import GroupHead
+from coppice.wire.version_span_slicing import cut_spans
 
 RecordKey = tuple[str, int, int | str]
 NDJSON = "application/x-ndjson"
@@ -70,13 +72,15 @@ class RecordDeduplicator:
     """Filters out rollout records that were already delivered before a reconnect.
 
     Every connection starts with the rollout's first record. Progress records are not replayed; they
-    are passed on once the replay has reached new records.
+    are passed on once the replay has reached new records. Tokens records are replayed with other
+    boundaries and are cut to their new tokens.
     """
 
     def __init__(self) -> None:
         self.rollout_id: str | None = None
         self.ended = False
         self._delivered: set[RecordKey] = set()
+        self._tokens_end: dict[tuple[int, int], int] = {}
         self._num_to_replay = 0
         self._has_started = False
 
@@ -85,10 +89,21 @@ class RecordDeduplicator:
         self._num_to_replay = len(self._delivered)
         self._has_started = False
 
+    def new_part(self, record: Record) -> Record | None:
+        """Returns a record, or the part of it that was not delivered; None if all of it was."""
+        if not isinstance(record, TokensRecord):
+            return record if self.is_new(record) else None
+        self._check_beginning(record)
+        key, end = (record.group, record.index), record.start + len(record.token_ids)
+        num_old = max(self._tokens_end.get(key, 0) - record.start, 0)
+        self._tokens_end[key] = max(self._tokens_end.get(key, 0), end)
+        return _without_first(record, num_old) if record.start + num_old < end else None
+
     def is_new(self, record: Record) -> bool:
         self._check_beginning(record)
         if isinstance(record, ProgressRecord):
             return self._num_to_replay == 0
+        assert not isinstance(record, TokensRecord), "cut by new_part"
         key = _key(record)
         if key in self._delivered:
             self._num_to_replay -= 1
@@ -113,6 +128,20 @@ class RecordDeduplicator:
         if self._num_to_replay > 0:
             raise RolloutLost(f"rollout {self.rollout_id} was replayed without some of its records")
         self.ended = True
+
+
+def _without_first(record: TokensRecord, num_tokens: int) -> TokensRecord:
+    if not num_tokens:
+        return record
+    length = len(record.token_ids)
+    return record.model_copy(
+        update={
+            "start": record.start + num_tokens,
+            "token_ids": record.token_ids[num_tokens:],
+            "logprobs": record.logprobs[num_tokens:],
+            "versions": cut_spans(record.versions, num_tokens, length),
+        }
+    )
 
 
 def _key(
@@ -144,9 +173,10 @@ async def stream_records(
         try:
             async with aclosing(_read_connection(sender.driver, call)) as records:
                 async for record in records:
-                    if deduplicator.is_new(record):
+                    new = deduplicator.new_part(record)
+                    if new is not None:
                         retry_state.reset()
-                        yield record
+                        yield new
         except CoppiceError as error:
             # After the end record the stream is complete, however the connection ends.
             if not deduplicator.ended and not await retry_state.wait_before_retry(error):
@@ -188,8 +218,8 @@ class Collector:
                 self._heads[record.group.index] = record.group
             case KvRecord(segment=str(segment)):
                 self._kv[record.group][segment] = record
-            case ProgressRecord() | KvRecord():
-                pass  # GroupRecord contains the group's own handle
+            case ProgressRecord() | KvRecord() | TokensRecord():
+                pass  # GroupRecord has the group's own handle, and SampleRecord all tokens
             case EndRecord():
                 self._end = record
 

@@ -36,6 +36,7 @@ from coppice.wire.rollouts import (
     SampleAnswer,
     SegmentAnswer,
     Usage,
+    VersionSpan,
 )
 
 PACKED_MEDIA_TYPE = "application/vnd.coppice.safetensors"
@@ -56,6 +57,23 @@ class SampleRecord(AnswerModel):
     type: Literal["sample"] = "sample"
     group: int
     sample: SampleAnswer
+
+
+class TokensRecord(AnswerModel):
+    """Record of a rollout stream with new tokens of a sample, if `stream_tokens` was requested.
+
+    `start` is the index of the first one in the sample's token ids. Indices in `versions` start at
+    this token. A sample has any number of these records, in order, before its own. Together they
+    have every token that the rollout has sampled.
+    """
+
+    type: Literal["tokens"] = "tokens"
+    group: int
+    index: int
+    start: int
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[VersionSpan]
 
 
 class SegmentRecord(AnswerModel):
@@ -106,6 +124,7 @@ class EndRecord(AnswerModel):
 
 Record = Annotated[
     StartRecord
+    | TokensRecord
     | SampleRecord
     | SegmentRecord
     | KvRecord

@@ -148,6 +148,7 @@ class RolloutRequest(RequestModel):
     speculation: bool = True
     adapter: AdapterName | None = None
     stream: bool = False
+    stream_tokens: bool = False
 
 
 class VersionSpan(AnswerModel):
