@@ -187,6 +187,9 @@ async def test_delivered_tokens_have_the_version_that_sampled_them(
     await engine.update_weights(engine.info.model_path, "streamed")
     await engine.resume()
     (completion,) = await finished(under_test, pending)
+    await engine.pause("keep")
+    await engine.update_weights(engine.info.model_path, "v0")  # other tests use this engine
+    await engine.resume()
     assert_prefix(deltas, completion)
     assert [span.version for span in completion.versions][-1] == "streamed"
     assert deltas[-1].versions[-1].version == "streamed"

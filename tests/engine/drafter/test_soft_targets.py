@@ -58,6 +58,7 @@ class Output:
     token_ids: tuple[int, ...] = (5, 7)
     logprobs: Flat = field(default_factory=Flat)
     finish_reason: str = "stop"
+    stop_reason: None = None
     weight_versions: None = None
     num_cached_tokens: int = 0
     finished: bool = True
