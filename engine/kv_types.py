@@ -46,9 +46,12 @@ class ExportSlot:
     Every rank writes its own heads into the canonical layout, which starts at `offset` of the file,
     and then its ExportStatus, 8 bytes little-endian, at `status_offset + 8 * rank`.
 
-    The file is fully allocated, its status words are zero, and its size does not change while the
-    engine runs. `offset` is a multiple of 64. The engine does not write to a slot that exceeds the
-    file; its status is FAILED.
+    The pages of the status words are allocated, the words are zero, and the file's size does not
+    change while the engine runs. `offset` is a multiple of 64. The engine does not write to a slot
+    that exceeds the file; its status is FAILED.
+
+    `page_epoch` is the number of times that pages of the arena had been released when the slot was
+    reserved.
     """
 
     arena: Path
@@ -56,6 +59,7 @@ class ExportSlot:
     status_offset: int
     num_tokens: int
     name: str | None = None
+    page_epoch: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         return {**_field_values(self), "arena": str(self.arena)}

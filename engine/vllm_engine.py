@@ -137,7 +137,7 @@ class VllmEngine:
         await self._processes.verify_plugin()
         kv = await kv_support(self._processes, self._settings)
         self._chat = await asyncio.to_thread(ChatProcessor, self.llm, self._settings)
-        features = await collect_features(self._processes, self._settings, *self._requested)
+        features = await collect_features(self._processes, self._settings, *self._requested, kv)
         self._info = collect_info(
             self.llm, self._settings, model, kv, self._chat.template_variables, features
         )

@@ -90,21 +90,6 @@ def unpack(
             layer[:, :, tokens].copy_(values.index_select(0, indices.view(-1)).view(indices.shape))
 
 
-def gather(caches: Sequence[torch.Tensor], block_ids: torch.Tensor, out: torch.Tensor) -> None:
-    """Copy a prompt's KV from unpacked cache blocks to the canonical layout.
-
-    In a block, each token has its keys and then its values. The strides are arbitrary: heads or
-    tokens may be the outer dimension, and a block may contain all layers. One gather and one copy
-    per layer, on the current CUDA stream.
-    """
-    check_shapes(caches, block_ids, out)
-    num_tokens = out.shape[3]
-    for cache, layer in zip(caches, out, strict=True):
-        blocks = cache.index_select(0, block_ids)  # [n, H, N, 2 * D]
-        halves = blocks.view(*blocks.shape[:3], 2, -1).permute(3, 1, 0, 2, 4)  # [2, H, n, N, D]
-        layer.copy_(halves.flatten(2, 3)[:, :, :num_tokens])
-
-
 def check_shapes(
     caches: Sequence[torch.Tensor], block_ids: Sequence[int] | torch.Tensor, out: torch.Tensor
 ) -> None:

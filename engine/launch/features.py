@@ -47,16 +47,19 @@ def engine_features(
     attention: tuple[AttentionSettings, AttentionState],
     speculation: tuple[SpeculationSettings, str | None],
     graphs: Plan | None,
+    indirect_kv: str | None,
 ) -> tuple[FeatureStatus, ...]:
     """Features of an engine with vLLM's `config`.
 
-    `speculation`: the settings, and the reason why nothing is drafted.
+    `speculation`: the settings, and the reason why nothing is drafted. `indirect_kv`: the reason
+    why a GPU does not copy prompt KV directly into shared memory.
     """
     return (
         _shared_prefix(*attention),
         _speculation(*speculation),
         _graph_plan(settings, graphs, device),
         _adapters(settings),
+        _direct_kv_copies(indirect_kv),
         _kv_offloading(settings),
         _quantization(config, settings),
         _quantized_kv(settings),
@@ -102,6 +105,11 @@ def _adapters(settings: EngineSettings) -> FeatureStatus:
     num, rank = settings.max_adapters, settings.max_adapter_rank
     reason = f"up to {num} adapters of rank {rank}" if num else "engine.max_adapters is 0"
     return _feature("lora_adapters", num, reason, "engine.max_adapters")
+
+
+def _direct_kv_copies(indirect_reason: str | None) -> FeatureStatus:
+    reason = indirect_reason or "the GPU copies prompt KV into registered shared memory"
+    return _feature("direct_kv_copies", indirect_reason is None, reason)
 
 
 def _kv_offloading(settings: EngineSettings) -> FeatureStatus:

@@ -1,6 +1,7 @@
 """Properties of a started AsyncLLM as plain values."""
 
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,23 @@ from engine.types import EngineInfo, KvReason
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvSupport:
+    """Format of exported prompt KV, or the reason why there are no exports.
+
+    `indirect_reason` is the reason why a GPU does not copy directly into shared memory.
+    """
+
+    format: KvFormat | None = None
+    reason: KvReason | None = None
+    indirect_reason: str | None = None
+
+
 def collect_info(
     llm: AsyncLLM,
     settings: EngineSettings,
     model_path: Path,
-    kv: KvFormat | KvReason,
+    kv: KvSupport,
     template_variables: frozenset[str],
     features: tuple[FeatureStatus, ...],
 ) -> EngineInfo:
@@ -51,8 +64,8 @@ def collect_info(
         pipeline_parallel_size=settings.pipeline_parallel_size,
         cpu_threads=settings.threads_per_rank if on_cpu else None,
         vllm_version=vllm_version,
-        kv_format=kv if isinstance(kv, KvFormat) else None,
-        kv_reason=None if isinstance(kv, KvFormat) else kv,
+        kv_format=kv.format,
+        kv_reason=kv.reason,
         max_logprobs=settings.max_logprobs,
         max_token_chars=llm.get_tokenizer().max_chars_per_token,
         max_adapters=settings.max_adapters,
@@ -67,6 +80,7 @@ async def collect_features(
     settings: EngineSettings,
     attention: AttentionSettings,
     speculation: SpeculationSettings,
+    kv: KvSupport,
 ) -> tuple[FeatureStatus, ...]:
     """Optional features of the engine. All ranks have the same attention layers."""
     states = await processes.call_workers("coppice_attention_state")
@@ -77,22 +91,28 @@ async def collect_features(
         attention=(attention, states[0]),
         speculation=(speculation, why_off(speculation, settings)),
         graphs=processes.graph_plan,
+        indirect_kv=kv.indirect_reason,
     )
 
 
-async def kv_support(processes: VllmProcesses, settings: EngineSettings) -> KvFormat | KvReason:
+async def kv_support(processes: VllmProcesses, settings: EngineSettings) -> KvSupport:
     """Format of exported prompt KV, or the reason why prompt KV cannot be exported.
 
     Prepares every rank; one unsupported rank disables exports on all.
     """
     if not settings.prompt_kv:
-        return "disabled"
+        return KvSupport(reason="disabled", indirect_reason="prompt KV is off")
     results = await processes.call_workers("coppice_prepare_kv_export")
+    reasons = [None if isinstance(r, str) else r.pop("indirect_reason") for r in results]
     if any(isinstance(result, str) or result != results[0] for result in results):
         log.warning("prompt KV cannot be exported: %s", results)
-        return "unsupported_cache"
+        reason = "the model's KV cache cannot be exported"
+        return KvSupport(reason="unsupported_cache", indirect_reason=reason)
     rope = getattr(processes.llm.vllm_config.model_config.hf_text_config, "rope_parameters", None)
-    return KvFormat(**results[0], rope=dict(rope or {}))
+    return KvSupport(
+        format=KvFormat(**results[0], rope=dict(rope or {})),
+        indirect_reason=next(filter(None, reasons), None),
+    )
 
 
 def _kv_bytes_per_token(config: Any) -> int:

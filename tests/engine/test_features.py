@@ -26,6 +26,7 @@ def listed(
     why_off: str | None = None,
     graphs: Plan | None = None,
     quantization: str | None = None,
+    indirect_kv: str | None = None,
     **settings: Any,
 ) -> dict[str, FeatureStatus]:
     config = SimpleNamespace(
@@ -39,6 +40,7 @@ def listed(
         attention=(AttentionSettings(shared_prefix=shared_prefix), attention),
         speculation=(SpeculationSettings(mode="siblings"), why_off),
         graphs=graphs,
+        indirect_kv=indirect_kv,
     )
     return {feature.name: feature for feature in features}
 
@@ -99,6 +101,12 @@ def test_settings_enable_features() -> None:
         assert on[name].enabled, name
     assert on["quantization"].reason == "fp8, from the model's config.json"
     assert on["expert_parallel"].enabled and on["tool_parser"].enabled
+
+
+def test_gpu_that_cannot_copy_into_shared_memory_is_reported() -> None:
+    assert listed()["direct_kv_copies"].enabled
+    found = listed(indirect_kv="cudaHostRegister failed: 2")["direct_kv_copies"]
+    assert (found.enabled, found.reason) == (False, "cudaHostRegister failed: 2")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.kv_block_copy import gather, scatter
+from kernels.kv_block_copy import scatter
 from kernels.rope_shift import parse_rotary
 from kernels.span_kv_prediction import Observation, predict, token_weights
 from tests.gpu.device import CAN_RUN, DEVICE, ON_GPU
@@ -46,16 +46,26 @@ LAYOUTS = [heads_first, tokens_first, layers_within_blocks]
 Layout = Callable[[torch.dtype], list[torch.Tensor]]
 
 
+@pytest.mark.skipif(not ON_GPU, reason="Triton runs kernels on a GPU only")
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float32], ids=str)
 @pytest.mark.parametrize("num_tokens", [1, BLOCK, 4 * BLOCK - 3])
 def test_gather_equals_the_reference(layout: Layout, dtype: torch.dtype, num_tokens: int) -> None:
+    """In one part, in parts of some rows, and in parts of a row."""
+    from kernels.kv_gather_cuda import LayerCaches, gather_part
+
     caches, blocks = layout(dtype), [7, 0, 3, 5][: -(-num_tokens // BLOCK)]
-    shape = (LAYERS, 2, HEADS, num_tokens, SIZE)
-    out, want = torch.empty(shape, dtype=dtype, device=DEVICE), torch.empty(shape, dtype=dtype)
-    gather(caches, torch.tensor(blocks, device=DEVICE), out)
+    want = torch.empty(LAYERS, 2, HEADS, num_tokens, SIZE, dtype=dtype)
     slow_gather([cache.cpu() for cache in caches], blocks, want)
-    assert torch.equal(out.cpu(), want)
+    layers, ids = LayerCaches.of(caches), torch.tensor(blocks, device=DEVICE)
+    vector = SIZE * want.itemsize
+    for max_bytes in (want.nbytes, 3 * num_tokens * vector, 5 * vector):
+        buffer = torch.empty(max_bytes, dtype=torch.uint8, device=DEVICE)
+        parts = [
+            gather_part(layers, ids, part, buffer).cpu()
+            for part in layers.parts(num_tokens, max_bytes)
+        ]
+        assert torch.equal(torch.cat(parts), want.view(-1).view(torch.uint8))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -1,7 +1,8 @@
 """Prompt KV on a GPU: readers and writers of the cache, and exports and loads of an engine."""
 
+import os
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,9 @@ import pytest
 import torch
 
 from coppice.wire.rollouts import PromptSpan
+from engine.kv_transfer.cache_layout import CacheLayout
+from engine.kv_transfer.worker.mapped_arena import Arenas, SlotTarget
+from engine.kv_types import ExportSlot
 from engine.runtime.feature_guard import Failure
 from kernels.rope_shift import parse_rotary
 from tests.arena import TestArena
@@ -49,9 +53,26 @@ def caches() -> list[torch.Tensor]:
     return [layer.transpose(1, 2) for layer in values.to(DEVICE)]
 
 
+@dataclass(frozen=True, slots=True)
+class MemoryTarget:
+    """Memory that is not registered with the driver, so it is filled through pinned memory."""
+
+    memory: torch.Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        return self.memory.shape[3]
+
+    def open(self) -> torch.Tensor:
+        return self.memory
+
+    def registered_parts(self, memory: torch.Tensor) -> list[torch.Tensor] | None:
+        return None
+
+
 @cuda_only
 def test_blocks_are_read_before_later_work_overwrites_them() -> None:
-    from engine.kv_transfer.worker.cache_blocks import CudaBlockReader
+    from engine.kv_transfer.worker.cuda_blocks import CudaBlockReader
 
     on_device, failures = caches(), list[Failure | None]()
     before = [cache.cpu().clone() for cache in on_device]
@@ -59,7 +80,7 @@ def test_blocks_are_read_before_later_work_overwrites_them() -> None:
     tables = [[i % NUM_BLOCKS, (i + 5) % NUM_BLOCKS] for i in range(32)]
     for blocks in tables:
         out = torch.zeros(LAYERS, 2, HEADS, 2 * BLOCK - 7, SIZE, dtype=torch.bfloat16)
-        reader.copy(blocks, out, failures.append)
+        reader.copy(blocks, MemoryTarget(out), failures.append)
         outs.append(out)
     for cache in on_device:
         cache.zero_()  # as the next step would
@@ -71,23 +92,53 @@ def test_blocks_are_read_before_later_work_overwrites_them() -> None:
         assert torch.equal(out, want)
 
 
-@cuda_only
-def test_prompt_of_a_usual_size_is_read_and_written() -> None:
-    """230 MiB, which no single transfer takes."""
-    from engine.kv_transfer.worker.cache_blocks import CudaBlockReader, CudaBlockWriter
+USUAL = CacheLayout(
+    group=0,
+    layers=tuple(f"layers.{i}" for i in range(28)),
+    num_kv_heads=8,
+    head_dim=128,
+    dtype=torch.bfloat16,
+    block_size=BLOCK,
+    num_ranks=1,
+)
+"""KV cache of a model of 1.7 billion parameters."""
 
-    layers, heads, size, num_tokens = 28, 8, 128, 2048
-    shape = (layers, num_tokens // BLOCK, BLOCK, heads, 2 * size)
+
+@cuda_only
+@pytest.mark.parametrize("is_registered", [True, False])
+def test_prompt_of_a_usual_size_is_read_and_written(is_registered: bool, tmp_path: Path) -> None:
+    """230 MiB, which no single transfer takes, into four registered chunks of an arena."""
+    from engine.kv_transfer.worker.cuda_blocks import (
+        CudaBlockReader,
+        CudaBlockWriter,
+        CudaHostMemory,
+    )
+
+    num_tokens = 2048
+    shape = (28, num_tokens // BLOCK, BLOCK, 8, 2 * 128)
     values = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
     on_device = [layer.transpose(1, 2) for layer in values.to(DEVICE)]
     blocks = list(range(num_tokens // BLOCK))[::-1]
-    out = torch.zeros(layers, 2, heads, num_tokens, size, dtype=torch.bfloat16)
-    reader, failures = CudaBlockReader(on_device), list[Failure | None]()
-    reader.copy(blocks, out, failures.append)
-    reader.flush()
+    path = Path("/dev/shm") / f"coppice-kv-test-{tmp_path.name}"
+    path.write_bytes(b"")
+    os.truncate(path, 2**28)
+    arenas = Arenas(USUAL, CudaHostMemory() if is_registered else None)
+    try:
+        slot = ExportSlot(arena=path, offset=4096, status_offset=0, num_tokens=num_tokens)
+        target = SlotTarget(arenas, slot, range(8))
+        reader, failures = CudaBlockReader(on_device), list[Failure | None]()
+        reader.copy(blocks, target, failures.append)
+        reader.flush()
+        assert failures == [None]
+        out = target.open().clone()
+        flat = target.open().view(-1).view(torch.uint8)
+        assert (target.registered_parts(flat) is not None) == is_registered
+        del flat
+    finally:
+        path.unlink()
+        arenas.close()
     tokens = values[:, blocks].flatten(1, 2)  # [L, T, H, 2 * D]
-    want = torch.unflatten(tokens, 3, (2, size)).permute(0, 3, 2, 1, 4)
-    assert failures == [None]
+    want = torch.unflatten(tokens, 3, (2, 128)).permute(0, 3, 2, 1, 4)
     assert torch.equal(out, want)
     for layer in on_device:
         layer.zero_()
@@ -97,9 +148,16 @@ def test_prompt_of_a_usual_size_is_read_and_written() -> None:
 
 
 @cuda_only
+def test_driver_registers_shared_memory() -> None:
+    from engine.kv_transfer.worker.cuda_blocks import CudaHostMemory, registration_failure
+
+    assert registration_failure(CudaHostMemory()) is None
+
+
+@cuda_only
 @pytest.mark.parametrize("shift", [0, 1, -40, 700])
 def test_written_span_is_shifted_and_may_be_overwritten_at_once(shift: int) -> None:
-    from engine.kv_transfer.worker.cache_blocks import CudaBlockWriter
+    from engine.kv_transfer.worker.cuda_blocks import CudaBlockWriter
 
     on_device, blocks = caches(), [3, 11, 0]
     before = [cache.cpu().clone() for cache in on_device]

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from kernels.kv_block_copy import PackOrder
+from kernels.kv_gather_cuda import LayerCaches, Part
 
 
 def slow_unpack(
@@ -34,6 +35,31 @@ def slow_gather(
                 both = caches[layer][block_ids[token // block], head, token % block]
                 out[layer, 0, head, token] = both[:head_dim]
                 out[layer, 1, head, token] = both[head_dim:]
+
+
+def gather_by_layer(
+    caches: Sequence[torch.Tensor], block_ids: torch.Tensor, out: torch.Tensor
+) -> None:
+    """Copy a prompt's KV from unpacked blocks to the canonical layout, by PyTorch, per layer."""
+    num_tokens = out.shape[3]
+    for cache, layer in zip(caches, out, strict=True):
+        blocks = cache.index_select(0, block_ids)  # [n, H, N, 2 * D]
+        halves = blocks.view(*blocks.shape[:3], 2, -1).permute(3, 1, 0, 2, 4)  # [2, H, n, N, D]
+        layer.copy_(halves.flatten(2, 3)[:, :, :num_tokens])
+
+
+def gather_part_by_layer(
+    caches: LayerCaches, block_ids: torch.Tensor, part: Part, out: torch.Tensor
+) -> torch.Tensor:
+    """Like gather_part, by PyTorch."""
+    _, heads, block, content = caches.tensors[0].shape
+    num_tokens = len(block_ids) * block
+    whole = caches.tensors[0].new_empty(len(caches.tensors), 2, heads, num_tokens, content // 2)
+    gather_by_layer(caches.tensors, block_ids, whole)
+    rows = whole.view(-1, num_tokens, content // 2)[part.first_row : part.end_row]
+    values = rows[:, part.first_token : part.end_token].reshape(-1).view(torch.uint8)
+    out[: len(values)] = values
+    return out[: len(values)]
 
 
 def slow_pack(

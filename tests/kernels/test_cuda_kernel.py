@@ -13,12 +13,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from kernels import kv_gather_cuda
 from kernels import rope_shift_cuda as rotary_cuda
 from kernels.shared_prefix_attention import cuda
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
+INTERPRETED = ["attention", "gather", "shift"]
 CAPABILITIES = [80, 90, 100]
 """Compute capabilities of the A100, the H100 and H200, and the B200."""
 
@@ -26,7 +28,7 @@ CAPABILITIES = [80, 90, 100]
 def test_triton_kernels_are_correct_in_the_interpreter() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     ran = subprocess.run(
-        [*command, "tests/kernels/interpreted_attention.py", "tests/kernels/interpreted_shift.py"],
+        [*command, *(f"tests/kernels/interpreted_{name}.py" for name in INTERPRETED)],
         cwd=ROOT,
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
@@ -58,3 +60,14 @@ def test_rope_shift_compiles_for_a_gpu() -> None:
     sizes = {"ROWS_PER_PROGRAM": rotary_cuda.ROWS_PER_PROGRAM, "NUM_PAIRS": 64}
     source = ASTSource(kernel, types | dict.fromkeys(sizes, "constexpr"), constexprs=sizes)
     assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+def test_gather_of_blocks_compiles_for_gpus(capability: int) -> None:
+    kernel = kv_gather_cuda._gather_kernel
+    sizes = {"vector_words": 32, "padded_words": 32, "tokens_per_program": 32}
+    types = dict.fromkeys(kernel.arg_names, "i32")
+    types |= dict.fromkeys(("addresses", "block_ids", "out"), "*i64")
+    source = ASTSource(kernel, types | dict.fromkeys(sizes, "constexpr"), constexprs=sizes)
+    assert triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"]

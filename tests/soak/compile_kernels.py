@@ -19,7 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels import rope_shift_cuda
+from kernels import kv_gather_cuda, rope_shift_cuda
 from kernels.shared_prefix_attention import cuda
 
 CAPABILITIES: Final = (80, 90, 100)
@@ -61,6 +61,8 @@ def kernels() -> Iterator[Kernel]:
             yield _merge(dtype, pointer, head_size)
         for head_size in (64, 128):
             yield _rotate(dtype, pointer, head_size)
+    for vector_bytes in (128, 160, 256):
+        yield _gather(vector_bytes)
 
 
 def _merge(dtype: str, pointer: str, head_size: int) -> Kernel:
@@ -86,6 +88,23 @@ def _rotate(dtype: str, pointer: str, head_size: int) -> Kernel:
             "ROWS_PER_PROGRAM": rope_shift_cuda.ROWS_PER_PROGRAM,
             "NUM_PAIRS": head_size // 2,
         },
+    )
+
+
+def _gather(vector_bytes: int) -> Kernel:
+    """In words of eight bytes, so for any dtype."""
+    words, names = vector_bytes // 8, kv_gather_cuda._gather_kernel.arg_names
+    constants = {
+        "vector_words": words,
+        "padded_words": triton.next_power_of_2(words),
+        "tokens_per_program": kv_gather_cuda.TOKENS_PER_PROGRAM,
+    }
+    types = {name: "i32" for name in names if name not in constants}
+    return Kernel(
+        name=f"gather of blocks, vectors of {vector_bytes} bytes",
+        function=kv_gather_cuda._gather_kernel,
+        types=types | dict.fromkeys(("addresses", "block_ids", "out"), "*i64"),
+        constants=constants,
     )
 
 

@@ -34,7 +34,7 @@ from engine.attention import cuda_backend, cuda_steps
 from engine.cudagraphs.planner import Plan
 from engine.drafter.core import engine_core_methods
 from engine.kv_transfer import connector
-from engine.kv_transfer.worker import cache_blocks, export_writer, loader, rpc
+from engine.kv_transfer.worker import cache_blocks, cuda_blocks, export_writer, loader, rpc
 from engine.launch import core_methods, worker
 from engine.patches import graph_candidates
 from engine.speculation import proposer

@@ -17,11 +17,10 @@ from engine.kv_transfer.cache_layout import CacheLayout
 from engine.kv_transfer.jobs import ExportJob
 from engine.kv_transfer.worker.cache_blocks import (
     BlockReader,
-    CudaBlockReader,
     PackedBlockReader,
     packed_order,
 )
-from engine.kv_transfer.worker.mapped_arena import ArenaError, Arenas
+from engine.kv_transfer.worker.mapped_arena import ArenaError, Arenas, SlotTarget
 from engine.kv_types import ExportStatus
 from engine.runtime.feature_guard import Failure, Feature, attempt, feature
 
@@ -31,7 +30,10 @@ logger = logging.getLogger(__name__)
 
 
 class ExportWriter:
-    """Writes this rank's part of prompt KV exports. Called from the worker's main thread."""
+    """Writes this rank's part of prompt KV exports. Called from the worker's main thread.
+
+    `indirect_reason` is the reason why a GPU does not copy directly into the arena, if it does not.
+    """
 
     def __init__(self, layout: CacheLayout, rank: int, guard: Feature = EXPORT_FEATURE) -> None:
         self._layout, self._rank = layout, rank
@@ -40,14 +42,21 @@ class ExportWriter:
         self._arenas = Arenas(layout)
         self._caches: list[torch.Tensor] = []
         self._reader: BlockReader | None = None
+        self.indirect_reason: str | None = "there is no GPU"
 
     def register(self, caches: Mapping[str, torch.Tensor]) -> None:
         """Register the KV caches [B, H, N, 2 * D], one per layer, in any memory order."""
         self._caches = [caches[name] for name in self._layout.layers]
 
     def prepare(self, attention_layers: Mapping[str, Any]) -> None:
-        """Determine how the KV cache is packed, once vLLM has chosen its attention kernels."""
-        self._reader = self._reader or self._make_reader(attention_layers)
+        """Create the block reader, once vLLM has chosen its attention kernels."""
+        if self._reader is not None:
+            return
+        if current_platform.is_cpu():
+            order = packed_order(self._caches, self._layout, attention_layers)
+            self._reader = PackedBlockReader(self._caches, order)
+        else:
+            self._prepare_gpu()
 
     def flush(self) -> None:
         if self._reader is not None:
@@ -75,7 +84,8 @@ class ExportWriter:
             return
         assert self._reader is not None, "prepared before anything is exported"
         done = functools.partial(self._on_copied, job)
-        self._reader.copy(self._kernel_blocks(job), self._output_view(job), done)
+        target = SlotTarget(self._arenas, job.target_slot, self._heads)
+        self._reader.copy(self._kernel_blocks(job), target, done)
 
     def _write_status(self, job: ExportJob, status: ExportStatus) -> None:
         self._arenas.write_status(job.target_slot, self._rank, status)
@@ -83,15 +93,13 @@ class ExportWriter:
     def _on_copied(self, job: ExportJob, failure: Failure | None) -> None:
         attempt(self._write_status, job, ExportStatus.FAILED if failure else ExportStatus.COMMITTED)
 
-    def _make_reader(self, attention_layers: Mapping[str, Any]) -> BlockReader:
-        if not current_platform.is_cpu():
-            return CudaBlockReader(self._caches)
-        order = packed_order(self._caches, self._layout, attention_layers)
-        return PackedBlockReader(self._caches, order)
+    def _prepare_gpu(self) -> None:
+        from engine.kv_transfer.worker import cuda_blocks  # needs Triton
 
-    def _output_view(self, job: ExportJob) -> torch.Tensor:
-        """View of this rank's heads in an export's slot in the arena, [L, 2, H, T, D]."""
-        return self._arenas.kv(job.target_slot)[:, :, self._heads.start : self._heads.stop]
+        reader, registry = cuda_blocks.CudaBlockReader(self._caches), cuda_blocks.CudaHostMemory()
+        self.indirect_reason = reader.call(cuda_blocks.registration_failure, registry)
+        self._arenas = Arenas(self._layout, None if self.indirect_reason else registry)
+        self._reader = reader
 
     def _kernel_blocks(self, job: ExportJob) -> list[int]:
         block = self._caches[0].shape[2]

@@ -20,7 +20,6 @@ from engine.kv_transfer.cache_layout import CacheLayout
 from engine.kv_transfer.jobs import LoadJob
 from engine.kv_transfer.worker.cache_blocks import (
     BlockWriter,
-    CudaBlockWriter,
     PackedBlockWriter,
     packed_order,
 )
@@ -169,6 +168,8 @@ class Loader:
             order = packed_order(self._caches, self._layout, attention_layers)
             self._writer = PackedBlockWriter(self._caches, order, rotary)
         else:
+            from engine.kv_transfer.worker.cuda_blocks import CudaBlockWriter  # needs Triton
+
             self._writer = CudaBlockWriter(self._caches, rotary)
 
     def take_failed_blocks(self) -> set[int]:

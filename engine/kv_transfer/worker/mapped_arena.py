@@ -4,13 +4,22 @@ A store to a page beyond the file, or to a hole of it on a full mount, raises SI
 catches and which ends every sample. So before every copy the file's size is checked and the pages
 are allocated.
 
+A worker with a GPU registers the arena with the driver, so that the GPU copies into it directly. It
+registers CHUNK_BYTES at a time, when a slot in them is first written. The service may release pages
+of unused slots: it increments the arena's page epoch, and the worker unregisters everything before
+it writes a slot of a later epoch.
+
 Dimensions of exported KV: L layers, 2 for keys and values, H heads, T tokens, D head_dim.
 """
 
+import itertools
+import logging
 import mmap
 import os
+import threading
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 
@@ -19,16 +28,36 @@ from engine.kv_types import ExportSlot, ExportStatus
 
 ALIGNMENT: Final = 64
 STATUS_BYTES: Final = 8
+CHUNK_BYTES: Final = 2**26
+"""Granularity in which an arena is registered with the driver of a GPU."""
+
+logger = logging.getLogger(__name__)
 
 
 class ArenaError(Exception):
     """The region is outside the arena file, or the file is not a valid arena."""
 
 
-class MappedArena:
-    """Memory mapping of an arena file until `close`, before which all views must be released."""
+class HostMemoryRegistry(Protocol):
+    """Registration of host memory with the driver of a GPU."""
 
-    def __init__(self, path: Path) -> None:
+    def register(self, address: int, num_bytes: int) -> None:
+        """Register page-aligned memory. Raises RuntimeError if the driver refuses."""
+
+    def unregister(self, address: int) -> None: ...
+
+
+class MappedArena:
+    """Memory mapping of an arena file until `close`, before which all views must be released.
+
+    With a `registry`, `registered_parts` registers the memory that it is called for. After the
+    first refusal nothing more is registered.
+    """
+
+    def __init__(self, path: Path, registry: HostMemoryRegistry | None = None) -> None:
+        self._registry = registry
+        self._registered: dict[int, int] = {}
+        self._epoch = 0
         try:
             self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError as error:
@@ -45,11 +74,30 @@ class MappedArena:
         Raises ArenaError if it exceeds the file, or if the mount is full.
         """
         self._check(offset, num_bytes, ALIGNMENT)
-        try:
-            os.posix_fallocate(self._file, offset, num_bytes)
-        except OSError as error:
-            raise ArenaError(f"the region cannot be allocated: {error.strerror}") from error
+        chunks = range(offset // CHUNK_BYTES, -(-(offset + num_bytes) // CHUNK_BYTES))
+        if not all(chunk in self._registered for chunk in chunks):
+            self._allocate(offset, num_bytes)
         return torch.frombuffer(self._map, dtype=torch.uint8, count=num_bytes, offset=offset)
+
+    def registered_parts(self, memory: torch.Tensor) -> list[torch.Tensor] | None:
+        """Split contiguous bytes of the arena at the borders of registered chunks.
+
+        A transfer must not cross such a border. Returns None if the memory is not registered.
+        """
+        start = memory.data_ptr() - self._address
+        end = start + memory.numel()
+        for chunk in range(start // CHUNK_BYTES, -(-end // CHUNK_BYTES)):
+            if not self._register(chunk):
+                return None
+        first_border = (start // CHUNK_BYTES + 1) * CHUNK_BYTES
+        borders = [0, *(at - start for at in range(first_border, end, CHUNK_BYTES)), end - start]
+        return [memory[a:b] for a, b in itertools.pairwise(borders)]
+
+    def start_epoch(self, epoch: int) -> None:
+        """Unregister everything if pages were released since an earlier epoch."""
+        if epoch > self._epoch:
+            self._epoch = epoch
+            self._unregister()
 
     def write_status(self, offset: int, status: ExportStatus) -> None:
         """Write an export's status by a system call, which may fail but cannot crash the process.
@@ -60,8 +108,41 @@ class MappedArena:
         os.pwrite(self._file, status.to_bytes(STATUS_BYTES, "little"), offset)
 
     def close(self) -> None:
+        self._unregister()
         self._map.close()
         os.close(self._file)
+
+    @property
+    def _address(self) -> int:
+        return torch.frombuffer(self._map, dtype=torch.uint8, count=1).data_ptr()
+
+    def _allocate(self, offset: int, num_bytes: int) -> None:
+        try:
+            os.posix_fallocate(self._file, offset, num_bytes)
+        except OSError as error:
+            raise ArenaError(f"the region cannot be allocated: {error.strerror}") from error
+
+    def _register(self, chunk: int) -> bool:
+        """Register a chunk of the arena; returns whether it is registered."""
+        if self._registry is None or chunk in self._registered:
+            return chunk in self._registered
+        offset = chunk * CHUNK_BYTES
+        num_bytes = min(CHUNK_BYTES, len(self._map) - offset)
+        try:
+            self._allocate(offset, num_bytes)  # the driver locks pages, which must exist
+            self._registry.register(self._address + offset, num_bytes)
+        except (ArenaError, RuntimeError) as error:
+            logger.warning("prompt KV is copied twice: %s", error)
+            self._unregister()
+            self._registry = None
+            return False
+        self._registered[chunk] = self._address + offset
+        return True
+
+    def _unregister(self) -> None:
+        while self._registered and self._registry is not None:
+            _, address = self._registered.popitem()
+            self._registry.unregister(address)
 
     def _check(self, offset: int, num_bytes: int, alignment: int) -> None:
         status = os.fstat(self._file)
@@ -73,28 +154,63 @@ class MappedArena:
 
 
 class Arenas:
-    """Arenas that a worker has mapped, by path. Raises ArenaError for a slot outside its arena."""
+    """Arenas that a worker has mapped, by path. Raises ArenaError for a slot outside its arena.
 
-    def __init__(self, layout: CacheLayout) -> None:
-        self._layout = layout
+    Statuses can be written by any thread; all else is called by one thread at a time.
+    """
+
+    def __init__(self, layout: CacheLayout, registry: HostMemoryRegistry | None = None) -> None:
+        self._layout, self._registry = layout, registry
+        self._lock = threading.Lock()
         self._arenas: dict[Path, MappedArena] = {}
 
     def kv(self, slot: ExportSlot) -> torch.Tensor:
         """View of a slot's KV in the arena, [L, 2, H, T, D], with the heads of all ranks."""
-        layout = self._layout
-        region = self._arena(slot).region(slot.offset, layout.num_bytes(slot.num_tokens))
+        layout, arena = self._layout, self._arena(slot.arena)
+        arena.start_epoch(slot.page_epoch)
+        region = arena.region(slot.offset, layout.num_bytes(slot.num_tokens))
         shape = (len(layout.layers), 2, layout.num_kv_heads, slot.num_tokens, layout.head_dim)
         return region.view(layout.dtype).view(shape)
 
+    def registered_parts(self, slot: ExportSlot, memory: torch.Tensor) -> list[torch.Tensor] | None:
+        """Parts of a slot's memory into which a GPU can copy directly; see MappedArena."""
+        return self._arena(slot.arena).registered_parts(memory)
+
+    def start_epoch(self, path: Path, epoch: int) -> None:
+        """Unregister an arena whose pages were released; nothing if it is not mapped."""
+        if path in self._arenas:
+            self._arenas[path].start_epoch(epoch)
+
     def write_status(self, slot: ExportSlot, rank: int, status: ExportStatus) -> None:
-        self._arena(slot).write_status(slot.status_offset + STATUS_BYTES * rank, status)
+        self._arena(slot.arena).write_status(slot.status_offset + STATUS_BYTES * rank, status)
 
     def close(self) -> None:
         for arena in self._arenas.values():
             arena.close()
         self._arenas.clear()
 
-    def _arena(self, slot: ExportSlot) -> MappedArena:
-        if slot.arena not in self._arenas:
-            self._arenas[slot.arena] = MappedArena(slot.arena)
-        return self._arenas[slot.arena]
+    def _arena(self, path: Path) -> MappedArena:
+        with self._lock:
+            if path not in self._arenas:
+                self._arenas[path] = MappedArena(path, self._registry)
+            return self._arenas[path]
+
+
+@dataclass(frozen=True, slots=True)
+class SlotTarget:
+    """Memory that receives some heads of an exported prompt, [L, 2, H, T, D]."""
+
+    arenas: Arenas
+    slot: ExportSlot
+    heads: range
+
+    @property
+    def num_tokens(self) -> int:
+        return self.slot.num_tokens
+
+    def open(self) -> torch.Tensor:
+        """View of the memory, whose pages are allocated by this call. Raises ArenaError."""
+        return self.arenas.kv(self.slot)[:, :, self.heads.start : self.heads.stop]
+
+    def registered_parts(self, memory: torch.Tensor) -> list[torch.Tensor] | None:
+        return self.arenas.registered_parts(self.slot, memory)

@@ -19,13 +19,17 @@ SAMPLE_POSITIONS: Final = (0, 1, 2, 3, 5, 8, 13, 31)
 
 
 class KvExportInfo(TypedDict):
-    """Format of exported prompt KV, which contains the heads of all ranks."""
+    """Format of exported prompt KV, which contains the heads of all ranks.
+
+    `indirect_reason` is the reason why a GPU does not copy directly into shared memory.
+    """
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
     dtype: str
     not_movable: str | None
+    indirect_reason: str | None
 
 
 def prepare(vllm_config: Any, model: Any) -> KvExportInfo:
@@ -54,6 +58,7 @@ def prepare(vllm_config: Any, model: Any) -> KvExportInfo:
         head_dim=layout.head_dim,
         dtype=str(layout.dtype).removeprefix("torch."),
         not_movable=not_movable,
+        indirect_reason=connector.writer.indirect_reason,
     )
 
 

@@ -1,94 +1,101 @@
-"""Exports from a GPU: the thread that completes the copies, and the reader, without a GPU."""
+"""Exports from a GPU, without a GPU: the copy thread, the staging ring, registered memory."""
 
 import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from engine.kv_transfer.worker import cache_blocks
-from engine.kv_transfer.worker.cache_blocks import (
-    ChunkedCopy,
-    CopyThread,
+from engine.kv_transfer.cache_layout import CacheLayout
+from engine.kv_transfer.worker import cuda_blocks, mapped_arena
+from engine.kv_transfer.worker.cuda_blocks import (
     CudaBlockReader,
     CudaBlockWriter,
+    PartsCopied,
+    StagingRing,
+    WorkThread,
+    contiguous_runs,
     layer_chunks,
+    registration_failure,
 )
+from engine.kv_transfer.worker.mapped_arena import Arenas, SlotTarget
+from engine.kv_types import ExportSlot
 from engine.runtime.feature_guard import Failure
-from kernels.kv_block_copy import gather
+from kernels.kv_gather_cuda import LayerCaches, UnsupportedCaches, split_parts
+from tests.kernels.kv_layout_reference import gather_part_by_layer, slow_gather
+
+LAYERS, BLOCKS, HEADS, BLOCK, SIZE, TOKENS = 5, 6, 2, 4, 4, 10
+ROW_BYTES = TOKENS * SIZE * 2
 
 
-class Transfer:
-    """A torch event: `synchronize` returns when the transfer is complete."""
-
-    def __init__(self, error: str | None = None) -> None:
-        self.over = threading.Event()
-        self._error = error
-
-    def synchronize(self) -> None:
-        assert self.over.wait(30)
-        if self._error:
-            raise RuntimeError(self._error)
-
-
-def test_bytes_are_stored_in_order_and_flush_waits() -> None:
-    copy_thread, failures = CopyThread(), list[Failure | None]()
-    transfers, outs = [Transfer(), Transfer()], [torch.zeros(3), torch.zeros(3)]
-    for i, (transfer, out) in enumerate(zip(transfers, outs, strict=True)):
-        copy_thread.submit(torch.full((3,), i + 1.0), transfer, out, failures.append)
-    waiting = threading.Thread(target=copy_thread.flush)
+def test_work_is_done_in_order_and_flush_waits() -> None:
+    thread, over, done = WorkThread(), threading.Event(), list[int]()
+    thread.submit(lambda: assert_true(over.wait(30)))
+    thread.submit(lambda: done.append(1))
+    waiting = threading.Thread(target=thread.flush)
     waiting.start()
-    transfers[1].over.set()
     waiting.join(0.1)
-    assert waiting.is_alive()
-    assert failures == [] and not outs[1].any()
-    transfers[0].over.set()
+    assert waiting.is_alive() and not done
+    over.set()
     waiting.join(30)
-    assert failures == [None, None]
-    assert [out.tolist() for out in outs] == [[1.0] * 3, [2.0] * 3]
+    assert done == [1]
 
 
-def test_failed_transfer_is_reported_and_the_next_one_completes() -> None:
-    copy_thread, failures = CopyThread(), list[Failure | None]()
-    broken, whole, out = Transfer("lost"), Transfer(), torch.zeros(3)
-    for transfer in (broken, whole):
-        transfer.over.set()
-        copy_thread.submit(torch.ones(3), transfer, out, failures.append)
-    copy_thread.flush()
-    assert failures == [Failure("RuntimeError: lost"), None]
-    assert out.tolist() == [1.0] * 3
+def assert_true(value: bool) -> None:
+    assert value
 
 
-def test_flush_without_transfers_returns_at_once() -> None:
-    CopyThread().flush()
+def test_failed_work_does_not_stop_the_thread() -> None:
+    thread, done = WorkThread(), list[int]()
+    thread.submit(lambda: assert_true(False))
+    thread.submit(lambda: done.append(1))
+    thread.flush()
+    assert done == [1]
 
 
-def test_copies_beyond_the_limit_wait_for_earlier_ones() -> None:
-    copy_thread, transfer = CopyThread(max_pending_bytes=16), Transfer()
-    copy_thread.wait_for_room(100)  # nothing is pending, so any size may start
-    copy_thread.submit(torch.ones(3), transfer, torch.zeros(3), lambda _: None)
-    copy_thread.wait_for_room(4)
-    waiting = threading.Thread(target=copy_thread.wait_for_room, args=(5,))
+def test_flush_without_work_returns_at_once() -> None:
+    WorkThread().flush()
+
+
+def test_ring_allocates_its_buffers_when_needed_and_then_waits() -> None:
+    ring = StagingRing(torch.device("cpu"), 64, 2)
+    first = ring.take()
+    ring.give_back(first)
+    assert ring.take() is first  # a free buffer is preferred to a new one
+    ring.take()
+    taken: list[torch.Tensor] = []
+    waiting = threading.Thread(target=lambda: taken.append(ring.take()))
     waiting.start()
     waiting.join(0.1)
     assert waiting.is_alive()
-    transfer.over.set()
+    ring.give_back(first)
     waiting.join(30)
-    assert not waiting.is_alive()
+    assert taken == [first]
 
 
-def test_layers_are_copied_in_chunks_of_bounded_size() -> None:
-    span = torch.zeros(5, 2, 2, 3, 4)
-    assert [c.stop - c.start for c in layer_chunks(span, 2 * span[0].nbytes)] == [2, 2, 2]
-    assert len(layer_chunks(span, 1)) == 5
-    assert sum(len(span[chunk]) for chunk in layer_chunks(span, 2 * span[0].nbytes)) == 5
+def test_ring_without_room_for_more_buffers_uses_those_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ring = StagingRing(torch.device("cpu"), 64, 4)
+    first = ring.take()
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    threading.Timer(0.05, ring.give_back, [first]).start()
+    assert ring.take() is first
+    with pytest.raises(torch.OutOfMemoryError):
+        StagingRing(torch.device("cpu"), 64, 4).take()
 
 
-def test_chunked_copy_reports_its_first_failure_once() -> None:
+def test_outcome_of_several_parts_is_the_first_failure_reported_once() -> None:
     outcomes: list[Failure | None] = []
-    copy = ChunkedCopy(4, outcomes.append)
+    copy = PartsCopied(4, outcomes.append)
     copy.finish(None)
     copy.finish(Failure("first"))
     copy.finish(Failure("second"), 1)
@@ -97,69 +104,237 @@ def test_chunked_copy_reports_its_first_failure_once() -> None:
     assert outcomes == [Failure("first")]
 
 
+@pytest.mark.parametrize("max_bytes", [7, 16, 80, 81, 160, 10**6])
+def test_parts_cover_a_prompt_once_and_fit_the_buffer(max_bytes: int) -> None:
+    parts = split_parts(20, 10, 7, max_bytes)
+    covered = [
+        (row, token)
+        for part in parts
+        for row in range(part.first_row, part.end_row)
+        for token in range(part.first_token, part.end_token)
+    ]
+    assert covered == [(row, token) for row in range(20) for token in range(10)]
+    assert all(part.num_rows * part.num_tokens * 7 <= max_bytes for part in parts)
+
+
+def test_layers_that_differ_are_refused() -> None:
+    same = torch.zeros(BLOCKS, HEADS, BLOCK, 2 * SIZE)
+    other = torch.zeros(BLOCKS, BLOCK, HEADS, 2 * SIZE).transpose(1, 2)
+    for wrong, reason in ((same[:, :1], "shape"), (same.half(), "dtype"), (other, "strides")):
+        with pytest.raises(UnsupportedCaches, match=f"layers 0 and 1 differ in .*{reason}"):
+            LayerCaches.of([same, wrong])
+    with pytest.raises(UnsupportedCaches, match="not contiguous"):
+        LayerCaches.of([torch.zeros(BLOCKS, HEADS, 2 * SIZE, BLOCK).transpose(2, 3)])
+    with pytest.raises(UnsupportedCaches, match="not aligned"):
+        LayerCaches.of([torch.zeros(1, 1, 1, 6, dtype=torch.int8)])
+
+
+@pytest.mark.parametrize("heads", [slice(0, 6), slice(2, 4)])
+def test_runs_of_a_part_are_its_memory_in_order(heads: slice) -> None:
+    whole = torch.arange(3 * 2 * 6 * 5 * 4, dtype=torch.int16).view(3, 2, 6, 5, 4)
+    out = whole[:, :, heads]
+    expected = out.reshape(-1, 5 * 4)
+    for max_bytes in (5 * 4 * 2, 3 * 5 * 4 * 2, 2 * 4 * 2, 10**4):
+        for part in split_parts(len(expected), 5, 4 * 2, max_bytes):
+            runs = list(contiguous_runs(out, part))
+            rows = expected[part.first_row : part.end_row].view(-1, 5, 4)
+            values = rows[:, part.first_token : part.end_token].reshape(-1)
+            assert torch.equal(torch.cat(runs).view(torch.int16), values)
+            assert all(run.data_ptr() >= whole.data_ptr() for run in runs)
+
+
 class DoneEvent:
-    def __init__(self, blocking: bool) -> None:
-        assert blocking, "a thread that spins takes a core from the engine"
+    def __init__(self, blocking: bool = False) -> None:
+        self.blocking = blocking
 
     def record(self) -> None: ...
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        assert self.blocking, "a thread that spins takes a core from the engine"
 
 
 class Stream:
     def __init__(self, device: torch.device) -> None: ...
 
-    def wait_stream(self, other: Any) -> None: ...
+    def wait_event(self, event: DoneEvent) -> None: ...
 
 
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """CUDA's streams, events and pinned memory, replaced by what the CPU has."""
+    """CUDA's streams, events and pinned memory, and Triton, replaced by what the CPU has."""
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "Event", DoneEvent)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
     for name in ("empty", "tensor"):
         create = getattr(torch, name)
         monkeypatch.setattr(
             torch, name, lambda *a, pin_memory=False, create=create, **k: create(*a, **k)
         )
-    monkeypatch.setattr(cache_blocks, "CHUNK_BYTES", 2 * 2 * 2 * 10 * 4 * 2)  # two layers
+    monkeypatch.setattr(cuda_blocks, "gather_part", gather_part_by_layer)
+    monkeypatch.setattr(cuda_blocks, "STAGING_BYTES", 3 * ROW_BYTES)
+    monkeypatch.setattr(cuda_blocks, "CHUNK_BYTES", 2 * 2 * HEADS * ROW_BYTES)  # two layers
     yield
+
+
+@dataclass(slots=True)
+class Registry:
+    """The driver's registration of host memory; refuses what does not fit."""
+
+    max_bytes: int = 2**40
+    ranges: dict[int, int] = field(default_factory=dict)
+    num_registered: int = 0
+
+    def register(self, address: int, num_bytes: int) -> None:
+        if sum(self.ranges.values()) + num_bytes > self.max_bytes:
+            raise RuntimeError("cudaHostRegister failed: 2")
+        self.ranges[address] = num_bytes
+        self.num_registered += 1
+
+    def unregister(self, address: int) -> None:
+        del self.ranges[address]
 
 
 def caches() -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(6, 2, 4, 8, generator=generator).half() for _ in range(5)]
+    shape = (BLOCKS, HEADS, BLOCK, 2 * SIZE)
+    return [torch.randn(shape, generator=generator).half() for _ in range(LAYERS)]
 
 
-def test_reader_and_writer_copy_all_layers_of_a_prompt(on_cpu: None) -> None:
-    source, target = caches(), [torch.zeros_like(cache) for cache in caches()]
+def layout(num_ranks: int = 1) -> CacheLayout:
+    return CacheLayout(
+        group=0,
+        layers=tuple(f"layers.{i}" for i in range(LAYERS)),
+        num_kv_heads=HEADS * num_ranks,
+        head_dim=SIZE,
+        dtype=torch.float16,
+        block_size=BLOCK,
+        num_ranks=num_ranks,
+    )
+
+
+def slot_of(tmp_path: Path, *, at: int = 0, epoch: int = 0) -> ExportSlot:
+    path = tmp_path / "arena"
+    if not path.exists():
+        path.touch()
+        with path.open("r+b") as file:
+            file.truncate(2**16)
+    return ExportSlot(
+        arena=path, offset=at + 64, status_offset=at, num_tokens=TOKENS, page_epoch=epoch
+    )
+
+
+def exported(reader: CudaBlockReader, target: SlotTarget) -> list[Failure | None]:
     outcomes: list[Failure | None] = []
-    out = torch.zeros(5, 2, 2, 10, 4, dtype=torch.float16)
-    reader = CudaBlockReader(source)
-    reader.copy([4, 1, 3], out, outcomes.append)
+    reader.copy([4, 1, 3], target, outcomes.append)
     reader.flush()
-    assert outcomes == [None]
-    CudaBlockWriter(target, None).write(out, 0, [0, 2, 5])
+    return outcomes
+
+
+@pytest.mark.parametrize(("rank", "num_ranks"), [(0, 1), (1, 2)])
+@pytest.mark.parametrize("registry", [Registry(), Registry(max_bytes=0), None])
+def test_exports_equal_the_reference(
+    on_cpu: None, tmp_path: Path, rank: int, num_ranks: int, registry: Registry | None
+) -> None:
+    """With registered memory, with memory that the driver refuses, and without a registry."""
+    form = layout(num_ranks)
+    arenas, source = Arenas(form, registry), caches()
+    target = SlotTarget(arenas, slot_of(tmp_path), form.heads_to_write(rank))
+    assert exported(CudaBlockReader(source), target) == [None]
+    expected = torch.empty(LAYERS, 2, HEADS, TOKENS, SIZE).half()
+    slow_gather(source, [4, 1, 3], expected)
+    whole = arenas.kv(target.slot)
+    assert torch.equal(whole[:, :, target.heads.start : target.heads.stop], expected)
+    assert whole.count_nonzero() == expected.count_nonzero()
+    assert registry is None or bool(registry.ranges) == (registry.max_bytes > 0)
+    del whole
+    arenas.close()
+    assert registry is None or not registry.ranges
+
+
+def test_transfers_do_not_cross_registered_chunks(
+    on_cpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mapped_arena, "CHUNK_BYTES", 4096)
+    registry = Registry()
+    arenas = Arenas(layout(), registry)
+    target = SlotTarget(arenas, slot_of(tmp_path, at=4096 - 512), range(HEADS))
+    out = target.open()
+    base = out.data_ptr() - target.slot.offset
+    flat = out.view(-1).view(torch.uint8)
+    sizes = [len(part) for part in arenas.registered_parts(target.slot, flat) or []]
+    assert sum(sizes) == flat.numel() and len(sizes) == 2
+    at = target.slot.offset
+    for size in sizes:
+        assert at // 4096 == (at + size - 1) // 4096
+        at += size
+    assert sorted(registry.ranges) == sorted({base + 4096 * c for c in range(-(-at // 4096))})
+
+
+def test_memory_is_registered_once_until_its_pages_are_released(
+    on_cpu: None, tmp_path: Path
+) -> None:
+    registry, reader = Registry(), CudaBlockReader(caches())
+    arenas = Arenas(layout(), registry)
+    for epoch, num_registered in ((0, 1), (0, 1), (1, 2), (0, 2), (1, 2)):
+        slot = slot_of(tmp_path, epoch=epoch)
+        assert exported(reader, SlotTarget(arenas, slot, range(HEADS))) == [None]
+        assert registry.num_registered == num_registered
+    reader.call(arenas.start_epoch, slot.arena, 2)
+    assert not registry.ranges
+
+
+def test_refused_registration_is_the_reason_of_indirect_copies() -> None:
+    assert registration_failure(Registry()) is None
+    assert registration_failure(Registry(max_bytes=0)) == "cudaHostRegister failed: 2"
+
+
+def test_slot_outside_its_arena_fails_alone(on_cpu: None, tmp_path: Path) -> None:
+    reader, arenas = CudaBlockReader(caches()), Arenas(layout())
+    outside = SlotTarget(arenas, slot_of(tmp_path, at=2**16), range(HEADS))
+    [failure] = exported(reader, outside)
+    assert failure is not None and "ArenaError" in failure.message
+    assert exported(reader, SlotTarget(arenas, slot_of(tmp_path), range(HEADS))) == [None]
+
+
+def test_export_without_room_fails_alone(
+    on_cpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, arenas = CudaBlockReader(caches()), Arenas(layout())
+    target = SlotTarget(arenas, slot_of(tmp_path), range(HEADS))
+    create = torch.empty
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    assert exported(reader, target) == [Failure("OutOfMemoryError: out of memory")]
+    monkeypatch.setattr(torch, "empty", create)
+    assert exported(reader, target) == [None]
+
+
+def test_failed_gather_gives_its_buffer_back(
+    on_cpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, arenas = CudaBlockReader(caches()), Arenas(layout())
+    target = SlotTarget(arenas, slot_of(tmp_path), range(HEADS))
+    for _ in range(cuda_blocks.NUM_STAGING_BUFFERS + 1):
+        with pytest.raises(IndexError):
+            reader.copy([4, 1, 10**6], target, lambda _: None)
+    assert exported(reader, target) == [None]
+
+
+def test_layers_are_written_in_chunks_of_bounded_size() -> None:
+    span = torch.zeros(5, 2, 2, 3, 4)
+    assert [c.stop - c.start for c in layer_chunks(span, 2 * span[0].nbytes)] == [2, 2, 2]
+    assert len(layer_chunks(span, 1)) == 5
+    assert sum(len(span[chunk]) for chunk in layer_chunks(span, 2 * span[0].nbytes)) == 5
+
+
+def test_span_is_written_to_all_layers(on_cpu: None) -> None:
+    source, target = caches(), [torch.zeros_like(cache) for cache in caches()]
+    span = torch.empty(LAYERS, 2, HEADS, TOKENS, SIZE).half()
+    slow_gather(source, [4, 1, 3], span)
+    CudaBlockWriter(target, None).write(span, 0, [0, 2, 5])
     for before, after in zip(source, target, strict=True):
         assert torch.equal(after[[0, 2]], before[[4, 1]])
         assert torch.equal(after[5, :, :2], before[3, :, :2]) and not after[5, :, 2:].any()
-
-
-def test_export_without_room_fails_alone(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-
-    def failing_gather(*args: Any) -> None:
-        calls.append(args)
-        if len(calls) == 2:
-            raise torch.OutOfMemoryError("out of memory")
-        gather(*args)
-
-    monkeypatch.setattr(cache_blocks, "gather", failing_gather)
-    reader, outcomes = CudaBlockReader(caches()), list[Failure | None]()
-    for _ in range(2):
-        reader.copy([4, 1, 3], torch.zeros(5, 2, 2, 10, 4).half(), outcomes.append)
-    reader.flush()
-    assert outcomes == [Failure("OutOfMemoryError: out of memory"), None]
