@@ -8,7 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Final, Literal, Self
+
+ARENA_CHUNK_BYTES: Final = 2**25
+"""Unit in which an arena is registered with a GPU's driver, and in which its memory is returned."""
 
 
 class ExportStatus(IntEnum):

@@ -76,6 +76,9 @@ class Engine(Protocol):
         was aborted is written or never will be. Then its slot may be reused. No write that began
         earlier is still in progress either: a status that is PENDING while the engine is paused can
         become COMMITTED only under the weights that serve after resume.
+    release_kv_pages: call after pages of an arena were released, with the arena's page epoch. The
+        workers unregister the arena from a GPU's driver, which holds the memory until then. Slots
+        of this epoch may be written before, too.
     reset_prefix_cache: call while paused. No prefix that was prefilled earlier is found again.
     pause/resume: idempotent. After pause no token is sampled. submit still accepts samples, which
         wait. `recompute` drops the KV cache of frozen samples, which is prefilled again after
@@ -149,6 +152,8 @@ class Engine(Protocol):
     async def abort(self, sample_ids: Sequence[str]) -> None: ...
 
     async def flush_exports(self) -> None: ...
+
+    async def release_kv_pages(self, arena: Path, page_epoch: int) -> None: ...
 
     async def pause(self, mode: PauseMode, *, recompute: bool = False) -> None: ...
 

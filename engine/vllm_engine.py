@@ -16,6 +16,7 @@ from engine.io import logprobs
 from engine.io.chat_conversion import ChatProcessor
 from engine.io.vllm_requests import Generation
 from engine.launch.arguments import WORKER_EXTENSION
+from engine.launch.features import GPU_DEVICE
 from engine.launch.info import collect_features, collect_info, kv_support
 from engine.launch.model_files import resolve_model
 from engine.launch.processes import SHUTDOWN_SECONDS, VllmProcesses, kill_processes
@@ -258,6 +259,11 @@ class VllmEngine:
         """Wait for exports by calling all workers, which run earlier steps and aborts first."""
         if self.info.kv_format is not None:
             await self._processes.call_workers("coppice_flush_exports")
+
+    async def release_kv_pages(self, arena: Path, page_epoch: int) -> None:
+        """Have the workers unregister an arena; without a GPU they have not registered it."""
+        if self.info.device == GPU_DEVICE:
+            await self._processes.call_workers("coppice_release_kv_pages", str(arena), page_epoch)
 
     async def pause(self, mode: PauseMode, *, recompute: bool = False) -> None:
         await await_engine(self.llm, self.llm.pause_generation(mode=mode, clear_cache=recompute))

@@ -273,6 +273,9 @@ class FakeEngine:
         if self.settle_gate is not None:
             await self.settle_gate.wait()
 
+    async def release_kv_pages(self, arena: Path, page_epoch: int) -> None:
+        self.calls.append(f"release_kv_pages {page_epoch}")
+
     async def pause(self, mode: PauseMode, *, recompute: bool = False) -> None:
         self.calls.append(f"pause {mode}{' recompute' if recompute else ''}")
         if mode == "abort":

@@ -162,6 +162,9 @@ class WorkerExtension:
     def coppice_flush_exports(self) -> bool:
         return not isinstance(attempt(rpc.flush), Failure)
 
+    def coppice_release_kv_pages(self, arena: str, page_epoch: int) -> bool:
+        return not isinstance(attempt(rpc.release_pages, Path(arena), page_epoch), Failure)
+
     def coppice_attach_proposer(self) -> bool:
         """Attach the draft proposer on rank 0, whose drafts are used by all ranks.
 

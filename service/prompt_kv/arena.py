@@ -13,7 +13,7 @@ import mmap
 import os
 import secrets
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +54,10 @@ class ExtentAllocator:
         self.capacity_bytes = capacity_bytes
         self._free = [Extent(0, capacity_bytes)] if capacity_bytes else []
         self._taken: set[Extent] = set()
+
+    @property
+    def free_extents(self) -> Sequence[Extent]:
+        return self._free
 
     @property
     def free_bytes(self) -> int:
@@ -129,6 +133,8 @@ def default_capacity_bytes(directory: Path, get_free_bytes: FreeBytes | None = N
 class Arena:
     """Memory-mapped arena file in shared memory, made by `create` and unlinked by `close`.
 
+    `page_epoch` is the number of times that pages were released.
+
     The file stays locked while its server runs. A server that starts later in the same directory
     can therefore recognize the unlocked file of a killed server and remove it.
     """
@@ -136,8 +142,10 @@ class Arena:
     def __init__(self, path: Path, file: int, num_bytes: int) -> None:
         self.path = path
         self.num_bytes = num_bytes
+        self.page_epoch = 0
         self._file = file
-        self.view = memoryview(mmap.mmap(file, num_bytes))
+        self._map = mmap.mmap(file, num_bytes)
+        self.view = memoryview(self._map)
 
     @classmethod
     def create(
@@ -179,6 +187,19 @@ class Arena:
         except OSError as error:
             log.warning("cannot allocate shared memory: %s", error.strerror)
             return False
+        return True
+
+    def release_pages(self, extent: Extent) -> bool:
+        """Return the memory of unused pages to the system; False if the mount cannot do that.
+
+        Workers that have registered the pages with a GPU's driver hold them until they unregister.
+        """
+        try:
+            self._map.madvise(mmap.MADV_REMOVE, extent.start, extent.num_bytes)
+        except OSError as error:
+            log.warning("cannot return shared memory: %s", error.strerror)
+            return False
+        self.page_epoch += 1
         return True
 
     def close(self) -> None:

@@ -1,10 +1,10 @@
 """Export of a prompt's KV: reserve a slot, wait until the engine has written it, grant handles.
 
 A slot of the arena is reserved before the group's samples are submitted to the engine. The first
-group with a prompt writes the slot; groups with the same prompt that arrive meanwhile share it. The
-engine sends no notification, so the per-rank status words in the slot are polled. Once every rank
-has committed, the data is checksummed in a thread, the slot is sealed, and each group gets its own
-handle.
+group with a prompt writes the slot; groups with the same prompt that arrive meanwhile share it. A
+thread allocates its pages while the prompt is queued and prefilled. The engine sends no
+notification, so the per-rank status words in the slot are polled. Once every rank has committed,
+the data is checksummed in a thread, the slot is sealed, and each group gets its own handle.
 
 An export ends exactly once. No group waits longer than the engine takes to flush its exports.
 Not thread-safe: all methods run on one event loop.
@@ -79,6 +79,7 @@ class ExportManager:
         *,
         layouts: LayoutFactory,
         hasher: Executor,
+        page_allocator: Executor,
         active_version: Callable[[], str],
     ) -> None:
         self._engine = engine
@@ -87,6 +88,7 @@ class ExportManager:
         self._handles = handles
         self._layouts = layouts
         self._hasher = hasher
+        self._page_allocator = page_allocator
         self._active_version = active_version
         self._num_ranks = engine.info.tensor_parallel_size
         self._words = struct.Struct(f"<{self._num_ranks}Q")
@@ -193,7 +195,9 @@ class ExportManager:
             offset=slot.data_offset,
             status_offset=slot.status_offset,
             num_tokens=layout.num_tokens,
+            page_epoch=self._arena.page_epoch,
         )
+        self._page_allocator.submit(self._arena.back, slot.data_offset, slot.extent.end)
         self._has_pending.set()
 
     def _grant(self, export: Export, slot: Slot) -> None:

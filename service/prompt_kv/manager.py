@@ -10,10 +10,12 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 from coppice.wire.control import KvStatus
 from coppice.wire.kv import KvAgent, KvHandle, KvLayout, KvLocator, KvReason
+from engine.errors import EngineError
 from engine.protocol import Engine
 from service.http.errors import Draining, KvNotFound
 from service.prompt_kv.arena import Arena, FreeBytes, default_capacity_bytes, free_bytes
@@ -58,6 +60,7 @@ class PromptKvManager:
         self._exports: ExportManager | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._hasher = ThreadPoolExecutor(1, thread_name_prefix="kv-checksums")
+        self._page_allocator = ThreadPoolExecutor(1, thread_name_prefix="kv-pages")
         self._clock = clock
         self._create_tables(0)
 
@@ -79,6 +82,7 @@ class PromptKvManager:
             self.handles,
             layouts=LayoutFactory(info.model, info.kv_format),
             hasher=self._hasher,
+            page_allocator=self._page_allocator,
             active_version=self._active_version,
         )
         self.reason = None
@@ -86,9 +90,11 @@ class PromptKvManager:
             asyncio.create_task(self._run_safely(work))
             for work in (self._exports.run, self._maintain)
         ]
-        if self._settings.nixl:
+        if self._settings.nixl:  # it registers the whole arena, so no memory is returned
             self._nixl = NixlAgentProcess(self.arena)
             self._tasks.append(asyncio.create_task(self._nixl.run()))
+        else:
+            self._tasks.append(asyncio.create_task(self._run_safely(self._return_memory)))
 
     def _create_arena(self) -> Arena | None:
         """The arena in its configured or default size. NIXL registers memory, so it needs all."""
@@ -112,6 +118,7 @@ class PromptKvManager:
         if self._exports is not None:
             await self._exports.close()
         self._hasher.shutdown()
+        self._page_allocator.shutdown()
         if self.arena is not None:
             self.arena.close()
 
@@ -227,7 +234,10 @@ class PromptKvManager:
 
     def _create_tables(self, capacity_bytes: int) -> None:
         self._slots = SlotTable(
-            capacity_bytes, grace_seconds=self._settings.grace_seconds, clock=self._clock
+            capacity_bytes,
+            grace_seconds=self._settings.grace_seconds,
+            clock=self._clock,
+            idle_seconds=self._settings.idle_seconds,
         )
         self.handles = Handles(
             self._slots, self._settings, replica_id=self._replica_id, clock=self._clock
@@ -239,6 +249,23 @@ class PromptKvManager:
             self._slots.sweep()
             self.check()
             await asyncio.sleep(MAINTENANCE_SECONDS)
+
+    async def _return_memory(self) -> None:
+        """Background task that returns shared memory which no slot has used for a while.
+
+        A chunk is released in about two milliseconds, without an await since it was unused.
+        """
+        assert self.arena is not None, "started with the arena"
+        while True:
+            await asyncio.sleep(MAINTENANCE_SECONDS)
+            before = self.arena.page_epoch
+            while extent := self._slots.take_idle_extent():
+                if not self.arena.release_pages(extent):
+                    return
+                await asyncio.sleep(0)
+            if self.arena.page_epoch > before:
+                with suppress(EngineError):  # a dead engine has no registered memory
+                    await self._engine.release_kv_pages(self.arena.path, self.arena.page_epoch)
 
     async def _run_safely(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         try:

@@ -16,6 +16,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from service.prompt_kv.arena import PAGE_BYTES, Extent, ExtentAllocator
+from service.prompt_kv.idle_memory import IdleMemory
 from service.prompt_kv.layout import Layout
 
 
@@ -75,9 +76,15 @@ class SlotTable:
     """Table of all slots, which alone allocates and frees the bytes of the prompt-KV arena."""
 
     def __init__(
-        self, capacity_bytes: int, *, grace_seconds: float, clock: Callable[[], float]
+        self,
+        capacity_bytes: int,
+        *,
+        grace_seconds: float,
+        clock: Callable[[], float],
+        idle_seconds: float = math.inf,
     ) -> None:
         self._extents = ExtentAllocator(capacity_bytes)
+        self._idle = IdleMemory(capacity_bytes, idle_seconds=idle_seconds, clock=clock)
         self._grace_seconds = grace_seconds
         self._clock = clock
         self._slots: set[Slot] = set()
@@ -101,6 +108,7 @@ class SlotTable:
         extent = self._extents.allocate(layout.slot_bytes)
         if extent is None:
             return None
+        self._idle.on_used(extent)
         slot = Slot(owner=owner, layout=layout, extent=extent)
         self._slots.add(slot)
         self._num_bytes[SlotState.RESERVED] += extent.num_bytes
@@ -169,6 +177,11 @@ class SlotTable:
                 self._slots.remove(slot)
                 self._num_bytes[SlotState.QUARANTINED] -= slot.extent.num_bytes
                 self._extents.release(slot.extent)
+                self._idle.on_used(slot.extent)
+
+    def take_idle_extent(self) -> Extent | None:
+        """Take free memory that was in use, but not recently, and whose pages can be released."""
+        return self._idle.take(self._extents.free_extents)
 
     def check(self) -> None:
         """Assert that the byte counts, handle counts and shared entries are consistent."""

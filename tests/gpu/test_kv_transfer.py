@@ -107,7 +107,7 @@ USUAL = CacheLayout(
 @cuda_only
 @pytest.mark.parametrize("is_registered", [True, False])
 def test_prompt_of_a_usual_size_is_read_and_written(is_registered: bool, tmp_path: Path) -> None:
-    """230 MiB, which no single transfer takes, into four registered chunks of an arena."""
+    """230 MiB, which no single transfer takes, into eight registered chunks of an arena."""
     from engine.kv_transfer.worker.cuda_blocks import (
         CudaBlockReader,
         CudaBlockWriter,

@@ -5,7 +5,7 @@ catches and which ends every sample. So before every copy the file's size is che
 are allocated.
 
 A worker with a GPU registers the arena with the driver, so that the GPU copies into it directly. It
-registers CHUNK_BYTES at a time, when a slot in them is first written. The service may release pages
+registers a chunk at a time, when a slot in them is first written. The service may release pages
 of unused slots: it increments the arena's page epoch, and the worker unregisters everything before
 it writes a slot of a later epoch.
 
@@ -24,12 +24,10 @@ from typing import Final, Protocol
 import torch
 
 from engine.kv_transfer.cache_layout import CacheLayout
-from engine.kv_types import ExportSlot, ExportStatus
+from engine.kv_types import ARENA_CHUNK_BYTES, ExportSlot, ExportStatus
 
 ALIGNMENT: Final = 64
 STATUS_BYTES: Final = 8
-CHUNK_BYTES: Final = 2**26
-"""Granularity in which an arena is registered with the driver of a GPU."""
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +72,7 @@ class MappedArena:
         Raises ArenaError if it exceeds the file, or if the mount is full.
         """
         self._check(offset, num_bytes, ALIGNMENT)
-        chunks = range(offset // CHUNK_BYTES, -(-(offset + num_bytes) // CHUNK_BYTES))
+        chunks = range(offset // ARENA_CHUNK_BYTES, -(-(offset + num_bytes) // ARENA_CHUNK_BYTES))
         if not all(chunk in self._registered for chunk in chunks):
             self._allocate(offset, num_bytes)
         return torch.frombuffer(self._map, dtype=torch.uint8, count=num_bytes, offset=offset)
@@ -86,11 +84,15 @@ class MappedArena:
         """
         start = memory.data_ptr() - self._address
         end = start + memory.numel()
-        for chunk in range(start // CHUNK_BYTES, -(-end // CHUNK_BYTES)):
+        for chunk in range(start // ARENA_CHUNK_BYTES, -(-end // ARENA_CHUNK_BYTES)):
             if not self._register(chunk):
                 return None
-        first_border = (start // CHUNK_BYTES + 1) * CHUNK_BYTES
-        borders = [0, *(at - start for at in range(first_border, end, CHUNK_BYTES)), end - start]
+        first_border = (start // ARENA_CHUNK_BYTES + 1) * ARENA_CHUNK_BYTES
+        borders = [
+            0,
+            *(at - start for at in range(first_border, end, ARENA_CHUNK_BYTES)),
+            end - start,
+        ]
         return [memory[a:b] for a, b in itertools.pairwise(borders)]
 
     def start_epoch(self, epoch: int) -> None:
@@ -126,8 +128,8 @@ class MappedArena:
         """Register a chunk of the arena; returns whether it is registered."""
         if self._registry is None or chunk in self._registered:
             return chunk in self._registered
-        offset = chunk * CHUNK_BYTES
-        num_bytes = min(CHUNK_BYTES, len(self._map) - offset)
+        offset = chunk * ARENA_CHUNK_BYTES
+        num_bytes = min(ARENA_CHUNK_BYTES, len(self._map) - offset)
         try:
             self._allocate(offset, num_bytes)  # the driver locks pages, which must exist
             self._registry.register(self._address + offset, num_bytes)

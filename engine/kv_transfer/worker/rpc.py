@@ -4,6 +4,7 @@ The rotary embedding of the served model, from its configuration, is checked aga
 If they differ, or if layers have different embeddings, keys cannot be shifted.
 """
 
+from pathlib import Path
 from typing import Any, Final, TypedDict
 
 import torch
@@ -66,6 +67,12 @@ def flush() -> None:
     writer = _connector().writer
     if writer is not None:
         writer.flush()
+
+
+def release_pages(arena: Path, page_epoch: int) -> None:
+    writer = _connector().writer
+    if writer is not None:
+        writer.release_pages(arena, page_epoch)
 
 
 def _connector() -> PromptKvConnector:

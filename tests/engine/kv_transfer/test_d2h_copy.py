@@ -254,7 +254,7 @@ def test_exports_equal_the_reference(
 def test_transfers_do_not_cross_registered_chunks(
     on_cpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mapped_arena, "CHUNK_BYTES", 4096)
+    monkeypatch.setattr(mapped_arena, "ARENA_CHUNK_BYTES", 4096)
     registry = Registry()
     arenas = Arenas(layout(), registry)
     target = SlotTarget(arenas, slot_of(tmp_path, at=4096 - 512), range(HEADS))
