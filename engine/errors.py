@@ -8,6 +8,7 @@ EngineError
 |- CheckpointRefused   the weights do not fit the model; nothing was changed
 |- DrafterRefused      another drafter is under test, or its version exists; nothing was changed
 |- LoadFailed          loading failed after validation; the previous weights are still served
+|- SupportLost         a sample has no supports of its tokens, though they were requested
 `- StartFailed         the engine could not be started with these settings
 """
 
@@ -46,6 +47,10 @@ class DrafterRefused(EngineError):
 
 class LoadFailed(EngineError):
     """Loading weights or an adapter failed after validation; what was served before still is."""
+
+
+class SupportLost(EngineError):
+    """The engine generated a sample without the supports of its tokens that were requested."""
 
 
 class StartFailed(EngineError):

@@ -121,7 +121,8 @@ class SampleRequest:
     written once, as soon as the prompt is prefilled.
 
     `entropy_top_k` and `num_top_logprobs` are mutually exclusive. The former returns per token the
-    renormalised entropy of the top k tokens, the latter the top k tokens themselves. Prefixes are
+    renormalised entropy of the top k tokens, the latter the top k tokens themselves. With
+    `support`, the set of token ids that each token was sampled from is returned. Prefixes are
     shared among samples with the same `cache_salt`, and among samples without one. Samples of the
     same `group` may be drafted from each other's text, unless `speculation` is false. `adapter` is
     the label of a loaded adapter. `on_tokens` receives the tokens while the sample runs.
@@ -135,6 +136,7 @@ class SampleRequest:
     export: ExportSlot | None = None
     entropy_top_k: int = 0
     num_top_logprobs: int = 0
+    support: bool = False
     cache_salt: str | None = None
     group: str | None = None
     speculation: bool = True
@@ -194,6 +196,7 @@ class Completion:
     """A finished sample, with one logprob and one weights version per token.
 
     `num_cached_tokens` is the number of prompt tokens found in the prefix cache or loaded.
+    `support` has one encoded set of token ids per token (`coppice.wire.support`), if requested.
     `stop_reason` is the stop string or stop token that ended the sample. None if it ended by the
     model's end-of-sequence token, or for another reason.
     """
@@ -206,6 +209,7 @@ class Completion:
     stop_reason: int | str | None = None
     entropy: list[float] | None = None
     top_logprobs: list[TopLogprobs] | None = None
+    support: list[bytes] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOu
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestState
 
-from engine.errors import EngineDead, RequestRefused
+from engine.errors import EngineDead, RequestRefused, SupportLost
 from engine.io.logprobs import (
     parse_top_logprobs,
     prompt_logprobs,
@@ -27,6 +27,7 @@ from engine.io.logprobs import (
 )
 from engine.kv_types import KvTransferParams
 from engine.launch.processes import VllmProcesses
+from engine.sampling_support.step import SUPPORT_ARG, rows_of
 from engine.speculation.request_table import GROUP_ARG, NO_DRAFTS_ARG
 from engine.types import (
     Completion,
@@ -131,6 +132,8 @@ def _extra_args(sample: SampleRequest) -> dict[str, Any] | None:
         carried[GROUP_ARG] = sample.group
     if not sample.speculation:
         carried[NO_DRAFTS_ARG] = True
+    if sample.support:
+        carried[SUPPORT_ARG] = True
     if sample.export is not None:
         num_tokens, length = sample.export.num_tokens, len(sample.prompt_token_ids)
         assert 0 < num_tokens <= length, f"{num_tokens} of {length} tokens cannot be exported"
@@ -160,6 +163,7 @@ class PendingSample:
         self._num_delivered = 0
         self._entropy = sample.entropy_top_k > 0
         self._wants_top_logprobs = sample.num_top_logprobs > 0
+        self._wants_support = sample.support
         self._on_finished = on_finished
 
     def __await__(self) -> Generator[Any, None, Completion]:
@@ -171,7 +175,12 @@ class PendingSample:
                 self._deliver(output)
         except EngineDeadError as error:
             raise EngineDead("the engine process died") from error
-        found = to_completion(output, entropy=self._entropy, top_logprobs=self._wants_top_logprobs)
+        found = to_completion(
+            output,
+            entropy=self._entropy,
+            top_logprobs=self._wants_top_logprobs,
+            support=self._wants_support,
+        )
         if self._on_finished is not None:
             self._on_finished(self._with_top_logprobs(found, output))
         return found
@@ -199,7 +208,9 @@ class PendingSample:
         return replace(found, top_logprobs=parse_top_logprobs(output.outputs[0].logprobs))
 
 
-def to_completion(output: RequestOutput, *, entropy: bool, top_logprobs: bool) -> Completion:
+def to_completion(
+    output: RequestOutput, *, entropy: bool, top_logprobs: bool, support: bool
+) -> Completion:
     sample = output.outputs[0]
     return Completion(
         token_ids=list(sample.token_ids),
@@ -213,6 +224,7 @@ def to_completion(output: RequestOutput, *, entropy: bool, top_logprobs: bool) -
         stop_reason=sample.stop_reason,
         entropy=top_k_entropies(sample.logprobs) if entropy else None,
         top_logprobs=parse_top_logprobs(sample.logprobs) if top_logprobs else None,
+        support=_support(sample) if support else None,
     )
 
 
@@ -222,6 +234,14 @@ def _spans_between(spans: Sequence[VersionSpan], start: int, end: int) -> tuple[
         for span in spans
         if span.start < end and span.end > start
     )
+
+
+def _support(sample: Any) -> list[bytes]:
+    """Encoded supports of a sample's tokens. Raises SupportLost if the engine lacks them."""
+    rows = rows_of(sample.sampling_mask or ())
+    if len(rows) != len(sample.token_ids):
+        raise SupportLost(f"{len(rows)} supports for {len(sample.token_ids)} tokens")
+    return rows
 
 
 def version_spans_so_far(state: RequestState) -> tuple[VersionSpan, ...]:

@@ -21,6 +21,7 @@ from engine.patches import (
     reload_memory,
 )
 from engine.runtime import gc_and_process_group
+from engine.sampling_support import hooks as sampling_support
 from engine.speculation import process_settings as speculation
 
 MODEL_PROCESSES = ("EngineCore", "VllmWorker")
@@ -105,8 +106,10 @@ def install() -> None:
         gc_and_process_group.create_process_group()
         gc_and_process_group.exit_with_service()
         core_methods.install()
+        sampling_support.install_in_engine_core()
     install_patches(name)
     if name.startswith(MODEL_PROCESSES):
+        sampling_support.install_in_worker()
         attention.install(attention_settings())
         speculation.install(speculation_settings())
     gc_and_process_group.freeze_gc()

@@ -29,6 +29,7 @@ from engine.launch.environment import engine_environment
 from engine.launch.vllm_seams import check_version
 from engine.runtime.await_engine import await_engine
 from engine.runtime.leftover_files import TempDir, remove_leftover_shared_memory
+from engine.sampling_support import hooks as sampling_support
 from engine.settings import AttentionSettings, EngineSettings, GraphsSettings, SpeculationSettings
 
 log = logging.getLogger(__name__)
@@ -163,6 +164,7 @@ def _start_failures() -> Iterator[None]:
 
 def _create_llm(arguments: AsyncEngineArgs) -> AsyncLLM:
     """Create the AsyncLLM and cache environment variables, which vLLM would read per token."""
+    sampling_support.install_in_service()
     envs.disable_envs_cache()
     llm = AsyncLLM.from_engine_args(arguments, usage_context=USAGE_CONTEXT)
     envs.enable_envs_cache()

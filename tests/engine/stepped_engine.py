@@ -4,7 +4,7 @@ import itertools
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ import pytest
 from engine.kv_types import ExportSlot, KvLoad, KvTransferParams
 from engine.launch import core_methods
 from engine.launch.plugin import install_patches
+from engine.sampling_support import hooks
+from engine.sampling_support.step import rows_of
 from engine.types import VersionSpan
 
 EXTENSION = "engine.launch.worker.WorkerExtension"
@@ -31,6 +33,14 @@ class Answer:
     logprobs: list[float]
     versions: list[VersionSpan]
     num_cached_tokens: int
+    support: list[bytes] = field(default_factory=list)
+
+
+def install_hooks() -> None:
+    """Install the hooks of all processes. They change only steps with a request for supports."""
+    hooks.install_in_service()
+    hooks.install_in_engine_core()
+    hooks.install_in_worker()
 
 
 class LiveEngine:
@@ -49,6 +59,7 @@ class LiveEngine:
         core_methods.install()
         if patched:
             install_patches("EngineCore")
+        install_hooks()
         defaults: dict[str, Any] = {
             "dtype": "float32",
             "max_model_len": 512,
@@ -192,4 +203,5 @@ def _answer(output: Any) -> Answer:
         logprobs=[entry[token].logprob for token, entry in pairs if entry],
         versions=[VersionSpan(version=s.version, start=s.start, end=s.end) for s in spans],
         num_cached_tokens=output.num_cached_tokens,
+        support=rows_of(completion.sampling_mask or ()),
     )

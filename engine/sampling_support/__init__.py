@@ -1,0 +1,1 @@
+"""Supports of sampled tokens: the sets of token ids that they were sampled from."""
