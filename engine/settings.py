@@ -69,8 +69,8 @@ class SpeculationSettings(Section):
     mode: Annotated[SpeculationMode, BeforeValidator(_parse_off)] = Field(
         "off",
         description="source of draft tokens; siblings: text of the same group and prompt; "
-        "drafter: a small draft model; auto: siblings on CPU unless a profile at startup shows no "
-        "gain, off on a GPU; set it to siblings if samples of a group repeat each other's text",
+        "drafter: a small draft model; auto: siblings, unless a profile at startup shows no gain; "
+        "set it to siblings if samples of a group repeat each other's text",
     )
     longest_draft: int = Field(
         8,

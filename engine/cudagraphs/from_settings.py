@@ -27,14 +27,10 @@ def capture_limits(
 
 
 def _lengths(graphs: GraphsSettings, speculation: SpeculationSettings) -> DraftLengthTiers:
-    """Draft lengths for which CUDA graphs are needed.
-
-    Speculation mode `siblings` drafts a different number of tokens per row, which no graph
-    supports.
-    """
+    """Draft lengths for which CUDA graphs are needed."""
     if graphs.lengths is not None:
         return DraftLengthTiers.parse(graphs.lengths)
-    drafts = speculation.mode == "drafter"
+    drafts = speculation.mode != "off"
     return default_tiers(speculation.longest_draft) if drafts else DraftLengthTiers.parse("0")
 
 

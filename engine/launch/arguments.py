@@ -140,7 +140,7 @@ def engine_arguments(
     if graphs is not None:
         _set_capture_sizes(arguments, graphs)
     if speculation.mode != "off":
-        set_speculative_config(arguments, speculation, graphs)
+        set_speculative_config(arguments, speculation, graphs, on_cpu=on_cpu)
     return arguments
 
 

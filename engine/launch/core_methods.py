@@ -13,6 +13,7 @@ from engine.drafter.acceptance_by_version import Snapshot as DrafterSnapshot
 from engine.drafter.core import engine_core_methods as drafter
 from engine.launch.environment import graph_plan
 from engine.speculation import counters as speculation
+from engine.speculation.core import engine_core_methods as siblings
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore
@@ -57,6 +58,7 @@ def coppice_ping(self: "EngineCore") -> Ping:
     num_running, num_waiting = self.scheduler.get_request_counts()
     pool = self.scheduler.kv_cache_manager.block_pool
     counted = self.model_executor.collective_rpc("coppice_counters")
+    sibling_drafts = siblings.counted(self)
     return Ping(
         pid=os.getpid(),
         num_running=num_running,
@@ -64,7 +66,7 @@ def coppice_ping(self: "EngineCore") -> Ping:
         num_free_blocks=pool.get_num_free_blocks(),
         num_blocks=_num_usable_blocks(pool),
         shared_prefix=[rank["shared_prefix"] for rank in counted],
-        speculation=[rank["speculation"] for rank in counted],
+        speculation=[sibling_drafts or rank["speculation"] for rank in counted],
         graphs=self.model_executor.collective_rpc("coppice_graph_counters") if graph_plan() else [],
         drafter=drafter.counted(self),
     )
@@ -110,7 +112,7 @@ def install() -> None:
     from vllm.v1.engine.core import EngineCore
 
     methods = (coppice_ping, coppice_reset_prefix_cache, coppice_check_pool)
-    for method in (*methods, *drafter.METHODS):
+    for method in (*methods, *drafter.METHODS, *siblings.METHODS):
         setattr(EngineCore, method.__name__, method)
 
 

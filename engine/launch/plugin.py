@@ -112,4 +112,5 @@ def install() -> None:
         sampling_support.install_in_worker()
         attention.install(attention_settings())
         speculation.install(speculation_settings())
+        speculation.install_gpu_speculator()
     gc_and_process_group.freeze_gc()

@@ -20,6 +20,7 @@ The module depends on neither vLLM nor a clock: measurements arrive by `record_s
 nothing in either direction.
 """
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -123,6 +124,18 @@ class Draft(Protocol):
     def probability(self) -> Float32Array: ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftTokens:
+    """Draft tokens of a step that may be sent, from the most to the least probable.
+
+    `positions` are those in the draft. `gains` are the expected acceptances.
+    """
+
+    rows: Int64Array
+    positions: Int64Array
+    gains: Floats
+
+
 class Controller:
     """Chooses how many tokens of each draft are sent to verification in a step.
 
@@ -178,15 +191,16 @@ class Controller:
         if self._rest > 0:
             self.decision = "suspended"
             return none
-        rows, predicted = _by_expected(expected_acceptance(drafted))
+        rows, positions, predicted = _by_expected(expected_acceptance(drafted))
         if len(rows) == 0:
             self.decision = "nothing_drafted"
             self._num_fruitless += 1
             return none
         gains = predicted if self._calibration is None else self._calibration.expected(predicted)
-        num = self._best_num_tokens(gains, running=running, context=context)
-        self._is_active = num > 0
-        if num == 0:
+        tokens = DraftTokens(rows=rows, positions=positions, gains=gains)
+        best = self._best_lengths(tokens, len(none), running=running, context=context)
+        self._is_active = bool(best.any())
+        if not self._is_active:
             self.decision = "not_worth_it"
             young = self._calibration is not None and self._calibration.is_warming_up
             self._num_fruitless = 0 if young else self._num_fruitless + 1
@@ -196,13 +210,24 @@ class Controller:
             self.decision = "baseline"
             return none
         self.decision = "drafted"
-        return np.bincount(rows[:num], minlength=len(none)).astype(np.int32)
+        return best
+
+    def _best_lengths(
+        self, tokens: DraftTokens, num_rows: int, *, running: int, context: int
+    ) -> Int32Array:
+        """Draft lengths, [num_rows], that maximize tokens per second; zeros if none do."""
+        num = self._best_num_tokens(tokens.gains, running=running, context=context)
+        return np.bincount(tokens.rows[:num], minlength=num_rows).astype(np.int32)
 
     def _best_num_tokens(self, gains: NDArray[np.float64], *, running: int, context: int) -> int:
         tokens = running + np.arange(len(gains) + 1)
         seconds = self.cost.seconds(running=running, context=context, verified=tokens)
         rates = (running + np.concatenate(([0.0], np.cumsum(gains)))) / seconds
         rates[1:][~_is_allowed_size(tokens[1:])] = 0.0
+        return self._best_rate(rates)
+
+    def _best_rate(self, rates: Floats) -> int:
+        """Index of the highest rate, or 0, that of no drafts, unless the gain is sufficient."""
         best = int(rates.argmax())
         least = 1.0 if self._is_active else HYSTERESIS
         return best if rates[best] > least * rates[0] else 0
@@ -289,9 +314,9 @@ def _is_allowed_size(tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
     return kept
 
 
-def _by_expected(expected: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Rows and probabilities of draft tokens that may be sent, from most to least probable."""
+def _by_expected(expected: Floats) -> tuple[Int64Array, Int64Array, Floats]:
+    """Rows, positions and probabilities of draft tokens that may be sent, by probability."""
     rows, positions = np.nonzero(expected >= MIN_EXPECTED)
     values = expected[rows, positions]
     order = np.argsort(-values, kind="stable")
-    return rows[order], values[order]
+    return rows[order], positions[order], values[order]

@@ -186,7 +186,7 @@ def profile_batches(
 
 def num_tokens(max_draft_tokens: int) -> int:
     """Number of tokens to generate per profiling request: several steps for every draft length."""
-    return 2 * REPEATS * len(_lengths(max_draft_tokens))
+    return 2 * REPEATS * len(draft_lengths(max_draft_tokens))
 
 
 class Profile:
@@ -198,7 +198,7 @@ class Profile:
     """
 
     def __init__(self, max_draft_tokens: int) -> None:
-        self._lengths = _lengths(max_draft_tokens)
+        self._lengths = draft_lengths(max_draft_tokens)
         self._next = 0
         self._seconds: defaultdict[tuple[int, int, int], list[float]] = defaultdict(list)
 
@@ -236,7 +236,8 @@ def can_speed_up(steps: Sequence[Step], max_draft_tokens: int) -> bool:
     return bool((tokens * seconds[0] / seconds).max() >= MIN_SPEEDUP)
 
 
-def _lengths(max_draft_tokens: int) -> list[int]:
+def draft_lengths(max_draft_tokens: int) -> list[int]:
+    """Draft lengths that a profile measures, and for which CUDA graphs are captured."""
     return sorted(
         {0, *(length for length in (1, 2, 4, 8) if length < max_draft_tokens), max_draft_tokens}
     )

@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 from vllm import __version__ as vllm_version
+from vllm.platforms import current_platform
 
 from engine.attention import register as attention
 from engine.attention.crossover import CacheKey
 from engine.runtime.feature_guard import Failure, attempt, feature
 from engine.speculation.controller import Controller, DraftCalibration
-from engine.speculation.cost import Profile, ProfileCache, StepCostModel, can_speed_up
+from engine.speculation.cost import Profile, ProfileCache, Step, StepCostModel, can_speed_up
 from engine.speculation.counters import COUNTERS
 from engine.speculation.draft_verification import (
     DraftStepSkipper,
@@ -38,7 +39,7 @@ class Proposer:
     def __init__(self, vllm_config: Any) -> None:
         self._config = vllm_config
         self._max_draft_tokens = int(vllm_config.speculative_config.num_speculative_tokens)
-        self._profile_cache = ProfileCache(settings().cache_directory, cache_key(vllm_config))
+        self._profile_cache = profile_cache(vllm_config)
         self.speculator: Speculator | None = None
         self.is_enabled = True
 
@@ -55,9 +56,7 @@ class Proposer:
         if can_skip_draft_step(runner):
             DraftStepSkipper(runner, lambda: self.speculator if self.is_enabled else None, FEATURE)
         steps = self._profile_cache.read() or []
-        self.is_enabled = (
-            settings().mode != "auto" or not steps or can_speed_up(steps, self._max_draft_tokens)
-        )
+        self.is_enabled = not steps or may_speed_up(steps, self._max_draft_tokens)
         vocabulary = self._config.model_config.get_vocab_size()
         self.speculator = Speculator(
             runner,
@@ -105,7 +104,7 @@ class Proposer:
         steps = self.speculator.profile.steps()
         if steps:
             self._profile_cache.write(steps)
-        self.is_enabled = settings().mode != "auto" or can_speed_up(steps, self._max_draft_tokens)
+        self.is_enabled = may_speed_up(steps, self._max_draft_tokens)
         self.speculator.end_profile(Controller(StepCostModel(steps), DraftCalibration()))
 
     def on_weights_changed(self) -> None:
@@ -134,13 +133,26 @@ def open_store(file: Path | None, max_draft_tokens: int, vocabulary: int) -> Dra
     return DraftStore(max_bytes=max_bytes, max_draft_tokens=max_draft_tokens)
 
 
+def profile_cache(config: Any) -> ProfileCache:
+    return ProfileCache(settings().cache_directory, cache_key(config))
+
+
+def may_speed_up(steps: Sequence[Step], max_draft_tokens: int) -> bool:
+    """Return whether to draft, given measured steps: always, unless the mode is `auto`."""
+    return settings().mode != "auto" or can_speed_up(steps, max_draft_tokens)
+
+
 def cache_key(config: Any) -> CacheKey:
-    """Cache key of measured step times: all inputs that they depend on."""
+    """Cache key of measured step times: all inputs that they depend on.
+
+    The device is the name of the card. vLLM reads it without a CUDA context, which EngineCore must
+    not create.
+    """
     model = config.model_config.hf_config.to_json_string().encode()
     return {
         "model": hashlib.sha256(model).hexdigest(),
         "dtype": str(config.model_config.dtype),
-        "device": str(config.device_config.device_type),
+        "device": current_platform.get_device_name(),
         "ranks": int(config.parallel_config.world_size),
         "threads": torch.get_num_threads(),
         "max_draft_tokens": int(config.speculative_config.num_speculative_tokens),

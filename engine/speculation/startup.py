@@ -5,6 +5,7 @@ import logging
 import time
 from typing import Any
 
+from vllm import envs
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs.engine import tokens_input
 from vllm.platforms import current_platform
@@ -12,17 +13,24 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from engine.cudagraphs.planner import Plan
+from engine.errors import StartFailed
 from engine.runtime.await_engine import await_engine
 from engine.settings import EngineSettings, SpeculationSettings
-from engine.speculation.cost import ProfileBatch, num_tokens, profile_batches
+from engine.speculation.cost import ProfileBatch, draft_lengths, num_tokens, profile_batches
 from engine.types import EngineInfo
 from kernels.draft_index.store import is_built
 
 PROPOSER = "engine.speculation.proposer.Proposer"
+GPU_METHOD = "ngram_gpu"
+"""vLLM's method whose speculator `engine.speculation.gpu_speculator` replaces."""
 
 
 def set_speculative_config(
-    arguments: AsyncEngineArgs, settings: SpeculationSettings, graphs: Plan | None = None
+    arguments: AsyncEngineArgs,
+    settings: SpeculationSettings,
+    graphs: Plan | None = None,
+    *,
+    on_cpu: bool,
 ) -> None:
     """Set `speculative_config`, and extend `max_model_len` by the longest draft.
 
@@ -39,40 +47,52 @@ def set_speculative_config(
     max_context_tokens = arguments.create_model_config().max_model_len
     arguments.max_model_len = max_context_tokens + max_draft_tokens
     arguments.speculative_config = {
-        **_method_config(arguments, settings),
+        **_method_config(arguments, settings, on_cpu=on_cpu),
         "num_speculative_tokens": max_draft_tokens,
         "num_speculative_tokens_per_batch_size": _draft_length_schedule(
-            arguments, settings, graphs
+            arguments, _captured_lengths(settings, graphs, on_cpu=on_cpu)
         ),
     }
 
 
+def _captured_lengths(
+    settings: SpeculationSettings, graphs: Plan | None, *, on_cpu: bool
+) -> set[int]:
+    """Draft lengths for which vLLM captures CUDA graphs; on CPU the longest draft alone."""
+    longest = settings.longest_draft
+    if settings.mode != "drafter" and on_cpu:
+        return {longest}
+    if graphs is not None:
+        return {longest, *graphs.max_samples}
+    return set(range(longest + 1) if settings.mode == "drafter" else draft_lengths(longest))
+
+
 def _draft_length_schedule(
-    arguments: AsyncEngineArgs, settings: SpeculationSettings, graphs: Plan | None
+    arguments: AsyncEngineArgs, lengths: set[int]
 ) -> list[tuple[int, int, int]]:
     """Draft lengths per range of batch sizes, for vLLM's `speculative_config`.
 
-    The drafter's lengths are chosen step by step and ignore this schedule. But vLLM captures CUDA
-    graphs for the lengths in it (v1/worker/gpu/cudagraph_utils.py:289), so each length occurs once.
+    Lengths are chosen step by step and ignore this schedule. But vLLM captures CUDA graphs for the
+    lengths in it (v1/worker/gpu/cudagraph_utils.py:289), so each length occurs once.
     """
-    max_draft_tokens, most = settings.longest_draft, arguments.max_num_seqs
-    if settings.mode != "drafter":
-        return [(1, most, max_draft_tokens)]
-    lengths = {max_draft_tokens} | set(
-        range(max_draft_tokens) if graphs is None else graphs.max_samples
-    )
+    most = arguments.max_num_seqs
     descending = sorted(lengths, reverse=True)[:most]
     schedule = [(number, number, length) for number, length in enumerate(descending, start=1)]
     return [*schedule[:-1], (len(descending), most, descending[-1])]
 
 
-def _method_config(arguments: AsyncEngineArgs, settings: SpeculationSettings) -> dict[str, Any]:
-    """Drafting method in vLLM's `speculative_config`: a custom proposer or a draft model.
+def _method_config(
+    arguments: AsyncEngineArgs, settings: SpeculationSettings, *, on_cpu: bool
+) -> dict[str, Any]:
+    """Drafting method in vLLM's `speculative_config`.
 
-    Greedy drafts keep sampling lossless whatever the drafter computes.
+    For siblings, a custom proposer on CPU. On a GPU vLLM would disable Model Runner V2,
+    asynchronous scheduling and full CUDA graphs for it, so there it is the method whose speculator
+    `gpu_speculator` replaces. Otherwise a draft model: greedy drafts keep sampling lossless
+    whatever the drafter computes.
     """
     if settings.mode != "drafter":
-        return {"method": "custom_class", "model": PROPOSER}
+        return {"method": "custom_class", "model": PROPOSER} if on_cpu else {"method": GPU_METHOD}
     return {
         "method": "draft_model",
         "model": str(settings.drafter),
@@ -88,9 +108,8 @@ PROFILE_SECONDS = 5.0
 def resolve_mode(settings: SpeculationSettings, engine: EngineSettings) -> SpeculationSettings:
     """Speculation settings, with a mode that cannot be used replaced by `off`.
 
-    `auto` is `off` on a GPU, where nothing has been measured. All modes but `drafter` need the
-    compiled draft store. With pipeline parallelism the rank that drafts does not sample, so there
-    are no drafts.
+    All modes but `drafter` need the compiled draft store. With pipeline parallelism the rank that
+    drafts does not sample, so there are no drafts.
     """
     reason = why_off(settings, engine)
     if settings.mode == "off" or reason is None:
@@ -106,10 +125,12 @@ def why_off(settings: SpeculationSettings, engine: EngineSettings) -> str | None
         return "speculation.mode is off"
     if engine.pipeline_parallel_size > 1:
         return "the rank that drafts does not sample with pipeline parallelism"
-    if settings.mode == "auto" and not current_platform.is_cpu():
-        return "auto is off on a GPU, where no gain has been measured"
-    if settings.mode != "drafter" and not is_built():
+    if settings.mode == "drafter":
+        return None
+    if not is_built():
         return "the draft store is not compiled; install with a C++ compiler"
+    if not current_platform.is_cpu() and envs.VLLM_USE_V2_MODEL_RUNNER is False:
+        return "sibling drafts do not work with VLLM_USE_V2_MODEL_RUNNER=0 on a GPU"
     return None
 
 
@@ -120,15 +141,31 @@ async def start_drafting(llm: AsyncLLM, settings: SpeculationSettings, info: Eng
     """
     if settings.mode in ("off", "drafter"):
         return
-    if any(await await_engine(llm, llm.collective_rpc("coppice_start_speculation"))):
+    if current_platform.is_cpu():
+        if any(await await_engine(llm, llm.collective_rpc("coppice_start_speculation"))):
+            await measure_step_costs(llm, info, settings.longest_draft)
+            await await_engine(llm, llm.collective_rpc("coppice_finish_profile"))
+        return
+    needs_profile: bool | str = await _utility(llm, "coppice_start_sibling_drafts")
+    if isinstance(needs_profile, str):
+        raise StartFailed(f"speculation.mode {settings.mode} is not possible: {needs_profile}")
+    if needs_profile:
         await measure_step_costs(llm, info, settings.longest_draft)
-        await await_engine(llm, llm.collective_rpc("coppice_finish_profile"))
+        await _utility(llm, "coppice_finish_sibling_profile")
 
 
 async def stop_drafting(llm: AsyncLLM, settings: SpeculationSettings) -> None:
     """Save the draft store at shutdown, if a file is configured."""
-    if settings.mode not in ("off", "drafter") and settings.store_file is not None:
+    if settings.mode in ("off", "drafter") or settings.store_file is None:
+        return
+    if current_platform.is_cpu():
         await await_engine(llm, llm.collective_rpc("coppice_save_drafts"))
+    else:
+        await _utility(llm, "coppice_save_sibling_drafts")
+
+
+async def _utility(llm: AsyncLLM, method: str) -> Any:
+    return await await_engine(llm, llm.engine_core.call_utility_async(method))
 
 
 async def measure_step_costs(llm: AsyncLLM, info: EngineInfo, max_draft_tokens: int) -> None:

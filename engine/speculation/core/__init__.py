@@ -1,0 +1,1 @@
+"""Sibling drafts in EngineCore, for Model Runner V2."""

@@ -1,0 +1,92 @@
+"""RPC methods added to EngineCore for sibling drafts on a GPU; they run between two steps."""
+
+from typing import TYPE_CHECKING
+
+from engine.launch.environment import graph_plan
+from engine.speculation.controller import DraftCalibration
+from engine.speculation.core.scheduler_drafts import SchedulerDrafts
+from engine.speculation.core.uniform_length import UniformController
+from engine.speculation.cost import Profile, Step, StepCostModel, draft_lengths
+from engine.speculation.counters import COUNTERS, Snapshot
+from engine.speculation.process_settings import settings
+from engine.speculation.proposer import may_speed_up, open_store, profile_cache
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.core import EngineCore
+
+
+def coppice_start_sibling_drafts(self: "EngineCore") -> bool | str:
+    """Start drafting, and return whether step times must be profiled first.
+
+    If vLLM's configuration does not allow drafts, returns the reason.
+    """
+    if (reason := find_obstacle(self)) is not None:
+        return reason
+    config, longest = self.vllm_config, self.vllm_config.num_speculative_tokens
+    steps = profile_cache(config).read()
+    drafts = SchedulerDrafts(
+        self.scheduler,
+        open_store(settings().store_file, longest, config.model_config.get_vocab_size()),
+        _controller(self, steps or []),
+        COUNTERS,
+        max_draft_tokens=longest,
+        max_samples=_max_samples(self),
+        weights=self.get_weight_version,
+    )
+    drafts.attach()
+    self.coppice_sibling_drafts = drafts
+    if steps is None:
+        drafts.profile = Profile(longest)
+    else:
+        drafts.is_enabled = may_speed_up(steps, longest)
+    return steps is None
+
+
+def coppice_finish_sibling_profile(self: "EngineCore") -> None:
+    drafts: SchedulerDrafts = self.coppice_sibling_drafts
+    assert drafts.profile is not None, "a profile is being measured"
+    steps = drafts.profile.steps()
+    if steps:
+        profile_cache(self.vllm_config).write(steps)
+    drafts.is_enabled = may_speed_up(steps, self.vllm_config.num_speculative_tokens)
+    drafts.end_profile(_controller(self, steps))
+
+
+def coppice_save_sibling_drafts(self: "EngineCore") -> None:
+    drafts: SchedulerDrafts = self.coppice_sibling_drafts
+    if (file := settings().store_file) is not None:
+        drafts.store.save(file)
+
+
+def find_obstacle(core: "EngineCore") -> str | None:
+    """Reason why vLLM, as it is configured, cannot verify drafts from the draft store."""
+    if not core.vllm_config.use_v2_model_runner:
+        return "vLLM chose Model Runner V1, which its log explains"
+    if core.scheduler.dynamic_sd_lookup is None:
+        return "vLLM has one fixed draft length with data parallelism"
+    return None
+
+
+def counted(core: "EngineCore") -> Snapshot | None:
+    """Speculation counters of this process, if drafts are looked up in it."""
+    return COUNTERS.read() if hasattr(core, "coppice_sibling_drafts") else None
+
+
+METHODS = (
+    coppice_start_sibling_drafts,
+    coppice_finish_sibling_profile,
+    coppice_save_sibling_drafts,
+)
+
+
+def _controller(core: "EngineCore", steps: list[Step]) -> UniformController:
+    return UniformController(_max_samples(core), StepCostModel(steps), DraftCalibration())
+
+
+def _max_samples(core: "EngineCore") -> dict[int, int]:
+    """Number of rows that may use each draft length: those that vLLM captures graphs for."""
+    plan = graph_plan()
+    if plan is not None:
+        return plan.max_samples
+    rows = core.vllm_config.scheduler_config.max_num_seqs
+    return dict.fromkeys(draft_lengths(core.vllm_config.num_speculative_tokens), rows)
