@@ -8,6 +8,7 @@ from engine.speculation.core.scheduler_drafts import SchedulerDrafts
 from engine.speculation.core.uniform_length import UniformController
 from engine.speculation.cost import Profile, Step, StepCostModel, draft_lengths
 from engine.speculation.counters import COUNTERS, Snapshot
+from engine.speculation.late_drafts import lookup_length
 from engine.speculation.process_settings import settings
 from engine.speculation.proposer import may_speed_up, open_store, profile_cache
 
@@ -26,7 +27,9 @@ def coppice_start_sibling_drafts(self: "EngineCore") -> bool | str:
     steps = profile_cache(config).read()
     drafts = SchedulerDrafts(
         self.scheduler,
-        open_store(settings().store_file, longest, config.model_config.get_vocab_size()),
+        open_store(
+            settings().store_file, lookup_length(longest), config.model_config.get_vocab_size()
+        ),
         _controller(self, steps or []),
         COUNTERS,
         max_draft_tokens=longest,

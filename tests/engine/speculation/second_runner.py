@@ -444,7 +444,7 @@ def text_model(*, surprise: float = 0.05) -> NextToken:
         position = len(context)
         random = np.random.default_rng([position, *name.encode()])
         if random.random() < surprise:
-            return int(random.integers(200, 300))
-        return (position * position + 7 * position) % 97 + 1 + 100 * (context[-1] == 250)
+            return int(random.integers(200, 240))
+        return (position * position + 7 * position) % 97 + 1 + 100 * (context[-1] == 230)
 
     return next_token

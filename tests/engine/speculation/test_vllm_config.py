@@ -1,12 +1,20 @@
 """vLLM's config for speculation, resolution of `auto`, and the profile cache."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, get_args
 
 import pytest
+from vllm.config.speculative import NgramGPUTypes
+from vllm.platforms import current_platform
 
+from engine.attention import register
+from engine.errors import StartFailed
 from engine.launch.arguments import engine_arguments
-from engine.settings import SpeculationSettings
-from engine.speculation.cost import Profile, ProfileCache, Step, profile_batches
+from engine.settings import AttentionSettings, SpeculationSettings
+from engine.speculation import startup
+from engine.speculation.cost import Profile, ProfileCache, Step, draft_lengths, profile_batches
+from engine.speculation.proposer import cache_key
 from engine.speculation.startup import resolve_mode
 from kernels.draft_index.store import is_built
 from tests.engine.seedling import MODEL, settings
@@ -76,3 +84,104 @@ def test_profile_uses_batch_sizes_of_the_engine() -> None:
     small = profile_batches(max_sequences=8, max_context_tokens=256, max_draft_tokens=6)
     assert small
     assert all(batch.running <= 8 and batch.prompt < 256 for batch in small)
+
+
+def gpu_arguments(speculation: SpeculationSettings = SIBLINGS) -> Any:
+    return engine_arguments(settings(), MODEL, speculation=speculation, on_cpu=False)
+
+
+def test_siblings_on_a_gpu_keep_the_second_model_runner_and_async_scheduling() -> None:
+    config = gpu_arguments().create_engine_config()
+    assert config._get_v2_model_runner_unsupported_features() == []
+    assert config.speculative_config.method in get_args(NgramGPUTypes)
+    assert config.speculative_config.uses_dynamic_speculative_decoding()
+
+
+def test_graphs_are_captured_for_the_profiled_lengths() -> None:
+    schedule = gpu_arguments().speculative_config["num_speculative_tokens_per_batch_size"]
+    assert schedule == [(1, 1, 6), (2, 2, 4), (3, 3, 2), (4, 4, 1), (5, 64, 0)]
+    assert sorted(length for *_, length in schedule) == draft_lengths(6)
+
+
+def test_first_model_runner_on_a_gpu_has_no_sibling_drafts(monkeypatch: Any) -> None:
+    monkeypatch.setattr(startup, "is_built", lambda: True)
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    reason = startup.why_off(SIBLINGS, settings())
+    assert reason is not None and "VLLM_USE_V2_MODEL_RUNNER" in reason
+    assert startup.why_off(SpeculationSettings(mode="drafter"), settings()) is None
+
+
+def test_profiles_of_two_cards_differ(monkeypatch: Any) -> None:
+    monkeypatch.setattr(register, "_settings", AttentionSettings())
+    config = gpu_arguments().create_engine_config()
+    keys = []
+    for card in ("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"):
+        monkeypatch.setattr(current_platform, "get_device_name", lambda card=card: card)
+        keys.append(cache_key(config))
+    assert keys[0] != keys[1] and keys[0] | {"device": ""} == keys[1] | {"device": ""}
+
+
+class Core:
+    """EngineCore as the service calls it; returns the given answers."""
+
+    def __init__(self, **answers: Any) -> None:
+        self.answers = answers
+        self.called: list[str] = []
+
+    async def call_utility_async(self, method: str) -> Any:
+        self.called.append(method)
+        return self.answers.get(method)
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A platform with a GPU, and the lengths of the profiles that are measured on it."""
+    profiles: list[int] = []
+
+    async def measure(llm: Any, info: Any, longest: int) -> None:
+        profiles.append(longest)
+
+    async def awaited(llm: Any, call: Any) -> Any:
+        return await call
+
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
+    monkeypatch.setattr(startup, "measure_step_costs", measure)
+    monkeypatch.setattr(startup, "await_engine", awaited)
+    return profiles
+
+
+START, FINISH = "coppice_start_sibling_drafts", "coppice_finish_sibling_profile"
+
+
+@pytest.mark.parametrize(("needs_profile", "called"), [(True, [START, FINISH]), (False, [START])])
+async def test_drafting_starts_in_engine_core_on_a_gpu(
+    on_gpu: list[int], needs_profile: bool, called: list[str]
+) -> None:
+    core = Core(**{START: needs_profile})
+    await startup.start_drafting(llm_of(core), SIBLINGS, engine_info())
+    assert core.called == called
+    assert on_gpu == [SIBLINGS.longest_draft] * needs_profile
+
+
+async def test_start_fails_with_the_reason_why_drafts_are_not_possible(on_gpu: list[int]) -> None:
+    core = Core(**{START: "vLLM chose Model Runner V1"})
+    with pytest.raises(StartFailed, match=r"siblings is not possible: vLLM chose"):
+        await startup.start_drafting(llm_of(core), SIBLINGS, engine_info())
+
+
+async def test_store_in_engine_core_is_saved_at_a_stop(on_gpu: list[int], tmp_path: Path) -> None:
+    core = Core()
+    await startup.stop_drafting(llm_of(core), SIBLINGS)
+    assert core.called == []
+    kept = SIBLINGS.model_copy(update={"store_file": tmp_path / "store"})
+    await startup.stop_drafting(llm_of(core), kept)
+    assert core.called == ["coppice_save_sibling_drafts"]
+
+
+def llm_of(core: Core) -> Any:
+    return SimpleNamespace(engine_core=core)
+
+
+def engine_info() -> Any:
+    return SimpleNamespace()
