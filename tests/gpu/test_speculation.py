@@ -1,16 +1,25 @@
 """Speculation on a GPU, with a draft model and from siblings: drafts change no greedy token."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from engine.attention import register as attention
+from engine.settings import AttentionSettings, SpeculationSettings
+from engine.speculation import process_settings
+from engine.speculation.core.scheduler_drafts import FEATURE, SchedulerDrafts
+from engine.speculation.counters import COUNTERS
+from engine.speculation.startup import GPU_METHOD
 from engine.weights.checkpoint import read_base_checkpoint
 from tests.engine.drafter.drafter_engine import drafter_engine, num_accepted
 from tests.engine.random_models import make_models
 from tests.engine.seedling import reference
-from tests.engine.speculation.drafting_engine import drafting_engine, in_group
+from tests.engine.speculation.drafting_engine import LONGEST, SendUniformDrafts, in_group
+from tests.engine.stepped_engine import LiveEngine
 from tests.gpu.device import CAN_RUN
-from tests.gpu.live import ENGINE
+from tests.gpu.live import ENGINE, engine
 from tests.gpu.test_engine import OTHERS, SHARED, judge
 
 pytestmark = [
@@ -42,11 +51,42 @@ def test_drafter_is_lossless_and_can_be_reloaded(models: dict[str, Path]) -> Non
         assert num_accepted(live) > before
 
 
-def test_sibling_drafts_are_lossless(models: dict[str, Path], tmp_path: Path) -> None:
+@contextmanager
+def sibling_engine(model: Path, folder: Path) -> Iterator[tuple[LiveEngine, SchedulerDrafts]]:
+    """An engine that drafts from siblings as on a GPU, and verifies every draft."""
+    speculation = SpeculationSettings(
+        mode="siblings", longest_draft=LONGEST, store_bytes=2**24, cache_directory=folder
+    )
+    process_settings.install(speculation)
+    process_settings.install_gpu_speculator()
+    attention.install(AttentionSettings(shared_prefix="off"))
+    rows = ENGINE["max_num_seqs"]
+    lengths = [(1, 1, 4), (2, 2, 2), (3, 3, 1), (4, rows, 0)]
+    config = {
+        "method": GPU_METHOD,
+        "num_speculative_tokens": LONGEST,
+        "num_speculative_tokens_per_batch_size": lengths,
+    }
+    with engine(model, speculative_config=config) as live:
+        assert live.core.coppice_start_sibling_drafts() is True
+        live.core.coppice_finish_sibling_profile()
+        drafts = live.core.coppice_sibling_drafts
+        drafts.controller = SendUniformDrafts()
+        yield live, drafts
+
+
+def test_sibling_drafts_are_lossless_with_async_scheduling_and_full_graphs(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
     truth = reference(models["v7"])
-    with drafting_engine(models["v7"], tmp_path, **ENGINE) as (live, proposer):
+    with sibling_engine(models["v7"], tmp_path) as (live, drafts):
+        config = live.core.vllm_config
+        assert config.use_v2_model_runner and config.scheduler_config.async_scheduling
+        assert config.compilation_config.cudagraph_mode.has_full_cudagraphs()
+        before = sum(COUNTERS.read()["accepted"].values())
         first = live.ask(SHARED[0], max_tokens=60, **in_group("g"))
         again = live.ask(*SHARED[:4], max_tokens=60, **in_group("g"))
-        assert proposer.is_enabled and proposer.speculator is not None
+        assert sum(COUNTERS.read()["accepted"].values()) > before + 30
+        assert drafts.is_enabled and FEATURE.state.on
     judge(truth, SHARED[:1], first)
     judge(truth, SHARED[:4], again)

@@ -34,6 +34,14 @@ class SendAllDrafts(Controller):
         return drafted.lengths.astype(np.int32)
 
 
+class SendUniformDrafts(SendAllDrafts):
+    """Verifies as many tokens of each row as the longest draft has."""
+
+    def lengths(self, drafted: Draft, *, running: int, context: int) -> Int32Array:
+        chosen = super().lengths(drafted, running=running, context=context)
+        return np.full_like(chosen, chosen.max())
+
+
 @contextmanager
 def drafting_engine(
     model: Path, folder: Path, *, controller: Controller | None = None, **settings: Any

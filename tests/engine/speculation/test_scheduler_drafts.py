@@ -12,7 +12,6 @@ from engine.attention import register
 from engine.runtime.feature_guard import FeatureState
 from engine.settings import AttentionSettings, SpeculationSettings
 from engine.speculation import process_settings
-from engine.speculation.controller import Draft
 from engine.speculation.core import engine_core_methods as methods
 from engine.speculation.core import scheduler_drafts as module
 from engine.speculation.cost import Profile, Step
@@ -21,8 +20,8 @@ from engine.speculation.late_drafts import lookup_length
 from engine.speculation.proposer import profile_cache
 from engine.speculation.request_table import NO_DRAFTS_ARG
 from kernels.draft_index.store import is_built
-from kernels.draft_index.store_protocol import Int32Array, InvalidCall, Store
-from tests.engine.speculation.drafting_engine import SendAllDrafts
+from kernels.draft_index.store_protocol import InvalidCall, Store
+from tests.engine.speculation.drafting_engine import SendUniformDrafts
 from tests.engine.speculation.second_runner import (
     LONGEST,
     ROWS,
@@ -38,16 +37,12 @@ PROMPT = range(3, 20)
 SYNC_ASYNC = pytest.mark.parametrize("is_async", [True, False])
 
 
-class Uniform(SendAllDrafts):
-    """Verifies as many tokens of each row as the longest draft has, and records step times."""
+class Uniform(SendUniformDrafts):
+    """Verifies every draft, and records step times."""
 
     def __init__(self) -> None:
         super().__init__()
         self.times: list[tuple[int, float]] = []
-
-    def lengths(self, drafted: Draft, *, running: int, context: int) -> Int32Array:
-        chosen = super().lengths(drafted, running=running, context=context)
-        return np.full_like(chosen, chosen.max())
 
     def record_step(self, *, verified: int, seconds: float, **step: Any) -> None:
         self.times.append((verified, seconds))
