@@ -1,6 +1,6 @@
 """A small draft model that is trained on served samples while the target model serves.
 
-vLLM runs it in the workers (`draft_model`). In EngineCore, `core/` chooses draft lengths and counts
-acceptance. In the service process, `service/` owns its versions, their A/B tests and the trainer
-process (`trainer/`).
+vLLM runs it in the workers (`draft_model`); on a GPU with the passes of `worker/`. In EngineCore,
+`core/` chooses draft lengths and counts acceptance. In the service process, `service/` owns its
+versions, their A/B tests and the trainer process (`trainer/`).
 """

@@ -22,6 +22,7 @@ from engine.patches import (
 )
 from engine.runtime import gc_and_process_group
 from engine.sampling_support import hooks as sampling_support
+from engine.speculation import mrv2_speculators
 from engine.speculation import process_settings as speculation
 
 MODEL_PROCESSES = ("EngineCore", "VllmWorker")
@@ -75,6 +76,12 @@ PATCHES = (
     Patch(
         name="reload_memory",
         install=reload_memory.install,
+        platform="gpu",
+        processes=MODEL_PROCESSES,
+    ),
+    Patch(
+        name="speculators",
+        install=mrv2_speculators.install,
         platform="gpu",
         processes=MODEL_PROCESSES,
     ),

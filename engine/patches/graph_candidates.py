@@ -8,8 +8,8 @@ plan, and checks after capture that the planned graphs were captured. At dispatc
 only graphs of the next captured number of tokens, and misses larger ones of the right draft length.
 The candidates of a plan contain a graph of each length for every number of tokens.
 
-Only the target model's manager is filtered. vLLM captures no graphs for a separate draft model, and
-the managers of draft heads have schedules of their own.
+Only the target model's manager is filtered. The graphs of a separate draft model follow the plan by
+themselves (engine/drafter/worker/draft_graphs.py), and draft heads have schedules of their own.
 """
 
 import functools

@@ -26,6 +26,7 @@ import functools
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
+from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 import vllm
@@ -33,11 +34,12 @@ import vllm
 from engine.attention import cuda_backend, cuda_steps
 from engine.cudagraphs.planner import Plan
 from engine.drafter.core import engine_core_methods
+from engine.drafter.worker import draft_speculator
 from engine.kv_transfer import connector
 from engine.kv_transfer.worker import cache_blocks, cuda_blocks, export_writer, loader, rpc
 from engine.launch import core_methods, worker
 from engine.patches import graph_candidates
-from engine.speculation import proposer
+from engine.speculation import mrv2_speculators, proposer
 from engine.weights import worker_reload
 
 assert vllm.__file__.startswith({site!r}), vllm.__file__
@@ -46,6 +48,9 @@ before = {{cls: dict(vars(cls)) for cls in (BlockTables, GPUModelRunner, ModelCu
 cuda_steps.install()
 graph_candidates.install_plan(Plan(shapes=(), estimated_bytes=0, budget_bytes=None))
 core_methods.install()
+mrv2_speculators.install()
+assert hasattr(model_runner.init_speculator, "__wrapped__")
+assert not draft_speculator.DraftSpeculator.__abstractmethods__
 changed = {{
     f"{{cls.__name__}}.{{name}}"
     for cls, old in before.items()

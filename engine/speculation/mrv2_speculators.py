@@ -1,0 +1,40 @@
+"""Speculators of vLLM's Model Runner V2 that `speculation.mode` replaces.
+
+vLLM's model runner creates its speculator with `init_speculator`, which has no extension point for
+classes of others.
+"""
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from engine.speculation.process_settings import settings
+
+MODEL_RUNNER = "vllm.v1.worker.gpu.model_runner"
+
+
+def install() -> None:
+    """Replace vLLM's factory, also in a model runner that has already imported it."""
+    from vllm.v1.worker.gpu import spec_decode
+
+    stock = spec_decode.init_speculator
+    if not hasattr(stock, "__wrapped__"):
+        spec_decode.init_speculator = replacing(stock)
+    if MODEL_RUNNER in sys.modules:
+        runner: Any = sys.modules[MODEL_RUNNER]
+        runner.init_speculator = spec_decode.init_speculator
+
+
+def replacing(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """vLLM's factory, except for the draft methods of our modes."""
+
+    @functools.wraps(stock)
+    def init_speculator(vllm_config: Any, device: Any, req_states: Any) -> Any:
+        if settings().mode == "drafter" and vllm_config.speculative_config.uses_draft_model():
+            from engine.drafter.worker.draft_speculator import DraftSpeculator
+
+            return DraftSpeculator(vllm_config, device, req_states)
+        return stock(vllm_config, device, req_states)
+
+    return init_speculator
