@@ -1,9 +1,10 @@
-"""Benchmark: how much throughput it costs to export the prompt KV of every group.
+"""Benchmark: how much throughput it costs to export the prompt KV of every group, or of none.
 
-Both arms, with and without exports, run on one engine with the connector configured, so they differ
-only in the export of every group's prompt into an arena in shared memory. The model is the seedling
-grown to 25 million parameters. Prompts are new in every run, so each is prefilled, and exported,
-once.
+Two arms, with and without exports, run on one engine with the connector configured, so they differ
+only in the export of every group's prompt into an arena in shared memory. Two more arms request no
+export, on an engine with the connector and on one without it: the cost of prompt KV for those who
+do not use it. The model is the seedling grown to 25 million parameters. Prompts are new in every
+run, so each is prefilled, and exported, once.
 """
 
 import argparse
@@ -13,8 +14,8 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Awaitable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,6 +31,8 @@ from engine.vllm_engine import VllmEngine
 
 GROUPS, SAMPLES, PROMPT_TOKENS, TOKENS = 4, 8, 1024, 128
 GOAL = 0.97
+UNUSED_GOAL = 0.99
+GPU_SHARE = 0.4  # of each engine's, as two run at a time
 WORD_BYTES = 64
 SAMPLING = Sampling(max_tokens=TOKENS, ignore_eos=True)
 
@@ -112,18 +115,58 @@ async def run(engine: VllmEngine, number: int, slots: list[ExportSlot | None]) -
     return sum(len(completion.token_ids) for completion in completions) / seconds
 
 
-async def measure(model: Path, rounds: int) -> tuple[Arms, int]:
-    arms, numbers = Arms(), itertools.count()
-    engine = VllmEngine(
+def create_engine(model: Path, *, prompt_kv: bool) -> VllmEngine:
+    return VllmEngine(
         EngineSettings(
             model=str(model),
             seed=0,
-            prompt_kv=True,
+            prompt_kv=prompt_kv,
             max_sequences=GROUPS * SAMPLES,
             max_context_tokens=PROMPT_TOKENS + TOKENS,
+            gpu_memory_utilization=GPU_SHARE,
         )
     )
-    await engine.start("bench")
+
+
+@asynccontextmanager
+async def started(model: Path, *, prompt_kv: bool) -> AsyncIterator[VllmEngine]:
+    engine = create_engine(model, prompt_kv=prompt_kv)
+    try:
+        await engine.start("bench")
+        yield engine
+    finally:
+        await engine.stop()
+
+
+async def measure_unused(model: Path, rounds: int) -> Pairs:
+    """Tokens per second without exports, of engines with and without the connector."""
+    rates: dict[bool, list[float]] = {True: [], False: []}
+    numbers = itertools.count()
+    async with started(model, prompt_kv=True) as on, started(model, prompt_kv=False) as off:
+
+        async def run_on() -> None:
+            rates[True].append(await run(on, next(numbers), [None] * GROUPS))
+
+        async def run_off() -> None:
+            rates[False].append(await run(off, next(numbers), [None] * GROUPS))
+
+        await alternate([run_on, run_off], rounds=rounds)
+    return Pairs(a=rates[True][1:], b=rates[False][1:])  # without the warm-up
+
+
+async def measure(model: Path, rounds: int) -> tuple[Arms, int]:
+    arms, numbers = Arms(), itertools.count()
+    async with started(model, prompt_kv=True) as engine:
+        bytes_per_token = engine.info.kv_bytes_per_token
+        await _measure_exports(engine, arms, numbers, rounds)
+    for values in (arms.exported, arms.plain):
+        del values[0]  # the warm-up
+    return arms, bytes_per_token
+
+
+async def _measure_exports(
+    engine: VllmEngine, arms: Arms, numbers: Iterator[int], rounds: int
+) -> None:
     with arena(engine.info.kv_bytes_per_token) as slots:
 
         async def exported() -> None:
@@ -135,22 +178,18 @@ async def measure(model: Path, rounds: int) -> tuple[Arms, int]:
         async def plain() -> None:
             arms.plain.append(await run(engine, next(numbers), [None] * GROUPS))
 
-        try:
-            await alternate([exported, plain], rounds=rounds)
-        finally:
-            await engine.stop()
-    for values in (arms.exported, arms.plain):
-        del values[0]  # the warm-up
-    return arms, engine.info.kv_bytes_per_token
+        await alternate([exported, plain], rounds=rounds)
 
 
-def record(arms: Arms, bytes_per_token: int, model: str) -> Record:
+def record(arms: Arms, bytes_per_token: int, unused: Pairs, model: str) -> Record:
+    not_used = unused.ratio()
     ratio = Pairs(a=arms.exported, b=arms.plain).ratio()
     medians = [statistics.median(values) for values in (arms.exported, arms.plain)]
     return Record(
         name="kv_export_cost",
         claim=f"{GROUPS} groups of {SAMPLES}, prompts of {PROMPT_TOKENS} and responses of {TOKENS} "
-        f"tokens, {model}: with an export of every prompt, and without.",
+        f"tokens, {model}: with an export of every prompt, and without. Then without exports: with "
+        "engine.prompt_kv on, and off.",
         rows=[
             Row(
                 what="throughput, with exports / without",
@@ -163,11 +202,22 @@ def record(arms: Arms, bytes_per_token: int, model: str) -> Record:
                 value=f"exported {medians[0]:,.1f}, not {medians[1]:,.1f} tokens/s",
             ),
             Row(
+                what="throughput without exports, prompt KV on / off",
+                value=f"{not_used.median:.3f} [{not_used.low:.3f}, {not_used.high:.3f}]",
+                goal=f">= {UNUSED_GOAL}",
+                verdict=not_used.verdict(UNUSED_GOAL),
+            ),
+            Row(
                 what="exported per prompt",
                 value=f"{bytes_per_token * (PROMPT_TOKENS - 1) / 2**20:,.1f} MiB",
             ),
         ],
-        raw={"exported": arms.exported, "plain": arms.plain},
+        raw={
+            "exported": arms.exported,
+            "plain": arms.plain,
+            "unused_on": list(unused.a),
+            "unused_off": list(unused.b),
+        },
     )
 
 
@@ -181,8 +231,10 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = arguments.model or enlarged_seedling(Path(folder))
-        measured = uvloop.run(measure(model, arguments.rounds))
-        result = record(*measured, arguments.model.name if arguments.model else "25M parameters")
+        arms, bytes_per_token = uvloop.run(measure(model, arguments.rounds))
+        unused = uvloop.run(measure_unused(model, arguments.rounds))
+        name = arguments.model.name if arguments.model else "25M parameters"
+        result = record(arms, bytes_per_token, unused, name)
     result.show()
     print(f"\nwrote {result.write(arguments.out).name}")
 

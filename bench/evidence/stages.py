@@ -128,7 +128,7 @@ STAGES: Final[Mapping[str, Sequence[Measurement]]] = {
         _engine("greedy-shared", 100),
     ),
     "C3": (
-        _bench("kv_export_cost", ["--rounds", "5"], 120, model=True),
+        _bench("kv_export_cost", ["--rounds", "5"], 240, model=True),
         _engine("burst", 90),
         _bench("kv_transport", ["--rounds", "5"], 60),
     ),

@@ -31,7 +31,10 @@ EXPLANATIONS = {
         "`linear cost model` and `measured costs` are simulated times.",
     ),
     "drafter_training_cost": ("Cost of training the drafter in the background", ""),
-    "kv_export_cost": ("Cost of exporting prompt KV", ""),
+    "kv_export_cost": (
+        "Cost of exporting prompt KV",
+        "`prompt KV on / off` compares engines of which no export is requested.",
+    ),
     "kv_transport": (
         "Bandwidth of reading prompt KV",
         "`break-even` divides the bandwidth by the rate at which a prefill would produce the same "

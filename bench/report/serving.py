@@ -2,9 +2,9 @@
 
 from matplotlib.figure import Figure
 
-from bench.report.drawing import bar_chart, ratio_chart
+from bench.report.drawing import Ratio, bar_chart, ratio_chart
 from bench.report.generation import SPLICED
-from bench.report.records import Chart, chart, median, number, ratio, record
+from bench.report.records import Chart, chart, has_row, median, number, ratio, record
 from bench.report.training import step
 
 
@@ -146,6 +146,16 @@ percentile below 100 ms. Every row meets it, the slowest with {worst:.1f} ms.
 """
 
 
+UNUSED_KV = "throughput without exports"
+
+
+def unused_prompt_kv() -> list[Ratio]:
+    """The cost of prompt KV that nobody requests; none in records of an earlier benchmark."""
+    if not has_row("kv_export_cost", UNUSED_KV):
+        return []
+    return [ratio("kv_export_cost", UNUSED_KV, "Prompt KV on, no export", "against off")]
+
+
 def costs() -> Figure:
     rows = [
         ratio(
@@ -155,6 +165,7 @@ def costs() -> Figure:
             "against AsyncLLM directly",
         ),
         ratio("kv_export_cost", "throughput, with", "Prompt KV exported", "against no export"),
+        *unused_prompt_kv(),
         ratio(
             "adapter_cost",
             "throughput, adapter loaded",
