@@ -126,6 +126,10 @@ class SampleRequest:
     shared among samples with the same `cache_salt`, and among samples without one. Samples of the
     same `group` may be drafted from each other's text, unless `speculation` is false. `adapter` is
     the label of a loaded adapter. `on_tokens` receives the tokens while the sample runs.
+
+    The last `num_prior_tokens` tokens of the prompt are the first ones of the response. Penalties,
+    bad words, structured outputs and stop strings take them into account; the limits in `sampling`
+    do not count them.
     """
 
     id: str
@@ -142,6 +146,7 @@ class SampleRequest:
     speculation: bool = True
     load: KvLoad | None = None
     adapter: str | None = None
+    num_prior_tokens: int = 0
     on_tokens: OnTokens | None = None
 
 

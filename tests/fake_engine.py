@@ -412,9 +412,16 @@ def _stop(sample: Running) -> bool:
 
     Each token is one character, as in `decode`.
     """
-    sampling, start = sample.request.sampling, len(sample.request.prompt_token_ids)
-    text = "".join(chr((start + i) % VOCAB_SIZE) for i in range(len(sample.token_versions)))
-    ends = [(text.find(stop) + len(stop), stop) for stop in sampling.stop if stop in text]
+    request, sampling = sample.request, sample.request.sampling
+    start = len(request.prompt_token_ids)
+    prior = request.prompt_token_ids[start - request.num_prior_tokens :]
+    new = [(start + i) % VOCAB_SIZE for i in range(len(sample.token_versions))]
+    text = "".join(map(chr, [*prior, *new]))
+    ends = [
+        (text.find(stop, max(len(prior) - len(stop) + 1, 0)) + len(stop) - len(prior), stop)
+        for stop in sampling.stop
+        if stop in text[max(len(prior) - len(stop) + 1, 0) :]
+    ]
     ends = [end for end in ends if end[0] > sampling.min_tokens]
     if not ends:
         return False

@@ -19,14 +19,17 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestState
 
 from engine.errors import EngineDead, RequestRefused, SupportLost
+from engine.io import stop_strings
 from engine.io.logprobs import (
     parse_top_logprobs,
     prompt_logprobs,
     sampled_logprobs,
     top_k_entropies,
 )
+from engine.io.stop_strings import PRIOR_TEXT_ARG
 from engine.kv_types import KvTransferParams
 from engine.launch.processes import VllmProcesses
+from engine.launch.sampling_hooks import PRIOR_TOKENS_ARG
 from engine.sampling_support.step import SUPPORT_ARG, rows_of
 from engine.speculation.request_table import GROUP_ARG, NO_DRAFTS_ARG
 from engine.types import (
@@ -134,6 +137,10 @@ def _extra_args(sample: SampleRequest) -> dict[str, Any] | None:
         carried[NO_DRAFTS_ARG] = True
     if sample.support:
         carried[SUPPORT_ARG] = True
+    if sample.num_prior_tokens and sample.sampling.depends_on_response:
+        carried[PRIOR_TOKENS_ARG] = sample.num_prior_tokens
+    if sample.num_prior_tokens and sample.sampling.stop:
+        carried[PRIOR_TEXT_ARG] = sample.num_prior_tokens
     if sample.export is not None:
         num_tokens, length = sample.export.num_tokens, len(sample.prompt_token_ids)
         assert 0 < num_tokens <= length, f"{num_tokens} of {length} tokens cannot be exported"
@@ -262,6 +269,7 @@ class Generation:
     def __init__(self, processes: VllmProcesses, adapters: LoadedAdapters) -> None:
         self._processes = processes
         self._adapters = adapters
+        stop_strings.install()
 
     async def warm_up(self, eos_token_ids: Sequence[int]) -> None:
         """Generate once, because vLLM compiles for seconds in its first generation."""

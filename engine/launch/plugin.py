@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from engine.attention import register as attention
-from engine.launch import core_methods
+from engine.launch import core_methods, sampling_hooks
 from engine.launch.environment import attention_settings, speculation_settings, started_by_coppice
 from engine.patches import (
     chunked_seed,
@@ -117,6 +117,7 @@ def install() -> None:
     install_patches(name)
     if name.startswith(MODEL_PROCESSES):
         sampling_support.install_in_worker()
+        sampling_hooks.install()
         attention.install(attention_settings())
         speculation.install(speculation_settings())
         speculation.install_gpu_speculator()

@@ -61,10 +61,15 @@ def can_sample_all_positions(sampling: Any, metadata: Any) -> bool:
         and sampling.allowed_token_ids_mask is None
         and sampling.max_num_logprobs != -1
         and (holder is None or not holder.has_tracked_requests())
-        # With speculation, `min_tokens` is vLLM's only built-in logits processor.
-        and all(getattr(processor, "min_toks", None) == {} for processor in processors)
+        and all(map(_is_unused, processors))
         and not any(metadata.num_draft_tokens[row] for row in sampling.generators)
     )
+
+
+def _is_unused(processor: Any) -> bool:
+    """True for a built-in logits processor of vLLM that no request in the batch uses."""
+    uses = [getattr(processor, name, None) for name in ("min_toks", "biases", "min_p_count")]
+    return [bool(use) for use in uses if use is not None] == [False]
 
 
 def make_verifier(sampler: Callable[..., Any]) -> Callable[..., Any]:

@@ -178,6 +178,7 @@ class Group:
             adapter=options.adapter,
             num_top_logprobs=options.num_top_logprobs,
             on_tokens=None if self.on_tokens is None else partial(self._on_delta, index),
+            num_prior_tokens=len(prior_tokens),
         )
 
     @asynccontextmanager

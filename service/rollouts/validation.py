@@ -4,21 +4,11 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from coppice.wire.rollouts import GroupRequest, RolloutRequest, UnfinishedSample
-from coppice.wire.sampling import Sampling
 from engine.types import EngineInfo
 from service.http.errors import InvalidRequest, PromptTooLong
 from service.kv_reuse.prompt_sections import check as check_reuse
 from service.rollouts.fairness import TimeSlice
 from service.trees.plan import check as check_branching
-
-NEED_EARLIER_TOKENS = (
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "bad_words",
-    "structured_outputs",
-    "stop",
-)
 
 
 def check(request: RolloutRequest, *, max_samples: int, is_blocking: bool) -> int:
@@ -27,7 +17,6 @@ def check(request: RolloutRequest, *, max_samples: int, is_blocking: bool) -> in
     `is_blocking`: the caller receives nothing before the rollout has ended.
     """
     check_reuse(request)
-    _check_sampling(request.sampling, request)
     if request.branching is not None:
         for group in request.groups:
             check_branching(request.branching, n=group.n)
@@ -50,16 +39,6 @@ def check(request: RolloutRequest, *, max_samples: int, is_blocking: bool) -> in
             f"{sum(num_samples)} samples; a request may have at most {max_samples}"
         )
     return sum(num_samples)
-
-
-def _check_sampling(sampling: Sampling, request: RolloutRequest) -> None:
-    """Refuse controls that need the earlier tokens of a response, where these are in the prompt."""
-    if request.continue_from is None and request.branching is None:
-        return
-    field = "continue_from" if request.branching is None else "branching"
-    for name in NEED_EARLIER_TOKENS:
-        if getattr(sampling, name) != Sampling.model_fields[name].default:
-            raise InvalidRequest(f"sampling.{name} cannot be combined with {field}")
 
 
 def num_samples_of(request: RolloutRequest, group: GroupRequest) -> int:

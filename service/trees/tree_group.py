@@ -160,6 +160,7 @@ class TreeGroup(Group):
             group=self.name,
             speculation=self.options.speculation,
             adapter=self.options.adapter,
+            num_prior_tokens=path.start - num_prompt_tokens,
         )
 
     def _export_place(self, path: Path, prompt: list[int]) -> ExportSlot | None:

@@ -131,12 +131,63 @@ def test_text_is_cut_at_the_match_that_the_last_token_completes(
     assert found == text
 
 
-@pytest.mark.parametrize("name", ["presence_penalty", "bad_words", "structured_outputs", "stop"])
-async def test_control_that_needs_earlier_tokens_is_refused_in_a_tree(
-    tmp_path: Path, name: str
-) -> None:
+async def test_stop_string_may_begin_in_the_tokens_of_a_resumed_sample(tmp_path: Path) -> None:
+    """The resumed sample has the tokens "a" and "b", and is followed by "c"."""
+    resumed = {
+        "token_ids": list(b"ab"),
+        "logprobs": [-1.0, -1.0],
+        "versions": [{"version": "v0", "start": 0, "end": 2}],
+    }
     async with serving(FakeEngine(), tmp_path) as served:
-        asked = body(group(1), sampling={name: CONTROLS[name]}, branching={"mode": "interval"})
+        asked = body(
+            {"prompt": {"text": "p" * 97}},
+            sampling={"stop": ["bc"], "max_tokens": 9},
+            continue_from={"samples": [resumed]},
+        )
         answer = await served.http.post("/v1/rollouts", json=asked)
-    assert answer.status_code == 422
-    assert f"sampling.{name}" in answer.json()["detail"]
+    [sample] = answer.json()["groups"][0]["samples"]
+    assert bytes(sample["token_ids"]) == b"abc"
+    assert (sample["text"], sample["stop_reason"]) == ("a", "bc")
+
+
+async def test_engine_knows_the_earlier_tokens_of_a_response(tmp_path: Path) -> None:
+    """Of a resumed sample and of a tree's paths; `min_tokens` no longer counts them."""
+    resumed = {
+        "token_ids": [5, 6],
+        "logprobs": [-1.0, -1.0],
+        "versions": [{"version": "v0", "start": 0, "end": 2}],
+    }
+    sampling = {"min_tokens": 40, "max_tokens": 90, "presence_penalty": 1.0}
+    engine = FakeEngine()
+    async with serving(engine, tmp_path) as served:
+        asked = body(group(1), sampling=sampling, continue_from={"samples": [resumed]})
+        assert (await served.http.post("/v1/rollouts", json=asked)).status_code == 200
+        tree = {"mode": "interval", "interval": 32, "max_leaves": 2, "first_split": 20}
+        asked = body(group(1), sampling=sampling, branching=tree)
+        assert (await served.http.post("/v1/rollouts", json=asked)).status_code == 200
+    known = [
+        (request.num_prior_tokens, request.sampling.min_tokens, request.sampling.max_tokens)
+        for request in engine.submitted
+    ]
+    assert known == [(2, 38, 88), (0, 32, 32), (32, 8, 58), (32, 8, 58)]
+
+
+async def test_stop_string_may_straddle_two_segments_of_a_tree(tmp_path: Path) -> None:
+    tree = {"mode": "interval", "interval": 32, "max_leaves": 2, "first_split": 20}
+    async with serving(FakeEngine(), tmp_path) as served:
+        asked = body(
+            {"prompt": {"text": "p"}},
+            sampling={"stop": ["\x1f\x20\x21\x22"], "max_tokens": 90},
+            branching={**tree, "flatten": True},
+        )
+        answer = await served.http.post("/v1/rollouts", json=asked)
+    [answered] = answer.json()["groups"]
+    [root, *leaves] = answered["segments"]
+    assert (root["finish_reason"], len(root["token_ids"])) == ("cut", 32)
+    assert "stop_reason" not in root
+    for leaf in leaves:
+        assert (leaf["finish_reason"], leaf["token_ids"]) == ("stop", [0x21, 0x22])
+        assert leaf["stop_reason"] == "\x1f\x20\x21\x22"
+    for sample in answered["samples"]:
+        assert sample["text"] == "".join(map(chr, range(1, 0x1F)))
+        assert sample["stop_reason"] == "\x1f\x20\x21\x22"
