@@ -8,6 +8,9 @@ from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from engine.feature_stats import CudaGraphStats, DrafterStatus, SharedPrefixStats, SpeculationStats
 from engine.types import (
     AdapterInfo,
@@ -18,7 +21,7 @@ from engine.types import (
     EngineInfo,
     PauseMode,
     SampleRequest,
-    TopLogprobs,
+    TopLogprobRows,
     VersionSpan,
 )
 
@@ -71,7 +74,8 @@ class Engine(Protocol):
     score: logprobs of the response's tokens after the prompt, under the model's own distribution at
         temperature 1, with or without an adapter. Cancelling the call cancels the work.
     top_logprobs: the logprob of every prompt token, as in `score`, with the top k tokens. The entry
-        of the first token is empty.
+        of the first token is empty. With `given` [prompt tokens, m], the logprobs of these tokens
+        instead of the top k; its first row is ignored.
     flush_exports: returns when every export of a previously submitted sample that has finished or
         was aborted is written or never will be. Then its slot may be reused. No write that began
         earlier is still in progress either: a status that is PENDING while the engine is paused can
@@ -146,8 +150,12 @@ class Engine(Protocol):
     ) -> list[float]: ...
 
     async def top_logprobs(
-        self, prompt: Sequence[int], num_top_logprobs: int, adapter: str | None = None
-    ) -> list[TopLogprobs]: ...
+        self,
+        prompt: Sequence[int],
+        num_top_logprobs: int,
+        adapter: str | None = None,
+        given: NDArray[np.int32] | None = None,
+    ) -> TopLogprobRows: ...
 
     async def abort(self, sample_ids: Sequence[str]) -> None: ...
 

@@ -3,7 +3,10 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
+
+import numpy as np
+from numpy.typing import NDArray
 
 from engine.feature_stats import FeatureStatus
 from engine.kv_types import ExportSlot, KvFormat, KvLoad
@@ -86,6 +89,40 @@ TopLogprobs = list[TokenLogprob]
 """The sampled token's logprob, then the top k, which may include the sampled token again."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class TopLogprobRows(Sequence[TopLogprobs]):
+    """Top logprobs at several positions, as arrays: a Python object per token would be slow.
+
+    `token_ids` and `logprobs` are [positions, 1 + k]. Column 0 is the token at the position itself,
+    with its rank in `ranks`. A logprob of minus infinity marks an entry that does not exist.
+    """
+
+    token_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    ranks: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+    @overload
+    def __getitem__(self, at: int) -> TopLogprobs: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> "TopLogprobRows": ...
+
+    def __getitem__(self, at: int | slice) -> "TopLogprobs | TopLogprobRows":
+        if isinstance(at, slice):
+            return TopLogprobRows(self.token_ids[at], self.logprobs[at], self.ranks[at])
+        width = self.token_ids.shape[1]
+        ranks = [int(self.ranks[at]), *range(1, width)]
+        each = zip(self.token_ids[at].tolist(), self.logprobs[at].tolist(), ranks, strict=True)
+        return [TokenLogprob(*entry) for entry in each if entry[1] > -np.inf]
+
+    def columns(self, k: int) -> "TopLogprobRows":
+        """The same positions with the k most probable tokens only."""
+        return TopLogprobRows(self.token_ids[:, : k + 1], self.logprobs[:, : k + 1], self.ranks)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionSpan:
     """Tokens `start` to `end` (excluded) of a response, sampled under one weights version."""
@@ -107,7 +144,7 @@ class TokenDelta:
     token_ids: list[int]
     logprobs: list[float]
     versions: tuple[VersionSpan, ...]
-    top_logprobs: list[TopLogprobs] | None = None
+    top_logprobs: TopLogprobRows | None = None
 
 
 OnTokens = Callable[[TokenDelta], None]
@@ -120,12 +157,12 @@ class SampleRequest:
     `id` is assigned by the server and unique. One sample of a group may carry an export; it is
     written once, as soon as the prompt is prefilled.
 
-    `entropy_top_k` and `num_top_logprobs` are mutually exclusive. The former returns per token the
-    renormalised entropy of the top k tokens, the latter the top k tokens themselves. With
-    `support`, the set of token ids that each token was sampled from is returned. Prefixes are
-    shared among samples with the same `cache_salt`, and among samples without one. Samples of the
-    same `group` may be drafted from each other's text, unless `speculation` is false. `adapter` is
-    the label of a loaded adapter. `on_tokens` receives the tokens while the sample runs.
+    `entropy_top_k` returns per token the renormalised entropy of the top k tokens,
+    `num_top_logprobs` the top k tokens themselves. With `support`, the set of token ids that each
+    token was sampled from is returned. Prefixes are shared among samples with the same
+    `cache_salt`, and among samples without one. Samples of the same `group` may be drafted from
+    each other's text, unless `speculation` is false. `adapter` is the label of a loaded adapter.
+    `on_tokens` receives the tokens while the sample runs.
 
     The last `num_prior_tokens` tokens of the prompt are the first ones of the response. Penalties,
     bad words, structured outputs and stop strings take them into account; the limits in `sampling`
@@ -213,7 +250,7 @@ class Completion:
     num_cached_tokens: int
     stop_reason: int | str | None = None
     entropy: list[float] | None = None
-    top_logprobs: list[TopLogprobs] | None = None
+    top_logprobs: TopLogprobRows | None = None
     support: list[bytes] | None = None
 
 

@@ -5,6 +5,8 @@ from collections.abc import Awaitable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from engine.drafter.service.checkpoint_dir import DrafterDir
@@ -37,7 +39,7 @@ from engine.types import (
     EngineInfo,
     PauseMode,
     SampleRequest,
-    TopLogprobs,
+    TopLogprobRows,
     VersionSpan,
 )
 from engine.weights.checkpoint import Checkpoint, read_base_checkpoint
@@ -248,8 +250,14 @@ class VllmEngine:
         return await self._generation.score(prompt, response, adapter)
 
     async def top_logprobs(
-        self, prompt: Sequence[int], num_top_logprobs: int, adapter: str | None = None
-    ) -> list[TopLogprobs]:
+        self,
+        prompt: Sequence[int],
+        num_top_logprobs: int,
+        adapter: str | None = None,
+        given: NDArray[np.int32] | None = None,
+    ) -> TopLogprobRows:
+        if given is not None:
+            return await self._generation.given_logprobs(prompt, given, adapter)
         return await self._generation.top_logprobs(prompt, num_top_logprobs, adapter)
 
     async def abort(self, sample_ids: Sequence[str]) -> None:

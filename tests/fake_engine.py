@@ -7,9 +7,13 @@ prefilled, and exported, in a sample's first step.
 
 import asyncio
 import json
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
 
 from engine.errors import (
     CheckpointRefused,
@@ -32,9 +36,8 @@ from engine.types import (
     PauseMode,
     SampleRequest,
     TokenDelta,
-    TokenLogprob,
     ToolCall,
-    TopLogprobs,
+    TopLogprobRows,
     VersionSpan,
 )
 from tests.fake_export import FORMAT, write_export
@@ -243,11 +246,20 @@ class FakeEngine:
         return [-float(len(prompt) + i) for i in range(len(response))]
 
     async def top_logprobs(
-        self, prompt: Sequence[int], num_top_logprobs: int, adapter: str | None = None
-    ) -> list[TopLogprobs]:
+        self,
+        prompt: Sequence[int],
+        num_top_logprobs: int,
+        adapter: str | None = None,
+        given: NDArray[np.int32] | None = None,
+    ) -> TopLogprobRows:
         scores = await self.score([], prompt, adapter)
-        places = zip(prompt[1:], scores[1:], strict=True)
-        return [[], *(_place(token, score, num_top_logprobs) for token, score in places)]
+        scores[0] = -math.inf
+        if given is not None:
+            token_ids = np.column_stack([np.array(prompt, np.int32), given])
+            return TopLogprobRows(
+                token_ids, -token_ids.astype(np.float32), np.ones(len(prompt), np.int64)
+            )
+        return _rows(prompt, scores, num_top_logprobs)
 
     def step(self, num_tokens: int = 1) -> None:
         """Samples `num_tokens` tokens for every running sample, up to its limit."""
@@ -392,7 +404,7 @@ class FakeEngine:
         if sample.done.done():
             return
         length = len(sample.request.prompt_token_ids)
-        count = len(sample.token_versions)
+        count, k = len(sample.token_versions), sample.request.num_top_logprobs
         places = range(length, length + count)
         completion = Completion(
             token_ids=[place % VOCAB_SIZE for place in places],
@@ -402,7 +414,7 @@ class FakeEngine:
             num_cached_tokens=sample.num_cached,
             stop_reason=sample.stop_reason,
             entropy=[self.entropy(p) for p in places] if sample.request.entropy_top_k else None,
-            top_logprobs=_places(places, sample.request.num_top_logprobs),
+            top_logprobs=_rows([p % VOCAB_SIZE for p in places], [-0.5] * count, k) if k else None,
         )
         sample.done.set_result(completion)
 
@@ -447,7 +459,7 @@ def _deliver(sample: Running) -> None:
     request, sample.num_delivered = sample.request, end
     if request.on_tokens is None or start == end:
         return
-    length = len(request.prompt_token_ids)
+    length, k = len(request.prompt_token_ids), request.num_top_logprobs
     places = range(length + start, length + end)
     spans = _spans(sample.token_versions[start:])
     request.on_tokens(
@@ -458,24 +470,23 @@ def _deliver(sample: Running) -> None:
             versions=tuple(
                 replace(span, start=span.start + start, end=span.end + start) for span in spans
             ),
-            top_logprobs=_places(places, request.num_top_logprobs),
+            top_logprobs=_rows([p % VOCAB_SIZE for p in places], [-0.5] * len(places), k)
+            if k
+            else None,
         )
     )
 
 
-def _places(places: range, num_top_logprobs: int) -> list[TopLogprobs] | None:
-    if not num_top_logprobs:
-        return None
-    return [_place(place % VOCAB_SIZE, -0.5, num_top_logprobs) for place in places]
-
-
-def _place(token: int, logprob: float, num_top_logprobs: int) -> TopLogprobs:
-    """The token and the ones after it; the token itself has the highest probability."""
-    others = range(num_top_logprobs)
-    return [
-        TokenLogprob(token, logprob, 1),
-        *(TokenLogprob((token + i) % VOCAB_SIZE, logprob - i, i + 1) for i in others),
-    ]
+def _rows(
+    token_ids: Sequence[int], logprobs: Sequence[float], num_top_logprobs: int
+) -> TopLogprobRows:
+    """Each token and the ones after it; the token itself has the highest probability."""
+    others = [0, *range(num_top_logprobs)]
+    return TopLogprobRows(
+        np.array([[(token + i) % VOCAB_SIZE for i in others] for token in token_ids], np.int32),
+        np.array([[logprob - i for i in others] for logprob in logprobs], np.float32),
+        np.ones(len(token_ids), np.int64),
+    )
 
 
 def _spans(versions: list[str]) -> tuple[VersionSpan, ...]:

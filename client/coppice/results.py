@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from coppice.wire.kv import KvHandle, KvReason
 from coppice.wire.kv_reuse import KvReuseAnswer
+from coppice.wire.logprobs import PromptLogprobs, TokenLogprobs, joined_logprobs
 from coppice.wire.result_formats import Packed, Part, parts_of
 from coppice.wire.rollouts import (
     FinishReason,
@@ -45,6 +46,11 @@ class Sample:
     finish_reason: FinishReason
     versions: tuple[VersionSpan, ...]
     stop_reason: int | str | None = None
+    top_logprobs: TokenLogprobs | None = None
+    """Most probable tokens at each token, if they were requested.
+
+    Tokens that a resumed sample already had have none.
+    """
 
     def token_versions(self) -> list[str]:
         """Weights version that generated each token of the sample."""
@@ -73,6 +79,7 @@ class Segment:
     stop_reason: int | str | None = None
     kv: KvHandle | None = None
     kv_reason: KvReason | None = None
+    top_logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -121,6 +128,7 @@ class Tree:
             finish_reason="length" if finish == "cut" or finish == "budget" else finish,
             versions=tuple(joined_spans((s.versions, len(s.token_ids)) for s in path)),
             stop_reason=path[-1].stop_reason,
+            top_logprobs=joined_logprobs(segment.top_logprobs for segment in path),
         )
 
 
@@ -168,6 +176,8 @@ class Group:
     num_dropped: int = 0
     selected: tuple[int, ...] | None = None
     kv_reuse: KvReuseAnswer | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    """Logprobs of the prompt's tokens, if they were requested."""
 
     @property
     def unfinished(self) -> tuple[Sample, ...]:
@@ -210,6 +220,7 @@ def group_of(head: GroupHead, samples: Iterable[Sample], segments: Iterable[Segm
         num_dropped=head.num_dropped,
         selected=None if head.selected is None else tuple(head.selected),
         kv_reuse=head.kv_reuse,
+        prompt_logprobs=head.prompt_logprobs,
     )
 
 
@@ -284,6 +295,7 @@ def _segment_of(
         stop_reason=answer.stop_reason,
         kv=answer.kv,
         kv_reason=answer.kv_reason,
+        top_logprobs=answer.top_logprobs,
     )
 
 
@@ -296,4 +308,5 @@ def _sample_of(answer: SampleAnswer, token_ids: ArrayLike, logprobs: ArrayLike) 
         finish_reason=answer.finish_reason,
         versions=tuple(answer.versions),
         stop_reason=answer.stop_reason,
+        top_logprobs=answer.top_logprobs,
     )

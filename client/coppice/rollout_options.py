@@ -18,7 +18,10 @@ from coppice.wire.rollouts import (
 )
 from coppice.wire.sampling import Sampling, StructuredOutputs
 
-_PLAIN = ("priority", "speculation", "adapter", "stream_tokens")
+_PLAIN = (
+    *("priority", "speculation", "adapter"),
+    *("stream_tokens", "top_logprobs", "prompt_logprobs"),
+)
 _LISTS = {"allowed_token_ids", "bad_words", "stop", "stop_token_ids"}
 
 
@@ -83,6 +86,9 @@ class RolloutOptions(TypedDict, total=False):
         speculation: False disables speculative decoding; the distribution is the same.
         adapter: name of a loaded LoRA adapter, or `name@version`.
         stream_tokens: streams have the tokens of running samples, too.
+        top_logprobs: number of most probable tokens to return at each sampled token.
+        prompt_logprobs: number of most probable tokens to return at each prompt token; with 0, the
+            prompt tokens' own logprobs only.
     """
 
     n: int
@@ -115,6 +121,8 @@ class RolloutOptions(TypedDict, total=False):
     speculation: bool
     adapter: str | None
     stream_tokens: bool
+    top_logprobs: int | None
+    prompt_logprobs: int | None
     session: str
     """Session name for load balancers, which route a session to the replica that has cached its
     earlier turns."""

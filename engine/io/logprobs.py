@@ -5,11 +5,12 @@ prefixes for such a request. So samples never ask for prompt logprobs, since the
 prefill the prompt again.
 """
 
-import math
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
 from vllm.lora.request import LoRARequest
@@ -20,31 +21,73 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from engine.errors import EngineDead, RequestRefused
-from engine.types import TokenLogprob, TopLogprobs
+from engine.io.logprob_arrays import LogprobChunks
+from engine.runner.prompt_token_ids import to_extra_args
+from engine.types import TopLogprobRows
 
 
 async def prompt_logprobs(
     llm: AsyncLLM, token_ids: Sequence[int], adapter: LoRARequest | None, num_top_logprobs: int
-) -> Any:
-    """vLLM's prompt logprobs of given tokens: one entry per token, the first one empty.
+) -> TopLogprobRows:
+    """Logprobs of given tokens and of the top k at their positions; the first position has none."""
+    output = await _score(llm, token_ids, adapter, prompt_logprobs=num_top_logprobs)
+    return prompt_rows(output.prompt_logprobs)
 
-    A request that a pause aborts is repeated.
+
+async def given_logprobs(
+    llm: AsyncLLM,
+    token_ids: Sequence[int],
+    adapter: LoRARequest | None,
+    given: NDArray[np.int32],
+) -> TopLogprobRows:
+    """Logprobs of given tokens and of further tokens [tokens, m] at their positions.
+
+    vLLM's second model runner has a parameter for this, without ranks. In the first one,
+    `prompt_token_ids` gathers the logprobs.
     """
-    output = await _score_once(llm, token_ids, adapter, num_top_logprobs)
+    if not llm.vllm_config.use_v2_model_runner:
+        args = to_extra_args(given[1:])
+        output = await _score(
+            llm, token_ids, adapter, prompt_logprobs=given.shape[1], extra_args=args
+        )
+        return prompt_rows(output.prompt_logprobs)
+    all_ids = np.column_stack([np.asarray(token_ids, np.int32), given])
+    if len(token_ids) < 2:
+        return TopLogprobRows(
+            all_ids, np.full(all_ids.shape, -np.inf, np.float32), np.zeros(1, int)
+        )
+    output = await _score(llm, token_ids, adapter, prompt_logprob_token_ids=all_ids[1:])
+    logprobs = np.pad(output.prompt_token_id_logprobs, ((1, 0), (0, 0)), constant_values=-np.inf)
+    return TopLogprobRows(all_ids, logprobs, np.zeros(len(token_ids), np.int64))
+
+
+async def _score(
+    llm: AsyncLLM, token_ids: Sequence[int], adapter: LoRARequest | None, **options: Any
+) -> RequestOutput:
+    """Prefill given tokens for their logprobs. A request that a pause aborts is repeated."""
+    output = await _score_once(llm, token_ids, adapter, options)
     while output.outputs[0].finish_reason == "abort":
-        output = await _score_once(llm, token_ids, adapter, num_top_logprobs)
-    return output.prompt_logprobs
+        output = await _score_once(llm, token_ids, adapter, options)
+    return output
 
 
 async def _score_once(
-    llm: AsyncLLM, token_ids: Sequence[int], adapter: LoRARequest | None, num_top_logprobs: int
+    llm: AsyncLLM,
+    token_ids: Sequence[int],
+    adapter: LoRARequest | None,
+    options: Mapping[str, Any],
 ) -> RequestOutput:
+    # vLLM requires that the request samples a token.
+    params = SamplingParams(
+        max_tokens=1,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        **options,
+    )
     try:
         generated = llm.generate(
-            tokens_input(list(token_ids)),
-            _scoring_params(num_top_logprobs),
-            uuid.uuid4().hex,
-            lora_request=adapter,
+            tokens_input(list(token_ids)), params, uuid.uuid4().hex, lora_request=adapter
         )
         (output,) = [output async for output in generated]
     except EngineDeadError as error:
@@ -54,63 +97,40 @@ async def _score_once(
     return output
 
 
-def _scoring_params(num_top_logprobs: int) -> SamplingParams:
-    """SamplingParams of a request for prompt logprobs; vLLM requires that it samples a token."""
-    return SamplingParams(
-        max_tokens=1,
-        prompt_logprobs=num_top_logprobs,
-        flat_logprobs=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
+def sampled_logprobs(found: Any) -> list[float]:
+    """Logprob of the sampled token at every position of vLLM's flat logprobs, or of arrays.
+
+    vLLM puts the sampled token first at every position.
+    """
+    if found is None:
+        return []
+    if isinstance(found, LogprobChunks):
+        logprobs: list[float] = found.rows().logprobs[:, 0].tolist()
+        return logprobs
+    return [found.logprobs[start] for start in found.start_indices]
+
+
+def prompt_rows(found: LogprobChunks | None) -> TopLogprobRows:
+    """Top logprobs at each position of a prompt; the first one has none."""
+    rows = LogprobChunks().rows() if found is None else found.rows()
+    return TopLogprobRows(
+        np.pad(rows.token_ids, ((1, 0), (0, 0))),
+        np.pad(rows.logprobs, ((1, 0), (0, 0)), constant_values=-np.inf),
+        np.pad(rows.ranks, (1, 0)),
     )
 
 
-def sampled_logprobs(flat: Any) -> list[float]:
-    """Logprob of the sampled token at every position of vLLM's flat logprobs.
-
-    vLLM puts the sampled token first at every position. The first position of a prompt has no
-    entry.
-    """
-    if flat is None:
-        return []
-    spans = zip(flat.start_indices, flat.end_indices, strict=True)
-    return [flat.logprobs[start] if end > start else 0.0 for start, end in spans]
-
-
-def parse_top_logprobs(flat: Any) -> list[TopLogprobs]:
-    """Top logprobs at each position, without tokens that top-k or top-p excluded."""
-    if flat is None:
-        return []
-    each = list(zip(flat.token_ids, flat.logprobs, flat.ranks, strict=True))
-    return [
-        [TokenLogprob(*entry) for entry in each[start:end] if entry[1] > -math.inf]
-        for start, end in zip(flat.start_indices, flat.end_indices, strict=True)
-    ]
-
-
-def top_k_entropies(flat: Any) -> list[float]:
+def top_k_entropies(rows: TopLogprobRows, k: int) -> list[float]:
     """Entropy at each position over the renormalised top k logprobs.
 
-    The top k tokens are listed after the sampled token.
+    Excluded tokens, at minus infinity, are ignored.
     """
-    if flat is None:
-        return []
-    spans = zip(flat.start_indices, flat.end_indices, strict=True)
-    return [_entropy(flat.logprobs[start + 1 : end]) for start, end in spans]
-
-
-def _entropy(logprobs: list[float]) -> float:
-    """Entropy of renormalised logprobs. Excluded tokens, at minus infinity, are ignored."""
-    kept = [logprob for logprob in logprobs if logprob > -math.inf]
-    probabilities = [math.exp(logprob) for logprob in kept]
-    total = sum(probabilities)
-    if not total:
-        return 0.0
-    mean = (
-        sum(probability * logprob for probability, logprob in zip(probabilities, kept, strict=True))
-        / total
-    )
-    return max(math.log(total) - mean, 0.0)
+    logprobs = rows.logprobs[:, 1 : k + 1].astype(np.float64)
+    probabilities = np.exp(logprobs)
+    totals = np.maximum(probabilities.sum(axis=1), np.finfo(np.float64).tiny)
+    means = np.where(probabilities > 0, probabilities * logprobs, 0.0).sum(axis=1) / totals
+    entropies: list[float] = np.maximum(np.log(totals) - means, 0.0).tolist()
+    return entropies
 
 
 def token_texts(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:

@@ -11,6 +11,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
 from vllm.outputs import RequestOutput
@@ -19,9 +21,9 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestState
 
 from engine.errors import EngineDead, RequestRefused, SupportLost
-from engine.io import stop_strings
+from engine.io import logprob_arrays, stop_strings
 from engine.io.logprobs import (
-    parse_top_logprobs,
+    given_logprobs,
     prompt_logprobs,
     sampled_logprobs,
     top_k_entropies,
@@ -37,7 +39,7 @@ from engine.types import (
     SampleRequest,
     StructuredOutputs,
     TokenDelta,
-    TopLogprobs,
+    TopLogprobRows,
     VersionSpan,
 )
 from engine.weights.updates import LoadedAdapters
@@ -166,11 +168,8 @@ class PendingSample:
     ) -> None:
         self._queue = queue
         self._progress = progress
-        self._on_tokens = sample.on_tokens
+        self._sample = sample
         self._num_delivered = 0
-        self._entropy = sample.entropy_top_k > 0
-        self._wants_top_logprobs = sample.num_top_logprobs > 0
-        self._wants_support = sample.support
         self._on_finished = on_finished
 
     def __await__(self) -> Generator[Any, None, Completion]:
@@ -182,21 +181,18 @@ class PendingSample:
                 self._deliver(output)
         except EngineDeadError as error:
             raise EngineDead("the engine process died") from error
-        found = to_completion(
-            output,
-            entropy=self._entropy,
-            top_logprobs=self._wants_top_logprobs,
-            support=self._wants_support,
-        )
+        found = to_completion(output, self._sample)
         if self._on_finished is not None:
-            self._on_finished(self._with_top_logprobs(found, output))
+            self._on_finished(
+                replace(found, top_logprobs=_recorded_rows(output.outputs[0].logprobs))
+            )
         return found
 
     def _deliver(self, output: RequestOutput) -> None:
         """Pass the new tokens of a running sample to `on_tokens`."""
         start, (sample,) = self._num_delivered, output.outputs
         end = self._num_delivered = len(sample.token_ids)
-        if self._on_tokens is None or end == start:
+        if self._sample.on_tokens is None or end == start:
             return
         flat: Any = sample.logprobs
         flat = flat[start:end]
@@ -205,20 +201,24 @@ class PendingSample:
             token_ids=list(sample.token_ids[start:end]),
             logprobs=sampled_logprobs(flat),
             versions=_spans_between(self._progress(), start, end),
-            top_logprobs=parse_top_logprobs(flat) if self._wants_top_logprobs else None,
+            top_logprobs=_top_logprobs(flat, self._sample),
         )
-        self._on_tokens(delta)
-
-    def _with_top_logprobs(self, found: Completion, output: RequestOutput) -> Completion:
-        if not self._entropy:
-            return found
-        return replace(found, top_logprobs=parse_top_logprobs(output.outputs[0].logprobs))
+        self._sample.on_tokens(delta)
 
 
-def to_completion(
-    output: RequestOutput, *, entropy: bool, top_logprobs: bool, support: bool
-) -> Completion:
-    sample = output.outputs[0]
+def _recorded_rows(logprobs: Any) -> TopLogprobRows | None:
+    """Top logprobs of a sample, if vLLM returned any for whatever purpose."""
+    return logprobs.rows() if isinstance(logprobs, logprob_arrays.LogprobChunks) else None
+
+
+def _top_logprobs(logprobs: Any, request: SampleRequest) -> TopLogprobRows | None:
+    rows, k = _recorded_rows(logprobs), request.num_top_logprobs
+    return rows.columns(k) if k and rows is not None else None
+
+
+def to_completion(output: RequestOutput, request: SampleRequest) -> Completion:
+    sample, k = output.outputs[0], request.entropy_top_k
+    rows = _recorded_rows(sample.logprobs)
     return Completion(
         token_ids=list(sample.token_ids),
         logprobs=sampled_logprobs(sample.logprobs),
@@ -229,9 +229,9 @@ def to_completion(
         ),
         num_cached_tokens=output.num_cached_tokens or 0,
         stop_reason=sample.stop_reason,
-        entropy=top_k_entropies(sample.logprobs) if entropy else None,
-        top_logprobs=parse_top_logprobs(sample.logprobs) if top_logprobs else None,
-        support=_support(sample) if support else None,
+        entropy=top_k_entropies(rows, k) if k and rows is not None else None,
+        top_logprobs=_top_logprobs(sample.logprobs, request),
+        support=_support(sample) if request.support else None,
     )
 
 
@@ -267,6 +267,7 @@ class Generation:
     """Generates samples and scores responses with the running vLLM."""
 
     def __init__(self, processes: VllmProcesses, adapters: LoadedAdapters) -> None:
+        logprob_arrays.install()
         self._processes = processes
         self._adapters = adapters
         stop_strings.install()
@@ -330,19 +331,21 @@ class Generation:
     async def score(
         self, prompt: Sequence[int], response: Sequence[int], adapter: str | None
     ) -> list[float]:
-        flat = await self._prompt_logprobs([*prompt, *response], adapter, 0)
-        return sampled_logprobs(flat)[len(prompt) :]
+        rows = await self.top_logprobs([*prompt, *response], 0, adapter)
+        logprobs: list[float] = rows.logprobs[len(prompt) :, 0].tolist()
+        return logprobs
 
     async def top_logprobs(
         self, prompt: Sequence[int], num_top_logprobs: int, adapter: str | None
-    ) -> list[TopLogprobs]:
-        return parse_top_logprobs(await self._prompt_logprobs(prompt, adapter, num_top_logprobs))
-
-    async def _prompt_logprobs(
-        self, prompt: Sequence[int], adapter: str | None, num_top_logprobs: int
-    ) -> Any:
+    ) -> TopLogprobRows:
         lora_request = self._adapters.request(adapter)
         return await prompt_logprobs(self._processes.llm, prompt, lora_request, num_top_logprobs)
+
+    async def given_logprobs(
+        self, prompt: Sequence[int], given: NDArray[np.int32], adapter: str | None
+    ) -> TopLogprobRows:
+        lora_request = self._adapters.request(adapter)
+        return await given_logprobs(self._processes.llm, prompt, lora_request, given)
 
     async def abort(self, sample_ids: Sequence[str]) -> None:
         with suppress(EngineDead, EngineDeadError):

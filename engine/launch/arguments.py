@@ -125,7 +125,8 @@ def engine_arguments(
         scheduling_policy="priority",
         # Logprobs of the sampling distribution, after temperature and truncation.
         logprobs_mode="processed_logprobs",
-        max_logprobs=max(settings.max_logprobs, MAX_ENTROPY_TOP_K),
+        # Scoring of given tokens includes the token at the position itself.
+        max_logprobs=max(settings.max_logprobs, MAX_ENTROPY_TOP_K) + 1,
         # The model's sampling defaults would silently override the request's.
         generation_config="vllm",
         worker_extension_cls=worker_extension,

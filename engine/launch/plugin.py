@@ -20,6 +20,7 @@ from engine.patches import (
     lora_cpu_ops,
     reload_memory,
 )
+from engine.runner import prompt_token_ids
 from engine.runtime import gc_and_process_group
 from engine.sampling_support import hooks as sampling_support
 from engine.speculation import mrv2_speculators
@@ -31,7 +32,7 @@ _installed = False
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patch:
-    """A patch of vLLM code and the processes that need it.
+    """A patch of vLLM code, or a hook in it, and the processes that need it.
 
     `processes` are prefixes of process names; the empty prefix matches all.
     """
@@ -64,6 +65,12 @@ PATCHES = (
     Patch(
         name="moe_reload",
         install=cpu_moe_reload.install,
+        platform="cpu",
+        processes=MODEL_PROCESSES,
+    ),
+    Patch(
+        name="prompt_token_ids",
+        install=prompt_token_ids.install,
         platform="cpu",
         processes=MODEL_PROCESSES,
     ),

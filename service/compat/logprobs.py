@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from coppice.wire.rollouts import RolloutRequest, SampleAnswer
-from engine.types import TopLogprobs
+from engine.types import TopLogprobRows, TopLogprobs
 from service.compat.compat_request import CompatRequest
 from service.http.errors import InvalidRequest
 from service.rollouts.rollout import Rollout
@@ -24,7 +24,7 @@ from service.server import Server
 NumLogprobs = Annotated[int, Field(ge=0, le=1024)]
 MAX_PROMPT_LOGPROBS = 2**20
 """Maximum number of prompt logprobs in a response, over all choices; each takes about 50 bytes."""
-PromptLogprobs = list[list[TopLogprobs]] | None
+PromptLogprobs = list[TopLogprobRows] | None
 TokenName = Callable[[int], str]
 """Returns the name of a token in logprobs: its text, or `token_id:` and its id."""
 
@@ -36,7 +36,7 @@ def check(server: Server, **counts: int | None) -> None:
             raise InvalidRequest.of_parameter(name, f"at most {limit} (engine.max_logprobs)")
 
 
-def sample_logprobs(rollout: Rollout, group: int, index: int) -> list[TopLogprobs]:
+def sample_logprobs(rollout: Rollout, group: int, index: int) -> Sequence[TopLogprobs]:
     """Top-k logprobs for each token of a sample; empty if none were requested."""
     return rollout.groups[group].top_logprobs.get(index, [])
 

@@ -222,7 +222,7 @@ class CompletionBuilder:
             self.name,
         )
 
-    def _places(self, group: int, sample: SampleAnswer) -> list[TopLogprobs]:
+    def _places(self, group: int, sample: SampleAnswer) -> Sequence[TopLogprobs]:
         return logprobs.sample_logprobs(self.rollout, group, sample.index)
 
 

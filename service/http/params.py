@@ -102,6 +102,11 @@ def negotiate_format(accept: str | None) -> ResponseFormat:
     raise NotAcceptable(f"the route responds with {', '.join(ResponseFormat)}")
 
 
+def accepts_packed(accept: str | None) -> bool:
+    """True if `Accept` names the packed format; JSON is the default."""
+    return ResponseFormat.PACKED in (accept or "")
+
+
 def accepts_file(accept: str | None) -> bool:
     """True if `Accept` allows sending a file's bytes; False if it asks for JSON instead."""
     accepted = {part.partition(";")[0].strip().lower() for part in (accept or "*/*").split(",")}

@@ -11,11 +11,13 @@ import asyncio
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from fastapi import Response
 from pydantic import BaseModel
 from pydantic_core import to_json
 from starlette.types import Receive, Scope, Send
 
+from coppice.wire.logprobs import TokenLogprobs
 from coppice.wire.rollouts import GroupAnswer, RolloutAnswer
 from service.http import errors, exception_handlers
 from service.http.errors import ServiceError
@@ -59,6 +61,13 @@ ENGINE_ERRORS: Problems = (
     errors.Overloaded,
 )
 PART_BYTES = 256 * 2**10
+SLICE_NUMBERS = 2**13
+_NO_TABLE = TokenLogprobs.model_construct(
+    offsets=np.zeros(0, np.int64),
+    token_ids=np.zeros(0, np.int32),
+    logprobs=np.zeros(0, np.float32),
+)
+_NO_TABLE_JSON = _NO_TABLE.model_dump_json().encode()
 
 
 def declare_responses(
@@ -132,7 +141,7 @@ def rollout_parts(answer: RolloutAnswer) -> Iterator[bytes]:
 def model_parts(answer: BaseModel, name: str) -> Iterator[bytes]:
     """Encode a model as JSON in parts, its long list field `name` element by element."""
     elements: Sequence[BaseModel] = getattr(answer, name)
-    return collected(_filled(answer, name, ([_json(element)] for element in elements)))
+    return collected(_filled(answer, name, map(table_fragments, elements)))
 
 
 def value_parts(value: object) -> Iterator[bytes]:
@@ -157,13 +166,57 @@ def collected(fragments: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _group(group: GroupAnswer) -> Iterator[bytes]:
-    samples = ([_json(sample)] for sample in group.samples)
+    samples = (table_fragments(sample) for sample in group.samples)
     if not group.segments:
         return _filled(group, "samples", samples)
     bare = group.model_copy(update={"samples": []})
-    segments = ([_json(segment)] for segment in group.segments)
+    segments = (table_fragments(segment) for segment in group.segments)
     before, _, behind = b"".join(_filled(bare, "segments", segments)).partition(b'"samples":[]')
     return _chained(before + b'"samples":[', _separated(samples), b"]" + behind)
+
+
+def table_fragments(model: BaseModel, *, exclude_none: bool = False) -> Iterator[bytes]:
+    """JSON of a model, in fragments; its tables of logprobs are encoded in slices.
+
+    `_NO_TABLE` is not valid as a table, so it occurs in the shell only in place of the tables.
+    """
+    tables: list[TokenLogprobs] = []
+    shell = _without_tables(model, tables).model_dump_json(exclude_none=exclude_none).encode()
+    first, *others = shell.split(_NO_TABLE_JSON)
+    assert len(others) == len(tables), "one placeholder per table"
+    yield first
+    for table, behind in zip(tables, others, strict=True):
+        yield from _table(table)
+        yield behind
+
+
+def _without_tables(model: BaseModel, tables: list[TokenLogprobs]) -> BaseModel:
+    """Copy of a model in which `_NO_TABLE` replaces its tables, which are appended to `tables`."""
+    changed: dict[str, object] = {}
+    for name in type(model).model_fields:
+        value = getattr(model, name)
+        if isinstance(value, TokenLogprobs):
+            tables.append(value)
+            changed[name] = _NO_TABLE
+        elif isinstance(value, BaseModel):
+            bare = _without_tables(value, tables)
+            if bare is not value:
+                changed[name] = bare
+        elif isinstance(value, list) and value and isinstance(value[0], BaseModel):
+            bare_list = [_without_tables(each, tables) for each in value]
+            if any(bare is not each for bare, each in zip(bare_list, value, strict=True)):
+                changed[name] = bare_list
+    return model.model_copy(update=changed) if changed else model
+
+
+def _table(table: TokenLogprobs) -> Iterator[bytes]:
+    for index, name in enumerate(TokenLogprobs.model_fields):
+        yield b'%b"%b":[' % (b"," if index else b"{", name.encode())
+        array = getattr(table, name)
+        for start in range(0, len(array), SLICE_NUMBERS):
+            yield b"," * (start > 0) + to_json(array[start : start + SLICE_NUMBERS].tolist())[1:-1]
+        yield b"]"
+    yield b"}"
 
 
 def _filled(model: BaseModel, name: str, elements: Iterable[Iterable[bytes]]) -> Iterator[bytes]:
@@ -172,7 +225,7 @@ def _filled(model: BaseModel, name: str, elements: Iterable[Iterable[bytes]]) ->
     Quotes inside strings are escaped, so the search for the empty list finds the field only.
     """
     empty = b'"%b":[]' % name.encode()
-    shell = _json(model.model_copy(update={name: []}))
+    shell = b"".join(table_fragments(model.model_copy(update={name: []})))
     before, found, behind = shell.partition(empty)
     assert found, f"{name} is a list of the answer"
     return _chained(before + empty[:-1], _separated(elements), b"]" + behind)

@@ -8,12 +8,21 @@ cancelling it at any of these points ends the samples.
 import asyncio
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
+from coppice.wire.logprobs import PromptLogprobs, TokenLogprobs
 from coppice.wire.rollouts import (
     FinishReason,
     GroupAnswer,
@@ -31,6 +40,7 @@ from service.prompt_kv.group_exports import GroupKvExports
 from service.rollouts.fairness import Turns
 from service.rollouts.finish_policy import FinishPolicy
 from service.rollouts.group_options import GroupOptions, derive_seed
+from service.rollouts.logprob_tables import to_sample_table
 from service.rollouts.prompt_kv_source import PrefilledPrompt, PromptSource
 
 EndReason = Literal["cancelled", "deadline", "surplus", "version_changed"]
@@ -52,7 +62,8 @@ class Group:
     the samples as siblings. `sample_seconds` are the durations of the samples since `began_at`
     (event loop clock), in the order in which they finished. `turns`, shared by the rollout, spread
     the answers of samples that finish at the same time over iterations of the event loop.
-    `top_logprobs` maps a sample's index to the top logprobs of its tokens, if they were requested.
+    `top_logprobs` maps a sample's index to the top logprobs of its tokens, if they were requested
+    and are not part of its answer.
     `ended` are the answers of the finished samples, in the order in which they finished.
     `on_tokens` receives the tokens of the running samples.
     """
@@ -67,10 +78,11 @@ class Group:
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
     began_at: float = 0.0
     sample_seconds: list[float] = field(default_factory=list)
-    top_logprobs: dict[int, list[TopLogprobs]] = field(default_factory=dict)
+    top_logprobs: dict[int, Sequence[TopLogprobs]] = field(default_factory=dict)
     turns: Turns = field(default_factory=Turns)
     ended: list[SampleAnswer] = field(default_factory=list)
     on_tokens: OnSampleTokens | None = None
+    prompt_logprobs: PromptLogprobs | None = None
     _unfinished: set[str] = field(default_factory=set)
     _ending: asyncio.Event = field(default_factory=asyncio.Event)
     _seconds_used: float = 0.0
@@ -232,7 +244,7 @@ class Group:
         result = await completion
         self.sample_seconds.append(asyncio.get_running_loop().time() - self.began_at)
         self.on_finished(self.sample_ids[index])
-        if result.top_logprobs is not None:
+        if result.top_logprobs is not None and not self.options.answers_top_logprobs:
             self.top_logprobs[index] = result.top_logprobs[: self._num_valid_tokens(result)]
         await self._on_sample_end(engine, index, result)
         await self.turns.wait()
@@ -277,12 +289,20 @@ class Group:
             finish_reason=finish_reason,
             stop_reason=stop_reason,
             versions=joined_spans([(prior_spans, len(prior_tokens)), (spans, num_tokens)]),
+            top_logprobs=await self._top_logprobs(result, len(prior_tokens), num_tokens),
         )
 
     async def _text(self, token_ids: list[int], stop_reason: int | str | None) -> str | None:
         if self.options.decode is None:
             return None
         return await self.options.decode(token_ids, stop_reason, self.options.sampling)
+
+    async def _top_logprobs(
+        self, result: Completion, num_prior: int, num_tokens: int
+    ) -> TokenLogprobs | None:
+        if not self.options.answers_top_logprobs:
+            return None
+        return await to_sample_table(result.top_logprobs, num_prior, num_tokens)
 
     def _on_delta(self, index: int, delta: TokenDelta) -> None:
         """Pass on the new tokens of a running sample, without those that its answer will lack."""
@@ -293,7 +313,9 @@ class Group:
         self._num_streamed[index] = end
         num_tokens = end - start
         if delta.top_logprobs is not None:
-            self.top_logprobs.setdefault(index, []).extend(delta.top_logprobs[:num_tokens])
+            streamed = self.top_logprobs.setdefault(index, [])
+            assert isinstance(streamed, list)
+            streamed.extend(delta.top_logprobs[:num_tokens])
         spans = [
             VersionSpan(version=s.version, start=s.start, end=s.end, adapter=self.options.adapter)
             for s in delta.versions
@@ -344,6 +366,7 @@ class Group:
             num_continued_tokens=sum(len(given.token_ids) for given in self.options.continued),
             selected=None if self.finish_policy is None else self.finish_policy.selected,
             samples=samples,
+            prompt_logprobs=self.prompt_logprobs,
         )
 
     def _outcome(self, samples: list[SampleAnswer]) -> Outcome:

@@ -92,6 +92,8 @@ class GroupFactory:
             kv_lease_seconds=None if request.kv is None else request.kv.lease_seconds,
             decode=self._tokenizer.response_text if _has_text(group) else None,
             continued=continued,
+            num_top_logprobs=request.top_logprobs or shared.num_top_logprobs,
+            answers_top_logprobs=bool(request.top_logprobs),
         )
 
 

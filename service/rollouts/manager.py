@@ -7,11 +7,12 @@ nothing of it.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+from coppice.wire.logprobs import PromptLogprobs
 from coppice.wire.rollouts import RolloutRequest
 from engine.protocol import Engine
 from service.adapters.manager import AdapterManager
@@ -19,7 +20,7 @@ from service.cluster.membership import ClusterMembership
 from service.cluster.registry import new_rollout_id
 from service.http.errors import Draining, RolloutNotFound, ServiceError
 from service.prompt_kv.manager import PromptKvManager
-from service.rollouts import validation
+from service.rollouts import logprob_tables, validation
 from service.rollouts.admission import DRAINING_RETRY_SECONDS, Admission, Reservation
 from service.rollouts.group import Group
 from service.rollouts.group_factory import GroupFactory
@@ -30,6 +31,7 @@ from service.rollouts.rollout import GroupEnded, Rollout
 from service.rollouts.tokenizer import Tokenizer
 from service.weights.versions import Versions
 
+PromptScorer = Callable[[RolloutRequest, list[list[int]]], Awaitable[list[PromptLogprobs]]]
 OnEnded = Callable[[Rollout], None]
 POLL_SECONDS = 0.05
 NO_OPTIONS = GroupOptions()
@@ -107,17 +109,19 @@ class RolloutManager:
         detached: bool = False,
         claim: IdempotencyClaim | None = None,
         options: GroupOptions = NO_OPTIONS,
+        prompt_scorer: PromptScorer | None = None,
     ) -> Rollout:
         """Validate a request and start its rollout; a rejected request submits nothing to vLLM.
 
-        `options` are group options that the request cannot express. With an idempotency claim,
+        `options` are group options that the request cannot express. `prompt_scorer` computes the
+        prompt logprobs of requests that ask for them. With an idempotency claim,
         returns the rollout that the same request has already started, if there is one, also during
         a drain. Raises RedirectToReplica if another replica holds the claim.
         """
         stream_tokens = options.stream_tokens or request.stream_tokens
         options = replace(options, owner=owner, stream_tokens=stream_tokens)
         if claim is None:
-            return await self._start(request, options, detached=detached)
+            return await self._start(request, options, prompt_scorer, detached=detached)
         started = self._keys.claim(claim)
         if started is not None:
             return self.get(started, owner=owner)
@@ -125,7 +129,9 @@ class RolloutManager:
             self._admission.check_open()
             await self._fleet.claim(claim.cluster_key)
             try:
-                return await self._start(request, options, detached=True, claim=claim)
+                return await self._start(
+                    request, options, prompt_scorer, detached=True, claim=claim
+                )
             except ServiceError:
                 # Released before the error is sent: a replica that receives the retry must not find
                 # the claim held by this one.
@@ -139,6 +145,7 @@ class RolloutManager:
         self,
         request: RolloutRequest,
         options: GroupOptions,
+        prompt_scorer: PromptScorer | None,
         *,
         detached: bool,
         claim: IdempotencyClaim | None = None,
@@ -147,6 +154,7 @@ class RolloutManager:
             request, max_samples=self._max_samples, is_blocking=not (detached or request.stream)
         )
         prompts = await self._tokenizer.all_token_ids([group.prompt for group in request.groups])
+        logprob_tables.check_rollout(request, prompts, num_samples, self._engine.info)
         num_tokens = sum(map(len, prompts))
         if request.continue_from is not None:
             num_tokens += await validation.check_continue_from(request, prompts, self._engine.info)
@@ -154,7 +162,10 @@ class RolloutManager:
             options.owner, samples=num_samples, prompt_tokens=num_tokens
         )
         try:
+            scored = await _score_prompts(request, prompts, prompt_scorer)
             groups = await self._create_groups(request, prompts, options)
+            for group, prompt_logprobs in zip(groups, scored, strict=True):
+                group.prompt_logprobs = prompt_logprobs
             new_id = new_rollout_id(self._fleet.own_id)
             rollout = Rollout(new_id, groups, detached=detached, claim=claim)
             return self._run(rollout, reservation)
@@ -299,3 +310,16 @@ class RolloutManager:
         self._ended(rollout)  # after the answer is stored: an error in an observer must not lose it
         if rollout.detached:
             rollout.drop_groups()
+
+
+async def _score_prompts(
+    request: RolloutRequest, prompts: list[list[int]], prompt_scorer: PromptScorer | None
+) -> Sequence[PromptLogprobs | None]:
+    """Prompt logprobs of each group, before the rollout exists.
+
+    An activation may wait for the end of all rollouts while scoring waits for the activation.
+    """
+    if request.prompt_logprobs is None:
+        return [None] * len(prompts)
+    assert prompt_scorer is not None, "routes that accept prompt_logprobs pass a scorer"
+    return await prompt_scorer(request, prompts)

@@ -306,6 +306,8 @@ class Rollout:
 def _num_bytes(part: SampleAnswer | SegmentAnswer) -> int:
     """Estimated memory of a log record in bytes; a number in a list takes about 36 bytes."""
     num_bytes = PART_BYTES + SPAN_BYTES * len(part.versions)
+    if part.top_logprobs is not None:
+        num_bytes += part.top_logprobs.num_bytes
     if isinstance(part, SampleAnswer):
         return num_bytes + sys.getsizeof(part.text) + 80 * len(part.token_ids)
     # Counted twice: the log has the segment as it was when it ended, the answer as it is now.

@@ -8,14 +8,23 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-from coppice.wire.rollouts import WeightsConstraint
+from coppice.wire.logprobs import PromptLogprobs
+from coppice.wire.rollouts import RolloutRequest, WeightsConstraint
 from coppice.wire.score import ScoreAnswer, ScoredItem, ScoredResponse, ScoreItem, ScoreRequest
 from engine.protocol import Engine
-from engine.types import TopLogprobs
+from engine.types import EngineInfo, TopLogprobRows
 from service.adapters.manager import AdapterManager
 from service.http.errors import InvalidRequest, PromptTooLong
 from service.http.exception_handlers import to_service_error
 from service.rollouts.admission import Admission
+from service.rollouts.logprob_tables import (
+    check_count,
+    check_total,
+    given_table,
+    padded_token_ids,
+    to_prompt_logprobs,
+    to_table,
+)
 from service.rollouts.manager import RolloutManager
 from service.rollouts.tokenizer import Tokenizer
 from service.weights.versions import Versions
@@ -29,6 +38,7 @@ class ScoringOptions(NamedTuple):
 
     weights: WeightsConstraint | None
     adapter: str | None
+    top_logprobs: int = 0
 
 
 class Scoring:
@@ -59,13 +69,34 @@ class Scoring:
             raise InvalidRequest(
                 f"{num_responses} responses; the limit is {self._max_samples} per request"
             )
+        _check_logprobs(request, self._engine.info)
         prompts = await self._tokenizer.all_token_ids([item.prompt for item in request.items])
         pairs = list(zip(request.items, prompts, strict=True))
         for item, prompt in pairs:
             self._check(prompt, item.responses)
         num_tokens = sum(len(p) + sum(map(len, item.responses)) for item, p in pairs)
         with self._admission.reserved(owner, samples=num_responses, prompt_tokens=num_tokens):
-            return await self._score_items(pairs, ScoringOptions(request.weights, request.adapter))
+            options = ScoringOptions(request.weights, request.adapter, request.top_logprobs or 0)
+            return await self._score_items(pairs, options)
+
+    async def prompt_logprobs(
+        self, request: RolloutRequest, prompts: list[list[int]]
+    ) -> list[PromptLogprobs]:
+        """Prompt logprobs of a rollout request, whose samples are admitted already."""
+        options = ScoringOptions(request.weights, request.adapter, request.prompt_logprobs or 0)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                scored = [tasks.create_task(self._prompt(prompt, options)) for prompt in prompts]
+        except ExceptionGroup as failures:
+            raise to_service_error(failures) from failures
+        return [task.result() for task in scored]
+
+    async def _prompt(self, prompt: list[int], options: ScoringOptions) -> PromptLogprobs:
+        rows, version, _ = await self._compute_on_one_version(
+            lambda adapter: self._engine.top_logprobs(prompt, options.top_logprobs, adapter),
+            options,
+        )
+        return await to_prompt_logprobs(rows, version)
 
     async def _score_items(
         self, pairs: list[tuple[ScoreItem, list[int]]], options: ScoringOptions
@@ -93,10 +124,13 @@ class Scoring:
     async def _item(
         self, item: ScoreItem, prompt: list[int], options: ScoringOptions
     ) -> ScoredItem:
+        given: Sequence[list[list[int]] | None] = item.logprob_token_ids or [None] * len(
+            item.responses
+        )
         async with asyncio.TaskGroup() as tasks:
             scored = [
-                tasks.create_task(self._response(prompt, response, options))
-                for response in item.responses
+                tasks.create_task(self._response(prompt, response, token_ids, options))
+                for response, token_ids in zip(item.responses, given, strict=True)
             ]
         return ScoredItem(
             num_prompt_tokens=len(prompt), responses=[task.result() for task in scored]
@@ -109,7 +143,7 @@ class Scoring:
         *,
         owner: str,
         options: ScoringOptions,
-    ) -> list[list[TopLogprobs]]:
+    ) -> list[TopLogprobRows]:
         """Top-k logprobs at the positions of each given prompt, in the order of the prompts.
 
         Each prompt is computed on one weights version.
@@ -117,7 +151,7 @@ class Scoring:
         for prompt in prompts:
             self._check(prompt, [])
 
-        def score_prompt(prompt: list[int]) -> ComputedResult[list[TopLogprobs]]:
+        def score_prompt(prompt: list[int]) -> ComputedResult[TopLogprobRows]:
             return self._compute_on_one_version(
                 lambda adapter: self._engine.top_logprobs(prompt, num_top_logprobs, adapter),
                 options,
@@ -133,12 +167,25 @@ class Scoring:
         return [task.result()[0] for task in scored]
 
     async def _response(
-        self, prompt: list[int], response: list[int], options: ScoringOptions
+        self,
+        prompt: list[int],
+        response: list[int],
+        given: list[list[int]] | None,
+        options: ScoringOptions,
     ) -> ScoredResponse:
-        logprobs, version, adapter = await self._compute_on_one_version(
-            lambda adapter: self._engine.score(prompt, response, adapter), options
+        if not (options.top_logprobs or given):
+            logprobs, version, adapter = await self._compute_on_one_version(
+                lambda adapter: self._engine.score(prompt, response, adapter), options
+            )
+            return ScoredResponse(logprobs=logprobs, version=version, adapter=adapter)
+        requested = padded_token_ids(len(prompt), given) if given else None
+        rows, version, adapter = await self._compute_on_one_version(
+            lambda adapter: self._engine.top_logprobs(
+                [*prompt, *response], options.top_logprobs, adapter, requested
+            ),
+            options,
         )
-        return ScoredResponse(logprobs=logprobs, version=version, adapter=adapter)
+        return await _scored_response(rows[len(prompt) :], given, version, adapter)
 
     async def _compute_on_one_version(
         self, compute: Callable[[str | None], Awaitable[Result]], options: ScoringOptions
@@ -155,3 +202,45 @@ class Scoring:
                 result = await compute(adapter)
             if epoch == self._versions.epoch:
                 return result, version, adapter
+
+
+def _check_logprobs(request: ScoreRequest, info: EngineInfo) -> None:
+    """Check the requested logprobs of further tokens: shapes, token ids and total number."""
+    given = [item for item in request.items if item.logprob_token_ids is not None]
+    if request.top_logprobs and given:
+        raise InvalidRequest("give either top_logprobs or logprob_token_ids")
+    check_count(info, top_logprobs=request.top_logprobs)
+    num_tokens = sum(len(response) for item in request.items for response in item.responses)
+    check_total("top_logprobs", num_tokens, request.top_logprobs or 0)
+    for item in given:
+        _check_token_ids(item, info)
+    check_total("logprob_token_ids", sum(map(_num_token_ids, given)), 1)
+
+
+def _check_token_ids(item: ScoreItem, info: EngineInfo) -> None:
+    rows = item.logprob_token_ids or []
+    if list(map(len, rows)) != list(map(len, item.responses)):
+        raise InvalidRequest("logprob_token_ids needs one list per token of each response")
+    widest = max(len(row) for of_response in rows for row in of_response)
+    check_count(info, logprob_token_ids=widest)
+    if max(max(row) for of_response in rows for row in of_response) >= info.vocab_size:
+        raise InvalidRequest(f"token ids must be below {info.vocab_size}")
+
+
+def _num_token_ids(item: ScoreItem) -> int:
+    """Number of logprobs that the engine computes; it computes equally many at each position."""
+    of_responses = item.logprob_token_ids or []
+    return sum(len(rows) * max(map(len, rows)) for rows in of_responses)
+
+
+async def _scored_response(
+    rows: TopLogprobRows, given: list[list[int]] | None, version: str, adapter: str | None
+) -> ScoredResponse:
+    logprobs: list[float] = rows.logprobs[:, 0].tolist()
+    if given is None:
+        table = await to_table(rows)
+        return ScoredResponse(
+            logprobs=logprobs, version=version, adapter=adapter, top_logprobs=table
+        )
+    table = await asyncio.to_thread(given_table, rows, given)
+    return ScoredResponse(logprobs=logprobs, version=version, adapter=adapter, given_logprobs=table)

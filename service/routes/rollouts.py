@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable
+from itertools import chain
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
@@ -32,10 +33,13 @@ from service.http.responses import (
     JSON,
     READINESS_ERRORS,
     REDIRECT,
+    collected,
     declare_responses,
     parts_response,
     rollout_parts,
+    table_fragments,
 )
+from service.rollouts.fairness import TimeSlice
 from service.rollouts.idempotency import IdempotencyClaim
 from service.rollouts.rollout import Rollout
 from service.routes.dependencies import ROLLOUT_LOCAL, AnyServer
@@ -89,7 +93,13 @@ async def start(request: Request, server: AnyServer, caller: Caller) -> Response
     if body.stream_tokens and not (is_streamed or respond_async):
         raise InvalidRequest.of_parameter("stream_tokens", "needs stream: true")
     claim = None if key is None else await _claim(caller.name, key, content)
-    starting = server.rollouts.start(body, owner=caller.name, detached=respond_async, claim=claim)
+    starting = server.rollouts.start(
+        body,
+        owner=caller.name,
+        detached=respond_async,
+        claim=claim,
+        prompt_scorer=server.scoring.prompt_logprobs,
+    )
     rollout = await cancel_on_disconnect(request, starting)
     if respond_async:
         return _accepted(rollout, {"Preference-Applied": "respond-async"})
@@ -173,8 +183,12 @@ async def _lines_until_disconnect(server: Server, rollout: Rollout) -> AsyncIter
 
 
 async def _lines(rollout: Rollout) -> AsyncIterator[bytes]:
+    turn = TimeSlice()
     async for record in rollout.records():
-        yield record.model_dump_json(exclude_none=True).encode() + b"\n"
+        fragments = chain(table_fragments(record, exclude_none=True), [b"\n"])
+        for part in collected(fragments):
+            yield part
+            await turn.pause()
     rollout.awaits_fetch = False
 
 

@@ -2,14 +2,15 @@
 
 from fastapi import APIRouter, Request, Response
 
+from coppice.wire.packed_scores import pack_scores
 from coppice.wire.score import ScoreRequest
 from service.auth.access import Caller, requires_role
 from service.http.exception_handlers import cancel_on_disconnect
+from service.http.params import ResponseFormat, accepts_packed
 from service.http.responses import (
     AUTH_ERRORS,
     BODY_ERRORS,
     ENGINE_ERRORS,
-    JSON,
     READINESS_ERRORS,
     declare_responses,
     model_parts,
@@ -20,7 +21,11 @@ from service.routes.dependencies import ReadyServer
 router = APIRouter(prefix="/v1/score")
 
 SCORE_RESPONSES = declare_responses(
-    {200: JSON}, *AUTH_ERRORS, *READINESS_ERRORS, *BODY_ERRORS, *ENGINE_ERRORS
+    {200: (ResponseFormat.JSON, ResponseFormat.PACKED)},
+    *AUTH_ERRORS,
+    *READINESS_ERRORS,
+    *BODY_ERRORS,
+    *ENGINE_ERRORS,
 )
 
 
@@ -29,4 +34,6 @@ SCORE_RESPONSES = declare_responses(
 async def score(request: Request, server: ReadyServer, caller: Caller) -> Response:
     body = await server.bodies.read_json(request, ScoreRequest)
     answer = await cancel_on_disconnect(request, server.scoring.score(body, owner=caller.name))
+    if accepts_packed(request.headers.get("accept")):
+        return await parts_response(lambda: [pack_scores(answer)], media_type=ResponseFormat.PACKED)
     return await parts_response(lambda: model_parts(answer, "items"))

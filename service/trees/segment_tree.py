@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from coppice.wire.logprobs import TokenLogprobs, joined_logprobs
 from coppice.wire.rollouts import Outcome, SampleAnswer, SegmentAnswer, SegmentFinish, VersionSpan
 from coppice.wire.version_span_slicing import cut_spans, joined_spans
 from engine.types import Completion
@@ -27,6 +28,7 @@ class GeneratedTokens:
     logprobs: list[float]
     entropy: list[float] | None
     versions: list[VersionSpan]
+    top_logprobs: TokenLogprobs | None = None
 
     def part(self, start: int, end: int) -> "GeneratedTokens":
         return GeneratedTokens(
@@ -34,6 +36,7 @@ class GeneratedTokens:
             logprobs=self.logprobs[start:end],
             entropy=None if self.entropy is None else self.entropy[start:end],
             versions=cut_spans(self.versions, start, end),
+            top_logprobs=None if self.top_logprobs is None else self.top_logprobs.part(start, end),
         )
 
     def pieces(self, cuts: Sequence[int]) -> list["GeneratedTokens"]:
@@ -42,12 +45,15 @@ class GeneratedTokens:
         return [self.part(start, end) for start, end in zip(borders, borders[1:], strict=False)]
 
 
-def tokens_from_completion(plan: Plan, result: Completion, adapter: str | None) -> GeneratedTokens:
+def tokens_from_completion(
+    plan: Plan, result: Completion, adapter: str | None, top_logprobs: TokenLogprobs | None = None
+) -> GeneratedTokens:
     return GeneratedTokens(
         token_ids=result.token_ids,
         logprobs=result.logprobs,
         entropy=_entropy(plan, result),
         versions=version_spans(result, len(result.token_ids), adapter),
+        top_logprobs=top_logprobs,
     )
 
 
@@ -87,6 +93,7 @@ class Segment:
             stop_reason=self.stop_reason,
             num_leaves=num_leaves,
             versions=self.tokens.versions,
+            top_logprobs=self.tokens.top_logprobs,
         )
 
 
@@ -98,6 +105,7 @@ class LeafPath:
     token_ids: list[int]
     logprobs: list[float]
     versions: list[VersionSpan]
+    top_logprobs: TokenLogprobs | None
 
 
 class Tree:
@@ -185,6 +193,7 @@ class Tree:
             token_ids=[token for part in parts for token in part.token_ids],
             logprobs=[logprob for part in parts for logprob in part.logprobs],
             versions=joined_spans((part.versions, len(part.token_ids)) for part in parts),
+            top_logprobs=joined_logprobs(part.top_logprobs for part in parts),
         )
 
 
@@ -199,6 +208,7 @@ async def row_answer(index: int, row: LeafPath, options: GroupOptions) -> Sample
         finish_reason="length" if finish == "cut" or finish == "budget" else finish,
         stop_reason=stop_reason,
         versions=row.versions,
+        top_logprobs=row.top_logprobs,
     )
 
 

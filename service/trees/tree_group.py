@@ -161,6 +161,7 @@ class TreeGroup(Group):
             speculation=self.options.speculation,
             adapter=self.options.adapter,
             num_prior_tokens=path.start - num_prompt_tokens,
+            num_top_logprobs=self.options.num_top_logprobs,
         )
 
     def _export_place(self, path: Path, prompt: list[int]) -> ExportSlot | None:
@@ -180,6 +181,7 @@ class TreeGroup(Group):
         Returns the last segment of the path, or None if the path was dropped.
         """
         result = await completion
+        table = await self._top_logprobs(result, 0, len(result.token_ids))
         self._unfinished.discard(path.id)
         self._release_budget(path, used=len(result.token_ids))
         if self.exports is not None and path.is_first:
@@ -188,7 +190,7 @@ class TreeGroup(Group):
             self.num_cached_tokens = result.num_cached_tokens
         if self._paths.pop(path.id, None) is None:
             return None
-        tokens = tokens_from_completion(self.plan, result, self.options.adapter).part(
+        tokens = tokens_from_completion(self.plan, result, self.options.adapter, table).part(
             0, self._num_valid_tokens(result)
         )
         finish = self._finish_reason_of(path, result)
@@ -304,6 +306,7 @@ class TreeGroup(Group):
             segments=self.tree.answers(),
             leaves=[leaf.id for leaf in leaves],
             num_dropped=self.tree.num_dropped,
+            prompt_logprobs=self.prompt_logprobs,
         )
         return self.source.annotated(answer)
 

@@ -11,7 +11,7 @@ from functools import cache
 import httpx
 import jsonschema_rs
 
-from coppice.wire import result_formats
+from coppice.wire import packed_scores, result_formats
 from tests.contract.document import Node, operations, schemas
 
 NDJSON = "application/x-ndjson"
@@ -77,13 +77,21 @@ def check_body(media_type: str, expected: Node, body: bytes) -> None:
     if media_type == NDJSON:
         _check_stream(body)
     elif media_type == result_formats.PACKED_MEDIA_TYPE:
-        answer = result_formats.unpack(body).answer.model_dump(mode="json")
-        _validator("RolloutAnswer").validate(answer)
+        _check_packed(body)
     elif media_type in JSON:
         schema = expected["content"][media_type]["schema"]
         _compiled(json.dumps(schema)).validate(json.loads(body))
     elif media_type != BINARY:
         body.decode()
+
+
+def _check_packed(body: bytes) -> None:
+    if b'\\"items\\":' in body[:4096]:
+        scores = packed_scores.unpack_scores(body).answer.model_dump(mode="json")
+        _validator("ScoreAnswer").validate(scores)
+        return
+    answer = result_formats.unpack(body).answer.model_dump(mode="json")
+    _validator("RolloutAnswer").validate(answer)
 
 
 def _checked_refusal(path: str, response: httpx.Response) -> Node:

@@ -167,7 +167,7 @@ async def test_tokens_are_delivered_while_their_sample_runs(under_test: EngineUn
     assert_prefix(deltas, completion)
     assert completion.top_logprobs is not None
     top_logprobs = [place for delta in deltas for place in delta.top_logprobs or ()]
-    assert top_logprobs == completion.top_logprobs[: len(top_logprobs)]
+    assert top_logprobs == list(completion.top_logprobs[: len(top_logprobs)])
     assert len(top_logprobs) == sum(len(delta.token_ids) for delta in deltas)
 
 

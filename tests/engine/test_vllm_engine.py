@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import pytest_asyncio
 import torch
@@ -170,6 +171,21 @@ async def test_top_logprobs_of_a_prompt_equal_those_of_the_model(engine: VllmEng
     first, *rest = await engine.top_logprobs(prompt, 3)
     assert first == []
     assert_top_logprobs(rest, prompt, 1, 3)
+
+
+async def test_logprobs_of_given_tokens_equal_those_of_the_model(engine: VllmEngine) -> None:
+    """Also if top logprobs are computed in the same step, and over several prefill chunks."""
+    prompt = prompt_of(400, first=9)
+    given = np.random.default_rng(1).integers(0, 250, (len(prompt), 3)).astype(np.int32)
+    both = [engine.top_logprobs(prompt, 2, None, given), engine.top_logprobs(prompt, 2)]
+    several, top = await asyncio.gather(*both)
+    with torch.inference_mode():
+        logprobs = reference()(torch.tensor([prompt])).logits[0].double().log_softmax(-1)
+    token_ids = np.column_stack([prompt, given])[1:]
+    assert several.token_ids[1:].tolist() == token_ids.tolist()
+    wanted = logprobs[:-1].gather(1, torch.from_numpy(token_ids).long())
+    np.testing.assert_allclose(several.logprobs[1:], wanted, atol=1e-3)
+    assert_top_logprobs(top[1:], prompt, 1, 2)
 
 
 async def test_truncated_tokens_are_not_in_the_top_logprobs(engine: VllmEngine) -> None:

@@ -10,6 +10,7 @@ A packed result is a safetensors file with arrays as tensors and the rest as JSO
     offsets    int64    [parts + 1]     part i owns offsets[i]:offsets[i + 1]
     entropy    float32  [tokens]        NaN where missing; absent if no token has any
 
+Requested logprobs of further tokens have tensors as described in `packed_tables`.
 The metadata's `answer` is the RolloutAnswer with these arrays empty. A token takes about 25 bytes
 as JSON and 8 bytes here.
 """
@@ -17,7 +18,7 @@ as JSON and 8 bytes here.
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,13 @@ from safetensors.numpy import load, save
 
 from coppice.wire.base import AnswerModel
 from coppice.wire.kv import KvHandle, KvReason
+from coppice.wire.packed_tables import (
+    TOP,
+    prompt_tensors,
+    table_tensors,
+    with_tables,
+    without_tables,
+)
 from coppice.wire.problem_catalogue import Problem
 from coppice.wire.rollouts import (
     GroupAnswer,
@@ -157,10 +165,12 @@ def parts_of(answer: RolloutAnswer) -> Iterator[Part]:
 def pack(answer: RolloutAnswer) -> bytes:
     parts = list(parts_of(answer))
     lengths = [len(part.token_ids) for part in parts]
-    tensors = {
+    tensors: dict[str, npt.NDArray[Any]] = {
         "token_ids": _joined(parts, lambda part: part.token_ids, np.dtype(np.int32)),
         "logprobs": _joined(parts, lambda part: part.logprobs, np.dtype(np.float32)),
         "offsets": np.cumsum([0, *lengths], dtype=np.int64),
+        **table_tensors(TOP, [part.top_logprobs for part in parts], lengths),
+        **prompt_tensors(answer.groups),
     }
     if any(_entropy(part) is not None for part in parts):
         tensors["entropy"] = _joined(parts, _entropy_or_nan, np.dtype(np.float32))
@@ -179,6 +189,7 @@ def unpack(data: bytes) -> Packed:
     try:
         answer = RolloutAnswer.model_validate_json(header["__metadata__"]["answer"])
         arrays = {name: tensors[name] for name in _NAMES}
+        answer = with_tables(answer, tensors, np.diff(arrays["offsets"]).tolist())
         return Packed(answer=answer, **arrays, entropy=tensors.get("entropy"))
     except (KeyError, TypeError) as error:
         raise ValueError(f"the file lacks a part of the result: {error}") from error
@@ -206,6 +217,7 @@ def _stripped(answer: RolloutAnswer) -> RolloutAnswer:
 
 def _stripped_group(group: GroupAnswer) -> GroupAnswer:
     """Copy of a group with empty arrays; entropy that was present becomes empty, not None."""
+    group = without_tables(group)
     bare: dict[str, list[int]] = {"token_ids": [], "logprobs": []}
     samples = [sample.model_copy(update=bare) for sample in group.samples]
     segments = None if group.segments is None else [_stripped_segment(s) for s in group.segments]

@@ -17,6 +17,7 @@ from coppice.wire.base import (
 from coppice.wire.branching import Branching
 from coppice.wire.kv import Kv, KvHandle, KvReason
 from coppice.wire.kv_reuse import KvReuse, KvReuseAnswer
+from coppice.wire.logprobs import NumTopLogprobs, OptionalLogprobs, OptionalPromptLogprobs
 from coppice.wire.sampling import Sampling
 
 MAX_GROUPS = 4096
@@ -147,6 +148,8 @@ class RolloutRequest(RequestModel):
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31), JsonInteger()] = 0
     speculation: bool = True
     adapter: AdapterName | None = None
+    top_logprobs: NumTopLogprobs | None = None
+    prompt_logprobs: NumTopLogprobs | None = None
     stream: bool = False
     stream_tokens: bool = False
 
@@ -173,6 +176,8 @@ class SampleAnswer(AnswerModel):
     finish_reason: FinishReason
     stop_reason: StopReason = None
     versions: list[VersionSpan]
+    top_logprobs: OptionalLogprobs = None
+    """Most probable tokens of the sampling distribution at each token."""
 
 
 class SegmentAnswer(AnswerModel):
@@ -195,6 +200,7 @@ class SegmentAnswer(AnswerModel):
     versions: list[VersionSpan]
     kv: KvHandle | None = None
     kv_reason: KvReason | None = None
+    top_logprobs: OptionalLogprobs = None
 
 
 class GroupHead(AnswerModel):
@@ -221,6 +227,7 @@ class GroupHead(AnswerModel):
     """The reason why a requested handle is missing."""
     kv_reuse: KvReuseAnswer | None = None
     """KV reuse of a prompt given as spans."""
+    prompt_logprobs: OptionalPromptLogprobs = None
 
 
 class GroupAnswer(GroupHead):

@@ -10,20 +10,41 @@ from coppice.wire.base import (
     AdapterName,
     AnswerModel,
     RequestModel,
+    TokenId,
     TokenIds,
 )
+from coppice.wire.logprobs import MAX_TOP_LOGPROBS, NumTopLogprobs, OptionalLogprobs
 from coppice.wire.rollouts import MAX_SAMPLES_PER_GROUP, Prompt, WeightsConstraint
 
 Response = Annotated[TokenIds, Field(min_length=1, max_length=MAX_TOKENS)]
 
+PositionTokenIds = Annotated[
+    list[TokenId], Field(min_length=1, max_length=MAX_TOP_LOGPROBS, fail_fast=True)
+]
+"""Tokens whose logprobs to return at one position."""
+ResponseTokenIds = Annotated[
+    list[PositionTokenIds], Field(min_length=1, max_length=MAX_TOKENS, fail_fast=True)
+]
+
 
 class ScoreItem(RequestModel):
-    """One prompt and the responses to score."""
+    """One prompt and the responses to score.
+
+    `logprob_token_ids[i][j]` are tokens whose logprobs to return at token j of response i, besides
+    that of the token itself.
+    """
 
     prompt: Prompt
     responses: Annotated[
         list[Response], Field(min_length=1, max_length=MAX_SAMPLES_PER_GROUP, fail_fast=True)
     ]
+    logprob_token_ids: (
+        Annotated[
+            list[ResponseTokenIds],
+            Field(min_length=1, max_length=MAX_SAMPLES_PER_GROUP, fail_fast=True),
+        ]
+        | None
+    ) = None
 
 
 class ScoreRequest(RequestModel):
@@ -32,6 +53,7 @@ class ScoreRequest(RequestModel):
     items: Annotated[list[ScoreItem], Field(min_length=1, max_length=4096, fail_fast=True)]
     weights: WeightsConstraint | None = None
     adapter: AdapterName | None = None
+    top_logprobs: NumTopLogprobs | None = None
 
 
 class ScoredResponse(AnswerModel):
@@ -43,6 +65,10 @@ class ScoredResponse(AnswerModel):
     logprobs: list[float]
     version: str
     adapter: AdapterLabel = None
+    top_logprobs: OptionalLogprobs = None
+    """Most probable tokens at each token of the response."""
+    given_logprobs: OptionalLogprobs = None
+    """Logprobs of the tokens in `logprob_token_ids`, in their order."""
 
 
 class ScoredItem(AnswerModel):

@@ -90,7 +90,7 @@ class Drafter:
                     prompt=list(request.prompt_token_ids),
                     response=completion.token_ids,
                     top_logprobs=encode_top_k(top_k_of(token_top_logprobs))
-                    if token_top_logprobs
+                    if token_top_logprobs is not None
                     else "",
                 )
             )

@@ -1,13 +1,14 @@
 """Soft targets: the top-k tokens recorded with a sample."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 
 from engine.drafter.trainer.messages import TOP_K, decode_top_k, encode_top_k, top_k_of
+from engine.io.logprob_arrays import LogprobChunks
 from engine.io.vllm_requests import PendingSample
 from engine.types import Completion, SampleRequest, Sampling, TokenLogprob, TopLogprobs
 
@@ -40,15 +41,12 @@ def test_serialization_is_lossless() -> None:
         np.testing.assert_array_equal(sent, come)
 
 
-@dataclass
-class Flat:
-    """vLLM's `FlatLogprobs` of two positions: the sampled token and the top two."""
-
-    token_ids: list[int] = field(default_factory=lambda: [5, 5, 6, 7, 8, 7])
-    logprobs: list[float] = field(default_factory=lambda: [-0.1, -0.1, -3.0, -2.0, -0.5, -2.0])
-    ranks: list[int] = field(default_factory=lambda: [1, 1, 2, 2, 1, 2])
-    start_indices: list[int] = field(default_factory=lambda: [0, 3])
-    end_indices: list[int] = field(default_factory=lambda: [3, 6])
+def recorded() -> LogprobChunks:
+    """Logprobs of two positions: the sampled token and the top two."""
+    found = LogprobChunks()
+    logprobs = np.array([[-0.125, -0.125, -3.0], [-2.0, -0.5, -2.0]])
+    found.append(np.array([[5, 5, 6], [7, 8, 7]]), logprobs, np.array([1, 2]))
+    return found
 
 
 @dataclass
@@ -56,7 +54,7 @@ class Output:
     """vLLM's output of a finished sample."""
 
     token_ids: tuple[int, ...] = (5, 7)
-    logprobs: Flat = field(default_factory=Flat)
+    logprobs: LogprobChunks | None = None
     finish_reason: str = "stop"
     stop_reason: None = None
     weight_versions: None = None
@@ -84,10 +82,11 @@ async def test_trainer_receives_top_k_wherever_they_were_recorded(
 ) -> None:
     heard: list[Completion] = []
     request = SampleRequest(id="a", prompt_token_ids=[1], sampling=Sampling(max_tokens=2), **asked)
-    completion = await PendingSample(Output(), request, lambda: (), heard.append)
+    output = Output(logprobs=recorded() if told else None)
+    completion = await PendingSample(output, request, lambda: (), heard.append)
     places = [
-        [(5, -0.1, 1), (5, -0.1, 1), (6, -3.0, 2)],
+        [(5, -0.125, 1), (5, -0.125, 1), (6, -3.0, 2)],
         [(7, -2.0, 2), (8, -0.5, 1), (7, -2.0, 2)],
     ]
-    assert heard[0].top_logprobs == (places if told else None)
-    assert completion.top_logprobs == (places if answered else None)
+    assert list(heard[0].top_logprobs or []) == (places if told else [])
+    assert list(completion.top_logprobs or []) == (places if answered else [])

@@ -1,0 +1,100 @@
+"""Requested logprobs of further tokens: their limits, and the arrays of the answers."""
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coppice.wire.logprobs import PromptLogprobs, TokenLogprobs
+from coppice.wire.rollouts import RolloutRequest
+from engine.types import EngineInfo, TopLogprobRows
+from service.http.errors import InvalidRequest
+
+MAX_REQUEST_LOGPROBS = 2**24
+"""Maximum number of logprobs of further tokens per request; each takes 8 bytes in memory."""
+INLINE_LOGPROBS = 2**14
+"""Larger tables are made in a thread."""
+
+
+def check_count(info: EngineInfo, **counts: int | None) -> None:
+    for name, count in counts.items():
+        if (count or 0) > info.max_logprobs:
+            raise InvalidRequest.of_parameter(
+                name, f"at most {info.max_logprobs} (engine.max_logprobs)"
+            )
+
+
+def check_total(name: str, num_positions: int, k: int) -> None:
+    """Reject a request whose answer would hold too many logprobs."""
+    if num_positions * k > MAX_REQUEST_LOGPROBS:
+        raise InvalidRequest.of_parameter(
+            name,
+            f"{k} logprobs at up to {num_positions} positions; a request may have at most "
+            f"{MAX_REQUEST_LOGPROBS} in all: set a lower max_tokens, or send fewer samples",
+        )
+
+
+def check_rollout(
+    request: RolloutRequest, prompts: Sequence[Sequence[int]], num_samples: int, info: EngineInfo
+) -> None:
+    check_count(info, top_logprobs=request.top_logprobs, prompt_logprobs=request.prompt_logprobs)
+    if request.top_logprobs:
+        shortest = min(map(len, prompts))
+        longest = info.max_context_tokens - shortest
+        positions = num_samples * min(request.sampling.max_tokens or longest, longest)
+        check_total("top_logprobs", positions, request.top_logprobs)
+    if request.prompt_logprobs:
+        check_total("prompt_logprobs", sum(map(len, prompts)), request.prompt_logprobs)
+
+
+def table_of(rows: TopLogprobRows) -> TokenLogprobs:
+    """Table of the top k at each position, without tokens that the sampling excluded."""
+    logprobs, token_ids = rows.logprobs[:, 1:], rows.token_ids[:, 1:]
+    is_entry = logprobs > -np.inf
+    return TokenLogprobs.model_construct(
+        offsets=np.concatenate([[0], np.cumsum(is_entry.sum(axis=1))]).astype(np.int64),
+        token_ids=token_ids[is_entry],
+        logprobs=logprobs[is_entry],
+    )
+
+
+async def to_table(rows: TopLogprobRows) -> TokenLogprobs:
+    if rows.logprobs.size <= INLINE_LOGPROBS:
+        return table_of(rows)
+    return await asyncio.to_thread(table_of, rows)
+
+
+async def to_sample_table(
+    rows: TopLogprobRows | None, num_prior: int, num_tokens: int
+) -> TokenLogprobs:
+    """Table of a sample whose first `num_prior` tokens were sampled by an earlier rollout."""
+    prior = TokenLogprobs.empty(num_prior)
+    if rows is None:
+        return TokenLogprobs.joined([prior, TokenLogprobs.empty(num_tokens)])
+    return TokenLogprobs.joined([prior, await to_table(rows[:num_tokens])])
+
+
+async def to_prompt_logprobs(rows: TopLogprobRows, version: str) -> PromptLogprobs:
+    return PromptLogprobs(
+        logprobs=rows.logprobs[1:, 0], top_logprobs=await to_table(rows[1:]), version=version
+    )
+
+
+def padded_token_ids(num_prompt_tokens: int, given: list[list[int]]) -> NDArray[np.int32]:
+    """Given token ids as an array [prompt and response tokens, entries], padded with zeros."""
+    padded = np.zeros((num_prompt_tokens + len(given), max(map(len, given))), np.int32)
+    for position, token_ids in enumerate(given, num_prompt_tokens):
+        padded[position, : len(token_ids)] = token_ids
+    return padded
+
+
+def given_table(rows: TopLogprobRows, given: list[list[int]]) -> TokenLogprobs:
+    """Table of given token ids, without the padding of `padded_token_ids`."""
+    lengths = np.array(list(map(len, given)))
+    is_entry = np.arange(rows.logprobs.shape[1] - 1) < lengths[:, None]
+    return TokenLogprobs.model_construct(
+        offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        token_ids=rows.token_ids[:, 1:][is_entry],
+        logprobs=rows.logprobs[:, 1:][is_entry],
+    )

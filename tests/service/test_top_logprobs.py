@@ -1,0 +1,219 @@
+"""Logprobs of further tokens in the answers of /v1/rollouts and /v1/score."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from coppice.wire.logprobs import TokenLogprobs
+from coppice.wire.packed_scores import unpack_scores
+from coppice.wire.result_formats import PACKED_MEDIA_TYPE, unpack
+from coppice.wire.score import ScoredResponse
+from service.http import responses
+from service.rollouts import logprob_tables
+from tests.fake_engine import FakeEngine
+from tests.serving import Served, serving
+
+PACKED = {"Accept": PACKED_MEDIA_TYPE}
+TOP_2 = [3, 4, 4, 5]
+"""The fake engine's top 2 at tokens 3 and 4."""
+
+
+async def rollout(
+    served: Served, headers: dict[str, str] | None = None, **options: Any
+) -> httpx.Response:
+    prompt = {"token_ids": [1, 2, 9]}
+    body = {"groups": [{"prompt": prompt, "n": 2}], "sampling": {"max_tokens": 2}, **options}
+    return await served.http.post("/v1/rollouts", json=body, headers=headers or {})
+
+
+async def score(
+    served: Served, headers: dict[str, str] | None = None, given: Any = None, **options: Any
+) -> httpx.Response:
+    item = {"prompt": {"token_ids": [1, 2]}, "responses": [[5, 6], [7]], "logprob_token_ids": given}
+    return await served.http.post(
+        "/v1/score", json={"items": [item], **options}, headers=headers or {}
+    )
+
+
+async def test_every_format_returns_the_same_top_logprobs(tmp_path: Path) -> None:
+    async with serving(FakeEngine(), tmp_path) as served:
+        whole = (await rollout(served, top_logprobs=2)).json()["groups"][0]["samples"]
+        lines = (await rollout(served, top_logprobs=2, stream=True)).text.splitlines()
+        packed = unpack((await rollout(served, PACKED, top_logprobs=2)).content)
+    streamed = [json.loads(line)["sample"] for line in lines if '"type":"sample"' in line]
+    expected = {"offsets": [0, 2, 4], "token_ids": TOP_2, "logprobs": [-0.5, -1.5, -0.5, -1.5]}
+    for samples in (whole, streamed):
+        assert [sample["top_logprobs"] for sample in samples] == [expected] * 2
+    for sample in packed.answer.groups[0].samples:
+        assert sample.top_logprobs is not None
+        assert json.loads(sample.top_logprobs.model_dump_json()) == expected
+
+
+async def test_answers_have_no_tables_unless_they_are_requested(tmp_path: Path) -> None:
+    async with serving(FakeEngine(), tmp_path) as served:
+        plain = (await rollout(served)).json()["groups"][0]
+        packed = unpack((await rollout(served, PACKED)).content)
+        scored = (await score(served)).json()["items"][0]["responses"]
+    assert "top_logprobs" not in plain["samples"][0] and "prompt_logprobs" not in plain
+    assert packed.answer.groups[0].samples[0].top_logprobs is None
+    assert "top_logprobs" not in scored[0] and "given_logprobs" not in scored[0]
+
+
+async def test_segments_of_a_tree_and_its_rows_have_top_logprobs(tmp_path: Path) -> None:
+    branching = {
+        "mode": "interval",
+        "interval": 32,
+        "max_depth": 2,
+        "max_leaves": 4,
+        "flatten": True,
+    }
+    options: dict[str, Any] = {
+        "branching": branching,
+        "sampling": {"max_tokens": 99},
+        "top_logprobs": 1,
+        "groups": [{"prompt": {"token_ids": [1, 2, 9]}}],
+    }
+    async with serving(FakeEngine(), tmp_path) as served:
+        plain = (await rollout(served, **options)).json()["groups"][0]
+        packed = unpack((await rollout(served, PACKED, **options)).content)
+    assert len(plain["segments"]) > 1
+    for part in (*plain["segments"], *plain["samples"]):
+        assert part["top_logprobs"]["token_ids"] == part["token_ids"]
+    [group] = packed.answer.groups
+    for row in group.samples:
+        assert row.top_logprobs is not None and row.top_logprobs.num_positions == 99
+
+
+@pytest.mark.parametrize("accepted", [{}, PACKED])
+async def test_prompt_logprobs_start_at_the_second_token(
+    tmp_path: Path, accepted: dict[str, str]
+) -> None:
+    async with serving(FakeEngine(), tmp_path) as served:
+        answer = await rollout(served, accepted, prompt_logprobs=1)
+    if accepted:
+        found = unpack(answer.content).answer.groups[0].prompt_logprobs
+        assert found is not None
+        prompt = json.loads(found.model_dump_json())
+    else:
+        prompt = answer.json()["groups"][0]["prompt_logprobs"]
+    assert prompt == {
+        "logprobs": [-1.0, -2.0],
+        "top_logprobs": {"offsets": [0, 1, 2], "token_ids": [2, 9], "logprobs": [-1.0, -2.0]},
+        "version": "v0",
+    }
+
+
+async def test_tokens_of_a_resumed_sample_have_no_entries(tmp_path: Path) -> None:
+    given = {
+        "token_ids": [7],
+        "logprobs": [-1.0],
+        "versions": [{"version": "v0", "start": 0, "end": 1}],
+    }
+    async with serving(FakeEngine(), tmp_path) as served:
+        answer = await rollout(served, top_logprobs=1, continue_from={"samples": [given]})
+    resumed, _ = answer.json()["groups"][0]["samples"]
+    assert resumed["token_ids"] == [7, 4]
+    assert resumed["top_logprobs"] == {"offsets": [0, 0, 1], "token_ids": [4], "logprobs": [-0.5]}
+
+
+@pytest.mark.parametrize("accepted", [{}, PACKED])
+async def test_scores_have_the_top_logprobs_of_each_response(
+    tmp_path: Path, accepted: dict[str, str]
+) -> None:
+    async with serving(FakeEngine(), tmp_path) as served:
+        answer = await score(served, accepted, top_logprobs=2)
+    if accepted:
+        packed = unpack_scores(answer.content)
+        assert [array.tolist() for array in packed.logprobs] == [[-2.0, -3.0], [-2.0]]
+        found = [json.loads(r.model_dump_json()) for r in packed.answer.items[0].responses]
+    else:
+        found = answer.json()["items"][0]["responses"]
+    assert [response["top_logprobs"]["token_ids"] for response in found] == [[5, 6, 6, 7], [7, 8]]
+    assert found[0]["top_logprobs"]["logprobs"] == [-2.0, -3.0, -3.0, -4.0]
+
+
+@pytest.mark.parametrize("accepted", [{}, PACKED])
+async def test_scores_have_the_logprobs_of_given_tokens(
+    tmp_path: Path, accepted: dict[str, str]
+) -> None:
+    given = [[[11], [12, 13, 14]], [[15]]]
+    async with serving(FakeEngine(), tmp_path) as served:
+        answer = await score(served, accepted, given)
+    if accepted:
+        responses = unpack_scores(answer.content).answer.items[0].responses
+        found = [json.loads(response.model_dump_json()) for response in responses]
+    else:
+        found = answer.json()["items"][0]["responses"]
+    assert found[0]["given_logprobs"] == {
+        "offsets": [0, 1, 4],
+        "token_ids": [11, 12, 13, 14],
+        "logprobs": [-11.0, -12.0, -13.0, -14.0],
+    }
+    assert found[1]["given_logprobs"]["token_ids"] == [15]
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        ({"top_logprobs": 21}, "engine.max_logprobs"),
+        ({"given": [[[1], [2]]]}, "one list per token of each response"),
+        ({"given": [[[1]], [[2]]]}, "one list per token of each response"),
+        ({"given": [[[1], [256]], [[2]]]}, "below 256"),
+        ({"given": [[[1], list(range(21))], [[2]]]}, "engine.max_logprobs"),
+        ({"given": [[[1], [2]], [[2]]], "top_logprobs": 1}, "either"),
+    ],
+)
+async def test_invalid_requests_for_scores_are_refused(
+    tmp_path: Path, options: dict[str, Any], part: str
+) -> None:
+    async with serving(FakeEngine(), tmp_path) as served:
+        refused = await score(served, **options)
+    assert refused.status_code == 422 and part in refused.json()["detail"]
+
+
+@pytest.mark.parametrize("name", ["top_logprobs", "prompt_logprobs"])
+async def test_rollouts_with_too_many_logprobs_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    async with serving(FakeEngine(), tmp_path) as served:
+        too_many: dict[str, Any] = {name: 21}
+        one_token = await rollout(served, **too_many)
+        monkeypatch.setattr(logprob_tables, "MAX_REQUEST_LOGPROBS", 5)
+        too_many[name] = 2
+        in_all = await rollout(served, **too_many)
+    assert one_token.status_code == in_all.status_code == 422
+    assert "engine.max_logprobs" in one_token.json()["detail"]
+    assert "at most 5 in all" in in_all.json()["detail"]
+
+
+def test_large_tables_are_encoded_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(responses, "SLICE_NUMBERS", 3)
+    table = TokenLogprobs(offsets=np.arange(9), token_ids=np.arange(8), logprobs=np.full(8, -0.5))
+    response = ScoredResponse(logprobs=[-0.5] * 8, version="v0", top_logprobs=table)
+    head, *fragments = responses.table_fragments(response)
+    assert max(map(len, fragments)) < 20
+    assert json.loads(b"".join([head, *fragments])) == json.loads(response.model_dump_json())
+
+
+def test_tables_are_cut_joined_and_padded() -> None:
+    table = TokenLogprobs(
+        offsets=np.array([0, 2, 2, 3]), token_ids=np.array([5, 6, 7]), logprobs=-np.arange(3.0)
+    )
+    first, rest = table.split([1, 2])
+    assert first.token_ids.tolist() == [5, 6] and rest.offsets.tolist() == [0, 0, 1]
+    assert TokenLogprobs.joined([first, rest]).offsets.tolist() == [0, 2, 2, 3]
+    token_ids, logprobs = table.padded()
+    assert token_ids.tolist() == [[5, 6], [0, 0], [7, 0]]
+    assert np.isneginf(logprobs).tolist() == [[False, False], [True, True], [False, True]]
+
+
+@pytest.mark.parametrize("offsets", [[], [1, 3], [0, 2], [0, 3, 2, 3], [[0, 3]]])
+def test_inconsistent_tables_are_refused(offsets: list[Any]) -> None:
+    with pytest.raises(ValueError):
+        TokenLogprobs.model_validate(
+            {"offsets": offsets, "token_ids": [1, 2, 3], "logprobs": [-1.0, -2.0, -3.0]}
+        )
