@@ -120,6 +120,7 @@ class Server:
             self.adapters,
             admission=self.admission,
             max_samples_per_request=settings.limits.max_samples_per_request,
+            max_support_bytes=settings.limits.max_support_bytes,
             keep_seconds=settings.limits.keep_answers_seconds,
             keep_bytes=settings.limits.keep_answers_bytes,
             group_factory=GroupFactory(

@@ -24,6 +24,7 @@ from engine.errors import (
 )
 from engine.feature_stats import CudaGraphStats, DrafterStatus, SharedPrefixStats, SpeculationStats
 from engine.kv_types import ExportStatus
+from engine.sampling_support.rows import ALL, encode_mask
 from engine.types import (
     AdapterInfo,
     ChatRequest,
@@ -415,6 +416,7 @@ class FakeEngine:
             stop_reason=sample.stop_reason,
             entropy=[self.entropy(p) for p in places] if sample.request.entropy_top_k else None,
             top_logprobs=_rows([p % VOCAB_SIZE for p in places], [-0.5] * count, k) if k else None,
+            support=_supports(places) if sample.request.support else None,
         )
         sample.done.set_result(completion)
 
@@ -451,6 +453,12 @@ class FakeStream:
 
     def add(self, token_ids: Sequence[int]) -> ChatResponse:
         return ChatResponse(content=self.engine.decode(token_ids))
+
+
+def _supports(places: range) -> list[bytes]:
+    """Sets of the token alone; every fourth token has the whole vocabulary."""
+    tokens = (place % VOCAB_SIZE for place in places)
+    return [encode_mask(np.arange(VOCAB_SIZE) == t) if t % 4 else ALL for t in tokens]
 
 
 def _deliver(sample: Running) -> None:

@@ -54,6 +54,7 @@ from coppice.prompt_kv.prompt_kv import PromptKV
 from coppice.prompt_kv.server_kv_source import KvSource
 from coppice.prompts import PromptLike
 from coppice.results import Group, RolloutResult, Sample, Segment, Tree
+from coppice.support import Support
 from coppice.transport.retry import Retry
 from coppice.wire.branching import Branching, BranchRequest, Entropy
 from coppice.wire.control import PauseAnswer, StatusAnswer
@@ -162,6 +163,7 @@ __all__ = [
     "StatusAnswer",
     "StreamBroken",
     "StructuredOutputs",
+    "Support",
     "TimedOut",
     "TokensRecord",
     "TransportError",

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from coppice.support import Support, joined_support
 from coppice.wire.kv import KvHandle, KvReason
 from coppice.wire.kv_reuse import KvReuseAnswer
 from coppice.wire.logprobs import PromptLogprobs, TokenLogprobs, joined_logprobs
@@ -25,6 +26,7 @@ from coppice.wire.rollouts import (
     Usage,
     VersionSpan,
 )
+from coppice.wire.support import SupportAnswer, rows_of, split_rows
 from coppice.wire.version_span_slicing import joined_spans
 
 _FINISHED = frozenset({"stop", "length", "error"})
@@ -37,6 +39,7 @@ class Sample:
 
     logprobs[i] belongs to token_ids[i]. `versions` gives the weights version of each token, as
     ranges of token indices. `stop_reason` is the stop string or stop token that ended the sample.
+    support[i] are the ids that token i was sampled from, if `return_support` was set.
     """
 
     index: int
@@ -51,6 +54,7 @@ class Sample:
 
     Tokens that a resumed sample already had have none.
     """
+    support: Support | None = None
 
     def token_versions(self) -> list[str]:
         """Weights version that generated each token of the sample."""
@@ -62,9 +66,10 @@ class Segment:
     """Node of a rollout tree: the tokens sampled between two branch points.
 
     logprobs[i] belongs to token_ids[i]. `parent` is None for a segment that starts at the prompt.
-    Token indices in `versions` start at the segment's own first token. `depth` is the number of
-    branch points above the segment, `num_leaves` the number of paths through it. `kv` is a handle
-    to the KV of the path up to the segment's last token, if it was requested and is available.
+    Token indices in `versions` start at the segment's own first token, as do those of `support`,
+    the ids that each token was sampled from. `depth` is the number of branch points above the
+    segment, `num_leaves` the number of paths through it. `kv` is a handle to the KV of the path up
+    to the segment's last token, if it was requested and is available.
     """
 
     id: str
@@ -77,6 +82,7 @@ class Segment:
     num_leaves: int
     versions: tuple[VersionSpan, ...]
     stop_reason: int | str | None = None
+    support: Support | None = None
     kv: KvHandle | None = None
     kv_reason: KvReason | None = None
     top_logprobs: TokenLogprobs | None = None
@@ -129,6 +135,7 @@ class Tree:
             versions=tuple(joined_spans((s.versions, len(s.token_ids)) for s in path)),
             stop_reason=path[-1].stop_reason,
             top_logprobs=joined_logprobs(segment.top_logprobs for segment in path),
+            support=joined_support([segment.support for segment in path]),
         )
 
 
@@ -196,12 +203,17 @@ class RolloutResult:
 
 
 def sample_of(answer: SampleAnswer) -> Sample:
-    return _sample_of(answer, answer.token_ids, answer.logprobs)
+    return _sample_of(answer, answer.token_ids, answer.logprobs, _support_of(answer.support))
 
 
 def segment_of(answer: SegmentAnswer) -> Segment:
     entropy = [] if answer.entropy is None else answer.entropy
-    return _segment_of(answer, answer.token_ids, answer.logprobs, entropy)
+    support = _support_of(answer.support)
+    return _segment_of(answer, answer.token_ids, answer.logprobs, entropy, support)
+
+
+def _support_of(answer: SupportAnswer | None) -> Support | None:
+    return None if answer is None else Support(tuple(rows_of(answer)), answer.vocab_size)
 
 
 def group_of(head: GroupHead, samples: Iterable[Sample], segments: Iterable[Segment]) -> Group:
@@ -245,6 +257,7 @@ def result_of_packed(packed: Packed) -> RolloutResult:
         np.split(packed.token_ids, borders),
         np.split(packed.logprobs, borders),
         np.split(entropy, borders),
+        _packed_supports(packed, answers, borders),
         # np.split returns one array even if there are no samples.
         strict=bool(answers),
     )
@@ -270,16 +283,49 @@ def _part_of(answer: Part) -> Sample | Segment:
     return sample_of(answer) if isinstance(answer, SampleAnswer) else segment_of(answer)
 
 
+def _packed_supports(
+    packed: Packed, answers: Sequence[Part], borders: NDArray[np.int64]
+) -> list[Support | None]:
+    """Support of each part of a packed result. Raises ValueError if the rows are inconsistent."""
+    if packed.support_lengths is None or packed.support_data is None:
+        return [None] * max(len(answers), 1)
+    if len(packed.support_lengths) != len(packed.token_ids):
+        raise ValueError("the supports do not match the tokens")
+    lengths = np.split(packed.support_lengths.astype(np.int64), borders)
+    ends = np.cumsum([part.sum() for part in lengths])
+    if ends[-1] != len(packed.support_data):
+        raise ValueError("the lengths of the supports do not match their bytes")
+    data = np.split(packed.support_data, ends[:-1])
+    return [_packed_support(*part) for part in zip(answers, lengths, data, strict=bool(answers))]
+
+
+def _packed_support(
+    answer: Part, lengths: NDArray[np.int64], data: NDArray[np.uint8]
+) -> Support | None:
+    if answer.support is None:
+        return None
+    size = answer.support.vocab_size
+    return Support(tuple(split_rows(data.tobytes(), lengths.tolist(), size)), size)
+
+
 def _part_with(
-    answer: Part, token_ids: ArrayLike, logprobs: ArrayLike, entropy: ArrayLike
+    answer: Part,
+    token_ids: ArrayLike,
+    logprobs: ArrayLike,
+    entropy: ArrayLike,
+    support: Support | None,
 ) -> Sample | Segment:
     if isinstance(answer, SampleAnswer):
-        return _sample_of(answer, token_ids, logprobs)
-    return _segment_of(answer, token_ids, logprobs, entropy)
+        return _sample_of(answer, token_ids, logprobs, support)
+    return _segment_of(answer, token_ids, logprobs, entropy, support)
 
 
 def _segment_of(
-    answer: SegmentAnswer, token_ids: ArrayLike, logprobs: ArrayLike, entropy: ArrayLike
+    answer: SegmentAnswer,
+    token_ids: ArrayLike,
+    logprobs: ArrayLike,
+    entropy: ArrayLike,
+    support: Support | None,
 ) -> Segment:
     has_entropy = answer.entropy is not None
     return Segment(
@@ -293,13 +339,16 @@ def _segment_of(
         num_leaves=answer.num_leaves or 0,
         versions=tuple(answer.versions),
         stop_reason=answer.stop_reason,
+        support=support,
         kv=answer.kv,
         kv_reason=answer.kv_reason,
         top_logprobs=answer.top_logprobs,
     )
 
 
-def _sample_of(answer: SampleAnswer, token_ids: ArrayLike, logprobs: ArrayLike) -> Sample:
+def _sample_of(
+    answer: SampleAnswer, token_ids: ArrayLike, logprobs: ArrayLike, support: Support | None
+) -> Sample:
     return Sample(
         index=answer.index,
         token_ids=np.array(token_ids, dtype=np.int64),
@@ -309,4 +358,5 @@ def _sample_of(answer: SampleAnswer, token_ids: ArrayLike, logprobs: ArrayLike) 
         versions=tuple(answer.versions),
         stop_reason=answer.stop_reason,
         top_logprobs=answer.top_logprobs,
+        support=support,
     )

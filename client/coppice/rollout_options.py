@@ -19,7 +19,7 @@ from coppice.wire.rollouts import (
 from coppice.wire.sampling import Sampling, StructuredOutputs
 
 _PLAIN = (
-    *("priority", "speculation", "adapter"),
+    *("priority", "speculation", "return_support", "adapter"),
     *("stream_tokens", "top_logprobs", "prompt_logprobs"),
 )
 _LISTS = {"allowed_token_ids", "bad_words", "stop", "stop_token_ids"}
@@ -44,6 +44,7 @@ def _unfinished(sample: Sample, group: int) -> UnfinishedSample:
         group=group,
         token_ids=sample.token_ids.tolist(),
         logprobs=sample.logprobs.tolist(),
+        support=None if sample.support is None else sample.support.to_wire(),
         versions=[
             GivenSpan(version=span.version, start=span.start, end=span.end, adapter=span.adapter)
             for span in sample.versions
@@ -84,6 +85,7 @@ class RolloutOptions(TypedDict, total=False):
         kv_reuse: KV reuse for prompts given as spans.
         priority: lower values are scheduled first.
         speculation: False disables speculative decoding; the distribution is the same.
+        return_support: returns with each token the token ids that it was sampled from.
         adapter: name of a loaded LoRA adapter, or `name@version`.
         stream_tokens: streams have the tokens of running samples, too.
         top_logprobs: number of most probable tokens to return at each sampled token.
@@ -119,6 +121,7 @@ class RolloutOptions(TypedDict, total=False):
     kv_reuse: KvReuse | None
     priority: int
     speculation: bool
+    return_support: bool
     adapter: str | None
     stream_tokens: bool
     top_logprobs: int | None

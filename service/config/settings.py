@@ -213,6 +213,12 @@ class LimitsSettings(Section):
         description="maximum number of samples of one request, summed over its groups; reduce it "
         "to limit what one request can occupy",
     )
+    max_support_bytes: Bytes = Field(
+        2**32,
+        description="maximum memory of one request's supports (`return_support`), in bytes, for "
+        "the widest sets that its sampling parameters allow; increase it for long responses "
+        "without top_k from a large vocabulary",
+    )
     keep_answers_seconds: Seconds = Field(
         600.0,
         description="time for which the result of a finished rollout can be fetched, in seconds; "

@@ -31,6 +31,7 @@ from coppice.wire.rollouts import (
     SegmentAnswer,
     VersionSpan,
 )
+from coppice.wire.support import SupportAnswer
 from coppice.wire.version_span_slicing import cut_spans, joined_spans
 from engine.kv_types import KvLoad
 from engine.protocol import Engine
@@ -42,6 +43,7 @@ from service.rollouts.finish_policy import FinishPolicy
 from service.rollouts.group_options import GroupOptions, derive_seed
 from service.rollouts.logprob_tables import to_sample_table
 from service.rollouts.prompt_kv_source import PrefilledPrompt, PromptSource
+from service.rollouts.supports import given_support, joined, support_of
 
 EndReason = Literal["cancelled", "deadline", "surplus", "version_changed"]
 SampleDelta = tuple[list[int], list[float], list[VersionSpan]]
@@ -191,6 +193,7 @@ class Group:
             num_top_logprobs=options.num_top_logprobs,
             on_tokens=None if self.on_tokens is None else partial(self._on_delta, index),
             num_prior_tokens=len(prior_tokens),
+            support=options.support_vocab_size is not None,
         )
 
     @asynccontextmanager
@@ -285,12 +288,25 @@ class Group:
             index=index,
             token_ids=token_ids,
             logprobs=logprobs + result.logprobs[:num_tokens],
+            support=await self._support(index, result, num_tokens),
             text=await self._text(token_ids, stop_reason),
             finish_reason=finish_reason,
             stop_reason=stop_reason,
             versions=joined_spans([(prior_spans, len(prior_tokens)), (spans, num_tokens)]),
             top_logprobs=await self._top_logprobs(result, len(prior_tokens), num_tokens),
         )
+
+    async def _support(
+        self, index: int, result: Completion, num_tokens: int
+    ) -> SupportAnswer | None:
+        """Supports of a sample's tokens, including those it had before it was resumed."""
+        new = support_of(result.support, self.options.support_vocab_size)
+        if new is None:
+            return None
+        prior = [given_support(given) for given in self.options.continued[index : index + 1]]
+        whole = joined([*prior, new.part(0, num_tokens)])
+        assert whole is not None, "the new tokens have supports"
+        return await whole.encoded()
 
     async def _text(self, token_ids: list[int], stop_reason: int | str | None) -> str | None:
         if self.options.decode is None:

@@ -89,6 +89,7 @@ class GroupFactory:
             deadline_seconds=finish.deadline_seconds,
             priority=self._priority_aging.to_engine_priority(request.priority),
             speculation=request.speculation,
+            support_vocab_size=self._engine.info.vocab_size if request.return_support else None,
             kv_lease_seconds=None if request.kv is None else request.kv.lease_seconds,
             decode=self._tokenizer.response_text if _has_text(group) else None,
             continued=continued,

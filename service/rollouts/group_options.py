@@ -15,9 +15,10 @@ Decode = Callable[[Sequence[int], int | str | None, Sampling], Awaitable[str]]
 class GroupOptions:
     """Prompt, sampling parameters and limits of one group (one prompt and its samples).
 
-    `owner` to `answers_top_logprobs` are common to all groups of a rollout; the manager sets them
+    `owner` to `support_vocab_size` are common to all groups of a rollout; the manager sets them
     before the groups exist. With `stream_tokens`, tokens are received while samples run. With
-    `answers_top_logprobs`, the top logprobs are part of the samples' answers. After
+    `answers_top_logprobs`, the top logprobs are part of the samples' answers. With
+    `support_vocab_size`, the size of the vocabulary, supports are returned. After
     `deadline_seconds` the group ends with the samples as they are. Its first samples resume those
     in `continued`. `num_required` is the number of samples after which the finish policy ends the
     group.
@@ -30,6 +31,7 @@ class GroupOptions:
     num_top_logprobs: int = 0
     stream_tokens: bool = False
     answers_top_logprobs: bool = False
+    support_vocab_size: int | None = None
     id: str = ""
     index: int = 0
     n: int = 1

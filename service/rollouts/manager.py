@@ -20,7 +20,7 @@ from service.cluster.membership import ClusterMembership
 from service.cluster.registry import new_rollout_id
 from service.http.errors import Draining, RolloutNotFound, ServiceError
 from service.prompt_kv.manager import PromptKvManager
-from service.rollouts import logprob_tables, validation
+from service.rollouts import logprob_tables, supports, validation
 from service.rollouts.admission import DRAINING_RETRY_SECONDS, Admission, Reservation
 from service.rollouts.group import Group
 from service.rollouts.group_factory import GroupFactory
@@ -54,6 +54,7 @@ class RolloutManager:
         *,
         admission: Admission,
         max_samples_per_request: int,
+        max_support_bytes: int,
         keep_seconds: float,
         keep_bytes: int,
         group_factory: GroupFactory,
@@ -68,6 +69,7 @@ class RolloutManager:
         self._adapters = adapters
         self._admission = admission
         self._max_samples = max_samples_per_request
+        self._max_support_bytes = max_support_bytes
         self._group_factory = group_factory
         self._ended = ended
         self._group_ended = record_group
@@ -155,6 +157,7 @@ class RolloutManager:
         )
         prompts = await self._tokenizer.all_token_ids([group.prompt for group in request.groups])
         logprob_tables.check_rollout(request, prompts, num_samples, self._engine.info)
+        supports.check(request, prompts, self._engine.info, max_bytes=self._max_support_bytes)
         num_tokens = sum(map(len, prompts))
         if request.continue_from is not None:
             num_tokens += await validation.check_continue_from(request, prompts, self._engine.info)

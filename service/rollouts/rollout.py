@@ -308,6 +308,8 @@ def _num_bytes(part: SampleAnswer | SegmentAnswer) -> int:
     num_bytes = PART_BYTES + SPAN_BYTES * len(part.versions)
     if part.top_logprobs is not None:
         num_bytes += part.top_logprobs.num_bytes
+    if part.support is not None:
+        num_bytes += len(part.support.data) + 36 * len(part.support.lengths)
     if isinstance(part, SampleAnswer):
         return num_bytes + sys.getsizeof(part.text) + 80 * len(part.token_ids)
     # Counted twice: the log has the segment as it was when it ended, the answer as it is now.

@@ -7,6 +7,7 @@ from coppice.wire.rollouts import GroupRequest, RolloutRequest, UnfinishedSample
 from engine.types import EngineInfo
 from service.http.errors import InvalidRequest, PromptTooLong
 from service.kv_reuse.prompt_sections import check as check_reuse
+from service.rollouts import supports
 from service.rollouts.fairness import TimeSlice
 from service.trees.plan import check as check_branching
 
@@ -76,6 +77,7 @@ async def check_continue_from(
             raise InvalidRequest("continue_from has more samples of a group than its n")
         for sample in continued:
             _check_sample(sample, request, len(prompts[index]), info)
+            supports.check_given(sample, wanted=request.return_support, vocab_size=info.vocab_size)
             num_tokens += len(sample.token_ids)
             await turn.pause()
     return num_tokens

@@ -14,6 +14,7 @@ from engine.types import Completion
 from service.http.errors import SegmentNotFound
 from service.rollouts.group import version_spans
 from service.rollouts.group_options import GroupOptions
+from service.rollouts.supports import Supports, joined, support_of
 from service.trees.plan import Plan
 
 COMPLETE_FINISHES: Collection[SegmentFinish] = frozenset({"stop", "length", "budget"})
@@ -22,12 +23,13 @@ COMPLETE_FINISHES: Collection[SegmentFinish] = frozenset({"stop", "length", "bud
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GeneratedTokens:
-    """Generated tokens with, per token, logprob, weights version and, if requested, entropy."""
+    """Generated tokens with logprobs, versions and, if requested, entropies and supports."""
 
     token_ids: list[int]
     logprobs: list[float]
     entropy: list[float] | None
     versions: list[VersionSpan]
+    support: Supports | None
     top_logprobs: TokenLogprobs | None = None
 
     def part(self, start: int, end: int) -> "GeneratedTokens":
@@ -37,6 +39,7 @@ class GeneratedTokens:
             entropy=None if self.entropy is None else self.entropy[start:end],
             versions=cut_spans(self.versions, start, end),
             top_logprobs=None if self.top_logprobs is None else self.top_logprobs.part(start, end),
+            support=None if self.support is None else self.support.part(start, end),
         )
 
     def pieces(self, cuts: Sequence[int]) -> list["GeneratedTokens"]:
@@ -46,13 +49,17 @@ class GeneratedTokens:
 
 
 def tokens_from_completion(
-    plan: Plan, result: Completion, adapter: str | None, top_logprobs: TokenLogprobs | None = None
+    plan: Plan,
+    result: Completion,
+    options: GroupOptions,
+    top_logprobs: TokenLogprobs | None = None,
 ) -> GeneratedTokens:
     return GeneratedTokens(
         token_ids=result.token_ids,
         logprobs=result.logprobs,
         entropy=_entropy(plan, result),
-        versions=version_spans(result, len(result.token_ids), adapter),
+        versions=version_spans(result, len(result.token_ids), options.adapter),
+        support=support_of(result.support, options.support_vocab_size),
         top_logprobs=top_logprobs,
     )
 
@@ -88,6 +95,7 @@ class Segment:
             depth=self.depth,
             token_ids=self.tokens.token_ids,
             logprobs=self.tokens.logprobs,
+            support=None if self.tokens.support is None else self.tokens.support.answer(),
             entropy=self.tokens.entropy,
             finish_reason=self.finish,
             stop_reason=self.stop_reason,
@@ -106,6 +114,7 @@ class LeafPath:
     logprobs: list[float]
     versions: list[VersionSpan]
     top_logprobs: TokenLogprobs | None
+    support: Supports | None
 
 
 class Tree:
@@ -194,6 +203,7 @@ class Tree:
             logprobs=[logprob for part in parts for logprob in part.logprobs],
             versions=joined_spans((part.versions, len(part.token_ids)) for part in parts),
             top_logprobs=joined_logprobs(part.top_logprobs for part in parts),
+            support=joined(part.support for part in parts),
         )
 
 
@@ -204,6 +214,7 @@ async def row_answer(index: int, row: LeafPath, options: GroupOptions) -> Sample
         index=index,
         token_ids=row.token_ids,
         logprobs=row.logprobs,
+        support=None if row.support is None else await row.support.encoded(),
         text=await decode(row.token_ids, stop_reason, options.sampling) if decode else None,
         finish_reason="length" if finish == "cut" or finish == "budget" else finish,
         stop_reason=stop_reason,

@@ -158,6 +158,7 @@ class TreeGroup(Group):
             entropy_top_k=self.plan.entropy.k if topk else 0,
             export=self._export_place(path, prompt),
             group=self.name,
+            support=self.options.support_vocab_size is not None,
             speculation=self.options.speculation,
             adapter=self.options.adapter,
             num_prior_tokens=path.start - num_prompt_tokens,
@@ -190,7 +191,7 @@ class TreeGroup(Group):
             self.num_cached_tokens = result.num_cached_tokens
         if self._paths.pop(path.id, None) is None:
             return None
-        tokens = tokens_from_completion(self.plan, result, self.options.adapter, table).part(
+        tokens = tokens_from_completion(self.plan, result, self.options, table).part(
             0, self._num_valid_tokens(result)
         )
         finish = self._finish_reason_of(path, result)

@@ -22,6 +22,7 @@ from coppice.wire import (
     rollouts,
     sampling,
     score,
+    support,
     weights,
 )
 from coppice.wire.base import RequestModel
@@ -38,6 +39,7 @@ MODULES: tuple[ModuleType, ...] = (
     rollouts,
     sampling,
     score,
+    support,
     weights,
 )
 BOUNDS = ("minimum", "maximum", "minLength", "maxLength", "minItems", "maxItems", "pattern")

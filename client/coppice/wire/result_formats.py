@@ -9,6 +9,8 @@ A packed result is a safetensors file with arrays as tensors and the rest as JSO
     logprobs   float32  [tokens]
     offsets    int64    [parts + 1]     part i owns offsets[i]:offsets[i + 1]
     entropy    float32  [tokens]        NaN where missing; absent if no token has any
+    support_lengths  uint32  [tokens]   bytes of each token's support; absent if there are none
+    support_data     uint8   [bytes]    the supports (`coppice.wire.support`), one after another
 
 Requested logprobs of further tokens have tensors as described in `packed_tables`.
 The metadata's `answer` is the RolloutAnswer with these arrays empty. A token takes about 25 bytes
@@ -16,6 +18,7 @@ as JSON and 8 bytes here.
 """
 
 import json
+from base64 import b64decode
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -50,6 +53,7 @@ from coppice.wire.rollouts import (
 PACKED_MEDIA_TYPE = "application/vnd.coppice.safetensors"
 Part = SampleAnswer | SegmentAnswer
 _NAMES = ("token_ids", "logprobs", "offsets")
+_OPTIONAL = ("entropy", "support_lengths", "support_data")
 
 
 class StartRecord(AnswerModel):
@@ -153,6 +157,8 @@ class Packed:
     logprobs: npt.NDArray[np.float32]
     offsets: npt.NDArray[np.int64]
     entropy: npt.NDArray[np.float32] | None = None
+    support_lengths: npt.NDArray[np.uint32] | None = None
+    support_data: npt.NDArray[np.uint8] | None = None
 
 
 def parts_of(answer: RolloutAnswer) -> Iterator[Part]:
@@ -174,6 +180,9 @@ def pack(answer: RolloutAnswer) -> bytes:
     }
     if any(_entropy(part) is not None for part in parts):
         tensors["entropy"] = _joined(parts, _entropy_or_nan, np.dtype(np.float32))
+    if any(part.support is not None for part in parts):
+        tensors["support_lengths"] = _joined(parts, _support_lengths, np.dtype(np.uint32))
+        tensors["support_data"] = np.concatenate([_support_data(part) for part in parts])
     metadata = {"answer": _stripped(answer).model_dump_json()}
     data: bytes = save(tensors, metadata=metadata)
     return data
@@ -190,9 +199,18 @@ def unpack(data: bytes) -> Packed:
         answer = RolloutAnswer.model_validate_json(header["__metadata__"]["answer"])
         arrays = {name: tensors[name] for name in _NAMES}
         answer = with_tables(answer, tensors, np.diff(arrays["offsets"]).tolist())
-        return Packed(answer=answer, **arrays, entropy=tensors.get("entropy"))
+        more = {name: tensors.get(name) for name in _OPTIONAL}
+        return Packed(answer=answer, **arrays, **more)
     except (KeyError, TypeError) as error:
         raise ValueError(f"the file lacks a part of the result: {error}") from error
+
+
+def _support_lengths(part: Part) -> list[int]:
+    return [0] * len(part.token_ids) if part.support is None else part.support.lengths
+
+
+def _support_data(part: Part) -> npt.NDArray[np.uint8]:
+    return np.frombuffer(b64decode(part.support.data if part.support else ""), np.uint8)
 
 
 def _entropy(part: Part) -> list[float] | None:
@@ -218,12 +236,19 @@ def _stripped(answer: RolloutAnswer) -> RolloutAnswer:
 def _stripped_group(group: GroupAnswer) -> GroupAnswer:
     """Copy of a group with empty arrays; entropy that was present becomes empty, not None."""
     group = without_tables(group)
-    bare: dict[str, list[int]] = {"token_ids": [], "logprobs": []}
-    samples = [sample.model_copy(update=bare) for sample in group.samples]
+    samples = [sample.model_copy(update=_bare(sample)) for sample in group.samples]
     segments = None if group.segments is None else [_stripped_segment(s) for s in group.segments]
     return group.model_copy(update={"samples": samples, "segments": segments})
 
 
 def _stripped_segment(segment: SegmentAnswer) -> SegmentAnswer:
     entropy = None if segment.entropy is None else list[float]()
-    return segment.model_copy(update={"token_ids": [], "logprobs": [], "entropy": entropy})
+    return segment.model_copy(update={**_bare(segment), "entropy": entropy})
+
+
+def _bare(part: Part) -> dict[str, object]:
+    """Empty arrays of a part; a support keeps the size of the vocabulary."""
+    support = part.support
+    if support is not None:
+        support = support.model_copy(update={"lengths": [], "data": ""})
+    return {"token_ids": [], "logprobs": [], "support": support}

@@ -19,6 +19,7 @@ from coppice.wire.kv import Kv, KvHandle, KvReason
 from coppice.wire.kv_reuse import KvReuse, KvReuseAnswer
 from coppice.wire.logprobs import NumTopLogprobs, OptionalLogprobs, OptionalPromptLogprobs
 from coppice.wire.sampling import Sampling
+from coppice.wire.support import GivenSupport, SupportAnswer
 
 MAX_GROUPS = 4096
 MAX_SAMPLES_PER_GROUP = 1024
@@ -31,6 +32,8 @@ FinishReason = Literal[
 SegmentFinish = Literal["cut", "budget", FinishReason]
 StopReason = Annotated[int | str | None, Field(exclude_if=lambda reason: reason is None)]
 """In answers: the stop token id or stop string that ended the sample; else absent."""
+SupportField = Annotated[SupportAnswer | None, Field(exclude_if=lambda support: support is None)]
+"""In answers: the supports of the tokens, if `return_support` was set; else absent."""
 Outcome = Literal["done", "partial", "failed", "cancelled"]
 
 
@@ -119,6 +122,7 @@ class UnfinishedSample(RequestModel):
     token_ids: Annotated[TokenIds, Field(min_length=1, max_length=MAX_TOKENS)]
     logprobs: Annotated[list[Logprob], Field(min_length=1, max_length=MAX_TOKENS, fail_fast=True)]
     versions: Annotated[list[GivenSpan], Field(min_length=1, max_length=4096, fail_fast=True)]
+    support: GivenSupport | None = None
 
 
 class ContinueFrom(RequestModel):
@@ -133,7 +137,11 @@ class ContinueFrom(RequestModel):
 
 
 class RolloutRequest(RequestModel):
-    """Body of POST /v1/rollouts."""
+    """Body of POST /v1/rollouts.
+
+    With `return_support`, each token is returned with the set of token ids that it was sampled
+    from.
+    """
 
     groups: Annotated[
         list[GroupRequest], Field(min_length=1, max_length=MAX_GROUPS, fail_fast=True)
@@ -147,6 +155,7 @@ class RolloutRequest(RequestModel):
     kv_reuse: KvReuse | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31), JsonInteger()] = 0
     speculation: bool = True
+    return_support: Annotated[bool, Field(exclude_if=lambda wanted: not wanted)] = False
     adapter: AdapterName | None = None
     top_logprobs: NumTopLogprobs | None = None
     prompt_logprobs: NumTopLogprobs | None = None
@@ -172,6 +181,7 @@ class SampleAnswer(AnswerModel):
     index: int
     token_ids: list[int]
     logprobs: list[float]
+    support: SupportField = None
     text: str | None = None
     finish_reason: FinishReason
     stop_reason: StopReason = None
@@ -193,6 +203,7 @@ class SegmentAnswer(AnswerModel):
     depth: int
     token_ids: list[int]
     logprobs: list[float]
+    support: SupportField = None
     entropy: list[float] | None = None
     finish_reason: SegmentFinish
     stop_reason: StopReason = None

@@ -1,0 +1,122 @@
+"""Supports of sampled tokens, i.e. the sets of token ids that they were sampled from.
+
+The engine returns them encoded (`coppice.wire.support`). They are sliced and joined like tokens.
+"""
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from coppice.wire.rollouts import GroupRequest, RolloutRequest, UnfinishedSample
+from coppice.wire.sampling import Sampling
+from coppice.wire.support import SupportAnswer, rows_of, support_answer
+from engine.types import EngineInfo
+from service.http.errors import InvalidRequest
+
+ENCODED_IN_LOOP = 2**20
+"""Bytes of supports that are encoded on the event loop, in about a millisecond."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Supports:
+    """One encoded support per token of a sample or segment. Equal ones share their memory."""
+
+    rows: list[bytes]
+    vocab_size: int
+
+    def part(self, start: int, end: int) -> "Supports":
+        return Supports(self.rows[start:end], self.vocab_size)
+
+    def answer(self) -> SupportAnswer:
+        return support_answer(self.rows, self.vocab_size)
+
+    async def encoded(self) -> SupportAnswer:
+        """The answer; large ones are encoded in a thread, because it would block the event loop."""
+        if sum(map(len, self.rows)) < ENCODED_IN_LOOP:
+            return self.answer()
+        return await asyncio.to_thread(self.answer)
+
+
+def support_of(rows: Sequence[bytes] | None, vocab_size: int | None) -> Supports | None:
+    """Supports of an engine's completion; None if they were not requested."""
+    if vocab_size is None:
+        return None
+    assert rows is not None, "the engine returns the supports that were requested"
+    known: dict[bytes, bytes] = {}
+    return Supports([known.setdefault(row, row) for row in rows], vocab_size)
+
+
+def joined(parts: Iterable[Supports | None]) -> Supports | None:
+    """Supports of consecutive parts; None if there are none."""
+    given = [part for part in parts if part is not None]
+    if not given:
+        return None
+    return Supports([row for part in given for row in part.rows], given[0].vocab_size)
+
+
+def check(
+    request: RolloutRequest, prompts: Sequence[Sequence[int]], info: EngineInfo, *, max_bytes: int
+) -> None:
+    """Refuse a request whose supports may take more memory than `max_bytes`."""
+    if not request.return_support:
+        return
+    num_tokens = sum(
+        _max_tokens(request, group, info.max_context_tokens - len(prompt))
+        for group, prompt in zip(request.groups, prompts, strict=True)
+    )
+    per_token = max_row_bytes(request.sampling, info)
+    if num_tokens * per_token > max_bytes:
+        raise InvalidRequest(
+            f"return_support may take {num_tokens * per_token} bytes, for {num_tokens} tokens with "
+            f"sets of up to {per_token} bytes; the limit is {max_bytes} "
+            "(limits.max_support_bytes). Set sampling.top_k, or request fewer tokens"
+        )
+
+
+def max_row_bytes(sampling: Sampling, info: EngineInfo) -> int:
+    """Maximum size of an encoded support, in bytes."""
+    bitmap, per_id = (info.vocab_size + 7) // 8, 1 + (info.vocab_size > 2**7) * 2
+    limits = [] if sampling.allowed_token_ids is None else [len(sampling.allowed_token_ids)]
+    if sampling.temperature and sampling.top_k:
+        limits.append(sampling.top_k)
+    truncated = sampling.temperature and (sampling.top_p < 1.0 or sampling.min_p > 0.0)
+    if not (limits or truncated or sampling.structured_outputs):
+        stops = len(info.eos_token_ids) + len(sampling.stop_token_ids)
+        limits.append(len(sampling.bad_words) + (stops if sampling.min_tokens else 0))
+    return 1 + min(bitmap, *(number * per_id for number in limits), bitmap)
+
+
+def _max_tokens(request: RolloutRequest, group: GroupRequest, room: int) -> int:
+    """Maximum number of tokens of a group for which the answer has supports."""
+    length = min(request.sampling.max_tokens or room, room)
+    tree = request.branching
+    if tree is None:
+        return group.n * length
+    flattened = tree.max_leaves * length if tree.flatten else 0
+    return min(tree.max_leaves * length, tree.max_new_tokens_total) + flattened
+
+
+def given_support(sample: UnfinishedSample) -> Supports | None:
+    """Supports of the tokens that a resumed sample already has. Raises ValueError."""
+    if sample.support is None:
+        return None
+    return Supports(rows_of(sample.support), sample.support.vocab_size)
+
+
+def check_given(sample: UnfinishedSample, *, wanted: bool, vocab_size: int) -> None:
+    """Refuse a resumed sample whose supports are missing, unwanted or inconsistent."""
+    if (sample.support is not None) != wanted:
+        raise InvalidRequest(
+            "continue_from needs the support of each sample if return_support is true, "
+            "and only then"
+        )
+    try:
+        support = given_support(sample)
+    except ValueError as error:
+        raise InvalidRequest(f"continue_from: {error}") from error
+    if support is None:
+        return
+    if len(support.rows) != len(sample.token_ids) or support.vocab_size != vocab_size:
+        raise InvalidRequest(
+            f"continue_from needs one support per token, of a vocabulary of {vocab_size}"
+        )

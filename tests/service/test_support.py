@@ -1,0 +1,180 @@
+"""Supports of sampled tokens in the answers of rollouts, in all formats."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from coppice import AsyncRollouts, Branching, Sample, Segment, Support
+from coppice.results import result_of, result_of_packed
+from coppice.wire.result_formats import pack, unpack
+from coppice.wire.rollouts import RolloutAnswer
+from coppice.wire.sampling import Sampling
+from service.rollouts.supports import max_row_bytes
+from tests.fake_engine import EOS, VOCAB_SIZE, FakeEngine
+from tests.service.test_resume import resume_request, started
+from tests.service.test_rollouts import body, group, running_samples
+from tests.serving import serving
+
+TREE = Branching(mode="interval", interval=32, max_leaves=4, max_depth=2, flatten=True)
+
+
+def assert_supported(part: Sample | Segment) -> None:
+    """The fake engine samples token t from {t}, and every fourth from the whole vocabulary."""
+    assert part.support is not None and len(part.support) == len(part.token_ids)
+    assert part.support.vocab_size == VOCAB_SIZE
+    for token, ids in zip(part.token_ids.tolist(), part.support, strict=True):
+        assert ids.tolist() == ([token] if token % 4 else list(range(VOCAB_SIZE)))
+
+
+@pytest.fixture
+async def client(tmp_path: Path) -> Any:
+    async with serving(FakeEngine(), tmp_path) as served, AsyncRollouts(served.url) as rollouts:
+        yield rollouts
+
+
+async def test_samples_have_their_supports(client: AsyncRollouts) -> None:
+    result = await client.rollout([[1, 2], [3]], n=2, max_tokens=40, return_support=True)
+    for each in result.groups:
+        for sample in each.samples:
+            assert_supported(sample)
+
+
+async def test_supports_are_absent_unless_requested(client: AsyncRollouts) -> None:
+    result = await client.rollout([[1, 2]], max_tokens=4)
+    assert result.groups[0].samples[0].support is None
+    [record] = [r async for r in client.stream([[1, 2]], max_tokens=4) if r.type == "sample"]
+    assert "support" not in record.sample.model_dump()
+
+
+async def test_segments_and_paths_of_a_tree_have_their_supports(client: AsyncRollouts) -> None:
+    result = await client.rollout([[1, 2]], max_tokens=90, branching=TREE, return_support=True)
+    [answer] = result.groups
+    assert answer.tree is not None and len(answer.tree.segments) > 3
+    for segment in answer.tree.segments:
+        assert_supported(segment)
+    for sample in (*answer.samples, *answer.tree.rows()):
+        assert_supported(sample)
+
+
+async def test_packed_answer_equals_the_json_answer(tmp_path: Path) -> None:
+    requested = {**body(group(1, 2, n=2), group(3)), "sampling": {"max_tokens": 9}}
+    async with serving(FakeEngine(), tmp_path) as served:
+        response = await served.http.post(
+            "/v1/rollouts", json={**requested, "return_support": True}
+        )
+    answer = RolloutAnswer.model_validate_json(response.content)
+    packed = unpack(pack(answer))
+    assert packed.answer.groups[0].samples[0].support is not None
+    assert packed.answer.groups[0].samples[0].support.data == ""
+    theirs = result_of_packed(packed).groups
+    for ours, other in zip(result_of(answer).groups, theirs, strict=True):
+        for one, same in zip(ours.samples, other.samples, strict=True):
+            assert_supported(one)
+            assert one.support is not None and same.support is not None
+            assert one.support.rows == same.support.rows
+
+
+async def test_packed_answer_with_wrong_lengths_is_refused(tmp_path: Path) -> None:
+    async with serving(FakeEngine(), tmp_path) as served:
+        sent = {**body(group(1)), "return_support": True}
+        response = await served.http.post("/v1/rollouts", json=sent)
+    packed = unpack(pack(RolloutAnswer.model_validate_json(response.content)))
+    assert packed.support_lengths is not None and packed.support_data is not None
+    for changed in (
+        {"support_lengths": packed.support_lengths + np.uint32(1)},
+        {"support_lengths": packed.support_lengths[1:]},
+        {"support_data": np.append(packed.support_data, np.uint8(0))},
+    ):
+        with pytest.raises(ValueError, match="support"):
+            result_of_packed(replace(packed, **changed))
+
+
+async def test_cut_sample_is_continued_with_its_supports(tmp_path: Path) -> None:
+    engine = FakeEngine(instant=False)
+    async with serving(engine, tmp_path) as served, AsyncRollouts(served.url) as rollouts:
+        options: dict[str, Any] = {"n": 2, "max_tokens": 10, "return_support": True}
+        cut = asyncio.create_task(rollouts.rollout([[1, 2]], **options))
+        await running_samples(served, 2)
+        engine.step(4)
+        await served.server.rollouts.cancel(next(iter(served.server.rollouts._running.values())))
+        [before] = (await cut).groups
+        for sample in before.unfinished:
+            assert len(sample.token_ids) == 4
+            assert_supported(sample)
+        engine.instant = True
+        result = await rollouts.rollout([[1, 2]], continue_from=[before.unfinished], **options)
+    for sample in result.groups[0].samples:
+        assert len(sample.token_ids) == 10
+        assert_supported(sample)
+
+
+GIVEN = {"vocab_size": VOCAB_SIZE, "lengths": [1, 2], "data": "AAFQ"}
+
+
+@pytest.mark.parametrize(
+    ("support", "wanted"),
+    [
+        (None, True),
+        (GIVEN, False),
+        ({**GIVEN, "vocab_size": 100}, True),
+        ({**GIVEN, "lengths": [3]}, True),
+        ({**GIVEN, "lengths": [1, 1]}, True),
+        ({**GIVEN, "data": "$$$$"}, True),
+    ],
+)
+async def test_wrong_supports_of_a_continued_sample_are_refused(
+    support: dict[str, Any] | None, wanted: bool, tmp_path: Path
+) -> None:
+    given = started(90, 91, **({} if support is None else {"support": support}))
+    async with serving(FakeEngine(), tmp_path) as served:
+        sent = resume_request(given, return_support=wanted)
+        response = await served.http.post("/v1/rollouts", json=sent)
+    assert response.status_code == 422
+    assert "support" in response.json()["detail"]
+
+
+async def test_request_beyond_the_limit_is_refused(tmp_path: Path) -> None:
+    limits = {"max_support_bytes": 3000}
+    async with serving(FakeEngine(), tmp_path, limits=limits) as served:
+        wide = {**body(group(1, n=4)), "sampling": {"max_tokens": 30, "top_p": 0.9}}
+        assert (await served.http.post("/v1/rollouts", json=wide)).status_code == 200
+        refused = await served.http.post("/v1/rollouts", json={**wide, "return_support": True})
+        wide["sampling"]["top_k"] = 5
+        narrow = await served.http.post("/v1/rollouts", json={**wide, "return_support": True})
+    assert refused.status_code == 422
+    assert "120 tokens with sets of up to 33 bytes" in refused.json()["detail"]
+    assert narrow.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("sampling", "num_bytes"),
+    [
+        ({}, 1),
+        ({"top_k": 4}, 1 + 4 * 3),
+        ({"top_k": 4, "temperature": 0.0}, 1),
+        ({"top_p": 0.9}, 1 + 32),
+        ({"min_p": 0.1}, 1 + 32),
+        ({"structured_outputs": {"regex": "a"}}, 1 + 32),
+        ({"allowed_token_ids": [1, 2]}, 1 + 2 * 3),
+        ({"allowed_token_ids": [1, 2], "top_p": 0.9}, 1 + 2 * 3),
+        ({"bad_words": ["a", "b", "c"]}, 1 + 3 * 3),
+        ({"min_tokens": 4, "stop_token_ids": [5]}, 1 + 2 * 3),
+    ],
+)
+def test_bound_of_a_set_follows_from_the_controls(sampling: dict[str, Any], num_bytes: int) -> None:
+    info = FakeEngine().info
+    assert info.eos_token_ids == (EOS,)
+    assert max_row_bytes(Sampling.model_validate(sampling), info) == num_bytes
+
+
+def test_support_is_a_sequence_of_sets() -> None:
+    support = Support((b"\x00", b"\x01\x05", b"\x01\x05", b"\x02\x00"), 8)
+    assert [ids.tolist() for ids in support] == [[*range(8)], [5], [5], [*range(1, 8)]]
+    assert support[1:3].rows == (b"\x01\x05", b"\x01\x05")
+    assert support.mask().sum(1).tolist() == [8, 1, 1, 7]
+    assert support.num_bytes == 5
+    assert not support.is_whole and support[:1].is_whole
