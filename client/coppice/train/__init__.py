@@ -28,11 +28,13 @@ from coppice.train.losses import (
 )
 from coppice.train.naive import naive_backward, naive_logprobs
 from coppice.train.prompt_kv_leaves import PromptKV
+from coppice.train.sampled_distribution import LogitAdjustments, sampled_logprobs
 from coppice.train.training_group import LossFunction, RowLogprobs, TrainingGroup, TrainingTree
 
 __all__ = [
     "BackwardReport",
     "Clip",
+    "LogitAdjustments",
     "LossFunction",
     "PromptKV",
     "RowLogprobs",
@@ -54,6 +56,7 @@ __all__ = [
     "naive_logprobs",
     "packed_logprobs",
     "reduce_gradients",
+    "sampled_logprobs",
     "sequence_mean",
     "token_mean",
 ]

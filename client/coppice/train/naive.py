@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from coppice.support import Support, joined_support
 from coppice.train.layer_attention import LayerAttention, window_mask
 from coppice.train.packed_row import Spans
+from coppice.train.sampled_distribution import NO_ADJUSTMENTS
 from coppice.train.training_group import (
     LossFunction,
     RowLogprobs,
@@ -37,16 +39,67 @@ def naive_logprobs(model: Any, group: TrainingGroup, *, temperature: float = 1.0
         [logits_GRV[row, first : first + length] for row, length in enumerate(group.lengths)]
     )
     return RowLogprobs(
-        logprobs=token_logprobs(logits_TV, torch.cat(group.responses), temperature),
+        logprobs=naive_token_logprobs(group, logits_TV, temperature),
         rows=tuple(range(len(group.responses))),
         lengths=group.lengths,
     )
 
 
+def naive_token_logprobs(group: TrainingGroup, logits_TV: Tensor, temperature: float) -> Tensor:
+    """Logprobs [T] of all responses under the distribution that they were sampled from.
+
+    One token at a time, without chunks and without recomputation.
+    """
+    if group.support is None and group.adjustments == NO_ADJUSTMENTS:
+        return token_logprobs(logits_TV, torch.cat(group.responses), temperature)
+    tokens = [(row, at) for row, length in enumerate(group.lengths) for at in range(length)]
+    logprobs = [
+        _token_logprob(group, row, at, logits_V, temperature)
+        for (row, at), logits_V in zip(tokens, logits_TV, strict=True)
+    ]
+    return torch.stack(logprobs) if logprobs else logits_TV.new_zeros(0)
+
+
+def _token_logprob(
+    group: TrainingGroup, row: int, at: int, logits_V: Tensor, temperature: float
+) -> Tensor:
+    given, earlier = group.adjustments, group.responses[row][:at].tolist()
+    wide_V = logits_V.to(torch.float64 if logits_V.dtype == torch.float64 else torch.float32)
+    adjusted = list(wide_V)
+    for token, bias in given.logit_bias.items():
+        adjusted[token] = adjusted[token] + bias
+    for token in {*earlier, *group.prompt.tolist()} if given.repetition_penalty != 1.0 else ():
+        penalty = given.repetition_penalty
+        adjusted[token] = adjusted[token] * (1 / penalty if adjusted[token] > 0 else penalty)
+    for token in set(earlier):
+        count = earlier.count(token)
+        lowered = given.presence_penalty + given.frequency_penalty * count
+        adjusted[token] = adjusted[token] - lowered
+    scaled_V = torch.stack(adjusted) / temperature
+    if group.support is not None:
+        ids = torch.from_numpy(group.support[row][at]).long()
+        outside_V = torch.ones_like(scaled_V, dtype=torch.bool)
+        outside_V[ids] = False
+        scaled_V = scaled_V.masked_fill(outside_V, -torch.inf)
+    return scaled_V.log_softmax(0)[group.responses[row][at]]
+
+
+def _joined(tree: TrainingTree, path: tuple[int, ...]) -> Support:
+    assert tree.support is not None
+    whole = joined_support([tree.support[at] for at in path])
+    assert whole is not None
+    return whole
+
+
 def _naive_segments(model: Any, tree: TrainingTree, temperature: float) -> RowLogprobs:
     paths = [tree.path(segment) for segment in range(len(tree.responses))]
     alone = [torch.cat([tree.responses[at] for at in path]) for path in paths]
-    flat = TrainingGroup(prompt=tree.prompt, responses=tuple(alone))
+    flat = TrainingGroup(
+        prompt=tree.prompt,
+        responses=tuple(alone),
+        support=tree.support and tuple(_joined(tree, path) for path in paths),
+        adjustments=tree.adjustments,
+    )
     rows = naive_logprobs(model, flat, temperature=temperature).split()
     parts = [row[len(row) - length :] for row, length in zip(rows, tree.lengths, strict=True)]
     segments = tuple(range(len(tree.responses)))

@@ -11,7 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from coppice.results import Group
+from coppice.results import Group, Sample, Segment
+from coppice.support import Support, joined_support
+from coppice.train.sampled_distribution import (
+    NO_ADJUSTMENTS,
+    LogitAdjustments,
+    sampled_logprobs,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -58,18 +64,47 @@ def token_logprobs(logits_TV: Tensor, targets_T: Tensor, temperature: float) -> 
     return -F.cross_entropy(scaled_TV, targets_T.to(logits_TV.device), reduction="none")
 
 
+def response_token_logprobs(
+    group: "TrainingGroup",
+    rows: Sequence[int],
+    logits_TV: Tensor,
+    targets_T: Tensor,
+    temperature: float,
+) -> Tensor:
+    """Logprobs [T] of the tokens of some responses of a group, as they were sampled."""
+    if group.support is None and group.adjustments == NO_ADJUSTMENTS:
+        return token_logprobs(logits_TV, targets_T, temperature)
+    parts = torch.split(logits_TV, [group.lengths[row] for row in rows])
+    return torch.cat(
+        [
+            sampled_logprobs(
+                part,
+                group.responses[row],
+                temperature=temperature,
+                support=None if group.support is None else group.support[row],
+                adjustments=group.adjustments,
+                prompt=group.prompt,
+            )
+            for row, part in zip(rows, parts, strict=True)
+        ]
+    )
+
+
 # Tensor's == is elementwise, so these dataclasses compare by identity.
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainingGroup:
     """One prompt and its responses as tensors of token ids, to train on.
 
     `logprobs`, if given, are those that the responses were sampled with. A response may be empty,
-    for example if it was aborted; it does not contribute to the loss.
+    for example if it was aborted; it does not contribute to the loss. With `support` and
+    `adjustments`, logprobs are those of the distribution that the responses were sampled from.
     """
 
     prompt: Tensor
     responses: tuple[Tensor, ...]
     logprobs: tuple[Tensor, ...] | None = None
+    support: tuple[Support, ...] | None = None
+    adjustments: LogitAdjustments = NO_ADJUSTMENTS
 
     def __post_init__(self) -> None:
         if not len(self.prompt):
@@ -79,6 +114,10 @@ class TrainingGroup:
         if self.logprobs and self.lengths != tuple(len(logprobs) for logprobs in self.logprobs):
             raise ValueError(
                 "the number of logprobs differs from the number of tokens of the responses"
+            )
+        if self.support and self.lengths != tuple(len(support) for support in self.support):
+            raise ValueError(
+                "the number of supports differs from the number of tokens of the responses"
             )
 
     @property
@@ -92,16 +131,27 @@ class TrainingGroup:
         return sum(self.lengths)
 
     @classmethod
-    def of(cls, prompt: Any, group: Group) -> "TrainingGroup":
+    def of(
+        cls, prompt: Any, group: Group, *, adjustments: LogitAdjustments = NO_ADJUSTMENTS
+    ) -> "TrainingGroup":
         """Builds a training group from prompt token ids and a group of a rollout result.
 
-        The prompt token ids are a list, an array or a tensor.
+        The prompt token ids are a list, an array or a tensor. `adjustments` are the parameters of
+        the rollout that changed logits.
         """
         return cls(
             prompt=prompt_of(prompt, group),
             responses=tuple(torch.from_numpy(sample.token_ids) for sample in group.samples),
             logprobs=tuple(torch.from_numpy(sample.logprobs) for sample in group.samples),
+            support=supports_of(group.samples),
+            adjustments=adjustments,
         )
+
+
+def supports_of(parts: Sequence[Sample | Segment]) -> tuple[Support, ...] | None:
+    """Supports of samples or segments; None unless all of them have one."""
+    found = tuple(part.support for part in parts if part.support is not None)
+    return found if found and len(found) == len(parts) else None
 
 
 def prompt_of(prompt: Any, group: Group) -> Tensor:
@@ -135,9 +185,13 @@ class TrainingTree(TrainingGroup):
             raise ValueError("a parent must have a smaller index than its child segments")
         if not all(0 <= leaf < len(self.responses) for leaf in self.leaves):
             raise ValueError("a leaf must be the index of a segment")
+        if self.adjustments.has_penalties:
+            raise ValueError("penalties cannot be combined with trees")
 
     @classmethod
-    def of(cls, prompt: Any, group: Group) -> "TrainingTree":
+    def of(
+        cls, prompt: Any, group: Group, *, adjustments: LogitAdjustments = NO_ADJUSTMENTS
+    ) -> "TrainingTree":
         """Builds a training tree from prompt token ids and the tree of a rollout result."""
         if group.tree is None:
             raise ValueError("the group is not a tree")
@@ -147,6 +201,8 @@ class TrainingTree(TrainingGroup):
             prompt=prompt_of(prompt, group),
             responses=tuple(torch.from_numpy(segment.token_ids) for segment in segments),
             logprobs=tuple(torch.from_numpy(segment.logprobs) for segment in segments),
+            support=supports_of(segments),
+            adjustments=adjustments,
             parents=tuple(None if s.parent is None else places[s.parent] for s in segments),
             leaves=tuple(places[leaf] for leaf in group.tree.leaves),
         )
@@ -169,7 +225,16 @@ class TrainingTree(TrainingGroup):
             prompt=self.prompt,
             responses=rows(self.responses),
             logprobs=None if self.logprobs is None else rows(self.logprobs),
+            support=self._path_supports(),
+            adjustments=self.adjustments,
         )
+
+    def _path_supports(self) -> tuple[Support, ...] | None:
+        if self.support is None:
+            return None
+        paths = [[self.support[at] for at in self.path(leaf)] for leaf in self.leaves]
+        found = tuple(joined_support(path) for path in paths)
+        return tuple(support for support in found if support is not None)
 
     def by_leaf(self, rows: RowLogprobs) -> RowLogprobs:
         """Joins the logprobs of tree segments into logprobs of whole paths, as in `flattened`.
