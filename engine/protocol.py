@@ -30,8 +30,8 @@ class ResponseStream(Protocol):
     """Incremental conversion of one sample's tokens to text. Use it from one thread at a time.
 
     `add` takes the next tokens and returns the text that they complete, never a part of a
-    character. `is_parsed`: a reasoning parser is applied, which may take milliseconds per call. It
-    may raise any exception.
+    character. `is_parsed`: a reasoning parser is applied, which may take milliseconds per call. A
+    parser's failure is logged and never raised; no text is returned after it.
     """
 
     @property

@@ -197,7 +197,7 @@ class FakeEngine:
     def response_stream(
         self, prompt: Sequence[int] = (), chat_request: ChatRequest | None = None
     ) -> "FakeStream":
-        return FakeStream(self)
+        return FakeStream(self, is_parsed=chat_request is not None and bool(chat_request.tools))
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return bytes(token_ids).decode("latin-1")

@@ -1,5 +1,6 @@
 """Incremental detokenization of running samples, by vLLM's detokenizer and reasoning parsers."""
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,6 +9,9 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 from engine.types import ChatResponse
+
+log = logging.getLogger(__name__)
+NOTHING = ChatResponse(content=None, parsed=False)
 
 
 class TextStream:
@@ -45,18 +49,26 @@ class ParsedStream:
         self._parser = parser
         self._request = request
         self._prompt = list(prompt)
+        self._failed = False
 
     def add(self, token_ids: Sequence[int]) -> ChatResponse:
-        message = self._parser.parse_delta(
-            self._text.text(token_ids),
-            list(token_ids),
-            self._request,
-            prompt_token_ids=self._prompt,
-            finished=False,
-        )
+        if self._failed:
+            return NOTHING
+        try:
+            message = self._parse(self._text.text(token_ids), list(token_ids))
+        # Models may generate malformed text; the whole response is parsed again at its end.
+        except Exception as error:
+            log.warning("a running response could not be parsed: %s", type(error).__name__)
+            self._failed = True
+            return NOTHING
         if message is None:
             return ChatResponse(content=None)
         return ChatResponse(content=message.content, reasoning=message.reasoning)
+
+    def _parse(self, text: str, token_ids: list[int]) -> Any:
+        return self._parser.parse_delta(
+            text, token_ids, self._request, prompt_token_ids=self._prompt, finished=False
+        )
 
 
 def _request(skip_special_tokens: bool) -> EngineCoreRequest:

@@ -140,11 +140,17 @@ class CompatRequest:
         return await self.server.tokenizer.all_token_ids(prompts)
 
     async def start(
-        self, request: RolloutRequest, *, cache_salt: str | None, num_top_logprobs: int | None
+        self,
+        request: RolloutRequest,
+        *,
+        cache_salt: str | None,
+        num_top_logprobs: int | None,
+        stream_tokens: bool = False,
     ) -> Rollout:
         options = GroupOptions(
             cache_salt=namespaced_salt(self.caller, cache_salt),
             num_top_logprobs=num_top_logprobs or 0,
+            stream_tokens=stream_tokens,
         )
         return await self.server.rollouts.start(request, owner=self.caller.name, options=options)
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from coppice.wire.rollouts import RolloutRequest, SampleAnswer
+from coppice.wire.rollouts import RolloutRequest
 from engine.types import TopLogprobRows, TopLogprobs
 from service.compat.compat_request import CompatRequest
 from service.http.errors import InvalidRequest
@@ -105,8 +105,8 @@ async def token_names(
     return id_name if as_ids else (await tokenizer.token_texts(collect)).__getitem__
 
 
-def sample_token_ids(sample: SampleAnswer, per_token: Iterable[TopLogprobs]) -> Iterable[int]:
-    return chain(sample.token_ids, top_token_ids(per_token))
+def with_top_token_ids(token_ids: Iterable[int], per_token: Iterable[TopLogprobs]) -> Iterable[int]:
+    return chain(token_ids, top_token_ids(per_token))
 
 
 def top_token_ids(per_token: Iterable[TopLogprobs]) -> Iterable[int]:
@@ -114,16 +114,19 @@ def top_token_ids(per_token: Iterable[TopLogprobs]) -> Iterable[int]:
 
 
 def chat_logprobs(
-    sample: SampleAnswer, per_token: Sequence[TopLogprobs], name: TokenName
+    token_ids: Sequence[int],
+    logprobs: Sequence[float],
+    per_token: Sequence[TopLogprobs],
+    name: TokenName,
 ) -> list[dict[str, Any]]:
-    """Logprobs of a sample's tokens in OpenAI's chat format, with token ids added."""
-    others = [candidates[1:] for candidates in per_token] or [[]] * len(sample.token_ids)
+    """Logprobs of sampled tokens in OpenAI's chat format, with token ids added."""
+    others = [candidates[1:] for candidates in per_token] or [[]] * len(token_ids)
     return [
         {
             **_entry(token, logprob, name),
             "top_logprobs": [_entry(r.token_id, r.logprob, name) for r in more],
         }
-        for token, logprob, more in zip(sample.token_ids, sample.logprobs, others, strict=True)
+        for token, logprob, more in zip(token_ids, logprobs, others, strict=True)
     ]
 
 
@@ -138,13 +141,14 @@ def completion_logprobs(
     logprobs: Sequence[float | None],
     per_token: Sequence[TopLogprobs],
     name: TokenName,
+    offset: int = 0,
 ) -> dict[str, Any]:
     """Logprobs of a list of tokens in OpenAI's completions format.
 
-    Offsets count characters from the first token, as in vLLM.
+    Offsets count characters from the first token, as in vLLM. `offset` is that of the first token.
     """
     tokens = [name(token) for token in token_ids]
-    offsets = list(accumulate((len(token) for token in tokens), initial=0))
+    offsets = list(accumulate((len(token) for token in tokens), initial=offset))
     return {
         "tokens": tokens,
         "token_logprobs": list(logprobs),

@@ -26,6 +26,7 @@ from service.compat.compat_request import (
     weight_version_spans,
 )
 from service.compat.logprobs import NumLogprobs
+from service.compat.openai_choices import ChatChunks
 from service.compat.openai_errors import OpenAIRoute
 from service.compat.openai_stream import STREAM_RESPONSES, StreamFields, stream_response, unix_time
 from service.http.errors import InvalidRequest
@@ -141,6 +142,7 @@ async def chat(call: Compat) -> Response:
         ),
         cache_salt=body.cache_salt,
         num_top_logprobs=body.top_logprobs if body.logprobs else None,
+        stream_tokens=body.stream,
     )
     builder = ChatResponseBuilder(call.server, body, chat_request, prompt, rollout)
     if body.stream:
@@ -185,12 +187,18 @@ class ChatResponseBuilder:
             **self._prompt_ids(),
         }
 
-    async def choice(self, sample: SampleAnswer, message_name: str = "message") -> dict[str, Any]:
-        chat_response = await self._chat_response(sample)
+    async def choice(self, sample: SampleAnswer) -> dict[str, Any]:
+        chat_response, reason = await self._parse(sample)
+        if not chat_response.parsed:
+            self._server.metrics.http.responses_not_parsed.inc()
         choice: dict[str, Any] = {
             "index": sample.index,
-            message_name: _message(chat_response),
-            "finish_reason": self._finish_reason(sample, chat_response),
+            "message": {
+                "role": "assistant",
+                "content": chat_response.content,
+                **_message(chat_response),
+            },
+            "finish_reason": reason,
             "logprobs": await self._logprobs(sample) if self._body.logprobs else None,
             "weight_versions": weight_version_spans(sample),
         }
@@ -202,40 +210,47 @@ class ChatResponseBuilder:
         per_token = logprobs.sample_logprobs(self._rollout, 0, sample.index)
         name = await logprobs.token_names(
             self._server.tokenizer,
-            lambda: logprobs.sample_token_ids(sample, per_token),
+            lambda: logprobs.with_top_token_ids(sample.token_ids, per_token),
             as_ids=self._body.return_tokens_as_token_ids,
         )
-        return {"content": logprobs.chat_logprobs(sample, per_token, name)}
+        content = logprobs.chat_logprobs(sample.token_ids, sample.logprobs, per_token, name)
+        return {"content": content}
 
     def stream_response(self) -> Response:
-        rollout = self._rollout
-
-        async def chunk(_: int, sample: SampleAnswer) -> dict[str, Any]:
-            choice = _index_tool_calls(await self.choice(sample, "delta"))
-            return {"choices": [choice], **self._prompt_ids()}
-
+        rollout, body = self._rollout, self._body
+        chunks = ChatChunks(
+            server=self._server,
+            chat_request=self._parsed_request,
+            prompt=self._prompt,
+            with_logprobs=body.logprobs,
+            as_ids=body.return_tokens_as_token_ids,
+            return_token_ids=body.return_token_ids,
+            parse=self._parse,
+            to_message=_delta,
+        )
         head = self._head("chat.completion.chunk", rollout.id)
-        return stream_response(self._server, rollout, head, chunk, self._body.stream_options)
+        return stream_response(self._server, rollout, head, chunks.of_part, body.stream_options)
 
     def _prompt_ids(self) -> dict[str, Any]:
-        """Top-level response field with the prompt token ids; empty if they are not requested.
-
-        In a stream it is sent with every choice; vLLM sends it with the first chunk of each choice.
-        """
+        """Top-level response field with the prompt token ids; empty if they are not requested."""
         return {"prompt_token_ids": self._prompt} if self._body.return_token_ids else {}
 
-    async def _chat_response(self, sample: SampleAnswer) -> ChatResponse:
-        chat_request = self._conversation
+    @property
+    def _parsed_request(self) -> ChatRequest:
+        """The chat request as the parsers of the response need it."""
         if self._body.tool_choice == "none":
-            chat_request = replace(chat_request, tools=())
-        chat_response = await self._server.tokenizer.chat_response(sample.token_ids, chat_request)
-        if not chat_response.parsed:
-            self._server.metrics.http.responses_not_parsed.inc()
-        return chat_response
+            return replace(self._conversation, tools=())
+        return self._conversation
 
-    def _finish_reason(self, sample: SampleAnswer, chat_response: ChatResponse) -> str:
+    async def _parse(self, sample: SampleAnswer) -> tuple[ChatResponse, str]:
+        """The parsed response of a sample, and its finish reason."""
+        chat_response = await self._server.tokenizer.chat_response(
+            sample.token_ids, self._parsed_request
+        )
         reason = finish_reason(sample)
-        return "tool_calls" if chat_response.tool_calls and reason == "stop" else reason
+        if chat_response.tool_calls and reason == "stop":
+            reason = "tool_calls"
+        return chat_response, reason
 
     def _head(self, kind: str, rollout_id: str) -> dict[str, Any]:
         return {
@@ -247,7 +262,10 @@ class ChatResponseBuilder:
 
 
 def _message(chat_response: ChatResponse) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": chat_response.content}
+    """Fields of a message that the response has."""
+    message: dict[str, Any] = {}
+    if chat_response.content is not None:
+        message["content"] = chat_response.content
     if chat_response.reasoning is not None:
         message["reasoning_content"] = chat_response.reasoning
     if chat_response.tool_calls:
@@ -262,9 +280,9 @@ def _message(chat_response: ChatResponse) -> dict[str, Any]:
     return message
 
 
-def _index_tool_calls(choice: dict[str, Any]) -> dict[str, Any]:
-    """Add the index of each tool call, which OpenAI's streaming format requires."""
-    calls = choice["delta"].get("tool_calls", [])
-    for index, call in enumerate(calls):
+def _delta(chat_response: ChatResponse) -> dict[str, Any]:
+    """Fields of a streamed message, with the index of each tool call, which the format requires."""
+    delta = _message(chat_response)
+    for index, call in enumerate(delta.get("tool_calls", [])):
         call["index"] = index
-    return choice
+    return delta

@@ -32,6 +32,7 @@ from service.compat.compat_request import (
     weight_version_spans,
 )
 from service.compat.logprobs import NumLogprobs
+from service.compat.openai_choices import CompletionChunks
 from service.compat.openai_errors import OpenAIRoute
 from service.compat.openai_stream import (
     STREAM_RESPONSES,
@@ -111,7 +112,12 @@ async def complete(call: Compat) -> Response:
     prompt_scores = await logprobs.compute_prompt_logprobs(
         call, request, prompts, body.num_prompt_logprobs
     )
-    rollout = await call.start(request, cache_salt=body.cache_salt, num_top_logprobs=body.logprobs)
+    rollout = await call.start(
+        request,
+        cache_salt=body.cache_salt,
+        num_top_logprobs=body.logprobs,
+        stream_tokens=body.stream,
+    )
     builder = CompletionBuilder(
         body=body, rollout=rollout, prompts=prompts, prompt_scores=prompt_scores
     )
@@ -179,7 +185,7 @@ class CompletionBuilder:
 
     def _tokens(self, samples: IndexedSamples) -> Iterator[int]:
         for group, sample in samples:
-            yield from logprobs.sample_token_ids(sample, self._places(group, sample))
+            yield from logprobs.with_top_token_ids(sample.token_ids, self._places(group, sample))
             if self.body.echo and self.prompt_scores is not None:
                 yield from self.prompts[group]
                 yield from logprobs.top_token_ids(self.prompt_scores[group])
@@ -246,14 +252,17 @@ def _head(server: Server, rollout_id: str, body: CompletionBody) -> dict[str, An
 
 
 def _stream_response(server: Server, builder: CompletionBuilder) -> Response:
-    async def chunk(group: int, sample: SampleAnswer) -> dict[str, Any]:
-        named = await builder.with_token_names(server, [(group, sample)])
-        text = await server.tokenizer.text(sample.token_ids)
-        return {"choices": [named.choice(group, sample, text)]}
-
     rollout, body = builder.rollout, builder.body
+    chunks = CompletionChunks(
+        server=server,
+        prompts=builder.prompts,
+        n=body.n,
+        with_logprobs=body.logprobs is not None,
+        as_ids=body.return_tokens_as_token_ids,
+        return_token_ids=body.return_token_ids,
+    )
     head = _head(server, rollout.id, body)
-    return stream_response(server, rollout, head, chunk, body.stream_options)
+    return stream_response(server, rollout, head, chunks.of_part, body.stream_options)
 
 
 async def _prompt_texts(server: Server, given: Any, prompts: Sequence[list[int]]) -> list[str]:

@@ -1,7 +1,7 @@
-"""Streams of server-sent events in OpenAI's format."""
+"""Streams of server-sent events in the formats of OpenAI and vLLM."""
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,11 +10,11 @@ from fastapi.responses import StreamingResponse
 from pydantic_core import to_json
 
 from coppice.wire.problem_catalogue import Problem
-from coppice.wire.result_formats import EndRecord, ProgressRecord, SampleRecord
-from coppice.wire.rollouts import SampleAnswer
+from coppice.wire.result_formats import EndRecord, ProgressRecord
 from service.compat.bodies import CompatModel, Flag
 from service.compat.compat_request import ROLLOUT_ERRORS, token_counts, usage
 from service.compat.openai_errors import as_openai, with_openai_error
+from service.compat.sample_stream import SamplePart, sample_parts
 from service.http.errors import InvalidRequest
 from service.http.exception_handlers import to_service_error
 from service.http.responses import JSON, declare_responses
@@ -22,12 +22,13 @@ from service.rollouts.rollout import Rollout
 from service.server import Server
 
 EVENT_STREAM = "text/event-stream"
-STREAM_RESPONSES = as_openai(declare_responses({200: (*JSON, EVENT_STREAM)}, *ROLLOUT_ERRORS))
+EVENTS_OR_JSON = declare_responses({200: (*JSON, EVENT_STREAM)}, *ROLLOUT_ERRORS)
+STREAM_RESPONSES = as_openai(EVENTS_OR_JSON)
 KEEP_ALIVE = b": samples are still being generated\n\n"
 DONE = b"data: [DONE]\n\n"
 
-Chunk = Callable[[int, SampleAnswer], Awaitable[dict[str, Any]]]
-"""Builds the payload (`choices` and top-level fields) of a sample and its group's index."""
+ToChunks = Callable[[SamplePart], Awaitable[Sequence[dict[str, Any]]]]
+"""Builds the chunks (`choices` and top-level fields) of a part of a sample; none if it has none."""
 
 
 class StreamOptions(CompatModel):
@@ -50,74 +51,76 @@ def stream_response(
     server: Server,
     rollout: Rollout,
     head: dict[str, Any],
-    chunk: Chunk,
+    to_chunks: ToChunks,
     options: StreamOptions | None,
 ) -> Response:
     """Response that streams a rollout as server-sent events; a disconnect cancels the rollout."""
-    stream = _Stream(server, rollout, head, chunk, options or StreamOptions())
-    return StreamingResponse(stream.events(), media_type=EVENT_STREAM)
+    stream = _Chunks(server, rollout, head, to_chunks, options or StreamOptions())
+    return event_response(server, rollout, stream.events())
+
+
+def event_response(server: Server, rollout: Rollout, events: AsyncIterator[bytes]) -> Response:
+    """Response of encoded server-sent events, with `[DONE]` as the last.
+
+    An error is an event as well, since the status is sent before the first event.
+    """
+
+    async def guarded() -> AsyncIterator[bytes]:
+        try:
+            async for event in events:
+                yield event
+        except Exception as error:
+            failed = to_service_error(ExceptionGroup("a stream broke off", [error]))
+            yield error_event(server, failed.problem())
+        finally:
+            server.rollouts.on_disconnect(rollout)
+        yield DONE
+
+    return StreamingResponse(guarded(), media_type=EVENT_STREAM)
 
 
 @dataclass(frozen=True, slots=True)
-class _Stream:
-    """Server-sent events of one rollout, in OpenAI's streaming format.
-
-    Each choice is sent as a whole once it has ended, since the engine returns samples and not
-    single tokens.
-    """
+class _Chunks:
+    """Server-sent events of one rollout, whose chunks have `head` and the fields of a part."""
 
     server: Server
     rollout: Rollout
     head: dict[str, Any]
-    chunk: Chunk
+    to_chunks: ToChunks
     options: StreamOptions
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Encoded server-sent events of the stream, with `[DONE]` as the last.
-
-        An error is an event as well, since the status is sent before the first event.
-        """
-        try:
-            async for event in self._chunks():
-                yield event
-        except Exception as error:
-            failed = to_service_error(ExceptionGroup("a stream broke off", [error]))
-            yield self._error(failed.problem())
-        finally:
-            self.server.rollouts.on_disconnect(self.rollout)
-        yield DONE
-
-    async def _chunks(self) -> AsyncIterator[bytes]:
-        async for record in self.rollout.records():
-            match record:
-                case SampleRecord(group=group, sample=sample):
-                    content = await self.chunk(group, sample)
-                    yield _sse_event({**self.head, **content, **self._usage(group, sample)})
+        async for part in sample_parts(self.rollout):
+            match part:
+                case SamplePart():
+                    for chunk in await self.to_chunks(part):
+                        yield sse_event({**self.head, **chunk, **self._usage(part)})
                 case ProgressRecord():
                     yield KEEP_ALIVE
                 case EndRecord(problem=problem) if problem is not None:
-                    yield self._error(problem)
+                    yield error_event(self.server, problem)
                 case EndRecord() if self.options.include_usage:
                     total = usage(await self.rollout.answer())
-                    yield _sse_event({**self.head, "choices": [], "usage": total})
+                    yield sse_event({**self.head, "choices": [], "usage": total})
 
-    def _usage(self, group: int, sample: SampleAnswer) -> dict[str, Any]:
+    def _usage(self, part: SamplePart) -> dict[str, Any]:
         """Field `usage` of a stream's chunk, if requested; null in chunks without token counts."""
         if not self.options.include_usage:
             return {}
         if not self.options.continuous_usage_stats:
             return {"usage": None}
-        prompt = self.rollout.groups[group].options.prompt_token_ids
-        return {"usage": token_counts(len(prompt), len(sample.token_ids))}
-
-    def _error(self, problem: Problem) -> bytes:
-        """Server-sent error event in the format of vLLM's ErrorResponse; counted in the metrics."""
-        self.server.metrics.http.problems.labels(problem.code).inc()
-        error = {**with_openai_error(problem)["error"], "param": None, "code": problem.status}
-        return _sse_event({"error": error})
+        prompt = self.rollout.groups[part.group].options.prompt_token_ids
+        return {"usage": token_counts(len(prompt), part.end)}
 
 
-def _sse_event(value: object) -> bytes:
+def error_event(server: Server, problem: Problem) -> bytes:
+    """Server-sent error event in the format of vLLM's ErrorResponse; counted in the metrics."""
+    server.metrics.http.problems.labels(problem.code).inc()
+    error = {**with_openai_error(problem)["error"], "param": None, "code": problem.status}
+    return sse_event({"error": error})
+
+
+def sse_event(value: object) -> bytes:
     return b"data: " + to_json(value) + b"\n\n"
 
 

@@ -328,7 +328,7 @@ class Group:
             return  # an earlier token is not valid
         self._num_streamed[index] = end
         num_tokens = end - start
-        if delta.top_logprobs is not None:
+        if delta.top_logprobs is not None and not self.options.answers_top_logprobs:
             streamed = self.top_logprobs.setdefault(index, [])
             assert isinstance(streamed, list)
             streamed.extend(delta.top_logprobs[:num_tokens])

@@ -11,7 +11,7 @@ from typing import TypeVar
 from coppice.wire.rollouts import Prompt
 from engine import errors
 from engine.errors import ConversationRefused, RequestRefused
-from engine.protocol import Engine
+from engine.protocol import Engine, ResponseStream
 from engine.types import ChatRequest, ChatResponse, Sampling
 from service.http.errors import InvalidRequest, NoChatTemplate, PromptTooLong
 from service.http.fair_executor import FairExecutor, QueueLimits
@@ -23,6 +23,7 @@ Result = TypeVar("Result")
 
 WAITING = QueueLimits(key_bytes=16 * 2**20, total_bytes=64 * 2**20)
 """Limits of queued prompts in characters; a tokenizer takes about 1 s for 1 MiB."""
+INLINE_TOKENS = 32
 
 
 class Tokenizer:
@@ -111,6 +112,20 @@ class Tokenizer:
         self, token_ids: Sequence[int], chat_request: ChatRequest
     ) -> ChatResponse:
         return await self._decoded(lambda: self._engine.chat_response(token_ids, chat_request))
+
+    async def response_stream(
+        self, prompt: Sequence[int], chat_request: ChatRequest
+    ) -> ResponseStream:
+        return await self._decoded(lambda: self._engine.response_stream(prompt, chat_request))
+
+    async def add(self, stream: ResponseStream, token_ids: Sequence[int]) -> ChatResponse:
+        """Text that the next tokens of a running sample complete.
+
+        A few tokens without a parser take microseconds and are converted on the event loop.
+        """
+        if stream.is_parsed or len(token_ids) > INLINE_TOKENS:
+            return await self._decoded(lambda: stream.add(token_ids))
+        return stream.add(token_ids)
 
     def _check_token_ids(self, tokens: list[int]) -> list[int]:
         info = self._engine.info

@@ -97,7 +97,8 @@ async def test_streams(tmp_path: Path) -> None:
             model="fake", prompt=[1, 2], max_tokens=2, stream=True
         )
         texts = [chunk.choices[0].text async for chunk in plain]
-    [call] = chunks[0].choices[0].delta.tool_calls or []
+    assert chunks[0].choices[0].delta.role == "assistant"
+    [call] = chunks[1].choices[0].delta.tool_calls or []
     assert call.index == 0 and call.function is not None and call.function.name == "add"
     assert texts == ["\x02\x03"]
 

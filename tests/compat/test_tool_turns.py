@@ -50,7 +50,8 @@ async def message_of(served: Foreign, body: dict[str, Any]) -> Any:
     answer = await served.http.post(PATH, json=body)
     events = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
     assert events[-1] == "[DONE]"
-    return json.loads(events[0])["choices"][0]["delta"]
+    role, message = [json.loads(event)["choices"][0]["delta"] for event in events[:2]]
+    return role | message
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -1,0 +1,148 @@
+"""Samples of a streamed response, part by part, and the text of each part.
+
+The parts of a sample are its tokens as they are sampled. Their concatenated texts are the text of
+the answer without a stream.
+"""
+
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+from coppice.wire.result_formats import EndRecord, ProgressRecord, SampleRecord, TokensRecord
+from coppice.wire.rollouts import SampleAnswer
+from engine.protocol import ResponseStream
+from engine.types import ChatResponse, TopLogprobs
+from service.rollouts.record_reader import SampleKey
+from service.rollouts.rollout import Rollout
+from service.server import Server
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplePart:
+    """Next tokens of a sample, from index `start` on.
+
+    The last part of a sample has its answer and may have no tokens.
+    """
+
+    group: int
+    index: int
+    start: int
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    top_logprobs: Sequence[TopLogprobs]
+    sample: SampleAnswer | None = None
+
+    @property
+    def key(self) -> SampleKey:
+        return self.group, self.index
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.token_ids)
+
+
+async def sample_parts(
+    rollout: Rollout,
+) -> AsyncIterator[SamplePart | ProgressRecord | EndRecord]:
+    """Yield the parts of a rollout's samples; progress records while there are none.
+
+    The last tokens of a sample are in the same part as its end, so that a client that measures the
+    time between parts counts no part without tokens.
+    """
+    ends = Counter[SampleKey]()
+    async for record in rollout.records(completes_samples=False):
+        match record:
+            case TokensRecord():
+                part = _running_part(rollout, record)
+                ends[part.key] = part.end
+                yield part
+            case SampleRecord(group=group, sample=sample):
+                yield _last_part(rollout, group, sample, ends.pop((group, sample.index), 0))
+            case ProgressRecord() | EndRecord():
+                yield record
+
+
+def _running_part(rollout: Rollout, record: TokensRecord) -> SamplePart:
+    top_logprobs = _top_logprobs(rollout, record.group, record.index)
+    return SamplePart(
+        group=record.group,
+        index=record.index,
+        start=record.start,
+        token_ids=record.token_ids,
+        logprobs=record.logprobs,
+        top_logprobs=top_logprobs[record.start : record.start + len(record.token_ids)],
+    )
+
+
+def _last_part(rollout: Rollout, group: int, sample: SampleAnswer, start: int) -> SamplePart:
+    return SamplePart(
+        group=group,
+        index=sample.index,
+        start=start,
+        token_ids=sample.token_ids[start:],
+        logprobs=sample.logprobs[start:],
+        top_logprobs=_top_logprobs(rollout, group, sample.index)[start:],
+        sample=sample,
+    )
+
+
+def _top_logprobs(rollout: Rollout, group: int, index: int) -> Sequence[TopLogprobs]:
+    """Top-k logprobs of a sample's tokens so far; empty if none were requested."""
+    return rollout.groups[group].top_logprobs.get(index, [])
+
+
+class StreamedText:
+    """Text of one sample's parts. Each call returns the text that its tokens complete."""
+
+    def __init__(self, server: Server) -> None:
+        self._tokenizer = server.tokenizer
+        self._stream = server.engine.response_stream()
+        self._sent: list[str] = []
+
+    async def next(self, part: SamplePart) -> str:
+        if part.sample is None:
+            text = (await self._tokenizer.add(self._stream, part.token_ids)).content or ""
+        else:
+            whole = await self._tokenizer.text(part.sample.token_ids)
+            text = remainder(whole, "".join(self._sent)) or ""
+        self._sent.append(text)
+        return text
+
+
+class StreamedMessage:
+    """Reasoning and content of one sample's parts, of a chat response without tool calls."""
+
+    def __init__(self, server: Server, stream: ResponseStream) -> None:
+        self._tokenizer = server.tokenizer
+        self._stream = stream
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+
+    async def next(self, part: SamplePart) -> ChatResponse:
+        """Reasoning and content that the tokens of a running sample complete."""
+        new = await self._tokenizer.add(self._stream, part.token_ids)
+        self._content.append(new.content or "")
+        self._reasoning.append(new.reasoning or "")
+        return new
+
+    def rest(self, whole: ChatResponse) -> ChatResponse:
+        """Parts of the whole response that were not sent.
+
+        Empty if the response does not begin with what was sent, since text that was sent cannot be
+        withdrawn.
+        """
+        content = remainder(whole.content or "", "".join(self._content))
+        reasoning = remainder(whole.reasoning or "", "".join(self._reasoning))
+        if content is None or reasoning is None:
+            return ChatResponse(content=None, tool_calls=whole.tool_calls, parsed=False)
+        return ChatResponse(
+            content=content or None,
+            reasoning=reasoning or None,
+            tool_calls=whole.tool_calls,
+            parsed=whole.parsed,
+        )
+
+
+def remainder(whole: str, sent: str) -> str | None:
+    """Text after what was sent; None if the whole does not begin with it."""
+    return whole.removeprefix(sent) if whole.startswith(sent) else None

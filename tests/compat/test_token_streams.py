@@ -1,0 +1,291 @@
+"""Token-by-token streams of the OpenAI, vLLM and SGLang routes, and OpenAI's client as a reader."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from openai import AsyncOpenAI
+
+from engine.types import ChatRequest, ChatResponse, ToolCall
+from tests.compat.third_party import Foreign, foreign
+from tests.fake_engine import FakeEngine, FakeStream
+
+MESSAGES: Any = [{"role": "user", "content": "abc"}]
+CHAT: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 6}
+COMPLETION: dict[str, Any] = {"prompt": list(range(64)), "max_tokens": 6}
+TEXT = "@ABCDE"
+TOOL: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+async def events_of(answer: httpx.Response) -> AsyncIterator[Any]:
+    """The values of a stream that ends with [DONE]."""
+    buffer = b""
+    async for content in answer.aiter_bytes():
+        *events, buffer = (buffer + content).split(b"\n\n")
+        for event in events:
+            assert event.startswith(b"data: ") and b"\n" not in event
+            if event == b"data: [DONE]":
+                return
+            yield json.loads(event.removeprefix(b"data: "))
+    raise AssertionError("the stream ended without [DONE]")
+
+
+@asynccontextmanager
+async def streaming(
+    served: Foreign, path: str, body: dict[str, Any], num_samples: int = 1
+) -> AsyncIterator[AsyncIterator[Any]]:
+    """The events of a request whose samples run in the engine."""
+    async with served.http.stream("POST", path, json={**body, "stream": True}) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        async with asyncio.timeout(30):
+            while len(served.engine.running) < num_samples:
+                await asyncio.sleep(0.001)
+        yield events_of(answer)
+
+
+@asynccontextmanager
+async def stepping(engine: FakeEngine) -> AsyncIterator[None]:
+    """Samples a token of each running sample in every iteration of the event loop."""
+
+    async def step() -> None:
+        while True:
+            engine.step(1)
+            await asyncio.sleep(0.001)
+
+    task = asyncio.create_task(step())
+    try:
+        yield
+    finally:
+        task.cancel()
+
+
+async def test_completion_is_sent_token_by_token(tmp_path: Path) -> None:
+    async with foreign(tmp_path, engine=FakeEngine(instant=False)) as served:
+        body = {**COMPLETION, "return_token_ids": True, "logprobs": 1}
+        async with streaming(served, "/v1/completions", body) as events:
+            for step, text in enumerate("@A"):
+                served.engine.step(1)
+                chunk = await anext(events)
+                [choice] = chunk["choices"]
+                assert chunk["object"] == "text_completion" and "usage" not in chunk
+                assert choice.pop("prompt_token_ids", None) == (None if step else list(range(64)))
+                assert choice == {
+                    "index": 0,
+                    "text": text,
+                    "logprobs": {
+                        "tokens": [text],
+                        "token_logprobs": [-0.5],
+                        "top_logprobs": [{text: -0.5}],
+                        "text_offset": [step],
+                    },
+                    "finish_reason": None,
+                    "stop_reason": None,
+                    "token_ids": [64 + step],
+                }
+            served.engine.step(10)
+            [last] = [event async for event in events]
+    [choice] = last["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("BCDE", "length")
+    assert choice["weight_versions"] == [{"version": "v0", "start": 0, "end": 6}]
+    assert choice["logprobs"]["text_offset"] == [2, 3, 4, 5]
+
+
+async def test_chat_begins_with_its_role_and_ends_with_its_finish_reason(tmp_path: Path) -> None:
+    async with (
+        foreign(tmp_path, engine=FakeEngine(instant=False)) as served,
+        streaming(served, "/v1/chat/completions", CHAT) as events,
+    ):
+        served.engine.step(1)
+        first, second = await anext(events), await anext(events)
+        served.engine.step(5)
+        [last] = [event async for event in events]
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert second["choices"][0]["delta"] == {"content": "\x03"}
+    assert last["choices"][0]["delta"] == {"content": "\x04\x05\x06\x07\x08"}
+    reasons = [chunk["choices"][0]["finish_reason"] for chunk in (first, second, last)]
+    assert reasons == [None, None, "length"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_continuous_usage_grows_with_the_tokens(tmp_path: Path, path: str) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = COMPLETION if path == "/v1/completions" else CHAT
+    async with (
+        foreign(tmp_path, engine=FakeEngine(instant=False)) as served,
+        streaming(served, path, {**body, "stream_options": options}) as events,
+        stepping(served.engine),
+    ):
+        chunks = [event async for event in events]
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts) and counts[-2:] == [6, 6]
+    assert len(chunks) > 3 and chunks[-1]["choices"] == []
+
+
+async def test_parts_of_several_samples_are_the_answer_without_a_stream(tmp_path: Path) -> None:
+    body = {"prompt": [[5, 6, 7], [8, 9]], "n": 3, "max_tokens": 7, "logprobs": 2}
+    async with foreign(tmp_path) as served:
+        plain = await served.post("/v1/completions", body)
+    async with (
+        foreign(tmp_path, engine=FakeEngine(instant=False)) as served,
+        streaming(served, "/v1/completions", body, 6) as events,
+        stepping(served.engine),
+    ):
+        chunks = [event["choices"][0] async for event in events]
+    assert len(chunks) > 6
+    for expected in plain["choices"]:
+        parts = [chunk for chunk in chunks if chunk["index"] == expected["index"]]
+        assert "".join(part["text"] for part in parts) == expected["text"]
+        assert [part["finish_reason"] for part in parts[:-1]] == [None] * (len(parts) - 1)
+        assert parts[-1]["finish_reason"] == expected["finish_reason"]
+        assert parts[-1]["weight_versions"] == expected["weight_versions"]
+        for name, values in expected["logprobs"].items():
+            assert [v for part in parts for v in part["logprobs"][name]] == values
+
+
+async def test_slow_client_receives_longer_parts(tmp_path: Path) -> None:
+    """Its request holds no queue of parts."""
+    async with foreign(tmp_path, engine=FakeEngine(instant=False)) as served:
+        body = {**COMPLETION, "max_tokens": 400}
+        async with streaming(served, "/v1/completions", body) as events:
+            for _ in range(300):
+                served.engine.step(1)
+            assert len((await anext(events))["choices"][0]["text"]) == 300
+            served.engine.step(100)
+            assert [len(event["choices"][0]["text"]) async for event in events] == [100]
+
+
+async def test_closed_stream_aborts_its_samples(tmp_path: Path) -> None:
+    async with foreign(tmp_path, engine=FakeEngine(instant=False)) as served:
+        async with streaming(served, "/v1/completions", {**COMPLETION, "max_tokens": 99}) as events:
+            served.engine.step(1)
+            await anext(events)
+        async with asyncio.timeout(30):
+            while served.engine.running:
+                await asyncio.sleep(0.001)
+
+
+class ReasoningEngine(FakeEngine):
+    """Responses whose first three tokens are reasoning; tools are called by every response."""
+
+    def response_stream(
+        self, prompt: Sequence[int] = (), chat_request: ChatRequest | None = None
+    ) -> "ReasoningStream":
+        return ReasoningStream(self, is_parsed=True)
+
+    def chat_response(self, token_ids: Sequence[int], chat_request: ChatRequest) -> ChatResponse:
+        calls = (ToolCall(id="1", name="add", arguments="{}"),) if chat_request.tools else ()
+        return ChatResponse(
+            reasoning=self.decode(token_ids[:3]) or None,
+            content=self.decode(token_ids[3:]) or None,
+            tool_calls=calls,
+        )
+
+
+class ReasoningStream(FakeStream):
+    num_tokens = 0
+
+    def add(self, token_ids: Sequence[int]) -> ChatResponse:
+        start = type(self).num_tokens
+        type(self).num_tokens += len(token_ids)
+        is_reasoning = [start + i < 3 for i in range(len(token_ids))]
+        reasoning = [token for token, r in zip(token_ids, is_reasoning, strict=True) if r]
+        content = [token for token, r in zip(token_ids, is_reasoning, strict=True) if not r]
+        return ChatResponse(
+            reasoning=self.engine.decode(reasoning) or None,
+            content=self.engine.decode(content) or None,
+        )
+
+
+async def test_reasoning_is_streamed_apart_from_content(tmp_path: Path) -> None:
+    ReasoningStream.num_tokens = 0
+    async with (
+        foreign(tmp_path, engine=ReasoningEngine(instant=False)) as served,
+        streaming(served, "/v1/chat/completions", CHAT) as events,
+        stepping(served.engine),
+    ):
+        deltas = [event["choices"][0]["delta"] async for event in events]
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "\x03\x04\x05"
+    assert "".join(delta.get("content", "") for delta in deltas) == "\x06\x07\x08"
+    assert len(deltas) > 3
+
+
+async def test_tool_calls_are_sent_when_they_can_be_parsed(tmp_path: Path) -> None:
+    """With token ids, the client sees the tokens before."""
+    async with foreign(tmp_path, engine=ReasoningEngine(instant=False)) as served:
+        served.engine.finish = "stop"
+        body = {**CHAT, "tools": [TOOL], "return_token_ids": True}
+        async with (
+            streaming(served, "/v1/chat/completions", body) as events,
+            stepping(served.engine),
+        ):
+            _, *parts, last = [event["choices"][0] async for event in events]
+    assert len(parts) > 1 and all(part["delta"] == {} for part in parts)
+    assert last["finish_reason"] == "tool_calls"
+    assert last["delta"]["tool_calls"][0]["function"]["name"] == "add"
+    assert last["delta"]["reasoning_content"] == "\x06\x07\x08"
+    tokens = [token for part in (*parts, last) for token in part["token_ids"]]
+    assert tokens == [6, 7, 8, 9, 10, 11]
+
+
+async def test_text_that_contradicts_the_whole_response_is_not_repeated(tmp_path: Path) -> None:
+    class Contradicting(ReasoningEngine):
+        def chat_response(self, token_ids: Sequence[int], _: ChatRequest) -> ChatResponse:
+            return ChatResponse(content=self.decode(token_ids), reasoning=None)
+
+    ReasoningStream.num_tokens = 0
+    async with foreign(tmp_path, engine=Contradicting(instant=False)) as served:
+        async with streaming(served, "/v1/chat/completions", CHAT) as events:
+            served.engine.step(2)
+            sent = [await anext(events), await anext(events)]
+            served.engine.step(4)
+            last = [event async for event in events][-1]
+        value = served.server.metrics.registry.get_sample_value
+        assert value("coppice_responses_not_parsed_total") == 1
+    assert sent[1]["choices"][0]["delta"] == {"reasoning_content": "\x03\x04"}
+    assert last["choices"][0]["delta"] == {}
+
+
+def client(served: Foreign) -> AsyncOpenAI:
+    return AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+
+
+async def test_openai_client_accumulates_a_chat(tmp_path: Path) -> None:
+    """With its own accumulator of deltas."""
+    engine = FakeEngine(instant=False)
+    engine.finish = "stop"
+    async with (
+        foreign(tmp_path, engine=engine) as served,
+        client(served) as speaker,
+        speaker.chat.completions.stream(
+            model="fake", messages=MESSAGES, max_tokens=6, logprobs=True
+        ) as stream,
+        stepping(engine),
+    ):
+        kinds = [event.type async for event in stream]
+        final = await stream.get_final_completion()
+    assert kinds.count("content.delta") > 1
+    [choice] = final.choices
+    assert choice.message.content == "\x03\x04\x05\x06\x07\x08"
+    assert choice.finish_reason == "stop"
+    assert choice.logprobs is not None and choice.logprobs.content is not None
+    assert [entry.logprob for entry in choice.logprobs.content] == [-0.5] * 6
+
+
+async def test_openai_client_reads_every_completion_part(tmp_path: Path) -> None:
+    engine = FakeEngine(instant=False)
+    async with (
+        foreign(tmp_path, engine=engine) as served,
+        client(served) as speaker,
+        stepping(engine),
+    ):
+        stream = await speaker.completions.create(
+            model="fake", prompt=COMPLETION["prompt"], max_tokens=6, stream=True
+        )
+        chunks = [chunk async for chunk in stream]
+    assert "".join(chunk.choices[0].text for chunk in chunks) == TEXT
+    assert len(chunks) > 2
