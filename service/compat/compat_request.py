@@ -43,8 +43,6 @@ from service.http.responses import (
     ADMIN_ERRORS,
     BODY_ERRORS,
     ENGINE_ERRORS,
-    JSON,
-    declare_responses,
     parts_response,
     value_parts,
 )
@@ -56,7 +54,6 @@ from service.server import Server
 FINISH_REASONS: dict[FinishReason, str] = {"stop": "stop", "length": "length", "error": "error"}
 ABORTED = "abort"
 ROLLOUT_ERRORS = (*ADMIN_ERRORS, *BODY_ERRORS, *ENGINE_ERRORS)
-SAMPLE_RESPONSES = declare_responses({200: JSON}, *ROLLOUT_ERRORS)
 
 _SEED_MASK = 2**62 - 1  # trainers send seeds of 63 bits
 

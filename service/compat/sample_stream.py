@@ -21,7 +21,8 @@ from service.server import Server
 class SamplePart:
     """Next tokens of a sample, from index `start` on.
 
-    The last part of a sample has its answer and may have no tokens.
+    `version` is the weights version of the last token. The last part of a sample has its answer and
+    may have no tokens.
     """
 
     group: int
@@ -30,6 +31,7 @@ class SamplePart:
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     top_logprobs: Sequence[TopLogprobs]
+    version: str | None
     sample: SampleAnswer | None = None
 
     @property
@@ -71,6 +73,7 @@ def _running_part(rollout: Rollout, record: TokensRecord) -> SamplePart:
         token_ids=record.token_ids,
         logprobs=record.logprobs,
         top_logprobs=top_logprobs[record.start : record.start + len(record.token_ids)],
+        version=record.versions[-1].version,
     )
 
 
@@ -82,6 +85,7 @@ def _last_part(rollout: Rollout, group: int, sample: SampleAnswer, start: int) -
         token_ids=sample.token_ids[start:],
         logprobs=sample.logprobs[start:],
         top_logprobs=_top_logprobs(rollout, group, sample.index)[start:],
+        version=sample.versions[-1].version if sample.versions else None,
         sample=sample,
     )
 

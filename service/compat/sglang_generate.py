@@ -1,11 +1,12 @@
 """POST /generate: SGLang's sampling route, as used by slime and miles."""
 
-from typing import Annotated, Any
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 from fastapi import APIRouter, Response
-from pydantic import Field
 
 from coppice.wire.base import TokenIds
+from coppice.wire.result_formats import EndRecord, ProgressRecord
 from coppice.wire.rollouts import GroupAnswer, Prompt, SampleAnswer, WeightsConstraint
 from service.auth.access import requires_role
 from service.compat.bodies import (
@@ -21,15 +22,27 @@ from service.compat.bodies import (
     request_body,
 )
 from service.compat.compat_request import (
-    SAMPLE_RESPONSES,
     Compat,
+    CompatRequest,
+    RequestIds,
     RunningRequests,
     finish_reason,
     large_json_response,
     rollout_request,
     weight_version_spans,
 )
+from service.compat.openai_stream import (
+    EVENTS_OR_JSON,
+    KEEP_ALIVE,
+    error_event,
+    event_response,
+    sse_event,
+)
+from service.compat.sample_stream import SamplePart, StreamedText, sample_parts
 from service.http.errors import InvalidRequest
+from service.rollouts.record_reader import SampleKey
+from service.rollouts.rollout import Rollout
+from service.server import Server
 
 router = APIRouter()
 
@@ -53,7 +66,7 @@ class SglangBody(CompatModel):
     sampling_params: SglangSampling = SglangSampling()
     rid: Name | None = None
     return_logprob: Flag = False
-    stream: Annotated[Flag, Field(description="refused if true")] = False
+    stream: Flag = False
     priority: Priority | None = None
     extra_key: Name | None = None
     lora_path: Name | None = None
@@ -84,14 +97,10 @@ class SglangBody(CompatModel):
         return [Prompt(token_ids=row) for row in rows]
 
 
-@router.post("/generate", responses=SAMPLE_RESPONSES, openapi_extra=request_body(SglangBody))
+@router.post("/generate", responses=EVENTS_OR_JSON, openapi_extra=request_body(SglangBody))
 @requires_role("rollout")
 async def generate(call: Compat, running: RunningRequests) -> Response:
     body = await call.read(SglangBody)
-    if body.stream:
-        raise InvalidRequest.of_parameter(
-            "stream", "not supported on this route: use POST /v1/rollouts"
-        )
     prompts = await call.tokenize(body.prompts)
     params = body.sampling_params
     request = rollout_request(
@@ -103,14 +112,22 @@ async def generate(call: Compat, running: RunningRequests) -> Response:
         priority=body.priority or 0,
         weights=body.weights,
     )
-    rollout = await call.start(request, cache_salt=body.extra_key, num_top_logprobs=None)
+    rollout = await call.start(
+        request, cache_salt=body.extra_key, num_top_logprobs=None, stream_tokens=body.stream
+    )
+    if body.stream:
+        return event_response(call.server, rollout, _events(call, running, body, rollout))
     with running.register(call.caller.name, body.rid or rollout.id, rollout):
         answer = await call.wait(rollout)
     decoded = await call.decode(answer)
 
     def build() -> object:
         rows = [
-            _sample(body.rid or answer.id, group, sample, text, body.return_logprob)
+            {
+                "text": text,
+                "output_ids": sample.token_ids,
+                "meta_info": _ended(body.rid or answer.id, group, sample, body.return_logprob),
+            }
             for group, sample, text in decoded
         ]
         return rows[0] if body.is_single else rows
@@ -118,9 +135,64 @@ async def generate(call: Compat, running: RunningRequests) -> Response:
     return await large_json_response(build)
 
 
-def _sample(
-    rid: str, group: GroupAnswer, sample: SampleAnswer, text: str, with_logprobs: bool
+async def _events(
+    call: CompatRequest, running: RequestIds, body: SglangBody, rollout: Rollout
+) -> AsyncIterator[bytes]:
+    """Server-sent events of the samples so far.
+
+    As in SGLang by default, each event has all of the sample's text, tokens and logprobs. Events of
+    a request with several samples have the sample's index.
+    """
+    rid = body.rid or rollout.id
+    samples: dict[SampleKey, _RunningSample] = {}
+    with running.register(call.caller.name, rid, rollout):
+        async for part in sample_parts(rollout):
+            match part:
+                case SamplePart():
+                    sample = samples.pop(part.key, None) or _RunningSample(call.server, rollout)
+                    if part.sample is None:
+                        samples[part.key] = sample
+                    event = await sample.event(rid, part, with_logprobs=body.return_logprob)
+                    index = part.group * body.sampling_params.n + part.index
+                    yield sse_event(event if body.is_single else {**event, "index": index})
+                case ProgressRecord():
+                    yield KEEP_ALIVE
+                case EndRecord(problem=problem) if problem is not None:
+                    yield error_event(call.server, problem)
+
+
+class _RunningSample:
+    """Text, tokens and logprobs of a sample so far, for the events of its stream."""
+
+    def __init__(self, server: Server, rollout: Rollout) -> None:
+        self._groups = rollout.groups
+        self._streamed = StreamedText(server)
+        self._text = ""
+        self._token_ids: list[int] = []
+        self._logprobs: list[float] = []
+
+    async def event(self, rid: str, part: SamplePart, *, with_logprobs: bool) -> dict[str, Any]:
+        self._text += await self._streamed.next(part)
+        self._token_ids += part.token_ids
+        self._logprobs += part.logprobs
+        meta: dict[str, Any] = {
+            "id": rid,
+            "finish_reason": None if part.sample is None else _finish_reason(part.sample),
+            "prompt_tokens": len(self._groups[part.group].options.prompt_token_ids),
+            "completion_tokens": part.end,
+            "weight_version": part.version,
+        }
+        if part.sample is not None:
+            meta["weight_versions"] = weight_version_spans(part.sample)
+        if with_logprobs:
+            meta["output_token_logprobs"] = _token_logprobs(self._logprobs, self._token_ids)
+        return {"text": self._text, "output_ids": self._token_ids, "meta_info": meta}
+
+
+def _ended(
+    rid: str, group: GroupAnswer, sample: SampleAnswer, with_logprobs: bool
 ) -> dict[str, Any]:
+    """Field `meta_info` of a finished sample."""
     meta = {
         "id": rid,
         "finish_reason": _finish_reason(sample),
@@ -132,9 +204,12 @@ def _sample(
         "weight_versions": weight_version_spans(sample),
     }
     if with_logprobs:
-        pairs = zip(sample.logprobs, sample.token_ids, strict=True)
-        meta["output_token_logprobs"] = [[logprob, token, None] for logprob, token in pairs]
-    return {"text": text, "output_ids": sample.token_ids, "meta_info": meta}
+        meta["output_token_logprobs"] = _token_logprobs(sample.logprobs, sample.token_ids)
+    return meta
+
+
+def _token_logprobs(logprobs: Sequence[float], token_ids: Sequence[int]) -> list[list[Any]]:
+    return [[logprob, token, None] for logprob, token in zip(logprobs, token_ids, strict=True)]
 
 
 def _finish_reason(sample: SampleAnswer) -> dict[str, Any]:

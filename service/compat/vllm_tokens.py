@@ -1,7 +1,7 @@
 """vLLM's routes for token ids: generation, tokenization and detokenization."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Response
 from pydantic import Field
@@ -13,7 +13,6 @@ from service.auth.access import requires_role
 from service.compat import logprobs
 from service.compat.bodies import CompatModel, Flag, MaxTokens, SamplingFields, request_body
 from service.compat.compat_request import (
-    SAMPLE_RESPONSES,
     CommonRequestFields,
     Compat,
     finish_reason,
@@ -24,6 +23,8 @@ from service.compat.compat_request import (
 from service.compat.logprobs import NumLogprobs
 from service.compat.openai_chat import ChatBody, ChatMessage, Tool
 from service.compat.openai_errors import OpenAIRoute, as_openai
+from service.compat.openai_stream import EVENTS_OR_JSON, StreamFields, stream_response
+from service.compat.sample_stream import SamplePart
 from service.http.errors import AdapterNotFound, InvalidRequest, NoChatTemplate
 from service.http.responses import (
     ADMIN_ERRORS,
@@ -68,7 +69,7 @@ class GenerateSampling(SamplingFields):
         return self.logprobs if self.logprobs is not None and self.logprobs > 1 else 0
 
 
-class GenerateBody(CommonRequestFields):
+class GenerateBody(CommonRequestFields, StreamFields):
     """Request body of vLLM's POST /inference/v1/generate.
 
     Without max_tokens a response may fill the context.
@@ -77,7 +78,11 @@ class GenerateBody(CommonRequestFields):
     token_ids: Annotated[TokenIds, Field(min_length=1, max_length=MAX_TOKENS)]
     sampling_params: GenerateSampling = GenerateSampling()
     request_id: Annotated[str, Field(max_length=256)] | None = None
-    stream: Literal[False] | None = False
+
+    def check(self) -> None:
+        self.check_stream()
+        if self.stream and self.sampling_params.prompt_logprobs is not None:
+            raise InvalidRequest.of_parameter("prompt_logprobs", "not supported with stream: true")
 
 
 class TokenizeBody(CompatModel):
@@ -108,11 +113,12 @@ class DetokenizeBody(CompatModel):
 
 
 @generation.post(
-    "/inference/v1/generate", responses=SAMPLE_RESPONSES, openapi_extra=request_body(GenerateBody)
+    "/inference/v1/generate", responses=EVENTS_OR_JSON, openapi_extra=request_body(GenerateBody)
 )
 @requires_role("rollout")
 async def generate(call: Compat) -> Response:
     body = await call.read(GenerateBody)
+    body.check()
     adapter = call.resolve_adapter(body.model)
     params, prompts = body.sampling_params, [body.token_ids]
     logprobs.check(call.server, logprobs=params.logprobs, prompt_logprobs=params.prompt_logprobs)
@@ -121,8 +127,13 @@ async def generate(call: Compat) -> Response:
         call, request, prompts, params.prompt_logprobs
     )
     rollout = await call.start(
-        request, cache_salt=body.cache_salt, num_top_logprobs=params.num_top_logprobs
+        request,
+        cache_salt=body.cache_salt,
+        num_top_logprobs=params.num_top_logprobs,
+        stream_tokens=body.stream,
     )
+    if body.stream:
+        return _stream_response(call.server, body, rollout)
     answer = await call.wait(rollout)
     return await large_json_response(lambda: _answer(answer, body, rollout, prompt_scores))
 
@@ -185,28 +196,58 @@ def _choice(sample: SampleAnswer, with_logprobs: bool, rollout: Rollout) -> dict
         "index": sample.index,
         "token_ids": sample.token_ids,
         "finish_reason": finish_reason(sample),
-        "logprobs": {"content": _content(sample, per_token)} if with_logprobs else None,
+        "logprobs": _content(sample.token_ids, sample.logprobs, per_token)
+        if with_logprobs
+        else None,
         "weight_versions": weight_version_spans(sample),
     }
 
 
-def _content(sample: SampleAnswer, per_token: Sequence[TopLogprobs]) -> list[dict[str, Any]]:
-    """Logprobs of a sample, with each token id under the names `token` and `token_id`.
+def _stream_response(server: Server, body: GenerateBody, rollout: Rollout) -> Response:
+    with_logprobs = body.sampling_params.logprobs is not None
+    started = set[int]()
+
+    async def chunks(part: SamplePart) -> list[dict[str, Any]]:
+        sample = part.sample
+        choice: dict[str, Any] = {
+            "index": part.index,
+            "token_ids": part.token_ids,
+            "finish_reason": None if sample is None else finish_reason(sample),
+            "stop_reason": None,
+            "logprobs": _content(part.token_ids, part.logprobs, part.top_logprobs)
+            if with_logprobs
+            else None,
+            "weight_versions": None if sample is None else weight_version_spans(sample),
+        }
+        # As in vLLM, once per request and not once per choice.
+        prompt = {"prompt_token_ids": body.token_ids} if not started else {}
+        started.add(part.index)
+        return [{"choices": [choice], **(prompt if body.return_token_ids else {})}]
+
+    head = {"request_id": body.request_id or rollout.id, "output_mode": "tokens"}
+    return stream_response(server, rollout, head, chunks, body.stream_options)
+
+
+def _content(
+    token_ids: Sequence[int], sampled: Sequence[float], per_token: Sequence[TopLogprobs]
+) -> dict[str, Any]:
+    """Logprobs of sampled tokens, with each token id under the names `token` and `token_id`.
 
     vLLM 0.32 renamed `token` to `token_id`; this supports clients of either version.
     """
     others = [logprobs.as_chat_logprobs(candidates) for candidates in per_token] or [[]] * len(
-        sample.token_ids
+        token_ids
     )
-    return [
+    content = [
         {
             "token": logprobs.id_name(token),
             "token_id": token,
             "logprob": logprob,
             "top_logprobs": more,
         }
-        for token, logprob, more in zip(sample.token_ids, sample.logprobs, others, strict=True)
+        for token, logprob, more in zip(token_ids, sampled, others, strict=True)
     ]
+    return {"content": content}
 
 
 async def _tokens(server: Server, body: TokenizeBody) -> list[int]:

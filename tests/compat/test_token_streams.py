@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from openai import AsyncOpenAI
+from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateTokensStreamResponse
 
 from engine.types import ChatRequest, ChatResponse, ToolCall
 from tests.compat.third_party import Foreign, foreign
@@ -248,6 +249,88 @@ async def test_text_that_contradicts_the_whole_response_is_not_repeated(tmp_path
         assert value("coppice_responses_not_parsed_total") == 1
     assert sent[1]["choices"][0]["delta"] == {"reasoning_content": "\x03\x04"}
     assert last["choices"][0]["delta"] == {}
+
+
+async def test_sglang_events_are_cumulative(tmp_path: Path) -> None:
+    params = {"max_new_tokens": 6}
+    body = {"input_ids": COMPLETION["prompt"], "sampling_params": params, "return_logprob": True}
+    async with (
+        foreign(tmp_path, engine=FakeEngine(instant=False)) as served,
+        streaming(served, "/generate", body) as events,
+    ):
+        served.engine.step(2)
+        first = await anext(events)
+        served.engine.step(9)
+        [last] = [event async for event in events]
+    assert (first["text"], first["output_ids"]) == ("@A", [64, 65])
+    assert first["meta_info"]["finish_reason"] is None
+    assert first["meta_info"]["weight_version"] == "v0" and "index" not in first
+    assert (last["text"], last["output_ids"]) == (TEXT, [64, 65, 66, 67, 68, 69])
+    assert last["meta_info"]["finish_reason"] == {"type": "length", "length": 6}
+    assert last["meta_info"]["output_token_logprobs"] == [
+        [-0.5, token, None] for token in range(64, 70)
+    ]
+
+
+async def test_sglang_events_of_several_samples_have_an_index(tmp_path: Path) -> None:
+    body = {"text": ["ab", "c"], "sampling_params": {"max_new_tokens": 3, "n": 2}}
+    async with (
+        foreign(tmp_path, engine=FakeEngine(instant=False)) as served,
+        streaming(served, "/generate", body, 4) as events,
+    ):
+        served.engine.step(3)
+        found = {event["index"]: event["output_ids"] async for event in events}
+    assert found == {0: [2, 3, 4], 1: [2, 3, 4], 2: [1, 2, 3], 3: [1, 2, 3]}
+
+
+async def test_sglang_stream_can_be_aborted_by_its_id(tmp_path: Path) -> None:
+    body = {"input_ids": [5], "rid": "mine", "sampling_params": {"max_new_tokens": 50}}
+    async with (
+        foreign(tmp_path, engine=FakeEngine(instant=False)) as served,
+        streaming(served, "/generate", body) as events,
+    ):
+        served.engine.step(2)
+        await anext(events)
+        await served.post("/abort_request", {"rid": "mine"})
+        [last] = [event async for event in events]
+    assert last["meta_info"]["finish_reason"]["type"] == "abort"
+    assert last["output_ids"] == [1, 2]
+
+
+async def test_generate_streams_tokens_as_vllm_does(tmp_path: Path) -> None:
+    """Read with vLLM's own model of a chunk."""
+    params = {"max_tokens": 5, "n": 2, "logprobs": 2}
+    body = {
+        "token_ids": [5, 6, 7],
+        "sampling_params": params,
+        "return_token_ids": True,
+        "stream_options": {"include_usage": True},
+    }
+    async with (
+        foreign(tmp_path, engine=FakeEngine(instant=False)) as served,
+        streaming(served, "/inference/v1/generate", body, 2) as events,
+        stepping(served.engine),
+    ):
+        values = [event async for event in events]
+    chunks = [GenerateTokensStreamResponse.model_validate(value) for value in values]
+    *parts, last = chunks
+    assert [chunk.prompt_token_ids for chunk in parts] == [[5, 6, 7], *[None] * (len(parts) - 1)]
+    for index in (0, 1):
+        choices = [chunk.choices[0] for chunk in parts if chunk.choices[0].index == index]
+        assert [token for choice in choices for token in choice.token_ids] == [3, 4, 5, 6, 7]
+        assert choices[-1].finish_reason == "length" and choices[0].finish_reason is None
+        [span] = choices[-1].weight_versions
+        assert (span.version, span.start, span.end) == ("v0", 0, 5)
+        logprobs = [entry for choice in choices for entry in choice.logprobs.content]
+        assert [entry.token_id for entry in logprobs] == [3, 4, 5, 6, 7]
+    assert (last.choices, last.usage.completion_tokens) == ([], 10)
+
+
+async def test_stream_of_generate_has_no_prompt_logprobs(tmp_path: Path) -> None:
+    body = {"token_ids": [5], "sampling_params": {"prompt_logprobs": 1}, "stream": True}
+    async with foreign(tmp_path) as served:
+        _, problem = await served.refused("/inference/v1/generate", body)
+    assert problem["errors"][0]["location"] == "prompt_logprobs"
 
 
 def client(served: Foreign) -> AsyncOpenAI:
