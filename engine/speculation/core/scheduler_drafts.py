@@ -99,6 +99,7 @@ class SchedulerDrafts(Drafting):
         """Choose the drafts of the next step, and reserve their positions in it."""
         self._lookup = None
         self._detect_new_weights()
+        self._reserve(self.scheduler.running, 0)  # a paused scheduler keeps what was reserved
         rows = [request for request in self.scheduler.running if _decodes(request)]
         if not rows or not self.is_enabled:
             return

@@ -209,6 +209,17 @@ def test_positions_without_drafts_are_tokens_of_the_vocabulary(config: Any) -> N
     assert engine.run() == without.run()
 
 
+def test_positions_reserved_before_a_pause_are_not_verified_after_it(config: Any) -> None:
+    engine = add_group(drafting(config), 2)
+    while not any(request.spec_token_ids for request in engine.scheduler.running):
+        engine.drafts.before_schedule()
+        engine.step()
+        engine.drafts.before_schedule()  # as if the scheduler had been paused then
+    engine.drafts.is_enabled = False
+    engine.drafts.before_schedule()
+    assert not any(request.spec_token_ids for request in engine.scheduler.running)
+
+
 def test_changed_weights_age_the_store(config: Any) -> None:
     engine = add_group(drafting(config), 2)
     engine.run()
