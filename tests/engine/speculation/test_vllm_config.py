@@ -122,6 +122,20 @@ def test_profiles_of_two_cards_differ(monkeypatch: Any) -> None:
     assert keys[0] != keys[1] and keys[0] | {"device": ""} == keys[1] | {"device": ""}
 
 
+def test_profile_depends_on_what_changes_the_time_of_a_step(monkeypatch: Any) -> None:
+    monkeypatch.setattr(register, "_settings", AttentionSettings())
+    config = gpu_arguments().create_engine_config()
+    before = cache_key(config)
+    for holder, name, value in (
+        (config.model_config, "quantization", "fp8"),
+        (config.cache_config, "cache_dtype", "fp8"),
+        (config.scheduler_config, "async_scheduling", "other"),
+    ):
+        with monkeypatch.context() as changed:
+            changed.setattr(holder, name, value)
+            assert cache_key(config) != before
+
+
 class Core:
     """EngineCore as the service calls it; returns the given answers."""
 
