@@ -16,8 +16,8 @@ from bench.replay.costs import Costs, LinearCost, MeasuredCost, measured_steps
 from bench.replay.drafters import ARCTIC, Drafter, NgramDrafter, StoreDrafter, SuffixDrafter
 from bench.replay.replay import Controller, Fixed, Replay, ReplayResult, ThresholdPolicy
 from bench.replay.traces import TRACES, Group, Trace
+from engine.speculation.calibration import DraftCalibration
 from engine.speculation.controller import Controller as Ruling
-from engine.speculation.controller import DraftCalibration
 from engine.speculation.cost import Step, StepCostModel
 from kernels.draft_index.store_protocol import ALL_SCOPES, Scope
 

@@ -10,8 +10,8 @@ from bench.replay.costs import MeasuredCost
 from bench.replay.drafters import StoreDrafter
 from bench.replay.replay import Controller, Fixed, Replay
 from bench.replay.traces import Group
+from engine.speculation.calibration import DraftCalibration
 from engine.speculation.controller import Controller as Ruling
-from engine.speculation.controller import DraftCalibration
 from engine.speculation.cost import Step, StepCostModel
 
 LEAST = 2

@@ -17,7 +17,8 @@ from vllm.platforms import current_platform
 from engine.attention import register as attention
 from engine.attention.crossover import CacheKey
 from engine.runtime.feature_guard import Failure, attempt, feature
-from engine.speculation.controller import Controller, DraftCalibration
+from engine.speculation.calibration import DraftCalibration
+from engine.speculation.controller import Controller
 from engine.speculation.cost import Profile, ProfileCache, Step, StepCostModel, can_speed_up
 from engine.speculation.counters import COUNTERS
 from engine.speculation.draft_verification import (

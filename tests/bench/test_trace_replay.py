@@ -9,8 +9,8 @@ from bench.replay.costs import LinearCost, MeasuredCost
 from bench.replay.drafters import NgramDrafter, StoreDrafter
 from bench.replay.replay import Controller, Fixed, Replay, ThresholdPolicy, common_prefix_length
 from bench.replay.traces import TRACES, Group, Trace
+from engine.speculation.calibration import DraftCalibration
 from engine.speculation.controller import Controller as Ruling
-from engine.speculation.controller import DraftCalibration
 from engine.speculation.cost import Step, StepCostModel
 from kernels.draft_index import store
 

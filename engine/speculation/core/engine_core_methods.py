@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from engine.launch.environment import graph_plan
-from engine.speculation.controller import DraftCalibration
+from engine.speculation.calibration import DraftCalibration
 from engine.speculation.core.scheduler_drafts import SchedulerDrafts
 from engine.speculation.core.uniform_length import UniformController
 from engine.speculation.cost import Profile, Step, StepCostModel, draft_lengths

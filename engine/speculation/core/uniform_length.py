@@ -4,7 +4,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from engine.speculation.controller import Controller, DraftCalibration, DraftTokens
+from engine.speculation.calibration import DraftCalibration
+from engine.speculation.controller import Controller, DraftTokens
 from engine.speculation.cost import StepCostModel
 from kernels.draft_index.store_protocol import Int32Array
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from engine.speculation.controller import MAX_BIN_COUNT, DraftCalibration
+from engine.speculation.calibration import MAX_BIN_COUNT, DraftCalibration
 
 PREDICTED = np.array([0.15, 0.3, 0.6, 0.97])
 

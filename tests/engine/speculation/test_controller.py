@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
+from engine.speculation.calibration import DraftCalibration
 from engine.speculation.controller import (
     CHECK_INTERVAL,
     MAX_LOSS,
     MIN_REST_STEPS,
     Controller,
-    DraftCalibration,
 )
 from engine.speculation.cost import StepCostModel
 from tests.engine.speculation.cost_simulator import (

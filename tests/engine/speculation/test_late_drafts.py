@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.speculation.controller import DraftCalibration
+from engine.speculation.calibration import DraftCalibration
 from engine.speculation.core.uniform_length import UniformController, longest_length
 from engine.speculation.cost import StepCostModel
 from engine.speculation.gpu_speculator import realign
