@@ -39,7 +39,7 @@ from engine.kv_transfer import connector
 from engine.kv_transfer.worker import cache_blocks, cuda_blocks, export_writer, loader, rpc
 from engine.launch import core_methods, worker
 from engine.patches import graph_candidates
-from engine.speculation import mrv2_speculators, proposer
+from engine.speculation import gpu_speculator, mrv2_speculators, proposer
 from engine.weights import worker_reload
 
 assert vllm.__file__.startswith({site!r}), vllm.__file__
@@ -51,6 +51,10 @@ core_methods.install()
 mrv2_speculators.install()
 assert hasattr(model_runner.init_speculator, "__wrapped__")
 assert not draft_speculator.DraftSpeculator.__abstractmethods__
+gpu_speculator.install()
+gpu_speculator.load_drafts_before_inputs()
+assert gpu_speculator.ngram.NgramGPUSpeculator is gpu_speculator.SiblingSpeculator
+assert not gpu_speculator.SiblingSpeculator.__abstractmethods__
 changed = {{
     f"{{cls.__name__}}.{{name}}"
     for cls, old in before.items()
@@ -61,6 +65,7 @@ assert changed == {{
     "BlockTables.__init__",
     "BlockTables.append_block_ids",
     "GPUModelRunner.gather_batch_req_state",
+    "GPUModelRunner.prepare_inputs",
     "ModelCudaGraphManager._init_candidates",
     "ModelCudaGraphManager.capture",
     "ModelCudaGraphManager.dispatch",
