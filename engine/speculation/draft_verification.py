@@ -194,13 +194,5 @@ class DraftStepSkipper:
         return needs_draft_step
 
 
-def can_skip_draft_step(runner: Any) -> bool:
-    """Return whether a model runner may run steps without vLLM's draft method.
-
-    The state of recurrent layers is laid out differently in the two kinds of steps.
-    """
-    return runner.device.type == "cpu" and not runner.model_config.is_hybrid
-
-
 def _has_drafts(step: Any) -> bool:
     return bool(step.scheduled_spec_decode_tokens)

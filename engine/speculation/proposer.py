@@ -1,4 +1,4 @@
-"""Draft proposer that vLLM loads as its `custom_class`, one per rank; only the first rank drafts.
+"""Draft proposer that vLLM loads as its `custom_class` on CPU; only the first rank drafts.
 
 vLLM constructs it with the engine and passes it neither requests nor the model runner, so a worker
 RPC attaches it to the runner afterwards. Before that, and after its first error, it returns empty
@@ -21,11 +21,7 @@ from engine.speculation.calibration import DraftCalibration
 from engine.speculation.controller import Controller
 from engine.speculation.cost import Profile, ProfileCache, Step, StepCostModel, can_speed_up
 from engine.speculation.counters import COUNTERS
-from engine.speculation.draft_verification import (
-    DraftStepSkipper,
-    DraftVerifier,
-    can_skip_draft_step,
-)
+from engine.speculation.draft_verification import DraftStepSkipper, DraftVerifier
 from engine.speculation.process_settings import settings
 from engine.speculation.speculator import Speculator, TokenLists
 from kernels.draft_index.store import DraftStore
@@ -48,13 +44,13 @@ class Proposer:
         """Do nothing: there is no draft model, but vLLM calls this on CPU."""
 
     def replace_rejection_sampler(self, runner: Any) -> None:
-        """Install `DraftVerifier` on CPU. On a GPU vLLM's own kernels verify drafts."""
-        if runner.device.type == "cpu":
-            runner.rejection_sampler = DraftVerifier(runner.rejection_sampler)
+        """Install `DraftVerifier`."""
+        runner.rejection_sampler = DraftVerifier(runner.rejection_sampler)
 
     def attach(self, runner: Any) -> None:
         """Attach the proposer to the model runner, which maps batch rows to requests."""
-        if can_skip_draft_step(runner):
+        # The state of recurrent layers is laid out differently in steps without a draft method.
+        if not runner.model_config.is_hybrid:
             DraftStepSkipper(runner, lambda: self.speculator if self.is_enabled else None, FEATURE)
         steps = self._profile_cache.read() or []
         self.is_enabled = not steps or may_speed_up(steps, self._max_draft_tokens)
