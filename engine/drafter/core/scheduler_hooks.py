@@ -3,10 +3,13 @@
 vLLM's scheduler reads one draft length for the whole batch from a table over batch sizes; every
 entry of the table is set before a step is scheduled. The drafts made in a step are verified in the
 next, so only steps that verify as many tokens as they draft are timed. The time runs from one
-scheduler call to the next and includes the host's work and the drafter's.
+scheduler call to the next and includes the host's work and the drafter's. With asynchronous
+scheduling it is the time of the step before, so the length must have been the same for one step
+more.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -66,6 +69,7 @@ class DraftingHooks:
         self._clock = clock
         self._counts = Counters()
         self._pairs = PairCounters()
+        num_equal = 2 if scheduler.scheduler_config.async_scheduling else 1
         self._limits = DraftLimits(
             scheduler.requests, max_draft_tokens, self._counts.record_skipped
         )
@@ -75,7 +79,7 @@ class DraftingHooks:
         self._tokens = 0
         self._is_step_counted = False
         self._step_start = 0.0
-        self._previous_length = 0
+        self._lengths: deque[int] = deque([0] * num_equal, maxlen=num_equal)
         self._num_emitted = 0
         self._step: Step | None = None
         self._past_prompt: set[str] = set()
@@ -135,7 +139,7 @@ class DraftingHooks:
             bool(decoding)
             and decoding == scheduled.keys()
             and decoding <= self._past_prompt
-            and self._previous_length == self._tokens
+            and set(self._lengths) == {self._tokens}
         )
         self._step = Step(
             began=self._step_start,
@@ -144,11 +148,8 @@ class DraftingHooks:
             verified=len(decoding) + drafting,
             is_timeable=is_timeable,
         )
-        self._past_prompt, self._previous_length, self._num_emitted = (
-            decoding,
-            self._tokens,
-            len(decoding),
-        )
+        self._past_prompt, self._num_emitted = decoding, len(decoding)
+        self._lengths.append(self._tokens)
         self._is_step_counted = False
         self._trim_placeholders(scheduled)
 

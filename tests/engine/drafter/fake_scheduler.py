@@ -29,8 +29,12 @@ def cheap_steps() -> list[Step]:
 
 @dataclass
 class Scheduler:
-    """Each step verifies the drafts of the step before; `accepted` is the number accepted."""
+    """Each step verifies the drafts of the step before; `accepted` is the number accepted.
 
+    `is_async`: a step is scheduled while the one before runs, so its time passes a step later.
+    """
+
+    is_async: bool = False
     accepted: Callable[[int], int] = lambda drafted: drafted
     seconds: Callable[[int], float] = lambda drafted: 0.01 * (1 + 0.05 * drafted)
     running: list[Any] = field(default_factory=list)
@@ -38,6 +42,11 @@ class Scheduler:
     dynamic_sd_lookup: list[int] = field(default_factory=lambda: [LONGEST] * (ROWS + 1))
     now: float = 0.0
     lengths: list[int] = field(default_factory=list)
+    before: float = 0.0
+
+    @property
+    def scheduler_config(self) -> Any:
+        return SimpleNamespace(async_scheduling=self.is_async)
 
     def add(self, name: str, *, seed: int | None = None, **named: Any) -> None:
         request = SimpleNamespace(
@@ -76,7 +85,9 @@ class Scheduler:
         """Runs one step as EngineCore does."""
         output = self.schedule()
         verified = max(map(len, output.scheduled_spec_decode_tokens.values()), default=0)
-        self.now += self.seconds(max(verified, self.lengths[-1]))
+        seconds = self.seconds(max(verified, self.lengths[-1]))
+        self.now += self.before if self.is_async else seconds
+        self.before = seconds
         for request in self.running:
             drafted = output.scheduled_spec_decode_tokens.get(request.request_id, [])
             hits = min(self.accepted(len(drafted)), len(drafted))

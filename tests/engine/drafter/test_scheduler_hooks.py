@@ -7,6 +7,7 @@ import pytest
 from engine.drafter.core import scheduler_hooks as module
 from engine.drafter.core.draft_length import HOLD_STEPS, INITIAL_PROBES
 from engine.runtime.feature_guard import FeatureState
+from engine.speculation.cost import Profile
 from engine.speculation.request_table import NO_DRAFTS_ARG
 from tests.engine.drafter.fake_scheduler import LONGEST, ROWS, Scheduler, Versions, drafting_over
 
@@ -29,6 +30,17 @@ def steps(scheduler: Scheduler, number: int) -> list[int]:
     for _ in range(number):
         scheduler.step()
     return scheduler.lengths[-number:]
+
+
+class Recorded(Profile):
+    """A profile that keeps each step's tokens per row and time."""
+
+    def __init__(self, max_draft_tokens: int) -> None:
+        super().__init__(max_draft_tokens)
+        self.times: list[tuple[int, float]] = []
+
+    def record_step(self, *, running: int, context: int, verified: int, seconds: float) -> None:
+        self.times.append((verified // running, seconds))
 
 
 def test_accurate_drafter_drafts_the_maximum() -> None:
@@ -67,6 +79,17 @@ def test_length_is_held_so_that_steps_can_be_timed() -> None:
         later - earlier >= HOLD_STEPS for earlier, later in zip(changes, changes[1:], strict=False)
     )
     assert drafting.length.controller.gain_ratio > 1.5
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_every_time_is_attributed_to_the_step_that_took_it(is_async: bool) -> None:
+    scheduler = Scheduler(is_async=is_async, seconds=lambda drafted: 0.01 * (1 + drafted))
+    drafting = drafting_over(with_rows(scheduler))
+    profile = Recorded(LONGEST)
+    drafting.length.profile = profile
+    steps(scheduler, 200)
+    assert len({verified for verified, _ in profile.times}) > 2
+    assert all(seconds == pytest.approx(0.01 * verified) for verified, seconds in profile.times)
 
 
 def test_acceptance_is_estimated_per_drafter_and_weights_version() -> None:
