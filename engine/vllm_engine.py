@@ -18,7 +18,7 @@ from engine.io import logprobs
 from engine.io.chat_conversion import ChatProcessor
 from engine.io.vllm_requests import Generation
 from engine.launch.arguments import WORKER_EXTENSION
-from engine.launch.features import GPU_DEVICE
+from engine.launch.features import GPU_DEVICE, with_prediction
 from engine.launch.info import collect_features, collect_info, kv_support
 from engine.launch.model_files import resolve_model
 from engine.launch.processes import SHUTDOWN_SECONDS, VllmProcesses, kill_processes
@@ -175,6 +175,8 @@ class VllmEngine:
         if self._drafter_dir is not None:
             self._drafter = Drafter(settings, self._drafter_dir, self.llm, self.info)
             await self._drafter.start_drafting()
+        prediction = await speculation_lifecycle.predict_gain(self.llm, settings)
+        self._info = with_prediction(self.info, settings.mode, prediction)
 
     async def stop(self) -> None:
         self._heartbeat.set_stage("stopping")

@@ -1,9 +1,10 @@
 """The command `coppice` and its subcommands; the only service module that loads vLLM."""
 
+import asyncio
 import importlib
 import logging
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -15,7 +16,7 @@ import yaml
 from engine.cudagraphs.from_settings import capture_limits, graph_memory, load_trace, make_plan
 from engine.cudagraphs.plan_report import compare, render
 from engine.cudagraphs.planner import shape_weights
-from engine.errors import StartFailed
+from engine.errors import EngineError, StartFailed
 from engine.launch.model_files import resolve_model_config
 from engine.protocol import Engine
 from engine.runtime import gc_and_process_group
@@ -69,6 +70,18 @@ def with_prompt_kv(settings: Settings) -> EngineSettings:
     return settings.engine.model_copy(update={"prompt_kv": bool(has_room)})
 
 
+def measure_baseline(settings: Settings) -> int:
+    """Measure step times without speculation; returns the number of batches measured."""
+    module = importlib.import_module("engine.launch.measure_baseline")
+    measured = module.measure(
+        with_prompt_kv(settings),
+        attention=settings.attention,
+        speculation=settings.speculation,
+        graphs=settings.graphs,
+    )
+    return asyncio.run(cast("Coroutine[None, None, int]", measured))
+
+
 def create_app(settings: Settings, engine: Engine) -> "FastAPI":
     from service.app import create_app
 
@@ -85,12 +98,13 @@ def run_server(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeComponents:
-    """Functions that the `serve` command calls, one per step; tests can replace them."""
+    """Functions that commands call, for `serve` one per step; tests can replace them."""
 
     configure_logging: Callable[[LogSettings], None] = configure_logging
     load_engine: Callable[[Settings], Engine] = load_engine
     create_app: Callable[[Settings, Engine], "FastAPI"] = create_app
     run_server: ServerRunner = run_server
+    measure_baseline: Callable[[Settings], int] = measure_baseline
 
 
 def build_cli(components: ServeComponents | None = None) -> typer.Typer:
@@ -117,6 +131,10 @@ def build_cli(components: ServeComponents | None = None) -> typer.Typer:
         except StartFailed as error:
             _fail(1, str(error))
 
+    def measure(flags: Mapping[str, str], config: Path | None) -> None:
+        """Measure step times without speculation, which drafts are then compared with."""
+        _measure(_settings(flags, config), components or ServeComponents())
+
     graphs = typer.Typer(help="CUDA graphs.", no_args_is_help=True)
     graphs.command("plan", cls=SettingsCommand)(with_settings_flags(plan))
     # With a single command and no callback, Typer would drop the name of the command.
@@ -124,6 +142,7 @@ def build_cli(components: ServeComponents | None = None) -> typer.Typer:
     cli.add_typer(graphs, name="graphs")
     cli.command("serve", cls=SettingsCommand)(with_settings_flags(serve))
     cli.command("check-config", cls=SettingsCommand)(with_settings_flags(check_config))
+    cli.command("measure-baseline", cls=SettingsCommand)(with_settings_flags(measure))
     cli.command("size")(size)
     cli.command("new-key")(_new_key)
     cli.command("version")(_print_versions)
@@ -157,6 +176,18 @@ def _serve(settings: Settings, components: ServeComponents) -> None:
         _load_and_run(settings, components)
     except StartFailed as error:
         _fail(1, str(error))
+
+
+def _measure(settings: Settings, components: ServeComponents) -> None:
+    components.configure_logging(settings.log)
+    try:
+        num_batches = components.measure_baseline(settings)
+    except EngineError as error:
+        _fail(1, str(error))
+    if not num_batches:
+        _fail(1, "no step was measured: engine.max_context_tokens is too small")
+    directory = settings.speculation.cache_directory
+    typer.echo(f"step times of {num_batches} batches without speculation are in {directory}")
 
 
 def _load_and_run(settings: Settings, components: ServeComponents) -> None:

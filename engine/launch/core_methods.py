@@ -13,6 +13,7 @@ from engine.drafter.acceptance_by_version import Snapshot as DrafterSnapshot
 from engine.drafter.core import engine_core_methods as drafter
 from engine.launch.environment import graph_plan
 from engine.speculation import counters as speculation
+from engine.speculation.core import baseline_methods as baseline
 from engine.speculation.core import engine_core_methods as siblings
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ def install() -> None:
     from vllm.v1.engine.core import EngineCore
 
     methods = (coppice_ping, coppice_reset_prefix_cache, coppice_check_pool)
-    for method in (*methods, *drafter.METHODS, *siblings.METHODS):
+    for method in (*methods, *drafter.METHODS, *siblings.METHODS, *baseline.METHODS):
         setattr(EngineCore, method.__name__, method)
 
 

@@ -1,10 +1,18 @@
 """Optional features of a started engine: on or off, why, and the setting that changes it."""
 
+from dataclasses import replace
 from typing import Any, Final
 
 from engine.cudagraphs.planner import Plan
 from engine.feature_stats import AttentionState, FeatureStatus
-from engine.settings import AttentionSettings, EngineSettings, SpeculationSettings
+from engine.settings import (
+    AttentionSettings,
+    EngineSettings,
+    SpeculationMode,
+    SpeculationSettings,
+)
+from engine.speculation.baseline import GainPrediction
+from engine.types import EngineInfo
 
 GPU_DEVICE: Final = "cuda"
 UNSUPPORTED: Final[dict[AttentionState, tuple[str, str]]] = {
@@ -88,6 +96,25 @@ def _speculation(settings: SpeculationSettings, why_off: str | None) -> FeatureS
         how = "" if "not" in why_off else "speculation.mode: siblings"
         return _feature("speculation", False, why_off, how)
     return _feature("speculation", True, DRAFTS[settings.mode], "speculation.mode: off")
+
+
+def with_prediction(
+    info: EngineInfo, mode: SpeculationMode, prediction: GainPrediction | None
+) -> EngineInfo:
+    """Properties of an engine with features according to what its drafts are predicted to gain."""
+    if prediction is None or not prediction.is_loss:
+        return info
+    features = (
+        _losing(feature, mode, prediction) if feature.name == "speculation" else feature
+        for feature in info.features
+    )
+    return replace(info, features=tuple(features))
+
+
+def _losing(feature: FeatureStatus, mode: SpeculationMode, loss: GainPrediction) -> FeatureStatus:
+    if mode == "auto":
+        return _feature("speculation", False, f"auto: {loss}", "speculation.mode: siblings")
+    return replace(feature, reason=f"{feature.reason}; expected to lose; {loss}")
 
 
 def _graph_plan(settings: EngineSettings, plan: Plan | None, device: str) -> FeatureStatus:

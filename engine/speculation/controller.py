@@ -99,13 +99,19 @@ class Controller:
         self._next_rest = MIN_REST_STEPS
         self._balance = 0.0
         self._all_steps = GainTracker()
+        self.overhead = 1.0
+        """Time of a step without drafts, relative to an engine without speculation."""
         self._calibration = calibration
         self._sizes: set[int] = set()
 
     @property
     def gain_ratio(self) -> float:
-        """Recent speedup by drafts: estimated time without drafts divided by measured time."""
-        return self._all_steps.ratio
+        """Recent speedup relative to an engine without speculation.
+
+        The estimated time without drafts in this engine, divided by the measured time and the
+        overhead.
+        """
+        return self._all_steps.ratio / self.overhead
 
     def should_draft(self, running: int) -> bool:
         """Decide, once per step, whether to request drafts.

@@ -5,21 +5,16 @@ RPC attaches it to the runner afterwards. Before that, and after its first error
 drafts, which are always valid.
 """
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from vllm import __version__ as vllm_version
-from vllm.platforms import current_platform
-
-from engine.attention import register as attention
 from engine.attention.crossover import CacheKey
 from engine.runtime.feature_guard import Failure, attempt, feature
+from engine.speculation.baseline import baseline_cache, engine_key, predict_gain
 from engine.speculation.calibration import DraftCalibration
 from engine.speculation.controller import Controller
-from engine.speculation.cost import Profile, ProfileCache, Step, StepCostModel, can_speed_up
+from engine.speculation.cost import Profile, ProfileCache, Step, StepCostModel
 from engine.speculation.counters import COUNTERS
 from engine.speculation.draft_verification import DraftStepSkipper, DraftVerifier
 from engine.speculation.process_settings import settings
@@ -53,7 +48,7 @@ class Proposer:
         if not runner.model_config.is_hybrid:
             DraftStepSkipper(runner, lambda: self.speculator if self.is_enabled else None, FEATURE)
         steps = self._profile_cache.read() or []
-        self.is_enabled = not steps or may_speed_up(steps, self._max_draft_tokens)
+        self.is_enabled = not steps or may_speed_up(steps, self._config)
         vocabulary = self._config.model_config.get_vocab_size()
         self.speculator = Speculator(
             runner,
@@ -101,7 +96,7 @@ class Proposer:
         steps = self.speculator.profile.steps()
         if steps:
             self._profile_cache.write(steps)
-        self.is_enabled = may_speed_up(steps, self._max_draft_tokens)
+        self.is_enabled = may_speed_up(steps, self._config)
         self.speculator.end_profile(Controller(StepCostModel(steps), DraftCalibration()))
 
     def on_weights_changed(self) -> None:
@@ -134,31 +129,16 @@ def profile_cache(config: Any) -> ProfileCache:
     return ProfileCache(settings().cache_directory, cache_key(config))
 
 
-def may_speed_up(steps: Sequence[Step], max_draft_tokens: int) -> bool:
+def may_speed_up(steps: Sequence[Step], config: Any) -> bool:
     """Return whether to draft, given measured steps: always, unless the mode is `auto`."""
-    return settings().mode != "auto" or can_speed_up(steps, max_draft_tokens)
+    longest = int(config.speculative_config.num_speculative_tokens)
+    prediction = predict_gain(steps, baseline_cache(config).read(), longest)
+    return settings().mode != "auto" or (prediction is not None and not prediction.is_loss)
 
 
 def cache_key(config: Any) -> CacheKey:
-    """Cache key of measured step times: all inputs that they depend on.
-
-    The device is the name of the card. vLLM reads it without a CUDA context, which EngineCore must
-    not create.
-    """
-    model = config.model_config.hf_config.to_json_string().encode()
-    return {
-        "model": hashlib.sha256(model).hexdigest(),
-        "dtype": str(config.model_config.dtype),
-        "device": current_platform.get_device_name(),
-        "ranks": int(config.parallel_config.world_size),
-        "threads": torch.get_num_threads(),
+    """Cache key of measured step times: all inputs that they depend on."""
+    return engine_key(config) | {
         "max_draft_tokens": int(config.speculative_config.num_speculative_tokens),
-        "eager": str(config.model_config.enforce_eager),
-        "quantization": str(config.model_config.quantization),
-        "kv_cache_dtype": str(config.cache_config.cache_dtype),
         "async_scheduling": str(config.scheduler_config.async_scheduling),
-        "rows": int(config.scheduler_config.max_num_seqs),
-        "context": int(config.model_config.max_model_len),
-        "shared_prefix": attention.settings().shared_prefix,
-        "vllm": vllm_version,
     }

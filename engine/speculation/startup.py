@@ -16,6 +16,7 @@ from engine.cudagraphs.planner import Plan
 from engine.errors import StartFailed
 from engine.runtime.await_engine import await_engine
 from engine.settings import EngineSettings, SpeculationSettings
+from engine.speculation.baseline import GainPrediction
 from engine.speculation.cost import ProfileBatch, draft_lengths, num_tokens, profile_batches
 from engine.types import EngineInfo
 from kernels.draft_index.store import is_built
@@ -141,6 +142,7 @@ async def start_drafting(llm: AsyncLLM, settings: SpeculationSettings, info: Eng
     """
     if settings.mode in ("off", "drafter"):
         return
+    await measure_baseline(llm, info, settings.longest_draft)
     if current_platform.is_cpu():
         if any(await await_engine(llm, llm.collective_rpc("coppice_start_speculation"))):
             await measure_step_costs(llm, info, settings.longest_draft)
@@ -164,8 +166,38 @@ async def stop_drafting(llm: AsyncLLM, settings: SpeculationSettings) -> None:
         await _utility(llm, "coppice_save_sibling_drafts")
 
 
-async def _utility(llm: AsyncLLM, method: str) -> Any:
-    return await await_engine(llm, llm.engine_core.call_utility_async(method))
+async def predict_gain(llm: AsyncLLM, settings: SpeculationSettings) -> GainPrediction | None:
+    """Prediction for the drafts of a started engine, logged if it is a loss.
+
+    The mode `auto` does not draft then. An explicit mode drafts nevertheless.
+    """
+    fields = None if settings.mode == "off" else await _utility(llm, "coppice_predict_gain")
+    if fields is None:
+        return None
+    prediction = GainPrediction(best_speedup=fields[0], overhead=fields[1])
+    if prediction.is_loss and settings.mode == "auto":
+        log.info("speculation.mode auto drafts nothing; %s", prediction)
+    elif prediction.is_loss:
+        log.warning("speculation.mode %s is expected to lose; %s", settings.mode, prediction)
+    return prediction
+
+
+async def measure_baseline(
+    llm: AsyncLLM, info: EngineInfo, max_draft_tokens: int, *, again: bool = False
+) -> int:
+    """Measure and cache the baseline, before drafting starts, if there is none or `again`.
+
+    Returns the number of batches measured: 0 if this engine cannot measure it.
+    """
+    if not await _utility(llm, "coppice_begin_baseline", again):
+        return 0
+    await measure_step_costs(llm, info, max_draft_tokens)
+    num_batches: int = await _utility(llm, "coppice_finish_baseline")
+    return num_batches
+
+
+async def _utility(llm: AsyncLLM, method: str, *args: Any) -> Any:
+    return await await_engine(llm, llm.engine_core.call_utility_async(method, *args))
 
 
 async def measure_step_costs(llm: AsyncLLM, info: EngineInfo, max_draft_tokens: int) -> None:

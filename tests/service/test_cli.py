@@ -134,6 +134,30 @@ def test_failed_start_prints_one_sentence_and_exits_with_code_1(part: str) -> No
     assert (result.exit_code, result.stderr) == (1, "coppice: the disk is full\n")
 
 
+def test_measured_baseline_is_reported_with_its_directory(tmp_path: Path) -> None:
+    measured: list[Settings] = []
+
+    def measure(settings: Settings) -> int:
+        measured.append(settings)
+        return 5
+
+    flags = ("--speculation.cache-directory", str(tmp_path), "--engine.max-sequences", "4")
+    result = run("measure-baseline", *flags, components=replace(PARTS, measure_baseline=measure))
+    assert (result.exit_code, measured[0].engine.max_sequences) == (0, 4)
+    assert result.stdout == f"step times of 5 batches without speculation are in {tmp_path}\n"
+
+
+@pytest.mark.parametrize(
+    ("measure", "reason"),
+    [(refuse("the disk is full"), "the disk is full"), (lambda _: 0, "no step was measured")],
+)
+def test_baseline_that_cannot_be_measured_exits_with_code_1(
+    measure: Callable[[Settings], int], reason: str
+) -> None:
+    result = run("measure-baseline", components=replace(PARTS, measure_baseline=measure))
+    assert result.exit_code == 1 and result.stderr.startswith(f"coppice: {reason}")
+
+
 def test_port_in_use_is_reported_before_the_model_is_loaded() -> None:
     components = replace(PARTS, load_engine=refuse("too late"))
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -190,7 +190,9 @@ class DraftLengthPolicy:
 
     def reset(self) -> None:
         """Discard what the controller learned from earlier drafts, but keep measured step costs."""
+        overhead = self.controller.overhead
         self.controller = type(self.controller)(self.controller.cost)
+        self.controller.overhead = overhead
         self._probes, self._hold_steps = INITIAL_PROBES, 0
 
     def begin_profile(self) -> None:

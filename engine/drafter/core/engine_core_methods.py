@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 from engine.drafter.acceptance_by_version import Snapshot
 from engine.drafter.core.scheduler_hooks import DraftingHooks
 from engine.launch.environment import graph_plan, speculation_settings
+from engine.speculation.baseline import baseline_cache, overhead_ratio
 from engine.speculation.controller import Controller
-from engine.speculation.cost import ProfileCache, StepCostModel
+from engine.speculation.cost import ProfileCache, Step, StepCostModel
 from engine.speculation.proposer import cache_key
 
 if TYPE_CHECKING:
@@ -16,13 +17,13 @@ if TYPE_CHECKING:
 
 def coppice_start_drafting(self: "EngineCore", serving: str) -> bool:
     """Start choosing draft lengths, and return whether step times must be profiled first."""
-    steps, plan = _profile_cache(self).read(), graph_plan()
+    steps, plan = drafter_profile(self).read(), graph_plan()
     drafting = DraftingHooks(
         self.scheduler,
         max_draft_tokens=self.vllm_config.num_speculative_tokens,
         serving=serving,
         weights=self.get_weight_version,
-        controller=Controller(StepCostModel(steps or [])),
+        controller=_controller(self, steps or []),
         max_samples=None if plan is None else plan.max_samples,
     )
     drafting.attach()
@@ -33,9 +34,11 @@ def coppice_start_drafting(self: "EngineCore", serving: str) -> bool:
 
 
 def coppice_finish_drafter_profile(self: "EngineCore") -> None:
-    steps = _drafting(self).end_profile()
+    drafting = _drafting(self)
+    steps = drafting.end_profile()
     if steps:
-        _profile_cache(self).write(steps)
+        drafter_profile(self).write(steps)
+    drafting.length.controller = _controller(self, steps)
 
 
 def coppice_set_drafter(
@@ -64,7 +67,14 @@ def _drafting(core: "EngineCore") -> DraftingHooks:
     return drafting
 
 
-def _profile_cache(core: "EngineCore") -> ProfileCache:
+def _controller(core: "EngineCore", steps: list[Step]) -> Controller:
+    made = Controller(StepCostModel(steps))
+    made.overhead = overhead_ratio(steps, baseline_cache(core.vllm_config).read() or ())
+    return made
+
+
+def drafter_profile(core: "EngineCore") -> ProfileCache:
+    """Cached step times of this engine with its draft model."""
     config = core.vllm_config
     drafter = config.speculative_config.draft_model_config.hf_config.to_json_string().encode()
     return ProfileCache(

@@ -19,7 +19,7 @@ from engine.drafter.trainer.messages import Sample, encode_top_k, top_k_of
 from engine.feature_stats import DrafterPairStats, DrafterStatus
 from engine.runtime.await_engine import await_engine
 from engine.settings import SpeculationSettings
-from engine.speculation.startup import measure_step_costs
+from engine.speculation.startup import measure_baseline, measure_step_costs
 from engine.types import Completion, EngineInfo, SampleRequest
 
 log = logging.getLogger(__name__)
@@ -51,6 +51,7 @@ class Drafter:
 
     async def start_drafting(self) -> None:
         """Start drafting, with step costs measured on this machine, and start the trainer."""
+        await measure_baseline(self._llm, self._info, self._settings.longest_draft)
         if await self._utility("coppice_start_drafting", self._promotion.serving):
             await measure_step_costs(self._llm, self._info, self._settings.longest_draft)
             await self._utility("coppice_finish_drafter_profile")

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from engine.launch.environment import graph_plan
+from engine.speculation.baseline import baseline_cache, overhead_ratio
 from engine.speculation.calibration import DraftCalibration
 from engine.speculation.core.scheduler_drafts import SchedulerDrafts
 from engine.speculation.core.uniform_length import UniformController
@@ -41,7 +42,7 @@ def coppice_start_sibling_drafts(self: "EngineCore") -> bool | str:
     if steps is None:
         drafts.profile = Profile(longest)
     else:
-        drafts.is_enabled = may_speed_up(steps, longest)
+        drafts.is_enabled = may_speed_up(steps, config)
     return steps is None
 
 
@@ -51,7 +52,7 @@ def coppice_finish_sibling_profile(self: "EngineCore") -> None:
     steps = drafts.profile.steps()
     if steps:
         profile_cache(self.vllm_config).write(steps)
-    drafts.is_enabled = may_speed_up(steps, self.vllm_config.num_speculative_tokens)
+    drafts.is_enabled = may_speed_up(steps, self.vllm_config)
     drafts.end_profile(_controller(self, steps))
 
 
@@ -83,7 +84,9 @@ METHODS = (
 
 
 def _controller(core: "EngineCore", steps: list[Step]) -> UniformController:
-    return UniformController(_max_samples(core), StepCostModel(steps), DraftCalibration())
+    made = UniformController(_max_samples(core), StepCostModel(steps), DraftCalibration())
+    made.overhead = overhead_ratio(steps, baseline_cache(core.vllm_config).read() or ())
+    return made
 
 
 def _max_samples(core: "EngineCore") -> dict[int, int]:

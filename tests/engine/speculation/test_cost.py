@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from engine.speculation.cost import Step, StepCostModel, can_speed_up
+from engine.speculation.cost import MIN_SPEEDUP, Step, StepCostModel, best_speedup
 from tests.engine.speculation.cost_simulator import Machine
 
 MACHINE = Machine()
@@ -79,9 +79,9 @@ def test_without_a_profile_drafts_have_an_assumed_cost() -> None:
 
 
 def test_speculation_can_pay_unless_each_token_costs_a_step() -> None:
-    assert can_speed_up(profile(MACHINE), 8)
+    assert best_speedup(profile(MACHINE), 8) > MIN_SPEEDUP
     hopeless = Machine(call=1e-6, row=0.0, token=1e-3, free_tokens=0)
-    assert not can_speed_up(profile(hopeless), 8)
+    assert best_speedup(profile(hopeless), 8) < MIN_SPEEDUP
 
 
 @pytest.mark.parametrize("seed", [40, 41, 69])

@@ -1,0 +1,27 @@
+"""Measurement of the baseline by an engine without speculation: `coppice measure-baseline`."""
+
+from engine.settings import AttentionSettings, EngineSettings, GraphsSettings, SpeculationSettings
+from engine.speculation.startup import measure_baseline
+from engine.vllm_engine import VllmEngine
+
+
+async def measure(
+    settings: EngineSettings,
+    *,
+    attention: AttentionSettings,
+    speculation: SpeculationSettings,
+    graphs: GraphsSettings,
+) -> int:
+    """Start the engine without speculation and cache its step times.
+
+    Returns the number of batches that were measured. Raises StartFailed or EngineDead.
+    """
+    off = speculation.model_copy(update={"mode": "off"})
+    engine = VllmEngine(settings, attention=attention, speculation=off, graphs=graphs)
+    try:
+        await engine.start("baseline")
+        return await measure_baseline(
+            engine.llm, engine.info, speculation.longest_draft, again=True
+        )
+    finally:
+        await engine.stop()

@@ -1,0 +1,284 @@
+"""The baseline of an engine without speculation: its file, its measurement and its use."""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.platforms import current_platform
+
+from engine.attention import register as attention
+from engine.drafter.core.draft_length import DraftLengthPolicy
+from engine.feature_stats import FeatureStatus
+from engine.launch.features import with_prediction
+from engine.settings import AttentionSettings, EngineSettings, GraphsSettings, SpeculationSettings
+from engine.speculation import baseline, process_settings, startup
+from engine.speculation.baseline import (
+    GainPrediction,
+    baseline_cache,
+    engine_key,
+    overhead_ratio,
+    predict_gain,
+)
+from engine.speculation.controller import Controller
+from engine.speculation.core.baseline_methods import (
+    StepTimer,
+    coppice_begin_baseline,
+    coppice_finish_baseline,
+)
+from engine.speculation.cost import Step
+from tests.engine.seedling import settings as seedling_settings
+from tests.fake_engine import FakeEngine
+
+LOSS = GainPrediction(best_speedup=0.9, overhead=1.5)
+GAIN = GainPrediction(best_speedup=2.0, overhead=1.0)
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    for module in (attention, process_settings):
+        monkeypatch.setattr(module, "_settings", None)
+    attention.install(AttentionSettings(shared_prefix="off"))
+    process_settings.install(SpeculationSettings(mode="auto", cache_directory=tmp_path))
+    yield
+
+
+def config(*, model: str = "{}", drafts: int = 0, v2: bool = True, **changed: Any) -> Any:
+    """vLLM's config, as far as the key of the baseline depends on it."""
+    fields: dict[str, Any] = {"dtype": "bfloat16", "quantization": None, "enforce_eager": False}
+    return SimpleNamespace(
+        model_config=SimpleNamespace(
+            hf_config=SimpleNamespace(to_json_string=lambda: model),
+            max_model_len=512 + drafts,
+            **(fields | changed),
+        ),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        parallel_config=SimpleNamespace(world_size=1),
+        scheduler_config=SimpleNamespace(max_num_seqs=8),
+        speculative_config=SimpleNamespace(num_speculative_tokens=drafts) if drafts else None,
+        num_speculative_tokens=drafts,
+        use_v2_model_runner=v2,
+    )
+
+
+def steps(factor: float = 1.0, *, drafted: float = 1.05) -> list[Step]:
+    """A profile whose steps without drafts take `factor` times as long as the baseline's."""
+    return [
+        Step(
+            running=rows,
+            context=64 * rows,
+            verified=rows * (1 + drafts),
+            seconds=factor * 0.01 * rows * (drafted if drafts else 1.0),
+        )
+        for rows in (1, 4)
+        for drafts in (0, 1, 4, 8)
+    ]
+
+
+# File
+
+
+def test_baseline_is_that_of_the_same_engine_without_drafts() -> None:
+    baseline_cache(config()).write(steps())
+    assert baseline_cache(config(drafts=8)).read() == steps()
+
+
+@pytest.mark.parametrize(
+    "other", [{"model": "another"}, {"dtype": "float32"}, {"quantization": "fp8"}]
+)
+def test_baseline_of_another_engine_is_not_used(other: dict[str, Any]) -> None:
+    baseline_cache(config()).write(steps())
+    assert baseline_cache(config(**other)).read() is None
+
+
+def test_baseline_of_another_card_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    baseline_cache(config()).write(steps())
+    monkeypatch.setattr(current_platform, "get_device_name", lambda *_: "another card")
+    assert baseline_cache(config()).read() is None
+
+
+def test_baseline_of_another_version_of_vllm_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    baseline_cache(config()).write(steps())
+    monkeypatch.setattr(baseline, "vllm_version", "0.33.0")
+    assert baseline_cache(config()).read() is None
+
+
+def test_key_names_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(current_platform, "get_device_name", lambda *_: "NVIDIA H100")
+    assert engine_key(config())["device"] == "NVIDIA H100"
+
+
+# Prediction
+
+
+def test_overhead_is_the_mean_ratio_of_steps_without_drafts() -> None:
+    assert overhead_ratio(steps(1.3), steps()) == pytest.approx(1.3)
+
+
+def test_overhead_is_one_if_no_batch_was_measured_in_both() -> None:
+    elsewhere = [Step(running=2, context=20000, verified=2, seconds=1.0)]
+    assert overhead_ratio(steps(1.3), elsewhere) == overhead_ratio(steps(1.3), []) == 1.0
+
+
+def test_engine_that_gains_over_itself_can_lose_against_the_baseline() -> None:
+    half_as_fast = steps(2.0, drafted=6.0)
+    alone = predict_gain(half_as_fast, None, 8)
+    compared = predict_gain(half_as_fast, steps(), 8)
+    assert alone is not None and not alone.is_loss
+    assert compared is not None and compared.is_loss
+    assert compared.overhead == pytest.approx(2.0)
+
+
+def test_nothing_is_predicted_without_a_profile() -> None:
+    assert predict_gain([], steps(), 8) is None
+
+
+def test_gain_is_reported_relative_to_the_baseline() -> None:
+    policy = DraftLengthPolicy(8, Controller())
+    policy.controller.overhead = 1.25
+    assert policy.controller.gain_ratio == pytest.approx(1 / 1.25)
+    policy.reset()
+    assert policy.controller.gain_ratio == pytest.approx(1 / 1.25)
+
+
+# Refusal
+
+
+def speculation_feature(prediction: GainPrediction | None, mode: Any) -> FeatureStatus:
+    """The feature `speculation` of an engine with this prediction."""
+    drafts = FeatureStatus(name="speculation", enabled=True, reason="drafts")
+    info = replace(FakeEngine().info, features=(drafts,))
+    return with_prediction(info, mode, prediction).features[0]
+
+
+@pytest.mark.parametrize("prediction", [None, GAIN])
+def test_feature_is_unchanged_unless_a_loss_is_predicted(prediction: GainPrediction | None) -> None:
+    assert speculation_feature(prediction, "auto").reason == "drafts"
+
+
+def test_auto_is_off_with_the_reason_if_a_loss_is_predicted() -> None:
+    found = speculation_feature(LOSS, "auto")
+    assert (found.enabled, found.how_to_change) == (False, "speculation.mode: siblings")
+    assert "0.90 times as fast as without speculation" in found.reason
+
+
+@pytest.mark.parametrize("mode", ["drafter", "siblings"])
+def test_explicit_mode_stays_on_and_says_that_it_is_expected_to_lose(mode: str) -> None:
+    found = speculation_feature(LOSS, mode)
+    assert found.enabled and "expected to lose" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("mode", "level"), [("auto", "INFO"), ("drafter", "WARNING"), ("siblings", "WARNING")]
+)
+async def test_predicted_loss_is_logged_once(
+    mode: Any, level: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def utility(*_: Any) -> tuple[float, float]:
+        return LOSS.best_speedup, LOSS.overhead
+
+    monkeypatch.setattr(startup, "_utility", utility)
+    caplog.set_level(logging.INFO)
+    assert await startup.predict_gain(None, SpeculationSettings(mode=mode)) == LOSS
+    assert [record.levelname for record in caplog.records] == [level]
+
+
+# Measurement
+
+
+@dataclass
+class Scheduler:
+    """Steps of given rows, each of which takes as many seconds as it has rows."""
+
+    dynamic_sd_lookup: list[int] | None = field(default_factory=lambda: [3, 2, 1])
+    requests: dict[str, Any] = field(default_factory=dict)
+    now: float = 0.0
+
+    def add(self, name: str, *, computed: int) -> None:
+        self.requests[name] = SimpleNamespace(
+            num_computed_tokens=computed, num_prompt_tokens=8, num_tokens=9
+        )
+
+    def schedule(self, names: str = "") -> Any:
+        assert self.dynamic_sd_lookup in (None, [0, 0, 0]), "nothing is drafted"
+        self.now += len(names)
+        for name in names:
+            self.requests[name].num_computed_tokens += 1
+        return SimpleNamespace(
+            num_scheduled_tokens=dict.fromkeys(names, 1), scheduled_spec_decode_tokens={}
+        )
+
+
+def timed(scheduler: Scheduler, *rows: str) -> list[Step]:
+    timer = StepTimer(scheduler, clock=lambda: scheduler.now)
+    timer.attach()
+    for names in rows:
+        scheduler.schedule(names)
+    return timer.detach()
+
+
+def scheduler_with(**computed: int) -> Scheduler:
+    made = Scheduler()
+    for name, tokens in computed.items():
+        made.add(name, computed=tokens)
+    return made
+
+
+def test_decode_steps_are_timed_by_their_number_of_rows() -> None:
+    scheduler = scheduler_with(a=8, b=8)
+    found = timed(scheduler, *["ab"] * 6, *["a"] * 6)
+    assert {(step.running, step.verified, step.seconds) for step in found} == {
+        (2, 2, 2.0),
+        (1, 1, 1.0),
+    }
+
+
+def test_steps_that_prefill_and_those_after_a_change_of_rows_are_not_timed() -> None:
+    assert timed(scheduler_with(a=8, b=2), *["ab"] * 6) == []
+    assert timed(scheduler_with(a=8, b=8), "a", "ab", "a", "ab", "b", "ab") == []
+
+
+def test_scheduler_is_as_before_after_the_measurement() -> None:
+    scheduler = scheduler_with(a=8)
+    schedule = scheduler.schedule
+    timed(scheduler, "a")
+    assert scheduler.schedule == schedule and scheduler.dynamic_sd_lookup == [3, 2, 1]
+
+
+def core(**given: Any) -> Any:
+    scheduler = scheduler_with(a=8)
+    return SimpleNamespace(vllm_config=config(**given), scheduler=scheduler)
+
+
+def test_baseline_is_measured_once() -> None:
+    engine = core(drafts=8)
+    assert coppice_begin_baseline(engine, False)
+    for _ in range(8):
+        engine.scheduler.schedule("a")
+    assert coppice_finish_baseline(engine) == 1
+    assert not coppice_begin_baseline(engine, False)
+    assert coppice_begin_baseline(engine, True)
+
+
+def test_engine_whose_draft_model_runs_in_every_step_measures_no_baseline() -> None:
+    assert not coppice_begin_baseline(core(drafts=8, v2=False), False)
+    assert coppice_begin_baseline(core(v2=False), False)
+
+
+@pytest.mark.engine
+@pytest.mark.filterwarnings("ignore")
+async def test_engine_without_speculation_measures_the_baseline(tmp_path: Path) -> None:
+    from engine.launch.measure_baseline import measure
+
+    engine: EngineSettings = seedling_settings(max_sequences=4)
+    found = await measure(
+        engine,
+        attention=AttentionSettings(shared_prefix="off"),
+        speculation=SpeculationSettings(mode="siblings", cache_directory=tmp_path),
+        graphs=GraphsSettings(),
+    )
+    [file] = tmp_path.iterdir()
+    assert found > 0 and '"speculation": "off"' in file.read_text()
