@@ -96,6 +96,20 @@ def test_rejected_drafts_of_a_step_that_does_not_draft_are_no_gap() -> None:
     pair.step(["a"], LONGEST, Verified(num_drafts=LONGEST, num_accepted=1))
 
 
+def test_padding_of_missing_tokens_is_written_nowhere() -> None:
+    """The rest of a block table has blocks of earlier requests, which others may hold now."""
+    runner = make_runner()
+    runner.add("a", [3])
+    runner.add("b", PROMPT)
+    runner.step(["a", "b"], LONGEST)
+    runner.step(["a"], 0, Verified(num_drafts=LONGEST, num_accepted=0))
+    a, b = runner.rows["a"], runner.rows["b"]
+    runner.speculator.block_tables.block_tables[0].gpu[a.state, 1:] = b.blocks[0]
+    before = runner.model.cache[b.blocks[0] * BLOCK :][:BLOCK].tolist()
+    runner.step(["a"], 1)
+    assert runner.model.cache[b.blocks[0] * BLOCK :][:BLOCK].tolist() == before == PROMPT[:BLOCK]
+
+
 def test_missing_tokens_beyond_the_batch_limit_take_further_passes() -> None:
     pair = Pair()
     pair.add("a", PROMPT * 3)
