@@ -5,7 +5,7 @@ request's `kv_transfer_params`.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, Final, Literal, Self
@@ -41,6 +41,62 @@ class KvFormat:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GpuIpc:
+    """What a process on the same host needs to open GPU memory by CUDA IPC.
+
+    These are arguments of `torch.multiprocessing.reductions.rebuild_cuda_tensor`, with bytes in
+    base64. The memory is the bytes [offset, offset + num_bytes) of an allocation.
+    """
+
+    handle: str
+    num_bytes: int
+    offset: int
+    ref_counter: str
+    ref_counter_offset: int
+    event: str
+    event_sync_required: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuAgent:
+    """NIXL agent that serves reads of GPU memory. `metadata` is its NIXL metadata in base64."""
+
+    agent: str
+    address: int
+    device: int
+    metadata: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuMemory:
+    """GPU memory of one rank for exported KV, with the KV heads [first_head, + num_heads).
+
+    `gpu` is the UUID of the GPU.
+    """
+
+    gpu: str
+    num_bytes: int
+    first_head: int
+    num_heads: int
+    ipc: GpuIpc
+    nixl: GpuAgent | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        nixl = values["nixl"]
+        return cls(
+            **{
+                **values,
+                "ipc": GpuIpc(**values["ipc"]),
+                "nixl": None if nixl is None else GpuAgent(**nixl),
+            }
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExportSlot:
     """Part of an arena file that receives the KV of a prompt's first `num_tokens` tokens.
 
@@ -55,6 +111,8 @@ class ExportSlot:
 
     `page_epoch` is the number of times that pages of the arena had been released when the slot was
     reserved.
+
+    With a `gpu_offset` every rank also keeps its heads at this offset of its GpuMemory, contiguous.
     """
 
     arena: Path
@@ -63,6 +121,7 @@ class ExportSlot:
     num_tokens: int
     name: str | None = None
     page_epoch: int = 0
+    gpu_offset: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return {**_field_values(self), "arena": str(self.arena)}

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.feature_stats import FeatureStatus
-from engine.kv_types import ExportSlot, KvFormat, KvLoad
+from engine.kv_types import ExportSlot, GpuMemory, KvFormat, KvLoad
 
 PauseMode = Literal["abort", "wait", "keep"]
 ActivationMode = Literal["keep", "recompute", "wait", "abort"]
@@ -279,6 +279,8 @@ class EngineInfo:
     kv_format: KvFormat | None = None
     """Layout of exported prompt KV. None if prompts cannot be exported; `kv_reason` says why."""
     kv_reason: KvReason | None = None
+    kv_gpu_memory: tuple[GpuMemory, ...] = ()
+    """GPU memory in which exported KV can stay, of every rank that exports, if there is any."""
     max_adapters: int = 0
     """Maximum number of loaded adapters. 0 disables adapters."""
     max_adapter_rank: int = 0

@@ -4,8 +4,7 @@ The canonical layout of a prompt is [L, 2, H, T, D] (see kv_block_copy). Here it
 of T vectors of D elements. One launch gathers any range of rows, or a range of one row's tokens, so
 that a staging buffer of fixed size is filled regardless of the number of layers.
 
-Vectors are copied as integers of up to eight bytes, whatever the dtype. Tested in Triton's
-interpreter; it has not been run on a GPU.
+Vectors are copied as integers of up to eight bytes, whatever the dtype.
 """
 
 import itertools

@@ -50,6 +50,7 @@ from coppice.errors import (
 from coppice.operations.rollouts import AsyncPending
 from coppice.operations.scoring import Score
 from coppice.plot import plot_tree
+from coppice.prompt_kv.gpu_kv import GpuKvReader, GpuPromptKV
 from coppice.prompt_kv.prompt_kv import PromptKV
 from coppice.prompt_kv.server_kv_source import KvSource
 from coppice.prompts import PromptLike
@@ -114,6 +115,8 @@ __all__ = [
     "Finish",
     "Forbidden",
     "GatewayFailed",
+    "GpuKvReader",
+    "GpuPromptKV",
     "Group",
     "GroupRecord",
     "GroupRequest",

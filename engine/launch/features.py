@@ -56,11 +56,13 @@ def engine_features(
     speculation: tuple[SpeculationSettings, str | None],
     graphs: Plan | None,
     indirect_kv: str | None,
+    gpu_kv: str,
 ) -> tuple[FeatureStatus, ...]:
     """Features of an engine with vLLM's `config`.
 
     `speculation`: the settings, and the reason why nothing is drafted. `indirect_kv`: the reason
-    why a GPU does not copy prompt KV directly into shared memory.
+    why a GPU does not copy prompt KV directly into shared memory. `gpu_kv`: the reason why no
+    prompt KV stays on the GPUs, or empty.
     """
     return (
         _shared_prefix(*attention),
@@ -68,6 +70,7 @@ def engine_features(
         _graph_plan(settings, graphs, device),
         _adapters(settings),
         _direct_kv_copies(indirect_kv),
+        _gpu_kv(settings, gpu_kv),
         _kv_offloading(settings),
         _quantization(config, settings),
         _quantized_kv(settings),
@@ -137,6 +140,13 @@ def _adapters(settings: EngineSettings) -> FeatureStatus:
 def _direct_kv_copies(indirect_reason: str | None) -> FeatureStatus:
     reason = indirect_reason or "the GPU copies prompt KV into registered shared memory"
     return _feature("direct_kv_copies", indirect_reason is None, reason)
+
+
+def _gpu_kv(settings: EngineSettings, why_off: str) -> FeatureStatus:
+    how = "engine.prompt_kv_gpu_bytes"
+    readers = "CUDA IPC and NIXL" if settings.prompt_kv_gpu_nixl else "CUDA IPC"
+    reason = why_off or f"exported KV also stays in GPU memory, for readers by {readers}"
+    return _feature("prompt_kv_on_gpu", not why_off, reason, how)
 
 
 def _kv_offloading(settings: EngineSettings) -> FeatureStatus:

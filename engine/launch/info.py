@@ -1,6 +1,7 @@
 """Properties of a started AsyncLLM as plain values."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from engine.feature_stats import FeatureStatus
-from engine.kv_types import KvFormat
+from engine.kv_types import GpuMemory, KvFormat
 from engine.launch.features import GPU_DEVICE, engine_features
 from engine.launch.processes import VllmProcesses
 from engine.settings import AttentionSettings, EngineSettings, SpeculationSettings
@@ -25,12 +26,16 @@ log = logging.getLogger(__name__)
 class KvSupport:
     """Format of exported prompt KV, or the reason why there are no exports.
 
-    `indirect_reason` is the reason why a GPU does not copy directly into shared memory.
+    `indirect_reason` is the reason why a GPU does not copy directly into shared memory,
+    `gpu_memory` the memory in which KV can stay on the GPUs, per rank that exports, and
+    `gpu_reason` the reason why there is none.
     """
 
     format: KvFormat | None = None
     reason: KvReason | None = None
     indirect_reason: str | None = None
+    gpu_memory: tuple[GpuMemory, ...] = ()
+    gpu_reason: str = ""
 
 
 def collect_info(
@@ -66,6 +71,7 @@ def collect_info(
         vllm_version=vllm_version,
         kv_format=kv.format,
         kv_reason=kv.reason,
+        kv_gpu_memory=kv.gpu_memory,
         max_logprobs=settings.max_logprobs,
         max_token_chars=llm.get_tokenizer().max_chars_per_token,
         max_adapters=settings.max_adapters,
@@ -92,6 +98,7 @@ async def collect_features(
         speculation=(speculation, why_off(speculation, settings)),
         graphs=processes.graph_plan,
         indirect_kv=kv.indirect_reason,
+        gpu_kv=kv.gpu_reason,
     )
 
 
@@ -101,18 +108,34 @@ async def kv_support(processes: VllmProcesses, settings: EngineSettings) -> KvSu
     Prepares every rank; one unsupported rank disables exports on all.
     """
     if not settings.prompt_kv:
-        return KvSupport(reason="disabled", indirect_reason="prompt KV is off")
-    results = await processes.call_workers("coppice_prepare_kv_export")
-    reasons = [None if isinstance(r, str) else r.pop("indirect_reason") for r in results]
+        off = "prompt KV is off"
+        return KvSupport(reason="disabled", indirect_reason=off, gpu_reason=off)
+    gpu_bytes, nixl = settings.prompt_kv_gpu_bytes or 0, settings.prompt_kv_gpu_nixl
+    results = await processes.call_workers("coppice_prepare_kv_export", gpu_bytes, nixl)
+    reasons, memory, failures = (
+        [r.pop(name) for r in results if not isinstance(r, str)]
+        for name in ("indirect_reason", "gpu_memory", "gpu_failure")
+    )
     if any(isinstance(result, str) or result != results[0] for result in results):
         log.warning("prompt KV cannot be exported: %s", results)
         reason = "the model's KV cache cannot be exported"
-        return KvSupport(reason="unsupported_cache", indirect_reason=reason)
+        return KvSupport(reason="unsupported_cache", indirect_reason=reason, gpu_reason=reason)
     rope = getattr(processes.llm.vllm_config.model_config.hf_text_config, "rope_parameters", None)
     return KvSupport(
         format=KvFormat(**results[0], rope=dict(rope or {})),
         indirect_reason=next(filter(None, reasons), None),
+        gpu_memory=() if any(failures) else tuple(map(GpuMemory.from_dict, filter(None, memory))),
+        gpu_reason=_gpu_reason(settings, failures),
     )
+
+
+def _gpu_reason(settings: EngineSettings, failures: Sequence[str | None]) -> str:
+    """Reason why no KV stays on the GPUs; empty if it does."""
+    if settings.prompt_kv_gpu_bytes is None:
+        return "engine.prompt_kv_gpu_bytes is none"
+    if current_platform.is_cpu():
+        return "there is no GPU"
+    return next(filter(None, failures), "")
 
 
 def _kv_bytes_per_token(config: Any) -> int:

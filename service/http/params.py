@@ -15,6 +15,7 @@ _LABEL: TypeAdapter[str] = TypeAdapter(Label)
 _SEQUENCE: TypeAdapter[int] = TypeAdapter(Sequence)
 _INTEGER = re.compile(r"-?(0|[1-9][0-9]*)")
 _NUMBER = re.compile(r"(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
+_BOOT_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 MAX_WAIT_SECONDS = 60.0
 
 
@@ -48,6 +49,14 @@ def _sequence(text: str | None) -> int | None:
         raise InvalidRequest.of_parameter(
             "sequence", "must be an integer from 0 to 2^53 - 1"
         ) from error
+
+
+def boot_id_of(query: QueryParams) -> str | None:
+    """Boot id of the caller's host, as in /proc/sys/kernel/random/boot_id."""
+    text = _single_param(query, "boot_id")
+    if text is not None and not _BOOT_ID.fullmatch(text):
+        raise InvalidRequest.of_parameter("boot_id", "must be a UUID in lower case")
+    return text
 
 
 def wait_seconds(query: QueryParams) -> float:

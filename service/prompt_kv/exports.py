@@ -24,6 +24,7 @@ from engine.errors import EngineError
 from engine.kv_types import ExportSlot, ExportStatus
 from engine.protocol import Engine
 from service.prompt_kv.arena import Arena
+from service.prompt_kv.gpu_memory import GpuKv
 from service.prompt_kv.handles import Handle, Handles
 from service.prompt_kv.layout import Layout, LayoutFactory, checksums, etag
 from service.prompt_kv.slots import Slot, SlotState, SlotTable
@@ -80,6 +81,7 @@ class ExportManager:
         layouts: LayoutFactory,
         hasher: Executor,
         page_allocator: Executor,
+        gpu_kv: GpuKv,
         active_version: Callable[[], str],
     ) -> None:
         self._engine = engine
@@ -89,6 +91,7 @@ class ExportManager:
         self._layouts = layouts
         self._hasher = hasher
         self._page_allocator = page_allocator
+        self._gpu_kv = gpu_kv
         self._active_version = active_version
         self._num_ranks = engine.info.tensor_parallel_size
         self._words = struct.Struct(f"<{self._num_ranks}Q")
@@ -179,7 +182,8 @@ class ExportManager:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _reserve(self, export: Export, layout: Layout) -> None:
-        slot = self._slots.reserve(export.owner, layout)
+        gpu_bytes = self._gpu_kv.rank_bytes(layout)
+        slot = self._slots.reserve(export.owner, layout, gpu_bytes=gpu_bytes)
         if slot is None:
             export.refuse("arena_full")
             return
@@ -196,6 +200,7 @@ class ExportManager:
             status_offset=slot.status_offset,
             num_tokens=layout.num_tokens,
             page_epoch=self._arena.page_epoch,
+            gpu_offset=None if slot.gpu_extent is None else slot.gpu_extent.start,
         )
         self._page_allocator.submit(self._arena.back, slot.data_offset, slot.extent.end)
         self._has_pending.set()

@@ -7,19 +7,22 @@ start; rollouts continue without it. Not thread-safe: all methods run on one eve
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
+from coppice.prompt_kv.host import read_boot_id
 from coppice.wire.control import KvStatus
-from coppice.wire.kv import KvAgent, KvHandle, KvLayout, KvLocator, KvReason
+from coppice.wire.kv import KvAgent, KvGpu, KvHandle, KvLayout, KvLocator, KvReason
 from engine.errors import EngineError
 from engine.protocol import Engine
 from service.http.errors import Draining, KvNotFound
 from service.prompt_kv.arena import Arena, FreeBytes, default_capacity_bytes, free_bytes
 from service.prompt_kv.exports import Export, ExportManager
+from service.prompt_kv.gpu_memory import GpuKv
 from service.prompt_kv.handles import Handle, Handles
 from service.prompt_kv.layout import LayoutFactory
 from service.prompt_kv.nixl_agent import NixlAgentProcess
@@ -62,6 +65,7 @@ class PromptKvManager:
         self._hasher = ThreadPoolExecutor(1, thread_name_prefix="kv-checksums")
         self._page_allocator = ThreadPoolExecutor(1, thread_name_prefix="kv-pages")
         self._clock = clock
+        self._gpu_kv = GpuKv([], "", boot_id=None)
         self._create_tables(0)
 
     def open(self) -> None:
@@ -74,6 +78,8 @@ class PromptKvManager:
         if self.arena is None:
             self.reason = "no_shm"
             return
+        agent = f"coppice-{secrets.token_hex(8)}"
+        self._gpu_kv = GpuKv(info.kv_gpu_memory, agent, boot_id=read_boot_id())
         self._create_tables(self.arena.num_bytes)
         self._exports = ExportManager(
             self._engine,
@@ -83,6 +89,7 @@ class PromptKvManager:
             layouts=LayoutFactory(info.model, info.kv_format),
             hasher=self._hasher,
             page_allocator=self._page_allocator,
+            gpu_kv=self._gpu_kv,
             active_version=self._active_version,
         )
         self.reason = None
@@ -168,6 +175,10 @@ class PromptKvManager:
         """Address of the NIXL agent; None while it does not run."""
         return None if self._nixl is None else self._nixl.agent
 
+    def gpu(self, handle: Handle, boot_id: str | None) -> KvGpu | None:
+        """GPU memory that has a handle's KV, for a caller on the host `boot_id`, or None."""
+        return None if handle.slot.gpu_extent is None else self._gpu_kv.describe(boot_id)
+
     def answer(self, handle: Handle, *, lease_seconds: float | None = None) -> KvHandle:
         """Handle as sent to its caller; `lease_seconds` defaults to the granted duration."""
         assert self.arena is not None, "a handle exists only with an arena"
@@ -186,6 +197,7 @@ class PromptKvManager:
         locators = [KvLocator(transport="shm", path=str(arena.path), offset=offset)]
         if self.agent is not None:
             locators.append(KvLocator(transport="nixl", agent=self.agent.agent, offset=offset))
+        locators += self._gpu_kv.locators(handle.slot)
         return [*locators, KvLocator(transport="http", url=f"/v1/kv/{handle.id}/data")]
 
     def layout(self, handle: Handle) -> KvLayout:
@@ -221,6 +233,8 @@ class PromptKvManager:
             leased_bytes=self._slots.num_bytes(SlotState.LEASED),
             quarantined_bytes=self._slots.num_bytes(SlotState.QUARANTINED),
             num_handles=len(self.handles),
+            gpu_capacity_bytes=self._slots.gpu_capacity_bytes,
+            gpu_free_bytes=self._slots.gpu_free_bytes,
         )
 
     def check(self) -> None:
@@ -238,6 +252,7 @@ class PromptKvManager:
             grace_seconds=self._settings.grace_seconds,
             clock=self._clock,
             idle_seconds=self._settings.idle_seconds,
+            gpu_bytes=self._gpu_kv.capacity_bytes,
         )
         self.handles = Handles(
             self._slots, self._settings, replica_id=self._replica_id, clock=self._clock

@@ -43,12 +43,14 @@ class _SlotKey(NamedTuple):
 class Slot:
     """Arena memory for the KV of one prompt, changed only by `SlotTable`.
 
-    `pins` counts the downloads in progress.
+    `pins` counts the downloads in progress. `gpu_extent` is the slot's part of the ranks' GPU
+    memory, if it has one.
     """
 
     owner: str
     layout: Layout
     extent: Extent
+    gpu_extent: Extent | None = None
     state: SlotState = SlotState.RESERVED
     etag: str = ""
     num_handles: int = 0
@@ -82,7 +84,9 @@ class SlotTable:
         grace_seconds: float,
         clock: Callable[[], float],
         idle_seconds: float = math.inf,
+        gpu_bytes: int = 0,
     ) -> None:
+        self._gpu_extents = ExtentAllocator(gpu_bytes // PAGE_BYTES * PAGE_BYTES)
         self._extents = ExtentAllocator(capacity_bytes)
         self._idle = IdleMemory(capacity_bytes, idle_seconds=idle_seconds, clock=clock)
         self._grace_seconds = grace_seconds
@@ -102,14 +106,26 @@ class SlotTable:
         """Reserved or leased slot of an owner's prompt that a further group can share, or None."""
         return self._shared.get(_SlotKey(owner, version, tokens_sha256))
 
-    def reserve(self, owner: str, layout: Layout) -> Slot | None:
-        """Reserve a slot for a prompt; None if the arena has no space even after a sweep."""
+    @property
+    def gpu_capacity_bytes(self) -> int:
+        return self._gpu_extents.capacity_bytes
+
+    @property
+    def gpu_free_bytes(self) -> int:
+        return self._gpu_extents.free_bytes
+
+    def reserve(self, owner: str, layout: Layout, *, gpu_bytes: int = 0) -> Slot | None:
+        """Reserve a slot for a prompt; None if the arena has no space even after a sweep.
+
+        With `gpu_bytes` it also gets a part of the ranks' GPU memory, if there is space.
+        """
         self.sweep()
         extent = self._extents.allocate(layout.slot_bytes)
         if extent is None:
             return None
         self._idle.on_used(extent)
-        slot = Slot(owner=owner, layout=layout, extent=extent)
+        gpu_extent = self._gpu_extents.allocate(gpu_bytes) if gpu_bytes else None
+        slot = Slot(owner=owner, layout=layout, extent=extent, gpu_extent=gpu_extent)
         self._slots.add(slot)
         self._num_bytes[SlotState.RESERVED] += extent.num_bytes
         self._shared[slot.key] = slot
@@ -178,6 +194,8 @@ class SlotTable:
                 self._num_bytes[SlotState.QUARANTINED] -= slot.extent.num_bytes
                 self._extents.release(slot.extent)
                 self._idle.on_used(slot.extent)
+                if slot.gpu_extent is not None:
+                    self._gpu_extents.release(slot.gpu_extent)
 
     def take_idle_extent(self) -> Extent | None:
         """Take free memory that was in use, but not recently, and whose pages can be released."""
@@ -186,6 +204,9 @@ class SlotTable:
     def check(self) -> None:
         """Assert that the byte counts, handle counts and shared entries are consistent."""
         self._extents.check()
+        self._gpu_extents.check()
+        on_gpu = sum(s.gpu_extent.num_bytes for s in self._slots if s.gpu_extent is not None)
+        assert on_gpu + self.gpu_free_bytes == self._gpu_extents.capacity_bytes, "GPU memory leaks"
         for state in SlotState:
             held = sum(s.extent.num_bytes for s in self._slots if s.state is state)
             assert held == self._num_bytes[state], f"{state.value} bytes are miscounted"

@@ -1,4 +1,4 @@
-"""Routes under /v1/kv: layout, data, NIXL agent, lease and release of a prompt KV handle."""
+"""Routes under /v1/kv: layout, data, NIXL agent, GPU memory, lease and release of a handle."""
 
 from fastapi import APIRouter, Request, Response
 
@@ -16,7 +16,7 @@ from service.http.errors import (
     QuotaExceeded,
     RangeNotSatisfiable,
 )
-from service.http.params import expected_version
+from service.http.params import boot_id_of, expected_version
 from service.http.responses import (
     AUTH_ERRORS,
     BODY_ERRORS,
@@ -82,6 +82,16 @@ async def agent(handle: str, server: AnyServer, caller: Caller) -> Response:
             "the server does not offer one-sided reads (NIXL): read the data over HTTP"
         )
     return json_response(agent_info)
+
+
+@router.get("/gpu", responses=declare_responses(HANDLE_SUCCESSES, *HANDLE_ERRORS, InvalidRequest))
+@requires_role("kv")
+async def gpu(handle: str, request: Request, server: AnyServer, caller: Caller) -> Response:
+    boot_id = boot_id_of(request.query_params)
+    memory = server.prompt_kv.gpu(server.prompt_kv.get(handle, caller.name), boot_id)
+    if memory is None:
+        raise KvNotFound("this KV is not in GPU memory that you can read: read the data over HTTP")
+    return json_response(memory)
 
 
 @router.post("/lease", responses=declare_responses(HANDLE_SUCCESSES, *HANDLE_ERRORS, *BODY_ERRORS))

@@ -27,6 +27,7 @@ def listed(
     graphs: Plan | None = None,
     quantization: str | None = None,
     indirect_kv: str | None = None,
+    gpu_kv: str = "",
     **settings: Any,
 ) -> dict[str, FeatureStatus]:
     config = SimpleNamespace(
@@ -41,6 +42,7 @@ def listed(
         speculation=(SpeculationSettings(mode="siblings"), why_off),
         graphs=graphs,
         indirect_kv=indirect_kv,
+        gpu_kv=gpu_kv,
     )
     return {feature.name: feature for feature in features}
 
@@ -107,6 +109,11 @@ def test_gpu_that_cannot_copy_into_shared_memory_is_reported() -> None:
     assert listed()["direct_kv_copies"].enabled
     found = listed(indirect_kv="cudaHostRegister failed: 2")["direct_kv_copies"]
     assert (found.enabled, found.reason) == (False, "cudaHostRegister failed: 2")
+
+
+def test_prompt_kv_that_stays_on_the_gpu_names_its_readers() -> None:
+    assert listed(prompt_kv_gpu_nixl=True)["prompt_kv_on_gpu"].reason.endswith("NIXL")
+    assert not listed(gpu_kv="out of memory")["prompt_kv_on_gpu"].enabled
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,10 @@ class MemoryTarget:
     def num_tokens(self) -> int:
         return self.memory.shape[3]
 
+    @property
+    def gpu_offset(self) -> int | None:
+        return None
+
     def open(self) -> torch.Tensor:
         return self.memory
 

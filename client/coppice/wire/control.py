@@ -50,9 +50,10 @@ class EngineStatus(AnswerModel):
 
 
 class KvStatus(AnswerModel):
-    """Use of the shared memory that holds prompt KV, as reported by GET /v1/status.
+    """Use of the memory that holds prompt KV, as reported by GET /v1/status.
 
-    `reason` explains why prompt KV is unavailable.
+    `reason` explains why prompt KV is unavailable. The bytes are shared memory, and GPU memory per
+    rank.
     """
 
     reason: KvReason | None
@@ -62,6 +63,8 @@ class KvStatus(AnswerModel):
     leased_bytes: int
     quarantined_bytes: int
     num_handles: int
+    gpu_capacity_bytes: int = 0
+    gpu_free_bytes: int = 0
 
 
 class FeatureStatus(AnswerModel):

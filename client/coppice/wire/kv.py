@@ -55,7 +55,8 @@ class KvLocator(AnswerModel):
     """One way to read the data of a prompt-KV handle; newer servers may offer others.
 
     `http`: at `url`. `shm`: at `offset` of the file `path`, which a process of the server's user on
-    the same host can map. `nixl`: at `offset` of the memory of `agent`, see KvAgent.
+    the same host can map. `nixl`: at `offset` of the memory of `agent`, see KvAgent. `cuda_ipc` and
+    `nixl_gpu`: at `offset` of every GPU memory of `agent`, see KvGpu.
     """
 
     transport: str
@@ -74,6 +75,54 @@ class KvAgent(AnswerModel):
     agent: str
     address: int
     metadata: str
+
+
+class KvGpuIpc(AnswerModel):
+    """Arguments with which PyTorch opens GPU memory of another process by CUDA IPC.
+
+    The memory is the bytes [offset, offset + num_bytes) of an allocation. `handle`, `ref_counter`
+    and `event` are base64.
+    """
+
+    handle: str
+    num_bytes: int
+    offset: int
+    ref_counter: str
+    ref_counter_offset: int
+    event: str
+    event_sync_required: bool
+
+
+class KvGpuAgent(KvAgent):
+    """NIXL agent that serves reads of GPU memory; `device` is the index of the GPU there."""
+
+    device: int
+
+
+class KvGpuMemory(AnswerModel):
+    """GPU memory of one of the server's ranks, with the KV heads [first_head, + num_heads).
+
+    A part of it has these heads of a prompt, [num_layers, 2, num_heads, num_tokens, head_dim] with
+    keys before values, contiguous. `gpu` is the UUID of the GPU. `ipc` is given to callers on the
+    same host, and `nixl` if the server offers it.
+    """
+
+    gpu: str
+    num_bytes: int
+    first_head: int
+    num_heads: int
+    ipc: KvGpuIpc | None = None
+    nixl: KvGpuAgent | None = None
+
+
+class KvGpu(AnswerModel):
+    """Answer of GET /v1/kv/{handle}/gpu: the GPU memory of all ranks that have KV heads.
+
+    It stays the same until the server restarts, and `agent` is then another one.
+    """
+
+    agent: str
+    ranks: list[KvGpuMemory]
 
 
 class KvHandle(AnswerModel):

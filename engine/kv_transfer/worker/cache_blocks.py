@@ -41,6 +41,10 @@ class CopyTarget(Protocol):
     @property
     def num_tokens(self) -> int: ...
 
+    @property
+    def gpu_offset(self) -> int | None:
+        """Offset in the rank's GPU memory where the KV stays, or None if it does not."""
+
     def open(self) -> torch.Tensor:
         """View of the memory, whose pages are allocated by this call, which may raise."""
 

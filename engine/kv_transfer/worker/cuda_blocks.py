@@ -14,6 +14,7 @@ from typing import Any, Final, ParamSpec, TypeVar
 import torch
 
 from engine.kv_transfer.worker.cache_blocks import CopyTarget, OnDone
+from engine.kv_transfer.worker.gpu_arena import GpuArena
 from engine.kv_transfer.worker.mapped_arena import HostMemoryRegistry
 from engine.runtime.feature_guard import Failure, attempt, describe
 from kernels.kv_block_copy import scatter
@@ -116,6 +117,20 @@ class StagingRing:
         self._free.put(buffer)
 
 
+class GpuParts:
+    """Consecutive parts of GPU memory that are not reused when they have been copied."""
+
+    def __init__(self, memory: torch.Tensor, sizes: Sequence[int]) -> None:
+        self._parts = iter(memory.split(list(sizes)))  # type: ignore[no-untyped-call]
+
+    def take(self) -> torch.Tensor:
+        part: torch.Tensor = next(self._parts)
+        return part
+
+    def give_back(self, buffer: torch.Tensor) -> None:
+        """No-op: the KV stays."""
+
+
 class PartsCopied:
     """Outcome of a copy in several parts, reported once after the last part.
 
@@ -141,11 +156,13 @@ class CudaBlockReader:
 
     The blocks are gathered on the model's stream, in order, so they are read before a later step
     overwrites them. If all staging buffers are in use, the worker waits for an earlier transfer. If
-    the GPU has no room for a staging buffer, this export fails, and no other.
+    the GPU has no room for a staging buffer, this export fails, and no other. An export that stays
+    on the GPU is gathered into its part of `gpu_arena` instead.
     """
 
-    def __init__(self, caches: Sequence[torch.Tensor]) -> None:
+    def __init__(self, caches: Sequence[torch.Tensor], gpu_arena: GpuArena | None = None) -> None:
         self._caches = LayerCaches.of(caches)
+        self._gpu_arena = gpu_arena
         self._ring = StagingRing(self._caches.device, STAGING_BYTES, NUM_STAGING_BUFFERS)
         self._thread = WorkThread()
         self._stream: Any = torch.cuda.Stream(self._caches.device)  # type: ignore[no-untyped-call]
@@ -155,13 +172,14 @@ class CudaBlockReader:
         ids = torch.tensor(block_ids, pin_memory=True).to(self._caches.device, non_blocking=True)
         parts = list(self._caches.parts(target.num_tokens, STAGING_BYTES))
         outcome = PartsCopied(len(parts), on_done)
+        buffers = self._buffers_on_gpu(parts, target.gpu_offset) or self._ring
         for number, part in enumerate(parts):
             try:
-                buffer = self._ring.take()
+                buffer = buffers.take()
             except torch.OutOfMemoryError as error:
                 outcome.finish(Failure(describe(error)), len(parts) - number)
                 return
-            self._copy_part(ids, part, buffer, target, outcome)
+            self._copy_part(ids, part, buffer, buffers, target, outcome)
 
     def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Result of a function that the copy thread calls after all earlier transfers."""
@@ -176,11 +194,20 @@ class CudaBlockReader:
     def flush(self) -> None:
         self._thread.flush()
 
+    def _buffers_on_gpu(self, parts: Sequence[Part], offset: int | None) -> "GpuParts | None":
+        """Memory of the parts of an export that stays on the GPU; None if it does not."""
+        if offset is None:
+            return None
+        assert self._gpu_arena is not None, "the service was told that there is GPU memory"
+        sizes = [part.num_rows * part.num_tokens * self._caches.vector_bytes for part in parts]
+        return GpuParts(self._gpu_arena.part(offset, sum(sizes)), sizes)
+
     def _copy_part(
         self,
         ids: torch.Tensor,
         part: Part,
         buffer: torch.Tensor,
+        buffers: "StagingRing | GpuParts",
         target: CopyTarget,
         outcome: PartsCopied,
     ) -> None:
@@ -190,12 +217,12 @@ class CudaBlockReader:
             gathered: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
             gathered.record()
         except BaseException:
-            self._ring.give_back(buffer)
+            buffers.give_back(buffer)
             raise
 
         def transfer() -> None:
             failure = attempt(self._transfer, staged, gathered, part, target)
-            self._ring.give_back(buffer)
+            buffers.give_back(buffer)
             outcome.finish(failure)
 
         self._thread.submit(transfer)

@@ -21,6 +21,7 @@ from engine.kv_transfer.worker.cache_blocks import (
     PackedBlockReader,
     packed_order,
 )
+from engine.kv_transfer.worker.gpu_arena import GpuArena
 from engine.kv_transfer.worker.mapped_arena import ArenaError, Arenas, SlotTarget
 from engine.kv_types import ExportStatus
 from engine.runtime.feature_guard import Failure, Feature, attempt, feature
@@ -34,6 +35,8 @@ class ExportWriter:
     """Writes this rank's part of prompt KV exports. Called from the worker's main thread.
 
     `indirect_reason` is the reason why a GPU does not copy directly into the arena, if it does not.
+    `gpu_arena` is the GPU memory in which KV can stay, and `gpu_arena_failure` the reason why it
+    could not be allocated.
     """
 
     def __init__(self, layout: CacheLayout, rank: int, guard: Feature = EXPORT_FEATURE) -> None:
@@ -44,20 +47,27 @@ class ExportWriter:
         self._caches: list[torch.Tensor] = []
         self._reader: BlockReader | None = None
         self.indirect_reason: str | None = "there is no GPU"
+        self.gpu_arena: GpuArena | None = None
+        self.gpu_arena_failure: str | None = None
 
     def register(self, caches: Mapping[str, torch.Tensor]) -> None:
         """Register the KV caches [B, H, N, 2 * D], one per layer, in any memory order."""
         self._caches = [caches[name] for name in self._layout.layers]
 
-    def prepare(self, attention_layers: Mapping[str, Any]) -> None:
-        """Create the block reader, once vLLM has chosen its attention kernels."""
+    def prepare(
+        self, attention_layers: Mapping[str, Any], *, gpu_bytes: int = 0, nixl: bool = False
+    ) -> None:
+        """Create the block reader, once vLLM has chosen its attention kernels.
+
+        `gpu_bytes` is the size of the GPU memory in which KV can stay, which `nixl` serves.
+        """
         if self._reader is not None:
             return
         if current_platform.is_cpu():
             order = packed_order(self._caches, self._layout, attention_layers)
             self._reader = PackedBlockReader(self._caches, order)
         else:
-            self._prepare_gpu()
+            self._prepare_gpu(gpu_bytes, nixl=nixl)
 
     def flush(self) -> None:
         if self._reader is not None:
@@ -99,10 +109,18 @@ class ExportWriter:
     def _on_copied(self, job: ExportJob, failure: Failure | None) -> None:
         attempt(self._write_status, job, ExportStatus.FAILED if failure else ExportStatus.COMMITTED)
 
-    def _prepare_gpu(self) -> None:
+    def _prepare_gpu(self, gpu_bytes: int, *, nixl: bool) -> None:
         from engine.kv_transfer.worker import cuda_blocks  # needs Triton
 
-        reader, registry = cuda_blocks.CudaBlockReader(self._caches), cuda_blocks.CudaHostMemory()
+        device = self._caches[0].device
+        if gpu_bytes and self._heads:
+            arena = attempt(GpuArena, gpu_bytes, device, self._heads, nixl=nixl)
+            if isinstance(arena, Failure):
+                self.gpu_arena_failure = arena.message
+            else:
+                self.gpu_arena = arena
+        reader = cuda_blocks.CudaBlockReader(self._caches, self.gpu_arena)
+        registry = cuda_blocks.CudaHostMemory()
         self.indirect_reason = reader.call(cuda_blocks.registration_failure, registry)
         self._arenas = Arenas(self._layout, None if self.indirect_reason else registry)
         self._reader = reader

@@ -210,6 +210,10 @@ class SlotTarget:
     def num_tokens(self) -> int:
         return self.slot.num_tokens
 
+    @property
+    def gpu_offset(self) -> int | None:
+        return self.slot.gpu_offset
+
     def open(self) -> torch.Tensor:
         """View of the memory, whose pages are allocated by this call. Raises ArenaError."""
         return self.arenas.kv(self.slot)[:, :, self.heads.start : self.heads.stop]

@@ -22,7 +22,8 @@ SAMPLE_POSITIONS: Final = (0, 1, 2, 3, 5, 8, 13, 31)
 class KvExportInfo(TypedDict):
     """Format of exported prompt KV, which contains the heads of all ranks.
 
-    `indirect_reason` is the reason why a GPU does not copy directly into shared memory.
+    `indirect_reason` is the reason why a GPU does not copy directly into shared memory,
+    `gpu_memory` the rank's GpuMemory, and `gpu_failure` the reason why it could not be allocated.
     """
 
     num_layers: int
@@ -31,9 +32,13 @@ class KvExportInfo(TypedDict):
     dtype: str
     not_movable: str | None
     indirect_reason: str | None
+    gpu_memory: dict[str, Any] | None
+    gpu_failure: str | None
 
 
-def prepare(vllm_config: Any, model: Any) -> KvExportInfo:
+def prepare(
+    vllm_config: Any, model: Any, *, gpu_bytes: int = 0, nixl: bool = False
+) -> KvExportInfo:
     """Prepare exports and loads of prompt KV on this rank.
 
     Raises UnsupportedCache, or whatever prevents this rank from determining its cache's packing.
@@ -51,8 +56,9 @@ def prepare(vllm_config: Any, model: Any) -> KvExportInfo:
     if not connector.has_one_group:
         not_movable = "the model has several KV cache groups"
     attention_layers = vllm_config.compilation_config.static_forward_context
-    connector.writer.prepare(attention_layers)
+    connector.writer.prepare(attention_layers, gpu_bytes=gpu_bytes, nixl=nixl)
     connector.loader.prepare(attention_layers, rotary)
+    gpu_arena = connector.writer.gpu_arena
     return KvExportInfo(
         num_layers=len(layout.layers),
         num_kv_heads=layout.num_kv_heads,
@@ -60,6 +66,8 @@ def prepare(vllm_config: Any, model: Any) -> KvExportInfo:
         dtype=str(layout.dtype).removeprefix("torch."),
         not_movable=not_movable,
         indirect_reason=connector.writer.indirect_reason,
+        gpu_memory=None if gpu_arena is None else gpu_arena.info().to_dict(),
+        gpu_failure=connector.writer.gpu_arena_failure,
     )
 
 

@@ -1,16 +1,12 @@
 """Exports from a GPU, without a GPU: the copy thread, the staging ring, registered memory."""
 
 import threading
-from collections.abc import Iterator
-from contextlib import nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from engine.kv_transfer.cache_layout import CacheLayout
 from engine.kv_transfer.worker import cuda_blocks, mapped_arena
 from engine.kv_transfer.worker.cuda_blocks import (
     CudaBlockReader,
@@ -26,10 +22,19 @@ from engine.kv_transfer.worker.mapped_arena import Arenas, SlotTarget
 from engine.kv_types import ExportSlot
 from engine.runtime.feature_guard import Failure
 from kernels.kv_gather_cuda import LayerCaches, UnsupportedCaches, split_parts
-from tests.kernels.kv_layout_reference import gather_part_by_layer, slow_gather
-
-LAYERS, BLOCKS, HEADS, BLOCK, SIZE, TOKENS = 5, 6, 2, 4, 4, 10
-ROW_BYTES = TOKENS * SIZE * 2
+from tests.engine.kv_transfer import fake_cuda
+from tests.engine.kv_transfer.fake_cuda import (
+    BLOCK,
+    BLOCKS,
+    HEADS,
+    LAYERS,
+    SIZE,
+    TOKENS,
+    Registry,
+    caches,
+    layout,
+)
+from tests.kernels.kv_layout_reference import slow_gather
 
 
 def test_work_is_done_in_order_and_flush_waits() -> None:
@@ -143,73 +148,9 @@ def test_runs_of_a_part_are_its_memory_in_order(heads: slice) -> None:
             assert all(run.data_ptr() >= whole.data_ptr() for run in runs)
 
 
-class DoneEvent:
-    def __init__(self, blocking: bool = False) -> None:
-        self.blocking = blocking
-
-    def record(self) -> None: ...
-
-    def synchronize(self) -> None:
-        assert self.blocking, "a thread that spins takes a core from the engine"
-
-
-class Stream:
-    def __init__(self, device: torch.device) -> None: ...
-
-    def wait_event(self, event: DoneEvent) -> None: ...
-
-
 @pytest.fixture
-def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """CUDA's streams, events and pinned memory, and Triton, replaced by what the CPU has."""
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "Event", DoneEvent)
-    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
-    for name in ("empty", "tensor"):
-        create = getattr(torch, name)
-        monkeypatch.setattr(
-            torch, name, lambda *a, pin_memory=False, create=create, **k: create(*a, **k)
-        )
-    monkeypatch.setattr(cuda_blocks, "gather_part", gather_part_by_layer)
-    monkeypatch.setattr(cuda_blocks, "STAGING_BYTES", 3 * ROW_BYTES)
-    monkeypatch.setattr(cuda_blocks, "CHUNK_BYTES", 2 * 2 * HEADS * ROW_BYTES)  # two layers
-    yield
-
-
-@dataclass(slots=True)
-class Registry:
-    """The driver's registration of host memory; refuses what does not fit."""
-
-    max_bytes: int = 2**40
-    ranges: dict[int, int] = field(default_factory=dict)
-    num_registered: int = 0
-
-    def register(self, address: int, num_bytes: int) -> None:
-        if sum(self.ranges.values()) + num_bytes > self.max_bytes:
-            raise RuntimeError("cudaHostRegister failed: 2")
-        self.ranges[address] = num_bytes
-        self.num_registered += 1
-
-    def unregister(self, address: int) -> None:
-        del self.ranges[address]
-
-
-def caches() -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    shape = (BLOCKS, HEADS, BLOCK, 2 * SIZE)
-    return [torch.randn(shape, generator=generator).half() for _ in range(LAYERS)]
-
-
-def layout(num_ranks: int = 1) -> CacheLayout:
-    return CacheLayout(
-        group=0,
-        layers=tuple(f"layers.{i}" for i in range(LAYERS)),
-        num_kv_heads=HEADS * num_ranks,
-        head_dim=SIZE,
-        dtype=torch.float16,
-        block_size=BLOCK,
-        num_ranks=num_ranks,
-    )
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_cuda.install(monkeypatch)
 
 
 def slot_of(tmp_path: Path, *, at: int = 0, epoch: int = 0) -> ExportSlot:

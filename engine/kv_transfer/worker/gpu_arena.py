@@ -1,0 +1,73 @@
+"""GPU memory of a rank in which exported KV stays until its leases end, for readers without a copy.
+
+Processes on the same host open it by CUDA IPC, others read it by NIXL over RDMA. The service
+allocates parts of it; offsets are the same on every rank. A part has the rank's heads of a prompt,
+[L, 2, H, T, D], contiguous.
+"""
+
+import base64
+import secrets
+from typing import Any
+
+import torch
+from torch.multiprocessing import reductions
+
+from engine.kv_types import GpuAgent, GpuIpc, GpuMemory
+
+
+class GpuArena:
+    """GPU memory for exported KV. With `nixl`, an agent in this process serves reads over RDMA.
+
+    It is allocated once, and other processes may have it mapped at any time, so it is never freed.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device, heads: range, *, nixl: bool) -> None:
+        self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self._heads = heads
+        self._ipc = ipc_of(self._memory)
+        self._agent: Any = None
+        self._nixl = self._serve() if nixl else None
+
+    def part(self, offset: int, num_bytes: int) -> torch.Tensor:
+        """Bytes of a part. Raises ValueError if it exceeds the memory."""
+        if offset < 0 or num_bytes <= 0 or offset + num_bytes > self._memory.numel():
+            raise ValueError(f"{num_bytes} bytes at {offset} are outside the GPU memory")
+        return self._memory[offset : offset + num_bytes]
+
+    def info(self) -> GpuMemory:
+        """Description of the memory for readers, once per rank."""
+        properties = torch.cuda.get_device_properties(self._memory.device)
+        return GpuMemory(
+            gpu=str(properties.uuid),
+            num_bytes=self._memory.numel(),
+            first_head=self._heads.start,
+            num_heads=len(self._heads),
+            ipc=self._ipc,
+            nixl=self._nixl,
+        )
+
+    def _serve(self) -> GpuAgent:
+        from coppice.prompt_kv.nixl import Agent  # NIXL is optional
+
+        name, device = f"coppice-{secrets.token_hex(8)}", self._memory.device.index or 0
+        self._agent = Agent(name, is_owner=True)
+        address = self._memory.data_ptr()
+        self._agent.register(address, self._memory.numel(), gpu=device)
+        metadata = base64.b64encode(self._agent.metadata).decode()
+        return GpuAgent(agent=name, address=address, device=device, metadata=metadata)
+
+
+def ipc_of(memory: torch.Tensor) -> GpuIpc:
+    """What another process needs to open GPU memory, from PyTorch's own serialization of it."""
+    reduce: Any = reductions.reduce_tensor
+    _, arguments = reduce(memory)
+    handle, num_bytes, offset, _, counter, counter_offset, event, synchronize = arguments[7:]
+    return GpuIpc(
+        handle=base64.b64encode(handle).decode(),
+        num_bytes=num_bytes,
+        offset=offset,
+        ref_counter=base64.b64encode(counter).decode(),
+        ref_counter_offset=counter_offset,
+        event=base64.b64encode(event or b"").decode(),
+        event_sync_required=synchronize,
+    )

@@ -1,0 +1,61 @@
+"""GPU memory of the engine's ranks in which exported KV stays, as it is offered to readers.
+
+A process on the same host opens it by CUDA IPC. Such a process can read the KV of all API keys in
+that memory, so it is described only to callers that hold a handle, and only if they name the boot
+id of this host. That id is no secret: it keeps apart hosts, not callers.
+"""
+
+from collections.abc import Sequence
+
+from coppice.wire.kv import KvGpu, KvGpuAgent, KvGpuIpc, KvGpuMemory, KvLocator
+from engine.kv_types import GpuMemory
+from service.prompt_kv.layout import Layout
+from service.prompt_kv.slots import Slot
+
+
+class GpuKv:
+    """Description of the ranks' GPU memory. `agent` is a random name of this server's memory."""
+
+    def __init__(self, ranks: Sequence[GpuMemory], agent: str, *, boot_id: str | None) -> None:
+        self._ranks = ranks
+        self._agent = agent
+        self._boot_id = boot_id
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes that every rank has; offsets are the same on all ranks."""
+        return min((rank.num_bytes for rank in self._ranks), default=0)
+
+    def rank_bytes(self, layout: Layout) -> int:
+        """Bytes of a prompt's KV on the rank with most heads; 0 without GPU memory."""
+        num_heads = max((rank.num_heads for rank in self._ranks), default=0)
+        return layout.data_bytes // layout.format.num_kv_heads * num_heads
+
+    def locators(self, slot: Slot) -> list[KvLocator]:
+        if slot.gpu_extent is None:
+            return []
+        transports = ["cuda_ipc"]
+        if all(rank.nixl is not None for rank in self._ranks):
+            transports.append("nixl_gpu")
+        start = slot.gpu_extent.start
+        return [KvLocator(transport=t, agent=self._agent, offset=start) for t in transports]
+
+    def describe(self, boot_id: str | None) -> KvGpu | None:
+        """GPU memory for a caller on the host `boot_id`; None if it cannot read it."""
+        is_local = boot_id is not None and boot_id == self._boot_id
+        ranks = [_describe(rank, is_local=is_local) for rank in self._ranks]
+        if not ranks or any(rank.ipc is None and rank.nixl is None for rank in ranks):
+            return None
+        return KvGpu(agent=self._agent, ranks=ranks)
+
+
+def _describe(rank: GpuMemory, *, is_local: bool) -> KvGpuMemory:
+    ipc, nixl = rank.ipc, rank.nixl
+    return KvGpuMemory(
+        gpu=rank.gpu,
+        num_bytes=rank.num_bytes,
+        first_head=rank.first_head,
+        num_heads=rank.num_heads,
+        ipc=KvGpuIpc.model_validate(ipc, from_attributes=True) if is_local else None,
+        nixl=None if nixl is None else KvGpuAgent.model_validate(nixl, from_attributes=True),
+    )
