@@ -157,7 +157,8 @@ def gather_part(
     return out[:num_bytes]
 
 
-@triton.jit
+# Otherwise the sizes of a prompt would compile several variants while requests are served.
+@triton.jit(do_not_specialize=["first_row", "first_token", "num_tokens", "tiles"])
 def _gather_kernel(
     addresses,
     block_ids,

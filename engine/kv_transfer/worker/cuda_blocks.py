@@ -168,6 +168,15 @@ class CudaBlockReader:
         self._stream: Any = torch.cuda.Stream(self._caches.device)  # type: ignore[no-untyped-call]
         self._pinned: torch.Tensor | None = None
 
+    def warm_up(self) -> None:
+        """Compile the gather, so that the first export does not."""
+        ids = torch.zeros(1, dtype=torch.int64, device=self._caches.device)
+        part = Part(first_row=0, end_row=1, first_token=0, end_token=1)
+        buffer = torch.empty(
+            self._caches.vector_bytes, dtype=torch.uint8, device=self._caches.device
+        )
+        gather_part(self._caches, ids, part, buffer)
+
     def copy(self, block_ids: Sequence[int], target: CopyTarget, on_done: OnDone) -> None:
         ids = torch.tensor(block_ids, pin_memory=True).to(self._caches.device, non_blocking=True)
         parts = list(self._caches.parts(target.num_tokens, STAGING_BYTES))

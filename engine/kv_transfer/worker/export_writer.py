@@ -120,6 +120,7 @@ class ExportWriter:
             else:
                 self.gpu_arena = arena
         reader = cuda_blocks.CudaBlockReader(self._caches, self.gpu_arena)
+        reader.warm_up()
         registry = cuda_blocks.CudaHostMemory()
         self.indirect_reason = reader.call(cuda_blocks.registration_failure, registry)
         self._arenas = Arenas(self._layout, None if self.indirect_reason else registry)

@@ -13,12 +13,14 @@ import torch
 from torch.multiprocessing import reductions
 
 from engine.kv_types import GpuAgent, GpuIpc, GpuMemory
+from engine.runtime.feature_guard import Failure, attempt
 
 
 class GpuArena:
     """GPU memory for exported KV. With `nixl`, an agent in this process serves reads over RDMA.
 
     It is allocated once, and other processes may have it mapped at any time, so it is never freed.
+    If the agent cannot run, which is logged, the memory can be read by CUDA IPC only.
     """
 
     def __init__(self, num_bytes: int, device: torch.device, heads: range, *, nixl: bool) -> None:
@@ -26,7 +28,8 @@ class GpuArena:
         self._heads = heads
         self._ipc = ipc_of(self._memory)
         self._agent: Any = None
-        self._nixl = self._serve() if nixl else None
+        served = attempt(self._serve) if nixl else None
+        self._nixl = None if isinstance(served, Failure) else served
 
     def part(self, offset: int, num_bytes: int) -> torch.Tensor:
         """Bytes of a part. Raises ValueError if it exceeds the memory."""
@@ -47,8 +50,10 @@ class GpuArena:
         )
 
     def _serve(self) -> GpuAgent:
-        from coppice.prompt_kv.nixl import Agent  # NIXL is optional
+        from coppice.prompt_kv.nixl import Agent, installed  # imports the client
 
+        if not installed():
+            raise RuntimeError("NIXL is not installed: pip install 'coppice-rl[nixl]'")
         name, device = f"coppice-{secrets.token_hex(8)}", self._memory.device.index or 0
         self._agent = Agent(name, is_owner=True)
         address = self._memory.data_ptr()

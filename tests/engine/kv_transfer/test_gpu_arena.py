@@ -68,6 +68,7 @@ def test_nixl_agent_serves_the_memory_of_the_gpu(monkeypatch: pytest.MonkeyPatch
         return agents[-1]
 
     monkeypatch.setattr(nixl, "Agent", create)
+    monkeypatch.setattr(nixl, "installed", lambda: True)
     arena = GpuArena(4096, CPU, range(2), nixl=True)
     memory, [agent] = arena.info(), agents
     assert memory.nixl is not None and agent.is_owner
@@ -75,6 +76,11 @@ def test_nixl_agent_serves_the_memory_of_the_gpu(monkeypatch: pytest.MonkeyPatch
     assert base64.b64decode(memory.nixl.metadata).decode() == memory.nixl.agent == agent.name
     assert memory.nixl.address == arena.part(0, 1).data_ptr()
     assert GpuMemory.from_dict(memory.to_dict()) == memory
+
+
+def test_memory_without_nixl_is_read_by_cuda_ipc_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl, "installed", lambda: False)
+    assert GpuArena(4096, CPU, range(2), nixl=True).info().nixl is None
 
 
 @pytest.mark.parametrize(("offset", "num_bytes"), [(-1, 8), (0, 0), (4090, 8), (0, 4097)])
