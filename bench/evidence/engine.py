@@ -91,6 +91,7 @@ async def burst(run: Run, size: Size, _: Path) -> dict[str, Any]:
     workload, results = size.burst, []
     per_token = run.engine.info.kv_bytes_per_token
     stride = 2 * ALIGNMENT + -(-workload.prompt * per_token // ALIGNMENT) * ALIGNMENT
+    gpu_bytes = min((rank.num_bytes for rank in run.engine.info.kv_gpu_memory), default=0)
     with tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="coppice-bench-") as arena:
         os.posix_fallocate(arena.fileno(), 0, stride * workload.groups)
         slots = [
@@ -99,6 +100,7 @@ async def burst(run: Run, size: Size, _: Path) -> dict[str, Any]:
                 offset=group * stride + ALIGNMENT,
                 status_offset=group * stride,
                 num_tokens=workload.prompt - 1,
+                gpu_offset=group * stride if (group + 1) * stride <= gpu_bytes else None,
             )
             for group in range(workload.groups)
         ]
@@ -119,7 +121,13 @@ async def burst(run: Run, size: Size, _: Path) -> dict[str, Any]:
                     "committed": committed,
                 }
             )
-    return {"bytes_per_handle": (workload.prompt - 1) * per_token, "bursts": results}
+    reasons = {feature.name: feature.reason for feature in run.engine.info.features}
+    return {
+        "bytes_per_handle": (workload.prompt - 1) * per_token,
+        "copies": reasons["direct_kv_copies"],
+        "on_gpu": reasons["prompt_kv_on_gpu"],
+        "bursts": results,
+    }
 
 
 async def activation(run: Run, size: Size, models: Path) -> dict[str, Any]:
@@ -154,6 +162,9 @@ MEASUREMENTS: Final[Mapping[str, Measurement]] = {
     "small-limits": Measurement(measure=throughput, settings=VLLM_CPU_DEFAULTS),
     "greedy-shared": Measurement(measure=greedy, settings={}, shared_prefix="always"),
     "burst": Measurement(measure=burst, settings={"prompt_kv": True}),
+    "burst-on-gpu": Measurement(
+        measure=burst, settings={"prompt_kv": True, "prompt_kv_gpu_bytes": 2**32}
+    ),
     "activation": Measurement(measure=activation, settings={}),
     **{
         f"shared-prefix-{mode}": Measurement(measure=throughput, settings={}, shared_prefix=mode)

@@ -7,9 +7,12 @@ The last line of the output is the result as JSON. With `--rehearse` the CPU tak
 
 import argparse
 import json
+import mmap
+import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, entry_points, version
@@ -24,13 +27,14 @@ PACKAGES: Final = (
 TOOLS: Final = ("nvidia-smi", "nvcc", "g++", "compute-sanitizer", "ncu")
 GRIDS: Final = (1, 7_200, 25_600)
 KERNEL_TESTS: Final = ("tests/gpu/test_kernels.py", "tests/gpu/test_shared_prefix.py")
+KERNEL_TESTS_OF_TOOLS: Final = "merge_kernel or one_shift or (gather_equals and tokens_first)"
 PYTEST: Final = (
     *(sys.executable, "-m", "pytest", "-c", "/dev/null", "--rootdir=."),
     *("-p", "no:cacheprovider", "-q"),
 )
 NCU: Final = (
     *("ncu", "--clock-control", "none", "--csv", "--launch-count", "6"),
-    *("--kernel-name", "regex:_merge_kernel|_rotate_kernel"),
+    *("--kernel-name", "regex:_gather_kernel|_merge_kernel|_rotate_kernel"),
     "--metrics=gpu__time_duration.sum,dram__throughput.avg.pct_of_peak_sustained_elapsed,"
     "launch__registers_per_thread",
 )
@@ -88,10 +92,45 @@ def bandwidth(rehearse: bool) -> dict[str, float]:
         "device to pinned": lambda: pinned.copy_(there, non_blocking=True),
         "device to pageable": lambda: plain.copy_(there),
     }
-    return {
+    found = {
         name: (2 if name.startswith("within") else 1) * size / _seconds(copy) / 1e9
         for name, copy in copies.items()
     }
+    return found | {"device to registered shared memory": _into_shared_memory(there, rehearse)}
+
+
+def _into_shared_memory(there: torch.Tensor, rehearse: bool) -> float:
+    """GB/s of copies into a file in shared memory that is registered with the driver."""
+    with tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="coppice-bench-") as file:
+        os.posix_fallocate(file.fileno(), 0, there.nbytes)
+        shared = torch.frombuffer(mmap.mmap(file.fileno(), there.nbytes), dtype=torch.uint8)
+        cudart: Any = None if rehearse else torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        if cudart is not None:
+            result = cudart.cudaHostRegister(shared.data_ptr(), shared.nbytes, 0)
+            assert not result.value, f"cudaHostRegister failed: {result}"
+        seconds = _seconds(lambda: shared.copy_(there, non_blocking=True))
+        if cudart is not None:
+            cudart.cudaHostUnregister(shared.data_ptr())
+        return there.nbytes / seconds / 1e9
+
+
+def kv_gather() -> dict[str, float]:
+    """GB/s read and written by the gather of a prompt's KV, by one kernel and by layer."""
+    from kernels.kv_gather_cuda import LayerCaches, gather_part
+    from tests.kernels.kv_layout_reference import gather_by_layer
+
+    layers, heads, block, size, tokens = 28, 8, 16, 128, 4096
+    shape = (layers, 2 * tokens // block, block, heads, 2 * size)
+    caches = [layer.transpose(1, 2) for layer in torch.randn(shape, device="cuda").bfloat16()]
+    ids = torch.randperm(shape[1], device="cuda")[: tokens // block]
+    out = torch.empty(layers, 2, heads, tokens, size, dtype=torch.bfloat16, device="cuda")
+    whole = LayerCaches.of(caches)
+    found = {"by layer": _seconds(lambda: gather_by_layer(caches, ids, out))}
+    for name, num_bytes in (("one kernel, 16 MiB", 2**24), ("one kernel, all", out.nbytes)):
+        buffer = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+        parts = list(whole.parts(tokens, num_bytes))
+        found[name] = _seconds(lambda b=buffer, p=parts: [gather_part(whole, ids, x, b) for x in p])  # type: ignore[misc]
+    return {name: 2 * out.nbytes / seconds / 1e9 for name, seconds in found.items()}
 
 
 def _seconds(call: Callable[[], Any], times: int = 5) -> float:
@@ -145,13 +184,13 @@ def vllm() -> dict[str, Any]:
 def sanitizer() -> dict[str, Any]:
     """Invalid memory accesses of one test of each of our kernels."""
     tool = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9"]
-    ran = _run([*tool, *PYTEST, *KERNEL_TESTS, "-k", "merge_kernel or one_shift"])
+    ran = _run([*tool, *PYTEST, *KERNEL_TESTS, "-k", KERNEL_TESTS_OF_TOOLS])
     summary = [line for line in ran.stdout.splitlines() if "ERROR SUMMARY" in line]
     return {"exit_status": ran.returncode, "summary": summary, "tail": ran.stdout[-2000:]}
 
 
 def profile() -> dict[str, Any]:
-    ran = _run([*NCU, *PYTEST, *KERNEL_TESTS, "-k", "merge_kernel or one_shift"])
+    ran = _run([*NCU, *PYTEST, *KERNEL_TESTS, "-k", KERNEL_TESTS_OF_TOOLS])
     rows = [line for line in ran.stdout.splitlines() if line.startswith('"')]
     return {"exit_status": ran.returncode, "rows": rows, "errors": ran.stderr[-1000:]}
 
@@ -170,6 +209,7 @@ def main() -> None:
     measurements: Mapping[str, Callable[[], dict[str, Any]]] = {
         "imports": imports,
         "bandwidth": lambda: dict(bandwidth(arguments.rehearse)),
+        "kv-gather": kv_gather,
         "empty-grids": lambda: dict(empty_grids()),
         "vllm": vllm,
         "sanitizer": sanitizer,

@@ -110,6 +110,7 @@ STAGES: Final[Mapping[str, Sequence[Measurement]]] = {
         _tests("kernel-tests", ["tests/gpu/test_kernels.py"], 60),
         _tests("attention-tests", ["tests/gpu/test_shared_prefix.py"], 60),
         _bench("shared_prefix_gpu", ["--quick", "--rounds", "3"], 120, not_on_cpu=NO_FLASH),
+        _host("kv-gather", 30, NO_TRITON),
         _host("sanitizer", 60, NO_TOOL),
         _host("profile", 60, NO_TOOL),
     ),
@@ -128,8 +129,9 @@ STAGES: Final[Mapping[str, Sequence[Measurement]]] = {
         _engine("greedy-shared", 100),
     ),
     "C3": (
+        _engine("burst", 90),  # writes the model that the next one reads
         _bench("kv_export_cost", ["--rounds", "5"], 240, model=True),
-        _engine("burst", 90),
+        _engine("burst-on-gpu", 90),
         _bench("kv_transport", ["--rounds", "5"], 60),
     ),
     "C4": (_engine("activation", 150),),

@@ -1,5 +1,6 @@
 """Prompt KV on a GPU: readers and writers of the cache, and exports and loads of an engine."""
 
+import multiprocessing
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -9,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from coppice.prompt_kv import gpu_kv
+from coppice.wire.kv import KvGpuMemory
 from coppice.wire.rollouts import PromptSpan
 from engine.kv_transfer.cache_layout import CacheLayout
 from engine.kv_transfer.worker.mapped_arena import Arenas, SlotTarget
@@ -179,6 +182,61 @@ def test_written_span_is_shifted_and_may_be_overwritten_at_once(shift: int) -> N
     torch.testing.assert_close(got.double(), want, atol=3e-2, rtol=2e-2)
     others = [i for i in range(NUM_BLOCKS) if i not in blocks]
     assert all(torch.equal(a[others], b[others]) for a, b in zip(after, before, strict=True))
+
+
+def _open_and_sum(description: dict[str, Any], answers: Any) -> None:
+    """What a trainer's process does with GPU memory of a worker."""
+    memory = gpu_kv.open_ipc(KvGpuMemory.model_validate(description))
+    answers.put((memory.device.type, memory.numel(), int(memory.sum().item())))
+
+
+@cuda_only
+def test_gpu_memory_is_opened_by_another_process() -> None:
+    from engine.kv_transfer.worker.gpu_arena import GpuArena
+
+    arena = GpuArena(2**21 + 512, torch.device("cuda", 0), range(8), nixl=False)
+    arena.part(0, 2**21 + 512).zero_()
+    arena.part(2**20, 100).fill_(3)
+    torch.cuda.synchronize()
+    spawn = multiprocessing.get_context("spawn")
+    answers = spawn.Queue()
+    reader = spawn.Process(target=_open_and_sum, args=(arena.info().to_dict(), answers))
+    reader.start()
+    try:
+        assert answers.get(timeout=120) == ("cuda", 2**21 + 512, 300)
+    finally:
+        reader.join(timeout=60)
+    assert reader.exitcode == 0
+
+
+@cuda_only
+def test_export_that_stays_on_the_gpu_equals_its_copy(tmp_path: Path) -> None:
+    from engine.kv_transfer.worker.cuda_blocks import CudaBlockReader, CudaHostMemory
+    from engine.kv_transfer.worker.gpu_arena import GpuArena
+
+    form = replace(USUAL, layers=("a", "b"), num_kv_heads=HEADS, head_dim=SIZE)
+    num_tokens, on_device = 2 * BLOCK + 9, caches()
+    num_bytes = form.num_bytes(num_tokens)
+    arena = GpuArena(4 * num_bytes, on_device[0].device, range(HEADS), nixl=False)
+    path = Path("/dev/shm") / f"coppice-kv-test-{tmp_path.name}"
+    path.write_bytes(bytes(2**20))
+    arenas, failures = Arenas(form, CudaHostMemory()), list[Failure | None]()
+    try:
+        slot = ExportSlot(
+            arena=path, offset=4096, status_offset=0, num_tokens=num_tokens, gpu_offset=num_bytes
+        )
+        target = SlotTarget(arenas, slot, range(HEADS))
+        reader = CudaBlockReader(on_device, arena)
+        reader.copy([3, 11, 0], target, failures.append)
+        reader.flush()
+        copied = target.open().clone()
+    finally:
+        path.unlink()
+        arenas.close()
+    want = torch.empty(LAYERS, 2, HEADS, num_tokens, SIZE, dtype=torch.bfloat16)
+    slow_gather([cache.cpu() for cache in on_device], [3, 11, 0], want)
+    kept = arena.part(num_bytes, num_bytes).cpu().view(torch.bfloat16).view(want.shape)
+    assert failures == [None] and torch.equal(copied, want) and torch.equal(kept, want)
 
 
 @pytest.fixture(scope="module")
