@@ -4,7 +4,7 @@
 request's `kv_transfer_params`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from enum import IntEnum
 from pathlib import Path
@@ -24,12 +24,41 @@ class ExportStatus(IntEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayerFormat:
+    """Shape of one layer's keys and values in exported prompt KV, and the region that has them.
+
+    A layer with a sliding `window` stores only the tokens that a later token reads, from the last
+    multiple of `block_size` on that precedes them.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    window: int | None = None
+    block_size: int = 1
+    region: int = 0
+
+    def first_token(self, num_tokens: int) -> int:
+        """First stored token of a prompt of which `num_tokens` tokens are exported."""
+        return first_stored_token(num_tokens, self.window, self.block_size)
+
+
+def first_stored_token(num_tokens: int, window: int | None, block_size: int) -> int:
+    if window is None:
+        return 0
+    return max(0, num_tokens - window + 1) // block_size * block_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KvFormat:
     """Canonical layout of exported prompt KV.
 
     For each layer in order, K then V, each [kv_heads, tokens, head_dim], C-contiguous, without
     padding. Keys are stored after rotary embedding. `not_movable` is the reason why keys cannot be
     shifted to other positions, if they cannot.
+
+    `layers` is empty if all layers have the same shape and store all tokens. Otherwise it has every
+    layer, and the layers of a region are adjacent. `num_kv_heads` and `head_dim` are then those of
+    the first layer.
     """
 
     num_layers: int
@@ -38,6 +67,27 @@ class KvFormat:
     dtype: Literal["float32", "bfloat16", "float16"]
     rope: Mapping[str, Any]
     not_movable: str | None = None
+    layers: tuple[LayerFormat, ...] = ()
+
+    @classmethod
+    def of_layers(cls, layers: Sequence[LayerFormat], **fields: Any) -> Self:
+        is_plain = layers[0].window is None and len(set(layers)) == 1
+        return cls(
+            num_layers=len(layers),
+            num_kv_heads=layers[0].num_kv_heads,
+            head_dim=layers[0].head_dim,
+            layers=() if is_plain else tuple(layers),
+            **fields,
+        )
+
+    def layer(self, index: int) -> LayerFormat:
+        if self.layers:
+            return self.layers[index]
+        return LayerFormat(num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
+
+    def storage_order(self) -> list[int]:
+        """Layers in the order in which they are stored."""
+        return sorted(range(self.num_layers), key=lambda index: self.layer(index).region)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,9 +37,12 @@ class TestArena:
         )
 
     def num_bytes(self, num_tokens: int) -> int:
-        form = self.form
-        values = 2 * form.num_layers * form.num_kv_heads * num_tokens * form.head_dim
-        return values * ITEM_BYTES[form.dtype]
+        layers = map(self.form.layer, range(self.form.num_layers))
+        values = sum(
+            2 * layer.num_kv_heads * (num_tokens - layer.first_token(num_tokens)) * layer.head_dim
+            for layer in layers
+        )
+        return values * ITEM_BYTES[self.form.dtype]
 
     def words(self, slot: ExportSlot) -> list[ExportStatus]:
         end = slot.status_offset + 8 * self._num_ranks

@@ -1,17 +1,31 @@
-"""Layout of the KV cache, and whether it can be exported. All processes derive the same result.
+"""Layout of the KV cache, and whether it can be exported.
 
-Only plain attention over one block table is supported. Any other cache is refused with a reason.
+All workers derive the same result. EngineCore may see layers of one KV cache group that have
+different shapes as if they had the same: it relies only on groups, block sizes and windows.
+
+Only the keys and values of plain attention are supported, over all tokens or in a sliding window.
+Any other cache is refused with a reason. Layers that share a block table, a shape and a window are
+one `CacheLayout`, whose KV is one region of an exported prompt.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
 from vllm.model_executor.models.utils import extract_layer_index
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVQuantMode,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from engine.kv_types import ExportSlot, first_stored_token
 
 DRAFT_MODEL: Final = "draft_model"
+REGION_ALIGNMENT: Final = 64
+"""Alignment of the regions of an exported prompt, in bytes."""
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -21,10 +35,10 @@ class UnsupportedCache(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheLayout:
-    """Layout of a KV cache from which prompts can be exported.
+    """Layout of the KV cache of layers that are exported together.
 
     `group` is the index of the KV cache group, `layers` are names in layer order, `num_kv_heads`
-    counts the heads of all ranks.
+    counts the heads of all ranks. Layers with a sliding `window` store only its tokens.
     """
 
     group: int
@@ -34,10 +48,15 @@ class CacheLayout:
     dtype: torch.dtype
     block_size: int
     num_ranks: int
+    window: int | None = None
 
     def num_bytes(self, num_tokens: int) -> int:
         values = 2 * len(self.layers) * self.num_kv_heads * num_tokens * self.head_dim
         return values * self.dtype.itemsize
+
+    def first_token(self, num_tokens: int) -> int:
+        """First stored token of a prompt of which `num_tokens` tokens are exported."""
+        return first_stored_token(num_tokens, self.window, self.block_size)
 
     def heads_to_write(self, rank: int) -> range:
         """KV heads that a rank exports. Replicated heads are exported by their first rank."""
@@ -62,34 +81,60 @@ class CacheLayout:
         return [block * split + part for block in block_ids for part in range(split)]
 
 
-def cache_layout(vllm_config: Any, kv_cache_config: Any) -> CacheLayout:
-    """The layout of the model's KV cache. Raises UnsupportedCache if it cannot be exported."""
+def split_slot(layouts: Sequence[CacheLayout], slot: ExportSlot) -> Iterator[ExportSlot]:
+    """The part of a slot that receives the KV of each layout."""
+    offset = slot.offset
+    for layout in layouts:
+        num_tokens = slot.num_tokens - layout.first_token(slot.num_tokens)
+        yield replace(slot, offset=offset, num_tokens=num_tokens)
+        offset += layout.num_bytes(num_tokens)
+
+
+def cache_layouts(vllm_config: Any, kv_cache_config: Any) -> tuple[CacheLayout, ...]:
+    """The layouts of the model's KV cache, in the order of their first layers.
+
+    Raises UnsupportedCache if it cannot be exported.
+    """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     for name in ("pipeline", "decode_context", "prefill_context"):
         if getattr(parallel, f"{name}_parallel_size") > 1:
             raise UnsupportedCache(f"{name.replace('_', ' ')} parallel")
-    group, layers = _target_layers(kv_cache_config, model.get_total_num_hidden_layers())
-    specs = [_spec(kv_cache_config.kv_cache_groups[group].kv_cache_spec, name) for name in layers]
-    for name, spec in zip(layers, specs, strict=True):
+    found: dict[tuple[int, Any], list[str]] = {}
+    for group, name in _target_layers(kv_cache_config, model.get_total_num_hidden_layers()):
+        spec = _spec(kv_cache_config.kv_cache_groups[group].kv_cache_spec, name)
         _check_plain_attention(name, spec, model.dtype)
-        if spec != specs[0]:
-            raise UnsupportedCache(f"{name} and {layers[0]} have different specs")
-    layout = CacheLayout(
-        group=group,
-        layers=layers,
-        num_kv_heads=model.get_total_num_kv_heads(),
-        head_dim=specs[0].head_size,
-        dtype=specs[0].dtype,
-        block_size=specs[0].block_size,
-        num_ranks=parallel.tensor_parallel_size,
+        found.setdefault((group, spec), []).append(name)
+    num_ranks = parallel.tensor_parallel_size
+    heads = {spec.num_kv_heads for _, spec in found}
+    if len(heads) > 1 and num_ranks > 1:
+        raise UnsupportedCache("layers have different numbers of KV heads, on several ranks")
+    layouts = tuple(
+        CacheLayout(
+            group=group,
+            layers=tuple(names),
+            num_kv_heads=model.get_total_num_kv_heads() if num_ranks > 1 else spec.num_kv_heads,
+            head_dim=spec.head_size,
+            dtype=spec.dtype,
+            block_size=spec.block_size,
+            num_ranks=num_ranks,
+            window=_window(spec),
+        )
+        for (group, spec), names in found.items()
     )
-    if specs[0].num_kv_heads != len(layout.heads_to_write(0)):
-        raise UnsupportedCache(f"{specs[0].num_kv_heads} KV heads on a rank")
-    return layout
+    _check_layouts(layouts, heads)
+    return layouts
 
 
-def _target_layers(kv_cache_config: Any, num_layers: int) -> tuple[int, tuple[str, ...]]:
-    """KV cache group and layer names of the model, without the layers of a draft model."""
+def _check_layouts(layouts: Sequence[CacheLayout], heads: set[int]) -> None:
+    for layout in layouts:
+        if layout.num_ranks > 1 and heads != {len(layout.heads_to_write(0))}:
+            raise UnsupportedCache(f"{heads.pop()} KV heads on a rank")
+        if len(layouts) > 1 and layout.head_dim * layout.dtype.itemsize % REGION_ALIGNMENT:
+            raise UnsupportedCache(f"{layout.layers[0]} has heads of size {layout.head_dim}")
+
+
+def _target_layers(kv_cache_config: Any, num_layers: int) -> list[tuple[int, str]]:
+    """KV cache group and name of each of the model's layers, without those of a draft model."""
     found: dict[int, tuple[int, str]] = {}
     for group, members in enumerate(kv_cache_config.kv_cache_groups):
         for name in members.layer_names:
@@ -102,23 +147,31 @@ def _target_layers(kv_cache_config: Any, num_layers: int) -> tuple[int, tuple[st
                 found[index] = (group, name)
     if sorted(found) != list(range(num_layers)):
         raise UnsupportedCache(f"{len(found)} of {num_layers} layers have a cache")
-    groups = {group for group, _ in found.values()}
-    if len(groups) != 1:
-        raise UnsupportedCache("layers in several KV cache groups")
-    return groups.pop(), tuple(found[index][1] for index in range(num_layers))
+    return [found[index] for index in range(num_layers)]
 
 
 def _spec(spec: Any, layer: str) -> Any:
     return spec.kv_cache_specs[layer] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
 
 
+def _window(spec: Any) -> int | None:
+    """Sliding window whose earlier tokens vLLM frees; None if it keeps all tokens.
+
+    If its hybrid KV cache manager is disabled, it keeps all tokens of layers with a window, and
+    layers without one may have the same spec.
+    """
+    return spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
+
+
 def _check_plain_attention(name: str, spec: Any, dtype: torch.dtype) -> None:
-    """Raise UnsupportedCache unless a layer has plain full attention in the model's dtype."""
-    if type(spec) is not FullAttentionSpec:
+    """Raise UnsupportedCache unless a layer stores keys and values in the model's dtype."""
+    if type(spec) not in (FullAttentionSpec, SlidingWindowSpec):
         raise UnsupportedCache(f"{name} has a {type(spec).__name__}")
-    if spec.sliding_window is not None or spec.attention_chunk_size is not None:
-        raise UnsupportedCache(f"{name} has sliding-window attention")
-    if spec.non_causal:
+    if getattr(spec, "attention_chunk_size", None) is not None:
+        raise UnsupportedCache(f"{name} has chunked attention")
+    if (window := _window(spec)) is not None and window < 2:
+        raise UnsupportedCache(f"{name} has a window of {window} tokens")
+    if getattr(spec, "non_causal", False):
         raise UnsupportedCache(f"{name} has non-causal attention")
     if spec.kv_quant_mode != KVQuantMode.NONE or spec.dtype != dtype or dtype not in DTYPES:
         raise UnsupportedCache(f"{name} stores {spec.dtype}, the model's dtype is {dtype}")

@@ -16,17 +16,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from engine.kv_transfer.cache_layout import CacheLayout, UnsupportedCache, cache_layout
+from engine.kv_transfer.cache_layout import CacheLayout, UnsupportedCache, cache_layouts
 from engine.kv_transfer.core.export_planner import ExportPlanner
 from engine.kv_transfer.core.load_planner import LoadPlanner
-from engine.kv_transfer.jobs import ExportJob, StepJobs
-from engine.kv_transfer.worker.export_writer import EXPORT_FEATURE, ExportWriter
+from engine.kv_transfer.jobs import PromptExport, StepJobs
+from engine.kv_transfer.worker.export_writer import EXPORT_FEATURE
 from engine.kv_transfer.worker.loader import LOAD_FEATURE, Loader
+from engine.kv_transfer.worker.prompt_writer import PromptWriter
 from engine.kv_types import KvTransferParams
 from engine.runtime.feature_guard import Failure, attempt
 
 _NOT_DELAYED: Final = (False, None)
-_NO_EXPORTS: Final[tuple[ExportJob, ...]] = ()
+_NO_EXPORTS: Final[tuple[PromptExport, ...]] = ()
 _NO_MATCH: Final[tuple[int | None, bool]] = (0, False)
 
 
@@ -34,27 +35,27 @@ class PromptKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """vLLM KV connector that exports and loads prompt KV.
 
     If `unsupported_reason` is set, the model's prompts cannot be exported, and it does nothing.
+    `can_load` is true if all layers have all tokens, in one shape.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        layout_or_error = attempt(_try_cache_layout, vllm_config, kv_cache_config)
-        self.layout = layout_or_error if isinstance(layout_or_error, CacheLayout) else None
-        self.unsupported_reason = (
-            layout_or_error.message if isinstance(layout_or_error, Failure) else None
-        )
-        if isinstance(layout_or_error, str):
-            self.unsupported_reason = layout_or_error
+        layouts = attempt(_try_cache_layouts, vllm_config, kv_cache_config)
+        self.layouts = layouts if isinstance(layouts, tuple) else ()
+        self.unsupported_reason = layouts.message if isinstance(layouts, Failure) else None
+        if isinstance(layouts, str):
+            self.unsupported_reason = layouts
         # vLLM prefills blocks that failed to load only if there is one KV cache group.
         self.has_one_group = len(getattr(kv_cache_config, "kv_cache_groups", ())) == 1
-        self.load_planner = LoadPlanner(self.layout)
-        self.export_planner = ExportPlanner(self.layout, on_exported=self.load_planner.on_exported)
-        self.writer: ExportWriter | None = None
+        self.can_load = len(self.layouts) == 1 and self.layouts[0].window is None
+        self.load_planner = LoadPlanner(self.layouts[0] if self.can_load else None)
+        self.export_planner = ExportPlanner(self.layouts, on_exported=self.load_planner.on_exported)
+        self.writer: PromptWriter | None = None
         self.loader: Loader | None = None
-        if self.layout is not None and role == KVConnectorRole.WORKER:
+        if self.layouts and role == KVConnectorRole.WORKER:
             rank = get_tensor_model_parallel_rank()
-            self.writer = ExportWriter(self.layout, rank)
-            self.loader = Loader(self.layout, rank)
+            self.writer = PromptWriter(self.layouts, rank)
+            self.loader = Loader(self.layouts[0], rank)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -88,7 +89,7 @@ class PromptKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
 
     @EXPORT_FEATURE.guarded_with_default(_NO_EXPORTS)
-    def _plan_exports(self, scheduler_output: Any) -> tuple[ExportJob, ...]:
+    def _plan_exports(self, scheduler_output: Any) -> tuple[PromptExport, ...]:
         return self.export_planner.plan(scheduler_output)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
@@ -144,8 +145,8 @@ class PromptKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self.writer is None or self.loader is None or not self.has_connector_metadata():
             return
         end = self.writer.fail if self.loader.take_step_failed() else self.writer.export
-        for job in self._get_connector_metadata().exports:
-            end(job)
+        for export in self._get_connector_metadata().exports:
+            end(export)
 
     @EXPORT_FEATURE.guarded_with_default(None)
     def shutdown(self) -> None:
@@ -155,8 +156,8 @@ class PromptKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self.loader.close()
 
 
-def _try_cache_layout(vllm_config: Any, kv_cache_config: Any) -> CacheLayout | str:
+def _try_cache_layouts(vllm_config: Any, kv_cache_config: Any) -> tuple[CacheLayout, ...] | str:
     try:
-        return cache_layout(vllm_config, kv_cache_config)
+        return cache_layouts(vllm_config, kv_cache_config)
     except UnsupportedCache as error:
         return str(error)

@@ -1,5 +1,6 @@
 """Per-step metadata that the connector's scheduler side sends to the worker side."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
@@ -8,11 +9,21 @@ from engine.kv_types import ExportSlot, ExportStatus, LoadPiece
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExportJob:
+class PromptExport:
     """Export of a prompt whose blocks are complete after this step's forward pass.
 
-    `status` is the status to write if the export succeeds.
+    `block_ids` are, per KV cache group, the blocks of the tokens to export. `status` is the status
+    to write if the export succeeds.
     """
+
+    target_slot: ExportSlot
+    block_ids: Mapping[int, tuple[int, ...]]
+    status: ExportStatus
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportJob:
+    """Export of those layers of a prompt that have one cache layout."""
 
     target_slot: ExportSlot
     block_ids: tuple[int, ...]
@@ -32,5 +43,5 @@ class LoadJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepJobs(KVConnectorMetadata):  # type: ignore[misc]
-    exports: tuple[ExportJob, ...] = ()
+    exports: tuple[PromptExport, ...] = ()
     loads: tuple[LoadJob, ...] = ()

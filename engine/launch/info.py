@@ -12,7 +12,7 @@ from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from engine.feature_stats import FeatureStatus
-from engine.kv_types import GpuMemory, KvFormat
+from engine.kv_types import GpuMemory, KvFormat, LayerFormat
 from engine.launch.features import GPU_DEVICE, engine_features
 from engine.launch.processes import VllmProcesses
 from engine.settings import AttentionSettings, EngineSettings, SpeculationSettings
@@ -121,8 +121,9 @@ async def kv_support(processes: VllmProcesses, settings: EngineSettings) -> KvSu
         reason = "the model's KV cache cannot be exported"
         return KvSupport(reason="unsupported_cache", indirect_reason=reason, gpu_reason=reason)
     rope = getattr(processes.llm.vllm_config.model_config.hf_text_config, "rope_parameters", None)
+    layers = [LayerFormat(**layer) for layer in results[0].pop("layers")]
     return KvSupport(
-        format=KvFormat(**results[0], rope=dict(rope or {})),
+        format=KvFormat.of_layers(layers, **results[0], rope=dict(rope or {})),
         indirect_reason=next(filter(None, reasons), None),
         gpu_memory=() if any(failures) else tuple(map(GpuMemory.from_dict, filter(None, memory))),
         gpu_reason=_gpu_reason(settings, failures),

@@ -4,6 +4,9 @@
     header    8 bytes of length, then JSON, padded with spaces to whole pages
     tensors   k.0 v.0 k.1 v.1 .., each [kv_heads, tokens, head_dim], without padding
 
+If layers have different shapes or sliding windows, layers of one kind are adjacent. A layer with a
+window has only the last tokens.
+
 The header has the same length in every slot of a server: a slot is reserved before the checksums
 are known, and the weights version may change while a prompt is queued.
 
@@ -13,6 +16,7 @@ runs at memory bandwidth; zlib's crc32 would double the time of a fetch.
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +38,7 @@ class TensorRange:
     """Byte range of one tensor of the file, relative to the start of the first tensor."""
 
     name: str
+    shape: tuple[int, int, int]
     start: int
     end: int
 
@@ -54,18 +59,17 @@ class Layout:
     tokens_sha256: str
     header_bytes: int
 
-    @property
-    def shape(self) -> list[int]:
-        return [self.format.num_kv_heads, self.num_tokens, self.format.head_dim]
-
-    @property
-    def tensor_bytes(self) -> int:
-        _, item_bytes = _DTYPES[self.format.dtype]
-        return int(np.prod(self.shape)) * item_bytes
+    def shape(self, layer: int) -> tuple[int, int, int]:
+        """Shape of a layer's keys, and of its values."""
+        layer_format = self.format.layer(layer)
+        num_tokens = self.num_tokens - layer_format.first_token(self.num_tokens)
+        return layer_format.num_kv_heads, num_tokens, layer_format.head_dim
 
     @property
     def data_bytes(self) -> int:
-        return 2 * self.format.num_layers * self.tensor_bytes
+        _, item_bytes = _DTYPES[self.format.dtype]
+        layers = range(self.format.num_layers)
+        return sum(2 * item_bytes * math.prod(self.shape(layer)) for layer in layers)
 
     @property
     def file_bytes(self) -> int:
@@ -76,17 +80,22 @@ class Layout:
         return round_up_to_pages(PAGE_BYTES + self.file_bytes)
 
     def tensors(self) -> Iterator[TensorRange]:
-        for index in range(2 * self.format.num_layers):
-            start = index * self.tensor_bytes
-            name = f"{'kv'[index % 2]}.{index // 2}"
-            yield TensorRange(name=name, start=start, end=start + self.tensor_bytes)
+        _, item_bytes = _DTYPES[self.format.dtype]
+        start = 0
+        for layer in self.format.storage_order():
+            shape = self.shape(layer)
+            for kind in "kv":
+                end = start + item_bytes * math.prod(shape)
+                yield TensorRange(name=f"{kind}.{layer}", shape=shape, start=start, end=end)
+                start = end
 
     def header(self, checksums: Mapping[str, str]) -> bytes:
         code, _ = _DTYPES[self.format.dtype]
         entries: dict[str, Any] = {"__metadata__": self._metadata(checksums)}
         for tensor in self.tensors():
             offsets = [tensor.start, tensor.end]
-            entries[tensor.name] = {"dtype": code, "shape": self.shape, "data_offsets": offsets}
+            shape = list(tensor.shape)
+            entries[tensor.name] = {"dtype": code, "shape": shape, "data_offsets": offsets}
         text = json.dumps(entries, separators=(",", ":")).encode()
         room = max(self.header_bytes - 8, len(text))
         return room.to_bytes(8, "little") + text.ljust(room)
@@ -119,7 +128,9 @@ class LayoutFactory:
     def _longest_header_bytes(self) -> int:
         longest = self._layout(LONGEST_VERSION, MAX_TOKENS, "0" * 64)
         sums = {tensor.name: NO_CHECKSUM for tensor in longest.tensors()}
-        return round_up_to_pages(len(longest.header(sums)))
+        # A window may have a few more tokens in a shorter prompt: one more digit in three numbers.
+        margin = 3 * len(sums) if self._form.layers else 0
+        return round_up_to_pages(len(longest.header(sums)) + margin)
 
     def _layout(self, version: str, num_tokens: int, digest: str) -> Layout:
         return Layout(

@@ -16,7 +16,15 @@ from typing import Any
 
 from coppice.prompt_kv.host import read_boot_id
 from coppice.wire.control import KvStatus
-from coppice.wire.kv import KvAgent, KvGpu, KvHandle, KvLayout, KvLocator, KvReason
+from coppice.wire.kv import (
+    KvAgent,
+    KvGpu,
+    KvHandle,
+    KvLayerShape,
+    KvLayout,
+    KvLocator,
+    KvReason,
+)
 from engine.errors import EngineError
 from engine.protocol import Engine
 from service.http.errors import Draining, KvNotFound
@@ -24,7 +32,7 @@ from service.prompt_kv.arena import Arena, FreeBytes, default_capacity_bytes, fr
 from service.prompt_kv.exports import Export, ExportManager
 from service.prompt_kv.gpu_memory import GpuKv
 from service.prompt_kv.handles import Handle, Handles
-from service.prompt_kv.layout import LayoutFactory
+from service.prompt_kv.layout import Layout, LayoutFactory
 from service.prompt_kv.nixl_agent import NixlAgentProcess
 from service.prompt_kv.settings import KvSettings
 from service.prompt_kv.slots import SlotState, SlotTable
@@ -210,6 +218,7 @@ class PromptKvManager:
             num_layers=kv_format.num_layers,
             num_kv_heads=kv_format.num_kv_heads,
             head_dim=kv_format.head_dim,
+            layers=layer_shapes(layout),
             rope=dict(kv_format.rope),
             tokens_sha256=layout.tokens_sha256,
             exact=True,
@@ -288,3 +297,15 @@ class PromptKvManager:
         except Exception:
             log.exception("prompt KV is disabled until a restart")
             self.reason = "internal"
+
+
+def layer_shapes(layout: Layout) -> list[KvLayerShape] | None:
+    """Shapes of all layers; None if they are the same and have all tokens."""
+    return [
+        KvLayerShape(
+            num_kv_heads=layer.num_kv_heads,
+            head_dim=layer.head_dim,
+            first_token=layer.first_token(layout.num_tokens),
+        )
+        for layer in layout.format.layers
+    ] or None

@@ -59,7 +59,7 @@ def test_both_transports_return_the_same_bytes(tmp_path: Path, transport: str) -
         handle, source = handle_from(url), KvSource(url, transports=[transport])
         with fetched(handle, source) as kv:
             assert_right(kv)
-            assert (kv.transport, kv.layout.version, kv.layout.shape[1]) == (
+            assert (kv.transport, kv.layout.version, kv.layout.num_tokens) == (
                 transport,
                 "v0",
                 len(PROMPT) - 1,

@@ -47,6 +47,19 @@ FAMILIES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "heads_of_several_sizes": (
+        "Gemma4",
+        {
+            "sliding_window": WINDOW,
+            "layer_types": MIXED_LAYERS,
+            "global_head_dim": 64,
+            "num_global_key_value_heads": 1,
+            "num_kv_shared_layers": 0,
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": VOCAB,
+            "tie_word_embeddings": True,
+        },
+    ),
     "attention_sinks": (
         "GptOss",
         {

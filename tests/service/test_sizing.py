@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qw
 from typer.testing import CliRunner
 
 from engine.kv_transfer.cache_layout import CacheLayout
+from engine.kv_types import KvFormat, LayerFormat
 from engine.settings import GIB
 from service.cli import build_cli
+from service.prompt_kv.layout import LayoutFactory
 from service.sizing import Hardware, ModelShape, SizingError, Workload, sizes
 
 ROOT = Path(__file__).parents[2]
@@ -175,7 +178,7 @@ def test_incomplete_shape_is_refused(arguments: list[str]) -> None:
 
 
 def test_table_of_the_page_is_computed_as_the_command_does() -> None:
-    pattern = r"^\| (.+) \| (\d+) x (\d+) x (\d+) \| (\d+) \| ([\d.]+|none) \|$"
+    pattern = r"^\| (.+) \| (\d+) x (\d+) x (\d+) \| (\d+) \| ([\d.]+) \|$"
     table = re.findall(pattern, PAGE.read_text(), re.MULTILINE)
     named = " ".join(models for models, *_ in table)
     assert [model for model in USUAL_MODELS if model not in named] == []
@@ -187,6 +190,16 @@ def test_table_of_the_page_is_computed_as_the_command_does() -> None:
             head_size=int(head_size),
         )
         assert shape.kv_bytes(2**10, "bfloat16") == int(kv_kib) * 2**20
-        exported = f"{shape.slot_bytes(1000, 'bfloat16') / 2**20:.1f}"
         has_windows = models.startswith("gpt-oss")
-        assert prompt_mib == ("none" if has_windows else exported), models
+        num_bytes = (
+            windowed_slot_bytes(shape) if has_windows else shape.slot_bytes(1000, "bfloat16")
+        )
+        assert prompt_mib == f"{num_bytes / 2**20:.1f}", models
+
+
+def windowed_slot_bytes(shape: ModelShape) -> int:
+    """Bytes of 1,000 tokens if every second layer has a window of 128, and blocks have 16."""
+    full = LayerFormat(num_kv_heads=shape.num_kv_heads, head_dim=shape.head_size)
+    layers = [full, replace(full, window=128, block_size=16, region=1)] * (shape.num_layers // 2)
+    kv_format = KvFormat.of_layers(layers, dtype="bfloat16", rope={})
+    return LayoutFactory("model", kv_format).of([0] * 999, "v0").slot_bytes

@@ -1,6 +1,7 @@
 """Supported models; models with a wrong gradient are refused before any forward."""
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from transformers import (
 )
 
 from coppice.train import (
+    PromptKV,
     TrainingGroup,
     UnsupportedModel,
     compute_prompt_kv,
@@ -193,6 +195,48 @@ def test_windows_and_sinks_have_the_padded_gradient(windows: str) -> None:
         if name.endswith("sinks"):
             torch.nn.init.normal_(parameter)
     assert_padded_gradient(model)
+
+
+def only_windows(prompt_kv: PromptKV, num_tokens: Sequence[int | None]) -> PromptKV:
+    """Prompt KV of which each layer has only its last tokens, as a server sends it."""
+    keys, values = (
+        tuple(
+            tensor if number is None else tensor[:, -number:]
+            for tensor, number in zip(tensors, num_tokens, strict=True)
+        )
+        for tensors in (prompt_kv.keys, prompt_kv.values)
+    )
+    return PromptKV(keys=keys, values=values)
+
+
+@pytest.mark.parametrize("schedule", ["recomputed", "injected"])
+@pytest.mark.parametrize("num_tokens", [49, 52])
+def test_prompt_kv_of_windows_needs_only_their_tokens(num_tokens: int, schedule: Any) -> None:
+    model_class, config = WINDOWED["alternating"]
+    torch.manual_seed(0)
+    model, group = model_class(config).train(), random_group()
+    naive_backward(model, group, random_loss(group))
+    exact = gradients(model)
+    prompt_kv = only_windows(compute_prompt_kv(model, group), (num_tokens, None, num_tokens))
+    report = grouped_backward(
+        model, group, random_loss(group), prompt_kv=prompt_kv, schedule=schedule
+    )
+    assert error(gradients(model), exact) < 1e-5
+    assert report.prompt_kv_error is not None and report.prompt_kv_error < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "reason"),
+    [((48, None, 49), "layer 0 has 48 tokens, and needs 49"), ((None, 59, None), "needs 60")],
+)
+def test_prompt_kv_without_tokens_that_are_read_is_refused(
+    num_tokens: tuple[int | None, ...], reason: str
+) -> None:
+    model_class, config = WINDOWED["alternating"]
+    model, group = model_class(config).train(), random_group()
+    prompt_kv = only_windows(compute_prompt_kv(model, group), num_tokens)
+    with pytest.raises(ValueError, match=reason):
+        group_logprobs(model, group, prompt_kv)
 
 
 def test_checkpointed_windows_and_sinks_have_the_padded_gradient() -> None:

@@ -155,20 +155,19 @@ class PromptKV:
     def layer(self, index: int) -> tuple[memoryview, memoryview]:
         """Bytes of a layer's keys and values; the call waits until they have arrived."""
         keys, values = self.layout.layer(index)
-        return self._download_buffer.wait_for_part(keys), self._download_buffer.wait_for_part(
-            values
-        )
+        buffer = self._download_buffer
+        return buffer.wait_for_part(keys), buffer.wait_for_part(values)
 
     def numpy(self, index: int) -> tuple[NDArray[Any], NDArray[Any]]:
         """Numpy arrays of a layer's keys and values; bfloat16 values are given as uint16 bits."""
         keys, values = self.layer(index)
-        return self._array(keys), self._array(values)
+        return self._array(keys, index), self._array(values, index)
 
     def torch_layers(self) -> Iterator[tuple[Any, Any]]:
         """Yields each layer's keys and values as they arrive, as torch tensors without a copy."""
         for index in range(self.layout.num_layers):
             keys, values = self.layer(index)
-            yield self._tensor(keys), self._tensor(values)
+            yield self._tensor(keys, index), self._tensor(values, index)
 
     def tensors(self) -> dict[str, Any]:
         """Torch tensors named k.0, v.0 and so on, for coppice.train.PromptKV.of_named; no copy."""
@@ -223,17 +222,17 @@ class PromptKV:
             download.readinto(buffer.bytes[buffer.num_received : end])
             buffer.on_progress(end)
 
-    def _array(self, data: memoryview) -> NDArray[Any]:
+    def _array(self, data: memoryview, index: int) -> NDArray[Any]:
         dtype = _NUMPY.get(self.layout.dtype, np.uint16)
-        return np.frombuffer(data, dtype).reshape(self.layout.shape)
+        return np.frombuffer(data, dtype).reshape(self.layout.layer(index)[0].shape)
 
-    def _tensor(self, data: memoryview) -> Any:
+    def _tensor(self, data: memoryview, index: int) -> Any:
         torch = import_module("torch")
         with warnings.catch_warnings():
             # Mapped memory is read-only; a write to it would be a segmentation fault, as intended.
             warnings.filterwarnings("ignore", message="The given buffer is not writable")
             flat = torch.frombuffer(data, dtype=getattr(torch, self.layout.dtype))
-        return flat.view(self.layout.shape)
+        return flat.view(self.layout.layer(index)[0].shape)
 
 
 def _progress_offsets(layout: Layout) -> Iterator[int]:

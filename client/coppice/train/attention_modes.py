@@ -24,7 +24,7 @@ from coppice.train.attention import causal_attention, shared_prompt_attention
 from coppice.train.flex import FlexAttention, packed_layout, response_layout, wants_flex
 from coppice.train.layer_attention import LayerAttention
 from coppice.train.packed_row import Inputs, Spans
-from coppice.train.prompt_kv_leaves import Layers
+from coppice.train.prompt_kv_leaves import Layers, with_first_tokens
 
 NAME = "coppice"
 
@@ -153,14 +153,23 @@ class InjectingContext(PromptContext):
 class ResponseContext(AttentionContext):
     """Attention in the forward of packed responses to one prompt, whose KV is given.
 
-    `prompt` is empty for a prompt of one token, which is part of the responses.
+    `prompt` is empty for a prompt of one token, which is part of the responses. Layers with a
+    window may lack all but its last tokens.
     """
 
-    def __init__(self, num_layers: int, max_row_tokens: int, prompt: Layers, spans: Spans) -> None:
+    def __init__(
+        self,
+        num_layers: int,
+        max_row_tokens: int,
+        prompt: Layers,
+        num_prompt_tokens: int,
+        spans: Spans,
+    ) -> None:
         super().__init__(num_layers, max_row_tokens)
         self.prompt = prompt
+        self.num_prompt_tokens = num_prompt_tokens
         self.spans = spans
-        self._flex: FlexAttention | None = None
+        self._flex: dict[int, FlexAttention] = {}
 
     def attend(
         self,
@@ -171,14 +180,25 @@ class ResponseContext(AttentionContext):
         layer: LayerAttention,
     ) -> Tensor:
         prompt = self.prompt[index] if self.prompt else (k_1KTD[:, :, :0], v_1KTD[:, :, :0])
+        self._check_prompt(index, prompt[0].shape[2], layer.window)
         if wants_flex(q_1HTD):
             prompt_k, prompt_v = prompt
-            self._flex = self._flex or FlexAttention(
-                response_layout(prompt_k.shape[2], self.spans, q_1HTD.device)
-            )
+            num_tokens = prompt_k.shape[2]
+            if num_tokens not in self._flex:
+                layout = response_layout(num_tokens, self.spans, q_1HTD.device)
+                self._flex[num_tokens] = FlexAttention(layout)
             keys, values = torch.cat([prompt_k, k_1KTD], 2), torch.cat([prompt_v, v_1KTD], 2)
-            return self._flex(q_1HTD, keys, values, layer)
+            return self._flex[num_tokens](q_1HTD, keys, values, layer)
         return shared_prompt_attention(q_1HTD, prompt, k_1KTD, v_1KTD, self.spans, layer)
+
+    def _check_prompt(self, index: int, num_tokens: int, window: int | None) -> None:
+        needed = self.num_prompt_tokens
+        if window is not None:
+            needed = min(needed, window - 1)
+        if num_tokens < needed:
+            raise ValueError(
+                f"the prompt KV of layer {index} has {num_tokens} tokens, and needs {needed}"
+            )
 
 
 class PackedContext(AttentionContext):
@@ -231,7 +251,7 @@ class _Inject(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
-        return (dx if ctx.grad is None else dx + ctx.grad), None
+        return (dx if ctx.grad is None else dx + with_first_tokens(ctx.grad, dx)), None
 
 
 @contextmanager

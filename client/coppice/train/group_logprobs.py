@@ -124,7 +124,9 @@ def response_logprobs(
 ) -> RowLogprobs:
     model_info = get_model_info(model)
     inputs = response_inputs(group, rows, model_info.device)
-    context = ResponseContext(model_info.num_layers, max_row_tokens(group), prompt, inputs.spans)
+    context = ResponseContext(
+        model_info.num_layers, max_row_tokens(group), prompt, len(group.prompt) - 1, inputs.spans
+    )
     logits_TV = forward(model, inputs, context)
     assert logits_TV is not None, "a response's forward runs to its end"
     logprobs_T = response_token_logprobs(group, rows, logits_TV, inputs.targets, temperature)

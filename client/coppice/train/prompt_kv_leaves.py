@@ -7,12 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PromptKV:
-    """Keys and values [K, P, D] of a prompt in every layer; keys are after rotary embedding."""
+    """Keys and values [K, P, D] of a prompt in every layer; keys are after rotary embedding.
+
+    Layers may have different shapes. A layer with a sliding window needs only the last tokens.
+    """
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
@@ -33,7 +37,7 @@ class PromptKV:
                 f"the prompt KV has {len(self.keys)} layers, and the model {num_layers}"
             )
         for tensor in (*self.keys, *self.values):
-            if tensor.ndim != 3 or tensor.shape[1] != num_tokens:
+            if tensor.ndim != 3 or tensor.shape[1] > num_tokens:
                 raise ValueError(
                     f"the prompt KV has the shape {list(tensor.shape)},"
                     f" not [kv_heads, {num_tokens}, head_dim]"
@@ -69,7 +73,7 @@ def leaves_of(layers: Layers) -> Layers:
 def backward_through(layers: Layers, leaves: Layers) -> None:
     """Backpropagates the gradients of detached prompt KV (`leaves`) through the prompt forward."""
     pairs = [
-        (made, leaf.grad)
+        (made, with_first_tokens(leaf.grad, made))
         for made_pair, leaf_pair in zip(layers, leaves, strict=True)
         for made, leaf in zip(made_pair, leaf_pair, strict=True)
         # A frozen layer has no graph; a loss that reads no prompt KV leaves no gradient.
@@ -79,12 +83,21 @@ def backward_through(layers: Layers, leaves: Layers) -> None:
         torch.autograd.backward([made for made, _ in pairs], [grad for _, grad in pairs])
 
 
+def with_first_tokens(grad: Tensor, of: Tensor) -> Tensor:
+    """Gradient of all tokens of keys or values, given that of the last ones that were read."""
+    return F.pad(grad, (0, 0, of.shape[2] - grad.shape[2], 0))
+
+
 def relative_error(layers: Layers, exact: Layers) -> float:
-    """Relative L2 error of the keys and values of all layers; 0 if there are none."""
+    """Relative L2 error of the keys and values of all layers; 0 if there are none.
+
+    `exact` may have more tokens, at the start.
+    """
     difference = total = 0.0
     for pair, exact_pair in zip(layers, exact, strict=True):
         for tensor, exact_tensor in zip(pair, exact_pair, strict=True):
-            wide = exact_tensor.detach().float()
+            num_missing = exact_tensor.shape[2] - tensor.shape[2]
+            wide = exact_tensor[:, :, num_missing:].detach().float()
             difference += (tensor.detach().float() - wide).square().sum().item()
             total += wide.square().sum().item()
     return float((difference / total) ** 0.5) if total else 0.0

@@ -2,7 +2,8 @@
 
 The data is one safetensors file with the tensors k.0, v.0, k.1 and so on. Each is C-contiguous with
 the shape [kv_heads, tokens, head_dim]; keys are stored after rotary embedding. The file covers the
-prompt without its last token, which must be computed to score the first response token anyway.
+prompt without its last token, which must be computed to score the first response token anyway. A
+layer with a sliding window has only the last tokens of it.
 """
 
 from typing import Annotated, Any, Literal
@@ -136,11 +137,20 @@ class KvHandle(AnswerModel):
     locators: list[KvLocator]
 
 
+class KvLayerShape(AnswerModel):
+    """Shape of a layer's keys and values; the layer has the tokens from `first_token` on."""
+
+    num_kv_heads: int
+    head_dim: int
+    first_token: int
+
+
 class KvLayout(KvHandle):
     """Answer of GET /v1/kv/{handle}: the layout of the prompt-KV file.
 
     `num_bytes` is the size of the whole file, `data_offset` the offset of its first tensor,
-    `lease_seconds` the remaining lease.
+    `lease_seconds` the remaining lease. `num_kv_heads` and `head_dim` are those of the first layer.
+    `layers` is None if all layers have this shape and all tokens.
     """
 
     model: str
@@ -148,6 +158,7 @@ class KvLayout(KvHandle):
     num_layers: int
     num_kv_heads: int
     head_dim: int
+    layers: list[KvLayerShape] | None = None
     rope: dict[str, Any]
     tokens_sha256: str
     exact: bool

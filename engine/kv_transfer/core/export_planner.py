@@ -6,13 +6,16 @@ starts over when it is scheduled for the first time or after a preemption, and t
 of an earlier epoch.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from engine.kv_transfer.cache_layout import CacheLayout
-from engine.kv_transfer.jobs import ExportJob
+from engine.kv_transfer.jobs import PromptExport
 from engine.kv_types import ExportSlot, ExportStatus
+
+NULL_BLOCK: Final = 0
+"""Block id in place of a block that vLLM has freed, as it is outside of a sliding window."""
 
 
 @dataclass(slots=True)
@@ -27,8 +30,11 @@ class ExportPlanner:
     `on_exported` receives the names of exports computed under one weights version.
     """
 
-    def __init__(self, layout: CacheLayout | None, *, on_exported: Callable[[str], None]) -> None:
-        self._layout = layout
+    def __init__(
+        self, layouts: Sequence[CacheLayout], *, on_exported: Callable[[str], None]
+    ) -> None:
+        """Create a planner, which tracks nothing if there are no layouts."""
+        self._layouts = layouts
         self._on_exported = on_exported
         self._epoch = 0
         self._tracked: dict[str, Tracked] = {}
@@ -38,7 +44,7 @@ class ExportPlanner:
         return len(self._tracked)
 
     def add(self, request_id: str, target_slot: ExportSlot | None) -> None:
-        if target_slot is not None and self._layout is not None:
+        if target_slot is not None and self._layouts:
             self._tracked[request_id] = Tracked(target_slot)
 
     def forget(self, request_id: str) -> None:
@@ -48,11 +54,11 @@ class ExportPlanner:
     def start_epoch(self) -> None:
         self._epoch += 1
 
-    def plan(self, output: Any) -> tuple[ExportJob, ...]:
-        """Export jobs of the step that vLLM's scheduler output describes."""
-        return tuple(self._plan_jobs(output)) if self._tracked else ()
+    def plan(self, output: Any) -> tuple[PromptExport, ...]:
+        """Exports of the prompts that the step of a scheduler output completes."""
+        return tuple(self._plan_exports(output)) if self._tracked else ()
 
-    def _plan_jobs(self, output: Any) -> Iterator[ExportJob]:
+    def _plan_exports(self, output: Any) -> Iterator[PromptExport]:
         for request_id, num_computed, is_new in _scheduled_requests(output):
             tracked = self._tracked.get(request_id)
             if tracked is None:
@@ -62,22 +68,33 @@ class ExportPlanner:
             after = num_computed + output.num_scheduled_tokens[request_id]
             if after >= tracked.target_slot.num_tokens:
                 del self._tracked[request_id]
-                yield self._make_job(
+                yield self._make_export(
                     tracked, output.kv_connector_block_state.get_block_ids(request_id)
                 )
 
-    def _make_job(self, tracked: Tracked, block_ids: Any) -> ExportJob:
-        assert self._layout is not None, "only supported caches are tracked"
-        target_slot = tracked.target_slot
-        num_blocks = -(-target_slot.num_tokens // self._layout.block_size)
-        is_mixed = tracked.epoch != self._epoch
-        if target_slot.name is not None and not is_mixed:
-            self._on_exported(target_slot.name)
-        return ExportJob(
-            target_slot=target_slot,
-            block_ids=tuple(block_ids[self._layout.group][:num_blocks]),
-            status=ExportStatus.MIXED_VERSION if is_mixed else ExportStatus.COMMITTED,
-        )
+    def _make_export(self, tracked: Tracked, block_ids: Any) -> PromptExport:
+        slot = tracked.target_slot
+        # Layers of one group have the same blocks, even if their shapes differ.
+        blocks = {
+            layout.group: _stored_blocks(layout, block_ids[layout.group], slot.num_tokens)
+            for layout in self._layouts
+        }
+        status = ExportStatus.COMMITTED
+        if tracked.epoch != self._epoch:
+            status = ExportStatus.MIXED_VERSION
+        elif any(NULL_BLOCK in ids for ids in blocks.values()):
+            status = ExportStatus.FAILED
+        elif slot.name is not None:
+            self._on_exported(slot.name)
+        return PromptExport(target_slot=slot, block_ids=blocks, status=status)
+
+
+def _stored_blocks(
+    layout: CacheLayout, block_ids: Sequence[int], num_tokens: int
+) -> tuple[int, ...]:
+    """Blocks with the tokens that an export of `num_tokens` tokens stores."""
+    first = layout.first_token(num_tokens) // layout.block_size
+    return tuple(block_ids[first : -(-num_tokens // layout.block_size)])
 
 
 def _scheduled_requests(output: Any) -> Iterator[tuple[str, int, bool]]:

@@ -4,15 +4,19 @@ The rotary embedding of the served model, from its configuration, is checked aga
 If they differ, or if layers have different embeddings, keys cannot be shifted.
 """
 
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, TypedDict
 
 import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.model_executor.models.utils import extract_layer_index
 
 from engine.kv_transfer.cache_layout import CacheLayout, UnsupportedCache
 from engine.kv_transfer.connector import PromptKvConnector
+from engine.kv_types import LayerFormat
 from kernels.rope_shift import RotaryParams, UnsupportedRotary, parse_rotary
 
 TOLERANCE: Final = 1e-2  # tables may be stored in bfloat16
@@ -22,13 +26,12 @@ SAMPLE_POSITIONS: Final = (0, 1, 2, 3, 5, 8, 13, 31)
 class KvExportInfo(TypedDict):
     """Format of exported prompt KV, which contains the heads of all ranks.
 
-    `indirect_reason` is the reason why a GPU does not copy directly into shared memory,
-    `gpu_memory` the rank's GpuMemory, and `gpu_failure` the reason why it could not be allocated.
+    `layers` are the fields of each LayerFormat. `indirect_reason` is the reason why a GPU does not
+    copy directly into shared memory, `gpu_memory` the rank's GpuMemory, and `gpu_failure` the
+    reason why it could not be allocated.
     """
 
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
+    layers: list[dict[str, Any]]
     dtype: str
     not_movable: str | None
     indirect_reason: str | None
@@ -44,31 +47,51 @@ def prepare(
     Raises UnsupportedCache, or whatever prevents this rank from determining its cache's packing.
     """
     connector = _connector()
-    if connector.layout is None:
+    if not connector.layouts:
         raise UnsupportedCache(str(connector.unsupported_reason))
     assert connector.writer is not None, "this is a worker"
-    assert connector.loader is not None, "this is a worker"
-    layout, rotary, not_movable = connector.layout, None, None
-    try:
-        rotary = rotary_of_model(model, vllm_config.model_config.hf_text_config, layout)
-    except UnsupportedRotary as error:
-        not_movable = str(error)
-    if not connector.has_one_group:
-        not_movable = "the model has several KV cache groups"
+    layouts, writer = connector.layouts, connector.writer
     attention_layers = vllm_config.compilation_config.static_forward_context
-    connector.writer.prepare(attention_layers, gpu_bytes=gpu_bytes, nixl=nixl)
-    connector.loader.prepare(attention_layers, rotary)
-    gpu_arena = connector.writer.gpu_arena
+    writer.prepare(attention_layers, gpu_bytes=gpu_bytes, nixl=nixl)
     return KvExportInfo(
-        num_layers=len(layout.layers),
-        num_kv_heads=layout.num_kv_heads,
-        head_dim=layout.head_dim,
-        dtype=str(layout.dtype).removeprefix("torch."),
-        not_movable=not_movable,
-        indirect_reason=connector.writer.indirect_reason,
-        gpu_memory=None if gpu_arena is None else gpu_arena.info().to_dict(),
-        gpu_failure=connector.writer.gpu_arena_failure,
+        layers=[asdict(layer) for layer in layer_formats(layouts)],
+        dtype=str(layouts[0].dtype).removeprefix("torch."),
+        not_movable=_prepare_loads(connector, vllm_config, model),
+        indirect_reason=writer.indirect_reason,
+        gpu_memory=None if writer.gpu_arena is None else writer.gpu_arena.info().to_dict(),
+        gpu_failure=writer.gpu_arena_failure,
     )
+
+
+def _prepare_loads(connector: PromptKvConnector, vllm_config: Any, model: Any) -> str | None:
+    """Prepare loads on this rank; returns the reason why keys cannot be shifted, if any."""
+    assert connector.loader is not None, "this is a worker"
+    if not connector.can_load:
+        return "layers have sliding windows, or keys and values of different shapes"
+    rotary, reason = None, None
+    try:
+        config = vllm_config.model_config.hf_text_config
+        rotary = rotary_of_model(model, config, connector.layouts[0])
+    except UnsupportedRotary as error:
+        reason = str(error)
+    connector.loader.prepare(vllm_config.compilation_config.static_forward_context, rotary)
+    return reason if connector.has_one_group else "the model has several KV cache groups"
+
+
+def layer_formats(layouts: Sequence[CacheLayout]) -> list[LayerFormat]:
+    """Formats of the model's layers, in layer order. Each layout is one region."""
+    formats = {
+        extract_layer_index(name): LayerFormat(
+            num_kv_heads=layout.num_kv_heads,
+            head_dim=layout.head_dim,
+            window=layout.window,
+            block_size=1 if layout.window is None else layout.block_size,
+            region=region,
+        )
+        for region, layout in enumerate(layouts)
+        for name in layout.layers
+    }
+    return [formats[index] for index in sorted(formats)]
 
 
 def flush() -> None:
