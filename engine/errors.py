@@ -4,6 +4,7 @@ EngineError
 |- EngineDead          the engine process has exited or must not be used; start a new one
 |- RequestRefused      invalid parameters of a sample; nothing was started
 |  |- ConversationRefused  invalid field of a chat request; the message may be shown to the client
+|  |- SamplingRefused      invalid sampling parameter; the message may be shown to the client
 |  `- PromptTooLong        rendered chat longer than the context; the message may be shown
 |- CheckpointRefused   the weights do not fit the model; nothing was changed
 |- DrafterRefused      another drafter is under test, or its version exists; nothing was changed
@@ -30,6 +31,14 @@ class ConversationRefused(RequestRefused):
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(message)
+        self.field = field
+
+
+class SamplingRefused(RequestRefused):
+    """A sampling parameter is not accepted. `field` is its name."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
         self.field = field
 
 

@@ -21,6 +21,7 @@ from engine.types import (
     EngineInfo,
     PauseMode,
     SampleRequest,
+    Sampling,
     TopLogprobRows,
     VersionSpan,
 )
@@ -60,6 +61,8 @@ class Engine(Protocol):
     response_stream: converts a running sample's tokens as `decode` does, or as `chat_response`
         if the chat request to which `prompt` was encoded is given. Tool calls are not parsed. A
         parser may split a part of a response differently from the whole.
+    check_sampling: raises SamplingRefused if a sampling parameter cannot be applied, or if
+        compiling its structured outputs takes too long. Call it once before `submit`.
     submit: adds all samples of the call to the engine in one iteration of the event loop, in order.
         Returns one awaitable per sample, each to be awaited once. Raises RequestRefused before any
         sample is added. An awaitable raises EngineDead as soon as the engine is known to be gone.
@@ -140,6 +143,8 @@ class Engine(Protocol):
     def token_texts(self, token_ids: Sequence[int]) -> list[str]: ...
 
     def token_pieces(self, token_ids: Sequence[int]) -> list[str]: ...
+
+    async def check_sampling(self, sampling: Sampling) -> None: ...
 
     async def submit(self, samples: Sequence[SampleRequest]) -> list[Awaitable[Completion]]: ...
 

@@ -16,6 +16,7 @@ from engine.errors import EngineDead, StartFailed
 from engine.feature_stats import CudaGraphStats, DrafterStatus, SharedPrefixStats, SpeculationStats
 from engine.io import logprobs
 from engine.io.chat_conversion import ChatProcessor
+from engine.io.sampling_checks import SamplingChecks
 from engine.io.vllm_requests import Generation
 from engine.launch.arguments import WORKER_EXTENSION
 from engine.launch.features import GPU_DEVICE, with_prediction
@@ -39,6 +40,7 @@ from engine.types import (
     EngineInfo,
     PauseMode,
     SampleRequest,
+    Sampling,
     TopLogprobRows,
     VersionSpan,
 )
@@ -85,6 +87,7 @@ class VllmEngine:
         self._monitor_task: asyncio.Task[None] | None = None
         self._adapters = LoadedAdapters(settings.max_adapters)
         self._generation = Generation(self._processes, self._adapters)
+        self._sampling_checks = SamplingChecks(self._processes)
         self._info: EngineInfo | None = None
         self._chat: ChatProcessor
         self._weights: ServedWeights | None = None
@@ -185,6 +188,7 @@ class VllmEngine:
             with suppress(asyncio.CancelledError):
                 await self._monitor_task
         await self._processes.abort_start()
+        await self._sampling_checks.close()
         await self._close_drafter()
         await self._save_drafts()
         await self._processes.stop()
@@ -237,6 +241,9 @@ class VllmEngine:
         return logprobs.token_pieces(self.llm.get_tokenizer(), token_ids)
 
     # Samples
+
+    async def check_sampling(self, sampling: Sampling) -> None:
+        await self._sampling_checks.check(sampling)
 
     async def submit(self, samples: Sequence[SampleRequest]) -> list[Awaitable[Completion]]:
         learner = self._drafter if self._drafter and self._drafter.is_training else None

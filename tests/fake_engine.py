@@ -36,6 +36,7 @@ from engine.types import (
     EngineStage,
     PauseMode,
     SampleRequest,
+    Sampling,
     TokenDelta,
     ToolCall,
     TopLogprobRows,
@@ -93,6 +94,8 @@ class FakeEngine:
         self.parses = True
         self.calls: list[str] = []
         self.submitted: list[SampleRequest] = []
+        self.checked: list[Sampling] = []
+        self.sampling_error: EngineError | None = None
         self.loaded: list[Path] = []
         self.running: dict[str, Running] = {}
         self.written: dict[str, str] = {}
@@ -207,6 +210,11 @@ class FakeEngine:
 
     def token_pieces(self, token_ids: Sequence[int]) -> list[str]:
         return [f"<{token}>" for token in token_ids]
+
+    async def check_sampling(self, sampling: Sampling) -> None:
+        self.checked.append(sampling)
+        if self.sampling_error is not None:
+            raise self.sampling_error
 
     async def submit(self, samples: Sequence[SampleRequest]) -> list[Awaitable[Completion]]:
         if not self.alive:

@@ -19,6 +19,7 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestState
+from vllm.v1.structured_output.utils import choice_as_grammar
 
 from engine.errors import EngineDead, RequestRefused, SupportLost
 from engine.io import logprob_arrays, stop_strings
@@ -28,6 +29,7 @@ from engine.io.logprobs import (
     sampled_logprobs,
     top_k_entropies,
 )
+from engine.io.sampling_checks import XGRAMMAR, bad_word_ids
 from engine.io.stop_strings import PRIOR_TEXT_ARG
 from engine.kv_types import KvTransferParams
 from engine.launch.processes import VllmProcesses
@@ -51,11 +53,23 @@ class RequestParams(SamplingParams):  # type: ignore[misc]  # vLLM's types are n
     """SamplingParams of a sample, which vLLM accepts also together with speculation.
 
     vLLM refuses `min_p` and `logit_bias` if the engine drafts. Here such a sample gets no drafts
-    (`find_skip_reason`), so its tokens come from the ordinary sampler.
+    (`find_skip_reason`), so its tokens come from the ordinary sampler. What vLLM validates for each
+    sample is validated once per request instead, outside the event loop.
     """
 
     def _validate_spec_decode(self, speculative_config: Any) -> None:
         pass
+
+    def _validate_structured_outputs(self, model: Any, config: Any, tokenizer: Any) -> None:
+        """Set the backend only, because `SamplingChecks` has validated the constraint before."""
+        if config.backend != XGRAMMAR:
+            super()._validate_structured_outputs(model, config, tokenizer)
+        elif self.structured_outputs is not None:
+            self.structured_outputs._backend = XGRAMMAR
+
+    def update_from_tokenizer(self, tokenizer: Any) -> None:
+        if self.bad_words:
+            self._bad_words_token_ids = bad_word_ids(tuple(self.bad_words), tokenizer)
 
 
 def sampling_params(sample: SampleRequest, max_context_tokens: int) -> SamplingParams:
@@ -107,8 +121,7 @@ def _structured_outputs(wanted: StructuredOutputs | None) -> StructuredOutputsPa
     return StructuredOutputsParams(
         json=wanted.json,
         regex=wanted.regex,
-        choice=_as_list(wanted.choice),
-        grammar=wanted.grammar,
+        grammar=wanted.grammar if wanted.choice is None else choice_as_grammar(wanted.choice),
         json_object=wanted.json_object,
         structural_tag=wanted.structural_tag,
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from vllm.config import StructuredOutputsConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.usage.usage_lib import UsageContext
 
@@ -129,6 +130,9 @@ def engine_arguments(
         max_logprobs=max(settings.max_logprobs, MAX_ENTROPY_TOP_K) + 1,
         # The model's sampling defaults would silently override the request's.
         generation_config="vllm",
+        # With the default, "auto", a schema that xgrammar cannot apply is compiled by a backend
+        # that depends on the first request of the engine's life.
+        structured_outputs_config=StructuredOutputsConfig(backend="xgrammar"),
         worker_extension_cls=worker_extension,
         disable_log_stats=False,
         use_tqdm_on_load=False,

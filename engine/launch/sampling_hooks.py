@@ -12,10 +12,15 @@ Speculation: with it vLLM's runner for CPUs does not load the processors of `min
 import copy
 import functools
 import itertools
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 PRIOR_TOKENS_ARG = "coppice_num_prior_tokens"
+GRAMMAR_CPU_SECONDS = 1.0
+GRAMMAR_CPU_SECONDS_PER_TOKEN = 0.005
+"""Time that a grammar may take on average after the first second is used up."""
 
 
 def num_prior_tokens(sampling_params: Any) -> int:
@@ -67,7 +72,45 @@ def advance_grammar(grammar: Any, request: Any) -> Any:
     tokens = list(request.output_token_ids[:number])
     if number and not grammar.accept_tokens(request.request_id, tokens):
         raise ValueError("the earlier tokens of the response violate its structured_outputs")
-    return grammar
+    return BudgetedGrammar(grammar)
+
+
+class BudgetedGrammar:
+    """Grammar of one request with a limit of its CPU time in EngineCore's steps.
+
+    The time per token may grow with an ambiguous grammar's text, and all requests wait for it. A
+    request past the limit ends as one whose token its grammar rejects: with an error.
+    """
+
+    def __init__(self, grammar: Any, clock: Callable[[], float] = time.thread_time) -> None:
+        self._grammar = grammar
+        self._clock = clock
+        self._left = GRAMMAR_CPU_SECONDS
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._grammar, name)
+
+    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
+        with self._timed():
+            accepted = bool(self._grammar.accept_tokens(request_id, tokens))
+        self._left = min(
+            self._left + GRAMMAR_CPU_SECONDS_PER_TOKEN * len(tokens), GRAMMAR_CPU_SECONDS
+        )
+        return accepted and self._left > 0
+
+    def fill_bitmask(self, bitmask: Any, index: int) -> None:
+        with self._timed():
+            self._grammar.fill_bitmask(bitmask, index)
+
+    def validate_tokens(self, tokens: list[int]) -> list[int]:
+        with self._timed():
+            return list(self._grammar.validate_tokens(tokens))
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        began_at = self._clock()
+        yield
+        self._left -= self._clock() - began_at
 
 
 def build_all_logits_processors(build: Callable[..., Any]) -> Callable[..., Any]:

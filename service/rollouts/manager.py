@@ -28,6 +28,7 @@ from service.rollouts.group_options import GroupOptions
 from service.rollouts.idempotency import IdempotencyClaim, IdempotencyKeys
 from service.rollouts.result_cache import ResultCache
 from service.rollouts.rollout import GroupEnded, Rollout
+from service.rollouts.sampling import check_sampling
 from service.rollouts.tokenizer import Tokenizer
 from service.weights.versions import Versions
 
@@ -155,6 +156,7 @@ class RolloutManager:
         num_samples = validation.check(
             request, max_samples=self._max_samples, is_blocking=not (detached or request.stream)
         )
+        await check_sampling(self._engine, request.sampling)
         prompts = await self._tokenizer.all_token_ids([group.prompt for group in request.groups])
         logprob_tables.check_rollout(request, prompts, num_samples, self._engine.info)
         supports.check(request, prompts, self._engine.info, max_bytes=self._max_support_bytes)

@@ -4,7 +4,12 @@ import json
 from collections.abc import Callable, Sequence
 
 from coppice.wire import sampling as wire
+from engine.errors import SamplingRefused
+from engine.protocol import Engine
 from engine.types import Sampling, StructuredOutputs
+from service.http.errors import InvalidRequest
+
+DEFAULT = wire.Sampling()
 
 
 def to_engine_sampling(wanted: wire.Sampling, room: int) -> Sampling:
@@ -30,6 +35,16 @@ def to_engine_sampling(wanted: wire.Sampling, room: int) -> Sampling:
         skip_special_tokens=wanted.skip_special_tokens,
         ignore_eos=wanted.ignore_eos,
     )
+
+
+async def check_sampling(engine: Engine, wanted: wire.Sampling) -> None:
+    """Refuse parameters that the engine cannot apply, before anything is submitted."""
+    if wanted == DEFAULT:
+        return
+    try:
+        await engine.check_sampling(to_engine_sampling(wanted, engine.info.max_context_tokens))
+    except SamplingRefused as error:
+        raise InvalidRequest.of_parameter(f"sampling.{error.field}", str(error)) from error
 
 
 def _as_tuple(token_ids: Sequence[int] | None) -> tuple[int, ...] | None:

@@ -8,6 +8,7 @@ import pytest
 
 from coppice.wire.sampling import Sampling, StructuredOutputs
 from engine import types
+from engine.errors import SamplingRefused
 from service.rollouts.sampling import response_text, to_engine_sampling
 from tests.fake_engine import FakeEngine
 from tests.service.test_rollouts import body, group
@@ -191,3 +192,14 @@ async def test_stop_string_may_straddle_two_segments_of_a_tree(tmp_path: Path) -
     for sample in answered["samples"]:
         assert sample["text"] == "".join(map(chr, range(1, 0x1F)))
         assert sample["stop_reason"] == "\x1f\x20\x21\x22"
+
+
+async def test_parameter_that_the_engine_cannot_apply_is_refused_by_name(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    engine.sampling_error = SamplingRefused("structured_outputs", "not a regex")
+    async with serving(engine, tmp_path) as served:
+        asked = body(group(1), sampling={"structured_outputs": {"regex": "("}})
+        answer = await served.http.post("/v1/rollouts", json=asked)
+    assert (answer.status_code, answer.json()["code"]) == (422, "invalid_request")
+    assert "structured_outputs: not a regex" in answer.text
+    assert not engine.submitted
