@@ -201,13 +201,16 @@ class ChatRequest:
     """Chat messages in OpenAI's format.
 
     Only the `template_options` listed in `EngineInfo.template_variables` are rendered; others are
-    ignored.
+    ignored. With `continue_final_message` the prompt ends with the last message, which the response
+    goes on with. With `truncate_prompt_tokens` only that many last tokens are kept.
     """
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] = ()
     template_options: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    truncate_prompt_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,6 +58,7 @@ from coppice.results import Group, RolloutResult, Sample, Segment, Tree
 from coppice.support import Support
 from coppice.transport.retry import Retry
 from coppice.wire.branching import Branching, BranchRequest, Entropy
+from coppice.wire.chat import Message, ParsedMessage, ParsedToolCall, Tool, ToolFunction
 from coppice.wire.control import PauseAnswer, StatusAnswer
 from coppice.wire.kv import Kv, KvHandle, KvLayout, KvLocator
 from coppice.wire.kv_reuse import KvReuse, KvReuseAnswer
@@ -76,7 +77,6 @@ from coppice.wire.result_formats import (
 from coppice.wire.rollouts import (
     Finish,
     GroupRequest,
-    Message,
     Prompt,
     PromptSpan,
     Usage,
@@ -137,6 +137,8 @@ __all__ = [
     "NotFound",
     "Overloaded",
     "PauseAnswer",
+    "ParsedMessage",
+    "ParsedToolCall",
     "Pending",
     "Problem",
     "ProblemError",
@@ -170,6 +172,8 @@ __all__ = [
     "TimedOut",
     "TokensRecord",
     "TransportError",
+    "Tool",
+    "ToolFunction",
     "Tree",
     "TreeClosed",
     "Unauthorized",

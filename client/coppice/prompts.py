@@ -7,14 +7,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coppice.wire.rollouts import GroupRequest, Message, Prompt, PromptSpan
+from coppice.wire.chat import Message
+from coppice.wire.rollouts import GroupRequest, Prompt, PromptSpan
 
 PromptLike = (
     str
     | Sequence[int]
     | NDArray[np.integer[Any]]
     | Sequence[Message]
-    | Sequence[Mapping[str, str]]
+    | Sequence[Mapping[str, Any]]
     | Sequence[PromptSpan]
     | Prompt
     | GroupRequest
@@ -25,9 +26,15 @@ _SINGLE = (str, bytes, Mapping, Message, Prompt, GroupRequest)
 
 
 def groups_of(
-    prompts: Iterable[PromptLike], *, n: int = 1, seed: int | None = None
+    prompts: Iterable[PromptLike],
+    *,
+    n: int = 1,
+    seed: int | None = None,
+    seeds: Sequence[Sequence[int]] | None = None,
 ) -> list[GroupRequest]:
     """Builds one group request per prompt; the prompt at index i has the seed `seed + i`.
+
+    `seeds` has one list per prompt, with one seed per sample.
 
     A GroupRequest keeps its own n and seed.
     """
@@ -38,7 +45,10 @@ def groups_of(
         if not isinstance(prompt, GroupRequest):
             own_seed = None if seed is None else seed + position
             prompt = GroupRequest(
-                prompt=prompt_of(prompt, f"prompts[{position}]"), n=n, seed=own_seed
+                prompt=prompt_of(prompt, f"prompts[{position}]"),
+                n=n,
+                seed=own_seed,
+                seeds=None if seeds is None else list(seeds[position]),
             )
         groups.append(prompt)
     return groups

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from coppice.support import Support, joined_support
+from coppice.wire.chat import ParsedMessage
 from coppice.wire.kv import KvHandle, KvReason
 from coppice.wire.kv_reuse import KvReuseAnswer
 from coppice.wire.logprobs import PromptLogprobs, TokenLogprobs, joined_logprobs
@@ -55,6 +56,7 @@ class Sample:
     Tokens that a resumed sample already had have none.
     """
     support: Support | None = None
+    message: ParsedMessage | None = None
 
     def token_versions(self) -> list[str]:
         """Weights version that generated each token of the sample."""
@@ -185,6 +187,7 @@ class Group:
     kv_reuse: KvReuseAnswer | None = None
     prompt_logprobs: PromptLogprobs | None = None
     """Logprobs of the prompt's tokens, if they were requested."""
+    prompt_token_ids: NDArray[np.int64] | None = None
 
     @property
     def unfinished(self) -> tuple[Sample, ...]:
@@ -218,6 +221,7 @@ def _support_of(answer: SupportAnswer | None) -> Support | None:
 
 def group_of(head: GroupHead, samples: Iterable[Sample], segments: Iterable[Segment]) -> Group:
     """Builds the result of one group. Raises ValueError if a tree lacks a segment."""
+    given = head.prompt_token_ids
     return Group(
         id=head.id,
         index=head.index,
@@ -233,6 +237,7 @@ def group_of(head: GroupHead, samples: Iterable[Sample], segments: Iterable[Segm
         selected=None if head.selected is None else tuple(head.selected),
         kv_reuse=head.kv_reuse,
         prompt_logprobs=head.prompt_logprobs,
+        prompt_token_ids=None if given is None else np.array(given, dtype=np.int64),
     )
 
 
@@ -359,4 +364,5 @@ def _sample_of(
         stop_reason=answer.stop_reason,
         top_logprobs=answer.top_logprobs,
         support=support,
+        message=answer.message,
     )

@@ -1,6 +1,6 @@
 """Keyword arguments of the client's rollout methods; defaults are those of the wire format."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypedDict, Unpack
 
 from coppice.prompts import PromptLike, groups_of
@@ -19,7 +19,7 @@ from coppice.wire.rollouts import (
 from coppice.wire.sampling import Sampling, StructuredOutputs
 
 _PLAIN = (
-    *("priority", "speculation", "return_support", "adapter"),
+    *("priority", "speculation", "return_support", "adapter", "echo", "return_message"),
     *("stream_tokens", "top_logprobs", "prompt_logprobs"),
 )
 _LISTS = {"allowed_token_ids", "bad_words", "stop", "stop_token_ids"}
@@ -58,6 +58,7 @@ class RolloutOptions(TypedDict, total=False):
     Attributes:
         n: samples per prompt.
         seed: makes sampling reproducible; the prompt at index i uses seed + i.
+        seeds: per prompt, one seed per sample; instead of `seed`.
         max_tokens: response tokens per sample; by default up to the context limit.
         temperature: sampling temperature; the returned logprobs refer to the sampling distribution.
         top_p: share of the probability mass to sample from.
@@ -86,6 +87,9 @@ class RolloutOptions(TypedDict, total=False):
         priority: lower values are scheduled first.
         speculation: False disables speculative decoding; the distribution is the same.
         return_support: returns with each token the token ids that it was sampled from.
+        echo: if true, the result has the token ids of the prompts.
+        return_message: if true, responses to messages are also split into content, reasoning and
+            tool calls.
         adapter: name of a loaded LoRA adapter, or `name@version`.
         stream_tokens: streams have the tokens of running samples, too.
         top_logprobs: number of most probable tokens to return at each sampled token.
@@ -95,6 +99,7 @@ class RolloutOptions(TypedDict, total=False):
 
     n: int
     seed: int | None
+    seeds: Sequence[Sequence[int]] | None
     max_tokens: int | None
     temperature: float
     top_p: float
@@ -126,6 +131,8 @@ class RolloutOptions(TypedDict, total=False):
     stream_tokens: bool
     top_logprobs: int | None
     prompt_logprobs: int | None
+    echo: bool
+    return_message: bool
     session: str
     """Session name for load balancers, which route a session to the replica that has cached its
     earlier turns."""
@@ -141,7 +148,7 @@ def rollout_request(
     for name in _LISTS & given.keys():
         given[name] = _list_of(given[name])
     started = to_continue_from(given.pop("continue_from", ()))
-    groups = groups_of(prompts, **_only(given, {"n", "seed"}))
+    groups = groups_of(prompts, **_only(given, {"n", "seed", "seeds"}))
     sampling = Sampling(**_only(given, Sampling.model_fields.keys()))
     rest = _only(given, {"kv", "weights", "finish", "branching", "kv_reuse", *_PLAIN})
     return RolloutRequest(

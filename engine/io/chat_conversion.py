@@ -28,6 +28,8 @@ from engine.types import ChatRequest, ChatResponse, ToolCall
 log = logging.getLogger(__name__)
 MAX_ARGUMENTS_CHARACTERS = 2**20
 """Limit of a tool call's arguments. Longer than most contexts, and parsed within milliseconds."""
+UNBOUNDED = TokenizeParams(max_total_tokens=None, add_special_tokens=False)
+"""For prompts that are truncated here: with its own truncation a tokenizer is not thread-safe."""
 _FORM = {
     "messages": "not valid messages of OpenAI's chat API; a tool call needs id, type, "
     "function.name, and function.arguments as a JSON string",
@@ -56,7 +58,10 @@ class ChatProcessor:
         self._check_parser(request, chat_request)
         prompt = self._rendered(request.messages, chat_request, options)
         try:
-            return list(self._renderer.tokenize_prompt(prompt, self._bounds)["prompt_token_ids"])
+            number = chat_request.truncate_prompt_tokens
+            bounds = self._bounds if number is None else UNBOUNDED
+            token_ids = self._renderer.tokenize_prompt(prompt, bounds)["prompt_token_ids"]
+            return list(token_ids)[-(number or 0) :]
         except VLLMValidationError as error:
             raise PromptTooLong(error.args[0]) from error
 
@@ -72,6 +77,7 @@ class ChatProcessor:
             chat_template_kwargs={
                 **options,
                 "add_generation_prompt": chat_request.add_generation_prompt,
+                "continue_final_message": chat_request.continue_final_message,
                 "tools": copy.deepcopy(list(chat_request.tools)) or None,
                 "tokenize": not isinstance(self._renderer, HfRenderer),
             },

@@ -40,9 +40,10 @@ from engine.types import VersionSpan as EngineVersionSpan
 from service.prompt_kv.group_exports import GroupKvExports
 from service.rollouts.fairness import Turns
 from service.rollouts.finish_policy import FinishPolicy
-from service.rollouts.group_options import GroupOptions, derive_seed
+from service.rollouts.group_options import GroupOptions, sample_seed
 from service.rollouts.logprob_tables import to_sample_table
 from service.rollouts.prompt_kv_source import PrefilledPrompt, PromptSource
+from service.rollouts.sampling import parsed_message
 from service.rollouts.supports import given_support, joined, support_of
 
 EndReason = Literal["cancelled", "deadline", "surplus", "version_changed"]
@@ -172,18 +173,16 @@ class Group:
         return [first, *self.source.prefills, *others]
 
     def _request(self, index: int, sample_id: str, load: KvLoad | None) -> SampleRequest:
-        options, prompt, stream_key = self.options, self.options.prompt_token_ids, f"{index}"
+        options, prompt = self.options, self.options.prompt_token_ids
         prior_tokens = self._prior_tokens(index)
         if prior_tokens:
             prompt = [*prompt, *prior_tokens]
-            # Differs from the first run's key, so that its random numbers are not repeated
-            stream_key = f"{index}+{len(prior_tokens)}"
         max_tokens = options.sampling.max_tokens - len(prior_tokens)
         return SampleRequest(
             id=sample_id,
             prompt_token_ids=prompt,
             sampling=options.sampling.after(len(prior_tokens), max_tokens),
-            seed=None if options.seed is None else derive_seed(options.seed, stream_key),
+            seed=sample_seed(options, index, len(prior_tokens)),
             priority=options.priority,
             cache_salt=options.cache_salt,
             group=self.name,
@@ -294,6 +293,7 @@ class Group:
             stop_reason=stop_reason,
             versions=joined_spans([(prior_spans, len(prior_tokens)), (spans, num_tokens)]),
             top_logprobs=await self._top_logprobs(result, len(prior_tokens), num_tokens),
+            message=await parsed_message(self.options, token_ids),
         )
 
     async def _support(
@@ -377,6 +377,7 @@ class Group:
             index=self.options.index,
             outcome=self._outcome(samples),
             num_prompt_tokens=len(self.options.prompt_token_ids),
+            prompt_token_ids=self.options.prompt_token_ids if self.options.echo else None,
             # A resumed sample also has cached tokens after the prompt; these are not counted.
             num_cached_tokens=min(finished[0][1], len(self.options.prompt_token_ids)),
             num_continued_tokens=sum(len(given.token_ids) for given in self.options.continued),

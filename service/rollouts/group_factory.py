@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from coppice.wire.branching import Branching
 from coppice.wire.rollouts import Finish, GroupRequest, RolloutRequest, UnfinishedSample
@@ -11,10 +12,10 @@ from service.rollouts import validation
 from service.rollouts.fairness import PriorityAging, TimeSlice
 from service.rollouts.finish_policy import FinishPolicy
 from service.rollouts.group import Group
-from service.rollouts.group_options import GroupOptions, derive_seed
+from service.rollouts.group_options import GroupOptions, Parse, derive_seed
 from service.rollouts.prompt_kv_source import PrefilledPrompt, PromptSource
 from service.rollouts.sampling import to_engine_sampling
-from service.rollouts.tokenizer import Tokenizer
+from service.rollouts.tokenizer import Tokenizer, to_chat_request
 from service.trees.external_tree import ExternalTree
 from service.trees.plan import Plan
 from service.trees.tree_group import TreeGroup
@@ -85,6 +86,7 @@ class GroupFactory:
                 request.sampling, self._engine.info.max_context_tokens - len(prompt)
             ),
             seed=group.seed,
+            seeds=group.seeds,
             num_required=finish.num_samples,
             deadline_seconds=finish.deadline_seconds,
             priority=self._priority_aging.to_engine_priority(request.priority),
@@ -92,10 +94,17 @@ class GroupFactory:
             support_vocab_size=self._engine.info.vocab_size if request.return_support else None,
             kv_lease_seconds=None if request.kv is None else request.kv.lease_seconds,
             decode=self._tokenizer.response_text if _has_text(group) else None,
+            parse=self._parse(request, group),
+            echo=request.echo,
             continued=continued,
             num_top_logprobs=request.top_logprobs or shared.num_top_logprobs,
             answers_top_logprobs=bool(request.top_logprobs),
         )
+
+    def _parse(self, request: RolloutRequest, group: GroupRequest) -> Parse | None:
+        if not request.return_message or group.prompt.messages is None:
+            return None
+        return partial(self._tokenizer.chat_response, chat_request=to_chat_request(group.prompt))
 
 
 def _has_text(group: GroupRequest) -> bool:

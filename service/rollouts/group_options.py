@@ -5,10 +5,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from coppice.wire.rollouts import UnfinishedSample
-from engine.types import Sampling
+from engine.types import ChatResponse, Sampling
 
 Decode = Callable[[Sequence[int], int | str | None, Sampling], Awaitable[str]]
 """Detokenizes a response, given its token ids, its stop reason and its sampling parameters."""
+
+Parse = Callable[[Sequence[int]], Awaitable[ChatResponse]]
+"""Splits a response to messages into its content, reasoning and tool calls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +24,7 @@ class GroupOptions:
     `support_vocab_size`, the size of the vocabulary, supports are returned. After
     `deadline_seconds` the group ends with the samples as they are. Its first samples resume those
     in `continued`. `num_required` is the number of samples after which the finish policy ends the
-    group.
+    group. `seeds` has one seed per sample. With `echo` the answer has the prompt's token ids.
     """
 
     owner: str = ""
@@ -42,9 +45,26 @@ class GroupOptions:
     speculation: bool = True
     num_required: int | None = None
     deadline_seconds: float | None = None
+    seeds: Sequence[int] | None = None
     decode: Decode | None = None
+    parse: Parse | None = None
+    echo: bool = False
     kv_lease_seconds: float | None = None
     continued: Sequence[UnfinishedSample] = ()
+
+
+def sample_seed(options: GroupOptions, index: int, num_prior_tokens: int) -> int | None:
+    """Seed of a sample's random numbers.
+
+    A resumed sample has another one than in its first run, so that its numbers are not repeated.
+    """
+    if options.seeds is not None:
+        seed = options.seeds[index]
+        return derive_seed(seed, f"+{num_prior_tokens}") if num_prior_tokens else seed
+    if options.seed is None:
+        return None
+    resumed = f"+{num_prior_tokens}" if num_prior_tokens else ""
+    return derive_seed(options.seed, f"{index}{resumed}")
 
 
 def derive_seed(seed: int, stream_key: int | str) -> int:

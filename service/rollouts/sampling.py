@@ -1,13 +1,15 @@
-"""Conversion of wire sampling parameters to the engine's, and the text of a stopped sample."""
+"""Conversion of wire sampling parameters to the engine's, and the text and message of an answer."""
 
 import json
 from collections.abc import Callable, Sequence
 
 from coppice.wire import sampling as wire
+from coppice.wire.chat import ParsedMessage, ParsedToolCall
 from engine.errors import SamplingRefused
 from engine.protocol import Engine
 from engine.types import Sampling, StructuredOutputs
 from service.http.errors import InvalidRequest
+from service.rollouts.group_options import GroupOptions
 
 DEFAULT = wire.Sampling()
 
@@ -85,3 +87,17 @@ def response_text(
     if start < 0:
         return text
     return text[: start + len(stop_reason)] if include_stop_str else text[:start]
+
+
+async def parsed_message(options: GroupOptions, token_ids: list[int]) -> ParsedMessage | None:
+    """A response to messages, split by the engine's parsers, if it was requested."""
+    if options.parse is None:
+        return None
+    found = await options.parse(token_ids)
+    calls = [
+        ParsedToolCall(id=call.id, name=call.name, arguments=call.arguments)
+        for call in found.tool_calls
+    ]
+    return ParsedMessage(
+        content=found.content, reasoning=found.reasoning, tool_calls=calls, parsed=found.parsed
+    )

@@ -40,7 +40,8 @@ class Tokenizer:
     async def all_token_ids(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         tokens, turn = list[list[int]](), TimeSlice()
         for prompt in prompts:
-            tokens.append(self._check_token_ids(await self._tokens(prompt)))
+            found = await self._tokens(prompt)
+            tokens.append(self._check_token_ids(found[-(prompt.truncate_prompt_tokens or 0) :]))
             await turn.pause()
         return tokens
 
@@ -147,8 +148,7 @@ class Tokenizer:
             return [token for span in prompt.spans for token in span.token_ids]
         if prompt.text is not None:
             return await self._text_tokens(prompt.text)
-        messages = [{"role": m.role, "content": m.content} for m in prompt.messages or ()]
-        return await self.rendered(ChatRequest(messages=messages))
+        return await self.rendered(to_chat_request(prompt))
 
     async def _text_tokens(self, text: str) -> list[int]:
         """Tokenize a prompt text; a text that is certainly too long is rejected before that."""
@@ -168,6 +168,17 @@ class Tokenizer:
     async def _decoded(self, decode: Callable[[], Result]) -> Result:
         """Detokenize in the tokenizer thread; does not count toward the queue limit."""
         return await self._tokenizer.run(f"responses of {key_name.get()}", 0, decode)
+
+
+def to_chat_request(prompt: Prompt) -> ChatRequest:
+    return ChatRequest(
+        messages=[message.to_template_message() for message in prompt.messages or ()],
+        tools=[tool.model_dump(exclude_none=True) for tool in prompt.tools],
+        template_options=prompt.chat_template_kwargs,
+        add_generation_prompt=prompt.add_generation_prompt,
+        continue_final_message=prompt.continue_final_message,
+        truncate_prompt_tokens=prompt.truncate_prompt_tokens,
+    )
 
 
 def _num_chars(value: object) -> int:

@@ -21,6 +21,8 @@ def check(request: RolloutRequest, *, max_samples: int, is_blocking: bool) -> in
     if request.branching is not None:
         for group in request.groups:
             check_branching(request.branching, n=group.n)
+            if group.seeds is not None:
+                raise InvalidRequest("with branching, send seed instead of seeds")
         if request.branching.mode == "external" and is_blocking:
             raise InvalidRequest("mode external needs Prefer: respond-async or stream: true")
         if request.stream_tokens:

@@ -14,6 +14,7 @@ from engine.types import Completion
 from service.http.errors import SegmentNotFound
 from service.rollouts.group import version_spans
 from service.rollouts.group_options import GroupOptions
+from service.rollouts.sampling import parsed_message
 from service.rollouts.supports import Supports, joined, support_of
 from service.trees.plan import Plan
 
@@ -220,6 +221,7 @@ async def row_answer(index: int, row: LeafPath, options: GroupOptions) -> Sample
         stop_reason=stop_reason,
         versions=row.versions,
         top_logprobs=row.top_logprobs,
+        message=await parsed_message(options, row.token_ids),
     )
 
 

@@ -302,6 +302,7 @@ class TreeGroup(Group):
                 cancelled=self.end_reason == "cancelled",
             ),
             num_prompt_tokens=len(self.options.prompt_token_ids),
+            prompt_token_ids=self.options.prompt_token_ids if self.options.echo else None,
             num_cached_tokens=self.num_cached_tokens or 0,
             samples=samples,
             segments=self.tree.answers(),

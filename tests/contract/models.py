@@ -13,6 +13,7 @@ from pydantic import BaseModel
 
 from coppice.wire import (
     branching,
+    chat,
     control,
     kv,
     kv_reuse,
@@ -30,6 +31,7 @@ from tests.contract.document import Node, resolved
 
 MODULES: tuple[ModuleType, ...] = (
     branching,
+    chat,
     control,
     kv,
     problem_catalogue,

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import pytest_asyncio
 import torch
 
-from engine.types import Completion, SampleRequest, Sampling, StructuredOutputs
+from engine.types import ChatRequest, Completion, SampleRequest, Sampling, StructuredOutputs
 from engine.vllm_engine import VllmEngine
 from tests.engine.controlled_sampling import controlled_logprobs
 from tests.engine.seedling import reference, settings
@@ -191,3 +192,16 @@ async def test_stop_token_is_the_stop_reason(engine: VllmEngine) -> None:
     token = whole.token_ids[3]
     [sample] = await run(engine, prompt, temperature=0.0, stop_token_ids=(token,))
     assert (sample.finish, sample.stop_reason, sample.token_ids[-1]) == ("stop", token, token)
+
+
+async def test_prompt_of_a_chat_ends_with_the_message_to_continue(engine: VllmEngine) -> None:
+    messages = [{"role": "user", "content": "1+2"}, {"role": "assistant", "content": "answer: "}]
+    request = ChatRequest(
+        messages=messages, add_generation_prompt=False, continue_final_message=True
+    )
+    token_ids = engine.encode_chat(request)
+    assert engine.decode(token_ids, skip_special_tokens=False).endswith("answer: ")
+    assert engine.encode_chat(replace(request, truncate_prompt_tokens=3)) == token_ids[-3:]
+    long = [{"role": "user", "content": "1+2 " * 2000}]
+    cut = engine.encode_chat(ChatRequest(messages=long, truncate_prompt_tokens=5))
+    assert len(cut) == 5

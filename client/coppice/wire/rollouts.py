@@ -1,6 +1,6 @@
 """Wire types of POST /v1/rollouts: groups of prompts, answered by groups of samples."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -15,6 +15,7 @@ from coppice.wire.base import (
     TokenIds,
 )
 from coppice.wire.branching import Branching
+from coppice.wire.chat import Message, ParsedMessage, Tool
 from coppice.wire.kv import Kv, KvHandle, KvReason
 from coppice.wire.kv_reuse import KvReuse, KvReuseAnswer
 from coppice.wire.logprobs import NumTopLogprobs, OptionalLogprobs, OptionalPromptLogprobs
@@ -24,24 +25,19 @@ from coppice.wire.support import GivenSupport, SupportAnswer
 MAX_GROUPS = 4096
 MAX_SAMPLES_PER_GROUP = 1024
 
+Seed = Annotated[int, Field(ge=0, lt=2**62), JsonInteger()]
 Logprob = Annotated[float, Field(le=0.0, allow_inf_nan=False)]
 
 FinishReason = Literal[
     "stop", "length", "aborted", "deadline", "surplus", "version_changed", "error"
 ]
 SegmentFinish = Literal["cut", "budget", FinishReason]
-StopReason = Annotated[int | str | None, Field(exclude_if=lambda reason: reason is None)]
+ABSENT = Field(exclude_if=lambda value: value is None)
+StopReason = Annotated[int | str | None, ABSENT]
 """In answers: the stop token id or stop string that ended the sample; else absent."""
 SupportField = Annotated[SupportAnswer | None, Field(exclude_if=lambda support: support is None)]
 """In answers: the supports of the tokens, if `return_support` was set; else absent."""
 Outcome = Literal["done", "partial", "failed", "cancelled"]
-
-
-class Message(RequestModel):
-    """One chat message, rendered by the model's chat template."""
-
-    role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: Annotated[str, Field(max_length=16 * 2**20)]
 
 
 class PromptSpan(RequestModel):
@@ -52,7 +48,11 @@ class PromptSpan(RequestModel):
 
 
 class Prompt(RequestModel):
-    """Prompt, as exactly one of token ids, text, chat messages or spans; spans are concatenated."""
+    """Prompt, as exactly one of token ids, text, chat messages or spans; spans are concatenated.
+
+    With `truncate_prompt_tokens` only that many last tokens are kept. The fields after it belong to
+    messages.
+    """
 
     token_ids: Annotated[TokenIds, Field(min_length=1, max_length=MAX_TOKENS)] | None = None
     text: Annotated[str, Field(min_length=1, max_length=16 * 2**20)] | None = None
@@ -63,21 +63,41 @@ class Prompt(RequestModel):
         Annotated[list[PromptSpan], Field(min_length=1, max_length=1024, fail_fast=True)] | None
     ) = None
 
+    truncate_prompt_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS), JsonInteger()] | None = None
+    tools: Annotated[list[Tool], Field(max_length=1024, fail_fast=True)] = []
+    chat_template_kwargs: dict[str, Any] = {}
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
     @model_validator(mode="after")
-    def _exactly_one(self) -> Self:
+    def _consistent(self) -> Self:
         ways = (self.token_ids, self.text, self.messages, self.spans)
         if sum(way is not None for way in ways) != 1:
             raise ValueError("give exactly one of token_ids, text, messages and spans")
+        chat = (self.tools, self.chat_template_kwargs, self.continue_final_message)
+        if self.messages is None and (any(chat) or not self.add_generation_prompt):
+            raise ValueError("the options of a chat need messages")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("continue_final_message needs add_generation_prompt: false")
+        if self.truncate_prompt_tokens is not None and self.spans is not None:
+            raise ValueError("spans cannot be truncated")
         return self
 
 
 class GroupRequest(RequestModel):
-    """One prompt and the number n of samples to generate from it."""
+    """One prompt and the number n of samples to generate from it; `seeds` has one per sample."""
 
     prompt: Prompt
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES_PER_GROUP), JsonInteger()] = 1
     id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    seed: Annotated[int, Field(ge=0, lt=2**62), JsonInteger()] | None = None
+    seed: Seed | None = None
+    seeds: Annotated[list[Seed], Field(max_length=MAX_SAMPLES_PER_GROUP)] | None = None
+
+    @model_validator(mode="after")
+    def _one_seed_per_sample(self) -> Self:
+        if self.seeds is not None and (self.seed is not None or len(self.seeds) != self.n):
+            raise ValueError("seeds needs n seeds, and no seed")
+        return self
 
 
 class WeightsConstraint(RequestModel):
@@ -159,6 +179,8 @@ class RolloutRequest(RequestModel):
     adapter: AdapterName | None = None
     top_logprobs: NumTopLogprobs | None = None
     prompt_logprobs: NumTopLogprobs | None = None
+    echo: bool = False
+    return_message: bool = False
     stream: bool = False
     stream_tokens: bool = False
 
@@ -188,6 +210,7 @@ class SampleAnswer(AnswerModel):
     versions: list[VersionSpan]
     top_logprobs: OptionalLogprobs = None
     """Most probable tokens of the sampling distribution at each token."""
+    message: Annotated[ParsedMessage | None, ABSENT] = None
 
 
 class SegmentAnswer(AnswerModel):
@@ -228,6 +251,7 @@ class GroupHead(AnswerModel):
     outcome: Outcome
     exact: bool = True
     num_prompt_tokens: int
+    prompt_token_ids: Annotated[list[int] | None, ABSENT] = None
     num_cached_tokens: int
     num_continued_tokens: int = 0
     selected: list[int] | None = None

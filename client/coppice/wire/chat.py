@@ -1,0 +1,92 @@
+"""Wire types of chat prompts: messages and tools in OpenAI's format."""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from coppice.wire.base import AnswerModel, RequestModel
+
+MAX_CHARS = 16 * 2**20
+Name = Annotated[str, Field(min_length=1, max_length=256)]
+Chars = Annotated[str, Field(max_length=MAX_CHARS)]
+
+
+class TextPart(RequestModel):
+    """Part of a message's content."""
+
+    type: Literal["text"] = "text"
+    text: Chars
+
+
+class CalledFunction(RequestModel):
+    """Function that a message calls; `arguments` is the text of a JSON object."""
+
+    name: Name
+    arguments: Annotated[str, Field(max_length=2**20)]
+
+
+class MessageToolCall(RequestModel):
+    """Tool call in a message of the assistant."""
+
+    id: Name
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Message(RequestModel):
+    """One chat message, rendered by the model's chat template."""
+
+    role: Annotated[str, Field(min_length=1, max_length=64)]
+    content: Chars | Annotated[list[TextPart], Field(max_length=1024)] | None = None
+    name: Name | None = None
+    reasoning: Chars | None = None
+    tool_calls: Annotated[list[MessageToolCall], Field(max_length=256)] | None = None
+    tool_call_id: Name | None = None
+
+    @model_validator(mode="after")
+    def _not_empty(self) -> Self:
+        if self.content is None and self.tool_calls is None and self.reasoning is None:
+            raise ValueError("a message needs content, reasoning or tool_calls")
+        return self
+
+    def to_template_message(self) -> dict[str, Any]:
+        """Message as a dict for the chat template, with its text parts joined."""
+        content = self.content
+        if isinstance(content, list):
+            content = "".join(part.text for part in content)
+        return {**self.model_dump(exclude_none=True), "content": content or ""}
+
+
+class ToolFunction(RequestModel):
+    """Function of a tool; `parameters` is a JSON schema that the chat template renders."""
+
+    name: Name
+    description: Chars | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(RequestModel):
+    """Tool that the model may call."""
+
+    type: Literal["function"] = "function"
+    function: ToolFunction
+
+
+class ParsedToolCall(AnswerModel):
+    """Tool call in a response; `arguments` is the JSON text that the model generated."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+class ParsedMessage(AnswerModel):
+    """Response, split by the server's tool and reasoning parsers.
+
+    If a parser failed, `parsed` is false and the content is the whole text.
+    """
+
+    content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ParsedToolCall] = []
+    parsed: bool = True

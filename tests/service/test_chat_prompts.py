@@ -1,0 +1,112 @@
+"""Options of prompts of POST /v1/rollouts: chats with tools, truncation, echo and seeds."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coppice.wire.chat import Message, Tool
+from coppice.wire.rollouts import GroupRequest, Prompt
+from service.rollouts.tokenizer import to_chat_request
+from tests.fake_engine import FakeEngine
+from tests.service.test_rollouts import body, group
+from tests.serving import serving
+
+USER = {"role": "user", "content": "abc"}
+ADD = {"function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+def chat(**options: Any) -> dict[str, Any]:
+    return {"prompt": {"messages": [USER], **options}}
+
+
+def test_messages_have_the_shapes_of_the_chat_api() -> None:
+    called = {"id": "c1", "function": {"name": "add", "arguments": "{}"}}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"text": "b"}]},
+        {"role": "assistant", "reasoning": "so", "tool_calls": [called]},
+        {"role": "tool", "content": "3", "tool_call_id": "c1"},
+    ]
+    prompt = Prompt(messages=[Message.model_validate(message) for message in messages])
+    rendered = to_chat_request(prompt).messages
+    assert rendered[0] == {"role": "user", "content": "ab"}
+    assert rendered[1]["content"] == ""
+    assert rendered[1]["tool_calls"] == [{"type": "function", **called}]
+    assert rendered[2]["tool_call_id"] == "c1"
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        {"text": "a", "tools": [ADD]},
+        {"token_ids": [1], "add_generation_prompt": False},
+        {"messages": [USER], "continue_final_message": True},
+        {"messages": [{"role": "user"}]},
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        {"spans": [{"token_ids": [1]}], "truncate_prompt_tokens": 1},
+        {"text": "a", "truncate_prompt_tokens": 0},
+    ],
+)
+def test_option_that_does_not_fit_the_prompt_is_refused(prompt: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        Prompt.model_validate(prompt)
+
+
+def test_options_of_a_chat_reach_the_engine() -> None:
+    prompt = Prompt(
+        messages=[Message(role="user", content="a")],
+        tools=[Tool.model_validate(ADD)],
+        chat_template_kwargs={"enable_thinking": False},
+        add_generation_prompt=False,
+        continue_final_message=True,
+        truncate_prompt_tokens=7,
+    )
+    request = to_chat_request(prompt)
+    assert request.tools[0]["function"]["name"] == "add"
+    assert request.template_options == {"enable_thinking": False}
+    assert (request.add_generation_prompt, request.continue_final_message) == (False, True)
+    assert request.truncate_prompt_tokens == 7
+
+
+async def test_response_is_split_into_a_message_on_request(tmp_path: Path) -> None:
+    async with serving(FakeEngine(), tmp_path) as served:
+        asked = body(chat(tools=[ADD]), group(1), return_message=True)
+        answer = (await served.http.post("/v1/rollouts", json=asked)).json()
+    [[sample], [other]] = [answered["samples"] for answered in answer["groups"]]
+    [call] = sample["message"]["tool_calls"]
+    assert (call["name"], call["arguments"]) == ("add", "{}")
+    assert "message" not in other
+
+
+@pytest.mark.parametrize("prompt", [{"text": "abcdef"}, {"token_ids": [*b"abcdef"]}])
+async def test_prompt_is_truncated_to_its_last_tokens_and_returned(
+    tmp_path: Path, prompt: dict[str, Any]
+) -> None:
+    async with serving(FakeEngine(), tmp_path) as served:
+        asked = body({"prompt": {**prompt, "truncate_prompt_tokens": 2}}, echo=True)
+        answer = (await served.http.post("/v1/rollouts", json=asked)).json()
+    [answered] = answer["groups"]
+    assert answered["prompt_token_ids"] == [*b"ef"]
+    assert answered["num_prompt_tokens"] == 2
+
+
+async def test_answer_has_no_prompt_unless_requested(tmp_path: Path) -> None:
+    async with serving(FakeEngine(), tmp_path) as served:
+        answer = (await served.http.post("/v1/rollouts", json=body(group(1)))).json()
+    assert "prompt_token_ids" not in answer["groups"][0]
+
+
+async def test_every_sample_gets_its_own_seed(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    async with serving(engine, tmp_path) as served:
+        await served.http.post("/v1/rollouts", json=body(group(1, n=3, seeds=[7, 7, 9])))
+    assert [request.seed for request in engine.submitted] == [7, 7, 9]
+
+
+def test_seeds_need_one_per_sample_and_no_seed() -> None:
+    prompt = Prompt(text="a")
+    GroupRequest(prompt=prompt, n=2, seeds=[1, 2])
+    with pytest.raises(ValueError, match="n seeds"):
+        GroupRequest(prompt=prompt, n=2, seeds=[1])
+    with pytest.raises(ValueError, match="n seeds"):
+        GroupRequest(prompt=prompt, n=1, seed=1, seeds=[1])
