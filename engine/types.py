@@ -162,7 +162,8 @@ class SampleRequest:
     token was sampled from is returned. Prefixes are shared among samples with the same
     `cache_salt`, and among samples without one. Samples of the same `group` may be drafted from
     each other's text, unless `speculation` is false. `adapter` is the label of a loaded adapter.
-    `on_tokens` receives the tokens while the sample runs.
+    `on_tokens` receives the tokens while the sample runs. The routed experts are returned from
+    position `experts_from` on.
 
     The last `num_prior_tokens` tokens of the prompt are the first ones of the response. Penalties,
     bad words, structured outputs and stop strings take them into account; the limits in `sampling`
@@ -178,6 +179,7 @@ class SampleRequest:
     entropy_top_k: int = 0
     num_top_logprobs: int = 0
     support: bool = False
+    experts_from: int | None = None
     cache_salt: str | None = None
     group: str | None = None
     speculation: bool = True
@@ -255,6 +257,9 @@ class Completion:
     entropy: list[float] | None = None
     top_logprobs: TopLogprobRows | None = None
     support: list[bytes] | None = None
+    routed_experts: NDArray[np.integer[Any]] | None = None
+    """Experts [positions, layers, experts per token] from `experts_from` on, without the last
+    token, which the model has not read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,6 +292,7 @@ class EngineInfo:
     max_adapters: int = 0
     """Maximum number of loaded adapters. 0 disables adapters."""
     max_adapter_rank: int = 0
+    returns_routed_experts: bool = False
     max_logprobs: int = 0
     """Maximum number of top logprobs per token that a request may ask for."""
     template_variables: frozenset[str] = frozenset()

@@ -137,6 +137,7 @@ class FakeEngine:
             kv_format=FORMAT if self.prompt_kv else None,
             kv_reason=None if self.prompt_kv else "disabled",
             max_logprobs=20,
+            returns_routed_experts=True,
             template_variables=frozenset({"enable_thinking"}),
             max_token_chars=1,
             max_adapters=self.max_adapters,
@@ -426,6 +427,8 @@ class FakeEngine:
             top_logprobs=_rows([p % VOCAB_SIZE for p in places], [-0.5] * count, k) if k else None,
             support=_supports(places) if sample.request.support else None,
         )
+        if (first := sample.request.experts_from) is not None:
+            completion = replace(completion, routed_experts=_experts(first, length + count - 1))
         sample.done.set_result(completion)
 
 
@@ -491,6 +494,11 @@ def _deliver(sample: Running) -> None:
             else None,
         )
     )
+
+
+def _experts(first: int, end: int) -> NDArray[np.uint8]:
+    """One layer and one expert, whose number is the position."""
+    return np.arange(first, end, dtype=np.uint8).reshape(-1, 1, 1)
 
 
 def _rows(

@@ -27,6 +27,7 @@ from coppice.wire.rollouts import (
     Usage,
     VersionSpan,
 )
+from coppice.wire.routed_experts import RoutedExperts
 from coppice.wire.support import SupportAnswer, rows_of, split_rows
 from coppice.wire.version_span_slicing import joined_spans
 
@@ -57,6 +58,11 @@ class Sample:
     """
     support: Support | None = None
     message: ParsedMessage | None = None
+    routed_experts: RoutedExperts | None = None
+    """Experts that the model selected for each token that it has read, if they were requested.
+
+    For a resumed sample they begin where those of its earlier part end; see `RoutedExperts.joined`.
+    """
 
     def token_versions(self) -> list[str]:
         """Weights version that generated each token of the sample."""
@@ -365,4 +371,5 @@ def _sample_of(
         top_logprobs=answer.top_logprobs,
         support=support,
         message=answer.message,
+        routed_experts=answer.routed_experts,
     )

@@ -20,7 +20,7 @@ from coppice.wire.sampling import Sampling, StructuredOutputs
 
 _PLAIN = (
     *("priority", "speculation", "return_support", "adapter", "echo", "return_message"),
-    *("stream_tokens", "top_logprobs", "prompt_logprobs"),
+    *("stream_tokens", "top_logprobs", "prompt_logprobs", "return_routed_experts"),
 )
 _LISTS = {"allowed_token_ids", "bad_words", "stop", "stop_token_ids"}
 
@@ -95,6 +95,8 @@ class RolloutOptions(TypedDict, total=False):
         top_logprobs: number of most probable tokens to return at each sampled token.
         prompt_logprobs: number of most probable tokens to return at each prompt token; with 0, the
             prompt tokens' own logprobs only.
+        return_routed_experts: if true, returns the experts that a mixture-of-experts model selected
+            for each token; the server needs `engine.return_routed_experts`.
     """
 
     n: int
@@ -133,6 +135,7 @@ class RolloutOptions(TypedDict, total=False):
     prompt_logprobs: int | None
     echo: bool
     return_message: bool
+    return_routed_experts: bool | None
     session: str
     """Session name for load balancers, which route a session to the replica that has cached its
     earlier turns."""

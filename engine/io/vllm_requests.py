@@ -34,6 +34,7 @@ from engine.io.stop_strings import PRIOR_TEXT_ARG
 from engine.kv_types import KvTransferParams
 from engine.launch.processes import VllmProcesses
 from engine.launch.sampling_hooks import PRIOR_TOKENS_ARG
+from engine.runner.routed_experts import ROUTED_EXPERTS_ARG
 from engine.sampling_support.step import SUPPORT_ARG, rows_of
 from engine.speculation.request_table import GROUP_ARG, NO_DRAFTS_ARG
 from engine.types import (
@@ -112,6 +113,7 @@ def sampling_params(sample: SampleRequest, max_context_tokens: int) -> SamplingP
         output_kind=_output_kind(sample),
         skip_clone=True,  # not shared
         extra_args=_extra_args(sample),
+        routed_experts_prompt_start=sample.experts_from or 0,
     )
 
 
@@ -163,6 +165,8 @@ def _extra_args(sample: SampleRequest) -> dict[str, Any] | None:
     if sample.export is not None or sample.load is not None:
         params = KvTransferParams(export=sample.export, load=sample.load)
         carried["kv_transfer_params"] = params.to_dict()
+    if sample.experts_from is not None:
+        carried[ROUTED_EXPERTS_ARG] = True
     return carried or None
 
 
@@ -245,6 +249,7 @@ def to_completion(output: RequestOutput, request: SampleRequest) -> Completion:
         entropy=top_k_entropies(rows, k) if k and rows is not None else None,
         top_logprobs=_top_logprobs(sample.logprobs, request),
         support=_support(sample) if request.support else None,
+        routed_experts=sample.routed_experts,
     )
 
 

@@ -110,6 +110,11 @@ def engine_arguments(
     settings = with_defaults(
         settings, on_cpu=on_cpu, needs_limits=graphs is not None or speculation.mode != "off"
     )
+    if settings.return_routed_experts and settings.kv_offload_bytes is not None:
+        raise StartFailed(
+            "engine.return_routed_experts and engine.kv_offload_bytes exclude each other: KV that "
+            "is loaded from host memory has no experts; unset one of them"
+        )
     own: dict[str, Any] = dict(
         model=str(model),
         served_model_name=settings.served_name,
@@ -128,6 +133,7 @@ def engine_arguments(
         logprobs_mode="processed_logprobs",
         # Scoring of given tokens includes the token at the position itself.
         max_logprobs=max(settings.max_logprobs, MAX_ENTROPY_TOP_K) + 1,
+        enable_return_routed_experts=settings.return_routed_experts,
         # The model's sampling defaults would silently override the request's.
         generation_config="vllm",
         # With the default, "auto", a schema that xgrammar cannot apply is compiled by a backend

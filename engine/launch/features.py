@@ -75,6 +75,7 @@ def engine_features(
         _quantization(config, settings),
         _quantized_kv(settings),
         _expert_parallel(settings),
+        _routed_experts(settings),
         _async_scheduling(config, settings),
         _parser("tool_parser", settings.tool_parser, "tool calls", "stay"),
         _parser("reasoning_parser", settings.reasoning_parser, "reasoning", "stays"),
@@ -173,6 +174,11 @@ def _quantized_kv(settings: EngineSettings) -> FeatureStatus:
 def _expert_parallel(settings: EngineSettings) -> FeatureStatus:
     is_on, how = settings.enable_expert_parallel, "engine.enable_expert_parallel"
     return _feature("expert_parallel", is_on, f"{how} is {str(is_on).lower()}", how)
+
+
+def _routed_experts(settings: EngineSettings) -> FeatureStatus:
+    is_on, how = settings.return_routed_experts, "engine.return_routed_experts"
+    return _feature("routed_experts", is_on, f"{how} is {str(is_on).lower()}", how)
 
 
 def _async_scheduling(config: Any, settings: EngineSettings) -> FeatureStatus:

@@ -73,6 +73,7 @@ def collect_info(
         kv_reason=kv.reason,
         kv_gpu_memory=kv.gpu_memory,
         max_logprobs=settings.max_logprobs,
+        returns_routed_experts=settings.return_routed_experts,
         max_token_chars=llm.get_tokenizer().max_chars_per_token,
         max_adapters=settings.max_adapters,
         max_adapter_rank=settings.max_adapter_rank if settings.max_adapters else 0,

@@ -20,7 +20,7 @@ from engine.patches import (
     lora_cpu_ops,
     reload_memory,
 )
-from engine.runner import prompt_token_ids
+from engine.runner import prompt_token_ids, routed_experts
 from engine.runtime import gc_and_process_group
 from engine.sampling_support import hooks as sampling_support
 from engine.speculation import mrv2_speculators
@@ -72,6 +72,18 @@ PATCHES = (
         name="prompt_token_ids",
         install=prompt_token_ids.install,
         platform="cpu",
+        processes=MODEL_PROCESSES,
+    ),
+    Patch(
+        name="routed_experts",
+        install=routed_experts.install_on_cpu,
+        platform="cpu",
+        processes=MODEL_PROCESSES,
+    ),
+    Patch(
+        name="routed_experts",
+        install=routed_experts.install_on_gpu,
+        platform="gpu",
         processes=MODEL_PROCESSES,
     ),
     Patch(

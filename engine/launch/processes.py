@@ -27,6 +27,7 @@ from engine.errors import EngineDead, StartFailed
 from engine.launch.arguments import USAGE_CONTEXT, engine_arguments, with_defaults
 from engine.launch.environment import engine_environment
 from engine.launch.vllm_seams import check_version
+from engine.runner.routed_experts import accept_cpu_runner
 from engine.runtime.await_engine import await_engine
 from engine.runtime.leftover_files import TempDir, remove_leftover_shared_memory
 from engine.sampling_support import hooks as sampling_support
@@ -88,6 +89,8 @@ class VllmProcesses:
             on_cpu=on_cpu,
             temp_dir=self._temp_dir.path,
         )
+        if on_cpu:
+            accept_cpu_runner()
         with _start_failures():
             arguments = self._arguments(model, speculation, on_cpu=on_cpu)
             log.info("engine.seed is %d", arguments.seed)

@@ -31,6 +31,7 @@ from coppice.wire.rollouts import (
     SegmentAnswer,
     VersionSpan,
 )
+from coppice.wire.routed_experts import RoutedExperts
 from coppice.wire.support import SupportAnswer
 from coppice.wire.version_span_slicing import cut_spans, joined_spans
 from engine.kv_types import KvLoad
@@ -193,7 +194,16 @@ class Group:
             on_tokens=None if self.on_tokens is None else partial(self._on_delta, index),
             num_prior_tokens=len(prior_tokens),
             support=options.support_vocab_size is not None,
+            experts_from=self._experts_from(index) if options.returns_routed_experts else None,
         )
+
+    def _experts_from(self, index: int) -> int:
+        """First position whose routed experts are returned.
+
+        The model has read all tokens that a resumed sample already has, except for the last.
+        """
+        num_prior = len(self._prior_tokens(index))
+        return len(self.options.prompt_token_ids) + num_prior - 1 if num_prior else 0
 
     @asynccontextmanager
     async def _deadline(self, engine: Engine) -> AsyncIterator[None]:
@@ -294,6 +304,7 @@ class Group:
             versions=joined_spans([(prior_spans, len(prior_tokens)), (spans, num_tokens)]),
             top_logprobs=await self._top_logprobs(result, len(prior_tokens), num_tokens),
             message=await parsed_message(self.options, token_ids),
+            routed_experts=self._routed_experts(index, result, num_tokens),
         )
 
     async def _support(
@@ -312,6 +323,16 @@ class Group:
         if self.options.decode is None:
             return None
         return await self.options.decode(token_ids, stop_reason, self.options.sampling)
+
+    def _routed_experts(
+        self, index: int, result: Completion, num_tokens: int
+    ) -> RoutedExperts | None:
+        """Routed experts of a sample, without those of tokens of other weights versions."""
+        if result.routed_experts is None:
+            return None
+        num_dropped = len(result.token_ids) - num_tokens
+        rows = result.routed_experts[: len(result.routed_experts) - num_dropped]
+        return RoutedExperts.of(self._experts_from(index), rows)
 
     async def _top_logprobs(
         self, result: Completion, num_prior: int, num_tokens: int

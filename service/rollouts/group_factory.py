@@ -99,6 +99,7 @@ class GroupFactory:
             continued=continued,
             num_top_logprobs=request.top_logprobs or shared.num_top_logprobs,
             answers_top_logprobs=bool(request.top_logprobs),
+            returns_routed_experts=bool(request.return_routed_experts),
         )
 
     def _parse(self, request: RolloutRequest, group: GroupRequest) -> Parse | None:

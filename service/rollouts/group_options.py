@@ -18,7 +18,7 @@ Parse = Callable[[Sequence[int]], Awaitable[ChatResponse]]
 class GroupOptions:
     """Prompt, sampling parameters and limits of one group (one prompt and its samples).
 
-    `owner` to `support_vocab_size` are common to all groups of a rollout; the manager sets them
+    `owner` to `returns_routed_experts` are common to all groups of a rollout; the manager sets them
     before the groups exist. With `stream_tokens`, tokens are received while samples run. With
     `answers_top_logprobs`, the top logprobs are part of the samples' answers. With
     `support_vocab_size`, the size of the vocabulary, supports are returned. After
@@ -35,6 +35,7 @@ class GroupOptions:
     stream_tokens: bool = False
     answers_top_logprobs: bool = False
     support_vocab_size: int | None = None
+    returns_routed_experts: bool = False
     id: str = ""
     index: int = 0
     n: int = 1

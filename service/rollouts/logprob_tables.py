@@ -44,8 +44,21 @@ def check_rollout(
         longest = info.max_context_tokens - shortest
         positions = num_samples * min(request.sampling.max_tokens or longest, longest)
         check_total("top_logprobs", positions, request.top_logprobs)
+    if request.return_routed_experts:
+        _check_experts(request, info)
     if request.prompt_logprobs:
         check_total("prompt_logprobs", sum(map(len, prompts)), request.prompt_logprobs)
+
+
+def _check_experts(request: RolloutRequest, info: EngineInfo) -> None:
+    if not info.returns_routed_experts:
+        raise InvalidRequest.of_parameter(
+            "return_routed_experts", "the server was started without engine.return_routed_experts"
+        )
+    if request.branching is not None or request.kv_reuse is not None:
+        raise InvalidRequest.of_parameter(
+            "return_routed_experts", "cannot be combined with branching or kv_reuse"
+        )
 
 
 def table_of(rows: TopLogprobRows) -> TokenLogprobs:

@@ -311,6 +311,8 @@ def _num_bytes(part: SampleAnswer | SegmentAnswer) -> int:
     if part.support is not None:
         num_bytes += len(part.support.data) + 36 * len(part.support.lengths)
     if isinstance(part, SampleAnswer):
+        if part.routed_experts is not None:
+            num_bytes += len(part.routed_experts.data)
         return num_bytes + sys.getsizeof(part.text) + 80 * len(part.token_ids)
     # Counted twice: the log has the segment as it was when it ended, the answer as it is now.
     return 2 * (num_bytes + (80 if part.entropy is None else 120) * len(part.token_ids))

@@ -77,7 +77,14 @@ def test_upstream_expand_writes_nothing() -> None:
 def test_process_gets_the_patches_it_needs() -> None:
     for name in ("EngineCore", "EngineCore_DP0", "VllmWorker-1"):
         assert install_patches(name) == (
-            *("expand_kernel", "chunked_seed", "adapter_rows", "moe_reload", "prompt_token_ids"),
+            *(
+                "expand_kernel",
+                "chunked_seed",
+                "adapter_rows",
+                "moe_reload",
+                "prompt_token_ids",
+                "routed_experts",
+            ),
         )
     assert install_patches("MainProcess") == ("expand_kernel",)
 

@@ -11,6 +11,8 @@ import pytest
 from coppice.wire.logprobs import TokenLogprobs
 from coppice.wire.packed_scores import unpack_scores
 from coppice.wire.result_formats import PACKED_MEDIA_TYPE, unpack
+from coppice.wire.rollouts import RolloutAnswer
+from coppice.wire.routed_experts import RoutedExperts
 from coppice.wire.score import ScoredResponse
 from service.http import responses
 from service.rollouts import logprob_tables
@@ -188,6 +190,45 @@ async def test_rollouts_with_too_many_logprobs_are_refused(
     assert one_token.status_code == in_all.status_code == 422
     assert "engine.max_logprobs" in one_token.json()["detail"]
     assert "at most 5 in all" in in_all.json()["detail"]
+
+
+@pytest.mark.parametrize("accepted", [{}, PACKED])
+async def test_routed_experts_begin_at_the_first_token_that_was_not_read_before(
+    tmp_path: Path, accepted: dict[str, str]
+) -> None:
+    given = {
+        "token_ids": [7, 8],
+        "logprobs": [-1.0, -1.0],
+        "versions": [{"version": "v0", "start": 0, "end": 2}],
+    }
+    options: dict[str, Any] = {
+        "return_routed_experts": True,
+        "continue_from": {"samples": [given]},
+        "sampling": {"max_tokens": 4},
+    }
+    async with serving(FakeEngine(), tmp_path) as served:
+        answer = await rollout(served, accepted, **options)
+        plain = (await rollout(served)).json()["groups"][0]["samples"][0]
+    found = unpack(answer.content).answer if accepted else None
+    whole = found or RolloutAnswer.model_validate_json(answer.content)
+    resumed, fresh = (sample.routed_experts for sample in whole.groups[0].samples)
+    assert resumed is not None and fresh is not None and "routed_experts" not in plain
+    assert (resumed.start, resumed.array.ravel().tolist()) == (4, [4, 5])
+    assert (fresh.start, fresh.array.ravel().tolist()) == (0, [0, 1, 2, 3, 4, 5])
+    before = RoutedExperts.of(0, np.zeros((4, 1, 1), np.uint8))
+    assert RoutedExperts.joined([before, resumed]).shape == (6, 1, 1)
+
+
+async def test_routed_experts_of_a_tree_are_refused(tmp_path: Path) -> None:
+    branching = {"mode": "interval", "interval": 32, "max_depth": 2, "max_leaves": 4}
+    async with serving(FakeEngine(), tmp_path) as served:
+        refused = await rollout(
+            served,
+            return_routed_experts=True,
+            branching=branching,
+            groups=[{"prompt": {"token_ids": [1]}}],
+        )
+    assert refused.status_code == 422 and "branching" in refused.json()["detail"]
 
 
 def test_large_tables_are_encoded_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:

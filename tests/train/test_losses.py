@@ -17,6 +17,7 @@ from coppice.train import (
     grpo_loss,
     kl_estimate,
     naive_backward,
+    reverse_kl_loss,
     sequence_mean,
     token_mean,
 )
@@ -202,3 +203,19 @@ def test_passes_are_bounded_and_balanced(
 def test_pass_of_zero_tokens_is_refused() -> None:
     with pytest.raises(ValueError, match="pass_tokens must be at least 1"):
         plan_passes([1], 0)
+
+
+def test_reverse_kl_loss_has_the_gradient_of_the_divergence_in_expectation() -> None:
+    torch.manual_seed(2)
+    logits, teacher = torch.randn(2, 5, dtype=torch.float64)
+    logits.requires_grad_()
+    own, its = logits.log_softmax(0), teacher.log_softmax(0)
+    [exact] = torch.autograd.grad((own.exp() * (own - its)).sum(), logits, retain_graph=True)
+    expected = torch.zeros_like(exact)
+    for token, probability in enumerate(own.detach().exp()):
+        rows = RowLogprobs(logprobs=own[token : token + 1], rows=(0,), lengths=(1,))
+        loss = reverse_kl_loss(
+            rows, teacher=[its[token : token + 1]], weights=lambda lengths: torch.ones(1)
+        )
+        expected += probability * torch.autograd.grad(loss, logits, retain_graph=True)[0]
+    torch.testing.assert_close(expected, exact)

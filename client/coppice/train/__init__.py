@@ -23,11 +23,13 @@ from coppice.train.losses import (
     dr_grpo,
     grpo_loss,
     kl_estimate,
+    reverse_kl_loss,
     sequence_mean,
     token_mean,
 )
 from coppice.train.naive import naive_backward, naive_logprobs
 from coppice.train.prompt_kv_leaves import PromptKV
+from coppice.train.routing import replay_routing
 from coppice.train.sampled_distribution import LogitAdjustments, sampled_logprobs
 from coppice.train.training_group import LossFunction, RowLogprobs, TrainingGroup, TrainingTree
 
@@ -56,6 +58,8 @@ __all__ = [
     "naive_logprobs",
     "packed_logprobs",
     "reduce_gradients",
+    "replay_routing",
+    "reverse_kl_loss",
     "sampled_logprobs",
     "sequence_mean",
     "token_mean",

@@ -12,7 +12,7 @@ Shapes: T tokens of the row, P prompt tokens, H query heads, K KV heads, D head 
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from coppice.train.flex import FlexAttention, packed_layout, response_layout, wa
 from coppice.train.layer_attention import LayerAttention
 from coppice.train.packed_row import Inputs, Spans
 from coppice.train.prompt_kv_leaves import Layers, with_first_tokens
+from coppice.train.routing import has_routers, hooked_routers, select_experts
 
 NAME = "coppice"
 
@@ -50,13 +51,15 @@ class StopForward(Exception):
 class AttentionContext(ABC):
     """Implementation of the attention of all layers of a model, for one forward.
 
-    `layers_seen` collects the layers that called `attend`.
+    `layers_seen` collects the layers that called `attend`. `experts` are those that routers select,
+    for each token of the forward.
     """
 
     def __init__(self, num_layers: int, max_row_tokens: int) -> None:
         self.num_layers = num_layers
         self.max_row_tokens = max_row_tokens
         self.layers_seen: set[int] = set()
+        self.experts: Tensor | None = None
 
     @abstractmethod
     def attend(
@@ -265,7 +268,9 @@ def attending(model: Any) -> Iterator[None]:
     before = config._attn_implementation
     config._attn_implementation = NAME
     try:
-        yield
+        # Hooked once: a backward that computes a layer again may run in the outer scope only.
+        with nullcontext() if before == NAME else hooked_routers(model):
+            yield
     finally:
         config._attn_implementation = before
 
@@ -289,6 +294,9 @@ def forward(model: Any, inputs: Inputs, context: AttentionContext) -> Tensor | N
 
     Returns None if the context ended the forward early.
     """
+    if inputs.experts is not None and not has_routers(model):
+        raise UnsupportedModel("the group has routed experts, but the model has no known router")
+    context.experts = inputs.experts
     try:
         logits_1TV = model(
             input_ids=inputs.input_ids,
@@ -299,6 +307,8 @@ def forward(model: Any, inputs: Inputs, context: AttentionContext) -> Tensor | N
         ).logits
     except StopForward:
         logits_1TV = None
+    finally:
+        select_experts(None)
     context.check_seen()
     return None if logits_1TV is None else logits_1TV[0]
 
@@ -323,6 +333,7 @@ def _attention(
     _check_layer(module, sliding_window, coppice.max_row_tokens)
     index = int(module.layer_idx)  # type: ignore[arg-type]
     coppice.layers_seen.add(index)
+    select_experts(coppice.experts)  # here, because a backward may compute the layer again
     layer = LayerAttention(
         scale=q_1HTD.shape[-1] ** -0.5 if scaling is None else scaling,
         window=_window_within(sliding_window, coppice.max_row_tokens),

@@ -115,6 +115,23 @@ def grpo_loss(
     return -(gain_T * _token_weights(rows, weights)).sum()
 
 
+def reverse_kl_loss(
+    rows: RowLogprobs, *, teacher: Sequence[Tensor], weights: TokenWeights
+) -> Tensor:
+    """Loss of a micro-batch for on-policy distillation from a teacher.
+
+    Its expected gradient is that of the reverse KL divergence KL(student || teacher) per token, if
+    the current policy has sampled the responses. The loss itself is not the divergence.
+
+    Args:
+        rows: logprobs of the micro-batch under the current policy, the student.
+        teacher: the teacher's logprobs of the response tokens, for the whole group.
+        weights: normalizer, the weight of each token in the loss.
+    """
+    gain_T = rows.pick(teacher) - rows.logprobs.detach()
+    return -(gain_T * rows.logprobs * _token_weights(rows, weights)).sum()
+
+
 def kl_estimate(logprobs_T: Tensor, reference_T: Tensor) -> Tensor:
     """Nonnegative, unbiased estimate ("k3") of the KL divergence per token, [T]."""
     difference_T = reference_T - logprobs_T

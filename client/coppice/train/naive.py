@@ -4,15 +4,18 @@ Shapes: G rows padded to R tokens each, T packed tokens of all rows, P prompt to
 heads, K KV heads, D head size, V vocabulary.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from coppice.support import Support, joined_support
 from coppice.train.layer_attention import LayerAttention, window_mask
 from coppice.train.packed_row import Spans
+from coppice.train.routing import replay_routing
 from coppice.train.sampled_distribution import NO_ADJUSTMENTS
 from coppice.train.training_group import (
     LossFunction,
@@ -33,7 +36,8 @@ def naive_logprobs(model: Any, group: TrainingGroup, *, temperature: float = 1.0
     rows = [torch.cat([group.prompt, response])[:-1] for response in group.responses]
     # Right padding: under a causal mask no token reads it, so no attention mask is needed.
     padded_GR = pad_sequence(rows, batch_first=True).to(model.device)
-    logits_GRV = model(input_ids=padded_GR, use_cache=False).logits
+    with _replayed(model, group, padded_GR.shape[1]):
+        logits_GRV = model(input_ids=padded_GR, use_cache=False).logits
     first = len(group.prompt) - 1
     logits_TV = torch.cat(
         [logits_GRV[row, first : first + length] for row, length in enumerate(group.lengths)]
@@ -89,6 +93,14 @@ def _joined(tree: TrainingTree, path: tuple[int, ...]) -> Support:
     whole = joined_support([tree.support[at] for at in path])
     assert whole is not None
     return whole
+
+
+def _replayed(model: Any, group: TrainingGroup, num_tokens: int) -> AbstractContextManager[None]:
+    """Context of a padded forward in which routers select the group's experts, if it has any."""
+    if group.routed_experts is None:
+        return nullcontext()
+    padded = [F.pad(rows, (0, 0, 0, 0, 0, num_tokens - len(rows))) for rows in group.routed_experts]
+    return replay_routing(model, torch.cat(padded))
 
 
 def _naive_segments(model: Any, tree: TrainingTree, temperature: float) -> RowLogprobs:

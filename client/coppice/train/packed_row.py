@@ -141,6 +141,8 @@ class Inputs:
     targets: Tensor
     target_positions: Tensor
     spans: Spans
+    experts: Tensor | None = None
+    """Experts [input tokens, layers, experts per token] that routers select."""
 
     @property
     def logits_to_keep(self) -> int | Tensor:
@@ -192,6 +194,7 @@ def prompt_inputs(group: TrainingGroup, device: torch.device) -> Inputs:
         targets=torch.zeros(0, dtype=torch.int64, device=device),
         target_positions=torch.zeros(0, dtype=torch.int64),
         spans=Spans(lengths=(len(prompt),)),
+        experts=None if group.routed_experts is None else group.routed_experts[0][: len(prompt)],
     )
 
 
@@ -204,7 +207,15 @@ def response_inputs(group: TrainingGroup, rows: Sequence[int], device: torch.dev
         targets=torch.cat([group.responses[row] for row in rows]).to(device),
         target_positions=torch.cat(packed.target_positions),
         spans=packed.spans(),
+        experts=_response_experts(group, rows),
     )
+
+
+def _response_experts(group: TrainingGroup, rows: Sequence[int]) -> Tensor | None:
+    """Experts of the input tokens of some responses, each from the last prompt token on."""
+    if group.routed_experts is None:
+        return None
+    return torch.cat([group.routed_experts[row][len(group.prompt) - 1 :] for row in rows])
 
 
 def concatenate_inputs(parts: Sequence[Inputs]) -> Inputs:
@@ -218,4 +229,12 @@ def concatenate_inputs(parts: Sequence[Inputs]) -> Inputs:
             [p.target_positions + start for p, start in zip(parts, starts, strict=False)]
         ),
         spans=Spans(lengths=tuple(part.spans.num_tokens for part in parts)),
+        experts=_joined_experts([part.experts for part in parts]),
     )
+
+
+def _joined_experts(parts: Sequence[Tensor | None]) -> Tensor | None:
+    known = [part for part in parts if part is not None]
+    if known and len(known) < len(parts):
+        raise ValueError("either all groups or none must have routed experts")
+    return torch.cat(known) if known else None

@@ -95,9 +95,11 @@ def response_token_logprobs(
 class TrainingGroup:
     """One prompt and its responses as tensors of token ids, to train on.
 
-    `logprobs`, if given, are those that the responses were sampled with. A response may be empty,
-    for example if it was aborted; it does not contribute to the loss. With `support` and
+    `logprobs`, if given, are those that the responses were sampled with. With `support` and
     `adjustments`, logprobs are those of the distribution that the responses were sampled from.
+    `routed_experts`, if given, are the experts [prompt and response tokens - 1, layers, experts per
+    token] that each sample was computed with; the model's routers select them again. A response may
+    be empty, for example if it was aborted; it does not contribute to the loss.
     """
 
     prompt: Tensor
@@ -105,6 +107,7 @@ class TrainingGroup:
     logprobs: tuple[Tensor, ...] | None = None
     support: tuple[Support, ...] | None = None
     adjustments: LogitAdjustments = NO_ADJUSTMENTS
+    routed_experts: tuple[Tensor, ...] | None = None
 
     def __post_init__(self) -> None:
         if not len(self.prompt):
@@ -119,6 +122,11 @@ class TrainingGroup:
             raise ValueError(
                 "the number of supports differs from the number of tokens of the responses"
             )
+
+        if self.routed_experts is not None:
+            num_rows = [len(self.prompt) + length - 1 for length in self.lengths]
+            if list(map(len, self.routed_experts)) != num_rows:
+                raise ValueError("routed_experts needs one row per token except for the last")
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -145,6 +153,7 @@ class TrainingGroup:
             logprobs=tuple(torch.from_numpy(sample.logprobs) for sample in group.samples),
             support=supports_of(group.samples),
             adjustments=adjustments,
+            routed_experts=_routed_experts(group),
         )
 
 
@@ -152,6 +161,22 @@ def supports_of(parts: Sequence[Sample | Segment]) -> tuple[Support, ...] | None
     """Supports of samples or segments; None unless all of them have one."""
     found = tuple(part.support for part in parts if part.support is not None)
     return found if found and len(found) == len(parts) else None
+
+
+def _routed_experts(group: Group) -> tuple[Tensor, ...] | None:
+    """Experts of a group's samples. Raises ValueError if only some of them have any.
+
+    A sample without tokens has none; it gets those of another sample's prompt.
+    """
+    found = [sample.routed_experts for sample in group.samples]
+    known = [experts for experts in found if experts is not None]
+    if not known:
+        return None
+    if any(experts.start for experts in known):
+        raise ValueError("join the routed experts of resumed samples with RoutedExperts.joined")
+    prompt = known[0].array[: group.num_prompt_tokens - 1]
+    arrays = [prompt if experts is None else experts.array for experts in found]
+    return tuple(torch.from_numpy(array.astype("int16")) for array in arrays)
 
 
 def prompt_of(prompt: Any, group: Group) -> Tensor:

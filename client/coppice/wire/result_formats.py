@@ -12,6 +12,7 @@ A packed result is a safetensors file with arrays as tensors and the rest as JSO
     support_lengths  uint32  [tokens]   bytes of each token's support; absent if there are none
     support_data     uint8   [bytes]    the supports (`coppice.wire.support`), one after another
 
+`routed_experts` [positions, layers, experts per token] has the rows of all samples with experts.
 Requested logprobs of further tokens have tensors as described in `packed_tables`.
 The metadata's `answer` is the RolloutAnswer with these arrays empty. A token takes about 25 bytes
 as JSON and 8 bytes here.
@@ -49,6 +50,7 @@ from coppice.wire.rollouts import (
     Usage,
     VersionSpan,
 )
+from coppice.wire.routed_experts import EXPERTS, expert_tensors, with_data, without_data
 
 PACKED_MEDIA_TYPE = "application/vnd.coppice.safetensors"
 Part = SampleAnswer | SegmentAnswer
@@ -177,6 +179,7 @@ def pack(answer: RolloutAnswer) -> bytes:
         "offsets": np.cumsum([0, *lengths], dtype=np.int64),
         **table_tensors(TOP, [part.top_logprobs for part in parts], lengths),
         **prompt_tensors(answer.groups),
+        **expert_tensors([sample.routed_experts for g in answer.groups for sample in g.samples]),
     }
     if any(_entropy(part) is not None for part in parts):
         tensors["entropy"] = _joined(parts, _entropy_or_nan, np.dtype(np.float32))
@@ -199,6 +202,7 @@ def unpack(data: bytes) -> Packed:
         answer = RolloutAnswer.model_validate_json(header["__metadata__"]["answer"])
         arrays = {name: tensors[name] for name in _NAMES}
         answer = with_tables(answer, tensors, np.diff(arrays["offsets"]).tolist())
+        answer = _with_experts(answer, tensors)
         more = {name: tensors.get(name) for name in _OPTIONAL}
         return Packed(answer=answer, **arrays, **more)
     except (KeyError, TypeError) as error:
@@ -211,6 +215,26 @@ def _support_lengths(part: Part) -> list[int]:
 
 def _support_data(part: Part) -> npt.NDArray[np.uint8]:
     return np.frombuffer(b64decode(part.support.data if part.support else ""), np.uint8)
+
+
+def _with_experts(answer: RolloutAnswer, tensors: dict[str, npt.NDArray[Any]]) -> RolloutAnswer:
+    if EXPERTS not in tensors:
+        return answer
+    rows, start = tensors[EXPERTS], 0
+
+    def filled(sample: SampleAnswer) -> SampleAnswer:
+        nonlocal start
+        if sample.routed_experts is None:
+            return sample
+        begin, start = start, start + sample.routed_experts.shape[0]
+        experts = with_data(sample.routed_experts, rows[begin:start])
+        return sample.model_copy(update={EXPERTS: experts})
+
+    groups = [
+        group.model_copy(update={"samples": [filled(sample) for sample in group.samples]})
+        for group in answer.groups
+    ]
+    return answer.model_copy(update={"groups": groups})
 
 
 def _entropy(part: Part) -> list[float] | None:
@@ -236,9 +260,14 @@ def _stripped(answer: RolloutAnswer) -> RolloutAnswer:
 def _stripped_group(group: GroupAnswer) -> GroupAnswer:
     """Copy of a group with empty arrays; entropy that was present becomes empty, not None."""
     group = without_tables(group)
-    samples = [sample.model_copy(update=_bare(sample)) for sample in group.samples]
+    samples = [_stripped_sample(sample) for sample in group.samples]
     segments = None if group.segments is None else [_stripped_segment(s) for s in group.segments]
     return group.model_copy(update={"samples": samples, "segments": segments})
+
+
+def _stripped_sample(sample: SampleAnswer) -> SampleAnswer:
+    experts = None if sample.routed_experts is None else without_data(sample.routed_experts)
+    return sample.model_copy(update={**_bare(sample), EXPERTS: experts})
 
 
 def _stripped_segment(segment: SegmentAnswer) -> SegmentAnswer:

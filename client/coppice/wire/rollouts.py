@@ -19,6 +19,7 @@ from coppice.wire.chat import Message, ParsedMessage, Tool
 from coppice.wire.kv import Kv, KvHandle, KvReason
 from coppice.wire.kv_reuse import KvReuse, KvReuseAnswer
 from coppice.wire.logprobs import NumTopLogprobs, OptionalLogprobs, OptionalPromptLogprobs
+from coppice.wire.routed_experts import OptionalExperts
 from coppice.wire.sampling import Sampling
 from coppice.wire.support import GivenSupport, SupportAnswer
 
@@ -181,6 +182,7 @@ class RolloutRequest(RequestModel):
     prompt_logprobs: NumTopLogprobs | None = None
     echo: bool = False
     return_message: bool = False
+    return_routed_experts: bool | None = None
     stream: bool = False
     stream_tokens: bool = False
 
@@ -211,6 +213,8 @@ class SampleAnswer(AnswerModel):
     top_logprobs: OptionalLogprobs = None
     """Most probable tokens of the sampling distribution at each token."""
     message: Annotated[ParsedMessage | None, ABSENT] = None
+    routed_experts: OptionalExperts = None
+    """Experts of the tokens that the model has read, if they were requested."""
 
 
 class SegmentAnswer(AnswerModel):
