@@ -141,7 +141,9 @@ def test_trl_trains_and_serves_the_updated_weights(url: str) -> None:
     assert runs["adapter"]["adapter"].endswith("-2"), "one version for each step"
     assert runs["rollout_func"]["sequence"] == 2
     assert all(runs[name]["version"].startswith("trl-") for name in ("rollout_func", "server_mode"))
-    assert runs["server_mode"]["sequence"] == 4
+    assert runs["server_mode"]["sequence"] == 6
+    lowest, highest, num_tokens = runs["support"]["token_ratios"]
+    assert num_tokens > 100 and (lowest, highest) == pytest.approx((1.0, 1.0), abs=1e-3)
     # The trainer's own correction compares its logprobs with those of the server.
     assert runs["server_mode"]["ratios"] == [pytest.approx(1.0, abs=0.01)] * 2
 

@@ -76,6 +76,18 @@ async def test_response_has_a_logprob_per_token_and_cached_prompt_tokens(
     assert without.log_probs is None
 
 
+async def test_supports_of_the_tokens_are_returned_if_configured(tmp_path: Path) -> None:
+    configured = ServerList.of({"coppice": {"urls": "http://a", "return_support": True}})
+    assert (
+        configured.return_support and not ServerList.of({"coppice": {"urls": "b"}}).return_support
+    )
+    async with foreign(tmp_path, FakeEngine()) as served:
+        generation = Generation(AsyncRollouts(served.url), LENGTHS, return_support=True)
+        drawn = await generate(generation, "one", top_p=0.9)
+        await generation.close()
+    assert len(drawn.extra_fields["support"]) == len(drawn.token_ids) == 8
+
+
 async def test_abort_returns_the_tokens_so_far_and_holds_later_requests(
     tmp_path: Path,
 ) -> None:

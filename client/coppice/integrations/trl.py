@@ -19,8 +19,9 @@ from typing import Any
 from coppice.client import Rollouts
 from coppice.errors import Incomplete, Unsupported
 from coppice.integrations.version_labels import VersionLabels
-from coppice.results import Group
+from coppice.results import Group, Sample
 from coppice.rollout_options import RolloutOptions
+from coppice.support import Support
 from coppice.wire.rollouts import WeightsConstraint
 
 # Values of GRPOConfig arguments that have no effect.
@@ -33,11 +34,15 @@ _IGNORED_VALUES: dict[str, tuple[object, ...]] = {
 class RolloutFunc:
     """Callable for TRL's GRPOTrainer(rollout_func=...): publishes changed weights, then samples.
 
-    For a PEFT model only the adapter is published, under one name with one version per step.
+    For a PEFT model only the adapter is published, under one name with one version per step. With
+    `return_support`, the supports of the tokens are an extra field, which TRL passes to reward
+    functions and `SupportReplay` to the trainer's logprobs.
     """
 
-    def __init__(self, rollouts: Rollouts) -> None:
+    def __init__(self, rollouts: Rollouts, *, return_support: bool = False) -> None:
         self._rollouts = rollouts
+        self._return_support = return_support
+        self.supports = Supports()
         self._labels = VersionLabels("trl")
         self._step: int | None = None
         self._target_options: RolloutOptions = {}
@@ -46,15 +51,23 @@ class RolloutFunc:
         self._publish(trainer)
         rows = [_token_ids(prompt, trainer) for prompt in prompts]
         runs = [(row, len(list(same))) for row, same in groupby(rows)]
-        options = {**_sampling(trainer), **self._target_options}
+        options = {
+            **_sampling(trainer),
+            **self._target_options,
+            "return_support": self._return_support,
+        }
         pending = [self._rollouts.submit([row], n=n, **options) for row, n in runs]
         groups = [waiting.wait().groups[0] for waiting in pending]
         samples = [sample for group in groups for sample in _check_complete(group).samples]
-        return {
+        output = {
             "prompt_ids": rows,
             "completion_ids": [sample.token_ids.tolist() for sample in samples],
             "logprobs": [sample.logprobs.tolist() for sample in samples],
         }
+        if self._return_support:
+            output["support"] = [sample.support for sample in samples]
+            self.supports.replace(rows, samples)
+        return output
 
     def _publish(self, trainer: Any) -> None:
         """Publishes new weights from the main process and broadcasts the version to sample from.
@@ -85,9 +98,93 @@ class RolloutFunc:
         self._target_options = {"adapter": f"{self._labels.run}@{label}"}
 
 
-def rollout_func(rollouts: Rollouts) -> RolloutFunc:
+class Supports:
+    """Supports of the samples of the current batch, by the token ids of prompt and completion.
+
+    TRL shuffles and splits a batch, but keeps its token ids. Equal samples of one batch come from
+    the same weights, so their supports are equal, too.
+    """
+
+    def __init__(self) -> None:
+        self._by_tokens: dict[tuple[int, ...], Support | None] = {}
+
+    def replace(self, prompts: Sequence[list[int]], samples: Sequence[Sample]) -> None:
+        self._by_tokens = {
+            (*prompt, *sample.token_ids.tolist()): sample.support
+            for prompt, sample in zip(prompts, samples, strict=True)
+        }
+
+    def get(self, token_ids: Sequence[int]) -> Support:
+        found = self._by_tokens.get(tuple(token_ids))
+        if found is None:
+            raise ValueError("these token ids are not a sample of the current batch")
+        return found
+
+
+class SupportReplay:
+    """Mixin of TRL's GRPOTrainer that computes logprobs over the supports of the samples.
+
+    Put it before the trainer's class, and give the trainer a `rollout_func` with
+    `return_support=True`. Only text models are supported.
+    """
+
+    rollout_func: RolloutFunc
+    temperature: float
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: Any,
+        input_ids: Any,
+        attention_mask: Any,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        compute_aux_loss: bool = False,
+        **images: Any,
+    ) -> tuple[Any, Any, Any]:
+        """TRL's logprobs [rows, logits_to_keep] of the completions, and their entropies."""
+        import torch
+
+        if compute_aux_loss or any(value is not None for value in images.values()):
+            raise Unsupported("SupportReplay is for text models without a load-balancing loss")
+        size = batch_size or len(input_ids)
+        parts = [
+            self._replayed(model, ids, mask, logits_to_keep, with_entropy=compute_entropy)
+            for ids, mask in zip(input_ids.split(size), attention_mask.split(size), strict=True)
+        ]
+        logprobs = torch.cat([logprobs for logprobs, _ in parts])
+        entropies = [entropy for _, entropy in parts]
+        return logprobs, torch.cat(entropies) if compute_entropy else None, None
+
+    def _replayed(
+        self, model: Any, input_ids: Any, attention_mask: Any, num_kept: int, *, with_entropy: bool
+    ) -> tuple[Any, Any]:
+        import torch
+
+        from coppice.train import sampled_logprobs
+
+        logits = model(
+            input_ids=input_ids, attention_mask=attention_mask, logits_to_keep=num_kept + 1
+        ).logits[:, :-1]
+        logprobs = torch.zeros(logits.shape[:2], device=logits.device)
+        for row, (ids, mask) in enumerate(zip(input_ids, attention_mask.bool(), strict=True)):
+            completion = ids[-num_kept:][mask[-num_kept:]]
+            if len(completion):  # otherwise TRL ignores the sample
+                logprobs[row, : len(completion)] = sampled_logprobs(
+                    logits[row, : len(completion)],
+                    completion,
+                    temperature=self.temperature,
+                    support=self.rollout_func.supports.get(ids[mask].tolist()),
+                )
+        if not with_entropy:
+            return logprobs, None
+        full = (logits / self.temperature).log_softmax(-1)
+        return logprobs, -(full.exp() * full).sum(-1)
+
+
+def rollout_func(rollouts: Rollouts, *, return_support: bool = False) -> RolloutFunc:
     """Returns a callable for TRL's GRPOTrainer(rollout_func=...), to use with use_vllm=False."""
-    return RolloutFunc(rollouts)
+    return RolloutFunc(rollouts, return_support=return_support)
 
 
 def _token_ids(prompt: Any, trainer: Any) -> list[int]:

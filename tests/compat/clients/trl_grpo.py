@@ -1,6 +1,7 @@
 """GRPO with TRL's trainer: through `rollout_func`, with an adapter, and in server mode."""
 
 import json
+import math
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 from coppice import Rollouts
-from coppice.integrations.trl import install, rollout_func
+from coppice.integrations.trl import RolloutFunc, SupportReplay, install, rollout_func
 from examples.seedling.arithmetic import reward
 
 MODEL = Path(__file__).parents[3] / "examples" / "seedling" / "model"
@@ -31,7 +32,7 @@ def rewards(prompts: Sequence[str], completions: Sequence[str], **_: Any) -> lis
 def trained(folder: str, **route: Any) -> Any:
     config = {"use_vllm": False, **route.pop("config", {})}
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype="float32")
-    trainer = GRPOTrainer(
+    trainer = route.pop("trainer_class", GRPOTrainer)(
         model=model,
         reward_funcs=[rewards],
         args=GRPOConfig(
@@ -84,6 +85,47 @@ def adapted(folder: str, rollouts: Rollouts) -> dict[str, Any]:
     return {**answer, "adapter": ours.version}
 
 
+class RecordedFunc(RolloutFunc):
+    """Keeps the served logprobs by the token ids of prompt and completion."""
+
+    served: dict[tuple[int, ...], list[float]]
+
+    def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[Any]]:
+        output = super().__call__(prompts, trainer)
+        rows = zip(*(output[name] for name in ("prompt_ids", "completion_ids")), strict=True)
+        names = [(*prompt, *completion) for prompt, completion in rows]
+        self.served = dict(zip(names, output["logprobs"], strict=True))
+        return output
+
+
+class ReplayTrainer(SupportReplay, GRPOTrainer):  # type: ignore[misc]
+    """Records the importance ratios of all tokens that it trains on."""
+
+    rollout_func: RecordedFunc
+
+    def _replayed(
+        self, model: Any, input_ids: Any, attention_mask: Any, num_kept: int, *, with_entropy: bool
+    ) -> tuple[Any, Any]:
+        found = super()._replayed(
+            model, input_ids, attention_mask, num_kept, with_entropy=with_entropy
+        )
+        self.ratios = self.__dict__.get("ratios", [])
+        for ids, mask, logprobs in zip(input_ids, attention_mask.bool(), found[0], strict=True):
+            served = self.rollout_func.served[tuple(ids[mask].tolist())]
+            pairs = zip(logprobs.tolist(), served, strict=False)
+            self.ratios += [math.exp(ours - theirs) for ours, theirs in pairs]
+        return found
+
+
+def replayed(folder: str, rollouts: Rollouts) -> dict[str, Any]:
+    """Truncated samples, with the trainer's logprobs over their supports."""
+    route = RecordedFunc(rollouts, return_support=True)
+    config = {"top_p": 0.8, "top_k": 20}
+    trainer = trained(folder, rollout_func=route, trainer_class=ReplayTrainer, config=config)
+    ratios = [min(trainer.ratios), max(trainer.ratios), float(len(trainer.ratios))]
+    return {**training_summary(rollouts, trainer), "token_ratios": ratios}
+
+
 def runs(url: str) -> Iterator[tuple[str, dict[str, Any]]]:
     with tempfile.TemporaryDirectory() as folder, Rollouts(url) as rollouts:
         yield "adapter", adapted(folder, rollouts)  # while the base weights equal the trainer's
@@ -91,6 +133,7 @@ def runs(url: str) -> Iterator[tuple[str, dict[str, Any]]]:
             "rollout_func",
             training_summary(rollouts, trained(folder, rollout_func=rollout_func(rollouts))),
         )
+        yield "support", replayed(folder, rollouts)
         install()
         install()
         config = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": url}

@@ -143,12 +143,16 @@ class GenerationOutput:
 class Generation:
     """Sends verl's generation requests to one Coppice server, from one event loop.
 
-    `close` closes the connections.
+    `close` closes the connections. With `return_support`, outputs have the supports of their tokens
+    in `extra_fields`.
     """
 
-    def __init__(self, rollouts: AsyncRollouts, length_limits: LengthLimits) -> None:
+    def __init__(
+        self, rollouts: AsyncRollouts, length_limits: LengthLimits, *, return_support: bool = False
+    ) -> None:
         self._rollouts = rollouts
         self._length_limits = length_limits
+        self._return_support = return_support
         self._gate = RequestGate()
         self._running: dict[AsyncPending, str] = {}
 
@@ -161,6 +165,7 @@ class Generation:
         """
         options = options_of(params, self._length_limits, len(prompt))
         options["priority"] = priority
+        options["return_support"] = self._return_support
         if not await self._gate.admit():
             return GenerationOutput(token_ids=[], log_probs=None, stop_reason=ABORTED)
         pending = await self._submit(request_id, prompt, options)
@@ -205,11 +210,17 @@ def _to_output(group: Group, *, with_logprobs: bool) -> GenerationOutput:
     [sample] = group.samples
     if sample.finish_reason == "error":
         raise Incomplete("the engine failed while generating this sample")
+    extra_fields: dict[str, Any] = {
+        **_steps(sample),
+        "num_cached_tokens": group.num_cached_tokens,
+    }
+    if sample.support is not None:
+        extra_fields["support"] = sample.support
     return GenerationOutput(
         token_ids=sample.token_ids.tolist(),
         log_probs=sample.logprobs.tolist() if with_logprobs else None,
         stop_reason=_REASONS.get(sample.finish_reason, ABORTED),
-        extra_fields={**_steps(sample), "num_cached_tokens": group.num_cached_tokens},
+        extra_fields=extra_fields,
     )
 
 

@@ -23,24 +23,30 @@ Weights = Iterable[tuple[str, Any]] | AsyncIterator[tuple[str, Any]]
 class ServerList:
     """URLs of the Coppice servers, from `engine_kwargs.coppice` of verl's configuration.
 
-    The API key is in a file, since verl prints its configuration.
+    The API key is in a file, since verl prints its configuration. With `return_support`, samples
+    are requested with the supports of their tokens.
     """
 
     urls: tuple[str, ...]
     key_file: str | None = None
+    return_support: bool = False
 
     @classmethod
     def of(cls, engine_kwargs: Mapping[str, Any]) -> Self:
         """Builds the server list from the `engine_kwargs` of verl's rollout configuration."""
         given = engine_kwargs.get("coppice") or {}
-        return cls.given(given.get("urls") or (), given.get("key_file"))
+        return cls.given(
+            given.get("urls") or (),
+            given.get("key_file"),
+            return_support=bool(given.get("return_support", False)),
+        )
 
     @classmethod
-    def given(cls, urls: Any, key_file: str | None) -> Self:
+    def given(cls, urls: Any, key_file: str | None, *, return_support: bool = False) -> Self:
         addresses = (urls,) if isinstance(urls, str) else tuple(urls)
         if not addresses:
             raise ValueError("engine_kwargs.coppice.urls is empty: list at least one server URL")
-        return cls(urls=addresses, key_file=key_file)
+        return cls(urls=addresses, key_file=key_file, return_support=return_support)
 
     def url(self, replica: int) -> str:
         """URL of the server that a verl replica uses; several replicas may share a server."""

@@ -26,8 +26,17 @@ class CoppiceServer:
     `launch` must be called first.
     """
 
-    def __init__(self, url: str, key: str | None, prompt_length: int, response_length: int) -> None:
+    def __init__(
+        self,
+        url: str,
+        key: str | None,
+        prompt_length: int,
+        response_length: int,
+        *,
+        return_support: bool = False,
+    ) -> None:
         self._url = url
+        self._return_support = return_support
         self._key = key
         self._prompt_length = prompt_length
         self._response_length = response_length
@@ -43,7 +52,7 @@ class CoppiceServer:
             response=self._response_length,
             context=engine.max_context_tokens,
         )
-        self._generation = Generation(rollouts, length_limits)
+        self._generation = Generation(rollouts, length_limits, return_support=self._return_support)
         return urlsplit(self._url).netloc.rpartition("@")[2]
 
     async def generate(
@@ -148,6 +157,7 @@ class CoppiceReplica(RolloutReplica):  # type: ignore[misc]
             self._server_list.key(),
             self.config.prompt_length,
             self.config.response_length,
+            return_support=self._server_list.return_support,
         )
         self._server_address = await server.launch.remote(self.config.server.max_start_wait_time)
         self._server_handle = server
