@@ -112,8 +112,9 @@ def test_gradient_passes_the_numerical_check() -> None:
     assert torch.autograd.gradcheck(logprobs, (logits,))
 
 
-def test_trees_have_the_supports_of_their_segments() -> None:
-    model, tree = tiny_model(), with_support(random_tree("deep"))
+def test_trees_have_the_supports_and_penalties_of_their_segments() -> None:
+    model = tiny_model()
+    tree = replace(with_support(random_tree("deep")), adjustments=ADJUSTED)
     exact = naive_logprobs(model, tree).logprobs
     assert close(group_logprobs(model, tree).logprobs, exact)
     flat = tree.flattened()
@@ -165,8 +166,6 @@ def test_inconsistent_arguments_are_refused() -> None:
         sampled_logprobs(logits, response, support=Support((b"\x00",) * 2, 9))
     with pytest.raises(ValueError, match="needs the prompt"):
         sampled_logprobs(logits, response, adjustments=LogitAdjustments(repetition_penalty=2.0))
-    with pytest.raises(ValueError, match="penalties"):
-        replace(random_tree("deep"), adjustments=ADJUSTED)
     group = random_group((2, 3))
     with pytest.raises(ValueError, match="number of supports"):
         replace(group, support=(Support((b"\x00",), 8),) * 2)

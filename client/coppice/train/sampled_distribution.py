@@ -68,6 +68,7 @@ def sampled_logprobs(
     support: Support | None = None,
     adjustments: LogitAdjustments = NO_ADJUSTMENTS,
     prompt: Tensor | None = None,
+    earlier: Tensor | None = None,
 ) -> Tensor:
     """Logprobs [T] of a response's tokens under the distribution that they were sampled from.
 
@@ -81,6 +82,8 @@ def sampled_logprobs(
         support: per token the ids that it was sampled from, `Sample.support`.
         adjustments: parameters of the request that change logits.
         prompt: the prompt's token ids; needed for a repetition penalty.
+        earlier: tokens of the response before these, such as those of a tree's earlier segments;
+            penalties count them.
     """
     if support is not None and len(support) != len(response):
         raise ValueError("the number of supports differs from the number of tokens")
@@ -91,7 +94,8 @@ def sampled_logprobs(
         )
     if prompt is None and adjustments.repetition_penalty != 1.0:
         raise ValueError("a repetition penalty needs the prompt")
-    steps = _Steps(response.cpu(), temperature, support, adjustments, prompt)
+    before = torch.zeros(0, dtype=torch.int64) if earlier is None else earlier.cpu()
+    steps = _Steps(response.cpu(), temperature, support, adjustments, prompt, before)
     size = max(CHUNK_VALUES // logits_TV.shape[1], 1)
     parts, start = [logits_TV.new_zeros(0, dtype=_wide(logits_TV))], 0
     for chunk_CV in torch.split(logits_TV, size) if len(response) else ():
@@ -113,6 +117,7 @@ class _Steps:
     support: Support | None
     adjustments: LogitAdjustments
     prompt: Tensor | None
+    earlier: Tensor
 
     def logprobs(self, logits_CV: Tensor, start: int) -> Tensor:
         """Logprobs of the response's tokens from `start` on, one per row of logits."""
@@ -147,7 +152,7 @@ class _Steps:
         counts_CV = torch.zeros(num_tokens, num_logits, dtype=torch.int32)
         in_prompt_V = torch.zeros(num_logits, dtype=torch.bool)
         if self.adjustments.has_penalties:
-            earlier = self.response[:start]
+            earlier = torch.cat([self.earlier, self.response[:start]])
             counts_CV[0] = torch.bincount(earlier, minlength=num_logits)
             new = self.response[start : start + num_tokens - 1]
             counts_CV[torch.arange(len(new)) + 1, new] = 1

@@ -84,6 +84,7 @@ def response_token_logprobs(
                 support=None if group.support is None else group.support[row],
                 adjustments=group.adjustments,
                 prompt=group.prompt,
+                earlier=earlier_tokens(group, row),
             )
             for row, part in zip(rows, parts, strict=True)
         ]
@@ -210,8 +211,6 @@ class TrainingTree(TrainingGroup):
             raise ValueError("a parent must have a smaller index than its child segments")
         if not all(0 <= leaf < len(self.responses) for leaf in self.leaves):
             raise ValueError("a leaf must be the index of a segment")
-        if self.adjustments.has_penalties:
-            raise ValueError("penalties cannot be combined with trees")
 
     @classmethod
     def of(
@@ -298,6 +297,12 @@ def subtrees_of(group: TrainingGroup) -> list[tuple[int, ...]]:
         return tuple(subtree)
 
     return [below(root) for root in children[None]]
+
+
+def earlier_tokens(group: TrainingGroup, row: int) -> Tensor:
+    """Tokens of the segments between the prompt and a response of a tree; else none."""
+    path = group.path(row)[:-1] if isinstance(group, TrainingTree) else ()
+    return torch.cat([group.prompt[:0], *(group.responses[at] for at in path)])
 
 
 def max_row_tokens(group: TrainingGroup) -> int:
