@@ -26,6 +26,8 @@ from engine.types import (
     VersionSpan,
 )
 
+DEFAULT_SAMPLING = Sampling(max_tokens=1)
+
 
 class ResponseStream(Protocol):
     """Incremental conversion of one sample's tokens to text. Use it from one thread at a time.
@@ -57,10 +59,12 @@ class Engine(Protocol):
         into the context. No prompt is truncated or padded. The request is not modified.
     chat_response: parses a response to an encoded chat request with the configured parsers. Without
         a parser, the whole response is content. Tool calls are parsed only if the request has
-        tools. A parser's failure is logged and never raised.
+        tools. The text is cut at the stop string that has ended the response. A parser's failure is
+        logged and never raised.
     response_stream: converts a running sample's tokens as `decode` does, or as `chat_response`
-        if the chat request to which `prompt` was encoded is given. Tool calls are not parsed. A
-        parser may split a part of a response differently from the whole.
+        does if the chat request to which `prompt` was encoded is given. Text that may be the
+        beginning of a stop string is held back. Tool calls are not parsed. A parser may split a
+        part of a response differently from the whole.
     check_sampling: raises SamplingRefused if a sampling parameter cannot be applied, or if
         compiling its structured outputs takes too long. Call it once before `submit`.
     submit: adds all samples of the call to the engine in one iteration of the event loop, in order.
@@ -131,11 +135,19 @@ class Engine(Protocol):
     def encode_chat(self, chat_request: ChatRequest) -> list[int]: ...
 
     def chat_response(
-        self, token_ids: Sequence[int], chat_request: ChatRequest
+        self,
+        token_ids: Sequence[int],
+        chat_request: ChatRequest,
+        *,
+        stop_reason: int | str | None = None,
+        sampling: Sampling = DEFAULT_SAMPLING,
     ) -> ChatResponse: ...
 
     def response_stream(
-        self, prompt: Sequence[int] = (), chat_request: ChatRequest | None = None
+        self,
+        sampling: Sampling = DEFAULT_SAMPLING,
+        prompt: Sequence[int] = (),
+        chat_request: ChatRequest | None = None,
     ) -> ResponseStream: ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...

@@ -24,7 +24,7 @@ from engine.launch.info import collect_features, collect_info, kv_support
 from engine.launch.model_files import resolve_model
 from engine.launch.processes import SHUTDOWN_SECONDS, VllmProcesses, kill_processes
 from engine.launch.vllm_args import check_vllm_args
-from engine.protocol import ResponseStream
+from engine.protocol import DEFAULT_SAMPLING, ResponseStream
 from engine.runtime.await_engine import await_engine
 from engine.runtime.heartbeat import Heartbeat
 from engine.runtime.leftover_files import remove_leftover_shared_memory
@@ -222,13 +222,25 @@ class VllmEngine:
     def encode_chat(self, chat_request: ChatRequest) -> list[int]:
         return self._chat.encode(chat_request)
 
-    def chat_response(self, token_ids: Sequence[int], chat_request: ChatRequest) -> ChatResponse:
-        return self._chat.chat_response(token_ids, chat_request)
+    def chat_response(
+        self,
+        token_ids: Sequence[int],
+        chat_request: ChatRequest,
+        *,
+        stop_reason: int | str | None = None,
+        sampling: Sampling = DEFAULT_SAMPLING,
+    ) -> ChatResponse:
+        return self._chat.chat_response(
+            token_ids, chat_request, stop_reason=stop_reason, sampling=sampling
+        )
 
     def response_stream(
-        self, prompt: Sequence[int] = (), chat_request: ChatRequest | None = None
+        self,
+        sampling: Sampling = DEFAULT_SAMPLING,
+        prompt: Sequence[int] = (),
+        chat_request: ChatRequest | None = None,
     ) -> ResponseStream:
-        return self._chat.response_stream(prompt, chat_request)
+        return self._chat.response_stream(sampling, prompt, chat_request)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         tokenizer = self.llm.get_tokenizer()

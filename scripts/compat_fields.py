@@ -1,33 +1,54 @@
-"""Generator of docs/migrate/refused.md: fields and routes of other servers that are refused.
+"""Generator of docs/migrate/refused.md: request fields of other servers, and refused routes.
 
 .venv/bin/python scripts/compat_fields.py
 """
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+
+from pydantic import BaseModel
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from service.compat import unsupported  # noqa: E402
+from service.compat.field_table import NEUTRAL, REFUSED  # noqa: E402
+from service.compat.openai_chat import ChatBody  # noqa: E402
+from service.compat.openai_completions import CompletionBody  # noqa: E402
+from service.compat.sglang_generate import SglangBody, SglangSampling  # noqa: E402
+from service.compat.vllm_tokens import GenerateBody, GenerateSampling  # noqa: E402
 
 FILE = ROOT / "docs" / "migrate" / "refused.md"
-FIELDS = """# Refused fields and routes
+SERVED: dict[str, tuple[type[BaseModel], ...]] = {
+    "/v1/completions": (CompletionBody,),
+    "/v1/chat/completions": (ChatBody,),
+    "/inference/v1/generate": (GenerateBody, GenerateSampling),
+    "/generate": (SglangBody, SglangSampling),
+}
+FIELDS = """# Request fields and refused routes
 
-This page lists the fields and routes of vLLM, SGLang and OpenAI that the server refuses. Read it
-before you switch, or if a request was refused. [Migrate](index.md) explains the treatment of all
-other fields. `scripts/compat_fields.py` writes this page.
+This page lists the request fields of vLLM, SGLang and OpenAI, and the routes that the server
+refuses. Read it before you switch, or if a request was refused. `scripts/compat_fields.py` writes
+this page.
 
 ## Fields
 
-A neutral value is one that has no effect. The server accepts it. `null` is neutral for every field.
-The server refuses any other value with the text of the last column. Some of these fields are served
-on other routes: `echo` on `/v1/completions`, `top_logprobs` on `/v1/chat/completions`, and
-`prompt_logprobs` on `/v1/completions` and `/inference/v1/generate`.
+The routes that sample are allow-lists. A field is served, neutral or refused:
 
-| field | neutral values | text of the error |
-|---|---|---|
+- A served field has its effect on the named routes. `all` stands for `/v1/completions`,
+  `/v1/chat/completions`, `/inference/v1/generate` and `/generate`. The last two take sampling
+  parameters in `sampling_params`.
+- A neutral field has no effect on the samples and their answer. Its value is ignored.
+- A refused field is accepted with `null` and with its neutral values, which have no effect. Any
+  other value is refused with the text of the last column.
+
+A field that is not in the table is refused. Unknown fields in messages and tools are ignored and
+counted.
+
+| field | served on | elsewhere | neutral values | reason or text of the error |
+|---|---|---|---|---|
 """
 ROUTES = """
 ## Routes
@@ -40,11 +61,35 @@ These routes answer with the error code `unsupported`.
 
 
 def fields() -> str:
+    served = {
+        path: {name for body in bodies for name in body.model_fields}
+        for path, bodies in SERVED.items()
+    }
+    names = {name for found in served.values() for name in found} | REFUSED.keys() | NEUTRAL.keys()
     return "".join(
-        f"| `{name}` | {', '.join(f'`{json.dumps(v)}`' for v in param.allowed_values)} "
-        f"| {param.suggestion} |\n"
-        for name, param in sorted(unsupported.UNSUPPORTED.items())
+        _row(name, [path for path, found in served.items() if name in found])
+        for name in sorted(names)
     )
+
+
+def _row(name: str, paths: list[str]) -> str:
+    everywhere = len(paths) == len(SERVED)
+    where = "all" if everywhere else ", ".join(f"`{path}`" for path in paths)
+    return f"| `{name}` | {where} | {' | '.join(_elsewhere(name, everywhere=everywhere))} |\n"
+
+
+def _elsewhere(name: str, *, everywhere: bool) -> Iterator[str]:
+    """Treatment, neutral values, and reason or error of a field where it is not served."""
+    if everywhere:
+        yield from ("", "", "")
+    elif name in NEUTRAL:
+        yield from ("neutral", "", NEUTRAL[name])
+    elif name in REFUSED:
+        field = REFUSED[name]
+        values = ", ".join(f"`{json.dumps(value)}`" for value in field.allowed_values)
+        yield from ("refused", values, field.suggestion)
+    else:
+        yield from ("refused", "", "")
 
 
 def routes() -> str:

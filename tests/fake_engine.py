@@ -24,7 +24,9 @@ from engine.errors import (
 )
 from engine.feature_stats import CudaGraphStats, DrafterStatus, SharedPrefixStats, SpeculationStats
 from engine.kv_types import ExportStatus
+from engine.protocol import DEFAULT_SAMPLING
 from engine.sampling_support.rows import ALL, encode_mask
+from engine.stop_text import response_text
 from engine.types import (
     AdapterInfo,
     ChatRequest,
@@ -187,21 +189,35 @@ class FakeEngine:
         contents = [str(message["content"]) for message in messages]
         return self.encode_text("".join(named + contents))
 
-    def chat_response(self, token_ids: Sequence[int], chat_request: ChatRequest) -> ChatResponse:
+    def chat_response(
+        self,
+        token_ids: Sequence[int],
+        chat_request: ChatRequest,
+        *,
+        stop_reason: int | str | None = None,
+        sampling: Sampling = DEFAULT_SAMPLING,
+    ) -> ChatResponse:
         """With tools, every response calls the first one, unless `parses` is false."""
+        include = sampling.include_stop_str_in_output
+        text = response_text(self.decode, token_ids, stop_reason, include_stop_str=include)
         if not self.parses:
-            return ChatResponse(content=self.decode(token_ids), parsed=False)
+            return ChatResponse(content=text, parsed=False)
         if not chat_request.tools:
-            return ChatResponse(content=self.decode(token_ids))
+            return ChatResponse(content=text)
         name = chat_request.tools[0]["function"]["name"]
         return ChatResponse(
             content=None, tool_calls=(ToolCall(id="call-1", name=name, arguments="{}"),)
         )
 
     def response_stream(
-        self, prompt: Sequence[int] = (), chat_request: ChatRequest | None = None
+        self,
+        sampling: Sampling = DEFAULT_SAMPLING,
+        prompt: Sequence[int] = (),
+        chat_request: ChatRequest | None = None,
     ) -> "FakeStream":
-        return FakeStream(self, is_parsed=chat_request is not None and bool(chat_request.tools))
+        return FakeStream(
+            self, sampling, is_parsed=chat_request is not None and bool(chat_request.tools)
+        )
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return bytes(token_ids).decode("latin-1")
@@ -455,15 +471,21 @@ def _stop(sample: Running) -> bool:
     return True
 
 
-@dataclass(frozen=True)
+@dataclass
 class FakeStream:
-    """Text of single tokens; every token is a character."""
+    """Text of single tokens, each a character; what may begin a stop string is held back."""
 
     engine: FakeEngine
+    sampling: Sampling = DEFAULT_SAMPLING
     is_parsed: bool = False
+    held_back: str = ""
 
     def add(self, token_ids: Sequence[int]) -> ChatResponse:
-        return ChatResponse(content=self.engine.decode(token_ids))
+        text = self.held_back + self.engine.decode(token_ids)
+        excluded = () if self.sampling.include_stop_str_in_output else self.sampling.stop
+        end = max(len(text) - max(map(len, excluded), default=1) + 1, 0)
+        self.held_back = text[end:]
+        return ChatResponse(content=text[:end])
 
 
 def _supports(places: range) -> list[bytes]:

@@ -4,7 +4,8 @@ import copy
 import logging
 import traceback
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from pydantic import ValidationError
@@ -21,9 +22,10 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from engine.errors import ConversationRefused, PromptTooLong, RequestRefused, StartFailed
 from engine.io.chat_template_options import load_template, template_options, template_variables
 from engine.io.response_stream import ParsedStream, TextStream
-from engine.protocol import ResponseStream
+from engine.protocol import DEFAULT_SAMPLING, ResponseStream
 from engine.settings import EngineSettings
-from engine.types import ChatRequest, ChatResponse, ToolCall
+from engine.stop_text import response_text
+from engine.types import ChatRequest, ChatResponse, Sampling, ToolCall
 
 log = logging.getLogger(__name__)
 MAX_ARGUMENTS_CHARACTERS = 2**20
@@ -91,11 +93,28 @@ class ChatProcessor:
             ) from error
         return prompt
 
-    def chat_response(self, token_ids: Sequence[int], chat_request: ChatRequest) -> ChatResponse:
+    def chat_response(
+        self,
+        token_ids: Sequence[int],
+        chat_request: ChatRequest,
+        *,
+        stop_reason: int | str | None = None,
+        sampling: Sampling = DEFAULT_SAMPLING,
+    ) -> ChatResponse:
+        decode = partial(self._decode, sampling=sampling)
+
+        def text(*, skip_special: bool) -> str:
+            return response_text(
+                partial(decode, skip_special=skip_special),
+                token_ids,
+                stop_reason,
+                include_stop_str=sampling.include_stop_str_in_output,
+            )
+
         if self._parser is None:
-            return ChatResponse(content=self._decode(token_ids, skip_special=True))
+            return ChatResponse(content=text(skip_special=True))
         try:
-            return self._parsed(token_ids, chat_request)
+            return self._parsed(text, token_ids, chat_request)
         # Models may generate malformed text; the sample is kept without its parts.
         except Exception as error:
             place = traceback.extract_tb(error.__traceback__)[-1]
@@ -105,20 +124,25 @@ class ChatProcessor:
                 place.filename,
                 place.lineno,
             )
-            return ChatResponse(content=self._decode(token_ids, skip_special=True), parsed=False)
+            return ChatResponse(content=text(skip_special=True), parsed=False)
 
     def response_stream(
-        self, prompt: Sequence[int], chat_request: ChatRequest | None
+        self,
+        sampling: Sampling = DEFAULT_SAMPLING,
+        prompt: Sequence[int] = (),
+        chat_request: ChatRequest | None = None,
     ) -> ResponseStream:
         if self._parser is None or chat_request is None:
-            return TextStream(self._tokenizer)
+            return TextStream(self._tokenizer, sampling)
         parser, request = self._parser_of(_checked_request(chat_request), chat_request)
-        return ParsedStream(self._tokenizer, parser, request, prompt)
+        return ParsedStream(self._tokenizer, sampling, parser, request, prompt)
 
-    def _parsed(self, token_ids: Sequence[int], chat_request: ChatRequest) -> ChatResponse:
+    def _parsed(
+        self, text: Callable[..., str], token_ids: Sequence[int], chat_request: ChatRequest
+    ) -> ChatResponse:
         parser, request = self._parser_of(_checked_request(chat_request), chat_request)
         reasoning, content, calls = parser.parse(
-            self._decode(token_ids, skip_special=request.skip_special_tokens),
+            text(skip_special=request.skip_special_tokens),
             request,
             enable_auto_tools=bool(chat_request.tools),
             model_output_token_ids=list(token_ids),
@@ -153,9 +177,10 @@ class ChatProcessor:
     def _tokenizer(self) -> Any:
         return self._renderer.get_tokenizer()
 
-    def _decode(self, token_ids: Sequence[int], *, skip_special: bool) -> str:
+    def _decode(self, token_ids: Sequence[int], *, skip_special: bool, sampling: Sampling) -> str:
         """Decode a response. If special tokens are kept, a final EOS token is dropped."""
         ids = list(token_ids)
+        skip_special = skip_special and sampling.skip_special_tokens
         if ids and not skip_special and ids[-1] == self._renderer.get_eos_token_id():
             ids.pop()
         return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special))

@@ -8,7 +8,8 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
-from engine.types import ChatResponse
+from engine.protocol import DEFAULT_SAMPLING
+from engine.types import ChatResponse, Sampling
 
 log = logging.getLogger(__name__)
 NOTHING = ChatResponse(content=None, parsed=False)
@@ -17,15 +18,22 @@ NOTHING = ChatResponse(content=None, parsed=False)
 class TextStream:
     """`engine.protocol.ResponseStream` that returns all text as content.
 
-    The detokenizer holds back the bytes of an incomplete character. It does not see the prompt, as
-    `Engine.decode` does not.
+    The detokenizer holds back the bytes of an incomplete character, and as many characters as may
+    be the beginning of a stop string. It does not see the prompt, as `Engine.decode` does not.
     """
 
     is_parsed = False
 
-    def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        sampling: Sampling = DEFAULT_SAMPLING,
+        *,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        skip = skip_special_tokens and sampling.skip_special_tokens
         self._detokenizer = IncrementalDetokenizer.from_new_request(
-            tokenizer, _request(skip_special_tokens)
+            tokenizer, _request(sampling, skip_special_tokens=skip)
         )
 
     def add(self, token_ids: Sequence[int]) -> ChatResponse:
@@ -44,8 +52,17 @@ class ParsedStream:
 
     is_parsed = True
 
-    def __init__(self, tokenizer: Any, parser: Any, request: Any, prompt: Sequence[int]) -> None:
-        self._text = TextStream(tokenizer, skip_special_tokens=request.skip_special_tokens)
+    def __init__(
+        self,
+        tokenizer: Any,
+        sampling: Sampling,
+        parser: Any,
+        request: Any,
+        prompt: Sequence[int],
+    ) -> None:
+        self._text = TextStream(
+            tokenizer, sampling, skip_special_tokens=request.skip_special_tokens
+        )
         self._parser = parser
         self._request = request
         self._prompt = list(prompt)
@@ -71,13 +88,19 @@ class ParsedStream:
         )
 
 
-def _request(skip_special_tokens: bool) -> EngineCoreRequest:
+def _request(sampling: Sampling, *, skip_special_tokens: bool) -> EngineCoreRequest:
     """The request without a prompt that vLLM's detokenizer reads its options from."""
     return EngineCoreRequest(
         request_id="",
         prompt_token_ids=[],
         mm_features=None,
-        sampling_params=SamplingParams(skip_special_tokens=skip_special_tokens),
+        sampling_params=SamplingParams(
+            max_tokens=None,
+            stop=list(sampling.stop),
+            include_stop_str_in_output=sampling.include_stop_str_in_output,
+            min_tokens=sampling.min_tokens,
+            skip_special_tokens=skip_special_tokens,
+        ),
         pooling_params=None,
         arrival_time=0.0,
         lora_request=None,

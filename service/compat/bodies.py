@@ -1,8 +1,7 @@
 """Base models for the request bodies of clients written for vLLM, SGLang or OpenAI.
 
-These clients send more fields than are needed. Unknown fields are ignored and counted. Fields that
-would change the samples are rejected (service/compat/unsupported.py). Fields that would reach into
-the engine are dropped.
+These clients send more fields than are needed. Fields without effect are accepted, and all other
+fields that a route does not serve are refused (service/compat/field_table.py).
 """
 
 from collections.abc import Iterator
@@ -12,14 +11,10 @@ from fastapi import Request
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from coppice.wire.base import MAX_TOKENS, TokenIds
-from coppice.wire.rollouts import MAX_GROUPS, MAX_SAMPLES_PER_GROUP
-from coppice.wire.sampling import Sampling
-from service.compat import unsupported
+from coppice.wire.rollouts import MAX_GROUPS
+from service.compat.field_table import INTERNAL_FIELDS, REFUSED, check_field
 from service.observability.metrics import Metrics
 from service.server import Server
-
-# These fields control engine internals. They are for the engine's operator, not for callers.
-IGNORED_FIELDS = frozenset({"kv_transfer_params", "ec_transfer_params", "vllm_xargs", "extra_args"})
 
 SCHEMA_REFERENCE = "#/components/schemas/{model}"
 BODY_MODELS: dict[str, type[BaseModel]] = {}
@@ -33,11 +28,6 @@ Name = Annotated[str, Field(min_length=1, max_length=256)]
 Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 Directory = Annotated[str, Field(min_length=1, max_length=4096)]
 MaxTokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
-NumSamples = Annotated[
-    int,
-    Field(ge=1, le=MAX_SAMPLES_PER_GROUP),
-    BeforeValidator(lambda value: 1 if value is None else value),
-]
 Flag = Annotated[bool, BeforeValidator(lambda value: False if value is None else value)]
 """Boolean field with default false that upstream declares as `bool | None`."""
 
@@ -48,34 +38,15 @@ class CompatModel(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True, protected_namespaces=())
 
 
+class SamplingBody(CompatModel):
+    """Request body, or a part of it, whose unknown fields are refused (see field_table)."""
+
+
 Body = TypeVar("Body", bound=CompatModel)
 
 
 class EmptyBody(CompatModel):
     """Request body of a route that ignores all fields."""
-
-
-class SamplingFields(CompatModel):
-    """Sampling parameters that have the same names in all APIs, unlike the token limit."""
-
-    temperature: Annotated[float, Field(ge=0.0, le=2.0, allow_inf_nan=False)] | None = None
-    top_p: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
-    stop_token_ids: Annotated[TokenIds, Field(max_length=256)] | None = None
-    ignore_eos: bool = False
-    seed: int | None = None
-    n: NumSamples = 1
-
-    def sampling(self, max_tokens: int | None) -> Sampling:
-        """Convert to native sampling parameters; `top_k` -1 and 0 both disable top-k."""
-        return Sampling(
-            max_tokens=max_tokens,
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            top_k=max(self.top_k or 0, 0),
-            stop_token_ids=self.stop_token_ids or [],
-            ignore_eos=self.ignore_eos,
-        )
 
 
 def request_body(model: type[BaseModel]) -> dict[str, Any]:
@@ -97,13 +68,20 @@ async def read_compat_body(
 
 
 def check_extra_fields(body: CompatModel, metrics: Metrics) -> None:
+    """Check the fields of a body that its model does not have, and count those without effect.
+
+    Unknown fields of a nested object, such as a message, are counted only: clients send back what
+    they have received from other servers.
+    """
     for nested in _nested_models(body):
+        is_strict = isinstance(nested, SamplingBody)
         for name, value in (nested.model_extra or {}).items():
-            if value is None or unsupported.check_param(name, value):
+            if is_strict or name in REFUSED:
+                check_field(name, value)
+            if value is None or name in REFUSED or (is_strict and name not in INTERNAL_FIELDS):
                 continue
-            metrics.http.compat_fields.labels(
-                "dropped" if name in IGNORED_FIELDS else "unknown"
-            ).inc()
+            kind = "dropped" if name in INTERNAL_FIELDS else "unknown"
+            metrics.http.compat_fields.labels(kind).inc()
 
 
 def _nested_models(value: object) -> Iterator[CompatModel]:

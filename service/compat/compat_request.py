@@ -25,17 +25,18 @@ from coppice.wire.rollouts import (
     SampleAnswer,
     WeightsConstraint,
 )
+from engine.types import Sampling
 from service.auth.access import Caller
 from service.auth.keys import ApiKey
 from service.compat.bodies import (
     Body,
-    CompatModel,
     Flag,
     Name,
     Priority,
-    SamplingFields,
+    SamplingBody,
     read_compat_body,
 )
+from service.compat.sampling_fields import SamplingFields
 from service.http.bodies import fault
 from service.http.errors import InvalidRequest
 from service.http.exception_handlers import cancel_on_disconnect
@@ -58,7 +59,7 @@ ROLLOUT_ERRORS = (*ADMIN_ERRORS, *BODY_ERRORS, *ENGINE_ERRORS)
 _SEED_MASK = 2**62 - 1  # trainers send seeds of 63 bits
 
 
-class CommonRequestFields(CompatModel):
+class CommonRequestFields(SamplingBody):
     """Request fields that OpenAI's and vLLM's APIs share, except prompt and sampling parameters."""
 
     model: str | None = None
@@ -159,13 +160,18 @@ class CompatRequest:
             self.server.rollouts.on_disconnect(rollout)
         return await rollout.answer()
 
-    async def decode(self, answer: RolloutAnswer) -> list[DecodedSample]:
+    async def decode(self, rollout: Rollout, answer: RolloutAnswer) -> list[DecodedSample]:
         """Detokenize all samples of a rollout, in the order of the prompts."""
+        sampling = rollout.groups[0].options.sampling
         return [
-            DecodedSample(group, sample, await self.server.tokenizer.text(sample.token_ids))
+            DecodedSample(group, sample, await self._text(sample, sampling))
             for group in answer.groups
             for sample in group.samples
         ]
+
+    async def _text(self, sample: SampleAnswer, sampling: Sampling) -> str:
+        tokenizer = self.server.tokenizer
+        return await tokenizer.response_text(sample.token_ids, sample.stop_reason, sampling)
 
 
 Compat = Annotated[CompatRequest, Depends()]

@@ -12,10 +12,10 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from coppice.wire.rollouts import RolloutAnswer, SampleAnswer
-from engine.types import ChatRequest, ChatResponse
+from engine.types import ChatRequest, ChatResponse, Sampling
 from service.auth.access import requires_role
 from service.compat import logprobs
-from service.compat.bodies import CompatModel, Flag, MaxTokens, Name, SamplingFields, request_body
+from service.compat.bodies import CompatModel, Flag, MaxTokens, Name, request_body
 from service.compat.compat_request import (
     CommonRequestFields,
     Compat,
@@ -29,6 +29,7 @@ from service.compat.logprobs import NumLogprobs
 from service.compat.openai_choices import ChatChunks
 from service.compat.openai_errors import OpenAIRoute
 from service.compat.openai_stream import STREAM_RESPONSES, StreamFields, stream_response, unix_time
+from service.compat.sampling_fields import SamplingFields
 from service.http.errors import InvalidRequest
 from service.http.exception_handlers import cancel_on_disconnect
 from service.rollouts.rollout import Rollout
@@ -88,8 +89,8 @@ def _check_tool_choice(value: object) -> object:
         return value
     raise PydanticCustomError(
         "tool_choice",
-        "only auto and none are supported: a forced call needs guided decoding, and the tokens "
-        "would not be sampled from the model's own distribution; send auto, and read tool_calls",
+        "only auto and none are supported: send auto, and read tool_calls, or constrain the text "
+        "with structured_outputs",
     )
 
 
@@ -108,6 +109,7 @@ class ChatBody(SamplingFields, CommonRequestFields, StreamFields):
     tool_choice: ToolChoice = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
+    continue_final_message: Flag = False
     max_tokens: MaxTokens | None = None
     max_completion_tokens: MaxTokens | None = None
     logprobs: Flag = False
@@ -120,7 +122,19 @@ class ChatBody(SamplingFields, CommonRequestFields, StreamFields):
             tools=[tool.model_dump(exclude_none=True) for tool in self.tools or ()],
             template_options=self.chat_template_kwargs or {},
             add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
         )
+
+    def check(self) -> None:
+        self.check_stream()
+        if self.continue_final_message and self.add_generation_prompt:
+            raise InvalidRequest.of_parameter(
+                "continue_final_message", "needs add_generation_prompt: false"
+            )
+        if self.continue_final_message and self.messages[-1].role != "assistant":
+            raise InvalidRequest.of_parameter(
+                "continue_final_message", "the last message must be of the assistant"
+            )
 
 
 @router.post(
@@ -129,7 +143,7 @@ class ChatBody(SamplingFields, CommonRequestFields, StreamFields):
 @requires_role("rollout")
 async def chat(call: Compat) -> Response:
     body = await call.read(ChatBody)
-    body.check_stream()
+    body.check()
     adapter = call.resolve_adapter(body.model)
     logprobs.check(call.server, top_logprobs=body.top_logprobs)
     chat_request = body.chat_request()
@@ -199,6 +213,7 @@ class ChatResponseBuilder:
                 **_message(chat_response),
             },
             "finish_reason": reason,
+            "stop_reason": sample.stop_reason,
             "logprobs": await self._logprobs(sample) if self._body.logprobs else None,
             "weight_versions": weight_version_spans(sample),
         }
@@ -220,6 +235,7 @@ class ChatResponseBuilder:
         rollout, body = self._rollout, self._body
         chunks = ChatChunks(
             server=self._server,
+            sampling=self._sampling,
             chat_request=self._parsed_request,
             prompt=self._prompt,
             with_logprobs=body.logprobs,
@@ -236,6 +252,10 @@ class ChatResponseBuilder:
         return {"prompt_token_ids": self._prompt} if self._body.return_token_ids else {}
 
     @property
+    def _sampling(self) -> Sampling:
+        return self._rollout.groups[0].options.sampling
+
+    @property
     def _parsed_request(self) -> ChatRequest:
         """The chat request as the parsers of the response need it."""
         if self._body.tool_choice == "none":
@@ -245,7 +265,7 @@ class ChatResponseBuilder:
     async def _parse(self, sample: SampleAnswer) -> tuple[ChatResponse, str]:
         """The parsed response of a sample, and its finish reason."""
         chat_response = await self._server.tokenizer.chat_response(
-            sample.token_ids, self._parsed_request
+            sample.token_ids, self._parsed_request, sample.stop_reason, self._sampling
         )
         reason = finish_reason(sample)
         if chat_response.tool_calls and reason == "stop":

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from coppice.wire.rollouts import SampleAnswer
-from engine.types import ChatRequest, ChatResponse
+from engine.types import ChatRequest, ChatResponse, Sampling
 from service.compat import logprobs
 from service.compat.compat_request import finish_reason, weight_version_spans
 from service.compat.sample_stream import SamplePart, StreamedMessage, StreamedText
@@ -25,6 +25,7 @@ class CompletionChunks:
     """Chunks of POST /v1/completions for the n samples of each prompt."""
 
     server: Server
+    sampling: Sampling
     prompts: Sequence[list[int]]
     n: int
     with_logprobs: bool
@@ -47,7 +48,7 @@ class CompletionChunks:
         return [{"choices": [choice]}]
 
     async def _text(self, part: SamplePart) -> str:
-        text = self._texts.pop(part.key, None) or StreamedText(self.server)
+        text = self._texts.pop(part.key, None) or StreamedText(self.server, self.sampling)
         if part.sample is None:
             self._texts[part.key] = text
         return await text.next(part)
@@ -74,6 +75,7 @@ class ChatChunks:
     """
 
     server: Server
+    sampling: Sampling
     chat_request: ChatRequest
     prompt: list[int]
     with_logprobs: bool
@@ -87,7 +89,9 @@ class ChatChunks:
     async def of_part(self, part: SamplePart) -> list[Chunk]:
         is_first = part.index not in self._messages
         if is_first:
-            stream = await self.server.tokenizer.response_stream(self.prompt, self.chat_request)
+            stream = await self.server.tokenizer.response_stream(
+                self.prompt, self.chat_request, self.sampling
+            )
             self._messages[part.index] = StreamedMessage(self.server, stream)
             self._is_buffered = stream.is_parsed and bool(self.chat_request.tools)
         choice = await self._choice(part)
@@ -146,5 +150,6 @@ def _end_fields(sample: SampleAnswer | None, reason: str | None) -> dict[str, An
     """Fields of a choice about its end; null before it."""
     fields: dict[str, Any] = {"finish_reason": reason, "stop_reason": None}
     if sample is not None:
+        fields["stop_reason"] = sample.stop_reason
         fields["weight_versions"] = weight_version_spans(sample)
     return fields

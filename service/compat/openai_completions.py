@@ -16,7 +16,6 @@ from service.compat import logprobs
 from service.compat.bodies import (
     Flag,
     ListsOfTokenIds,
-    SamplingFields,
     Text,
     Texts,
     request_body,
@@ -40,6 +39,7 @@ from service.compat.openai_stream import (
     stream_response,
     unix_time,
 )
+from service.compat.sampling_fields import SamplingFields
 from service.http.errors import InvalidRequest
 from service.rollouts.rollout import Rollout
 from service.server import Server
@@ -49,7 +49,12 @@ router = APIRouter(route_class=OpenAIRoute)
 IndexedSamples = Sequence[tuple[int, SampleAnswer]]
 """Pairs of a group's index and a sample of the group."""
 
-NOTHING_SAMPLED: dict[str, Any] = {"token_ids": [], "logprobs": [], "versions": []}
+NOTHING_SAMPLED: dict[str, Any] = {
+    "token_ids": [],
+    "logprobs": [],
+    "versions": [],
+    "stop_reason": None,
+}
 
 
 class CompletionBody(SamplingFields, CommonRequestFields, StreamFields):
@@ -124,7 +129,7 @@ async def complete(call: Compat) -> Response:
     if body.stream:
         return _stream_response(call.server, builder)
     answer = await call.wait(rollout)
-    decoded = await call.decode(answer)
+    decoded = await call.decode(rollout, answer)
     named = await builder.with_token_names(
         call.server, [(group.index, sample) for group, sample, _ in decoded]
     )
@@ -202,7 +207,7 @@ class CompletionBuilder:
             "index": group * self.body.n + sample.index,
             "text": text if self.echoed is None else self.echoed[group] + text,
             "finish_reason": finish_reason(sample),
-            "stop_reason": None,
+            "stop_reason": sample.stop_reason,
             "logprobs": None if self.body.logprobs is None else self._logprobs(group, sample),
             "prompt_logprobs": None
             if self.body.echo
@@ -255,6 +260,7 @@ def _stream_response(server: Server, builder: CompletionBuilder) -> Response:
     rollout, body = builder.rollout, builder.body
     chunks = CompletionChunks(
         server=server,
+        sampling=rollout.groups[0].options.sampling,
         prompts=builder.prompts,
         n=body.n,
         with_logprobs=body.logprobs is not None,

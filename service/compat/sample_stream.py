@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from coppice.wire.result_formats import EndRecord, ProgressRecord, SampleRecord, TokensRecord
 from coppice.wire.rollouts import SampleAnswer
 from engine.protocol import ResponseStream
-from engine.types import ChatResponse, TopLogprobs
+from engine.types import ChatResponse, Sampling, TopLogprobs
 from service.rollouts.record_reader import SampleKey
 from service.rollouts.rollout import Rollout
 from service.server import Server
@@ -98,16 +98,19 @@ def _top_logprobs(rollout: Rollout, group: int, index: int) -> Sequence[TopLogpr
 class StreamedText:
     """Text of one sample's parts. Each call returns the text that its tokens complete."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, sampling: Sampling) -> None:
         self._tokenizer = server.tokenizer
-        self._stream = server.engine.response_stream()
+        self._sampling = sampling
+        self._stream = server.engine.response_stream(sampling)
         self._sent: list[str] = []
 
     async def next(self, part: SamplePart) -> str:
         if part.sample is None:
             text = (await self._tokenizer.add(self._stream, part.token_ids)).content or ""
         else:
-            whole = await self._tokenizer.text(part.sample.token_ids)
+            whole = await self._tokenizer.response_text(
+                part.sample.token_ids, part.sample.stop_reason, self._sampling
+            )
             text = remainder(whole, "".join(self._sent)) or ""
         self._sent.append(text)
         return text

@@ -10,13 +10,12 @@ from coppice.wire.result_formats import EndRecord, ProgressRecord
 from coppice.wire.rollouts import GroupAnswer, Prompt, SampleAnswer, WeightsConstraint
 from service.auth.access import requires_role
 from service.compat.bodies import (
-    CompatModel,
     Flag,
     ListsOfTokenIds,
     MaxTokens,
     Name,
     Priority,
-    SamplingFields,
+    SamplingBody,
     Text,
     Texts,
     request_body,
@@ -39,6 +38,7 @@ from service.compat.openai_stream import (
     sse_event,
 )
 from service.compat.sample_stream import SamplePart, StreamedText, sample_parts
+from service.compat.sampling_fields import SamplingFields
 from service.http.errors import InvalidRequest
 from service.rollouts.record_reader import SampleKey
 from service.rollouts.rollout import Rollout
@@ -54,7 +54,7 @@ class SglangSampling(SamplingFields):
     sampling_seed: int | None = None
 
 
-class SglangBody(CompatModel):
+class SglangBody(SamplingBody):
     """Request body of SGLang's POST /generate.
 
     It has one prompt or a list of them, as text or as token ids. `lora_path` is the name of an
@@ -119,7 +119,7 @@ async def generate(call: Compat, running: RunningRequests) -> Response:
         return event_response(call.server, rollout, _events(call, running, body, rollout))
     with running.register(call.caller.name, body.rid or rollout.id, rollout):
         answer = await call.wait(rollout)
-    decoded = await call.decode(answer)
+    decoded = await call.decode(rollout, answer)
 
     def build() -> object:
         rows = [
@@ -166,7 +166,7 @@ class _RunningSample:
 
     def __init__(self, server: Server, rollout: Rollout) -> None:
         self._groups = rollout.groups
-        self._streamed = StreamedText(server)
+        self._streamed = StreamedText(server, rollout.groups[0].options.sampling)
         self._text = ""
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
@@ -216,7 +216,8 @@ def _finish_reason(sample: SampleAnswer) -> dict[str, Any]:
     reason = finish_reason(sample)
     match reason:
         case "stop":
-            return {"type": "stop", "matched": sample.token_ids[-1]}
+            matched = sample.stop_reason
+            return {"type": "stop", "matched": sample.token_ids[-1] if matched is None else matched}
         case "length":
             return {"type": "length", "length": len(sample.token_ids)}
         case "abort":

@@ -11,7 +11,7 @@ from coppice.wire.rollouts import RolloutAnswer, SampleAnswer
 from engine.types import TopLogprobs
 from service.auth.access import requires_role
 from service.compat import logprobs
-from service.compat.bodies import CompatModel, Flag, MaxTokens, SamplingFields, request_body
+from service.compat.bodies import CompatModel, Flag, MaxTokens, request_body
 from service.compat.compat_request import (
     CommonRequestFields,
     Compat,
@@ -25,6 +25,7 @@ from service.compat.openai_chat import ChatBody, ChatMessage, Tool
 from service.compat.openai_errors import OpenAIRoute, as_openai
 from service.compat.openai_stream import EVENTS_OR_JSON, StreamFields, stream_response
 from service.compat.sample_stream import SamplePart
+from service.compat.sampling_fields import SamplingFields
 from service.http.errors import AdapterNotFound, InvalidRequest, NoChatTemplate
 from service.http.responses import (
     ADMIN_ERRORS,
@@ -94,6 +95,7 @@ class TokenizeBody(CompatModel):
     add_special_tokens: bool | None = None
     return_token_strs: Flag = False
     add_generation_prompt: bool = True
+    continue_final_message: Flag = False
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Annotated[list[Tool], Field(max_length=1024)] | None = None
 
@@ -104,6 +106,7 @@ class TokenizeBody(CompatModel):
             tools=self.tools,
             chat_template_kwargs=self.chat_template_kwargs,
             add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
         )
 
 
@@ -196,6 +199,7 @@ def _choice(sample: SampleAnswer, with_logprobs: bool, rollout: Rollout) -> dict
         "index": sample.index,
         "token_ids": sample.token_ids,
         "finish_reason": finish_reason(sample),
+        "stop_reason": sample.stop_reason,
         "logprobs": _content(sample.token_ids, sample.logprobs, per_token)
         if with_logprobs
         else None,
@@ -213,7 +217,7 @@ def _stream_response(server: Server, body: GenerateBody, rollout: Rollout) -> Re
             "index": part.index,
             "token_ids": part.token_ids,
             "finish_reason": None if sample is None else finish_reason(sample),
-            "stop_reason": None,
+            "stop_reason": None if sample is None else sample.stop_reason,
             "logprobs": _content(part.token_ids, part.logprobs, part.top_logprobs)
             if with_logprobs
             else None,

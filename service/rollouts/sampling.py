@@ -1,7 +1,7 @@
 """Conversion of wire sampling parameters to the engine's, and the text and message of an answer."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from coppice.wire import sampling as wire
 from coppice.wire.chat import ParsedMessage, ParsedToolCall
@@ -65,28 +65,6 @@ def _structured_outputs(wanted: wire.StructuredOutputs | None) -> StructuredOutp
         json_object=wanted.json_object,
         structural_tag=wanted.structural_tag,
     )
-
-
-def response_text(
-    decode: Callable[[Sequence[int]], str],
-    token_ids: Sequence[int],
-    stop_reason: int | str | None,
-    *,
-    include_stop_str: bool,
-) -> str:
-    """Text of a response, cut at the stop string that ended it.
-
-    The last token completes the match, and may continue after it. As in vLLM, the text is cut
-    before the match, or directly after it if `include_stop_str`.
-    """
-    text = decode(token_ids)
-    if not isinstance(stop_reason, str):
-        return text
-    earliest = max(len(decode(token_ids[:-1])) - len(stop_reason) + 1, 0)
-    start = text.find(stop_reason, earliest)
-    if start < 0:
-        return text
-    return text[: start + len(stop_reason)] if include_stop_str else text[:start]
 
 
 async def parsed_message(options: GroupOptions, token_ids: list[int]) -> ParsedMessage | None:

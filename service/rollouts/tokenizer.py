@@ -12,12 +12,12 @@ from coppice.wire.rollouts import Prompt
 from engine import errors
 from engine.errors import ConversationRefused, RequestRefused
 from engine.protocol import Engine, ResponseStream
+from engine.stop_text import response_text
 from engine.types import ChatRequest, ChatResponse, Sampling
 from service.http.errors import InvalidRequest, NoChatTemplate, PromptTooLong
 from service.http.fair_executor import FairExecutor, QueueLimits
 from service.observability.logs import key_name
 from service.rollouts.fairness import TimeSlice
-from service.rollouts.sampling import response_text
 
 Result = TypeVar("Result")
 
@@ -110,14 +110,24 @@ class Tokenizer:
         return await self._decoded(decode)
 
     async def chat_response(
-        self, token_ids: Sequence[int], chat_request: ChatRequest
+        self,
+        token_ids: Sequence[int],
+        chat_request: ChatRequest,
+        stop_reason: int | str | None,
+        sampling: Sampling,
     ) -> ChatResponse:
-        return await self._decoded(lambda: self._engine.chat_response(token_ids, chat_request))
+        return await self._decoded(
+            lambda: self._engine.chat_response(
+                token_ids, chat_request, stop_reason=stop_reason, sampling=sampling
+            )
+        )
 
     async def response_stream(
-        self, prompt: Sequence[int], chat_request: ChatRequest
+        self, prompt: Sequence[int], chat_request: ChatRequest, sampling: Sampling
     ) -> ResponseStream:
-        return await self._decoded(lambda: self._engine.response_stream(prompt, chat_request))
+        return await self._decoded(
+            lambda: self._engine.response_stream(sampling, prompt, chat_request)
+        )
 
     async def add(self, stream: ResponseStream, token_ids: Sequence[int]) -> ChatResponse:
         """Text that the next tokens of a running sample complete.

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.types import SampleRequest
-from service.compat.bodies import IGNORED_FIELDS
-from service.compat.unsupported import UNSUPPORTED
+from service.compat.field_table import INTERNAL_FIELDS, NEUTRAL, REFUSED
 from tests.compat.third_party import Foreign, foreign, wrong_status
 from tests.service.keyfile import bearer, write_keys
 
@@ -31,7 +30,13 @@ SERVED: set[tuple[tuple[str, str | None], str]] = {
     (("/v1/chat/completions", None), "top_logprobs"),
     (("/v1/completions", None), "add_special_tokens"),
     (("/v1/completions", None), "echo"),
+    (("/generate", None), "lora_path"),
+    (("/generate", None), "input_ids"),
 }
+
+
+# Neutral fields that some of the routes serve.
+WITH_EFFECT = {"request_id", "rid", "extra_key", "cache_salt"}
 
 
 def placed(path: str, inside: str | None, fields: dict[str, Any]) -> dict[str, Any]:
@@ -52,7 +57,7 @@ async def submitted(served: Foreign, path: str, body: dict[str, Any]) -> list[Sa
 
 async def test_engine_internals_are_dropped(tmp_path: Path) -> None:
     async with foreign(tmp_path) as served:
-        for (path, inside), name in product(PLACES, sorted(IGNORED_FIELDS)):
+        for (path, inside), name in product(PLACES, sorted(INTERNAL_FIELDS)):
             plain = await submitted(served, path, BODIES[path])
             before = served.ignored("dropped")
             dropped = placed(path, inside, {name: {"coppice_handle": "x"}})
@@ -60,20 +65,40 @@ async def test_engine_internals_are_dropped(tmp_path: Path) -> None:
             assert served.ignored("dropped") == before + 1
 
 
-async def test_unknown_field_is_ignored_and_counted(tmp_path: Path) -> None:
+async def test_neutral_field_changes_nothing(tmp_path: Path) -> None:
     async with foreign(tmp_path) as served:
         for path, inside in PLACES:
             plain = await submitted(served, path, BODIES[path])
-            before = served.ignored("unknown")
-            extras = {"spaces_between_special_tokens": False, "no_such_field": 1, "nothing": None}
-            assert await submitted(served, path, placed(path, inside, extras)) == plain
-            assert served.ignored("unknown") == before + 2
+            neutral = dict.fromkeys(NEUTRAL.keys() - WITH_EFFECT, 1)
+            assert await submitted(served, path, placed(path, inside, neutral)) == plain
+        assert served.ignored("unknown") == 0
+
+
+async def test_unknown_field_is_refused_by_name(tmp_path: Path) -> None:
+    async with foreign(tmp_path) as served:
+        for path, inside in PLACES:
+            await served.post(path, placed(path, inside, {"no_such_field": None}))
+            served.engine.submitted.clear()
+            _, problem = await served.refused(path, placed(path, inside, {"no_such_field": 1}))
+            [error] = problem["errors"]
+            assert error["location"] == "no_such_field"
+            assert served.engine.submitted == []
+
+
+async def test_unknown_field_of_a_message_is_ignored_and_counted(tmp_path: Path) -> None:
+    """Clients send back messages of other servers."""
+    async with foreign(tmp_path) as served:
+        plain = await submitted(served, "/v1/chat/completions", CHAT)
+        message = {"role": "user", "content": "abc", "refusal": "no", "annotations": None}
+        body = {**CHAT, "messages": [message]}
+        assert await submitted(served, "/v1/chat/completions", body) == plain
+        assert served.ignored("unknown") == 1
 
 
 async def test_field_at_its_neutral_value_is_accepted(tmp_path: Path) -> None:
     allowed_values = {
         name: refusal.allowed_values[0]
-        for name, refusal in UNSUPPORTED.items()
+        for name, refusal in REFUSED.items()
         if refusal.allowed_values
     }
     async with foreign(tmp_path) as served:
@@ -86,12 +111,10 @@ async def test_field_that_would_change_samples_is_refused_with_advice(
     tmp_path: Path,
 ) -> None:
     async with foreign(tmp_path) as served:
-        for (path, inside), name in set(product(PLACES, sorted(UNSUPPORTED))) - SERVED:
+        for (path, inside), name in set(product(PLACES, sorted(REFUSED))) - SERVED:
             status, problem = await served.refused(path, placed(path, inside, {name: ["a", 0.5]}))
             assert (status, problem["code"]) == (wrong_status(path), "invalid_request")
-            assert problem["errors"] == [
-                {"location": name, "message": UNSUPPORTED[name].suggestion}
-            ]
+            assert problem["errors"] == [{"location": name, "message": REFUSED[name].suggestion}]
         assert served.engine.submitted == []
 
 

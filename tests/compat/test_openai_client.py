@@ -108,8 +108,8 @@ async def test_problems_are_errors_of_the_openai_client(tmp_path: Path) -> None:
     secret = write_keys(file, trainer="rollout")["trainer"]
     async with foreign(tmp_path, server={"keys_file": file}) as served:
         async with client(served, secret) as speaker:
-            with pytest.raises(openai.BadRequestError, match="use stop_token_ids"):
-                await speaker.completions.create(model="fake", prompt="a", stop="\n")
+            with pytest.raises(openai.BadRequestError, match="append the text"):
+                await speaker.completions.create(model="fake", prompt="a", suffix="b")
             with pytest.raises(openai.BadRequestError, match="this server serves"):
                 await speaker.completions.create(model="gpt", prompt="a")
         async with client(served, "wrong") as speaker:
@@ -131,7 +131,7 @@ async def test_invalid_request_is_a_400_with_its_parameter(tmp_path: Path) -> No
     wrong: list[dict[str, Any]] = [
         {"prompt": "a", "temperature": 3},
         {"prompt": "a", "temperature": "hot"},
-        {"prompt": "a", "min_p": 0.5},
+        {"prompt": "a", "min_p": 1.5},
         {"prompt": "a", "model": "gpt"},
         {"prompt": [[]]},
         {"prompt": "a" * 600},

@@ -12,7 +12,8 @@ import pytest
 from openai import AsyncOpenAI
 from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateTokensStreamResponse
 
-from engine.types import ChatRequest, ChatResponse, ToolCall
+from engine.protocol import DEFAULT_SAMPLING
+from engine.types import ChatRequest, ChatResponse, Sampling, ToolCall
 from tests.compat.third_party import Foreign, foreign
 from tests.fake_engine import FakeEngine, FakeStream
 
@@ -174,11 +175,16 @@ class ReasoningEngine(FakeEngine):
     """Responses whose first three tokens are reasoning; tools are called by every response."""
 
     def response_stream(
-        self, prompt: Sequence[int] = (), chat_request: ChatRequest | None = None
+        self,
+        sampling: Sampling = DEFAULT_SAMPLING,
+        prompt: Sequence[int] = (),
+        chat_request: ChatRequest | None = None,
     ) -> "ReasoningStream":
         return ReasoningStream(self, is_parsed=True)
 
-    def chat_response(self, token_ids: Sequence[int], chat_request: ChatRequest) -> ChatResponse:
+    def chat_response(
+        self, token_ids: Sequence[int], chat_request: ChatRequest, **_: Any
+    ) -> ChatResponse:
         calls = (ToolCall(id="1", name="add", arguments="{}"),) if chat_request.tools else ()
         return ChatResponse(
             reasoning=self.decode(token_ids[:3]) or None,
@@ -235,7 +241,9 @@ async def test_tool_calls_are_sent_when_they_can_be_parsed(tmp_path: Path) -> No
 
 async def test_text_that_contradicts_the_whole_response_is_not_repeated(tmp_path: Path) -> None:
     class Contradicting(ReasoningEngine):
-        def chat_response(self, token_ids: Sequence[int], _: ChatRequest) -> ChatResponse:
+        def chat_response(
+            self, token_ids: Sequence[int], chat_request: ChatRequest, **_: Any
+        ) -> ChatResponse:
             return ChatResponse(content=self.decode(token_ids), reasoning=None)
 
     ReasoningStream.num_tokens = 0
@@ -249,6 +257,42 @@ async def test_text_that_contradicts_the_whole_response_is_not_repeated(tmp_path
         assert value("coppice_responses_not_parsed_total") == 1
     assert sent[1]["choices"][0]["delta"] == {"reasoning_content": "\x03\x04"}
     assert last["choices"][0]["delta"] == {}
+
+
+@pytest.mark.parametrize("include", [False, True])
+async def test_no_part_of_a_stop_string_is_sent(tmp_path: Path, include: bool) -> None:
+    """The token ids are whole, as without a stream."""
+    body = {
+        **COMPLETION,
+        "max_tokens": 9,
+        "stop": ["CD"],
+        "include_stop_str_in_output": include,
+        "return_token_ids": True,
+    }
+    async with (
+        foreign(tmp_path, engine=FakeEngine(instant=False)) as served,
+        streaming(served, "/v1/completions", body) as events,
+        stepping(served.engine),
+    ):
+        choices = [event["choices"][0] async for event in events]
+    assert "".join(choice["text"] for choice in choices) == ("@ABCD" if include else "@AB")
+    assert (choices[-1]["finish_reason"], choices[-1]["stop_reason"]) == ("stop", "CD")
+    assert [token for choice in choices for token in choice["token_ids"]] == [64, 65, 66, 67, 68]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_chat_is_cut_at_its_stop_string(tmp_path: Path, stream: bool) -> None:
+    body = {**CHAT, "stop": "\x05\x06", "stream": stream}
+    async with foreign(tmp_path) as served:
+        answer = await served.http.post("/v1/chat/completions", json=body)
+    if stream:
+        value = json.loads(answer.text.split("\n\n")[1].removeprefix("data: "))
+        message = value["choices"][0]["delta"]
+    else:
+        value = answer.json()
+        message = value["choices"][0]["message"]
+    assert message["content"] == "\x03\x04"
+    assert value["choices"][0]["stop_reason"] == "\x05\x06"
 
 
 async def test_sglang_events_are_cumulative(tmp_path: Path) -> None:

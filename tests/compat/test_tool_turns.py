@@ -34,8 +34,10 @@ class ParsingEngine(FakeEngine):
     def encode_chat(self, conversation: ChatRequest) -> list[int]:
         return self.chat.chat.encode(conversation)
 
-    def chat_response(self, token_ids: Sequence[int], conversation: ChatRequest) -> ChatResponse:
-        return self.chat.chat.chat_response(self.response, conversation)
+    def chat_response(
+        self, token_ids: Sequence[int], chat_request: ChatRequest, **_: Any
+    ) -> ChatResponse:
+        return self.chat.chat.chat_response(self.response, chat_request)
 
 
 @pytest.fixture(scope="module")

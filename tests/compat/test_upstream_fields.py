@@ -9,6 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from openai.types.chat.completion_create_params import CompletionCreateParamsBase
+from openai.types.completion_create_params import (
+    CompletionCreateParamsBase as CompletionParams,
+)
 from pydantic import BaseModel
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
@@ -21,81 +25,14 @@ from vllm.entrypoints.serve.tokenize.protocol import (
 from vllm.renderers.chat_utils import CustomChatCompletionMessageParam
 from vllm.sampling_params import SamplingParams
 
-from service.compat.bodies import IGNORED_FIELDS
+from service.compat.field_table import NEUTRAL, REFUSED
 from service.compat.openai_chat import ChatBody, ChatMessage
 from service.compat.openai_completions import CompletionBody
 from service.compat.sglang_generate import SglangBody, SglangSampling
-from service.compat.unsupported import UNSUPPORTED
 from service.compat.vllm_tokens import DetokenizeBody, GenerateBody, GenerateSampling, TokenizeBody
 from tests.compat.third_party import foreign
 
 pytestmark = pytest.mark.slow
-
-# Reasons why a field affects neither the samples nor their answer.
-NEUTRAL = {
-    "user": "names an end user",
-    "request_id": "the server's own id is answered",
-    "session_id": "for routers in front of several servers",
-    "routing_key": "for routers",
-    "conversation_id": "for tracking",
-    "skip_special_tokens": "formats text; token ids have every token",
-    "spaces_between_special_tokens": "formats text",
-    "include_stop_str_in_output": "formats text",
-    "no_stop_trim": "formats text",
-    "return_text_in_logprobs": "the ids are answered",
-    "detokenize": "text is answered anyway",
-    "truncation_side": "truncate_prompt_tokens is refused",
-    "stream_options": "streams end with [DONE] either way",
-    "stream_interval": "samples are streamed whole",
-    "routed_experts_prompt_start": "return_routed_experts is refused",
-    "routed_experts_start_len": "return_routed_experts is refused",
-    "return_flat_raw_top_logprobs_b64": "return_flat_raw_top_logprobs is refused",
-    "media_io_kwargs": "media are refused",
-    "mm_processor_kwargs": "media are refused",
-    "mm_payload": "media are refused",
-    "return_mm_kwargs": "media are refused",
-    "mm_hashes": "media are refused",
-    "mm_content_hashes": "media are refused",
-    "use_audio_in_video": "media are refused",
-    "video_config": "media are refused",
-    "images_config": "media are refused",
-    "modalities": "media are refused",
-    "need_wait_for_mm_inputs": "media are refused",
-    "num_items_assigned": "media are refused",
-    "encoder_urls": "media are refused",
-    "max_dynamic_patch": "media are refused",
-    "min_dynamic_patch": "media are refused",
-    "image_max_dynamic_patch": "media are refused",
-    "video_max_dynamic_patch": "media are refused",
-    "return_bytes": "media are refused",
-    "token_offsets": "describes the prompt's source text",
-    "reasoning_ended": "structured outputs are refused",
-    "reasoning_parser_kwargs": "structured outputs are refused",
-    "require_reasoning": "structured outputs are refused",
-    "flat_logprobs": "how vLLM stores logprobs inside",
-    "output_kind": "how vLLM hands out outputs inside",
-    "skip_clone": "how vLLM copies inside",
-    "output_text_buffer_length": "computed by vLLM",
-    "skip_reading_prefix_cache": "speed",
-    "cache_salt": "SGLang's; speed",
-    "log_metrics": "operation",
-    "no_logs": "prompts and responses are never logged",
-    "custom_labels": "operation",
-    "external_trace_header": "operation",
-    "received_time": "operation",
-    "http_worker_ipc": "operation",
-    "background": "operation",
-    "lora_id": "set by SGLang itself from lora_path",
-    "bootstrap_host": "transfer of keys and values between SGLang's servers",
-    "bootstrap_port": "transfer of keys and values between SGLang's servers",
-    "bootstrap_room": "transfer of keys and values between SGLang's servers",
-    "bootstrap_pair_key": "transfer of keys and values between SGLang's servers",
-    "decode_tp_size": "transfer of keys and values between SGLang's servers",
-    "disagg_prefill_dp_rank": "transfer of keys and values between SGLang's servers",
-    "kv_router_hint": "transfer of keys and values between SGLang's servers",
-    "routed_dp_rank": "one rank of data parallelism",
-    "data_parallel_rank": "one rank of data parallelism",
-}
 
 # managers/io_struct.py and sampling/sampling_params.py of SGLang at 001067fffe, which is not
 # installed here.
@@ -121,6 +58,31 @@ SGLANG_SAMPLING = """
     stream_interval logit_bias sampling_seed
 """
 
+# entrypoints/openai/protocol.py of SGLang at 004c82e07d.
+SGLANG_COMPLETION = """
+    model prompt best_of echo frequency_penalty logit_bias logprobs max_tokens n presence_penalty
+    seed stop stream stream_options suffix temperature top_p user return_hidden_states
+    return_routed_experts routed_experts_start_len return_cached_tokens_details return_token_ids
+    top_k min_p min_tokens json_schema regex ebnf repetition_penalty stop_token_ids stop_regex
+    no_stop_trim ignore_eos skip_special_tokens lora_path session_id session_params response_format
+    custom_params custom_logit_processor images_config bootstrap_host bootstrap_port bootstrap_room
+    routed_dp_rank disagg_prefill_dp_rank data_parallel_rank rid extra_key cache_salt
+    ngram_corpus_id priority custom_labels
+"""
+SGLANG_CHAT = """
+    messages model frequency_penalty logit_bias logprobs top_logprobs max_tokens
+    max_completion_tokens n presence_penalty response_format seed stop stream stream_options
+    temperature top_p user tools tool_choice parallel_tool_calls return_hidden_states
+    return_routed_experts routed_experts_start_len return_cached_tokens_details
+    return_prompt_token_ids return_token_ids return_meta_info reasoning_effort reasoning task top_k
+    min_p min_tokens regex ebnf repetition_penalty stop_token_ids stop_regex no_stop_trim ignore_eos
+    continue_final_message skip_special_tokens lora_path session_id session_params
+    separate_reasoning stream_reasoning chat_template_kwargs max_dynamic_patch min_dynamic_patch
+    use_audio_in_video images_config custom_logit_processor custom_params input_ids rid extra_key
+    cache_salt ngram_corpus_id priority bootstrap_host bootstrap_port bootstrap_room routed_dp_rank
+    disagg_prefill_dp_rank data_parallel_rank
+"""
+
 REQUESTS: dict[str, tuple[Iterable[str], type[BaseModel]]] = {
     "chat": (ChatCompletionRequest.model_fields, ChatBody),
     "message": (CustomChatCompletionMessageParam.__annotations__, ChatMessage),
@@ -134,6 +96,10 @@ REQUESTS: dict[str, tuple[Iterable[str], type[BaseModel]]] = {
     "tokenize chat": (TokenizeChatRequest.model_fields, TokenizeBody),
     "detokenize": (DetokenizeRequest.model_fields, DetokenizeBody),
     "sglang": (SGLANG_REQUEST.split(), SglangBody),
+    "sglang completion": (SGLANG_COMPLETION.split(), CompletionBody),
+    "sglang chat": (SGLANG_CHAT.split(), ChatBody),
+    "openai chat": (CompletionCreateParamsBase.__annotations__, ChatBody),
+    "openai completion": (CompletionParams.__annotations__, CompletionBody),
     "sglang sampling": (SGLANG_SAMPLING.split(), SglangSampling),
 }
 
@@ -141,21 +107,25 @@ REQUESTS: dict[str, tuple[Iterable[str], type[BaseModel]]] = {
 @pytest.mark.parametrize("name", REQUESTS)
 def test_every_field_of_other_servers_is_in_a_table(name: str) -> None:
     theirs, ours = REQUESTS[name]
-    accounted = {*ours.model_fields, *UNSUPPORTED, *IGNORED_FIELDS, *NEUTRAL}
-    assert set(theirs) - accounted == set()
+    assert set(theirs) - {*ours.model_fields, *REFUSED, *NEUTRAL} == set()
 
 
-def test_no_field_is_in_two_tables() -> None:
-    assert not (
-        set(UNSUPPORTED) & IGNORED_FIELDS
-        or set(UNSUPPORTED) & set(NEUTRAL)
-        or IGNORED_FIELDS & set(NEUTRAL)
-    )
+def test_no_field_is_both_neutral_and_refused() -> None:
+    assert not REFUSED.keys() & NEUTRAL.keys()
+
+
+# Of earlier versions of vLLM, or sent by its clients.
+EARLIER = {
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding_backend"),
+    *("guided_whitespace_pattern", "length_penalty", "logits_processors", "typical_p"),
+    *("best_of", "extra_args", "top_logprobs_num", "content_parts", "max_thinking_tokens"),
+}
 
 
 def test_every_table_names_existing_fields() -> None:
     theirs = {field for fields, _ in REQUESTS.values() for field in fields}
-    assert set(NEUTRAL) - theirs == set()
+    assert NEUTRAL.keys() - theirs - EARLIER == set()
+    assert REFUSED.keys() - theirs - EARLIER == set()
 
 
 COMPLETION: dict[str, Any] = {"prompt": [5], "max_tokens": 1}
@@ -166,7 +136,11 @@ CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "abc"}], "max_t
     ("path", "body", "name", "value"),
     [
         ("/v1/chat/completions", CHAT, "chat_template", "{{ 1 }}"),
-        ("/v1/chat/completions", CHAT, "continue_final_message", True),
+        ("/v1/chat/completions", CHAT, "input_ids", [1]),
+        ("/v1/chat/completions", CHAT, "lora_path", "a"),
+        ("/v1/chat/completions", CHAT, "no_such_field", 0),
+        ("/v1/completions", COMPLETION, "temprature", 0.5),
+        ("/generate", {"input_ids": [5]}, "no_such_field", True),
         ("/v1/chat/completions", CHAT, "documents", [{"text": "a"}]),
         ("/v1/chat/completions", CHAT, "reasoning_effort", "none"),
         ("/v1/chat/completions", CHAT, "thinking_token_budget", 0),

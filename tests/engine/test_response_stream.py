@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from engine.io.response_stream import TextStream
-from engine.types import ChatRequest, ChatResponse
+from engine.types import ChatRequest, ChatResponse, Sampling
 from tests.engine.chats import TemplateChat, make_chat
 
 TEXT = "naïve 中文 😀👩‍🔬 a<b>\n\tç"
@@ -49,6 +49,18 @@ def test_parts_of_any_size_give_the_same_text(size: int) -> None:
     assert "".join(parts) == TEXT
 
 
+@pytest.mark.parametrize("include", [False, True])
+def test_text_that_may_begin_a_stop_string_is_held_back(include: bool) -> None:
+    """As vLLM does; a stop string that is included needs no text to be held back."""
+    tokenizer = byte_tokenizer()
+    sampling = Sampling(max_tokens=9, stop=("END",), include_stop_str_in_output=include)
+    stream, text = TextStream(tokenizer, sampling), "abcENabc"
+    parts = [stream.text([token]) for token in tokenizer.encode(text)]
+    held_back = 0 if include else len("END") - 1
+    sent = ["".join(parts[:i]) for i in range(1, len(parts) + 1)]
+    assert sent == [text[: max(i - held_back, 0)] for i in range(1, len(text) + 1)]
+
+
 @pytest.fixture(scope="module")
 def chat(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TemplateChat]:
     yield make_chat(tmp_path_factory.mktemp("chat"), reasoning_parser="qwen3")
@@ -65,7 +77,7 @@ def joined(parts: list[ChatResponse]) -> tuple[str, str]:
 def test_reasoning_is_streamed_as_it_is_parsed_at_the_end(chat: TemplateChat, text: str) -> None:
     request = ChatRequest(messages=USER)
     prompt = chat.chat.encode(request)
-    stream = chat.chat.response_stream(prompt, request)
+    stream = chat.chat.response_stream(prompt=prompt, chat_request=request)
     parts = [stream.add([token]) for token in chat.tokenizer.encode(text)]
     whole = chat.chat_response(text, request)
     assert stream.is_parsed
@@ -74,7 +86,7 @@ def test_reasoning_is_streamed_as_it_is_parsed_at_the_end(chat: TemplateChat, te
 
 def test_without_a_parser_all_text_is_content(tmp_path: Path) -> None:
     plain = make_chat(tmp_path)
-    stream = plain.chat.response_stream([], ChatRequest(messages=USER))
+    stream = plain.chat.response_stream(chat_request=ChatRequest(messages=USER))
     parts = [stream.add([token]) for token in plain.tokenizer.encode("<think>1</think>2")]
     assert not stream.is_parsed
     assert joined(parts) == ("", "<think>1</think>2")

@@ -9,7 +9,8 @@ import pytest
 from coppice.wire.sampling import Sampling, StructuredOutputs
 from engine import types
 from engine.errors import SamplingRefused
-from service.rollouts.sampling import response_text, to_engine_sampling
+from engine.stop_text import response_text
+from service.rollouts.sampling import to_engine_sampling
 from tests.fake_engine import FakeEngine
 from tests.service.test_rollouts import body, group
 from tests.serving import serving
