@@ -1,0 +1,244 @@
+"""Benchmark: `vllm bench serve` against this server, and against vLLM's own server, in turn.
+
+Both servers serve the same model with the same context, batch and KV cache, one after the other on
+the same machine. The client is vLLM's benchmark, with its prefix repetition dataset over the OpenAI
+routes. It measures the time to first token and the times between tokens of streams.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import socket
+import statistics
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from bench.harness.paired_runs import Pairs, alternate
+from bench.harness.record import Record, Row, add_out
+from engine.settings import EngineSettings
+
+GOAL = 0.97
+START_SECONDS, STOP_SECONDS = 300.0, 60.0
+CONTEXT_TOKENS, MAX_SEQUENCES, CACHE_BYTES = 1024, 64, 2**28
+METRICS = ("output_throughput", "median_ttft_ms", "p99_ttft_ms", "median_itl_ms", "p99_itl_ms")
+CLIENT = "bench.vllm_bench_serve"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """Requests of one run of the benchmark."""
+
+    model: str
+    num_prompts: int
+    num_prefixes: int
+    prefix_tokens: int
+    suffix_tokens: int
+    output_tokens: int
+    concurrency: int
+    backend: str
+
+    def arguments(self, port: int, result: Path) -> list[str]:
+        path = "/v1/chat/completions" if self.backend == "openai-chat" else "/v1/completions"
+        options: dict[str, object] = {
+            "backend": self.backend,
+            "endpoint": path,
+            "base-url": f"http://127.0.0.1:{port}",
+            "model": self.model,
+            "dataset-name": "prefix_repetition",
+            "num-prompts": self.num_prompts,
+            "prefix-repetition-num-prefixes": self.num_prefixes,
+            "prefix-repetition-prefix-len": self.prefix_tokens,
+            "prefix-repetition-suffix-len": self.suffix_tokens,
+            "prefix-repetition-output-len": self.output_tokens,
+            "max-concurrency": self.concurrency,
+            "temperature": 0,
+            "seed": 0,
+            "percentile-metrics": "ttft,tpot,itl",
+            "result-dir": result.parent,
+            "result-filename": result.name,
+        }
+        named = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+        return [*named, "--ignore-eos", "--save-result", "--disable-tqdm"]
+
+
+@dataclass(slots=True)
+class Arm:
+    """One server: its command and the benchmark's results."""
+
+    command: list[str]
+    environment: dict[str, str]
+    results: list[dict[str, Any]] = field(default_factory=list)
+
+    def values(self, metric: str) -> list[float]:
+        return [float(result[metric]) for result in self.results]
+
+    async def run(self, load: Load) -> None:
+        port = free_port()
+        async with running([*self.command, "--port", str(port)], self.environment) as server:
+            await ready(server, port)
+            with tempfile.TemporaryDirectory() as folder:
+                result = Path(folder) / "result.json"
+                await run_client(load.arguments(port, result))
+                self.results.append(json.loads(result.read_text()))
+        failed = self.results[-1]["failed"]
+        assert not failed, f"{failed} requests failed"
+
+
+def coppice_arm(model: str) -> Arm:
+    sizes = {
+        "--engine.max-context-tokens": CONTEXT_TOKENS,
+        "--engine.max-sequences": MAX_SEQUENCES,
+        "--engine.cache-bytes": CACHE_BYTES,
+        "--engine.dtype": "float32",
+        "--engine.seed": 0,
+    }
+    options = [text for name, value in sizes.items() for text in (name, str(value))]
+    return Arm([sys.executable, "-m", "service", "serve", "--model", model, *options], {})
+
+
+def vllm_arm(model: str) -> Arm:
+    """vLLM's own server, without the plugin of this project."""
+    sizes = {
+        "--max-model-len": CONTEXT_TOKENS,
+        "--max-num-seqs": MAX_SEQUENCES,
+        "--kv-cache-memory-bytes": CACHE_BYTES,
+        "--dtype": "float32",
+    }
+    options = [text for name, value in sizes.items() for text in (name, str(value))]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+    return Arm([*command, *options], {"VLLM_PLUGINS": ""})
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port
+
+
+@asynccontextmanager
+async def running(
+    command: Sequence[str], environment: dict[str, str]
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A server process, which is terminated, with its children, at the end."""
+    server = await asyncio.create_subprocess_exec(
+        *command, env={**os.environ, **environment}, start_new_session=True
+    )
+    try:
+        yield server
+    finally:
+        if server.returncode is None:
+            server.terminate()
+        try:
+            await asyncio.wait_for(server.wait(), STOP_SECONDS)
+        except TimeoutError:
+            os.killpg(server.pid, signal.SIGKILL)
+            await server.wait()
+
+
+async def ready(server: asyncio.subprocess.Process, port: int) -> None:
+    async with asyncio.timeout(START_SECONDS), httpx.AsyncClient() as client:
+        while True:
+            assert server.returncode is None, "the server did not start"
+            try:
+                if (await client.get(f"http://127.0.0.1:{port}/v1/models")).status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            await asyncio.sleep(0.5)
+
+
+async def run_client(arguments: Sequence[str]) -> None:
+    client = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", CLIENT, "--client", *arguments)
+    )
+    assert await client.wait() == 0, "the benchmark failed"
+
+
+def run_vllm_bench(arguments: Sequence[str]) -> None:
+    """`vllm bench serve`, whose command needs the metadata of a distribution named vllm."""
+    from vllm.benchmarks.serve import add_cli_args
+    from vllm.benchmarks.serve import main as bench_serve
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = FlexibleArgumentParser()
+    add_cli_args(parser)
+    bench_serve(parser.parse_args(list(arguments)))
+
+
+async def measure(load: Load, rounds: int) -> tuple[Arm, Arm]:
+    coppice, vllm = coppice_arm(load.model), vllm_arm(load.model)
+
+    async def ours() -> None:
+        await coppice.run(load)
+
+    async def stock() -> None:
+        await vllm.run(load)
+
+    await alternate([ours, stock], rounds=rounds, warm_up=0)
+    return coppice, vllm
+
+
+def record(load: Load, coppice: Arm, vllm: Arm) -> Record:
+    pairs = Pairs(a=coppice.values("output_throughput"), b=vllm.values("output_throughput"))
+    ratio = pairs.ratio()
+
+    def both(metric: str) -> Row:
+        medians = [f"{statistics.median(arm.values(metric)):,.2f}" for arm in (coppice, vllm)]
+        return Row(what=metric, value=f"Coppice {medians[0]}, vLLM {medians[1]}")
+
+    return Record(
+        name="vllm_bench_serve",
+        claim=f"`vllm bench serve` ({load.backend}, prefix_repetition, {load.num_prompts} prompts, "
+        f"{load.concurrency} at once) against Coppice and against vLLM's server.",
+        rows=[
+            Row(
+                what="output throughput, Coppice / vLLM",
+                value=f"{ratio.median:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]",
+                goal=f">= {GOAL}",
+                verdict=ratio.verdict(GOAL),
+            ),
+            *map(both, METRICS),
+        ],
+        raw={
+            name: {metric: arm.values(metric) for metric in METRICS}
+            for name, arm in (("coppice", coppice), ("vllm", vllm))
+        },
+    )
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--client"]:
+        return run_vllm_bench(sys.argv[2:])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--client", action="store_true", help="run as the client (internal)")
+    parser.add_argument("--model", default=EngineSettings().model)
+    parser.add_argument("--backend", default="openai", choices=("openai", "openai-chat"))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--num-prompts", type=int, default=256)
+    parser.add_argument("--num-prefixes", type=int, default=16)
+    parser.add_argument("--prefix-tokens", type=int, default=256)
+    parser.add_argument("--suffix-tokens", type=int, default=64)
+    parser.add_argument("--output-tokens", type=int, default=128)
+    parser.add_argument("--concurrency", type=int, default=32)
+    add_out(parser)
+    given = vars(parser.parse_args())
+    out, rounds = given.pop("out"), given.pop("rounds")
+    del given["client"]
+    load = Load(**given)
+    result = record(load, *asyncio.run(measure(load, rounds)))
+    result.show()
+    print(f"\nwrote {result.write(out).name}")
+
+
+if __name__ == "__main__":
+    main()
