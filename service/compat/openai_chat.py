@@ -8,8 +8,7 @@ from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Response
-from pydantic import BeforeValidator, Field
-from pydantic_core import PydanticCustomError
+from pydantic import Field
 
 from coppice.wire.rollouts import RolloutAnswer, SampleAnswer
 from engine.types import ChatRequest, ChatResponse, Sampling
@@ -24,6 +23,13 @@ from service.compat.compat_request import (
     name_of,
     usage,
     weight_version_spans,
+)
+from service.compat.forced_tools import (
+    NamedTool,
+    ToolChoice,
+    forced_constraint,
+    forced_response,
+    is_forced,
 )
 from service.compat.logprobs import NumLogprobs
 from service.compat.openai_choices import ChatChunks
@@ -84,19 +90,6 @@ class Tool(CompatModel):
     function: Function
 
 
-def _check_tool_choice(value: object) -> object:
-    if value in (None, "auto", "none"):
-        return value
-    raise PydanticCustomError(
-        "tool_choice",
-        "only auto and none are supported: send auto, and read tool_calls, or constrain the text "
-        "with structured_outputs",
-    )
-
-
-ToolChoice = Annotated[Literal["auto", "none"] | None, BeforeValidator(_check_tool_choice)]
-
-
 class ChatBody(SamplingFields, CommonRequestFields, StreamFields):
     """Request body of POST /v1/chat/completions.
 
@@ -106,7 +99,7 @@ class ChatBody(SamplingFields, CommonRequestFields, StreamFields):
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096, fail_fast=True)]
     tools: Annotated[list[Tool], Field(max_length=1024, fail_fast=True)] | None = None
-    tool_choice: ToolChoice = None
+    tool_choice: ToolChoice | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
     continue_final_message: Flag = False
@@ -124,6 +117,10 @@ class ChatBody(SamplingFields, CommonRequestFields, StreamFields):
             add_generation_prompt=self.add_generation_prompt,
             continue_final_message=self.continue_final_message,
         )
+
+    def _constraints(self) -> dict[str, dict[str, Any] | None]:
+        forced = forced_constraint(self.tool_choice, self.chat_request().tools)
+        return {"tool_choice": forced, **super()._constraints()}
 
     def check(self) -> None:
         self.check_stream()
@@ -241,6 +238,7 @@ class ChatResponseBuilder:
             with_logprobs=body.logprobs,
             as_ids=body.return_tokens_as_token_ids,
             return_token_ids=body.return_token_ids,
+            forces_tools=is_forced(body.tool_choice),
             parse=self._parse,
             to_message=_delta,
         )
@@ -263,14 +261,24 @@ class ChatResponseBuilder:
         return self._conversation
 
     async def _parse(self, sample: SampleAnswer) -> tuple[ChatResponse, str]:
-        """The parsed response of a sample, and its finish reason."""
-        chat_response = await self._server.tokenizer.chat_response(
-            sample.token_ids, self._parsed_request, sample.stop_reason, self._sampling
-        )
-        reason = finish_reason(sample)
-        if chat_response.tool_calls and reason == "stop":
+        """The parsed response of a sample, and its finish reason.
+
+        As in OpenAI's API, the finish reason of a call of a named function is `stop`.
+        """
+        reason, choice = finish_reason(sample), self._body.tool_choice
+        chat_response = await self._response(sample)
+        if chat_response.tool_calls and reason == "stop" and not isinstance(choice, NamedTool):
             reason = "tool_calls"
         return chat_response, reason
+
+    async def _response(self, sample: SampleAnswer) -> ChatResponse:
+        tokenizer, sampling = self._server.tokenizer, self._sampling
+        if is_forced(self._body.tool_choice):
+            text = await tokenizer.response_text(sample.token_ids, sample.stop_reason, sampling)
+            return forced_response(self._body.tool_choice, text)
+        return await tokenizer.chat_response(
+            sample.token_ids, self._parsed_request, sample.stop_reason, sampling
+        )
 
     def _head(self, kind: str, rollout_id: str) -> dict[str, Any]:
         return {

@@ -81,6 +81,7 @@ class ChatChunks:
     with_logprobs: bool
     as_ids: bool
     return_token_ids: bool
+    forces_tools: bool
     parse: Callable[[SampleAnswer], Awaitable[tuple[ChatResponse, str]]]
     to_message: Callable[[ChatResponse], dict[str, Any]]
     _messages: dict[int, StreamedMessage] = field(default_factory=dict)
@@ -93,7 +94,8 @@ class ChatChunks:
                 self.prompt, self.chat_request, self.sampling
             )
             self._messages[part.index] = StreamedMessage(self.server, stream)
-            self._is_buffered = stream.is_parsed and bool(self.chat_request.tools)
+            may_call = stream.is_parsed and bool(self.chat_request.tools)
+            self._is_buffered = self.forces_tools or may_call
         choice = await self._choice(part)
         chunks = [self._first(part)] if is_first else []
         return chunks if choice is None else [*chunks, {"choices": [choice]}]

@@ -193,14 +193,3 @@ async def test_unsupported_routes_name_their_alternative(
         _, problem = await served.refused(path, {"input": "a"})
     assert problem["code"] == "unsupported"
     assert instead in problem["error"]["message"]
-
-
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
-async def test_forced_tool_choice_is_refused_with_the_reason(
-    tmp_path: Path, choice: object
-) -> None:
-    async with foreign(tmp_path) as served:
-        body = {"messages": [{"role": "user", "content": "a"}], "tool_choice": choice}
-        status, problem = await served.refused(CHAT, body)
-    assert (status, problem["error"]["param"]) == (400, "tool_choice")
-    assert "guided decoding" in problem["error"]["message"]

@@ -1,0 +1,98 @@
+"""`tool_choice: required` and named functions: the constraint, and the calls in the answer."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.compat.third_party import foreign
+from tests.fake_engine import FakeEngine
+
+PATH = "/v1/chat/completions"
+PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}}
+ADD = {"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}
+NOW = {"type": "function", "function": {"name": "now"}}
+NAMED = {"type": "function", "function": {"name": "add"}}
+BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 2}
+
+
+class WritingEngine(FakeEngine):
+    """Every response has the same text."""
+
+    text = ""
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return self.text
+
+
+async def answered(tmp_path: Path, text: str, **given: Any) -> tuple[Any, Any]:
+    """The choice of an answer, and the JSON schema that the engine got."""
+    engine = WritingEngine()
+    engine.text, engine.finish = text, "stop"
+    async with foreign(tmp_path, engine=engine) as served:
+        answer = await served.http.post(PATH, json={**BODY, "tools": [ADD, NOW], **given})
+        assert answer.status_code == 200, answer.text
+        [sample] = engine.submitted
+    constraint = sample.sampling.structured_outputs
+    assert constraint is not None and constraint.json is not None
+    if not given.get("stream"):
+        return answer.json()["choices"][0], json.loads(constraint.json)
+    *_, last, done, _ = answer.text.split("\n\n")
+    assert done == "data: [DONE]"
+    choice = json.loads(last.removeprefix("data: "))["choices"][0]
+    return {**choice, "message": choice["delta"]}, json.loads(constraint.json)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_required_calls_are_a_list_of_the_given_tools(tmp_path: Path, stream: bool) -> None:
+    text = '[{"name": "add", "parameters": {"a": 1}}, {"name": "now", "parameters": {}}]'
+    choice, schema = await answered(tmp_path, text, tool_choice="required", stream=stream)
+    calls = [call["function"] for call in choice["message"]["tool_calls"]]
+    assert [(call["name"], json.loads(call["arguments"])) for call in calls] == [
+        ("add", {"a": 1}),
+        ("now", {}),
+    ]
+    assert choice["finish_reason"] == "tool_calls"
+    names = [call["properties"]["name"]["enum"] for call in schema["items"]["anyOf"]]
+    assert (schema["minItems"], names) == (1, [["add"], ["now"]])
+    assert schema["items"]["anyOf"][0]["properties"]["parameters"] == PARAMETERS
+
+
+async def test_named_function_gets_its_arguments(tmp_path: Path) -> None:
+    choice, schema = await answered(tmp_path, '{"a": 1}', tool_choice=NAMED)
+    [call] = choice["message"]["tool_calls"]
+    assert call["function"] == {"name": "add", "arguments": '{"a": 1}'}
+    assert (choice["finish_reason"], schema) == ("stop", PARAMETERS)
+
+
+async def test_call_that_was_cut_short_is_content(tmp_path: Path) -> None:
+    for choice in ("required", NAMED):
+        found, _ = await answered(tmp_path, '[{"name": "add", "para', tool_choice=choice)
+        assert found["message"]["content"] == '[{"name": "add", "para'
+        assert "tool_calls" not in found["message"]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"tool_choice": "required"},
+        {"tool_choice": NAMED, "tools": [NOW]},
+        {"tool_choice": "sometimes", "tools": [ADD]},
+    ],
+)
+async def test_choice_without_its_tool_is_refused(tmp_path: Path, given: dict[str, Any]) -> None:
+    async with foreign(tmp_path) as served:
+        status, problem = await served.refused(PATH, {**BODY, **given})
+        assert (status, served.engine.submitted) == (400, [])
+    assert problem["errors"][0]["location"].startswith("tool_choice")
+
+
+async def test_forced_call_cannot_have_another_constraint(tmp_path: Path) -> None:
+    async with foreign(tmp_path) as served:
+        body = {**BODY, "tools": [ADD], "tool_choice": "required", "regex": "a"}
+        _, problem = await served.refused(PATH, body)
+    assert problem["errors"] == [
+        {"location": "regex", "message": "cannot be combined with tool_choice"}
+    ]

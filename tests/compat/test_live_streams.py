@@ -1,0 +1,133 @@
+"""Streams of the real engine: their parts give the answer without a stream."""
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from engine.vllm_engine import VllmEngine
+from tests.engine.seedling import settings
+from tests.serving import Served, serving
+
+pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
+
+GREEDY = {"temperature": 0, "ignore_eos": True}
+# Bytes of characters of two to four bytes, which the bundled tokenizer has no tokens for.
+MULTI_BYTE = "Write: é中😀é中😀é中😀é中😀"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
+    path: Path = tmp_path_factory.mktemp("live")
+    async with serving(VllmEngine(settings()), path) as server:
+        yield server
+
+
+async def posted(served: Served, path: str, body: dict[str, Any]) -> httpx.Response:
+    """Answer of a route that is not in the native contract, which `Served.http` checks."""
+    async with httpx.AsyncClient(base_url=served.url, timeout=60) as http:
+        answer = await http.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    return answer
+
+
+async def choices_of(served: Served, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    answer = await posted(served, path, {**body, "stream": True})
+    return [
+        json.loads(event.removeprefix("data: "))["choices"][0]
+        for event in answer.content.decode().split("\n\n")
+        if event and event != "data: [DONE]"
+    ]
+
+
+async def plain(served: Served, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    [choice] = (await posted(served, path, body)).json()["choices"]
+    return dict(choice)
+
+
+@pytest.mark.parametrize("prompt", ["12+34=", MULTI_BYTE])
+@pytest.mark.parametrize("bias", [None, {"195": 60, "169": 60, "128": 40}])
+async def test_parts_of_a_completion_are_the_answer_without_a_stream(
+    served: Served, prompt: str, bias: dict[str, float] | None
+) -> None:
+    """With a bias towards bytes that are parts of characters."""
+    body = {
+        "prompt": prompt,
+        "max_tokens": 40,
+        "logprobs": 2,
+        "return_token_ids": True,
+        **GREEDY,
+        "logit_bias": bias,
+    }
+    whole = await plain(served, "/v1/completions", body)
+    parts = await choices_of(served, "/v1/completions", body)
+    assert len(parts) > 3
+    assert "".join(part["text"] for part in parts) == whole["text"]
+    assert [token for part in parts for token in part["token_ids"]] == whole["token_ids"]
+    for name, values in whole["logprobs"].items():
+        streamed = [value for part in parts for value in part["logprobs"][name]]
+        if name == "token_logprobs":
+            assert streamed == pytest.approx(values, abs=1e-4)
+        elif name != "top_logprobs":
+            assert streamed == values
+    assert parts[-1]["weight_versions"] == whole["weight_versions"]
+
+
+async def test_parts_of_a_chat_are_the_answer_without_a_stream(served: Served) -> None:
+    messages = [{"role": "user", "content": "12+34"}]
+    body = {"messages": messages, "max_tokens": 40, **GREEDY}
+    whole = await plain(served, "/v1/chat/completions", body)
+    parts = await choices_of(served, "/v1/chat/completions", body)
+    assert len(parts) > 3
+    text = "".join(part["delta"].get("content") or "" for part in parts)
+    assert text == whole["message"]["content"]
+    assert parts[-1]["finish_reason"] == whole["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("include", [False, True])
+async def test_stop_string_cuts_both_answers(served: Served, include: bool) -> None:
+    body = {"prompt": "12+34=", "max_tokens": 40, **GREEDY}
+    text = (await plain(served, "/v1/completions", body))["text"]
+    stop = text[5:8]
+    body |= {"stop": [stop], "include_stop_str_in_output": include}
+    whole = await plain(served, "/v1/completions", body)
+    end = text.find(stop)
+    assert whole["text"] == text[: end + len(stop) if include else end]
+    assert (whole["finish_reason"], whole["stop_reason"]) == ("stop", stop)
+    parts = await choices_of(served, "/v1/completions", body)
+    assert "".join(part["text"] for part in parts) == whole["text"]
+    assert parts[-1]["stop_reason"] == stop
+
+
+async def test_forced_call_is_parsed_from_text_that_its_constraint_allows(served: Served) -> None:
+    parameters = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+    tool = {"type": "function", "function": {"name": "add", "parameters": parameters}}
+    messages = [{"role": "user", "content": "12+34"}]
+    body = {"messages": messages, "tools": [tool], "max_tokens": 200, "temperature": 0}
+    body["tool_choice"] = {"type": "function", "function": {"name": "add"}}
+    whole = await plain(served, "/v1/chat/completions", body)
+    [call] = whole["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"])["a"] in (1, 2)
+    *_, last = await choices_of(served, "/v1/chat/completions", body)
+    assert last["delta"]["tool_calls"][0]["function"] == call["function"]
+
+
+async def test_native_tokens_are_those_of_the_samples(served: Served) -> None:
+    body = {
+        "groups": [{"prompt": {"text": "12+34="}, "n": 3}],
+        "sampling": {"max_tokens": 40, "ignore_eos": True},
+        "stream": True,
+        "stream_tokens": True,
+    }
+    answer = await served.http.post("/v1/rollouts", json=body)
+    records = [json.loads(line) for line in answer.text.split("\n") if line]
+    samples = {r["sample"]["index"]: r["sample"] for r in records if r["type"] == "sample"}
+    for index, sample in samples.items():
+        parts = [r for r in records if r["type"] == "tokens" and r["index"] == index]
+        assert len(parts) > 3
+        for name in ("token_ids", "logprobs"):
+            assert [value for part in parts for value in part[name]] == sample[name]
