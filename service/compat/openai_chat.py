@@ -277,7 +277,7 @@ class ChatResponseBuilder:
             text = await tokenizer.response_text(sample.token_ids, sample.stop_reason, sampling)
             return forced_response(self._body.tool_choice, text)
         return await tokenizer.chat_response(
-            sample.token_ids, self._parsed_request, sample.stop_reason, sampling
+            self._parsed_request, sample.token_ids, sample.stop_reason, sampling
         )
 
     def _head(self, kind: str, rollout_id: str) -> dict[str, Any]:

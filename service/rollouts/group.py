@@ -303,7 +303,7 @@ class Group:
             stop_reason=stop_reason,
             versions=joined_spans([(prior_spans, len(prior_tokens)), (spans, num_tokens)]),
             top_logprobs=await self._top_logprobs(result, len(prior_tokens), num_tokens),
-            message=await parsed_message(self.options, token_ids),
+            message=await parsed_message(self.options, token_ids, stop_reason),
             routed_experts=self._routed_experts(index, result, num_tokens),
         )
 

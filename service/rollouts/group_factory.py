@@ -105,7 +105,7 @@ class GroupFactory:
     def _parse(self, request: RolloutRequest, group: GroupRequest) -> Parse | None:
         if not request.return_message or group.prompt.messages is None:
             return None
-        return partial(self._tokenizer.chat_response, chat_request=to_chat_request(group.prompt))
+        return partial(self._tokenizer.chat_response, to_chat_request(group.prompt))
 
 
 def _has_text(group: GroupRequest) -> bool:

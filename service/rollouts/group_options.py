@@ -10,8 +10,8 @@ from engine.types import ChatResponse, Sampling
 Decode = Callable[[Sequence[int], int | str | None, Sampling], Awaitable[str]]
 """Detokenizes a response, given its token ids, its stop reason and its sampling parameters."""
 
-Parse = Callable[[Sequence[int]], Awaitable[ChatResponse]]
-"""Splits a response to messages into its content, reasoning and tool calls."""
+Parse = Callable[[Sequence[int], int | str | None, Sampling], Awaitable[ChatResponse]]
+"""Splits a response to messages into its content, reasoning and tool calls; see `Decode`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -67,11 +67,13 @@ def _structured_outputs(wanted: wire.StructuredOutputs | None) -> StructuredOutp
     )
 
 
-async def parsed_message(options: GroupOptions, token_ids: list[int]) -> ParsedMessage | None:
+async def parsed_message(
+    options: GroupOptions, token_ids: list[int], stop_reason: int | str | None
+) -> ParsedMessage | None:
     """A response to messages, split by the engine's parsers, if it was requested."""
     if options.parse is None:
         return None
-    found = await options.parse(token_ids)
+    found = await options.parse(token_ids, stop_reason, options.sampling)
     calls = [
         ParsedToolCall(id=call.id, name=call.name, arguments=call.arguments)
         for call in found.tool_calls

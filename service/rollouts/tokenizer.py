@@ -111,8 +111,8 @@ class Tokenizer:
 
     async def chat_response(
         self,
-        token_ids: Sequence[int],
         chat_request: ChatRequest,
+        token_ids: Sequence[int],
         stop_reason: int | str | None,
         sampling: Sampling,
     ) -> ChatResponse:

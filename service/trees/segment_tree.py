@@ -221,7 +221,7 @@ async def row_answer(index: int, row: LeafPath, options: GroupOptions) -> Sample
         stop_reason=stop_reason,
         versions=row.versions,
         top_logprobs=row.top_logprobs,
-        message=await parsed_message(options, row.token_ids),
+        message=await parsed_message(options, row.token_ids, stop_reason),
     )
 
 
