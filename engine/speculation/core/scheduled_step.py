@@ -85,3 +85,18 @@ class ScheduledStep:
         pairs = zip(verified, draft, strict=False)
         differs = (number for number, (old, new) in enumerate(pairs) if old != new)
         return 1 + next(differs, min(len(verified), len(draft)))
+
+
+def sampled_tokens(model_runner_output: Any) -> dict[str, list[int]]:
+    """Tokens of vLLM's ModelRunnerOutput by request, before the scheduler cuts them at a stop."""
+    tokens = model_runner_output.sampled_token_ids
+    if not tokens:
+        return {}
+    return {name: tokens[row] for name, row in model_runner_output.req_id_to_index.items()}
+
+
+def decodes(request: Any) -> bool:
+    """Return whether the step in progress, or an earlier one, completed the request's prefill."""
+    return not request.is_prefill_chunk and bool(
+        request.num_output_tokens or request.num_output_placeholders
+    )

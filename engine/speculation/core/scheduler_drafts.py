@@ -18,7 +18,12 @@ import numpy as np
 
 from engine.runtime.feature_guard import feature
 from engine.speculation.controller import Controller
-from engine.speculation.core.scheduled_step import Lookup, ScheduledStep
+from engine.speculation.core.scheduled_step import (
+    Lookup,
+    ScheduledStep,
+    decodes,
+    sampled_tokens,
+)
 from engine.speculation.core.uniform_length import longest_length
 from engine.speculation.counters import Counters
 from engine.speculation.drafting import Drafting
@@ -65,6 +70,7 @@ class SchedulerDrafts(Drafting):
         self._weights = weights
         self._last_weights = weights()
         self._steps: deque[ScheduledStep] = deque()
+        self._latest_step: ScheduledStep | None = None
         self._last_arrival = 0.0
         self._lookup: Lookup | None = None
 
@@ -100,7 +106,7 @@ class SchedulerDrafts(Drafting):
         self._lookup = None
         self._detect_new_weights()
         self._reserve(self.scheduler.running, 0)  # a paused scheduler keeps what was reserved
-        rows = [request for request in self.scheduler.running if _decodes(request)]
+        rows = [request for request in self.scheduler.running if decodes(request)]
         if not rows or not self.is_enabled:
             return
         self._num_steps += 1
@@ -124,7 +130,7 @@ class SchedulerDrafts(Drafting):
             request.num_output_tokens > 0 and scheduled[name] == 1 + len(drafts.get(name, ()))
             for name, request in requests.items()
         )
-        step = ScheduledStep(
+        self._latest_step = ScheduledStep(
             output=output,
             began=self._clock(),
             context=sum(request.num_tokens for request in requests.values()),
@@ -132,7 +138,7 @@ class SchedulerDrafts(Drafting):
             lookup=self._lookup,
             requests=requests,
         )
-        self._steps.append(step)
+        self._steps.append(self._latest_step)
 
     @FEATURE.guarded(_no_step)
     def on_output(self, scheduler_output: Any, model_runner_output: Any) -> ScheduledStep | None:
@@ -142,7 +148,7 @@ class SchedulerDrafts(Drafting):
         had finished took the time between their outputs.
         """
         step = self._pop_step(scheduler_output)
-        sampled = dict(_sampled(model_runner_output))
+        sampled = sampled_tokens(model_runner_output)
         if step is None or not sampled:
             return step
         now = self._clock()
@@ -164,8 +170,15 @@ class SchedulerDrafts(Drafting):
     def end_finished(self, step: ScheduledStep | None) -> None:
         """Store the remaining tokens of requests that finished with a step."""
         if step is not None:
-            ended = step.requests.keys() - self._requests.keys()
-            self._end_requests(ended, {name: step.requests[name] for name in ended})
+            self._end_missing(step)
+
+    def _end_missing(self, step: ScheduledStep) -> None:
+        """End the requests of a step that vLLM has dropped, in later steps too."""
+        ended = {name: each for name, each in step.requests.items() if name not in self._requests}
+        self._end_requests(ended, ended)
+        for running in (step, *self._steps):
+            for name in ended.keys() & running.requests.keys():
+                del running.requests[name]
 
     def _pop_step(self, scheduler_output: Any) -> ScheduledStep | None:
         while self._steps:
@@ -183,6 +196,8 @@ class SchedulerDrafts(Drafting):
 
     def _draft(self, requests: Sequence[Any], *, wanted: bool) -> None:
         """Store the tokens that have arrived; if `wanted`, choose drafts for the next step."""
+        if self._latest_step is not None:
+            self._end_missing(self._latest_step)
         self._rows.finish_missing(self._requests, keep=self.profile is None)
         batch = self._batch(requests)
         if not batch.rows:
@@ -278,22 +293,8 @@ class SchedulerDrafts(Drafting):
         self._score_drafts(sent, rows, outcomes, verified)
 
 
-def _decodes(request: Any) -> bool:
-    """Return whether the step in progress, or an earlier one, completed the request's prefill."""
-    return not request.is_prefill_chunk and bool(
-        request.num_output_tokens or request.num_output_placeholders
-    )
-
-
 def _drafts(requests: Sequence[Any], drafted: DraftBatch) -> Iterator[tuple[Any, list[int]]]:
     for request, tokens, length in zip(
         requests, drafted.tokens.tolist(), drafted.lengths.tolist(), strict=True
     ):
         yield request, tokens[:length]
-
-
-def _sampled(model_runner_output: Any) -> Iterator[tuple[str, list[int]]]:
-    tokens = model_runner_output.sampled_token_ids
-    if tokens:
-        for request_id, index in model_runner_output.req_id_to_index.items():
-            yield request_id, tokens[index]

@@ -20,7 +20,7 @@ from engine.speculation.late_drafts import lookup_length
 from engine.speculation.proposer import profile_cache
 from engine.speculation.request_table import NO_DRAFTS_ARG
 from kernels.draft_index.store import is_built
-from kernels.draft_index.store_protocol import InvalidCall, Store
+from kernels.draft_index.store_protocol import DraftBatch, Int32Array, InvalidCall, Store
 from tests.engine.speculation.drafting_engine import SendUniformDrafts
 from tests.engine.speculation.second_runner import (
     LONGEST,
@@ -146,9 +146,45 @@ def test_aborted_requests_release_their_slots_and_leave_the_others_alone(config:
     texts = without.run()
     for name in ("r0", "r2", "r4"):
         assert engine.texts[name] == texts[name]
-    add_group(engine, 1)
-    engine.run()
     assert engine.drafts.num_rows == 0
+
+
+class Recording(ReferenceStore):
+    """Tokens of each slot that was begun and ended, in order of the ends."""
+
+    def __init__(self) -> None:
+        super().__init__(max_bytes=2**22, max_draft_tokens=lookup_length(LONGEST))
+        self.running: dict[int, list[int]] = {}
+        self.ended: list[list[int]] = []
+
+    def begin(self, group: bytes, prompt: Int32Array) -> int:
+        slot = super().begin(group, prompt)
+        self.running[slot] = []
+        return slot
+
+    def end(self, slot: int, *, keep: bool) -> None:
+        super().end(slot, keep=keep)
+        self.ended.append(self.running.pop(slot))
+
+    def step(
+        self, slots: Int32Array, counts: Int32Array, tokens: Int32Array, limits: Int32Array
+    ) -> DraftBatch:
+        for slot, new in zip(slots, np.split(tokens, np.cumsum(counts)[:-1]), strict=True):
+            self.running[int(slot)] += new.tolist()
+        return super().step(slots, counts, tokens, limits)
+
+
+@SYNC_ASYNC
+def test_every_text_is_stored_once(config: Any, is_async: bool) -> None:
+    """Also that of aborted requests, and of those that are in a further step when they finish."""
+    config.scheduler_config.async_scheduling = is_async
+    engine, kept = Engine(config, text_model()), Recording()
+    engine.draft_with(kept, Uniform())
+    add_group(engine)
+    engine.core.abort_requests(["r1", "r3"])
+    texts = engine.run()
+    assert kept.running == {}
+    assert sorted(kept.ended) == sorted(texts.values())
 
 
 @pytest.mark.parametrize(
