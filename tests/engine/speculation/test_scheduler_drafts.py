@@ -1,39 +1,27 @@
 """Drafts that are looked up during the step before, through vLLM's scheduler and request states."""
 
-import copy
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from engine.attention import register
-from engine.runtime.feature_guard import FeatureState
-from engine.settings import AttentionSettings, SpeculationSettings
-from engine.speculation import process_settings
-from engine.speculation.core import engine_core_methods as methods
-from engine.speculation.core import scheduler_drafts as module
-from engine.speculation.cost import Profile, Step
+from engine.speculation.cost import Profile
 from engine.speculation.gpu_speculator import SiblingSpeculator
 from engine.speculation.late_drafts import lookup_length
-from engine.speculation.proposer import profile_cache
 from engine.speculation.request_table import NO_DRAFTS_ARG
-from kernels.draft_index.store import is_built
 from kernels.draft_index.store_protocol import DraftBatch, Int32Array, InvalidCall, Store
 from tests.engine.speculation.drafting_engine import SendUniformDrafts
+from tests.engine.speculation.fake_gpu import step_seconds, text_model
 from tests.engine.speculation.second_runner import (
     LONGEST,
+    PROMPT,
     ROWS,
     Engine,
-    step_seconds,
-    text_model,
-    vllm_config,
-    without_gpu,
+    add_group,
 )
 from tests.kernels.draft_index.reference import ReferenceStore
 
-PROMPT = range(3, 20)
+pytestmark = pytest.mark.usefixtures("second_runner")
 SYNC_ASYNC = pytest.mark.parametrize("is_async", [True, False])
 
 
@@ -46,23 +34,6 @@ class Uniform(SendUniformDrafts):
 
     def record_step(self, *, verified: int, seconds: float, **step: Any) -> None:
         self.times.append((verified, seconds))
-
-
-@pytest.fixture(autouse=True)
-def working(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with without_gpu(monkeypatch):
-        yield
-    module.FEATURE.state = FeatureState(on=True, num_failures=0, reason=None)
-
-
-@pytest.fixture(scope="module")
-def created_config() -> Any:
-    return vllm_config()
-
-
-@pytest.fixture
-def config(created_config: Any) -> Any:
-    return copy.deepcopy(created_config)
 
 
 def store() -> Store:
@@ -78,15 +49,6 @@ def drafting(config: Any, **changes: Any) -> Engine:
 def plain(config: Any, **changes: Any) -> Engine:
     engine = Engine(config, text_model(), **changes)
     engine.draft_nothing()
-    return engine
-
-
-def add_group(engine: Engine, number: int = 5, *, apart: int = 5, **params: Any) -> Engine:
-    """Add siblings that start some steps after one another."""
-    for row in range(number):
-        engine.add(f"r{row}", PROMPT, **params)
-        for _ in range(apart):
-            engine.step()
     return engine
 
 
@@ -289,62 +251,3 @@ def test_no_more_rows_than_graphs_have_are_profiled_with_drafts(config: Any) -> 
     decode = [shape for shape in engine.executor.shapes if len(PROMPT) not in shape]
     assert {tokens for shape in decode if len(shape) == 3 for tokens in shape} == {1}
     assert {tokens for shape in decode if len(shape) < 3 for tokens in shape} == {1, 3}
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    if not is_built():
-        pytest.skip("the draft store was not built")
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    monkeypatch.setattr(register, "_settings", AttentionSettings())
-    chosen = SpeculationSettings(
-        mode="siblings", cache_directory=tmp_path / "cache", store_file=tmp_path / "store"
-    )
-    monkeypatch.setattr(process_settings, "_settings", chosen)
-    return tmp_path
-
-
-def test_second_start_reads_profile_and_store_of_the_first(config: Any, folder: Path) -> None:
-    first = Engine(config, text_model())
-    assert methods.counted(first.core) is None
-    assert methods.coppice_start_sibling_drafts(first.core) is True
-    first.core.coppice_sibling_drafts._clock = first.executor.clock
-    add_group(first, 2).run()
-    methods.coppice_finish_sibling_profile(first.core)
-    add_group(first, 2).run()
-    methods.coppice_save_sibling_drafts(first.core)
-    second = Engine(config, text_model())
-    assert methods.coppice_start_sibling_drafts(second.core) is False
-    drafts = second.core.coppice_sibling_drafts
-    assert drafts.store.num_tokens > 60 and drafts.is_enabled
-    no_rows = drafts.store.step(*np.zeros((4, 0), np.int32))
-    assert no_rows.tokens.shape[1] == lookup_length(LONGEST)
-    assert methods.counted(second.core) is not None
-
-
-def test_vllm_that_cannot_verify_drafts_is_a_reason(
-    config: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = Engine(config, text_model())
-    engine.scheduler.dynamic_sd_lookup = None
-    assert "data parallelism" in str(methods.coppice_start_sibling_drafts(engine.core))
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-    assert "Model Runner V1" in str(methods.coppice_start_sibling_drafts(engine.core))
-
-
-def test_auto_drafts_nothing_where_the_profile_shows_no_gain(
-    config: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The profile of a card on which two tokens take twice the time of one."""
-    auto = process_settings.settings().model_copy(update={"mode": "auto"})
-    monkeypatch.setattr(process_settings, "_settings", auto)
-    dear = [
-        Step(running=1, context=64, verified=1 + length, seconds=0.01 * (1 + length))
-        for length in (0, 1, 2, 4)
-    ]
-    profile_cache(config).write(dear)
-    engine = Engine(config, text_model())
-    assert methods.coppice_start_sibling_drafts(engine.core) is False
-    add_group(engine).run()
-    assert {tokens for shape in engine.executor.shapes for tokens in shape} == {1, len(PROMPT)}
-    assert engine.core.coppice_sibling_drafts.num_rows == 0
