@@ -4,19 +4,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from engine.attention import register as attention
 from engine.settings import AttentionSettings, SpeculationSettings
 from engine.speculation import process_settings
+from engine.speculation.controller import Draft, Int32Array
 from engine.speculation.core.scheduler_drafts import FEATURE, SchedulerDrafts
 from engine.speculation.counters import COUNTERS
 from engine.speculation.startup import GPU_METHOD
 from engine.weights.checkpoint import read_base_checkpoint
-from tests.engine.drafter.drafter_engine import drafter_engine, num_accepted
+from tests.engine.drafter.drafter_engine import drafter_engine, num_accepted, read
 from tests.engine.random_models import make_models
 from tests.engine.seedling import reference
-from tests.engine.speculation.drafting_engine import LONGEST, SendUniformDrafts, in_group
+from tests.engine.speculation.drafting_engine import (
+    LONGEST,
+    SendAllDrafts,
+    SendUniformDrafts,
+    in_group,
+)
 from tests.engine.stepped_engine import LiveEngine
 from tests.gpu.device import CAN_RUN
 from tests.gpu.live import ENGINE, engine
@@ -49,6 +56,34 @@ def test_drafter_is_lossless_and_can_be_reloaded(models: dict[str, Path]) -> Non
         before = num_accepted(live)
         judge(truth, OTHERS, live.ask(*OTHERS, max_tokens=40))
         assert num_accepted(live) > before
+
+
+class SwitchedDrafts(SendAllDrafts):
+    """No drafts and no probes until `sends` is set, then all drafts."""
+
+    sends = False
+
+    def lengths(self, drafted: Draft, *, running: int, context: int) -> Int32Array:
+        if self.sends:
+            return super().lengths(drafted, running=running, context=context)
+        self.decision = "baseline"
+        return np.zeros_like(drafted.lengths)
+
+
+def test_drafts_are_accepted_after_steps_in_which_the_draft_model_did_not_run(
+    models: dict[str, Path],
+) -> None:
+    """The served model drafts for itself, so its drafts are wrong only if its KV cache is."""
+    controller = SwitchedDrafts()
+    with drafter_engine(models["v7"], models["v7"], controller=controller, **ENGINE) as live:
+        names = [live.submit(prompt, max_tokens=60) for prompt in OTHERS]
+        live.step(24)
+        assert num_accepted(live) == 0
+        controller.sends = True
+        answers = live.finish(*names)
+        drafted, accepted = sum(read(live)["speculation"]["drafted"].values()), num_accepted(live)
+    judge(reference(models["v7"]), OTHERS, answers)
+    assert drafted > 20 and accepted > 0.8 * drafted
 
 
 @contextmanager

@@ -11,7 +11,8 @@ from engine.attention import register as attention
 from engine.drafter.acceptance_by_version import Snapshot
 from engine.drafter.core.engine_core_methods import counted
 from engine.drafter.core.scheduler_hooks import DraftingHooks
-from engine.settings import AttentionSettings
+from engine.settings import AttentionSettings, SpeculationSettings
+from engine.speculation import process_settings
 from engine.speculation.controller import Controller
 from tests.engine.speculation.distributions import VOCAB
 from tests.engine.speculation.drafting_engine import LONGEST, SendAllDrafts
@@ -26,6 +27,7 @@ def drafter_engine(
 ) -> Iterator[LiveEngine]:
     """A live engine without a cost profile: no test here depends on step costs."""
     attention.install(AttentionSettings(shared_prefix="off"))
+    process_settings.install(SpeculationSettings(mode="drafter"))
     sequences = settings.setdefault("max_num_seqs", 32)
     config = {
         "method": "draft_model",
