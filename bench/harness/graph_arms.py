@@ -16,6 +16,8 @@ from typing import Any
 from engine.cudagraphs.allowed_shapes import CaptureLimits
 from engine.cudagraphs.counters import COUNTERS
 from engine.cudagraphs.planner import Plan
+from engine.launch.environment import GRAPHS_ENV
+from engine.settings import SpeculationSettings
 
 STEPS, SETTLING = 20, 4
 CONTEXT_TOKENS = 512
@@ -75,11 +77,14 @@ class Arm:
 
 
 def _work(pipe: Connection, model: str, drafter: str, limits: CaptureLimits, plan: str) -> None:
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_PLUGINS": ""}
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_PLUGINS": "", GRAPHS_ENV: plan}
     from engine.patches import graph_candidates
+    from engine.speculation import mrv2_speculators, process_settings
 
     graph_plan = Plan.from_json(plan)
     graph_candidates.install_plan(graph_plan)
+    process_settings.install(SpeculationSettings(mode="drafter"))
+    mrv2_speculators.install()
     engine = _Engine(_llm(model, drafter, limits, graph_plan))
     pipe.send("ready")
     while True:
