@@ -49,7 +49,7 @@ class MappedArena:
     """Memory mapping of an arena file until `close`, before which all views must be released.
 
     With a `registry`, `registered_parts` registers the memory that it is called for. After the
-    first refusal nothing more is registered.
+    driver's first refusal nothing more is registered.
     """
 
     def __init__(self, path: Path, registry: HostMemoryRegistry | None = None) -> None:
@@ -133,7 +133,9 @@ class MappedArena:
         try:
             self._allocate(offset, num_bytes)  # the driver locks pages, which must exist
             self._registry.register(self._address + offset, num_bytes)
-        except (ArenaError, RuntimeError) as error:
+        except ArenaError:
+            return False  # the mount has room for the slot, but not for the chunk
+        except RuntimeError as error:
             logger.warning("prompt KV is copied twice: %s", error)
             self._unregister()
             self._registry = None

@@ -1,5 +1,7 @@
 """Exports from a GPU, without a GPU: the copy thread, the staging ring, registered memory."""
 
+import errno
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -222,6 +224,24 @@ def test_memory_is_registered_once_until_its_pages_are_released(
         assert registry.num_registered == num_registered
     reader.call(arenas.start_epoch, slot.arena, 2)
     assert not registry.ranges
+
+
+def test_full_mount_is_tried_again(
+    on_cpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry, reader = Registry(), CudaBlockReader(caches())
+    arenas, allocate = Arenas(layout(), registry), os.posix_fallocate
+
+    def refuse_chunks(file: int, offset: int, num_bytes: int) -> None:
+        if num_bytes == 2**16:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        allocate(file, offset, num_bytes)
+
+    target = SlotTarget(arenas, slot_of(tmp_path), range(HEADS))
+    monkeypatch.setattr(os, "posix_fallocate", refuse_chunks)
+    assert exported(reader, target) == [None] and not registry.ranges
+    monkeypatch.setattr(os, "posix_fallocate", allocate)
+    assert exported(reader, target) == [None] and registry.ranges
 
 
 def test_refused_registration_is_the_reason_of_indirect_copies() -> None:
