@@ -134,21 +134,22 @@ class GpuParts:
 class PartsCopied:
     """Outcome of a copy in several parts, reported once after the last part.
 
-    The first failure counts. Parts may end in several threads.
+    `failure` is the first one, after which the other parts need not be copied. Parts may end in
+    several threads.
     """
 
     def __init__(self, num_parts: int, on_done: OnDone) -> None:
         self._remaining, self._on_done = num_parts, on_done
-        self._failure: Failure | None = None
+        self.failure: Failure | None = None
         self._lock = threading.Lock()
 
     def finish(self, failure: Failure | None, num_parts: int = 1) -> None:
         with self._lock:
-            self._failure = self._failure or failure
+            self.failure = self.failure or failure
             self._remaining -= num_parts
             is_done = self._remaining == 0
         if is_done:
-            self._on_done(self._failure)
+            self._on_done(self.failure)
 
 
 class CudaBlockReader:
@@ -230,7 +231,7 @@ class CudaBlockReader:
             raise
 
         def transfer() -> None:
-            failure = attempt(self._transfer, staged, gathered, part, target)
+            failure = outcome.failure or attempt(self._transfer, staged, gathered, part, target)
             buffers.give_back(buffer)
             outcome.finish(failure)
 

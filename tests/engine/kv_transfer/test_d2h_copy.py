@@ -249,11 +249,14 @@ def test_refused_registration_is_the_reason_of_indirect_copies() -> None:
     assert registration_failure(Registry(max_bytes=0)) == "cudaHostRegister failed: 2"
 
 
-def test_slot_outside_its_arena_fails_alone(on_cpu: None, tmp_path: Path) -> None:
+def test_slot_outside_its_arena_fails_alone(
+    on_cpu: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     reader, arenas = CudaBlockReader(caches()), Arenas(layout())
     outside = SlotTarget(arenas, slot_of(tmp_path, at=2**16), range(HEADS))
     [failure] = exported(reader, outside)
     assert failure is not None and "ArenaError" in failure.message
+    assert caplog.text.count("ArenaError: ") == 1, "the other parts are not tried"
     assert exported(reader, SlotTarget(arenas, slot_of(tmp_path), range(HEADS))) == [None]
 
 
