@@ -7,7 +7,9 @@ support, use vLLM's attention. So does everything after the first failure here.
 """
 
 import logging
+import sys
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,11 +36,13 @@ logger = logging.getLogger(__name__)
 class GroupedMetadata(ABC):
     """Attention metadata of a step whose first tokens run in the shared-prefix kernel.
 
-    `num_grouped_tokens` is the number of these tokens. `tail` is vLLM's own metadata of the other
-    rows, None if there are none. Subclasses also extend vLLM's metadata of the device.
+    `num_grouped_tokens` is the number of these tokens, `max_grouped_len` the length of the longest
+    of their rows. `tail` is vLLM's own metadata of the other rows, None if there are none.
+    Subclasses also extend vLLM's metadata of the device.
     """
 
     num_grouped_tokens: int
+    max_grouped_len: int
     tail: Any
 
     @abstractmethod
@@ -59,6 +63,8 @@ class GroupingMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
 
     grouper: StepGrouper | None = None
     """None if its construction failed; shared-prefix attention is then disabled."""
+    windows: Sequence[int | None] = ()
+    """Sliding windows of the layers that the kernel supports."""
 
     def make_grouper(
         self,
@@ -71,17 +77,23 @@ class GroupingMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         return StepGrouper(
             mode=settings().shared_prefix,
             block_size=self.block_size,
-            bytes_per_token=layer_bytes_per_token * len(self.layer_names),
+            bytes_per_token=layer_bytes_per_token * len(self.windows),
             max_query_tokens=max_query_tokens,
             counts=COUNTERS,
             unsupported=unsupported,
             crossover=crossover,
+            window=max((window or sys.maxsize for window in self.windows), default=None),
         )
 
     def prepare_layers(self) -> AttentionFallbackReason | None:
         """Enable the kernel in each supported layer; returns a reason if no layer is supported."""
         layers = get_layers_from_vllm_config(self.vllm_config, Attention, self.layer_names)
         reasons = [layer.impl.prepare(self) for layer in layers.values()]
+        self.windows = [
+            layer.impl.window
+            for layer, reason in zip(layers.values(), reasons, strict=True)
+            if reason is None
+        ]
         if "not_built" in reasons:
             logger.warning("shared-prefix attention kernel not built; using stock attention")
         unsupported: AttentionFallbackReason | None = (
@@ -145,6 +157,11 @@ class GroupedAttentionImpl(AttentionImpl):  # type: ignore[misc]
 
     _is_supported = False
 
+    @property
+    def window(self) -> int | None:
+        """Sliding window, in tokens. The kernel is used while all grouped rows fit into it."""
+        return None
+
     def prepare(self, builder: Any) -> AttentionFallbackReason | None:
         """Enable the kernel for this layer, or return the reason why it uses vLLM's attention.
 
@@ -157,6 +174,9 @@ class GroupedAttentionImpl(AttentionImpl):  # type: ignore[misc]
     @abstractmethod
     def unsupported_reason(self, builder: Any) -> AttentionFallbackReason | None:
         """Reason why the kernel does not support this layer; None if it does."""
+
+    def _supports(self, step: GroupedMetadata) -> bool:
+        return self._is_supported and (self.window is None or step.max_grouped_len <= self.window)
 
     def _stock_forward(self, *args: Any, **kwargs: Any) -> Any:
         return super().forward(*args, **kwargs)
@@ -175,7 +195,7 @@ class GroupedAttentionImpl(AttentionImpl):  # type: ignore[misc]
         **named_scales: torch.Tensor | None,
     ) -> Any:
         stock, step = super().forward, attn_metadata
-        if not (self._is_supported and isinstance(step, GroupedMetadata)):
+        if not (isinstance(step, GroupedMetadata) and self._supports(step)):
             stock(layer, query, key, value, kv_cache, step, output, *scales, **named_scales)
             return output
         if step.tail is not None:

@@ -56,7 +56,9 @@ class SharedPrefixMetadata(GroupedMetadata, CPUAttentionMetadata):  # type: igno
         kv_cache: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        self.decode_step.layer(query=query, cache=kv_cache, scale=impl.scale, out=out)
+        self.decode_step.layer(
+            query=query, cache=kv_cache, scale=impl.scale, out=out, sinks=impl.sinks
+        )
 
 
 class SharedPrefixBuilder(GroupingMetadataBuilder, CPUAttentionMetadataBuilder):  # type: ignore[misc]
@@ -116,6 +118,7 @@ class SharedPrefixBuilder(GroupingMetadataBuilder, CPUAttentionMetadataBuilder):
         return SharedPrefixMetadata(
             **vars(metadata),
             num_grouped_tokens=grouping.num_tokens,
+            max_grouped_len=grouping.max_len,
             tail=self.tail(common, grouping, common.num_reqs),
             decode_step=decode_step,
         )
@@ -123,6 +126,10 @@ class SharedPrefixBuilder(GroupingMetadataBuilder, CPUAttentionMetadataBuilder):
 
 class SharedPrefixImpl(GroupedAttentionImpl, CPUAttentionBackendImpl):  # type: ignore[misc]
     """Attention layer that runs rows with shared prefixes in the compiled CPU kernel."""
+
+    @property
+    def window(self) -> int | None:
+        return None if self.sliding_window == -1 else self.sliding_window
 
     def unsupported_reason(self, builder: SharedPrefixBuilder) -> AttentionFallbackReason | None:
         if self.is_fp8_kv_cache:
@@ -134,9 +141,7 @@ class SharedPrefixImpl(GroupedAttentionImpl, CPUAttentionBackendImpl):  # type: 
             head_size=self.head_size,
             block_size=builder.block_size,
             causal=self.attn_type == AttentionType.DECODER,
-            sliding_window=self.sliding_window != -1,
             soft_cap=bool(self.logits_soft_cap),
             alibi=self.alibi_slopes is not None,
-            sinks=self.sinks is not None,
         )
         return None if reason is None else reason.value

@@ -188,6 +188,7 @@ class SharedPrefixBuilder(GroupingMetadataBuilder, FlashAttentionMetadataBuilder
         return SharedPrefixMetadata(
             **fields,
             num_grouped_tokens=common.num_actual_tokens,
+            max_grouped_len=grouping.max_len,
             tail=None,
             lists=lists,
             suffixes=suffixes,

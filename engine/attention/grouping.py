@@ -191,11 +191,15 @@ def _offsets(sizes: Int32s) -> Int32s:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepGrouping:
-    """Sharing plan of a step, for its first `num_rows` rows with `num_tokens` query tokens."""
+    """Sharing plan of a step, for its first `num_rows` rows with `num_tokens` query tokens.
+
+    `max_len` is the length of the longest of these rows.
+    """
 
     plan: SharingPlan
     num_rows: int
     num_tokens: int
+    max_len: int
 
 
 class StepGrouper:
@@ -215,8 +219,12 @@ class StepGrouper:
         counts: Counters,
         unsupported: AttentionFallbackReason | None = None,
         crossover: Crossover | None = None,
+        window: int | None = None,
     ) -> None:
-        """Create a grouper; `bytes_per_token` is the KV size of all its layers on this rank."""
+        """Create a grouper; `bytes_per_token` is the KV size of all its layers on this rank.
+
+        If all of its layers have sliding windows, `window` is the longest one.
+        """
         self.mode = mode
         self._planner = Planner(block_size)
         self._bytes_per_token = bytes_per_token
@@ -224,6 +232,7 @@ class StepGrouper:
         self._counts = counts
         self._unsupported = unsupported
         self._crossover = crossover
+        self._window = window
 
     def group_rows(
         self, table: Int32s, seq_lens: Int32s, query_starts: Int32s
@@ -252,6 +261,9 @@ class StepGrouper:
         if num_rows == 0:
             return "query_length"
         lens = seq_lens[:num_rows]
+        max_len = int(lens.max())
+        if self._window is not None and max_len > self._window:
+            return "sliding_window"
         plan = self._planner.plan(table[:num_rows], lens - query_lens[:num_rows])
         if len(plan.node_tokens) == 0:
             return "nothing_shared"
@@ -260,7 +272,7 @@ class StepGrouper:
             work = StepWork.of(plan, lens, query_lens[:num_rows])
             if not self._crossover.is_faster(work):
                 return "not_worth_it"
-        return StepGrouping(plan=plan, num_rows=num_rows, num_tokens=num_tokens)
+        return StepGrouping(plan=plan, num_rows=num_rows, num_tokens=num_tokens, max_len=max_len)
 
 
 def count_leading(wanted: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> int:

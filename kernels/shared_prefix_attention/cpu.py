@@ -21,7 +21,7 @@ from torch import Tensor
 from kernels.shared_prefix_attention.sharing_plan import SharingPlan
 
 LIBRARY = Path(__file__).with_name("libshared_prefix_attention.so")
-VERSION = 1
+VERSION = 2
 ISA_VARIABLE = "COPPICE_SHARED_PREFIX_ISA"
 """Environment variable for tests: upper bound of the kernel variant, avx2 or avx512_bf16."""
 _PLAN_FIELDS = (
@@ -53,6 +53,7 @@ class KernelCall(ctypes.Structure):
         ("out", ctypes.c_void_p),
         ("out_stride", ctypes.c_int64),
         ("lse", ctypes.c_void_p),
+        ("sinks", ctypes.c_void_p),
         ("block_table", ctypes.c_void_p),
         ("block_table_stride", ctypes.c_int64),
         ("seq_lens", ctypes.c_void_p),
@@ -149,10 +150,8 @@ class UnsupportedReason(StrEnum):
     HEAD_SIZE = "head_size"
     BLOCK_SIZE = "block_size"
     NOT_CAUSAL = "not_causal"
-    SLIDING_WINDOW = "sliding_window"
     SOFT_CAP = "soft_cap"
     ALIBI = "alibi"
-    SINKS = "sinks"
     QUERY_LENGTH = "query_length"
 
 
@@ -164,10 +163,8 @@ def unsupported_reason(
     head_size: int,
     block_size: int,
     causal: bool = True,
-    sliding_window: bool = False,
     soft_cap: bool = False,
     alibi: bool = False,
-    sinks: bool = False,
 ) -> UnsupportedReason | None:
     """Reason why the CPU kernel does not support an attention layer, or None if it does.
 
@@ -182,10 +179,8 @@ def unsupported_reason(
         UnsupportedReason.HEAD_SIZE: head_size not in HEAD_SIZES,
         UnsupportedReason.BLOCK_SIZE: block_size % BLOCK_SIZE_STEP != 0,
         UnsupportedReason.NOT_CAUSAL: not causal,
-        UnsupportedReason.SLIDING_WINDOW: sliding_window,
         UnsupportedReason.SOFT_CAP: soft_cap,
         UnsupportedReason.ALIBI: alibi,
-        UnsupportedReason.SINKS: sinks,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 
@@ -231,12 +226,20 @@ class DecodeStep:
         self._reference = ctypes.byref(self._call)
 
     def layer(
-        self, *, query: Tensor, cache: Tensor, scale: float, out: Tensor, lse: Tensor | None = None
+        self,
+        *,
+        query: Tensor,
+        cache: Tensor,
+        scale: float,
+        out: Tensor,
+        lse: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> None:
         """Run the attention of one layer: write out[T, Hq, D] and, if given, lse[T, Hq].
 
         Reads query[T, Hq, D] and cache[blocks, Hkv, B, 2 * D]. lse is the natural log-sum-exp.
-        Padding tokens after those of the rows are not written.
+        sinks[Hq] are logits that take part in the softmax without a value. Padding tokens after
+        those of the rows are not written.
         """
         layout = (
             query.dtype,
@@ -254,6 +257,9 @@ class DecodeStep:
         call = self._call
         call.query, call.cache, call.out = query.data_ptr(), cache.data_ptr(), out.data_ptr()
         call.lse = lse.data_ptr() if lse is not None else None
+        sinks = None if sinks is None else sinks.float().contiguous()
+        assert sinks is None or sinks.shape == query.shape[1:2]
+        call.sinks = None if sinks is None else sinks.data_ptr()
         call.scale = scale
         self._decode(self._reference)
 

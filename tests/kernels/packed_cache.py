@@ -32,6 +32,7 @@ def run_decode(
     *,
     isa: cpu.Isa | None = None,
     num_threads: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Result:
     """The compiled kernel's result for a step."""
     query = step.query.to(dtype)
@@ -50,5 +51,6 @@ def run_decode(
         scale=step.scale,
         out=result.out,
         lse=result.lse,
+        sinks=sinks,
     )
     return result

@@ -126,6 +126,27 @@ def test_nothing_shared_is_attention_row_by_row(dtype: torch.dtype, isa: cpu.Isa
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("levels", [TREE, [[0], [3000, 10]]], ids=str)
+def test_sinks_are_added_once(
+    levels: Levels, num_threads: int, dtype: torch.dtype, isa: cpu.Isa
+) -> None:
+    """From negligible ones to one that takes all weight."""
+    plan, step = step_of(levels, Shape(num_heads=6), query_tokens=2)
+    step = rounded(step, dtype)
+    sinks = torch.tensor([-1e4, -3.0, 0.0, 2.0, 9.0, 300.0])
+    out, lse = attention_reference.full_attention(step)
+    sink = sinks.double().expand_as(lse)
+    want, want_lse = attention_reference.merge(
+        torch.stack([out, torch.zeros_like(out)]), torch.stack([lse, sink])
+    )
+    got = run_decode(plan, step, dtype, isa=isa, num_threads=num_threads, sinks=sinks)
+    torch.testing.assert_close(got.out.double(), want, atol=CLOSE[dtype], rtol=0)
+    torch.testing.assert_close(got.lse.double(), want_lse, atol=close_lse(dtype, isa), rtol=1e-6)
+
+
+@pytest.mark.parametrize("isa", ISAS)
 def test_many_rows_take_more_than_one_pass(isa: cpu.Isa) -> None:
     """The queries gathered by one unit are bounded: 32,768 floats."""
     levels: Levels = [[200], [3] * 20]
@@ -242,10 +263,8 @@ def test_slice_of_a_step_can_be_served_alone() -> None:
         ({"head_size": 512}, cpu.UnsupportedReason.HEAD_SIZE),
         ({"block_size": 16}, cpu.UnsupportedReason.BLOCK_SIZE),
         ({"causal": False}, cpu.UnsupportedReason.NOT_CAUSAL),
-        ({"sliding_window": True}, cpu.UnsupportedReason.SLIDING_WINDOW),
         ({"soft_cap": True}, cpu.UnsupportedReason.SOFT_CAP),
         ({"alibi": True}, cpu.UnsupportedReason.ALIBI),
-        ({"sinks": True}, cpu.UnsupportedReason.SINKS),
     ],
     ids=str,
 )

@@ -14,6 +14,7 @@ struct Call {
   void* out;  // [T, Hq, D]
   int64_t out_stride;
   float* lse;                  // [T, Hq] or null; natural logarithm
+  const float* sinks;          // [Hq] or null; logits without a value
   const int32_t* block_table;  // [R, width]
   int64_t block_table_stride;
   const int32_t* seq_lens;      // [R]

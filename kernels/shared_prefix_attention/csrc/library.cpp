@@ -48,7 +48,7 @@ void back_off(int times) {
 #pragma GCC visibility push(default)
 extern "C" {
 
-int coppice_shared_prefix_version() { return 1; }
+int coppice_shared_prefix_version() { return 2; }
 
 // Best instruction set that the CPU and the operating system support; 0 if none is sufficient.
 int coppice_shared_prefix_isa() {

@@ -187,13 +187,17 @@ class Worker {
   void write(int row, int kv_head, int query) {
     for (int t = call_.query_starts[row]; t < call_.query_starts[row + 1]; t++)
       for (int head = kv_head * heads_; head < (kv_head + 1) * heads_; head++, query++) {
-        const bool empty = accumulators_.bases[query] == kNoScores;
-        const float sum = sum_of(query);
+        // The sink is added once, after all nodes and the suffix.
+        const float sink = call_.sinks ? call_.sinks[head] * kLog2E : kNoScores;
+        const float base = accumulators_.bases[query], highest = std::max(base, sink);
+        const bool empty = base == kNoScores;
+        const float ours = std::exp2(base - highest);
+        const float sum = (empty ? 0 : sum_of(query) * ours) + std::exp2(sink - highest);
         Element* to = static_cast<Element*>(call_.out) + t * call_.out_stride + head * size_;
-        F::outputs(accumulators_.outputs + query * size_, empty ? 0 : 1 / sum, to, size_);
+        F::outputs(accumulators_.outputs + query * size_, empty ? 0 : ours / sum, to, size_);
         if (call_.lse)
           call_.lse[int64_t(t) * call_.num_heads + head] =
-              empty ? -INFINITY : (accumulators_.bases[query] + std::log2(sum)) * kLn2;
+              highest == kNoScores ? -INFINITY : (highest + std::log2(sum)) * kLn2;
       }
   }
 

@@ -60,7 +60,16 @@ def test_step_that_is_not_grouped_has_a_reason() -> None:
     assert skipped(query_lens=(17, 1, 1, 1)) == ["query_length"]
     assert skipped(table=table_of([[1], [2], [3], [4]])) == ["nothing_shared"]
     assert skipped(mode="auto", crossover=NEVER) == ["not_worth_it"]
-    assert skipped(unsupported="sliding_window") == ["sliding_window"]
+    assert skipped(unsupported="sinks") == ["sinks"]
+
+
+def test_step_is_grouped_while_all_of_its_rows_fit_into_the_window() -> None:
+    """The longest row has 90 tokens. Rows that prefill are not grouped, so they do not count."""
+    assert skipped(window=89) == ["sliding_window"]
+    grouping = grouper(Counters(), window=90).group_rows(TABLE, LENS, starts(1, 1, 1, 1))
+    assert grouping is not None and grouping.max_len == 90
+    grouping = grouper(Counters(), window=80).group_rows(TABLE, LENS, starts(1, 1, 17, 1))
+    assert grouping is not None and (grouping.num_rows, grouping.max_len) == (2, 80)
 
 
 def test_mode_decides_whether_the_crossover_applies() -> None:
