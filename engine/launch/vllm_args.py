@@ -29,6 +29,7 @@ COVERED: Final = {
     "enforce_eager": "engine.eager",
     "kv_cache_memory_bytes": "engine.cache_bytes",
     "weight_transfer_config": "engine.weight_transfer",
+    "enable_return_routed_experts": "engine.return_routed_experts",
     "enable_lora": "engine.max_adapters",
     "max_loras": "engine.max_adapters",
     "max_cpu_loras": "engine.max_adapters",
