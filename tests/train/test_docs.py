@@ -1,6 +1,7 @@
 """The loop in docs/concepts/training.md runs as printed, and learns."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from coppice import Group, RolloutResult, Sample, Usage, VersionSpan
+from coppice import Group, RolloutResult, Sample, Support, Usage, VersionSpan
 from coppice.train import TrainingGroup
-from tests.train.models import tiny_model
+from tests.train.models import VOCABULARY, tiny_model
 
 pytestmark = pytest.mark.slow
 
@@ -135,3 +136,30 @@ def test_inconsistent_group_is_refused(parts: dict[str, Any], why: str) -> None:
     known: dict[str, Any] = {"prompt": torch.zeros(2), "responses": (torch.zeros(3),)}
     with pytest.raises(ValueError, match=why):
         TrainingGroup(**known | parts)
+
+
+class ConstrainedRollouts(LocalRollouts):
+    """Samples whose tokens have the whole vocabulary as support, at temperature 1."""
+
+    def rollout(
+        self, prompts: list[Tensor], *, n: int, max_tokens: int, **options: Any
+    ) -> RolloutResult:
+        assert options.pop("return_support")
+        result = super().rollout(prompts, n=n, max_tokens=max_tokens)
+        [group] = result.groups
+        samples = tuple(
+            replace(sample, support=Support((b"\x00",) * len(sample.token_ids), VOCABULARY))
+            for sample in group.samples
+        )
+        return replace(result, groups=(replace(group, samples=samples),))
+
+
+def test_support_example_runs() -> None:
+    document = DOCUMENT.parents[1] / "reference" / "sampling-support.md"
+    [block] = re.findall(r"```python\n(.*?)```", document.read_text(), re.DOTALL)
+    neutral = block.replace("0.8", "1.0").replace("0.7", "1.0").replace("1.5", "0.0")
+    model = tiny_model()
+    names = {"model": model, "rollouts": ConstrainedRollouts(model), "prompt": torch.arange(9)}
+    exec(compile(neutral, document, "exec"), names)
+    ratios: Any = names["ratios"]
+    assert torch.allclose(ratios, torch.ones_like(ratios), atol=1e-4)
