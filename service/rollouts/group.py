@@ -12,7 +12,6 @@ from collections.abc import (
     AsyncIterator,
     Awaitable,
     Callable,
-    Iterable,
     Iterator,
     Mapping,
     Sequence,
@@ -22,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
-from coppice.wire.logprobs import PromptLogprobs, TokenLogprobs
+from coppice.wire.logprobs import PromptLogprobs
 from coppice.wire.rollouts import (
     FinishReason,
     GroupAnswer,
@@ -31,21 +30,17 @@ from coppice.wire.rollouts import (
     SegmentAnswer,
     VersionSpan,
 )
-from coppice.wire.routed_experts import RoutedExperts
-from coppice.wire.support import SupportAnswer
-from coppice.wire.version_span_slicing import cut_spans, joined_spans
+from coppice.wire.version_span_slicing import cut_spans
 from engine.kv_types import KvLoad
 from engine.protocol import Engine
 from engine.types import Completion, SampleRequest, TokenDelta, TopLogprobs
-from engine.types import VersionSpan as EngineVersionSpan
 from service.prompt_kv.group_exports import GroupKvExports
+from service.rollouts import sample_answer
 from service.rollouts.fairness import Turns
 from service.rollouts.finish_policy import FinishPolicy
 from service.rollouts.group_options import GroupOptions, sample_seed
-from service.rollouts.logprob_tables import to_sample_table
 from service.rollouts.prompt_kv_source import PrefilledPrompt, PromptSource
-from service.rollouts.sampling import parsed_message
-from service.rollouts.supports import given_support, joined, support_of
+from service.rollouts.sample_answer import num_valid_tokens, valid_end, wire_spans
 
 EndReason = Literal["cancelled", "deadline", "surplus", "version_changed"]
 SampleDelta = tuple[list[int], list[float], list[VersionSpan]]
@@ -102,7 +97,10 @@ class Group:
 
     def prior_spans(self, index: int) -> list[tuple[str, int]]:
         """Weights versions and numbers of the tokens that a resumed sample already has."""
-        return [(span.version, span.end - span.start) for span in self._prior(index)[1]]
+        continued = self.options.continued[index : index + 1]
+        return [
+            (span.version, span.end - span.start) for given in continued for span in given.versions
+        ]
 
     @property
     def is_idle(self) -> bool:
@@ -175,7 +173,7 @@ class Group:
 
     def _request(self, index: int, sample_id: str, load: KvLoad | None) -> SampleRequest:
         options, prompt = self.options, self.options.prompt_token_ids
-        prior_tokens = self._prior_tokens(index)
+        prior_tokens = sample_answer.prior_tokens(options, index)
         if prior_tokens:
             prompt = [*prompt, *prior_tokens]
         max_tokens = options.sampling.max_tokens - len(prior_tokens)
@@ -194,16 +192,8 @@ class Group:
             on_tokens=None if self.on_tokens is None else partial(self._on_delta, index),
             num_prior_tokens=len(prior_tokens),
             support=options.support_vocab_size is not None,
-            experts_from=self._experts_from(index) if options.returns_routed_experts else None,
+            experts_from=sample_answer.experts_from(options, index),
         )
-
-    def _experts_from(self, index: int) -> int:
-        """First position whose routed experts are returned.
-
-        The model has read all tokens that a resumed sample already has, except for the last.
-        """
-        num_prior = len(self._prior_tokens(index))
-        return len(self.options.prompt_token_ids) + num_prior - 1 if num_prior else 0
 
     @asynccontextmanager
     async def _deadline(self, engine: Engine) -> AsyncIterator[None]:
@@ -257,10 +247,11 @@ class Group:
         self.sample_seconds.append(asyncio.get_running_loop().time() - self.began_at)
         self.on_finished(self.sample_ids[index])
         if result.top_logprobs is not None and not self.options.answers_top_logprobs:
-            self.top_logprobs[index] = result.top_logprobs[: self._num_valid_tokens(result)]
+            self.top_logprobs[index] = result.top_logprobs[: num_valid_tokens(self.options, result)]
         await self._on_sample_end(engine, index, result)
         await self.turns.wait()
-        answer = await self._to_sample_answer(index, result)
+        finish_reason = self._finish_reason(result)
+        answer = await sample_answer.create(self.options, index, result, finish_reason)
         self.ended.append(answer)
         done(answer)
         return answer, result.num_cached_tokens
@@ -270,81 +261,15 @@ class Group:
         self.num_done += 1
         if self.finish_policy is None or result.finish not in ("stop", "length"):
             return
-        length = len(result.token_ids) + len(self._prior_tokens(index))
+        num_prior = len(sample_answer.prior_tokens(self.options, index))
+        length = len(result.token_ids) + num_prior
         if self.finish_policy.on_sample_end(index, length) and self._unfinished:
             await self.end(engine, "surplus")
-
-    def _prior_tokens(self, index: int) -> list[int]:
-        """Tokens that a sample resumed by `continue_from` already has; empty for other samples."""
-        continued = self.options.continued
-        return continued[index].token_ids if index < len(continued) else []
-
-    def _prior(self, index: int) -> tuple[list[float], list[VersionSpan]]:
-        """Logprobs and version spans of the tokens that a resumed sample already has."""
-        if index >= len(self.options.continued):
-            return [], []
-        given = self.options.continued[index]
-        return given.logprobs, [VersionSpan(**span.model_dump()) for span in given.versions]
-
-    async def _to_sample_answer(self, index: int, result: Completion) -> SampleAnswer:
-        num_tokens = self._num_valid_tokens(result)
-        prior_tokens, (logprobs, prior_spans) = self._prior_tokens(index), self._prior(index)
-        spans = version_spans(result, num_tokens, self.options.adapter)
-        token_ids = prior_tokens + result.token_ids[:num_tokens]
-        finish_reason = self._finish_reason(result)
-        stop_reason = result.stop_reason if finish_reason == "stop" else None
-        return SampleAnswer(
-            index=index,
-            token_ids=token_ids,
-            logprobs=logprobs + result.logprobs[:num_tokens],
-            support=await self._support(index, result, num_tokens),
-            text=await self._text(token_ids, stop_reason),
-            finish_reason=finish_reason,
-            stop_reason=stop_reason,
-            versions=joined_spans([(prior_spans, len(prior_tokens)), (spans, num_tokens)]),
-            top_logprobs=await self._top_logprobs(result, len(prior_tokens), num_tokens),
-            message=await parsed_message(self.options, token_ids, stop_reason),
-            routed_experts=self._routed_experts(index, result, num_tokens),
-        )
-
-    async def _support(
-        self, index: int, result: Completion, num_tokens: int
-    ) -> SupportAnswer | None:
-        """Supports of a sample's tokens, including those it had before it was resumed."""
-        new = support_of(result.support, self.options.support_vocab_size)
-        if new is None:
-            return None
-        prior = [given_support(given) for given in self.options.continued[index : index + 1]]
-        whole = joined([*prior, new.part(0, num_tokens)])
-        assert whole is not None, "the new tokens have supports"
-        return await whole.encoded()
-
-    async def _text(self, token_ids: list[int], stop_reason: int | str | None) -> str | None:
-        if self.options.decode is None:
-            return None
-        return await self.options.decode(token_ids, stop_reason, self.options.sampling)
-
-    def _routed_experts(
-        self, index: int, result: Completion, num_tokens: int
-    ) -> RoutedExperts | None:
-        """Routed experts of a sample, without those of tokens of other weights versions."""
-        if result.routed_experts is None:
-            return None
-        num_dropped = len(result.token_ids) - num_tokens
-        rows = result.routed_experts[: len(result.routed_experts) - num_dropped]
-        return RoutedExperts.of(self._experts_from(index), rows)
-
-    async def _top_logprobs(
-        self, result: Completion, num_prior: int, num_tokens: int
-    ) -> TokenLogprobs | None:
-        if not self.options.answers_top_logprobs:
-            return None
-        return await to_sample_table(result.top_logprobs, num_prior, num_tokens)
 
     def _on_delta(self, index: int, delta: TokenDelta) -> None:
         """Pass on the new tokens of a running sample, without those that its answer will lack."""
         start = self._num_streamed[index]
-        end = self._valid_end(delta.versions, delta.start + len(delta.token_ids))
+        end = valid_end(self.options, delta.versions, delta.start + len(delta.token_ids))
         if delta.start != start or end <= start:
             return  # an earlier token is not valid
         self._num_streamed[index] = end
@@ -353,10 +278,7 @@ class Group:
             streamed = self.top_logprobs.setdefault(index, [])
             assert isinstance(streamed, list)
             streamed.extend(delta.top_logprobs[:num_tokens])
-        spans = [
-            VersionSpan(version=s.version, start=s.start, end=s.end, adapter=self.options.adapter)
-            for s in delta.versions
-        ]
+        spans = wire_spans(delta.versions, self.options.adapter)
         assert self.on_tokens is not None, "deltas were requested"
         self.on_tokens(
             index,
@@ -367,22 +289,8 @@ class Group:
             ),
         )
 
-    def _valid_end(self, versions: Iterable[EngineVersionSpan], end: int) -> int:
-        """Index of the first token that another version than `exact_version` generated, or `end`.
-
-        If the group requires no exact version, it is `end`.
-        """
-        if self.options.exact_version is None:
-            return end
-        others = (span.start for span in versions if span.version != self.options.exact_version)
-        return min(others, default=end)
-
-    def _num_valid_tokens(self, result: Completion) -> int:
-        """Number of leading tokens that the required `exact_version` generated."""
-        return self._valid_end(result.versions, len(result.token_ids))
-
     def _finish_reason(self, result: Completion) -> FinishReason:
-        if self._num_valid_tokens(result) < len(result.token_ids):
+        if num_valid_tokens(self.options, result) < len(result.token_ids):
             return "version_changed"
         return self._aborted_reason() if result.finish == "abort" else result.finish
 
@@ -416,11 +324,3 @@ class Group:
         if reasons["error"] == self.options.n:
             return "failed"
         return "cancelled" if self.end_reason == "cancelled" else "partial"
-
-
-def version_spans(result: Completion, num_tokens: int, adapter: str | None) -> list[VersionSpan]:
-    whole = [
-        VersionSpan(version=s.version, start=s.start, end=s.end, adapter=adapter)
-        for s in result.versions
-    ]
-    return cut_spans(whole, 0, num_tokens)

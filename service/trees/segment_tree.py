@@ -12,8 +12,8 @@ from coppice.wire.rollouts import Outcome, SampleAnswer, SegmentAnswer, SegmentF
 from coppice.wire.version_span_slicing import cut_spans, joined_spans
 from engine.types import Completion
 from service.http.errors import SegmentNotFound
-from service.rollouts.group import version_spans
 from service.rollouts.group_options import GroupOptions
+from service.rollouts.sample_answer import wire_spans
 from service.rollouts.sampling import parsed_message
 from service.rollouts.supports import Supports, joined, support_of
 from service.trees.plan import Plan
@@ -59,7 +59,7 @@ def tokens_from_completion(
         token_ids=result.token_ids,
         logprobs=result.logprobs,
         entropy=_entropy(plan, result),
-        versions=version_spans(result, len(result.token_ids), options.adapter),
+        versions=wire_spans(result.versions, options.adapter),
         support=support_of(result.support, options.support_vocab_size),
         top_logprobs=top_logprobs,
     )

@@ -18,6 +18,7 @@ from engine.protocol import Engine
 from engine.types import Completion, SampleRequest
 from service.rollouts.group import Group, OnPart
 from service.rollouts.group_options import derive_seed
+from service.rollouts.sample_answer import num_valid_tokens, top_logprobs_of
 from service.trees.path_request import Budget, Path, PathBounds, path_bounds
 from service.trees.plan import Plan, distribute_leaves, select_entropy_cuts, split
 from service.trees.segment_tree import (
@@ -182,7 +183,7 @@ class TreeGroup(Group):
         Returns the last segment of the path, or None if the path was dropped.
         """
         result = await completion
-        table = await self._top_logprobs(result, 0, len(result.token_ids))
+        table = await top_logprobs_of(self.options, result, 0, len(result.token_ids))
         self._unfinished.discard(path.id)
         self._release_budget(path, used=len(result.token_ids))
         if self.exports is not None and path.is_first:
@@ -192,7 +193,7 @@ class TreeGroup(Group):
         if self._paths.pop(path.id, None) is None:
             return None
         tokens = tokens_from_completion(self.plan, result, self.options, table).part(
-            0, self._num_valid_tokens(result)
+            0, num_valid_tokens(self.options, result)
         )
         finish = self._finish_reason_of(path, result)
         stop_reason = result.stop_reason if finish == "stop" else None

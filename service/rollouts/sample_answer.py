@@ -1,0 +1,130 @@
+"""Answer of a sample, made from the engine's completion without the tokens that do not count.
+
+A sample that `continue_from` resumes already has tokens; its answer has these, too.
+"""
+
+from collections.abc import Iterable
+
+from coppice.wire.logprobs import TokenLogprobs
+from coppice.wire.rollouts import FinishReason, SampleAnswer, VersionSpan
+from coppice.wire.routed_experts import RoutedExperts
+from coppice.wire.support import SupportAnswer
+from coppice.wire.version_span_slicing import cut_spans, joined_spans
+from engine.types import Completion
+from engine.types import VersionSpan as EngineVersionSpan
+from service.rollouts.group_options import GroupOptions
+from service.rollouts.logprob_tables import to_sample_table
+from service.rollouts.sampling import parsed_message
+from service.rollouts.supports import given_support, joined, support_of
+
+
+async def create(
+    options: GroupOptions, index: int, result: Completion, finish_reason: FinishReason
+) -> SampleAnswer:
+    num_tokens, prior = num_valid_tokens(options, result), prior_tokens(options, index)
+    logprobs, prior_spans = _prior(options, index)
+    spans = cut_spans(wire_spans(result.versions, options.adapter), 0, num_tokens)
+    token_ids = prior + result.token_ids[:num_tokens]
+    stop_reason = result.stop_reason if finish_reason == "stop" else None
+    return SampleAnswer(
+        index=index,
+        token_ids=token_ids,
+        logprobs=logprobs + result.logprobs[:num_tokens],
+        support=await _support(options, index, result, num_tokens),
+        text=await _text(options, token_ids, stop_reason),
+        finish_reason=finish_reason,
+        stop_reason=stop_reason,
+        versions=joined_spans([(prior_spans, len(prior)), (spans, num_tokens)]),
+        top_logprobs=await top_logprobs_of(options, result, len(prior), num_tokens),
+        message=await parsed_message(options, token_ids, stop_reason),
+        routed_experts=_routed_experts(options, index, result, num_tokens),
+    )
+
+
+def prior_tokens(options: GroupOptions, index: int) -> list[int]:
+    """Tokens that a sample resumed by `continue_from` already has; empty for other samples."""
+    continued = options.continued
+    return continued[index].token_ids if index < len(continued) else []
+
+
+def experts_from(options: GroupOptions, index: int) -> int | None:
+    """First position whose routed experts are returned; None if they were not requested.
+
+    The model has read all tokens that a resumed sample already has, except for the last.
+    """
+    if not options.returns_routed_experts:
+        return None
+    num_prior = len(prior_tokens(options, index))
+    return len(options.prompt_token_ids) + num_prior - 1 if num_prior else 0
+
+
+def valid_end(options: GroupOptions, versions: Iterable[EngineVersionSpan], end: int) -> int:
+    """Index of the first token that another version than `exact_version` generated, or `end`.
+
+    If the group requires no exact version, it is `end`.
+    """
+    if options.exact_version is None:
+        return end
+    others = (span.start for span in versions if span.version != options.exact_version)
+    return min(others, default=end)
+
+
+def num_valid_tokens(options: GroupOptions, result: Completion) -> int:
+    """Number of leading tokens that the required `exact_version` generated."""
+    return valid_end(options, result.versions, len(result.token_ids))
+
+
+def wire_spans(versions: Iterable[EngineVersionSpan], adapter: str | None) -> list[VersionSpan]:
+    return [
+        VersionSpan(version=span.version, start=span.start, end=span.end, adapter=adapter)
+        for span in versions
+    ]
+
+
+def _prior(options: GroupOptions, index: int) -> tuple[list[float], list[VersionSpan]]:
+    """Logprobs and version spans of the tokens that a resumed sample already has."""
+    if index >= len(options.continued):
+        return [], []
+    given = options.continued[index]
+    return given.logprobs, [VersionSpan(**span.model_dump()) for span in given.versions]
+
+
+async def _support(
+    options: GroupOptions, index: int, result: Completion, num_tokens: int
+) -> SupportAnswer | None:
+    new = support_of(result.support, options.support_vocab_size)
+    if new is None:
+        return None
+    prior = [given_support(given) for given in options.continued[index : index + 1]]
+    whole = joined([*prior, new.part(0, num_tokens)])
+    assert whole is not None, "the new tokens have supports"
+    return await whole.encoded()
+
+
+async def _text(
+    options: GroupOptions, token_ids: list[int], stop_reason: int | str | None
+) -> str | None:
+    if options.decode is None:
+        return None
+    return await options.decode(token_ids, stop_reason, options.sampling)
+
+
+async def top_logprobs_of(
+    options: GroupOptions, result: Completion, num_prior: int, num_tokens: int
+) -> TokenLogprobs | None:
+    """Table of the top logprobs of a completion; None unless it is part of the answer."""
+    if not options.answers_top_logprobs:
+        return None
+    return await to_sample_table(result.top_logprobs, num_prior, num_tokens)
+
+
+def _routed_experts(
+    options: GroupOptions, index: int, result: Completion, num_tokens: int
+) -> RoutedExperts | None:
+    """Routed experts of a sample, without those of tokens of other weights versions."""
+    start = experts_from(options, index)
+    if result.routed_experts is None or start is None:
+        return None
+    num_dropped = len(result.token_ids) - num_tokens
+    rows = result.routed_experts[: len(result.routed_experts) - num_dropped]
+    return RoutedExperts.of(start, rows)
