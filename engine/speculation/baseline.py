@@ -63,6 +63,11 @@ def baseline_cache(config: Any) -> ProfileCache:
     return ProfileCache(settings().cache_directory, engine_key(config) | {"speculation": "off"})
 
 
+def measured_overhead(config: Any, steps: Sequence[Step]) -> float:
+    """Overhead of an engine with these step times; 1 if there is no baseline."""
+    return overhead_ratio(steps, baseline_cache(config).read() or ())
+
+
 def overhead_ratio(steps: Sequence[Step], baseline: Sequence[Step]) -> float:
     """Time of an engine's steps without drafts relative to the baseline, as a geometric mean.
 

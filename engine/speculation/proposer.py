@@ -11,7 +11,12 @@ from typing import Any
 
 from engine.attention.crossover import CacheKey
 from engine.runtime.feature_guard import Failure, attempt, feature
-from engine.speculation.baseline import baseline_cache, engine_key, predict_gain
+from engine.speculation.baseline import (
+    baseline_cache,
+    engine_key,
+    measured_overhead,
+    predict_gain,
+)
 from engine.speculation.calibration import DraftCalibration
 from engine.speculation.controller import Controller
 from engine.speculation.cost import Profile, ProfileCache, Step, StepCostModel
@@ -53,7 +58,7 @@ class Proposer:
         self.speculator = Speculator(
             runner,
             open_store(settings().store_file, self._max_draft_tokens, vocabulary),
-            Controller(StepCostModel(steps), DraftCalibration()),
+            self._controller(steps),
             COUNTERS,
             max_draft_tokens=self._max_draft_tokens,
         )
@@ -97,7 +102,12 @@ class Proposer:
         if steps:
             self._profile_cache.write(steps)
         self.is_enabled = may_speed_up(steps, self._config)
-        self.speculator.end_profile(Controller(StepCostModel(steps), DraftCalibration()))
+        self.speculator.end_profile(self._controller(steps))
+
+    def _controller(self, steps: Sequence[Step]) -> Controller:
+        made = Controller(StepCostModel(steps), DraftCalibration())
+        made.overhead = measured_overhead(self._config, steps)
+        return made
 
     def on_weights_changed(self) -> None:
         if self.speculator is not None:

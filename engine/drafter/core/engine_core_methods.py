@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from engine.drafter.acceptance_by_version import Snapshot
 from engine.drafter.core.scheduler_hooks import DraftingHooks
 from engine.launch.environment import graph_plan, speculation_settings
-from engine.speculation.baseline import baseline_cache, overhead_ratio
+from engine.speculation.baseline import measured_overhead
 from engine.speculation.controller import Controller
 from engine.speculation.cost import ProfileCache, Step, StepCostModel
 from engine.speculation.proposer import cache_key
@@ -69,7 +69,7 @@ def _drafting(core: "EngineCore") -> DraftingHooks:
 
 def _controller(core: "EngineCore", steps: list[Step]) -> Controller:
     made = Controller(StepCostModel(steps))
-    made.overhead = overhead_ratio(steps, baseline_cache(core.vllm_config).read() or ())
+    made.overhead = measured_overhead(core.vllm_config, steps)
     return made
 
 

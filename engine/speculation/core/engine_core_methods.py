@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from engine.launch.environment import graph_plan
-from engine.speculation.baseline import baseline_cache, overhead_ratio
+from engine.speculation.baseline import measured_overhead
 from engine.speculation.calibration import DraftCalibration
 from engine.speculation.core.scheduler_drafts import SchedulerDrafts
 from engine.speculation.core.uniform_length import UniformController
@@ -85,7 +85,7 @@ METHODS = (
 
 def _controller(core: "EngineCore", steps: list[Step]) -> UniformController:
     made = UniformController(_max_samples(core), StepCostModel(steps), DraftCalibration())
-    made.overhead = overhead_ratio(steps, baseline_cache(core.vllm_config).read() or ())
+    made.overhead = measured_overhead(core.vllm_config, steps)
     return made
 
 

@@ -20,6 +20,7 @@ from engine.speculation.baseline import (
     GainPrediction,
     baseline_cache,
     engine_key,
+    measured_overhead,
     overhead_ratio,
     predict_gain,
 )
@@ -121,6 +122,12 @@ def test_overhead_is_the_mean_ratio_of_steps_without_drafts() -> None:
 def test_overhead_is_one_if_no_batch_was_measured_in_both() -> None:
     elsewhere = [Step(running=2, context=20000, verified=2, seconds=1.0)]
     assert overhead_ratio(steps(1.3), elsewhere) == overhead_ratio(steps(1.3), []) == 1.0
+
+
+def test_overhead_is_measured_against_the_cached_baseline() -> None:
+    assert measured_overhead(config(drafts=8), steps(1.3)) == 1.0
+    baseline_cache(config()).write(steps())
+    assert measured_overhead(config(drafts=8), steps(1.3)) == pytest.approx(1.3)
 
 
 def test_engine_that_gains_over_itself_can_lose_against_the_baseline() -> None:
