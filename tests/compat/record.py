@@ -58,6 +58,7 @@ CLIENTS = (
             "tests/compat/test_clients.py::test_trl_trains_and_serves_the_updated_weights",
             "tests/compat/test_clients.py::test_trl_serves_the_adapters_of_its_trainer",
             "tests/compat/test_clients.py::test_trl_gets_the_top_logprobs_of_given_tokens_from_a_teacher",
+            "tests/compat/test_clients.py::test_trl_distills_from_the_server_as_its_teacher",
             "tests/examples/test_trainers.py::test_trl_trains_and_every_step_is_served",
         ),
     ),

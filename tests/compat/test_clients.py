@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -159,6 +160,12 @@ def test_trl_gets_the_top_logprobs_of_given_tokens_from_a_teacher(url: str) -> N
     expected = score["items"][0]["responses"][0]["logprobs"]
     assert [one for [one] in actual] == pytest.approx(expected, abs=1e-3)
     assert all(len(top) == 3 and top == sorted(top, reverse=True) for top in logprobs)
+
+
+def test_trl_distills_from_the_server_as_its_teacher(url: str) -> None:
+    for run in run_client_program(ENVIRONMENTS, "trl_distillation", url).values():
+        assert len(run["loss"]) == 3 and all(math.isfinite(loss) for loss in run["loss"])
+        assert all(norm > 0 for norm in run["grad_norm"])
 
 
 def test_echoed_log_likelihoods_equal_those_of_score(url: str) -> None:
