@@ -51,9 +51,9 @@ token is drafted while suspended, to measure the drafter's acceptance.
 SpeculationSkipReason = Literal["disabled", "seeded", "sampling", "store_full", "failed"]
 """Reason why a sample or step was not speculated.
 
-disabled: the request disables speculation. seeded: the request has a seed. sampling: the
-request has a `min_p` or `logit_bias`, which vLLM cannot verify drafts with. store_full: the draft
-store accepts no more concurrent responses to one prompt. failed: an error in a step, which is
+disabled: the request disables speculation. seeded: the request has a seed. sampling: the request
+has a `min_p`, `logit_bias` or `min_tokens`, which vLLM cannot verify drafts with. store_full: the
+draft store accepts no more concurrent responses to one prompt. failed: an error in a step, which is
 logged.
 """
 DrafterOutcome = Literal["promoted", "rolled_back", "failed"]

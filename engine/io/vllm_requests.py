@@ -53,7 +53,8 @@ Value = TypeVar("Value")
 class RequestParams(SamplingParams):  # type: ignore[misc]  # vLLM's types are not followed
     """SamplingParams of a sample, which vLLM accepts also together with speculation.
 
-    vLLM refuses `min_p` and `logit_bias` if the engine drafts. Here such a sample gets no drafts
+    vLLM refuses `min_p` and `logit_bias` if the engine drafts, and masks end-of-sequence tokens too
+    long if drafts pass the end of `min_tokens`. Here a sample with one of them gets no drafts
     (`find_skip_reason`), so its tokens come from the ordinary sampler. What vLLM validates for each
     sample is validated once per request instead, outside the event loop.
     """

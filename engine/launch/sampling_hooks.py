@@ -42,7 +42,7 @@ def move_prior_tokens(request: Any) -> Any:
     request.prompt_token_ids = request.prompt_token_ids[:-number]
     params = request.sampling_params = copy.copy(request.sampling_params)
     params.max_tokens += number
-    params.min_tokens += number
+    params.min_tokens += number if params.min_tokens else 0
     request.max_tokens = params.max_tokens
     return request
 

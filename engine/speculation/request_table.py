@@ -115,7 +115,8 @@ def find_skip_reason(extra_args: Mapping[str, Any], sampling: Any) -> Speculatio
         return "disabled"
     if sampling.seed is not None:
         return "seeded"
-    return "sampling" if sampling.min_p or sampling.logit_bias else None
+    controls = (sampling.min_p, sampling.logit_bias, sampling.min_tokens)
+    return "sampling" if any(controls) else None
 
 
 @dataclass(slots=True, kw_only=True)

@@ -58,7 +58,7 @@ class Scheduler:
             max_tokens=10**6,
             spec_token_ids=[],
             sampling_params=SimpleNamespace(
-                seed=seed, min_p=0.0, logit_bias=None, extra_args=named or None
+                seed=seed, min_p=0.0, min_tokens=0, logit_bias=None, extra_args=named or None
             ),
         )
         self.requests[name] = request

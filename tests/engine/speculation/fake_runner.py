@@ -32,6 +32,7 @@ class Runner:
         seed: int | None = None,
         min_p: float = 0.0,
         logit_bias: dict[int, float] | None = None,
+        min_tokens: int = 0,
         max_tokens: int = 100,
     ) -> None:
         named = ({GROUP_ARG: group} if group else {}) | ({} if drafts else {NO_DRAFTS_ARG: True})
@@ -39,6 +40,7 @@ class Runner:
             extra_args=named or None,
             seed=seed,
             min_p=min_p,
+            min_tokens=min_tokens,
             logit_bias=logit_bias,
             max_tokens=max_tokens,
         )

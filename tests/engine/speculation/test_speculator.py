@@ -111,6 +111,7 @@ def test_incomplete_prefill_gets_no_draft(runner: Runner, speculator: Speculator
         ({"drafts": False}, "disabled"),
         ({"min_p": 0.1}, "sampling"),
         ({"logit_bias": {3: 1.0}}, "sampling"),
+        ({"min_tokens": 5}, "sampling"),
     ],
 )
 def test_opted_out_sample_gets_no_draft_and_still_provides_its_text(
