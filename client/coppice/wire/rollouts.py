@@ -38,6 +38,9 @@ StopReason = Annotated[int | str | None, ABSENT]
 """In answers: the stop token id or stop string that ended the sample; else absent."""
 SupportField = Annotated[SupportAnswer | None, Field(exclude_if=lambda support: support is None)]
 """In answers: the supports of the tokens, if `return_support` was set; else absent."""
+UNUSED = Field(exclude_if=lambda value: not value)
+"""In requests: absent if false or empty, so that servers without the field accept the request."""
+Option = Annotated[bool, UNUSED]
 Outcome = Literal["done", "partial", "failed", "cancelled"]
 
 
@@ -65,10 +68,10 @@ class Prompt(RequestModel):
     ) = None
 
     truncate_prompt_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS), JsonInteger()] | None = None
-    tools: Annotated[list[Tool], Field(max_length=1024, fail_fast=True)] = []
-    chat_template_kwargs: dict[str, Any] = {}
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
+    tools: Annotated[list[Tool], Field(max_length=1024, fail_fast=True), UNUSED] = []
+    chat_template_kwargs: Annotated[dict[str, Any], UNUSED] = {}
+    add_generation_prompt: Annotated[bool, Field(exclude_if=bool)] = True
+    continue_final_message: Option = False
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -176,15 +179,15 @@ class RolloutRequest(RequestModel):
     kv_reuse: KvReuse | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31), JsonInteger()] = 0
     speculation: bool = True
-    return_support: Annotated[bool, Field(exclude_if=lambda wanted: not wanted)] = False
+    return_support: Option = False
     adapter: AdapterName | None = None
     top_logprobs: NumTopLogprobs | None = None
     prompt_logprobs: NumTopLogprobs | None = None
-    echo: bool = False
-    return_message: bool = False
+    echo: Option = False
+    return_message: Option = False
     return_routed_experts: bool | None = None
     stream: bool = False
-    stream_tokens: bool = False
+    stream_tokens: Option = False
 
 
 class VersionSpan(AnswerModel):
