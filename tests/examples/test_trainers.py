@@ -25,10 +25,10 @@ def url() -> Iterator[str]:
         yield served.url
 
 
-def run(example: str, argument: str, folder: Path) -> str:
+def run(example: str, folder: Path, *arguments: str) -> str:
     """The output of an example."""
     ran = subprocess.run(
-        [sys.executable, "-m", f"examples.{example}", argument],
+        [sys.executable, "-m", f"examples.{example}", *arguments],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'client'}:{ROOT / '.clients'}"},
         capture_output=True,
@@ -45,7 +45,7 @@ def test_example_has_at_most_60_lines_of_python(example: str) -> None:
 
 
 def test_custom_loop_serves_the_weights_of_its_last_step(url: str, tmp_path: Path) -> None:
-    output = run("custom_loop", url, tmp_path)
+    output = run("custom_loop", tmp_path, url)
     rewards = [float(reward) for reward in re.findall(r"mean reward ([\d.]+)", output)]
     assert len(rewards) == 3
     assert 0.2 < sum(rewards) / 3 < 1
@@ -56,7 +56,7 @@ def test_custom_loop_serves_the_weights_of_its_last_step(url: str, tmp_path: Pat
 def test_trl_trains_and_every_step_is_served(url: str, tmp_path: Path) -> None:
     with Rollouts(url) as rollouts:
         before = rollouts.status().weights_sequence
-        output = run("trl", url, tmp_path)
+        output = run("trl", tmp_path, url)
         status = rollouts.status()
     assert status.weights_version.startswith("trl-")
     assert status.weights_sequence == before + 3
@@ -75,12 +75,12 @@ def test_verl_reads_the_configuration_and_samples_the_published_step(url: str) -
 
 def test_verl_data_set_is_written(tmp_path: Path) -> None:
     install("clients")
-    run("verl.sums", str(tmp_path / "sums.parquet"), tmp_path)
+    run("verl.sums", tmp_path, str(tmp_path / "sums.parquet"))
     assert (tmp_path / "sums.parquet").read_bytes()[:4] == b"PAR1"
 
 
 def test_openai_client_gets_token_ids_logprobs_and_versions(url: str, tmp_path: Path) -> None:
-    output = run("openai_client", url, tmp_path)
+    output = run("openai_client", tmp_path, url)
     assert re.search(r"^stop: '.*answer: 46'$", output, re.MULTILINE)
     counts = re.findall(r"^(\d+) tokens, (\d+) logprobs, weights \['(.+)'\]$", output, re.MULTILINE)
     with Rollouts(url) as rollouts:
@@ -89,3 +89,10 @@ def test_openai_client_gets_token_ids_logprobs_and_versions(url: str, tmp_path: 
         (logprobs, version) for _, logprobs, _ in counts
     ]
     assert len(counts) == 4
+
+
+def test_distillation_lowers_the_divergence_from_the_teacher(url: str, tmp_path: Path) -> None:
+    with home() as place, service(place) as student:
+        output = run("distillation", tmp_path, student.url, url)
+    first, last = (float(kl) for kl in re.findall(r"held-out: KL ([\d.]+)", output))
+    assert last < 0.7 * first
