@@ -11,7 +11,6 @@ from typing import Any, Final
 from vllm import envs
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
-from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 
 from engine.errors import SamplingRefused
 from engine.io.grammar_check import GrammarChecker
@@ -75,8 +74,10 @@ class SamplingChecks:
             raise SamplingRefused("bad_words", f"they may have at most {limit} tokens in total")
 
     def _tokenizer_info(self) -> str:
-        """The tokenizer as vLLM's backend passes it to xgrammar."""
-        config, tokenizer = self._processes.llm.vllm_config, self._processes.llm.get_tokenizer()
-        size = config.model_config.get_vocab_size()
-        backend = XgrammarBackend(config, tokenizer=tokenizer, vocab_size=size)
-        return str(backend.compiler.tokenizer_info.serialize_json())
+        """The tokenizer as xgrammar's JSON, with the vocabulary of the model."""
+        import xgrammar
+
+        size = self._processes.llm.vllm_config.model_config.get_vocab_size()
+        tokenizer = self._processes.llm.get_tokenizer()
+        info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=size)
+        return str(info.serialize_json())

@@ -11,6 +11,7 @@ import pytest
 import pytest_asyncio
 import torch
 
+from engine.errors import SamplingRefused
 from engine.types import ChatRequest, Completion, SampleRequest, Sampling, StructuredOutputs
 from engine.vllm_engine import VllmEngine
 from tests.engine.controlled_sampling import controlled_logprobs
@@ -205,3 +206,16 @@ async def test_prompt_of_a_chat_ends_with_the_message_to_continue(engine: VllmEn
     long = [{"role": "user", "content": "1+2 " * 2000}]
     cut = engine.encode_chat(ChatRequest(messages=long, truncate_prompt_tokens=5))
     assert len(cut) == 5
+
+
+async def test_engine_refuses_what_it_cannot_apply(engine: VllmEngine) -> None:
+    size = engine.info.vocab_size
+    outputs = StructuredOutputs(regex="[a-c]+")
+    good = Sampling(max_tokens=4, bad_words=BAD_WORDS, structured_outputs=outputs)
+    await engine.check_sampling(good)
+    for bad in (
+        Sampling(max_tokens=4, logit_bias={size: 1.0}),
+        Sampling(max_tokens=4, structured_outputs=StructuredOutputs(regex="(a")),
+    ):
+        with pytest.raises(SamplingRefused):
+            await engine.check_sampling(bad)
