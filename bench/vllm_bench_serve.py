@@ -93,19 +93,20 @@ class Arm:
         assert not failed, f"{failed} requests failed"
 
 
-def coppice_arm(model: str) -> Arm:
+def coppice_arm(model: str, *, eager: bool) -> Arm:
     sizes = {
         "--engine.max-context-tokens": CONTEXT_TOKENS,
         "--engine.max-sequences": MAX_SEQUENCES,
         "--engine.cache-bytes": CACHE_BYTES,
         "--engine.dtype": "float32",
         "--engine.seed": 0,
+        "--engine.eager": str(eager).lower(),
     }
     options = [text for name, value in sizes.items() for text in (name, str(value))]
     return Arm([sys.executable, "-m", "service", "serve", "--model", model, *options], {})
 
 
-def vllm_arm(model: str) -> Arm:
+def vllm_arm(model: str, *, eager: bool) -> Arm:
     """vLLM's own server, without the plugin of this project."""
     sizes = {
         "--max-model-len": CONTEXT_TOKENS,
@@ -115,6 +116,8 @@ def vllm_arm(model: str) -> Arm:
     }
     options = [text for name, value in sizes.items() for text in (name, str(value))]
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+    if eager:
+        options.append("--enforce-eager")
     return Arm([*command, *options], {"VLLM_PLUGINS": ""})
 
 
@@ -175,8 +178,8 @@ def run_vllm_bench(arguments: Sequence[str]) -> None:
     bench_serve(parser.parse_args(list(arguments)))
 
 
-async def measure(load: Load, rounds: int) -> tuple[Arm, Arm]:
-    coppice, vllm = coppice_arm(load.model), vllm_arm(load.model)
+async def measure(load: Load, rounds: int, *, eager: bool) -> tuple[Arm, Arm]:
+    coppice, vllm = coppice_arm(load.model, eager=eager), vllm_arm(load.model, eager=eager)
 
     async def ours() -> None:
         await coppice.run(load)
@@ -230,12 +233,13 @@ def main() -> None:
     parser.add_argument("--suffix-tokens", type=int, default=64)
     parser.add_argument("--output-tokens", type=int, default=128)
     parser.add_argument("--concurrency", type=int, default=32)
+    parser.add_argument("--eager", action="store_true", help="compile neither server's model")
     add_out(parser)
     given = vars(parser.parse_args())
-    out, rounds = given.pop("out"), given.pop("rounds")
+    out, rounds, eager = given.pop("out"), given.pop("rounds"), given.pop("eager")
     del given["client"]
     load = Load(**given)
-    result = record(load, *asyncio.run(measure(load, rounds)))
+    result = record(load, *asyncio.run(measure(load, rounds, eager=eager)))
     result.show()
     print(f"\nwrote {result.write(out).name}")
 
