@@ -56,14 +56,15 @@ def test_every_option_of_a_rollout_is_sent(connect: Connect) -> None:
     )
     assert app.request.method == "POST"
     assert app.request.url.path == "/v1/rollouts"
-    given = {"max_tokens": 32, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "ignore_eos": True}
-    sampling = Sampling(stop_token_ids=[3, 4], **given).model_dump(exclude_none=True)
+    sampling = Sampling(
+        max_tokens=32, temperature=0.5, top_p=0.9, top_k=5, stop_token_ids=[3, 4], ignore_eos=True
+    )
     assert json.loads(app.request.content) == {
         "groups": [
             {"prompt": {"text": "hello"}, "n": 4, "seed": 10},
             {"prompt": {"token_ids": [1, 2]}, "n": 4, "seed": 11},
         ],
-        "sampling": sampling,
+        "sampling": sampling.model_dump(exclude_none=True),
         "weights": {"min_version": "v7"},
         "priority": -1,
         "speculation": False,
