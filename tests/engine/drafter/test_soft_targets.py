@@ -58,6 +58,7 @@ class Output:
     finish_reason: str = "stop"
     stop_reason: None = None
     weight_versions: None = None
+    routed_experts: None = None
     num_cached_tokens: int = 0
     finished: bool = True
 

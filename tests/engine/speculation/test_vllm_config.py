@@ -143,7 +143,7 @@ class Core:
         self.answers = answers
         self.called: list[str] = []
 
-    async def call_utility_async(self, method: str) -> Any:
+    async def call_utility_async(self, method: str, *args: Any) -> Any:
         self.called.append(method)
         return self.answers.get(method)
 
@@ -165,10 +165,13 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return profiles
 
 
+BASELINE = "coppice_begin_baseline"
 START, FINISH = "coppice_start_sibling_drafts", "coppice_finish_sibling_profile"
 
 
-@pytest.mark.parametrize(("needs_profile", "called"), [(True, [START, FINISH]), (False, [START])])
+@pytest.mark.parametrize(
+    ("needs_profile", "called"), [(True, [BASELINE, START, FINISH]), (False, [BASELINE, START])]
+)
 async def test_drafting_starts_in_engine_core_on_a_gpu(
     on_gpu: list[int], needs_profile: bool, called: list[str]
 ) -> None:
