@@ -92,7 +92,7 @@ class KvFormat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuIpc:
-    """What a process on the same host needs to open GPU memory by CUDA IPC.
+    """Arguments with which a process on the same host opens GPU memory by CUDA IPC.
 
     These are arguments of `torch.multiprocessing.reductions.rebuild_cuda_tensor`, with bytes in
     base64. The memory is the bytes [offset, offset + num_bytes) of an allocation.

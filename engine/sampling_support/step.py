@@ -20,7 +20,7 @@ SUPPORT_ARG = "coppice_support"
 
 
 def wants_support(sampling_params: Any) -> bool:
-    """Whether a request asked for the supports of its tokens."""
+    """True if a request returns the supports of its tokens."""
     return bool(sampling_params and (sampling_params.extra_args or {}).get(SUPPORT_ARG))
 
 

@@ -89,7 +89,7 @@ def _times_without_drafts(steps: Sequence[Step]) -> dict[tuple[int, int], list[f
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GainPrediction:
-    """What drafts can gain at most, according to step times measured at start.
+    """Upper bound of the gain of drafts, from step times measured at the start.
 
     `best_speedup` is the speed of a single sample with all drafts accepted, divided by its speed in
     an engine without speculation. `overhead` is the time of a step without drafts, divided by that

@@ -55,7 +55,7 @@ class LateDrafts:
 
 
 def after_step(drafted: DraftBatch, num_new: NDArray[np.int64], width: int) -> DraftBatch:
-    """What remains of drafts after a step that generates their first `num_new` tokens.
+    """Rest of drafts after a step that generates their first `num_new` tokens.
 
     [rows, width]. The first remaining token's probability includes that of the tokens before it.
     """

@@ -242,7 +242,7 @@ class DraftPasses(StandaloneARSpeculator):  # type: ignore[misc]
         cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE,
         num_speculative_steps: int = 0,
     ) -> None:
-        """What a graph of a later pass contains, with the arguments of vLLM's graph capture.
+        """Contents of the graph of a later pass, with the arguments of vLLM's graph capture.
 
         Where the backend can update its metadata in place, the graph does it.
         """

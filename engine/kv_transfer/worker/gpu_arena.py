@@ -63,7 +63,7 @@ class GpuArena:
 
 
 def ipc_of(memory: torch.Tensor) -> GpuIpc:
-    """What another process needs to open GPU memory, from PyTorch's own serialization of it."""
+    """Arguments with which another process opens GPU memory, from PyTorch's serialization of it."""
     reduce: Any = reductions.reduce_tensor
     _, arguments = reduce(memory)
     handle, num_bytes, offset, _, counter, counter_offset, event, synchronize = arguments[7:]

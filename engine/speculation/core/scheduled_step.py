@@ -27,7 +27,7 @@ class Lookup:
     num_new: NDArray[np.int64]
 
     def continuation(self, request: Any) -> tuple[list[int], int]:
-        """What follows a request's tokens in its draft, and their number since the lookup.
+        """Continuation of a request's tokens in its draft, and their number since the lookup.
 
         The draft is empty if those tokens differ from it.
         """
