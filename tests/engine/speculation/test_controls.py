@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.io.vllm_requests import sampling_params
+from engine.io.request_params import sampling_params
 from engine.launch import sampling_hooks
 from engine.speculation.proposer import Proposer
 from engine.types import SampleRequest, Sampling, StructuredOutputs
