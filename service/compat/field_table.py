@@ -27,7 +27,7 @@ _PROCESSOR = (
 _STOP = "not supported: use stop strings or stop_token_ids"
 _TEXT_ONLY = "only text models are served: send text or token ids"
 _OTHERS = "not supported on this route: use logprobs of /v1/completions, or POST /v1/score"
-_CHOSEN = "logprobs of given tokens are not supported: use logprobs, which returns the top-k tokens"
+_CHOSEN = "not supported on this route: use logprobs, or logprob_token_ids of POST /v1/score"
 _TEMPLATE = (
     "only the chat template of the server is used: send token ids to /v1/completions instead"
 )
@@ -49,7 +49,7 @@ REFUSED: dict[str, Refused] = {
     ),
     "suffix": Refused(("",), "not supported: append the text to the prompt"),
     "truncate_prompt_tokens": Refused(
-        (), "prompts are never truncated: truncate the prompt in the client"
+        (), "not supported on this route: truncate the prompt in the client, or use /v1/rollouts"
     ),
     "top_logprobs": Refused((0,), _OTHERS),
     "top_logprobs_num": Refused((0,), _OTHERS),
@@ -61,7 +61,7 @@ REFUSED: dict[str, Refused] = {
         (False,), "not supported: use /v1/rollouts, which can export the prompt KV"
     ),
     "return_routed_experts": Refused(
-        (False,), "not supported: expert routing is not recorded; leave the field out"
+        (False,), "not supported on this route: use return_routed_experts of /v1/rollouts"
     ),
     "return_indexer_topk": Refused(
         (False,), "not supported: indexer choices are not recorded; leave the field out"
@@ -99,7 +99,7 @@ REFUSED: dict[str, Refused] = {
     "multi_item_delimiter_indices": Refused(([],), "not supported: use POST /v1/score"),
     "return_token_offsets": Refused((False,), _NOT_RETURNED),
     "return_prompt_text": Refused((False,), _NOT_RETURNED),
-    "return_sampling_mask": Refused((False,), _NOT_RETURNED),
+    "return_sampling_mask": Refused((False,), "use return_support of /v1/rollouts"),
     "return_entropy": Refused((False,), _NOT_RETURNED),
     "return_prompt_token_ids": Refused((False,), _NOT_RETURNED),
     "return_flat_raw_top_logprobs": Refused((False,), _NOT_RETURNED),
