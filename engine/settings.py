@@ -275,12 +275,12 @@ class EngineSettings(VllmSettings):
         20,
         ge=0,
         le=1024,
-        description="maximum number of top logprobs per token that requests can ask for; increase "
+        description="maximum number of top logprobs per token in a request; increase "
         "it for clients that need more, such as a distillation",
     )
     return_routed_experts: bool = Field(
         False,
-        description="whether requests can ask for the experts that each token was routed to; set "
+        description="requests can return the experts that each token was routed to; set "
         "it to train a mixture-of-experts model with the sampled routing; takes host memory of one "
         "byte per KV slot, layer and expert of a token (two above 256 experts), and copies the "
         "experts of every step from the device",

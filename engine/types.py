@@ -294,7 +294,7 @@ class EngineInfo:
     max_adapter_rank: int = 0
     returns_routed_experts: bool = False
     max_logprobs: int = 0
-    """Maximum number of top logprobs per token that a request may ask for."""
+    """Maximum number of top logprobs per token in a request."""
     template_variables: frozenset[str] = frozenset()
     """Names in `ChatRequest.template_options` that the chat template uses."""
     features: tuple[FeatureStatus, ...] = ()

@@ -1,7 +1,7 @@
 """Logprobs of sampled tokens and of prompts, and the text of single tokens.
 
 Logprobs of given tokens are computed by prefilling them as a prompt. vLLM does not use cached
-prefixes for such a request. So samples never ask for prompt logprobs, since their siblings would
+prefixes for such a request. So samples never request prompt logprobs, since their siblings would
 prefill the prompt again.
 """
 
@@ -50,7 +50,9 @@ async def given_logprobs(
         output = await _score(
             llm, token_ids, adapter, prompt_logprobs=given.shape[1], extra_args=args
         )
-        return prompt_rows(output.prompt_logprobs)
+        rows = prompt_rows(output.prompt_logprobs)
+        assert np.array_equal(rows.token_ids[1:, 1:], given[1:]), "the hook gathered the tokens"
+        return rows
     all_ids = np.column_stack([np.asarray(token_ids, np.int32), given])
     if len(token_ids) < 2:
         return TopLogprobRows(

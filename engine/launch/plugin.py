@@ -81,6 +81,12 @@ PATCHES = (
         processes=MODEL_PROCESSES,
     ),
     Patch(
+        name="prompt_token_ids",
+        install=prompt_token_ids.install,
+        platform="gpu",
+        processes=MODEL_PROCESSES,
+    ),
+    Patch(
         name="routed_experts",
         install=routed_experts.install_on_gpu,
         platform="gpu",

@@ -110,7 +110,7 @@ def _recording(upstream: Method) -> Method:
 
 @FEATURE.guarded_with_default(list[int]())
 def _wanted_rows(runner: Any) -> list[int]:
-    """Batch rows that ask for supports, on the rank whose output is used."""
+    """Batch rows that return supports, on the rank whose output is used."""
     if not _returns_output():
         return []
     return [
@@ -159,7 +159,7 @@ def _no_support(
 def _pending(
     wanted: list[int], recorded: list[torch.Tensor], metadata: Any, output: Any
 ) -> PendingSupport | None:
-    """Supports of a step. Copies only the rows of requests that asked, as booleans."""
+    """Supports of a step. Copies only the rows of requests that return supports, as booleans."""
     logprobs_nv = recorded[-1]
     num_rows, longest = output.sampled_token_ids.shape
     starts, lengths = _layout(len(logprobs_nv), num_rows, longest, metadata)
@@ -231,7 +231,7 @@ def _asynchronous(output: Any, pending: PendingSupport) -> Any:
 
 
 def _registering(upstream: Method) -> Method:
-    """vLLM's `add_request` of the second runner's sampler, which also notes who wants supports."""
+    """The `add_request` of the second runner's sampler, which also records who gets supports."""
 
     @functools.wraps(upstream)
     def add_request(self: Any, req_idx: int, sampling_params: Any) -> None:

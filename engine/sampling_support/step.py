@@ -2,7 +2,7 @@
 
 They use vLLM's own transport of sampling masks: `ModelRunnerOutput.sampling_masks`, then
 `EngineCoreOutput.new_sampling_mask`. Instead of token ids it carries encoded supports. So a support
-takes a few bytes, and requests that did not ask for supports cost nothing.
+takes a few bytes, and requests without supports cost nothing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ class StepSupport:
     rows: Mapping[int, list[bytes]]
 
     def slice_request(self, row: int, num_positions: int) -> SamplingMaskLists | None:
-        """The supports of the first sampled tokens of a batch row; None if it asked for none.
+        """The supports of the first sampled tokens of a batch row; None if it has none.
 
         vLLM's scheduler calls it for each request with the number of tokens that it keeps.
         """

@@ -14,6 +14,7 @@ and whether to draft at all.
 """
 
 import hashlib
+import os
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -50,13 +51,20 @@ def engine_key(config: Any) -> CacheKey:
         "kv_cache_dtype": str(config.cache_config.cache_dtype),
         "device": current_platform.get_device_name(),
         "ranks": int(config.parallel_config.world_size),
-        "threads": torch.get_num_threads(),
+        "threads": _threads(config),
         "eager": str(config.model_config.enforce_eager),
         "rows": int(config.scheduler_config.max_num_seqs),
         "context": int(config.model_config.max_model_len) - int(config.num_speculative_tokens),
         "shared_prefix": attention.settings().shared_prefix,
         "vllm": vllm_version,
     }
+
+
+def _threads(config: Any) -> str:
+    """CPU threads of a rank. With several ranks only the workers have vLLM's number of threads."""
+    if config.parallel_config.world_size == 1:
+        return str(torch.get_num_threads())
+    return os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto")
 
 
 def baseline_cache(config: Any) -> ProfileCache:

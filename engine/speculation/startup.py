@@ -150,7 +150,10 @@ async def start_drafting(llm: AsyncLLM, settings: SpeculationSettings, info: Eng
         return
     needs_profile: bool | str = await _utility(llm, "coppice_start_sibling_drafts")
     if isinstance(needs_profile, str):
-        raise StartFailed(f"speculation.mode {settings.mode} is not possible: {needs_profile}")
+        raise StartFailed(
+            f"speculation.mode {settings.mode} is not possible: {needs_profile}; "
+            "set speculation.mode: off"
+        )
     if needs_profile:
         await measure_step_costs(llm, info, settings.longest_draft)
         await _utility(llm, "coppice_finish_sibling_profile")

@@ -15,7 +15,7 @@ from engine.drafter.acceptance_by_version import Snapshot
 from engine.drafter.service.checkpoint_dir import DrafterDir
 from engine.drafter.service.promotion import DrafterPromotion
 from engine.drafter.service.trainer_process import TrainerProcess
-from engine.drafter.trainer.messages import Sample, encode_top_k, top_k_of
+from engine.drafter.trainer.messages import TOP_K, Sample, encode_top_k, top_k_of
 from engine.feature_stats import DrafterPairStats, DrafterStatus
 from engine.runtime.await_engine import await_engine
 from engine.settings import SpeculationSettings
@@ -90,7 +90,7 @@ class Drafter:
                     version=completion.versions[-1].version,
                     prompt=list(request.prompt_token_ids),
                     response=completion.token_ids,
-                    top_logprobs=encode_top_k(top_k_of(token_top_logprobs))
+                    top_logprobs=encode_top_k(top_k_of(token_top_logprobs.columns(TOP_K)))
                     if token_top_logprobs is not None
                     else "",
                 )

@@ -6,8 +6,8 @@ At length 0 it does not run. The tokens of such steps are missing in the draft m
 `DraftKvLedger` records the blocks, and the first pass of the next step that drafts also computes
 the missing tokens. It takes more than one pass only if they exceed the batch limit.
 
-The drafts are those of vLLM's loop. All that is left out are passes whose drafts nobody reads, so
-the sampling distribution does not depend on this module.
+The drafts are those of vLLM's loop. Only passes whose drafts are not used are left out, so the
+sampling distribution does not depend on this module.
 """
 
 import inspect

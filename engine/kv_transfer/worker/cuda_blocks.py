@@ -16,7 +16,7 @@ import torch
 from engine.kv_transfer.worker.cache_blocks import CopyTarget, OnDone
 from engine.kv_transfer.worker.gpu_arena import GpuArena
 from engine.kv_transfer.worker.mapped_arena import HostMemoryRegistry
-from engine.runtime.feature_guard import Failure, attempt, describe
+from engine.runtime.feature_guard import Failure, attempt
 from kernels.kv_block_copy import scatter
 from kernels.kv_gather_cuda import LayerCaches, Part, gather_part
 from kernels.rope_shift import RotaryParams
@@ -184,12 +184,11 @@ class CudaBlockReader:
         outcome = PartsCopied(len(parts), on_done)
         buffers = self._buffers_on_gpu(parts, target.gpu_offset) or self._ring
         for number, part in enumerate(parts):
-            try:
-                buffer = buffers.take()
-            except torch.OutOfMemoryError as error:
-                outcome.finish(Failure(describe(error)), len(parts) - number)
+            failure = attempt(self._copy_part, ids, part, buffers, target, outcome)
+            if failure is not None:
+                # Reported after the transfers in progress, before which the slot is not reused.
+                outcome.finish(failure, len(parts) - number)
                 return
-            self._copy_part(ids, part, buffer, buffers, target, outcome)
 
     def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Result of a function that the copy thread calls after all earlier transfers."""
@@ -208,7 +207,7 @@ class CudaBlockReader:
         """Memory of the parts of an export that stays on the GPU; None if it does not."""
         if offset is None:
             return None
-        assert self._gpu_arena is not None, "the service was told that there is GPU memory"
+        assert self._gpu_arena is not None, "the service has reserved GPU memory"
         sizes = [part.num_rows * part.num_tokens * self._caches.vector_bytes for part in parts]
         return GpuParts(self._gpu_arena.part(offset, sum(sizes)), sizes)
 
@@ -216,12 +215,12 @@ class CudaBlockReader:
         self,
         ids: torch.Tensor,
         part: Part,
-        buffer: torch.Tensor,
         buffers: "StagingRing | GpuParts",
         target: CopyTarget,
         outcome: PartsCopied,
     ) -> None:
         """Queue the gather of a part, and its transfer, which returns the buffer to the ring."""
+        buffer = buffers.take()
         try:
             staged = gather_part(self._caches, ids, part, buffer)
             gathered: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -16,7 +16,7 @@ from engine.kv_transfer.jobs import ExportJob, PromptExport
 from engine.kv_transfer.worker.export_writer import EXPORT_FEATURE, ExportWriter
 from engine.kv_transfer.worker.gpu_arena import GpuArena
 from engine.kv_types import ExportStatus
-from engine.runtime.feature_guard import Feature
+from engine.runtime.feature_guard import Failure, Feature, attempt
 
 
 class PromptStatuses:
@@ -54,7 +54,8 @@ class RegionWriter(ExportWriter):
     def _write_status(self, job: ExportJob, status: ExportStatus) -> None:
         final = self._statuses.add(job, status)
         if final is not None:
-            super()._write_status(job, final)
+            # A failure must not reach `fail`, which would record a status of the next export.
+            attempt(super()._write_status, job, final)
 
 
 class PromptWriter:
@@ -112,8 +113,10 @@ class PromptWriter:
             writer.flush()
 
     def release_pages(self, arena: Path, page_epoch: int) -> None:
-        for writer in self.writers:
-            writer.release_pages(arena, page_epoch)
+        released = [attempt(w.release_pages, arena, page_epoch) for w in self.writers]
+        for failure in released:
+            if isinstance(failure, Failure):
+                raise RuntimeError(failure.message)
 
     def close(self) -> None:
         for writer in self.writers:
