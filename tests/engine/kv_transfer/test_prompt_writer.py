@@ -131,3 +131,14 @@ def test_failed_step_fails_the_prompt_once(arena: TestArena) -> None:
     writer(Feature("kv")).fail(planned(slot, [1, 2, 3], [1, 2]))
     assert arena.words(slot) == FAILED
     assert arena.untouched(slot)
+
+
+def test_status_that_cannot_be_written_is_not_mixed_with_the_next_export(arena: TestArena) -> None:
+    slot = arena.slot(NUM_TOKENS)
+    export_writer, export = writer(Feature("kv")), planned(slot, [1, 2, 3], [1, 2])
+    outside = replace(slot, status_offset=2**30)
+    export_writer.export(replace(export, target_slot=outside, status=ExportStatus.FAILED))
+    [statuses] = {writer._statuses for writer in export_writer.writers}
+    assert statuses._known == {}
+    export_writer.export(export)
+    assert arena.words(slot) == COMMITTED
