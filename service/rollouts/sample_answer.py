@@ -95,7 +95,7 @@ async def _support(
     new = support_of(result.support, options.support_vocab_size)
     if new is None:
         return None
-    prior = [given_support(given) for given in options.continued[index : index + 1]]
+    prior = [await given_support(given) for given in options.continued[index : index + 1]]
     whole = joined([*prior, new.part(0, num_tokens)])
     assert whole is not None, "the new tokens have supports"
     return await whole.encoded()

@@ -14,7 +14,11 @@ from engine.types import EngineInfo
 from service.http.errors import InvalidRequest
 
 ENCODED_IN_LOOP = 2**20
-"""Bytes of supports that are encoded on the event loop, in about a millisecond."""
+"""Bytes of supports that are encoded on the event loop, in a few milliseconds."""
+ROW_BYTES = 256
+"""Bytes that take about as long to encode as one more row of a support."""
+DECODED_IN_LOOP = 2**14
+"""Length of the base64 of supports that are decoded on the event loop."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,7 +36,7 @@ class Supports:
 
     async def encoded(self) -> SupportAnswer:
         """The answer; large ones are encoded in a thread, because it would block the event loop."""
-        if sum(map(len, self.rows)) < ENCODED_IN_LOOP:
+        if sum(map(len, self.rows)) + ROW_BYTES * len(self.rows) < ENCODED_IN_LOOP:
             return self.answer()
         return await asyncio.to_thread(self.answer)
 
@@ -96,27 +100,34 @@ def _max_tokens(request: RolloutRequest, group: GroupRequest, room: int) -> int:
     return min(tree.max_leaves * length, tree.max_new_tokens_total) + flattened
 
 
-def given_support(sample: UnfinishedSample) -> Supports | None:
-    """Supports of the tokens that a resumed sample already has. Raises ValueError."""
-    if sample.support is None:
+async def given_support(sample: UnfinishedSample) -> Supports | None:
+    """Supports of the tokens that a resumed sample already has. Raises ValueError.
+
+    Large ones are decoded in a thread, because it would block the event loop.
+    """
+    given = sample.support
+    if given is None:
         return None
-    return Supports(rows_of(sample.support), sample.support.vocab_size)
+    if len(given.data) <= DECODED_IN_LOOP:
+        return Supports(rows_of(given), given.vocab_size)
+    return Supports(await asyncio.to_thread(rows_of, given), given.vocab_size)
 
 
-def check_given(sample: UnfinishedSample, *, wanted: bool, vocab_size: int) -> None:
+async def check_given(sample: UnfinishedSample, *, wanted: bool, vocab_size: int) -> None:
     """Refuse a resumed sample whose supports are missing, unwanted or inconsistent."""
     if (sample.support is not None) != wanted:
         raise InvalidRequest(
             "continue_from needs the support of each sample if return_support is true, "
             "and only then"
         )
-    try:
-        support = given_support(sample)
-    except ValueError as error:
-        raise InvalidRequest(f"continue_from: {error}") from error
-    if support is None:
+    given = sample.support
+    if given is None:
         return
-    if len(support.rows) != len(sample.token_ids) or support.vocab_size != vocab_size:
+    if len(given.lengths) != len(sample.token_ids) or given.vocab_size != vocab_size:
         raise InvalidRequest(
             f"continue_from needs one support per token, of a vocabulary of {vocab_size}"
         )
+    try:
+        await given_support(sample)
+    except ValueError as error:
+        raise InvalidRequest(f"continue_from: {error}") from error

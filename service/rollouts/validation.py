@@ -79,7 +79,9 @@ async def check_continue_from(
             raise InvalidRequest("continue_from has more samples of a group than its n")
         for sample in continued:
             _check_sample(sample, request, len(prompts[index]), info)
-            supports.check_given(sample, wanted=request.return_support, vocab_size=info.vocab_size)
+            await supports.check_given(
+                sample, wanted=request.return_support, vocab_size=info.vocab_size
+            )
             num_tokens += len(sample.token_ids)
             await turn.pause()
     return num_tokens

@@ -11,9 +11,10 @@ import pytest
 from coppice import AsyncRollouts, Branching, Sample, Segment, Support
 from coppice.results import result_of, result_of_packed
 from coppice.wire.result_formats import pack, unpack
-from coppice.wire.rollouts import RolloutAnswer
+from coppice.wire.rollouts import RolloutAnswer, UnfinishedSample
 from coppice.wire.sampling import Sampling
-from service.rollouts.supports import max_row_bytes
+from coppice.wire.support import rows_of, split_rows, support_answer
+from service.rollouts.supports import given_support, max_row_bytes
 from tests.fake_engine import EOS, VOCAB_SIZE, FakeEngine
 from tests.service.test_resume import resume_request, started
 from tests.service.test_rollouts import body, group, running_samples
@@ -135,6 +136,36 @@ async def test_wrong_supports_of_a_continued_sample_are_refused(
         response = await served.http.post("/v1/rollouts", json=sent)
     assert response.status_code == 422
     assert "support" in response.json()["detail"]
+
+
+async def test_supports_of_another_number_of_tokens_are_not_decoded(tmp_path: Path) -> None:
+    given = started(90, 91, support={**GIVEN, "lengths": [3], "data": "$$$$"})
+    async with serving(FakeEngine(), tmp_path) as served:
+        sent = resume_request(given, return_support=True)
+        response = await served.http.post("/v1/rollouts", json=sent)
+    assert response.status_code == 422
+    assert "one support per token" in response.json()["detail"]
+
+
+async def test_large_given_supports_are_decoded_beside_the_event_loop() -> None:
+    answer = support_answer([b"\x01\x05", *[bytes([3]) + bytes(32)] * 20_000], VOCAB_SIZE)
+    sample = UnfinishedSample.model_validate(started(*[90] * 20_001, support=answer.model_dump()))
+    other = asyncio.create_task(asyncio.sleep(0))
+    decoded = await given_support(sample)
+    assert other.done()
+    assert decoded is not None and len(decoded.rows) == 20_001
+
+
+@pytest.mark.parametrize("reference", [b"\x04", b"\x04\x01", b"\x04\x80", b"\x04\x00\x00"])
+def test_reference_that_is_not_one_earlier_token_is_refused(reference: bytes) -> None:
+    with pytest.raises(ValueError, match="does not precede it"):
+        split_rows(b"\x00" + reference, [1, len(reference)], 8)
+
+
+def test_references_to_distant_tokens_are_resolved() -> None:
+    rows = [b"\x01\x05\x06\x07\x08", *[bytes([1, 1, at % 100]) for at in range(20_000)]]
+    rows.append(rows[0])
+    assert rows_of(support_answer(rows, 256)) == rows
 
 
 async def test_request_beyond_the_limit_is_refused(tmp_path: Path) -> None:

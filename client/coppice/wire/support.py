@@ -143,13 +143,23 @@ def _varint(value: int) -> bytes:
     return bytes([*encoded, max(value, 0)])
 
 
+def _varint_value(payload: bytes) -> int | None:
+    """Value of one varint of at most 5 bytes; None if the payload is anything else.
+
+    Without NumPy, whose calls take ten times as long for so few bytes.
+    """
+    if not 1 <= len(payload) <= 5 or payload[-1] >= 0x80 or min(payload[:-1], default=0x80) < 0x80:
+        return None
+    return sum((byte & 0x7F) << 7 * at for at, byte in enumerate(payload))
+
+
 def _resolved(row: bytes, earlier: Sequence[bytes], vocab_size: int) -> bytes:
     kind = row[0]
     if kind == SAME:
-        back: list[int] = _ids(np.frombuffer(row, np.uint8, offset=1)).tolist()
-        if len(back) != 1 or back[0] >= len(earlier):
+        back = _varint_value(row[1:])
+        if back is None or back >= len(earlier):
             raise ValueError("a support refers to a token that does not precede it")
-        return earlier[-1 - back[0]]
+        return earlier[-1 - back]
     wanted = {ALL: 1, BITMAP: 1 + (vocab_size + 7) // 8}.get(kind, len(row))
     if kind > SAME or len(row) != wanted:
         raise ValueError("a support has an unknown encoding or a wrong length")
