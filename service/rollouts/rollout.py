@@ -11,6 +11,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 
+from coppice.wire.chat import ParsedMessage
 from coppice.wire.result_formats import (
     EndRecord,
     GroupRecord,
@@ -50,6 +51,9 @@ ROLLOUT_BYTES = 12 * 2**10
 GROUP_BYTES = 4096
 PART_BYTES = 1536
 SPAN_BYTES = 1024
+TOOL_CALL_BYTES = 1024
+ECHOED_TOKEN_BYTES = 52
+"""An integer, and its places in the lists of the answer and of the log."""
 
 
 class Rollout:
@@ -254,6 +258,7 @@ class Rollout:
         for segment in answer.segments or ():
             if segment.kv_reason == NOT_CONTINUED.kv_reason:
                 on_kv_state(segment.id, NOT_CONTINUED)
+        self._num_bytes += _num_group_bytes(answer)
         self._answers[group.options.index] = answer
         head = GroupHead.model_validate(answer.model_dump(exclude={"samples", "segments"}))
         self._append(GroupRecord(group=head))
@@ -303,6 +308,21 @@ class Rollout:
         )
 
 
+def _num_group_bytes(answer: GroupAnswer) -> int:
+    """Estimated memory of what a group's answer holds for the whole group, in bytes."""
+    num_bytes = ECHOED_TOKEN_BYTES * len(answer.prompt_token_ids or ())
+    if answer.prompt_logprobs is not None:
+        num_bytes += answer.prompt_logprobs.logprobs.nbytes
+        num_bytes += answer.prompt_logprobs.top_logprobs.num_bytes
+    return num_bytes
+
+
+def _num_message_bytes(message: ParsedMessage) -> int:
+    calls = (text for call in message.tool_calls for text in (call.id, call.name, call.arguments))
+    texts = (message.content, message.reasoning, *calls)
+    return PART_BYTES + TOOL_CALL_BYTES * len(message.tool_calls) + sum(map(sys.getsizeof, texts))
+
+
 def _num_bytes(part: SampleAnswer | SegmentAnswer) -> int:
     """Estimated memory of a log record in bytes; a number in a list takes about 36 bytes."""
     num_bytes = PART_BYTES + SPAN_BYTES * len(part.versions)
@@ -313,6 +333,8 @@ def _num_bytes(part: SampleAnswer | SegmentAnswer) -> int:
     if isinstance(part, SampleAnswer):
         if part.routed_experts is not None:
             num_bytes += len(part.routed_experts.data)
+        if part.message is not None:
+            num_bytes += _num_message_bytes(part.message)
         return num_bytes + sys.getsizeof(part.text) + 80 * len(part.token_ids)
     # Counted twice: the log has the segment as it was when it ended, the answer as it is now.
     return 2 * (num_bytes + (80 if part.entropy is None else 120) * len(part.token_ids))

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
+from coppice.wire.rollouts import SampleAnswer
 from service.rollouts.rollout import Rollout
+from service.rollouts.rollout import _num_bytes as num_part_bytes
 from tests.fake_engine import FakeEngine
 from tests.serving import serving
 
@@ -23,6 +25,11 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "many groups": {
         "groups": [{"prompt": {"token_ids": [1] * 100}} for _ in range(500)],
         "sampling": {"max_tokens": 2},
+    },
+    "an echoed prompt": {"groups": [{"prompt": {"token_ids": PROMPT}}], "echo": True},
+    "prompt logprobs": {
+        "groups": [{"prompt": {"token_ids": PROMPT}}],
+        "prompt_logprobs": 4,
     },
     "text": {"groups": [{"prompt": {"text": "a" * 20_000}, "n": 4}]},
     "a tree": {
@@ -73,3 +80,11 @@ async def test_result_cache_counts_the_memory_of_a_rollout(tmp_path: Path, case:
         await asyncio.sleep(0)
         kept = served.server.rollouts.get(accepted.json()["id"], owner="local")
         assert held_bytes(kept) <= kept.num_bytes
+
+
+def test_messages_of_samples_are_counted() -> None:
+    call = {"id": "c", "name": "f", "arguments": "x" * 10_000}
+    message = {"content": "y" * 30_000, "reasoning": "z" * 20_000, "tool_calls": [call] * 2}
+    sample = {"index": 0, "token_ids": [], "logprobs": [], "versions": [], "finish_reason": "stop"}
+    answer = SampleAnswer.model_validate({**sample, "message": message})
+    assert held_bytes(answer) <= num_part_bytes(answer)
