@@ -71,6 +71,7 @@ class RolloutManager:
         self._admission = admission
         self._max_samples = max_samples_per_request
         self._max_support_bytes = max_support_bytes
+        self._keep_bytes = keep_bytes
         self._group_factory = group_factory
         self._ended = ended
         self._group_ended = record_group
@@ -159,7 +160,13 @@ class RolloutManager:
         await check_sampling(self._engine, request.sampling)
         prompts = await self._tokenizer.all_token_ids([group.prompt for group in request.groups])
         logprob_tables.check_rollout(request, prompts, num_samples, self._engine.info)
-        supports.check(request, prompts, self._engine.info, max_bytes=self._max_support_bytes)
+        supports.check(
+            request,
+            prompts,
+            self._engine.info,
+            max_bytes=self._max_support_bytes,
+            max_kept_bytes=self._keep_bytes if detached else None,
+        )
         num_tokens = sum(map(len, prompts))
         if request.continue_from is not None:
             num_tokens += await validation.check_continue_from(request, prompts, self._engine.info)

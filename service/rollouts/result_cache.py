@@ -38,6 +38,12 @@ class ResultCache:
         return sum(rollout.awaits_fetch for _, rollout in self._rollouts.values())
 
     def add(self, rollout: Rollout) -> None:
+        """Keep an ended rollout, unless it is above the byte limit by itself.
+
+        Such a rollout would evict all others, and then be evicted, too.
+        """
+        if rollout.num_bytes > self._max_bytes:
+            return
         self._rollouts[rollout.id] = (self._clock(), rollout)
         self._num_bytes += rollout.num_bytes
         self.drop_expired()

@@ -59,21 +59,46 @@ def joined(parts: Iterable[Supports | None]) -> Supports | None:
 
 
 def check(
-    request: RolloutRequest, prompts: Sequence[Sequence[int]], info: EngineInfo, *, max_bytes: int
+    request: RolloutRequest,
+    prompts: Sequence[Sequence[int]],
+    info: EngineInfo,
+    *,
+    max_bytes: int,
+    max_kept_bytes: int | None,
 ) -> None:
-    """Refuse a request whose supports may take more memory than `max_bytes`."""
+    """Refuse a request whose supports may take more memory than `max_bytes`.
+
+    `max_kept_bytes`: memory for the results of finished rollouts, if this result is kept. Answers
+    have supports in base64, and the segments of a tree are kept in the log, too.
+    """
     if not request.return_support:
         return
+    _check_bytes(request, prompts, info, max_bytes, "limits.max_support_bytes")
+    if max_kept_bytes is not None:
+        kept = max_kept_bytes * 3 // 4
+        setting = "3/4 of limits.keep_answers_bytes"
+        _check_bytes(request, prompts, info, kept, setting, segment_copies=2)
+
+
+def _check_bytes(
+    request: RolloutRequest,
+    prompts: Sequence[Sequence[int]],
+    info: EngineInfo,
+    max_bytes: int,
+    setting: str,
+    *,
+    segment_copies: int = 1,
+) -> None:
     num_tokens = sum(
-        _max_tokens(request, group, info.max_context_tokens - len(prompt))
+        _max_tokens(request, group, info.max_context_tokens - len(prompt), segment_copies)
         for group, prompt in zip(request.groups, prompts, strict=True)
     )
     per_token = max_row_bytes(request.sampling, info)
     if num_tokens * per_token > max_bytes:
         raise InvalidRequest(
             f"return_support may take {num_tokens * per_token} bytes, for {num_tokens} tokens with "
-            f"sets of up to {per_token} bytes; the limit is {max_bytes} "
-            "(limits.max_support_bytes). Set sampling.top_k, or request fewer tokens"
+            f"sets of up to {per_token} bytes; the limit is {max_bytes} ({setting}). "
+            "Set sampling.top_k, or request fewer tokens"
         )
 
 
@@ -90,14 +115,17 @@ def max_row_bytes(sampling: Sampling, info: EngineInfo) -> int:
     return 1 + min(bitmap, *(number * per_id for number in limits), bitmap)
 
 
-def _max_tokens(request: RolloutRequest, group: GroupRequest, room: int) -> int:
+def _max_tokens(
+    request: RolloutRequest, group: GroupRequest, room: int, segment_copies: int
+) -> int:
     """Maximum number of tokens of a group for which the answer has supports."""
     length = min(request.sampling.max_tokens or room, room)
     tree = request.branching
     if tree is None:
         return group.n * length
     flattened = tree.max_leaves * length if tree.flatten else 0
-    return min(tree.max_leaves * length, tree.max_new_tokens_total) + flattened
+    in_segments = min(tree.max_leaves * length, tree.max_new_tokens_total)
+    return segment_copies * in_segments + flattened
 
 
 async def given_support(sample: UnfinishedSample) -> Supports | None:

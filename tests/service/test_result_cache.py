@@ -13,7 +13,7 @@ from coppice.wire.rollouts import SampleAnswer
 from service.rollouts.rollout import Rollout
 from service.rollouts.rollout import _num_bytes as num_part_bytes
 from tests.fake_engine import FakeEngine
-from tests.serving import serving
+from tests.serving import Served, serving
 
 PROMPT = [1] * 100_000
 REQUESTS: dict[str, dict[str, Any]] = {
@@ -88,3 +88,23 @@ def test_messages_of_samples_are_counted() -> None:
     sample = {"index": 0, "token_ids": [], "logprobs": [], "versions": [], "finish_reason": "stop"}
     answer = SampleAnswer.model_validate({**sample, "message": message})
     assert held_bytes(answer) <= num_part_bytes(answer)
+
+
+async def test_result_above_the_limit_does_not_evict_the_others(tmp_path: Path) -> None:
+    async def ended(served: Served, num_tokens: int) -> str:
+        asked = {"groups": [{"prompt": {"token_ids": [1] * num_tokens}}], "echo": True}
+        accepted = await served.http.post(
+            "/v1/rollouts",
+            json={**asked, "sampling": {"max_tokens": 1}},
+            headers={"prefer": "respond-async"},
+        )
+        place = str(accepted.headers["location"])
+        assert (await served.http.get(place, params={"wait": 60})).status_code == 200
+        await asyncio.sleep(0)
+        return place
+
+    engine, limits = FakeEngine(max_context_tokens=10**6), {"keep_answers_bytes": 60_000}
+    async with serving(engine, tmp_path, limits=limits) as served:
+        small, large = await ended(served, 1), await ended(served, 10_000)
+        assert (await served.http.get(large)).status_code == 404
+        assert (await served.http.get(small)).status_code == 200

@@ -1,6 +1,7 @@
 """Supports of sampled tokens in the answers of rollouts, in all formats."""
 
 import asyncio
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ import pytest
 from coppice import AsyncRollouts, Branching, Sample, Segment, Support
 from coppice.results import result_of, result_of_packed
 from coppice.wire.result_formats import pack, unpack
-from coppice.wire.rollouts import RolloutAnswer, UnfinishedSample
+from coppice.wire.rollouts import RolloutAnswer, RolloutRequest, UnfinishedSample
 from coppice.wire.sampling import Sampling
 from coppice.wire.support import rows_of, split_rows, support_answer
-from service.rollouts.supports import given_support, max_row_bytes
+from service.http.errors import InvalidRequest
+from service.rollouts.supports import check, given_support, max_row_bytes
 from tests.fake_engine import EOS, VOCAB_SIZE, FakeEngine
 from tests.service.test_resume import resume_request, started
 from tests.service.test_rollouts import body, group, running_samples
@@ -179,6 +181,45 @@ async def test_request_beyond_the_limit_is_refused(tmp_path: Path) -> None:
     assert refused.status_code == 422
     assert "120 tokens with sets of up to 33 bytes" in refused.json()["detail"]
     assert narrow.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("branching", "max_kept_bytes", "num_tokens"),
+    [(None, 3000, None), (None, 1600, 60), (TREE, 10_000, None), (TREE, 6000, 180)],
+)
+def test_supports_of_a_kept_result_fit_into_the_result_cache(
+    branching: Branching | None, max_kept_bytes: int, num_tokens: int | None
+) -> None:
+    tree = (
+        {}
+        if branching is None
+        else {"branching": {**branching.model_dump(exclude_none=True), "max_leaves": 2}}
+    )
+    sampling = {"max_tokens": 30, "top_p": 0.9}
+    asked = {**body(group(1, n=1 if tree else 2)), **tree, "sampling": sampling}
+    request = RolloutRequest.model_validate({**asked, "return_support": True})
+    info = FakeEngine().info
+    check(request, [[1]], info, max_bytes=10_000, max_kept_bytes=None)
+    expected = nullcontext() if num_tokens is None else pytest.raises(InvalidRequest)
+    with expected as refused:
+        check(request, [[1]], info, max_bytes=10_000, max_kept_bytes=max_kept_bytes)
+    if refused is not None:
+        assert f"for {num_tokens} tokens" in str(refused.value)
+        assert "limits.keep_answers_bytes" in str(refused.value)
+
+
+@pytest.mark.parametrize("headers", [{"prefer": "respond-async"}, {"idempotency-key": "a"}])
+async def test_request_whose_result_could_not_be_kept_is_refused(
+    headers: dict[str, str], tmp_path: Path
+) -> None:
+    limits = {"keep_answers_bytes": 40_000}
+    async with serving(FakeEngine(), tmp_path, limits=limits) as served:
+        sampling = {"max_tokens": 30, "top_p": 0.9}
+        wide = {**body(group(1, n=32)), "sampling": sampling, "return_support": True}
+        refused = await served.http.post("/v1/rollouts", json=wide, headers=headers)
+        assert refused.status_code == 422
+        assert "limits.keep_answers_bytes" in refused.json()["detail"]
+        assert (await served.http.post("/v1/rollouts", json=wide)).status_code == 200
 
 
 @pytest.mark.parametrize(
