@@ -215,9 +215,9 @@ class LimitsSettings(Section):
     )
     max_support_bytes: Bytes = Field(
         2**32,
-        description="maximum memory of one request's supports (`return_support`), in bytes, for "
-        "the widest sets that its sampling parameters allow; increase it for long responses "
-        "without top_k from a large vocabulary",
+        description="maximum memory of the supports (`return_support`) of all running requests, "
+        "in bytes, for the widest sets that their sampling parameters allow; increase it for long "
+        "responses without top_k from a large vocabulary",
     )
     keep_answers_seconds: Seconds = Field(
         600.0,

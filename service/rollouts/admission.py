@@ -1,9 +1,10 @@
 """Admission control per API key and for the whole server.
 
 Samples are counted from before the first one is submitted until their rollout has ended. Prompt
-tokens are counted once per group. A request that does not fit is rejected at once. A drain closes
-admission: existing reservations are waited for, including those of rollouts that have not started
-yet, and new ones are rejected. Not thread-safe; runs on one event loop.
+tokens are counted once per group, and the memory of supports for the widest sets possible. A
+request that does not fit is rejected at once. A drain closes admission: existing reservations are
+waited for, including those of rollouts that have not started yet, and new ones are rejected. Not
+thread-safe; runs on one event loop.
 """
 
 import asyncio
@@ -21,7 +22,7 @@ DRAINING_RETRY_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Reservation:
-    """Numbers of samples and prompt tokens that one request has reserved.
+    """Samples, prompt tokens and bytes of supports that one request has reserved.
 
     Compared by identity.
     """
@@ -29,6 +30,7 @@ class Reservation:
     key: str
     samples: int
     prompt_tokens: int
+    support_bytes: int = 0
 
 
 class Admission:
@@ -43,6 +45,7 @@ class Admission:
         self._samples: Counter[str] = Counter()
         self._prompt_tokens: Counter[str] = Counter()
         self._num_samples = 0
+        self._support_bytes = 0
         self._closed = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -55,11 +58,21 @@ class Admission:
         if self._closed:
             raise Draining(retry_after_seconds=DRAINING_RETRY_SECONDS)
 
-    def reserve(self, key: str, *, samples: int, prompt_tokens: int) -> Reservation:
+    def reserve(
+        self, key: str, *, samples: int, prompt_tokens: int, support_bytes: int = 0
+    ) -> Reservation:
+        """Reserve capacity for a request, whose supports alone do not exceed their limit."""
         self.check_open()
         self._check_limits(samples, prompt_tokens)
         self._check_capacity(key, samples, prompt_tokens)
-        reservation = Reservation(key=key, samples=samples, prompt_tokens=prompt_tokens)
+        if self._support_bytes + support_bytes > self._limits.max_support_bytes:
+            raise Overloaded(
+                "the supports of the running requests may take limits.max_support_bytes in all",
+                retry_after_seconds=RETRY_SECONDS,
+            )
+        reservation = Reservation(
+            key=key, samples=samples, prompt_tokens=prompt_tokens, support_bytes=support_bytes
+        )
         self._reservations.add(reservation)
         self._idle.clear()
         self._count(reservation, 1)
@@ -98,6 +111,8 @@ class Admission:
             assert self._prompt_tokens[key] == sum(reserved.prompt_tokens for reserved in mine)
             assert self._samples[key] <= (self._limits.max_samples_per_key or self._num_samples)
         assert self._num_samples == sum(self._samples.values()) <= self._limits.max_samples_running
+        held = sum(reserved.support_bytes for reserved in self._reservations)
+        assert self._support_bytes == held <= self._limits.max_support_bytes
 
     def _check_limits(self, samples: int, prompt_tokens: int) -> None:
         """Reject a request that exceeds a limit even on an idle server; a retry cannot help."""
@@ -124,6 +139,7 @@ class Admission:
 
     def _count(self, reservation: Reservation, sign: int) -> None:
         self._num_samples += sign * reservation.samples
+        self._support_bytes += sign * reservation.support_bytes
         for counter, amount in (
             (self._samples, reservation.samples),
             (self._prompt_tokens, reservation.prompt_tokens),

@@ -160,7 +160,7 @@ class RolloutManager:
         await check_sampling(self._engine, request.sampling)
         prompts = await self._tokenizer.all_token_ids([group.prompt for group in request.groups])
         logprob_tables.check_rollout(request, prompts, num_samples, self._engine.info)
-        supports.check(
+        support_bytes = supports.check(
             request,
             prompts,
             self._engine.info,
@@ -171,7 +171,10 @@ class RolloutManager:
         if request.continue_from is not None:
             num_tokens += await validation.check_continue_from(request, prompts, self._engine.info)
         reservation = self._admission.reserve(
-            options.owner, samples=num_samples, prompt_tokens=num_tokens
+            options.owner,
+            samples=num_samples,
+            prompt_tokens=num_tokens,
+            support_bytes=support_bytes,
         )
         try:
             scored = await _score_prompts(request, prompts, prompt_scorer)

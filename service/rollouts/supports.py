@@ -65,19 +65,20 @@ def check(
     *,
     max_bytes: int,
     max_kept_bytes: int | None,
-) -> None:
-    """Refuse a request whose supports may take more memory than `max_bytes`.
+) -> int:
+    """Maximum memory of a request's supports; refuses a request if it exceeds `max_bytes`.
 
     `max_kept_bytes`: memory for the results of finished rollouts, if this result is kept. Answers
     have supports in base64, and the segments of a tree are kept in the log, too.
     """
     if not request.return_support:
-        return
-    _check_bytes(request, prompts, info, max_bytes, "limits.max_support_bytes")
+        return 0
+    num_bytes = _check_bytes(request, prompts, info, max_bytes, "limits.max_support_bytes")
     if max_kept_bytes is not None:
         kept = max_kept_bytes * 3 // 4
         setting = "3/4 of limits.keep_answers_bytes"
         _check_bytes(request, prompts, info, kept, setting, segment_copies=2)
+    return num_bytes
 
 
 def _check_bytes(
@@ -88,7 +89,7 @@ def _check_bytes(
     setting: str,
     *,
     segment_copies: int = 1,
-) -> None:
+) -> int:
     num_tokens = sum(
         _max_tokens(request, group, info.max_context_tokens - len(prompt), segment_copies)
         for group, prompt in zip(request.groups, prompts, strict=True)
@@ -100,6 +101,7 @@ def _check_bytes(
             f"sets of up to {per_token} bytes; the limit is {max_bytes} ({setting}). "
             "Set sampling.top_k, or request fewer tokens"
         )
+    return num_tokens * per_token
 
 
 def max_row_bytes(sampling: Sampling, info: EngineInfo) -> int:

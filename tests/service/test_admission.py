@@ -82,6 +82,19 @@ def test_reservation_for_a_block_is_released_when_it_raises() -> None:
     admission.check()
 
 
+def test_supports_of_all_keys_together_are_limited() -> None:
+    admission = Admission(LimitsSettings(max_support_bytes=100))
+    first = admission.reserve("a", samples=1, prompt_tokens=1, support_bytes=60)
+    with pytest.raises(Overloaded):
+        admission.reserve("b", samples=1, prompt_tokens=1, support_bytes=41)
+    admission.reserve("b", samples=1, prompt_tokens=1, support_bytes=40)
+    admission.check()
+    admission.release(first)
+    admission.release(first)
+    admission.reserve("a", samples=1, prompt_tokens=1, support_bytes=60)
+    admission.check()
+
+
 @given(samples=st.integers(1, 2**31), tokens=st.integers(1, 2**31))
 def test_without_per_key_limits_only_server_limits_apply(samples: int, tokens: int) -> None:
     admission = Admission(LimitsSettings(max_samples_running=2**31))

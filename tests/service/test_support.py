@@ -183,6 +183,21 @@ async def test_request_beyond_the_limit_is_refused(tmp_path: Path) -> None:
     assert narrow.status_code == 200
 
 
+async def test_supports_of_concurrent_requests_are_limited_together(tmp_path: Path) -> None:
+    engine = FakeEngine(instant=False)
+    async with serving(engine, tmp_path, limits={"max_support_bytes": 3000}) as served:
+        sampling = {"max_tokens": 30, "top_p": 0.9}
+        wide = {**body(group(1, n=2)), "sampling": sampling, "return_support": True}
+        first = asyncio.create_task(served.http.post("/v1/rollouts", json=wide))
+        await running_samples(served, 2)
+        refused = await served.http.post("/v1/rollouts", json=wide)
+        assert (refused.status_code, refused.json()["code"]) == (503, "overloaded")
+        engine.step(30)
+        assert (await first).status_code == 200
+        engine.instant = True
+        assert (await served.http.post("/v1/rollouts", json=wide)).status_code == 200
+
+
 @pytest.mark.parametrize(
     ("branching", "max_kept_bytes", "num_tokens"),
     [(None, 3000, None), (None, 1600, 60), (TREE, 10_000, None), (TREE, 6000, 180)],
