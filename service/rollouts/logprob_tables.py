@@ -13,6 +13,9 @@ from service.http.errors import InvalidRequest
 
 MAX_REQUEST_LOGPROBS = 2**24
 """Maximum number of logprobs of further tokens per request; each takes 8 bytes in memory."""
+MAX_COMPUTED_LOGPROBS = 2**26
+"""Maximum number that the engine computes per request, also at positions of prompts; each takes 12
+bytes while a response is scored."""
 INLINE_LOGPROBS = 2**14
 """Larger tables are made in a thread."""
 

@@ -18,6 +18,7 @@ from service.http.errors import InvalidRequest, PromptTooLong
 from service.http.exception_handlers import to_service_error
 from service.rollouts.admission import Admission
 from service.rollouts.logprob_tables import (
+    MAX_COMPUTED_LOGPROBS,
     check_count,
     check_total,
     given_table,
@@ -74,6 +75,7 @@ class Scoring:
         pairs = list(zip(request.items, prompts, strict=True))
         for item, prompt in pairs:
             self._check(prompt, item.responses)
+        _check_computed(request.top_logprobs or 0, pairs)
         num_tokens = sum(len(p) + sum(map(len, item.responses)) for item, p in pairs)
         with self._admission.reserved(owner, samples=num_responses, prompt_tokens=num_tokens):
             options = ScoringOptions(request.weights, request.adapter, request.top_logprobs or 0)
@@ -215,6 +217,20 @@ def _check_logprobs(request: ScoreRequest, info: EngineInfo) -> None:
     for item in given:
         _check_token_ids(item, info)
     check_total("logprob_token_ids", sum(map(_num_token_ids, given)), 1)
+
+
+def _check_computed(top_logprobs: int, pairs: list[tuple[ScoreItem, list[int]]]) -> None:
+    """Check the number of logprobs that the engine computes: at prompts, too, for each response."""
+    total = 0
+    for item, prompt in pairs:
+        ks = [max(map(len, rows)) for rows in item.logprob_token_ids or ()]
+        for index, response in enumerate(item.responses):
+            total += (len(prompt) + len(response)) * (ks[index] if ks else top_logprobs)
+    if total > MAX_COMPUTED_LOGPROBS:
+        raise InvalidRequest(
+            f"{total} logprobs of further tokens, at the positions of the prompts and of the "
+            f"responses; a request may have at most {MAX_COMPUTED_LOGPROBS}: send fewer responses"
+        )
 
 
 def _check_token_ids(item: ScoreItem, info: EngineInfo) -> None:

@@ -258,3 +258,17 @@ def test_inconsistent_tables_are_refused(offsets: list[Any]) -> None:
         TokenLogprobs.model_validate(
             {"offsets": offsets, "token_ids": [1, 2, 3], "logprobs": [-1.0, -2.0, -3.0]}
         )
+
+
+@pytest.mark.parametrize("is_given", [True, False])
+async def test_logprobs_at_prompts_of_all_responses_are_limited(
+    tmp_path: Path, is_given: bool
+) -> None:
+    prompt, responses = {"token_ids": [1] * 2**18}, [[5]] * 14
+    rows = [[[7] * 20]] * 14 if is_given else None
+    item = {"prompt": prompt, "responses": responses, "logprob_token_ids": rows}
+    asked = {"items": [item], "top_logprobs": None if is_given else 20}
+    async with serving(FakeEngine(max_context_tokens=2**20), tmp_path) as served:
+        response = await served.http.post("/v1/score", json=asked)
+    assert response.status_code == 422
+    assert "at the positions of the prompts" in response.json()["detail"]
