@@ -25,7 +25,7 @@ from service.rollouts.group import EndReason
 from service.rollouts.idempotency import IdempotencyClaim
 from service.trees.path_request import Budget, Path, PathBounds
 from service.trees.plan import Plan, next_cut
-from service.trees.segment_tree import COMPLETE_FINISHES, GeneratedTokens, Segment
+from service.trees.segment_tree import COMPLETE_FINISHES, GeneratedTokens, Segment, Tree
 from service.trees.tree_group import Fork, TreeGroup
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ class BranchResult:
     The tasks belong to the tree: they continue if a caller stops waiting for them.
     """
 
+    tree: Tree
     tasks: Sequence["asyncio.Task[Segment | None]"]
     path_ids: Sequence[str]
     has_idempotency_key: bool
@@ -55,7 +56,8 @@ class BranchResult:
             raise to_service_error(BaseExceptionGroup("a tree", failures))
         if any(task.cancelled() for task in self.tasks):
             raise TreeClosed()
-        return [segment.answer() for task in self.tasks if (segment := task.result())]
+        added = [segment for task in self.tasks if (segment := task.result())]
+        return [await self.tree.answer(segment) for segment in added]
 
 
 def check_branch(plan: Plan, parent: Segment | None, *, num_leaves: int) -> None:
@@ -135,7 +137,10 @@ class ExternalTree(TreeGroup):
         for task in tasks:
             task.add_done_callback(lambda _: self._renew_lease())
         branch_result = BranchResult(
-            tasks=tasks, path_ids=[path.id for path in paths], has_idempotency_key=claim is not None
+            tree=self.tree,
+            tasks=tasks,
+            path_ids=[path.id for path in paths],
+            has_idempotency_key=claim is not None,
         )
         if claim is not None:
             self._claims[claim.key].branch_result = branch_result
@@ -226,7 +231,7 @@ class ExternalTree(TreeGroup):
 
     def _cut_at_position(self, path: Path, tokens: GeneratedTokens) -> tuple[Segment, list[Fork]]:
         """Add a cut path's tokens as one segment, from which the caller may branch later."""
-        return self._add_segment(path.parent, path.depth, f"{path.name}+0", tokens, "cut"), []
+        return self.tree.add(path.parent, path.depth, f"{path.name}+0", tokens, "cut"), []
 
     @property
     def complete_finishes(self) -> Collection[SegmentFinish]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from coppice.wire.logprobs import TokenLogprobs, joined_logprobs
 from coppice.wire.rollouts import Outcome, SampleAnswer, SegmentAnswer, SegmentFinish, VersionSpan
+from coppice.wire.support import SupportAnswer
 from coppice.wire.version_span_slicing import cut_spans, joined_spans
 from engine.types import Completion
 from service.http.errors import SegmentNotFound
@@ -89,14 +90,14 @@ class Segment:
     finish: SegmentFinish
     stop_reason: int | str | None = None
 
-    def answer(self, num_leaves: int | None = None) -> SegmentAnswer:
+    def answer(self, support: SupportAnswer | None, num_leaves: int | None) -> SegmentAnswer:
         return SegmentAnswer(
             id=self.id,
             parent=self.parent,
             depth=self.depth,
             token_ids=self.tokens.token_ids,
             logprobs=self.tokens.logprobs,
-            support=None if self.tokens.support is None else self.tokens.support.answer(),
+            support=support,
             entropy=self.tokens.entropy,
             finish_reason=self.finish,
             stop_reason=self.stop_reason,
@@ -124,6 +125,7 @@ class Tree:
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
         self._segments: dict[str, Segment] = {}
+        self._supports: dict[str, SupportAnswer] = {}
         self._num_added = 0
         self.num_dropped = 0
 
@@ -184,14 +186,24 @@ class Tree:
     def drop(self, segment_ids: set[str]) -> None:
         for segment_id in segment_ids:
             del self._segments[segment_id]
+            self._supports.pop(segment_id, None)
         self.num_dropped += len(segment_ids)
 
     def segments(self) -> list[Segment]:
         return list(self._segments.values())
 
-    def answers(self) -> list[SegmentAnswer]:
+    async def answer(self, segment: Segment, num_leaves: int | None = None) -> SegmentAnswer:
+        """Answer of a segment, whose supports are encoded once."""
+        support = self._supports.get(segment.id)
+        if support is None and segment.tokens.support is not None:
+            support = await segment.tokens.support.encoded()
+            if segment.id in self._segments:
+                self._supports[segment.id] = support
+        return segment.answer(support, num_leaves)
+
+    async def answers(self) -> list[SegmentAnswer]:
         shared = Counter(each.id for leaf in self.leaves() for each in self.path(leaf))
-        return [segment.answer(shared[segment.id]) for segment in self.segments()]
+        return [await self.answer(segment, shared[segment.id]) for segment in self.segments()]
 
     def rows(self) -> list[LeafPath]:
         return [self._row(leaf) for leaf in self.leaves()]

@@ -198,8 +198,12 @@ class TreeGroup(Group):
         finish = self._finish_reason_of(path, result)
         stop_reason = result.stop_reason if finish == "stop" else None
         segment, forks = self._add_to_tree(path, tokens, finish, stop_reason)
+        # Reserved before the next await: it was decided from the budget as it is now.
+        forked = self._fork_paths(forks)
+        for added in self.tree.path(segment)[len(self.tree.path(path.parent)) :]:
+            self._done(await self.tree.answer(added))
         await self._count_leaf(segment, forks)
-        await self._start(self._fork_paths(forks))
+        await self._start(forked)
         return segment
 
     def _release_budget(self, path: Path, *, used: int) -> None:
@@ -240,10 +244,10 @@ class TreeGroup(Group):
         pieces = tokens.pieces([place - path.start for place in cuts])
         parent, forks = path.parent, list[Fork]()
         for i, piece in enumerate(pieces[:-1]):
-            parent = self._add_segment(parent, path.depth + i, f"{path.name}+{i}", piece, "cut")
+            parent = self.tree.add(parent, path.depth + i, f"{path.name}+{i}", piece, "cut")
             forks.append((parent, path.depth + i + 1, shares[i]))
         depth, name = path.depth + len(cuts), f"{path.name}+{len(cuts)}"
-        last = self._add_segment(parent, depth, name, pieces[-1], finish, stop_reason)
+        last = self.tree.add(parent, depth, name, pieces[-1], finish, stop_reason)
         unused = path.bounds.share - 1 - sum(map(sum, shares))
         if finish == "stop" and unused and self.plan.branching.on_early_stop == "redistribute":
             forks.append((path.parent, path.depth, [unused]))
@@ -253,7 +257,7 @@ class TreeGroup(Group):
         shares = split(path.bounds.share, self.plan.factor(path.depth))
         affordable = self.budget.part(min(shares), path.bounds.share) > 0
         finish: SegmentFinish = "cut" if affordable else "budget"
-        segment = self._add_segment(path.parent, path.depth, f"{path.name}+0", tokens, finish)
+        segment = self.tree.add(path.parent, path.depth, f"{path.name}+0", tokens, finish)
         return segment, [(segment, path.depth + 1, shares)] if affordable else []
 
     def _entropy_forks(
@@ -268,19 +272,6 @@ class TreeGroup(Group):
         capacities = [plan.capacity(path.depth + i + 1) for i in range(len(cuts))]
         per_cut = plan.factor(path.depth) - 1
         return cuts, distribute_leaves(path.bounds.share - 1, capacities, per_cut=per_cut)
-
-    def _add_segment(
-        self,
-        parent: Segment | None,
-        depth: int,
-        name: str,
-        tokens: GeneratedTokens,
-        finish: SegmentFinish,
-        stop_reason: int | str | None = None,
-    ) -> Segment:
-        segment = self.tree.add(parent, depth, name, tokens, finish, stop_reason)
-        self._done(segment.answer())
-        return segment
 
     # The answer
 
@@ -306,7 +297,7 @@ class TreeGroup(Group):
             prompt_token_ids=self.options.prompt_token_ids if self.options.echo else None,
             num_cached_tokens=self.num_cached_tokens or 0,
             samples=samples,
-            segments=self.tree.answers(),
+            segments=await self.tree.answers(),
             leaves=[leaf.id for leaf in leaves],
             num_dropped=self.tree.num_dropped,
             prompt_logprobs=self.prompt_logprobs,

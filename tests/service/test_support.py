@@ -1,8 +1,9 @@
 """Supports of sampled tokens in the answers of rollouts, in all formats."""
 
 import asyncio
+import threading
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from coppice.results import result_of, result_of_packed
 from coppice.wire.result_formats import pack, unpack
 from coppice.wire.rollouts import RolloutAnswer, RolloutRequest, UnfinishedSample
 from coppice.wire.sampling import Sampling
-from coppice.wire.support import rows_of, split_rows, support_answer
+from coppice.wire.support import SupportAnswer, rows_of, split_rows, support_answer
 from service.http.errors import InvalidRequest
-from service.rollouts.supports import check, given_support, max_row_bytes
+from service.rollouts.supports import Supports, check, given_support, max_row_bytes
+from service.trees.segment_tree import GeneratedTokens, Tree
 from tests.fake_engine import EOS, VOCAB_SIZE, FakeEngine
 from tests.service.test_resume import resume_request, started
 from tests.service.test_rollouts import body, group, running_samples
@@ -265,3 +267,28 @@ def test_support_is_a_sequence_of_sets() -> None:
     assert support.mask().sum(1).tolist() == [8, 1, 1, 7]
     assert support.num_bytes == 5
     assert not support.is_whole and support[:1].is_whole
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CountedSupports(Supports):
+    """Supports that record the threads in which they are encoded."""
+
+    threads: list[int] = field(default_factory=list)
+
+    def answer(self) -> SupportAnswer:
+        self.threads.append(threading.get_ident())
+        return Supports.answer(self)
+
+
+async def test_supports_of_a_segment_are_encoded_once_beside_the_event_loop() -> None:
+    rows = [bytes([3]) + at.to_bytes(200) for at in range(8192)]
+    support = CountedSupports(rows, 1600)
+    tokens = GeneratedTokens(
+        token_ids=[1] * 8192, logprobs=[-1.0] * 8192, entropy=None, versions=[], support=support
+    )
+    tree = Tree("0")
+    segment = tree.add(None, 0, "/1", tokens, "stop")
+    one, [same] = await tree.answer(segment), await tree.answers()
+    assert one.support is not None and one.support is same.support
+    assert one.support.lengths == [201] * 8192
+    assert len(support.threads) == 1 and threading.get_ident() not in support.threads
