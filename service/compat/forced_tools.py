@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter
 
 from coppice.wire.base import RequestModel
 from engine.types import ChatResponse, ToolCall
@@ -75,10 +75,14 @@ def _call_schema(name: str, parameters: dict[str, Any]) -> dict[str, Any]:
 
 
 def forced_response(choice: ToolChoice | None, text: str) -> ChatResponse:
-    """The response with the forced calls in its text; a text that was cut short is content."""
+    """The response with the forced calls in its text.
+
+    A text that was cut short is content, as is one that Python cannot parse: integers of more than
+    4300 digits and deep nesting satisfy the constraint.
+    """
     try:
         calls = _calls(choice, text)
-    except (ValidationError, json.JSONDecodeError):
+    except (ValueError, RecursionError):
         return ChatResponse(content=text, parsed=False)
     return ChatResponse(content=None, tool_calls=calls)
 

@@ -5,6 +5,7 @@ extracted from a response by the parsers that the engine is configured with.
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Response
@@ -274,8 +275,12 @@ class ChatResponseBuilder:
     async def _response(self, sample: SampleAnswer) -> ChatResponse:
         tokenizer, sampling = self._server.tokenizer, self._sampling
         if is_forced(self._body.tool_choice):
-            text = await tokenizer.response_text(sample.token_ids, sample.stop_reason, sampling)
-            return forced_response(self._body.tool_choice, text)
+            return await tokenizer.parsed_text(
+                sample.token_ids,
+                sample.stop_reason,
+                sampling,
+                partial(forced_response, self._body.tool_choice),
+            )
         return await tokenizer.chat_response(
             self._parsed_request, sample.token_ids, sample.stop_reason, sampling
         )

@@ -75,15 +75,25 @@ class Tokenizer:
         self, token_ids: Sequence[int], stop_reason: int | str | None, sampling: Sampling
     ) -> str:
         """Text of a response as requested, cut at the stop string that ended it."""
+        return await self.parsed_text(token_ids, stop_reason, sampling, str)
+
+    async def parsed_text(
+        self,
+        token_ids: Sequence[int],
+        stop_reason: int | str | None,
+        sampling: Sampling,
+        parse: Callable[[str], Result],
+    ) -> Result:
+        """Result of `parse`, which runs in the tokenizer thread, for the text of a response."""
 
         def decode(token_ids: Sequence[int]) -> str:
             return self._engine.decode(token_ids, skip_special_tokens=sampling.skip_special_tokens)
 
-        def text() -> str:
+        def parsed() -> Result:
             include = sampling.include_stop_str_in_output
-            return response_text(decode, token_ids, stop_reason, include_stop_str=include)
+            return parse(response_text(decode, token_ids, stop_reason, include_stop_str=include))
 
-        return await self._decoded(text)
+        return await self._decoded(parsed)
 
     async def whole_text(self, token_ids: Sequence[int]) -> str:
         """Decoded text of the tokens, including special tokens."""

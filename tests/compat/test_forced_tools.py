@@ -1,12 +1,16 @@
 """`tool_choice: required` and named functions: the constraint, and the calls in the answer."""
 
 import json
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from engine.types import ChatResponse
+from service.compat import openai_chat
+from service.compat.forced_tools import ToolChoice, forced_response
 from tests.compat.third_party import foreign
 from tests.fake_engine import FakeEngine
 
@@ -72,6 +76,29 @@ async def test_call_that_was_cut_short_is_content(tmp_path: Path) -> None:
         found, _ = await answered(tmp_path, '[{"name": "add", "para', tool_choice=choice)
         assert found["message"]["content"] == '[{"name": "add", "para'
         assert "tool_calls" not in found["message"]
+
+
+@pytest.mark.parametrize("value", ["1" * 4301, "[" * 200_000 + "]" * 200_000])
+async def test_call_that_python_cannot_parse_is_content(tmp_path: Path, value: str) -> None:
+    arguments = f'{{"a": {value}}}'
+    listed = f'[{{"name": "add", "parameters": {arguments}}}]'
+    for choice, text in (("required", listed), (NAMED, arguments)):
+        found, _ = await answered(tmp_path, text, tool_choice=choice)
+        assert found["message"]["content"] == text
+
+
+async def test_calls_are_parsed_outside_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = list[str]()
+
+    def response(choice: ToolChoice | None, text: str) -> ChatResponse:
+        threads.append(threading.current_thread().name)
+        return forced_response(choice, text)
+
+    monkeypatch.setattr(openai_chat, "forced_response", response)
+    await answered(tmp_path, '{"a": 1}', tool_choice=NAMED)
+    assert [name.split("_")[0] for name in threads] == ["tokenizer"]
 
 
 @pytest.mark.parametrize(
