@@ -1,5 +1,6 @@
 """Sampling controls of POST /v1/rollouts: how they reach the engine, and what they return."""
 
+import json
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,29 @@ def test_schema_nested_too_deeply_is_refused() -> None:
     StructuredOutputs(json=schema["items"])
     with pytest.raises(ValueError, match="64 levels"):
         StructuredOutputs(json=schema)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"enum": [1] * 65_537},
+        {"x" * 65_537: 1},
+        {"enum": [[]] * 65_537},
+        {"a": {"b": "x" * 65_537}},
+    ],
+)
+def test_schema_that_is_too_large_is_refused_before_it_is_dumped(
+    monkeypatch: pytest.MonkeyPatch, schema: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(json, "dumps", None)
+    with pytest.raises(ValueError, match="65536 characters"):
+        StructuredOutputs(json=schema)
+
+
+def test_schema_of_the_maximum_size_is_accepted() -> None:
+    schema = {"enum": ["x" * (65_536 - len('{"enum": [""]}'))]}
+    assert len(json.dumps(schema)) == 65_536
+    StructuredOutputs(json=schema)
 
 
 @pytest.mark.parametrize(("include", "text"), [(False, "ab"), (True, "abcd")])

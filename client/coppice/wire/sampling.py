@@ -22,25 +22,30 @@ Penalty = Annotated[float, Field(ge=-2.0, le=2.0, allow_inf_nan=False)]
 Bias = Annotated[float, Field(ge=-100.0, le=100.0, allow_inf_nan=False)]
 
 
-def _check_depth(schema: str | dict[str, Any]) -> str | dict[str, Any]:
-    """Check the size of a JSON schema: characters, and levels of objects and arrays."""
-    if isinstance(schema, str):
-        return schema
+def _check_schema(schema: dict[str, Any]) -> None:
+    """Check the size of a JSON schema: characters, and levels of objects and arrays.
+
+    Every value has at least one character, so a schema with too many values or with long strings
+    is rejected before all of it is read.
+    """
     level: list[Any] = [schema]
+    num_chars = 0
     for _ in range(MAX_JSON_DEPTH):
-        children = [c for node in level for c in (node.values() if _is_object(node) else node)]
-        level = [child for child in children if isinstance(child, dict | list)]
-        if not level:
-            break
+        num_chars += sum(map(len, level))
+        _check_num_chars(num_chars)
+        keys = [key for node in level if isinstance(node, dict) for key in node]
+        members = [m for node in level for m in (node.values() if isinstance(node, dict) else node)]
+        num_chars += sum(len(text) for text in (*keys, *members) if isinstance(text, str))
+        _check_num_chars(num_chars)
+        level = [member for member in members if isinstance(member, dict | list)]
     if level:
         raise ValueError(f"objects and arrays may nest at most {MAX_JSON_DEPTH} levels")
-    if len(json.dumps(schema)) > MAX_GRAMMAR_CHARS:
+    _check_num_chars(len(json.dumps(schema)))
+
+
+def _check_num_chars(num_chars: int) -> None:
+    if num_chars > MAX_GRAMMAR_CHARS:
         raise ValueError(f"the limit is {MAX_GRAMMAR_CHARS} characters of JSON")
-    return schema
-
-
-def _is_object(node: object) -> bool:
-    return isinstance(node, dict)
 
 
 def _check_total_chars(choices: list[str]) -> list[str]:
@@ -96,8 +101,8 @@ class StructuredOutputs(RequestModel):
             )
         if self.json_object is False:
             raise ValueError("json_object must be true")
-        if self.json_schema is not None:
-            _check_depth(self.json_schema)
+        if isinstance(self.json_schema, dict):
+            _check_schema(self.json_schema)
         return self
 
 
