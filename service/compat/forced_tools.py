@@ -46,10 +46,8 @@ def is_forced(choice: ToolChoice | None) -> bool:
     return choice == "required" or isinstance(choice, NamedTool)
 
 
-def forced_constraint(choice: ToolChoice | None, tools: Tools) -> dict[str, Any] | None:
-    """Native `structured_outputs` of a forced call; None if no call is forced."""
-    if not is_forced(choice):
-        return None
+def forced_constraint(choice: ToolChoice | None, tools: Tools) -> dict[str, Any]:
+    """Native `structured_outputs` of a forced call."""
     schemas = {tool["function"]["name"]: _schema(tool) for tool in tools}
     if isinstance(choice, NamedTool):
         if choice.function.name not in schemas:

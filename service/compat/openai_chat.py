@@ -113,15 +113,20 @@ class ChatBody(SamplingFields, CommonRequestFields, StreamFields):
     def chat_request(self) -> ChatRequest:
         return ChatRequest(
             messages=[message.to_template_message() for message in self.messages],
-            tools=[tool.model_dump(exclude_none=True) for tool in self.tools or ()],
+            tools=self._template_tools(),
             template_options=self.chat_template_kwargs or {},
             add_generation_prompt=self.add_generation_prompt,
             continue_final_message=self.continue_final_message,
         )
 
     def _constraints(self) -> dict[str, dict[str, Any] | None]:
-        forced = forced_constraint(self.tool_choice, self.chat_request().tools)
+        forced = None
+        if is_forced(self.tool_choice):
+            forced = forced_constraint(self.tool_choice, self._template_tools())
         return {"tool_choice": forced, **super()._constraints()}
+
+    def _template_tools(self) -> list[dict[str, Any]]:
+        return [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
 
     def check(self) -> None:
         self.check_stream()

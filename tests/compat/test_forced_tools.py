@@ -123,3 +123,19 @@ async def test_forced_call_cannot_have_another_constraint(tmp_path: Path) -> Non
     assert problem["errors"] == [
         {"location": "regex", "message": "cannot be combined with tool_choice"}
     ]
+
+
+@pytest.mark.parametrize("choice", ["auto", NAMED])
+async def test_messages_are_converted_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, choice: object
+) -> None:
+    convert, converted = openai_chat.ChatMessage.to_template_message, list[object]()
+
+    def counted(message: openai_chat.ChatMessage) -> dict[str, Any]:
+        converted.append(message)
+        return convert(message)
+
+    monkeypatch.setattr(openai_chat.ChatMessage, "to_template_message", counted)
+    async with foreign(tmp_path) as served:
+        await served.post(PATH, {**BODY, "tools": [ADD], "tool_choice": choice})
+    assert len(converted) == 1
