@@ -1,5 +1,6 @@
 """Construction of the groups (one per prompt) of a rollout request."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -105,7 +106,9 @@ class GroupFactory:
     def _parse(self, request: RolloutRequest, group: GroupRequest) -> Parse | None:
         if not request.return_message or group.prompt.messages is None:
             return None
-        return partial(self._tokenizer.chat_response, to_chat_request(group.prompt))
+        # Built for the first response, in the tokenizer thread, and kept for the others.
+        build = functools.cache(partial(to_chat_request, group.prompt))
+        return partial(self._tokenizer.message, build)
 
 
 def _has_text(group: GroupRequest) -> bool:

@@ -50,8 +50,11 @@ class Tokenizer:
 
     async def rendered(self, chat_request: ChatRequest) -> list[int]:
         """Token ids of a chat request after applying the chat template; not checked for length."""
+        return await self._rendered(lambda: chat_request)
+
+    async def _rendered(self, build: Callable[[], ChatRequest]) -> list[int]:
         # In a thread: a request may hold millions of values.
-        num_chars = await asyncio.to_thread(_num_chars, [chat_request.messages, chat_request.tools])
+        chat_request, num_chars = await asyncio.to_thread(_measured, build)
         try:
             return await self._encoded(num_chars, lambda: self._engine.encode_chat(chat_request))
         except ConversationRefused as error:
@@ -126,9 +129,19 @@ class Tokenizer:
         stop_reason: int | str | None,
         sampling: Sampling,
     ) -> ChatResponse:
+        return await self.message(lambda: chat_request, token_ids, stop_reason, sampling)
+
+    async def message(
+        self,
+        build: Callable[[], ChatRequest],
+        token_ids: Sequence[int],
+        stop_reason: int | str | None,
+        sampling: Sampling,
+    ) -> ChatResponse:
+        """Parsed response to the chat request of `build`, which runs in the tokenizer thread."""
         return await self._decoded(
             lambda: self._engine.chat_response(
-                token_ids, chat_request, stop_reason=stop_reason, sampling=sampling
+                token_ids, build(), stop_reason=stop_reason, sampling=sampling
             )
         )
 
@@ -168,7 +181,7 @@ class Tokenizer:
             return [token for span in prompt.spans for token in span.token_ids]
         if prompt.text is not None:
             return await self._text_tokens(prompt.text)
-        return await self.rendered(to_chat_request(prompt))
+        return await self._rendered(lambda: to_chat_request(prompt))
 
     async def _text_tokens(self, text: str) -> list[int]:
         """Tokenize a prompt text; a text that is certainly too long is rejected before that."""
@@ -193,12 +206,17 @@ class Tokenizer:
 def to_chat_request(prompt: Prompt) -> ChatRequest:
     return ChatRequest(
         messages=[message.to_template_message() for message in prompt.messages or ()],
-        tools=[tool.model_dump(exclude_none=True) for tool in prompt.tools],
+        tools=[tool.to_template_tool() for tool in prompt.tools],
         template_options=prompt.chat_template_kwargs,
         add_generation_prompt=prompt.add_generation_prompt,
         continue_final_message=prompt.continue_final_message,
         truncate_prompt_tokens=prompt.truncate_prompt_tokens,
     )
+
+
+def _measured(build: Callable[[], ChatRequest]) -> tuple[ChatRequest, int]:
+    chat_request = build()
+    return chat_request, _num_chars([chat_request.messages, chat_request.tools])
 
 
 def _num_chars(value: object) -> int:

@@ -1,5 +1,6 @@
 """Options of prompts of POST /v1/rollouts: chats with tools, truncation, echo and seeds."""
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,30 @@ async def test_response_is_split_into_a_message_on_request(tmp_path: Path) -> No
     [call] = sample["message"]["tool_calls"]
     assert (call["name"], call["arguments"]) == ("add", "{}")
     assert "message" not in other
+
+
+async def test_messages_are_converted_outside_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once for the prompt, and once for the parser of all responses."""
+    convert, threads = Message.to_template_message, list[threading.Thread]()
+
+    def recorded(message: Message) -> dict[str, Any]:
+        threads.append(threading.current_thread())
+        return convert(message)
+
+    monkeypatch.setattr(Message, "to_template_message", recorded)
+    async with serving(FakeEngine(), tmp_path) as served:
+        asked = body({**chat(), "n": 3}, return_message=True)
+        assert (await served.http.post("/v1/rollouts", json=asked)).status_code == 200
+    assert len(threads) == 2 and threading.current_thread() not in threads
+
+
+def test_schema_of_a_tool_is_not_copied() -> None:
+    tool = Tool.model_validate({"function": {"name": "add", "parameters": {"default": None}}})
+    rendered = tool.to_template_tool()
+    assert rendered == tool.model_dump(exclude_none=True)
+    assert rendered["function"]["parameters"] is tool.function.parameters
 
 
 @pytest.mark.parametrize("prompt", [{"text": "abcdef"}, {"token_ids": [*b"abcdef"]}])

@@ -71,6 +71,13 @@ class Tool(RequestModel):
     type: Literal["function"] = "function"
     function: ToolFunction
 
+    def to_template_tool(self) -> dict[str, Any]:
+        """Tool as a dict for the chat template, with the given schema and not a copy."""
+        function = self.function.model_dump(exclude_none=True, exclude={"parameters"})
+        if self.function.parameters is not None:
+            function["parameters"] = self.function.parameters
+        return {"type": self.type, "function": function}
+
 
 class ParsedToolCall(AnswerModel):
     """Tool call in a response; `arguments` is the JSON text that the model generated."""
