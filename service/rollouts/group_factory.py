@@ -15,7 +15,7 @@ from service.rollouts.finish_policy import FinishPolicy
 from service.rollouts.group import Group
 from service.rollouts.group_options import GroupOptions, Parse, derive_seed
 from service.rollouts.prompt_kv_source import PrefilledPrompt, PromptSource
-from service.rollouts.sampling import to_engine_sampling
+from service.rollouts.sampling import limited, to_engine_sampling
 from service.rollouts.tokenizer import Tokenizer, to_chat_request
 from service.trees.external_tree import ExternalTree
 from service.trees.plan import Plan
@@ -46,6 +46,8 @@ class GroupFactory:
         """Create one group per prompt of a request; `shared` are the options of all groups."""
         groups, turn = list[Group](), TimeSlice()
         continued = validation.samples_to_continue(request)
+        sampling = to_engine_sampling(request.sampling, self._engine.info.max_context_tokens)
+        shared = replace(shared, sampling=sampling)
         for index, prompt in enumerate(prompts):
             options = self._options(request, index, prompt, continued.get(index, ()), shared)
             source: PromptSource = PrefilledPrompt()
@@ -83,9 +85,7 @@ class GroupFactory:
             index=index,
             n=validation.num_samples_of(request, group),
             prompt_token_ids=prompt,
-            sampling=to_engine_sampling(
-                request.sampling, self._engine.info.max_context_tokens - len(prompt)
-            ),
+            sampling=limited(shared.sampling, self._engine.info.max_context_tokens - len(prompt)),
             seed=group.seed,
             seeds=group.seeds,
             num_required=finish.num_samples,

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 
 from coppice.wire import sampling as wire
 from coppice.wire.chat import ParsedMessage, ParsedToolCall
@@ -37,6 +38,12 @@ def to_engine_sampling(wanted: wire.Sampling, room: int) -> Sampling:
         skip_special_tokens=wanted.skip_special_tokens,
         ignore_eos=wanted.ignore_eos,
     )
+
+
+def limited(sampling: Sampling, room: int) -> Sampling:
+    """The same parameters with at most `room` tokens; everything else is shared."""
+    max_tokens = min(sampling.max_tokens, room)
+    return replace(sampling, max_tokens=max_tokens, min_tokens=min(sampling.min_tokens, max_tokens))
 
 
 async def check_sampling(engine: Engine, wanted: wire.Sampling) -> None:

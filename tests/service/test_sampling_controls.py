@@ -60,6 +60,26 @@ def test_schema_is_given_as_an_object_or_as_text() -> None:
     assert outputs is not None and outputs.json == '{"type": "object", "enum": [null, 1]}'
 
 
+async def test_sampling_is_converted_once_for_all_groups(tmp_path: Path) -> None:
+    """Only the limits of the tokens differ."""
+    engine = FakeEngine(max_context_tokens=100)
+    sampling = {
+        "structured_outputs": {"json": {"type": "object"}},
+        "logit_bias": {"5": 1.5},
+        "min_tokens": 95,
+        "max_tokens": 97,
+    }
+    groups = [{"prompt": {"token_ids": [1] * length}} for length in (2, 10)]
+    async with serving(engine, tmp_path) as served:
+        answer = await served.http.post("/v1/rollouts", json=body(*groups, sampling=sampling))
+        assert answer.status_code == 200, answer.text
+    first, second = (request.sampling for request in engine.submitted)
+    assert (first.min_tokens, first.max_tokens) == (95, 97)
+    assert (second.min_tokens, second.max_tokens) == (90, 90)
+    assert first.structured_outputs is second.structured_outputs
+    assert first.logit_bias is second.logit_bias
+
+
 @pytest.mark.parametrize(
     "value",
     [
