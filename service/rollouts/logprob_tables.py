@@ -42,15 +42,24 @@ def check_rollout(
     request: RolloutRequest, prompts: Sequence[Sequence[int]], num_samples: int, info: EngineInfo
 ) -> None:
     check_count(info, top_logprobs=request.top_logprobs, prompt_logprobs=request.prompt_logprobs)
-    if request.top_logprobs:
-        shortest = min(map(len, prompts))
-        longest = info.max_context_tokens - shortest
-        positions = num_samples * min(request.sampling.max_tokens or longest, longest)
-        check_total("top_logprobs", positions, request.top_logprobs)
+    check_samples(request, prompts, num_samples, request.top_logprobs or 0, info)
     if request.return_routed_experts:
         _check_experts(request, info)
     if request.prompt_logprobs:
         check_total("prompt_logprobs", sum(map(len, prompts)), request.prompt_logprobs)
+
+
+def check_samples(
+    request: RolloutRequest,
+    prompts: Sequence[Sequence[int]],
+    num_samples: int,
+    k: int,
+    info: EngineInfo,
+) -> None:
+    """Reject a request whose samples could have too many logprobs, at `k` per token."""
+    longest = info.max_context_tokens - min(map(len, prompts))
+    positions = num_samples * min(request.sampling.max_tokens or longest, longest)
+    check_total("top_logprobs", positions, k)
 
 
 def _check_experts(request: RolloutRequest, info: EngineInfo) -> None:

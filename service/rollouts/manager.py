@@ -159,6 +159,8 @@ class RolloutManager:
         )
         await check_sampling(self._engine, request.sampling)
         prompts = await self._tokenizer.all_token_ids([group.prompt for group in request.groups])
+        wanted = options.num_top_logprobs
+        logprob_tables.check_samples(request, prompts, num_samples, wanted, self._engine.info)
         logprob_tables.check_rollout(request, prompts, num_samples, self._engine.info)
         support_bytes = supports.check(
             request,

@@ -120,6 +120,23 @@ async def test_too_many_logprobs_are_refused_before_anything_starts(
     assert served.engine.submitted == []
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, {**ASKED, "logprobs": 20}),
+        (CHAT, {**TALK, "logprobs": True, "top_logprobs": 20}),
+    ],
+)
+async def test_total_of_the_logprobs_is_limited(
+    tmp_path: Path, path: str, body: dict[str, Any]
+) -> None:
+    async with foreign(tmp_path, FakeEngine(max_context_tokens=2048)) as served:
+        status, problem = await served.refused(path, {**body, "n": 1024, "max_tokens": 1000})
+    assert (status, problem["errors"][0]["location"]) == (wrong_status(path), "top_logprobs")
+    assert "1024000 positions" in problem["errors"][0]["message"]
+    assert served.engine.submitted == []
+
+
 async def test_stream_contains_logprobs(tmp_path: Path) -> None:
     async with foreign(tmp_path) as served:
         asked = {**ASKED, "logprobs": 1, "stream": True, "return_tokens_as_token_ids": True}
