@@ -40,14 +40,10 @@ def request_of(path: str, **fields: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", WANTED)
-def test_neutral_fields_pass_and_others_are_refused(url: str, path: str) -> None:
+def test_controls_that_exclude_drafts_are_served(url: str, path: str) -> None:
     with httpx.Client(base_url=url, timeout=60) as http:
-        assert http.post(path, json=request_of(path, min_p=0.0, logit_bias={})).status_code == 200
-        for fields in ({"min_p": 0.1}, {"logit_bias": {"5": 1.0}}):
-            refused = http.post(path, json=request_of(path, **fields))
-            # OpenAI's routes answer as OpenAI does.
-            assert refused.status_code == (400 if path == "/v1/completions" else 422)
-            assert "use top_p or top_k" in refused.text
+        for fields in ({"min_p": 0.0, "logit_bias": {}}, {"min_p": 0.1}, {"min_tokens": 2}):
+            assert http.post(path, json=request_of(path, **fields)).status_code == 200
 
 
 def test_renderers_and_openai_client_work_unchanged(url: str) -> None:

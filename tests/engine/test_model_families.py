@@ -69,7 +69,8 @@ def prepared_format(engine: LiveEngine) -> KvFormat:
     (answer,) = engine.rpc("coppice_prepare_kv_export")
     assert isinstance(answer, dict), answer
     layers = [LayerFormat(**layer) for layer in answer.pop("layers")]
-    return KvFormat.of_layers(layers, rope={}, **answer)
+    fields = {name: answer[name] for name in ("dtype", "not_movable")}
+    return KvFormat.of_layers(layers, rope={}, **fields)
 
 
 def exported_kv(arena: TestArena, slot: ExportSlot) -> PromptKV:

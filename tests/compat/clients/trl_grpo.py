@@ -120,7 +120,8 @@ class ReplayTrainer(SupportReplay, GRPOTrainer):  # type: ignore[misc]
 def replayed(folder: str, rollouts: Rollouts) -> dict[str, Any]:
     """Truncated samples, with the trainer's logprobs over their supports."""
     route = RecordedFunc(rollouts, return_support=True)
-    config = {"top_p": 0.8, "top_k": 20}
+    # At temperature 1 nearly all supports are a single token, which has no gradient.
+    config = {"top_p": 0.9, "top_k": 20, "temperature": 2.0}
     trainer = trained(folder, rollout_func=route, trainer_class=ReplayTrainer, config=config)
     ratios = [min(trainer.ratios), max(trainer.ratios), float(len(trainer.ratios))]
     return {**training_summary(rollouts, trainer), "token_ratios": ratios}

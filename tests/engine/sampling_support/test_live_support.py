@@ -113,6 +113,7 @@ def test_logprobs_are_normalised_over_the_supports(
     has_drafts = verifies_drafts(engine)
     if has_drafts and name in ("min_p", "bias"):
         pytest.skip("such a request gets no drafts, and vLLM itself refuses it")
+    has_drafts = has_drafts and name != "min_tokens"
     before = sum(COUNTERS.read()["drafted"].values())
     names = [submit(engine, name, **constraint) for _ in range(6)]
     for answer in engine.finish(*names):
