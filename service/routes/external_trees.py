@@ -23,6 +23,8 @@ from service.http.responses import (
     REDIRECT,
     declare_responses,
     json_response,
+    model_parts,
+    parts_response,
 )
 from service.rollouts.idempotency import IdempotencyClaim
 from service.routes.dependencies import ROLLOUT_LOCAL, ReadyServer
@@ -54,7 +56,8 @@ async def branch(
         segments = await cancel_on_disconnect(request, branch_result.segments())
     finally:
         server.external_trees.on_disconnect(tree, branch_result)
-    return json_response(BranchAnswer(segments=segments, lease_seconds=tree.lease_seconds))
+    answer = BranchAnswer(segments=segments, lease_seconds=tree.lease_seconds)
+    return await parts_response(lambda: model_parts(answer, "segments"))
 
 
 @router.delete("/segments/{segment_id}", responses=DROP_RESPONSES)
