@@ -8,6 +8,8 @@ thread. Each call encodes one element.
 """
 
 import asyncio
+import base64
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +21,8 @@ from starlette.types import Receive, Scope, Send
 
 from coppice.wire.logprobs import TokenLogprobs
 from coppice.wire.rollouts import GroupAnswer, RolloutAnswer
+from coppice.wire.routed_experts import RoutedExperts
+from coppice.wire.support import SupportAnswer
 from service.http import errors, exception_handlers
 from service.http.errors import ServiceError
 
@@ -62,12 +66,17 @@ ENGINE_ERRORS: Problems = (
 )
 PART_BYTES = 256 * 2**10
 SLICE_NUMBERS = 2**13
+SLICE_BYTES = 3 * 2**16
+Table = TokenLogprobs | SupportAnswer | RoutedExperts
 _NO_TABLE = TokenLogprobs.model_construct(
     offsets=np.zeros(0, np.int64),
     token_ids=np.zeros(0, np.int32),
     logprobs=np.zeros(0, np.float32),
 )
-_NO_TABLE_JSON = _NO_TABLE.model_dump_json().encode()
+_NO_DATA_JSON = b'"data":""'
+_LEFT_OUT = re.compile(
+    b"|".join(map(re.escape, (_NO_TABLE.model_dump_json().encode(), _NO_DATA_JSON)))
+)
 
 
 def declare_responses(
@@ -176,28 +185,33 @@ def _group(group: GroupAnswer) -> Iterator[bytes]:
 
 
 def table_fragments(model: BaseModel, *, exclude_none: bool = False) -> Iterator[bytes]:
-    """JSON of a model, in fragments; its tables of logprobs are encoded in slices.
+    """JSON of a model, in fragments; its tables and binary data are encoded in slices.
 
-    `_NO_TABLE` is not valid as a table, so it occurs in the shell only in place of the tables.
+    Tables are those of logprobs, binary data those of supports and routed experts. `_NO_TABLE` is
+    not valid as a table, so it occurs in the shell only in place of the tables. Quotes inside
+    strings are escaped, so `_NO_DATA_JSON` occurs only in place of the data.
     """
-    tables: list[TokenLogprobs] = []
+    tables: list[Table] = []
     shell = _without_tables(model, tables).model_dump_json(exclude_none=exclude_none).encode()
-    first, *others = shell.split(_NO_TABLE_JSON)
+    first, *others = _LEFT_OUT.split(shell)
     assert len(others) == len(tables), "one placeholder per table"
     yield first
     for table, behind in zip(tables, others, strict=True):
-        yield from _table(table)
+        yield from _table(table) if isinstance(table, TokenLogprobs) else _data(table)
         yield behind
 
 
-def _without_tables(model: BaseModel, tables: list[TokenLogprobs]) -> BaseModel:
-    """Copy of a model in which `_NO_TABLE` replaces its tables, which are appended to `tables`."""
+def _without_tables(model: BaseModel, tables: list[Table]) -> BaseModel:
+    """Copy of a model without its tables and binary data, which are appended to `tables`."""
     changed: dict[str, object] = {}
     for name in type(model).model_fields:
         value = getattr(model, name)
         if isinstance(value, TokenLogprobs):
             tables.append(value)
             changed[name] = _NO_TABLE
+        elif isinstance(value, SupportAnswer | RoutedExperts):
+            tables.append(value)
+            changed[name] = value.model_copy(update={"data": type(value.data)()})
         elif isinstance(value, BaseModel):
             bare = _without_tables(value, tables)
             if bare is not value:
@@ -217,6 +231,16 @@ def _table(table: TokenLogprobs) -> Iterator[bytes]:
             yield b"," * (start > 0) + to_json(array[start : start + SLICE_NUMBERS].tolist())[1:-1]
         yield b"]"
     yield b"}"
+
+
+def _data(model: SupportAnswer | RoutedExperts) -> Iterator[bytes]:
+    """Member `data` of a model, in base64, in slices of whole groups of three bytes."""
+    yield _NO_DATA_JSON[:-1]
+    data = model.data
+    for start in range(0, len(data), SLICE_BYTES):
+        part = data[start : start + SLICE_BYTES]
+        yield part.encode() if isinstance(part, str) else base64.b64encode(part)
+    yield b'"'
 
 
 def _filled(model: BaseModel, name: str, elements: Iterable[Iterable[bytes]]) -> Iterator[bytes]:

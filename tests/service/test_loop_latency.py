@@ -8,10 +8,15 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from coppice.wire.logprobs import TokenLogprobs
+from coppice.wire.result_formats import SampleRecord
 from coppice.wire.rollouts import GroupAnswer, RolloutAnswer, SampleAnswer, Usage, VersionSpan
-from service.http.responses import PART_BYTES, rollout_parts, value_parts
+from coppice.wire.routed_experts import RoutedExperts
+from coppice.wire.support import SupportAnswer
+from service.http.responses import PART_BYTES, rollout_parts, table_fragments, value_parts
 from service.http.serve import tuned
 from service.rollouts.fairness import Turns
 from tests.fake_engine import FakeEngine
@@ -98,6 +103,26 @@ def test_answer_in_parts_equals_the_answer(tree: bool) -> None:
     parts = list(rollout_parts(answer))
     assert b"".join(parts) == answer.model_dump_json().encode()
     assert len(parts) > 1 and max(map(len, parts)) < 2 * PART_BYTES
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 1_000_001])
+def test_binary_data_of_a_record_is_encoded_in_slices(num_bytes: int) -> None:
+    experts = np.arange(num_bytes).astype(np.uint8).reshape(-1, 1, 1)
+    sample = SampleAnswer(
+        index=0,
+        token_ids=[1],
+        logprobs=[-0.5],
+        text='"data":""',
+        finish_reason="stop",
+        versions=[],
+        support=SupportAnswer(vocab_size=8, lengths=[num_bytes], data="QUJD" * num_bytes),
+        top_logprobs=TokenLogprobs.empty(1),
+        routed_experts=RoutedExperts.of(0, experts),
+    )
+    record = SampleRecord(group=0, sample=sample)
+    fragments = list(table_fragments(record, exclude_none=True))
+    assert b"".join(fragments) == record.model_dump_json(exclude_none=True).encode()
+    assert max(map(len, fragments)) < 2 * PART_BYTES
 
 
 @pytest.mark.parametrize(
