@@ -105,16 +105,19 @@ def _check_bytes(
 
 
 def max_row_bytes(sampling: Sampling, info: EngineInfo) -> int:
-    """Maximum size of an encoded support, in bytes."""
-    bitmap, per_id = (info.vocab_size + 7) // 8, 1 + (info.vocab_size > 2**7) * 2
+    """Maximum size of an encoded support, in bytes.
+
+    vLLM may exclude two tokens per bad word: the word with and without a space before it.
+    """
+    bitmap, per_id = (info.vocab_size + 7) // 8, (info.vocab_size.bit_length() + 6) // 7
     limits = [] if sampling.allowed_token_ids is None else [len(sampling.allowed_token_ids)]
     if sampling.temperature and sampling.top_k:
         limits.append(sampling.top_k)
     truncated = sampling.temperature and (sampling.top_p < 1.0 or sampling.min_p > 0.0)
     if not (limits or truncated or sampling.structured_outputs):
         stops = len(info.eos_token_ids) + len(sampling.stop_token_ids)
-        limits.append(len(sampling.bad_words) + (stops if sampling.min_tokens else 0))
-    return 1 + min(bitmap, *(number * per_id for number in limits), bitmap)
+        limits.append(2 * len(sampling.bad_words) + (stops if sampling.min_tokens else 0))
+    return 1 + min([bitmap, *(number * per_id for number in limits)])
 
 
 def _max_tokens(

@@ -16,6 +16,7 @@ from coppice.wire.result_formats import pack, unpack
 from coppice.wire.rollouts import RolloutAnswer, RolloutRequest, UnfinishedSample
 from coppice.wire.sampling import Sampling
 from coppice.wire.support import SupportAnswer, rows_of, split_rows, support_answer
+from engine.sampling_support.rows import encode_mask
 from service.http.errors import InvalidRequest
 from service.rollouts.supports import Supports, check, given_support, max_row_bytes
 from service.trees.segment_tree import GeneratedTokens, Tree
@@ -243,21 +244,32 @@ async def test_request_whose_result_could_not_be_kept_is_refused(
     ("sampling", "num_bytes"),
     [
         ({}, 1),
-        ({"top_k": 4}, 1 + 4 * 3),
+        ({"top_k": 4}, 1 + 4 * 2),
         ({"top_k": 4, "temperature": 0.0}, 1),
         ({"top_p": 0.9}, 1 + 32),
         ({"min_p": 0.1}, 1 + 32),
         ({"structured_outputs": {"regex": "a"}}, 1 + 32),
-        ({"allowed_token_ids": [1, 2]}, 1 + 2 * 3),
-        ({"allowed_token_ids": [1, 2], "top_p": 0.9}, 1 + 2 * 3),
-        ({"bad_words": ["a", "b", "c"]}, 1 + 3 * 3),
-        ({"min_tokens": 4, "stop_token_ids": [5]}, 1 + 2 * 3),
+        ({"allowed_token_ids": [1, 2]}, 1 + 2 * 2),
+        ({"allowed_token_ids": [1, 2], "top_p": 0.9}, 1 + 2 * 2),
+        ({"bad_words": ["a", "b", "c"]}, 1 + 6 * 2),
+        ({"min_tokens": 4, "stop_token_ids": [5]}, 1 + 2 * 2),
     ],
 )
 def test_bound_of_a_set_follows_from_the_controls(sampling: dict[str, Any], num_bytes: int) -> None:
     info = FakeEngine().info
     assert info.eos_token_ids == (EOS,)
     assert max_row_bytes(Sampling.model_validate(sampling), info) == num_bytes
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "per_id"), [(100, 1), (2**14 - 1, 2), (152_000, 3), (2**21, 4), (2**24, 4)]
+)
+def test_bound_of_a_set_covers_the_longest_token_ids(vocab_size: int, per_id: int) -> None:
+    info = replace(FakeEngine().info, vocab_size=vocab_size)
+    assert max_row_bytes(Sampling(top_k=2), info) == 1 + 2 * per_id
+    mask = np.zeros(vocab_size, np.bool_)
+    mask[-1] = True
+    assert len(encode_mask(mask)) <= 1 + per_id
 
 
 def test_support_is_a_sequence_of_sets() -> None:
