@@ -216,7 +216,8 @@ def to_chat_request(prompt: Prompt) -> ChatRequest:
 
 def _measured(build: Callable[[], ChatRequest]) -> tuple[ChatRequest, int]:
     chat_request = build()
-    return chat_request, _num_chars([chat_request.messages, chat_request.tools])
+    rendered = [chat_request.messages, chat_request.tools, chat_request.template_options]
+    return chat_request, _num_chars(rendered)
 
 
 def _num_chars(value: object) -> int:

@@ -117,6 +117,19 @@ async def test_queued_work_is_bounded_per_key_and_in_total() -> None:
     executor.close()
 
 
+async def test_options_of_the_chat_template_count_toward_the_limit() -> None:
+    engine = SlowTokenizer()
+    prompts = Tokenizer(engine)
+    first = tokenized(prompts, "one", "aa")
+    await asyncio.sleep(0)
+    large = ChatRequest(messages=[], template_options={"x": ["a" * 2**20] * 65})
+    with pytest.raises(Overloaded):
+        await prompts.chat_request(large)
+    engine.go.set()
+    await first
+    prompts.close()
+
+
 async def test_event_loop_runs_while_a_large_chat_request_is_measured() -> None:
     prompts, turns = Tokenizer(FakeEngine(max_context_tokens=10**9)), 0
     parts = [{"role": "user", "content": "a", "extra": ["b"] * 500_000}]
