@@ -18,6 +18,7 @@ def check(request: RolloutRequest, *, max_samples: int, is_blocking: bool) -> in
     `is_blocking`: the caller receives nothing before the rollout has ended.
     """
     check_reuse(request)
+    _check_message(request)
     if request.branching is not None:
         for group in request.groups:
             check_branching(request.branching, n=group.n)
@@ -42,6 +43,16 @@ def check(request: RolloutRequest, *, max_samples: int, is_blocking: bool) -> in
             f"{sum(num_samples)} samples; a request may have at most {max_samples}"
         )
     return sum(num_samples)
+
+
+def _check_message(request: RolloutRequest) -> None:
+    """Reject `return_message` where no sample of the answer could have a message."""
+    if not request.return_message:
+        return
+    if all(group.prompt.messages is None for group in request.groups):
+        raise InvalidRequest.of_parameter("return_message", "needs a prompt of messages")
+    if request.branching is not None and not request.branching.flatten:
+        raise InvalidRequest.of_parameter("return_message", "with branching, needs flatten: true")
 
 
 def num_samples_of(request: RolloutRequest, group: GroupRequest) -> int:

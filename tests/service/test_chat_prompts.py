@@ -79,6 +79,36 @@ async def test_response_is_split_into_a_message_on_request(tmp_path: Path) -> No
     assert "message" not in other
 
 
+TREE = {"mode": "interval", "interval": 32, "max_leaves": 2}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options"),
+    [
+        ({"prompt": {"text": "a"}}, {}),
+        (group(1), {}),
+        (chat(), {"branching": TREE}),
+    ],
+)
+async def test_message_that_no_sample_could_have_is_refused(
+    tmp_path: Path, prompt: dict[str, Any], options: dict[str, Any]
+) -> None:
+    engine = FakeEngine()
+    async with serving(engine, tmp_path) as served:
+        asked = body(prompt, return_message=True, **options)
+        answer = await served.http.post("/v1/rollouts", json=asked)
+    assert answer.status_code == 422
+    assert answer.json()["errors"][0]["location"] == "return_message"
+    assert not engine.submitted
+
+
+async def test_flattened_samples_of_a_tree_have_messages(tmp_path: Path) -> None:
+    async with serving(FakeEngine(), tmp_path) as served:
+        asked = body(chat(), return_message=True, branching={**TREE, "flatten": True})
+        answer = (await served.http.post("/v1/rollouts", json=asked)).json()
+    assert all(sample["message"]["parsed"] for sample in answer["groups"][0]["samples"])
+
+
 async def test_messages_are_converted_outside_the_event_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
