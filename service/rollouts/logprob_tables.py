@@ -59,7 +59,9 @@ def check_samples(
     """Reject a request whose samples could have too many logprobs, at `k` per token."""
     longest = info.max_context_tokens - min(map(len, prompts))
     positions = num_samples * min(request.sampling.max_tokens or longest, longest)
-    check_total("top_logprobs", positions, k)
+    is_flat = request.branching is not None and request.branching.flatten
+    copies = 2 if is_flat else 1  # the tables of the segments and of the samples
+    check_total("top_logprobs", copies * positions, k)
 
 
 def _check_experts(request: RolloutRequest, info: EngineInfo) -> None:

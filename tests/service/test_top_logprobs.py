@@ -272,3 +272,19 @@ async def test_logprobs_at_prompts_of_all_responses_are_limited(
         response = await served.http.post("/v1/score", json=asked)
     assert response.status_code == 422
     assert "at the positions of the prompts" in response.json()["detail"]
+
+
+async def test_tables_of_flattened_trees_are_counted_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    branching = {"mode": "interval", "interval": 32, "max_depth": 2, "max_leaves": 4}
+    options: dict[str, Any] = {
+        "sampling": {"max_tokens": 40},
+        "top_logprobs": 2,
+        "groups": [{"prompt": {"token_ids": [1]}}],
+    }
+    monkeypatch.setattr(logprob_tables, "MAX_REQUEST_LOGPROBS", 4 * 40 * 2)
+    async with serving(FakeEngine(), tmp_path) as served:
+        tree = await rollout(served, branching=branching, **options)
+        flat = await rollout(served, branching={**branching, "flatten": True}, **options)
+    assert (tree.status_code, flat.status_code) == (200, 422)
