@@ -18,9 +18,10 @@ Parse = Callable[[Sequence[int], int | str | None, Sampling], Awaitable[ChatResp
 class GroupOptions:
     """Prompt, sampling parameters and limits of one group (one prompt and its samples).
 
-    `owner` to `returns_routed_experts` are common to all groups of a rollout; the manager sets them
-    before the groups exist. With `stream_tokens`, tokens are received while samples run. With
-    `answers_top_logprobs`, the top logprobs are part of the samples' answers. With
+    The compat routes set `cache_salt`, the rollout manager `owner`, `exact_version` and `adapter`,
+    and `GroupFactory` the options that follow from the request. `owner` to `returns_routed_experts`
+    are the same in all groups of a rollout. With `stream_tokens`, tokens are received while samples
+    run. With `answers_top_logprobs`, the top logprobs are part of the samples' answers. With
     `support_vocab_size`, the size of the vocabulary, supports are returned. After
     `deadline_seconds` the group ends with the samples as they are. Its first samples resume those
     in `continued`. `num_required` is the number of samples after which the finish policy ends the
