@@ -42,6 +42,10 @@ class SamplingRefused(RequestRefused):
         self.field = field
 
 
+class ChecksUnavailable(EngineError):
+    """The process that checks structured outputs did not start; a later request may succeed."""
+
+
 class PromptTooLong(RequestRefused):
     """The prompt rendered from a chat request is longer than the model's context."""
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final
 
-from engine.errors import SamplingRefused
+from engine.errors import ChecksUnavailable, SamplingRefused
 from engine.types import StructuredOutputs
 
 LIMIT_SECONDS: Final = 10.0
@@ -28,7 +28,9 @@ LINE_BYTES: Final = 2**24
 class GrammarChecker:
     """Checks structured outputs, one at a time. The process starts at the first check.
 
-    Results are remembered. `tokenizer_info` returns the tokenizer as xgrammar's JSON.
+    Answers of the process are remembered. A check that has begun continues if its caller is
+    cancelled, and its answer is remembered for the next one. `tokenizer_info` returns the tokenizer
+    as xgrammar's JSON.
     """
 
     def __init__(
@@ -39,24 +41,33 @@ class GrammarChecker:
         self._process: Process | None = None
         self._lock = asyncio.Lock()
         self._results: OrderedDict[StructuredOutputs, str | None] = OrderedDict()
+        self._checking: asyncio.Task[str | None] | None = None
 
     async def check(self, outputs: StructuredOutputs) -> None:
-        """Raise SamplingRefused if the constraint is invalid or too complex."""
-        if outputs not in self._results:
-            kind, grammar = await asyncio.to_thread(xgrammar_source, outputs)
-            async with self._lock:
-                if outputs not in self._results:
-                    self._results[outputs] = await self._ask(kind, grammar)
-                    while len(self._results) > MAX_RESULTS:
-                        self._results.popitem(last=False)
-        reason = self._results[outputs]
+        """Raise SamplingRefused if the constraint is invalid or too complex.
+
+        Raises ChecksUnavailable if the process does not start.
+        """
+        if outputs in self._results:
+            reason = self._results[outputs]
+        else:
+            reason = await self._compute(outputs)
         if reason is not None:
             raise SamplingRefused(FIELD, reason)
 
-    async def _ask(self, kind: str, grammar: str) -> str | None:
+    async def _compute(self, outputs: StructuredOutputs) -> str | None:
+        kind, grammar = await asyncio.to_thread(xgrammar_source, outputs)
+        await self._lock.acquire()
+        if outputs in self._results:
+            self._lock.release()
+            return self._results[outputs]
+        self._checking = asyncio.create_task(self._ask(outputs, kind, grammar))
+        self._checking.add_done_callback(lambda _: self._lock.release())
+        return await asyncio.shield(self._checking)
+
+    async def _ask(self, outputs: StructuredOutputs, kind: str, grammar: str) -> str | None:
+        process = await self._started()
         try:
-            async with asyncio.timeout(START_SECONDS):
-                process = await self._running()
             async with asyncio.timeout(self._limit_seconds):
                 reason: str | None = await _exchange(process, json.dumps([kind, grammar]))
         except TimeoutError:
@@ -68,7 +79,23 @@ class GrammarChecker:
         except BaseException:
             await self.close()  # its answer must not be taken for that of the next grammar
             raise
+        self._results[outputs] = reason
+        while len(self._results) > MAX_RESULTS:
+            self._results.popitem(last=False)
         return reason
+
+    async def _started(self) -> Process:
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                return await self._running()
+        except (TimeoutError, OSError, ValueError) as error:
+            await self.close()
+            raise ChecksUnavailable(
+                "the process that checks structured outputs did not start"
+            ) from error
+        except BaseException:
+            await self.close()
+            raise
 
     async def _running(self) -> Process:
         if self._process is None:

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 from coppice.wire import sampling as wire
 from coppice.wire.chat import ParsedMessage, ParsedToolCall
-from engine.errors import SamplingRefused
+from engine.errors import ChecksUnavailable, SamplingRefused
 from engine.protocol import Engine
 from engine.types import Sampling, StructuredOutputs
-from service.http.errors import InvalidRequest
+from service.http.errors import InvalidRequest, Overloaded
+from service.http.fair_executor import RETRY_SECONDS
 from service.rollouts.group_options import GroupOptions
 
 DEFAULT = wire.Sampling()
@@ -54,6 +55,8 @@ async def check_sampling(engine: Engine, wanted: wire.Sampling) -> None:
         await engine.check_sampling(to_engine_sampling(wanted, engine.info.max_context_tokens))
     except SamplingRefused as error:
         raise InvalidRequest.of_parameter(f"sampling.{error.field}", str(error)) from error
+    except ChecksUnavailable as error:
+        raise Overloaded(str(error), retry_after_seconds=RETRY_SECONDS) from error
 
 
 def _as_tuple(token_ids: Sequence[int] | None) -> tuple[int, ...] | None:

@@ -10,7 +10,7 @@ import pytest_asyncio
 import xgrammar
 from transformers import AutoTokenizer
 
-from engine.errors import SamplingRefused
+from engine.errors import ChecksUnavailable, SamplingRefused
 from engine.io import grammar_check
 from engine.io.grammar_check import GrammarChecker, xgrammar_source
 from engine.launch.sampling_hooks import BudgetedGrammar
@@ -123,6 +123,48 @@ async def test_cancelled_check_does_not_answer_the_next_one(checker: GrammarChec
     with pytest.raises(asyncio.CancelledError):
         await cancelled
     await checker.check(StructuredOutputs(regex="next"))
+
+
+async def test_failed_start_is_an_error_of_its_own_and_is_not_remembered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    checker, outputs = GrammarChecker(tokenizer_info), StructuredOutputs(regex="a")
+    with monkeypatch.context() as patched:
+        patched.setattr(grammar_check, "START_SECONDS", 0.0)
+        with pytest.raises(ChecksUnavailable):
+            await checker.check(outputs)
+    await checker.check(outputs)
+    await checker.close()
+
+
+async def test_check_past_the_limit_is_not_remembered() -> None:
+    checker, outputs = GrammarChecker(tokenizer_info), StructuredOutputs(json=json.dumps(OPTIONAL))
+    checker._limit_seconds = 0.001
+    with pytest.raises(SamplingRefused, match="longer"):
+        await checker.check(outputs)
+    assert outputs not in checker._results
+    await checker.close()
+
+
+async def test_check_continues_without_its_caller(
+    checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await checker.check(StructuredOutputs(regex="before"))
+    process, outputs, go = checker._process, StructuredOutputs(regex="shielded"), asyncio.Event()
+    exchange = grammar_check._exchange
+
+    async def delayed(process: Any, line: str) -> Any:
+        await go.wait()
+        return await exchange(process, line)
+
+    monkeypatch.setattr(grammar_check, "_exchange", delayed)
+    checking = asyncio.create_task(checker.check(outputs))
+    await asyncio.sleep(0.1)
+    checking.cancel()
+    await asyncio.gather(checking, return_exceptions=True)
+    go.set()
+    await checker.check(StructuredOutputs(regex="next one"))
+    assert checker._process is process and outputs in checker._results
 
 
 async def test_source_is_that_of_the_backend_of_vllm() -> None:
