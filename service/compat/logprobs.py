@@ -19,7 +19,6 @@ from service.http.errors import InvalidRequest
 from service.rollouts.rollout import Rollout
 from service.rollouts.scoring import ScoringOptions
 from service.rollouts.tokenizer import Tokenizer
-from service.server import Server
 
 NumLogprobs = Annotated[int, Field(ge=0, le=1024)]
 MAX_PROMPT_LOGPROBS = 2**20
@@ -27,13 +26,6 @@ MAX_PROMPT_LOGPROBS = 2**20
 PromptLogprobs = list[TopLogprobRows] | None
 TokenName = Callable[[int], str]
 """Returns the name of a token in logprobs: its text, or `token_id:` and its id."""
-
-
-def check(server: Server, **counts: int | None) -> None:
-    limit = server.engine.info.max_logprobs
-    for name, count in counts.items():
-        if (count or 0) > limit:
-            raise InvalidRequest.of_parameter(name, f"at most {limit} (engine.max_logprobs)")
 
 
 def sample_logprobs(rollout: Rollout, group: int, index: int) -> Sequence[TopLogprobs]:

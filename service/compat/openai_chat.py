@@ -39,6 +39,7 @@ from service.compat.openai_stream import STREAM_RESPONSES, StreamFields, stream_
 from service.compat.sampling_fields import SamplingFields
 from service.http.errors import InvalidRequest
 from service.http.exception_handlers import cancel_on_disconnect
+from service.rollouts.logprob_tables import check_count
 from service.rollouts.rollout import Rollout
 from service.server import Server
 
@@ -148,7 +149,7 @@ async def chat(call: Compat) -> Response:
     body = await call.read(ChatBody)
     body.check()
     adapter = call.resolve_adapter(body.model)
-    logprobs.check(call.server, top_logprobs=body.top_logprobs)
+    check_count(call.server.engine.info, top_logprobs=body.top_logprobs)
     chat_request = body.chat_request()
     _count_ignored(call.server, body.chat_template_kwargs or {})
     rendering = call.server.tokenizer.chat_request(chat_request)

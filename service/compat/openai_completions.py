@@ -41,6 +41,7 @@ from service.compat.openai_stream import (
 )
 from service.compat.sampling_fields import SamplingFields
 from service.http.errors import InvalidRequest
+from service.rollouts.logprob_tables import check_count
 from service.rollouts.rollout import Rollout
 from service.server import Server
 
@@ -109,7 +110,9 @@ async def complete(call: Compat) -> Response:
     body = await call.read(CompletionBody)
     body.check()
     adapter = call.resolve_adapter(body.model)
-    logprobs.check(call.server, logprobs=body.logprobs, prompt_logprobs=body.prompt_logprobs)
+    check_count(
+        call.server.engine.info, logprobs=body.logprobs, prompt_logprobs=body.prompt_logprobs
+    )
     prompts = await call.tokenize(lambda: _prompts(body))
     # With max_tokens 0 vLLM also samples one token and leaves it out of the answer.
     most = body.max_tokens if body.max_tokens != 0 else 1

@@ -34,6 +34,7 @@ from service.http.responses import (
     declare_responses,
     json_response,
 )
+from service.rollouts.logprob_tables import check_count
 from service.rollouts.rollout import Rollout
 from service.server import Server
 
@@ -124,7 +125,9 @@ async def generate(call: Compat) -> Response:
     body.check()
     adapter = call.resolve_adapter(body.model)
     params, prompts = body.sampling_params, [body.token_ids]
-    logprobs.check(call.server, logprobs=params.logprobs, prompt_logprobs=params.prompt_logprobs)
+    check_count(
+        call.server.engine.info, logprobs=params.logprobs, prompt_logprobs=params.prompt_logprobs
+    )
     request = body.rollout_request(prompts, params, params.max_tokens, adapter)
     prompt_scores = await logprobs.compute_prompt_logprobs(
         call, request, prompts, params.prompt_logprobs

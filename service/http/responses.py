@@ -279,7 +279,3 @@ def _list(value: object) -> Iterator[bytes]:
     if isinstance(value, list) and value and isinstance(value[0], dict):
         return _chained(b"[", _separated([to_json(element)] for element in value), b"]")
     return iter([to_json(value)])
-
-
-def _json(model: BaseModel) -> bytes:
-    return model.model_dump_json().encode()

@@ -118,7 +118,7 @@ class RolloutManager:
         """Validate a request and start its rollout; a rejected request submits nothing to vLLM.
 
         `options` are group options that the request cannot express. `prompt_scorer` computes the
-        prompt logprobs of requests that ask for them. With an idempotency claim,
+        prompt logprobs of the requests that have this option. With an idempotency claim,
         returns the rollout that the same request has already started, if there is one, also during
         a drain. Raises RedirectToReplica if another replica holds the claim.
         """
