@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from service.compat import unsupported  # noqa: E402
-from service.compat.field_table import NEUTRAL, REFUSED  # noqa: E402
+from service.compat.field_table import NEUTRAL, REFUSED, UNKNOWN  # noqa: E402
 from service.compat.openai_chat import ChatBody  # noqa: E402
 from service.compat.openai_completions import CompletionBody  # noqa: E402
 from service.compat.sglang_generate import SglangBody, SglangSampling  # noqa: E402
@@ -89,7 +89,7 @@ def _elsewhere(name: str, *, everywhere: bool) -> Iterator[str]:
         values = ", ".join(f"`{json.dumps(value)}`" for value in field.allowed_values)
         yield from ("refused", values, field.suggestion)
     else:
-        yield from ("refused", "", "")
+        yield from ("refused", "", UNKNOWN)
 
 
 def routes() -> str:

@@ -218,7 +218,10 @@ NEUTRAL: dict[str, str] = {
 }
 
 INTERNAL_FIELDS = frozenset(name for name, reason in NEUTRAL.items() if reason == INTERNALS)
-UNKNOWN = "the field is not known: leave it out, or see docs/migrate/refused.md for what is served"
+UNKNOWN = (
+    "the field is not served on this route: leave it out, or see docs/migrate/refused.md for what "
+    "is served"
+)
 
 
 def check_field(name: str, value: Any) -> None:

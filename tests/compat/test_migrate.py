@@ -72,3 +72,8 @@ def test_page_of_refused_fields_is_up_to_date() -> None:
 def test_pages_are_in_the_navigation() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text()
     assert [page for page in sorted(PAGES) if f"migrate/{page}.md" not in navigation] == []
+
+
+def test_every_refused_field_has_a_text() -> None:
+    rows = [row.split(" | ") for row in PAGES["refused"].splitlines() if " | refused | " in row]
+    assert rows and [row[0] for row in rows if row[-1].strip(" |") == ""] == []
