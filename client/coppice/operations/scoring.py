@@ -71,8 +71,8 @@ def scores_of(
     """
     arrays = None if packed is None else iter(packed)
     return tuple(
-        _score_of(scored, asked, arrays)
-        for scored, asked in zip(answer.items, request.items, strict=True)
+        _score_of(scored, item, arrays)
+        for scored, item in zip(answer.items, request.items, strict=True)
     )
 
 
@@ -97,22 +97,22 @@ def _rows(given: Iterable[TokenIds], where: str) -> list[list[int]]:
 
 
 def _score_of(
-    scored: ScoredItem, asked: ScoreItem, packed: Iterator[NDArray[np.float32]] | None
+    scored: ScoredItem, item: ScoreItem, packed: Iterator[NDArray[np.float32]] | None
 ) -> Score:
     logprobs = [
-        np.array(item.logprobs if packed is None else next(packed), dtype=np.float32)
-        for item in scored.responses
+        np.array(response.logprobs if packed is None else next(packed), dtype=np.float32)
+        for response in scored.responses
     ]
     lengths = list(map(len, logprobs))
-    if lengths != [len(response) for response in asked.responses]:
+    if lengths != [len(response) for response in item.responses]:
         raise ValueError("the response has another number of logprobs than the request has tokens")
     return Score(
         num_prompt_tokens=scored.num_prompt_tokens,
         logprobs=tuple(logprobs),
-        versions=tuple(item.version for item in scored.responses),
-        adapters=tuple(item.adapter for item in scored.responses),
-        top_logprobs=_tables([item.top_logprobs for item in scored.responses], lengths),
-        given_logprobs=_tables([item.given_logprobs for item in scored.responses], lengths),
+        versions=tuple(response.version for response in scored.responses),
+        adapters=tuple(response.adapter for response in scored.responses),
+        top_logprobs=_tables([response.top_logprobs for response in scored.responses], lengths),
+        given_logprobs=_tables([response.given_logprobs for response in scored.responses], lengths),
     )
 
 
