@@ -11,13 +11,12 @@ import secrets
 import threading
 import time
 from importlib import import_module
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from coppice.errors import BadAnswer, CoppiceError, KvLost
 from coppice.prompt_kv.host import read_boot_id
 from coppice.prompt_kv.nixl import Agent, installed
-from coppice.prompt_kv.server_kv_source import KvSource
+from coppice.prompt_kv.server_kv_source import KvSource, LeasedKv
 from coppice.wire.kv import KvGpu, KvGpuAgent, KvGpuMemory, KvHandle, KvLayout, KvLocator
 
 GPU_TRANSPORTS = ("cuda_ipc", "nixl_gpu")
@@ -145,7 +144,7 @@ class GpuKvReader:
             return self._agent
 
 
-class GpuPromptKV:
+class GpuPromptKV(LeasedKv):
     """Prompt KV on a GPU: keys and values [kv_heads, tokens, head_dim] of every layer.
 
     It is a copy, so it stays valid after the lease. As a context manager, it releases the handle at
@@ -155,10 +154,9 @@ class GpuPromptKV:
     def __init__(
         self, handle: KvHandle, source: KvSource, layout: KvLayout, kv: Any, transport: str
     ) -> None:
-        self.handle = handle
+        super().__init__(handle, source)
         self.layout = layout
         self.transport = transport
-        self._source = source
         self._kv = kv
 
     def tensors(self) -> dict[str, Any]:
@@ -167,24 +165,6 @@ class GpuPromptKV:
         for index, (keys, values) in enumerate(self._kv):
             named |= {f"k.{index}": keys, f"v.{index}": values}
         return named
-
-    def release(self) -> None:
-        """Releases the KV on the server. The tensors stay valid."""
-        self._source.release(self.handle.handle)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        try:
-            self.release()
-        except CoppiceError as failure:
-            self._source.count_failure(failure)  # the lease expires anyway
 
 
 def empty_kv(layout: KvLayout, device: Any) -> Any:

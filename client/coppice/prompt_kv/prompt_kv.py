@@ -7,8 +7,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib import import_module
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,18 +15,19 @@ from numpy.typing import NDArray
 from coppice.errors import ConnectionFailed, CoppiceError, KvLost, TimedOut
 from coppice.prompt_kv.file_layout import LENGTH_BYTES, Layout, header_bytes, layout_of, read_layout
 from coppice.prompt_kv.http_client import Download, DownloadBuffer
-from coppice.prompt_kv.server_kv_source import KvSource
+from coppice.prompt_kv.server_kv_source import KvSource, LeasedKv
 from coppice.wire.kv import KvHandle, KvLocator
 
 PIECE_BYTES = 4 * 2**20
 _NUMPY = {"float32": np.float32, "float16": np.float16}
 
 
-class PromptKV:
+class PromptKV(LeasedKv):
     """Prompt KV: keys and values [kv_heads, tokens, head_dim] of every layer, with checksums.
 
     With the transport `shm` the bytes are the server's own memory: they are valid until the lease
-    expires, which `renew` extends. As a context manager, it releases the handle at exit.
+    expires or `release` is called; `renew` extends it. As a context manager, it releases the handle
+    at exit.
     """
 
     def __init__(
@@ -38,10 +38,9 @@ class PromptKV:
         download_buffer: DownloadBuffer,
         transport: str,
     ) -> None:
-        self.handle = handle
+        super().__init__(handle, source)
         self.layout = layout
         self.transport = transport
-        self._source = source
         self._download_buffer = download_buffer
 
     @classmethod
@@ -179,24 +178,6 @@ class PromptKV:
     def renew(self, lease_seconds: float = 60.0) -> float:
         """Renews the KV's lease; returns the seconds left. Raises KvUnavailable if it expired."""
         return self._source.renew(self.handle.handle, lease_seconds)
-
-    def release(self) -> None:
-        """Releases the KV on the server. With `shm` the bytes must not be accessed afterwards."""
-        self._source.release(self.handle.handle)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        try:
-            self.release()
-        except CoppiceError as failure:
-            self._source.count_failure(failure)  # the lease expires anyway
 
     def _download_tensors(self, download: Download, began: float) -> None:
         buffer = self._download_buffer

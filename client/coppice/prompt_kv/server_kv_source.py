@@ -12,6 +12,8 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 from coppice.errors import CoppiceError, ProblemError
 from coppice.prompt_kv.http_client import KvHttpClient
@@ -177,3 +179,29 @@ def _available_transports(transports: Sequence[str] | None) -> tuple[str, ...]:
     if "nixl" in transports and not installed():
         raise ValueError("the transport nixl needs NIXL: pip install 'coppice-client[nixl]'")
     return tuple(transports)
+
+
+class LeasedKv:
+    """Prompt KV read from a server. As a context manager, it releases the handle at exit."""
+
+    def __init__(self, handle: KvHandle, source: KvSource) -> None:
+        self.handle = handle
+        self._source = source
+
+    def release(self) -> None:
+        """Releases the KV on the server."""
+        self._source.release(self.handle.handle)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self.release()
+        except CoppiceError as failure:
+            self._source.count_failure(failure)  # the lease expires anyway
