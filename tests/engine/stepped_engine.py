@@ -93,9 +93,9 @@ class LiveEngine:
 
         An adapter is one that `load_adapter_request` has loaded.
         """
-        from vllm import SamplingParams
+        from engine.io.request_params import RequestParams
 
-        params = SamplingParams(
+        params = RequestParams(
             **{"temperature": 0.0, "ignore_eos": True, "detokenize": False, "logprobs": 0}
             | sampling
         )

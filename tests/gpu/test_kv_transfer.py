@@ -185,7 +185,7 @@ def test_written_span_is_shifted_and_may_be_overwritten_at_once(shift: int) -> N
 
 
 def _open_and_sum(description: dict[str, Any], answers: Any) -> None:
-    """What a trainer's process does with GPU memory of a worker."""
+    """Reads of a worker's GPU memory by the process of a trainer."""
     memory = gpu_kv.open_ipc(KvGpuMemory.model_validate(description))
     answers.put((memory.device.type, memory.numel(), int(memory.sum().item())))
 

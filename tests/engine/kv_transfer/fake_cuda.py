@@ -1,4 +1,4 @@
-"""What exports from a GPU use of CUDA and Triton, replaced by what the CPU has."""
+"""CPU replacements of the parts of CUDA and Triton that exports from a GPU use."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field

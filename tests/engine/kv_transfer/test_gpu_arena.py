@@ -28,7 +28,7 @@ BLOCKS_OF_PROMPT = (4, 1, 3)
 
 
 def shared(memory: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
-    """What PyTorch's reduce_tensor returns for a tensor on a GPU."""
+    """Result of PyTorch's reduce_tensor for a tensor on a GPU."""
     size = memory.untyped_storage().nbytes()
     first = (torch.Tensor, memory.size(), memory.stride(), 0, torch.storage.TypedStorage)
     second = (memory.dtype, 0, b"handle", size, 512, False, b"counter", 7, b"event", True)

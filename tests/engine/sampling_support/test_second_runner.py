@@ -176,7 +176,7 @@ def top(logits: torch.Tensor, number: int) -> list[int]:
 
 
 def supports(output: Any) -> Any:
-    """What vLLM's `AsyncOutput` makes of the masks, once they are on the host."""
+    """Supports that vLLM's `AsyncOutput` makes of the masks, once they are on the host."""
     tensors = output.sampling_mask_tensors
     return tensors.to_cpu_nonblocking().tolists(output.num_sampled.numpy())
 
