@@ -68,7 +68,7 @@ def random_loss(group: TrainingGroup, *, seed: int = 2) -> LossFunction:
     """Clipped GRPO with random advantages and ratios other than one."""
     generator = torch.Generator().manual_seed(seed)
     advantages_G = torch.randn(len(group.responses), generator=generator)
-    shifts = [0.2 * torch.randn(length, generator=generator) for length in group.lengths]
+    shifts = [0.2 * torch.randn(n, generator=generator) for n in group.target_lengths]
     weights = token_mean(Totals.of([group]))
 
     def loss(rows: RowLogprobs) -> Tensor:

@@ -129,7 +129,7 @@ def grouped_backward(
         has_prompt_kv=prompt_kv is not None,
         pass_tokens=pass_tokens,
     )
-    if not group.num_tokens and not model_info.sharded:
+    if not group.num_targets and not model_info.sharded:
         return BackwardReport(loss=0.0, schedule=chosen, num_passes=0, num_prompt_forwards=0)
     step = _Step(model, group, loss_fn, prompt_kv, pass_tokens, temperature, loss_scale(model))
     # Also during the backwards, which recompute checkpointed layers.

@@ -134,8 +134,10 @@ def response_logprobs(
 
 
 def select_rows(group: TrainingGroup, rows: Sequence[int], logprobs_T: Tensor) -> RowLogprobs:
-    lengths = tuple(group.lengths[row] for row in rows)
-    return RowLogprobs(logprobs=logprobs_T, rows=tuple(rows), lengths=lengths)
+    lengths = group.target_lengths
+    return RowLogprobs(
+        logprobs=logprobs_T, rows=tuple(rows), lengths=tuple(lengths[row] for row in rows)
+    )
 
 
 def merge_rows(group: TrainingGroup, parts: Iterable[RowLogprobs]) -> RowLogprobs:
@@ -147,7 +149,7 @@ def merge_rows(group: TrainingGroup, parts: Iterable[RowLogprobs]) -> RowLogprob
     rows = tuple(range(len(group.responses)))
     ordered = [found[row] for row in rows if row in found]
     logprobs_T = torch.cat(ordered) if ordered else torch.zeros(0)
-    return RowLogprobs(logprobs=logprobs_T, rows=rows, lengths=group.lengths)
+    return RowLogprobs(logprobs=logprobs_T, rows=rows, lengths=group.target_lengths)
 
 
 def compute_prompt_kv(model: Any, group: TrainingGroup) -> PromptKV:
@@ -171,7 +173,7 @@ def group_logprobs(
     A given prompt_kv must have been computed with this model's weights.
     """
     model = unwrap_ddp(model)
-    if not group.num_tokens and not is_sharded(model):
+    if not group.num_targets and not is_sharded(model):
         return merge_rows(group, [])
     with attending(model):
         prompt = no_grad_layers(model, group, prompt_kv)
@@ -194,8 +196,8 @@ def packed_logprobs(
     """
     model = unwrap_ddp(model)
     model_info = get_model_info(model)
-    if not any(group.num_tokens for group in groups):
-        raise ValueError("all responses are empty")
+    if not any(group.num_targets for group in groups):
+        raise ValueError("all responses are empty or masked")
     if model_info.checkpointed and torch.is_grad_enabled() and not is_attending(model):
         raise ValueError("checkpointed model: call this and the backward inside attending(model)")
     rows = [tuple(chain.from_iterable(subtrees_of(group))) for group in groups]
@@ -216,7 +218,7 @@ def packed_logprobs(
     with attending(model):
         logits_TV = forward(model, inputs, context)
     assert logits_TV is not None, "a packed forward runs to its end"
-    parts = torch.split(logits_TV, [group.num_tokens for group in groups])
+    parts = torch.split(logits_TV, [group.num_targets for group in groups])
     logprobs = [
         response_token_logprobs(group, all_rows, part_TV, response.targets, temperature)
         for group, all_rows, part_TV, response in zip(groups, rows, parts, responses, strict=True)

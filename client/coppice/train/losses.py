@@ -30,8 +30,13 @@ class Totals:
 
     @classmethod
     def of(cls, groups: Iterable[TrainingGroup]) -> "Totals":
-        """Totals of some groups, on this rank only."""
-        lengths = [length for group in groups for length in group.lengths]
+        """Totals of some groups, on this rank only; context tokens do not count."""
+        lengths = [
+            num_targets
+            for group in groups
+            for num_targets, length in zip(group.target_lengths, group.lengths, strict=True)
+            if num_targets or not length
+        ]
         return cls(num_responses=len(lengths), num_tokens=sum(lengths))
 
     def over_ranks(self, process_group: dist.ProcessGroup | None = None) -> "Totals":

@@ -45,7 +45,7 @@ def naive_logprobs(model: Any, group: TrainingGroup, *, temperature: float = 1.0
     return RowLogprobs(
         logprobs=naive_token_logprobs(group, logits_TV, temperature),
         rows=tuple(range(len(group.responses))),
-        lengths=group.lengths,
+        lengths=group.target_lengths,
     )
 
 
@@ -54,25 +54,38 @@ def naive_token_logprobs(group: TrainingGroup, logits_TV: Tensor, temperature: f
 
     One token at a time, without chunks and without recomputation.
     """
+    masks = [_mask(group, row) for row in range(len(group.responses))]
     if group.support is None and group.adjustments == NO_ADJUSTMENTS:
-        return token_logprobs(logits_TV, torch.cat(group.responses), temperature)
+        logprobs_T = token_logprobs(logits_TV, torch.cat(group.responses), temperature)
+        return logprobs_T[torch.cat(masks)]
     tokens = [(row, at) for row, length in enumerate(group.lengths) for at in range(length)]
     logprobs = [
         _token_logprob(group, row, at, logits_V, temperature)
         for (row, at), logits_V in zip(tokens, logits_TV, strict=True)
+        if masks[row][at]
     ]
     return torch.stack(logprobs) if logprobs else logits_TV.new_zeros(0)
+
+
+def _mask(group: TrainingGroup, row: int) -> Tensor:
+    every = torch.ones(len(group.responses[row]), dtype=torch.bool)
+    return every if group.loss_masks is None else group.loss_masks[row]
 
 
 def _token_logprob(
     group: TrainingGroup, row: int, at: int, logits_V: Tensor, temperature: float
 ) -> Tensor:
-    given, earlier = group.adjustments, group.responses[row][:at].tolist()
+    given, mask = group.adjustments, _mask(group, row)
+    first = at  # first token of the request that sampled this one
+    while first and mask[first - 1]:
+        first -= 1
+    earlier = group.responses[row][first:at].tolist()
+    read = {*group.prompt.tolist(), *group.responses[row][:at].tolist()}
     wide_V = logits_V.to(torch.float64 if logits_V.dtype == torch.float64 else torch.float32)
     adjusted = list(wide_V)
     for token, bias in given.logit_bias.items():
         adjusted[token] = adjusted[token] + bias
-    for token in {*earlier, *group.prompt.tolist()} if given.repetition_penalty != 1.0 else ():
+    for token in read if given.repetition_penalty != 1.0 else ():
         penalty = given.repetition_penalty
         adjusted[token] = adjusted[token] * (1 / penalty if adjusted[token] > 0 else penalty)
     for token in set(earlier):
@@ -81,7 +94,7 @@ def _token_logprob(
         adjusted[token] = adjusted[token] - lowered
     scaled_V = torch.stack(adjusted) / temperature
     if group.support is not None:
-        ids = torch.from_numpy(group.support[row][at]).long()
+        ids = torch.from_numpy(group.support[row][int(mask[:at].sum())]).long()
         outside_V = torch.ones_like(scaled_V, dtype=torch.bool)
         outside_V[ids] = False
         scaled_V = scaled_V.masked_fill(outside_V, -torch.inf)
@@ -111,11 +124,14 @@ def _naive_segments(model: Any, tree: TrainingTree, temperature: float) -> RowLo
         responses=tuple(alone),
         support=tree.support and tuple(_joined(tree, path) for path in paths),
         adjustments=tree.adjustments,
+        loss_masks=tree.loss_masks
+        and tuple(torch.cat([_mask(tree, at) for at in path]) for path in paths),
     )
     rows = naive_logprobs(model, flat, temperature=temperature).split()
-    parts = [row[len(row) - length :] for row, length in zip(rows, tree.lengths, strict=True)]
+    lengths = tree.target_lengths
+    parts = [row[len(row) - length :] for row, length in zip(rows, lengths, strict=True)]
     segments = tuple(range(len(tree.responses)))
-    return RowLogprobs(logprobs=torch.cat(parts), rows=segments, lengths=tree.lengths)
+    return RowLogprobs(logprobs=torch.cat(parts), rows=segments, lengths=lengths)
 
 
 def naive_backward(

@@ -125,7 +125,10 @@ class PackedRow:
         input_tokens = tokens if row in self._rows_with_children else tokens[:-1]
         self.input_tokens.append(input_tokens)
         self.positions.append(torch.arange(len(input_tokens)) + first)
-        self.target_positions.append(target_positions)
+        masks = self._group.loss_masks
+        self.target_positions.append(
+            target_positions if masks is None else target_positions[masks[row]]
+        )
         self._num_input_tokens += len(input_tokens)
 
 
@@ -179,9 +182,13 @@ def plan_passes(lengths: Sequence[int], pass_tokens: int) -> list[tuple[int, ...
 
 
 def plan_subtree_passes(group: TrainingGroup, pass_tokens: int) -> list[tuple[int, ...]]:
-    """Distributes responses over micro-batches, depth first, without splitting a subtree."""
-    subtrees = subtrees_of(group)
-    tokens = [sum(group.lengths[row] for row in subtree) for subtree in subtrees]
+    """Distributes responses over micro-batches, depth first, without splitting a subtree.
+
+    Subtrees without a target are left out.
+    """
+    lengths, targets = group.lengths, group.target_lengths
+    subtrees = [rows for rows in subtrees_of(group) if any(targets[row] for row in rows)]
+    tokens = [sum(lengths[row] for row in subtree) for subtree in subtrees]
     planned = plan_passes(tokens, pass_tokens)
     return [tuple(chain.from_iterable(subtrees[i] for i in chosen)) for chosen in planned]
 
@@ -204,7 +211,7 @@ def response_inputs(group: TrainingGroup, rows: Sequence[int], device: torch.dev
     return Inputs(
         input_ids=torch.cat(packed.input_tokens).to(device).unsqueeze(0),
         position_ids=torch.cat(packed.positions).to(device).unsqueeze(0),
-        targets=torch.cat([group.responses[row] for row in rows]).to(device),
+        targets=torch.cat([group.targets(row) for row in rows]).to(device),
         target_positions=torch.cat(packed.target_positions),
         spans=packed.spans(),
         experts=_response_experts(group, rows),

@@ -3,7 +3,7 @@
 Shapes: T tokens of some responses without padding, G responses of the whole group, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -74,21 +74,37 @@ def response_token_logprobs(
     """Logprobs [T] of the tokens of some responses of a group, as they were sampled."""
     if group.support is None and group.adjustments == NO_ADJUSTMENTS:
         return token_logprobs(logits_TV, targets_T, temperature)
-    parts = torch.split(logits_TV, [group.lengths[row] for row in rows])
+    lengths = group.target_lengths
+    parts = torch.split(logits_TV, [lengths[row] for row in rows])
     return torch.cat(
         [
-            sampled_logprobs(
-                part,
-                group.responses[row],
-                temperature=temperature,
-                support=None if group.support is None else group.support[row],
-                adjustments=group.adjustments,
-                prompt=group.prompt,
-                earlier=earlier_tokens(group, row),
-            )
-            for row, part in zip(rows, parts, strict=True)
+            _adjusted_logprobs(group, row, part_TV, temperature)
+            for row, part_TV in zip(rows, parts, strict=True)
         ]
     )
+
+
+def _adjusted_logprobs(
+    group: "TrainingGroup", row: int, logits_TV: Tensor, temperature: float
+) -> Tensor:
+    """Logprobs [T] of a response's targets; each run of them is the response of one request."""
+    found, support = [logits_TV.new_zeros(0)], group.support
+    start = 0
+    for run in sampled_runs(group, row):
+        stop = start + len(run.tokens)
+        found.append(
+            sampled_logprobs(
+                logits_TV[start:stop],
+                run.tokens,
+                temperature=temperature,
+                support=None if support is None else support[row][start:stop],
+                adjustments=group.adjustments,
+                prompt=run.prompt,
+                earlier=run.earlier,
+            )
+        )
+        start = stop
+    return torch.cat(found)
 
 
 # Tensor's == is elementwise, so these dataclasses compare by identity.
@@ -101,6 +117,10 @@ class TrainingGroup:
     `routed_experts`, if given, are the experts [prompt and response tokens - 1, layers, experts per
     token] that each sample was computed with; the model's routers select them again. A response may
     be empty, for example if it was aborted; it does not contribute to the loss.
+
+    `loss_masks`, if given, are one boolean per response token. A token with False is context, such
+    as the result of a tool: the model reads it, but it has no logprob. `logprobs` and `support`
+    then have one entry per token with True, a target. Adjacent targets are those of one request.
     """
 
     prompt: Tensor
@@ -109,21 +129,27 @@ class TrainingGroup:
     support: tuple[Support, ...] | None = None
     adjustments: LogitAdjustments = NO_ADJUSTMENTS
     routed_experts: tuple[Tensor, ...] | None = None
+    loss_masks: tuple[Tensor, ...] | None = None
 
     def __post_init__(self) -> None:
         if not len(self.prompt):
             raise ValueError("the prompt must have at least one token")
         if not self.responses:
             raise ValueError("the group must have at least one response")
-        if self.logprobs and self.lengths != tuple(len(logprobs) for logprobs in self.logprobs):
+        masks = self.loss_masks
+        if masks is not None and self.lengths != tuple(len(mask) for mask in masks):
+            raise ValueError(
+                "the lengths of the loss masks differ from the number of tokens of the responses"
+            )
+        lengths = self.target_lengths
+        if self.logprobs and lengths != tuple(len(logprobs) for logprobs in self.logprobs):
             raise ValueError(
                 "the number of logprobs differs from the number of tokens of the responses"
             )
-        if self.support and self.lengths != tuple(len(support) for support in self.support):
+        if self.support and lengths != tuple(len(support) for support in self.support):
             raise ValueError(
                 "the number of supports differs from the number of tokens of the responses"
             )
-
         if self.routed_experts is not None:
             num_rows = [len(self.prompt) + length - 1 for length in self.lengths]
             if list(map(len, self.routed_experts)) != num_rows:
@@ -138,6 +164,23 @@ class TrainingGroup:
     def num_tokens(self) -> int:
         """Total number of tokens of all responses."""
         return sum(self.lengths)
+
+    @property
+    def target_lengths(self) -> tuple[int, ...]:
+        """Number of tokens of each response that have a logprob."""
+        if self.loss_masks is None:
+            return self.lengths
+        return tuple(int(mask.sum()) for mask in self.loss_masks)
+
+    @property
+    def num_targets(self) -> int:
+        """Total number of response tokens that have a logprob."""
+        return sum(self.target_lengths)
+
+    def targets(self, row: int) -> Tensor:
+        """Tokens of a response that have a logprob."""
+        response = self.responses[row]
+        return response if self.loss_masks is None else response[self.loss_masks[row]]
 
     @classmethod
     def of(
@@ -251,6 +294,7 @@ class TrainingTree(TrainingGroup):
             logprobs=None if self.logprobs is None else rows(self.logprobs),
             support=self._path_supports(),
             adjustments=self.adjustments,
+            loss_masks=None if self.loss_masks is None else rows(self.loss_masks),
         )
 
     def _path_supports(self) -> tuple[Support, ...] | None:
@@ -299,10 +343,36 @@ def subtrees_of(group: TrainingGroup) -> list[tuple[int, ...]]:
     return [below(root) for root in children[None]]
 
 
-def earlier_tokens(group: TrainingGroup, row: int) -> Tensor:
-    """Tokens of the segments between the prompt and a response of a tree; else none."""
-    path = group.path(row)[:-1] if isinstance(group, TrainingTree) else ()
-    return torch.cat([group.prompt[:0], *(group.responses[at] for at in path)])
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SampledRun:
+    """Adjacent targets of a response, the earlier targets of the same request, and its prompt."""
+
+    tokens: Tensor
+    earlier: Tensor
+    prompt: Tensor
+
+
+def sampled_runs(group: TrainingGroup, row: int) -> Iterator[SampledRun]:
+    """Runs of adjacent targets of a response, in order."""
+    path = group.path(row) if isinstance(group, TrainingTree) else (row,)
+    tokens = torch.cat([group.prompt, *(group.responses[at] for at in path)])
+    masks = [_loss_mask(group, at) for at in path]
+    is_target = torch.cat([torch.zeros(len(group.prompt), dtype=torch.bool), *masks])
+    own = len(tokens) - len(group.responses[row])
+    edges = (is_target[1:] != is_target[:-1]).nonzero().flatten() + 1
+    borders = [0, *edges.tolist(), len(tokens)]
+    for start, stop in zip(borders, borders[1:], strict=False):
+        if is_target[start] and stop > own:
+            first = max(start, own)
+            yield SampledRun(
+                tokens=tokens[first:stop], earlier=tokens[start:first], prompt=tokens[:start]
+            )
+
+
+def _loss_mask(group: TrainingGroup, row: int) -> Tensor:
+    if group.loss_masks is None:
+        return torch.ones(len(group.responses[row]), dtype=torch.bool)
+    return group.loss_masks[row]
 
 
 def max_row_tokens(group: TrainingGroup) -> int:

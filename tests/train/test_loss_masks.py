@@ -1,0 +1,146 @@
+"""Responses with context tokens, such as the results of tools, which have no logprob."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from coppice.train import (
+    LogitAdjustments,
+    Schedule,
+    Totals,
+    TrainingGroup,
+    group_logprobs,
+    grouped_backward,
+    grpo_loss,
+    naive_backward,
+    naive_logprobs,
+    packed_logprobs,
+    token_mean,
+)
+from coppice.train.training_group import sampled_runs
+from tests.train.models import error, gradients, random_group, random_loss, tiny_model
+from tests.train.test_sampled_distribution import random_support
+from tests.train.test_trees import FORESTS, SCHEDULES, random_tree
+
+ADJUSTED = LogitAdjustments(
+    logit_bias={3: 4.0}, presence_penalty=0.7, frequency_penalty=0.4, repetition_penalty=1.3
+)
+LENGTHS = (9, 0, 14, 1, 6)
+
+
+def random_masks(group: TrainingGroup) -> tuple[Tensor, ...]:
+    """Masks with runs of some tokens; the last response is context only."""
+    generator = torch.Generator().manual_seed(5)
+    draws = (torch.rand(-(-length // 3), generator=generator) < 0.6 for length in group.lengths)
+    masks = [
+        draw.repeat_interleave(3)[:length]
+        for draw, length in zip(draws, group.lengths, strict=True)
+    ]
+    return (*masks[:-1], torch.zeros_like(masks[-1]))
+
+
+def masked(group: Any, masks: tuple[Tensor, ...] | None = None) -> Any:
+    masks = random_masks(group) if masks is None else masks
+    logprobs = tuple(all_[mask] for all_, mask in zip(group.logprobs, masks, strict=True))
+    return replace(group, loss_masks=masks, logprobs=logprobs)
+
+
+def adjusted(group: Any) -> Any:
+    supports = tuple(random_support(group.targets(row), row) for row in range(len(group.responses)))
+    return replace(group, support=supports, adjustments=ADJUSTED)
+
+
+def context_tree(name: str = "deep") -> Any:
+    """A tree of which every second segment is context."""
+    tree = random_tree(name)
+    masks = tuple(torch.full((n,), at % 2 == 0) for at, n in enumerate(tree.lengths))
+    return masked(tree, masks)
+
+
+def test_masked_logprobs_are_those_of_the_targets_only() -> None:
+    model, group = tiny_model(), random_group(LENGTHS)
+    whole = naive_logprobs(model, group)
+    given = masked(group)
+    found = naive_logprobs(model, given)
+    expected = whole.logprobs[torch.cat(given.loss_masks)]
+    torch.testing.assert_close(found.logprobs, expected)
+    assert found.lengths == given.target_lengths
+    assert sum(found.lengths) == given.num_targets < given.num_tokens
+
+
+@pytest.mark.parametrize("with_adjustments", [False, True])
+@pytest.mark.parametrize("name", ["rows", "tree", "context"])
+def test_every_schedule_gives_the_padded_gradient(name: str, with_adjustments: bool) -> None:
+    group: Any = context_tree()
+    if name != "context":
+        group = masked(random_group(LENGTHS) if name == "rows" else random_tree("deep"))
+    group = adjusted(group) if with_adjustments else group
+    model = tiny_model()
+    exact_logprobs = naive_logprobs(model, group)
+    naive_backward(model, group, random_loss(group))
+    exact = gradients(model)
+    for schedule in SCHEDULES:
+        grouped_backward(model, group, random_loss(group), schedule=schedule, pass_tokens=10)
+        assert error(gradients(model), exact) < 1e-5, schedule
+    found, [packed] = group_logprobs(model, group), packed_logprobs(model, [group])
+    for each in (found, packed):
+        assert (each.rows, each.lengths) == (exact_logprobs.rows, exact_logprobs.lengths)
+        torch.testing.assert_close(each.logprobs, exact_logprobs.logprobs, atol=3e-5, rtol=0)
+
+
+def test_penalties_count_the_tokens_of_one_request() -> None:
+    """Each run of targets has the logprobs of a response to all tokens before it."""
+    model, group = tiny_model(), masked(random_group((12,)), (torch.arange(12) % 5 != 3,))
+    group = replace(group, adjustments=ADJUSTED)
+    rows = naive_logprobs(model, group)
+    alone = [
+        naive_logprobs(
+            model,
+            TrainingGroup(prompt=run.prompt, responses=(run.tokens,), adjustments=ADJUSTED),
+        )
+        for run in sampled_runs(group, 0)
+    ]
+    torch.testing.assert_close(rows.logprobs, torch.cat([each.logprobs for each in alone]))
+    assert [len(each.logprobs) for each in alone] == [3, 4, 3]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_loss_over_paths_has_the_gradient_of_the_flattened_rows(schedule: Schedule) -> None:
+    model, tree = tiny_model(), context_tree()
+    rows = tree.flattened()
+    gains = torch.randn(len(tree.leaves), generator=torch.Generator().manual_seed(3))
+    weights = token_mean(Totals.of([rows]))
+
+    def row_loss(found: Any) -> Tensor:
+        return grpo_loss(found, advantages=gains, weights=weights, sampled=rows.logprobs)
+
+    naive_backward(model, rows, row_loss)
+    exact = gradients(model)
+    grouped_backward(
+        model, tree, lambda found: row_loss(tree.by_leaf(found)), schedule=schedule, pass_tokens=10
+    )
+    assert error(gradients(model), exact) < 1e-5
+
+
+def test_context_is_no_response() -> None:
+    tree = context_tree("fork")
+    assert Totals.of([tree]) == Totals(num_responses=2, num_tokens=sum(FORESTS["fork"][0][::2]))
+
+
+def test_group_without_targets_has_no_gradient() -> None:
+    group = random_group((4, 3))
+    given = masked(group, tuple(torch.zeros(n, dtype=torch.bool) for n in group.lengths))
+    report = grouped_backward(tiny_model(), given, random_loss(given))
+    assert (report.loss, report.num_passes) == (0.0, 0)
+    assert len(group_logprobs(tiny_model(), given).logprobs) == 0
+
+
+def test_masks_of_other_lengths_are_refused() -> None:
+    group = random_group((4, 3))
+    with pytest.raises(ValueError, match="loss masks"):
+        replace(group, loss_masks=(torch.ones(4, dtype=torch.bool),) * 2)
+    with pytest.raises(ValueError, match="logprobs"):
+        replace(group, loss_masks=tuple(torch.zeros(n, dtype=torch.bool) for n in group.lengths))
