@@ -8,15 +8,9 @@ the token ids and the log-probability of each token. Every response has the same
 import argparse
 import asyncio
 import itertools
-import os
 import random
-import socket
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +21,11 @@ from bench.harness.in_process_service import running_service
 from bench.harness.paired_runs import Pairs, alternate
 from bench.harness.random_model import enlarged_seedling
 from bench.harness.record import Record, Row, add_out
+from bench.harness.server_process import vllm_server
 from engine.settings import EngineSettings
 
 GOAL = 0.97
 GROUPS, SAMPLES, PROMPT_TOKENS, TOKENS = 4, 8, 128, 64
-START_SECONDS = 300.0
 CONTROLS: dict[str, dict[str, Any]] = {
     "no control": {},
     "stop": {"stop": ["<never>", "<also never>"]},
@@ -74,57 +68,21 @@ async def run_vllm(http: httpx.AsyncClient, model: Path, control: dict[str, Any]
     return sum(int(a.json()["usage"]["completion_tokens"]) for a in answers) / seconds
 
 
-@contextmanager
-def vllm_process(
-    model: Path, settings: EngineSettings, port: int
-) -> Iterator[subprocess.Popen[bytes]]:
-    """vLLM's OpenAI server, with the arguments that correspond to these settings."""
-    arguments = {
-        "model": model,
-        "port": port,
-        "dtype": settings.dtype,
-        "seed": settings.seed,
-        "block-size": settings.block_size,
-        "max-model-len": settings.max_context_tokens,
-        "max-num-seqs": settings.max_sequences,
-        "kv-cache-memory-bytes": settings.cache_bytes,
-        "logprobs-mode": "processed_logprobs",
-        "generation-config": "vllm",
-        "structured-outputs-config.backend": "xgrammar",
+def vllm_options(model: Path, settings: EngineSettings) -> dict[str, object]:
+    """Arguments of vLLM's server that correspond to these settings."""
+    return {
+        "--model": model,
+        "--dtype": settings.dtype,
+        "--seed": settings.seed,
+        "--block-size": settings.block_size,
+        "--max-model-len": settings.max_context_tokens,
+        "--max-num-seqs": settings.max_sequences,
+        "--kv-cache-memory-bytes": settings.cache_bytes,
+        "--logprobs-mode": "processed_logprobs",
+        "--generation-config": "vllm",
+        "--structured-outputs-config.backend": "xgrammar",
+        "--enforce-eager": None,
     }
-    flags = [text for name, value in arguments.items() for text in (f"--{name}", str(value))]
-    # The command `vllm serve` needs a package named vllm, which CPU builds are not.
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags]
-    quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
-    process = subprocess.Popen(
-        [*command, "--enforce-eager", "--disable-uvicorn-access-log"], env={**os.environ, **quiet}
-    )
-    try:
-        yield process
-    finally:
-        process.terminate()
-        process.wait()
-
-
-@asynccontextmanager
-async def vllm_server(model: Path, settings: EngineSettings) -> AsyncIterator[httpx.AsyncClient]:
-    with socket.socket() as finder:
-        finder.bind(("127.0.0.1", 0))
-        port = finder.getsockname()[1]
-    with vllm_process(model, settings, port) as process:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=600) as http:
-            async with asyncio.timeout(START_SECONDS):
-                while not await _is_ready(http):
-                    assert process.poll() is None, "vLLM's server did not start"
-                    await asyncio.sleep(0.5)
-            yield http
-
-
-async def _is_ready(http: httpx.AsyncClient) -> bool:
-    try:
-        return (await http.get("/health")).status_code == 200
-    except httpx.TransportError:
-        return False
 
 
 async def measure(
@@ -141,8 +99,9 @@ async def measure(
     )
     async with (
         running_service(settings) as (_, url),
-        vllm_server(model, settings) as theirs,
+        vllm_server(vllm_options(model, settings)) as vllm_url,
         httpx.AsyncClient(base_url=url, timeout=600) as ours,
+        httpx.AsyncClient(base_url=vllm_url, timeout=600) as theirs,
     ):
         return {name: await _arms(ours, theirs, model, CONTROLS[name], rounds) for name in names}
 

@@ -1,33 +1,28 @@
 """Benchmark: `vllm bench serve` against this server, and against vLLM's own server, in turn.
 
-Both servers serve the same model with the same context, batch and KV cache, one after the other on
-the same machine. The client is vLLM's benchmark, with its prefix repetition dataset over the OpenAI
-routes. It measures the time to first token and the times between tokens of streams.
+Both servers run on the same machine with the same model, context, batch and KV cache; one is idle
+while the other is measured. The client is vLLM's benchmark, with its prefix repetition dataset over
+the OpenAI routes. It measures the time to first token and the times between tokens of streams.
 """
 
 import argparse
 import asyncio
 import json
-import os
-import signal
-import socket
 import statistics
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from bench.harness.paired_runs import Pairs, alternate
+from bench.harness.random_model import enlarged_seedling
 from bench.harness.record import Record, Row, add_out
-from engine.settings import EngineSettings
+from bench.harness.server_process import coppice_server, vllm_server
 
 GOAL = 0.97
-START_SECONDS, STOP_SECONDS = 300.0, 60.0
 CONTEXT_TOKENS, MAX_SEQUENCES, CACHE_BYTES = 1024, 64, 2**28
 METRICS = ("output_throughput", "median_ttft_ms", "p99_ttft_ms", "median_itl_ms", "p99_itl_ms")
 CLIENT = "bench.vllm_bench_serve"
@@ -46,12 +41,12 @@ class Load:
     concurrency: int
     backend: str
 
-    def arguments(self, port: int, result: Path) -> list[str]:
+    def arguments(self, url: str, result: Path) -> list[str]:
         path = "/v1/chat/completions" if self.backend == "openai-chat" else "/v1/completions"
         options: dict[str, object] = {
             "backend": self.backend,
             "endpoint": path,
-            "base-url": f"http://127.0.0.1:{port}",
+            "base-url": url,
             "model": self.model,
             "dataset-name": "prefix_repetition",
             "num-prompts": self.num_prompts,
@@ -72,29 +67,26 @@ class Load:
 
 @dataclass(slots=True)
 class Arm:
-    """One server: its command and the benchmark's results."""
+    """One server and the benchmark's results."""
 
-    command: list[str]
-    environment: dict[str, str]
+    url: str
     results: list[dict[str, Any]] = field(default_factory=list)
 
     def values(self, metric: str) -> list[float]:
         return [float(result[metric]) for result in self.results]
 
     async def run(self, load: Load) -> None:
-        port = free_port()
-        async with running([*self.command, "--port", str(port)], self.environment) as server:
-            await ready(server, port)
-            with tempfile.TemporaryDirectory() as folder:
-                result = Path(folder) / "result.json"
-                await run_client(load.arguments(port, result))
-                self.results.append(json.loads(result.read_text()))
+        with tempfile.TemporaryDirectory() as folder:
+            result = Path(folder) / "result.json"
+            await run_client(load.arguments(self.url, result))
+            self.results.append(json.loads(result.read_text()))
         failed = self.results[-1]["failed"]
         assert not failed, f"{failed} requests failed"
 
 
-def coppice_arm(model: str, *, eager: bool) -> Arm:
-    sizes = {
+def coppice_options(model: str, *, eager: bool) -> dict[str, object]:
+    return {
+        "--model": model,
         "--engine.max-context-tokens": CONTEXT_TOKENS,
         "--engine.max-sequences": MAX_SEQUENCES,
         "--engine.cache-bytes": CACHE_BYTES,
@@ -102,62 +94,17 @@ def coppice_arm(model: str, *, eager: bool) -> Arm:
         "--engine.seed": 0,
         "--engine.eager": str(eager).lower(),
     }
-    options = [text for name, value in sizes.items() for text in (name, str(value))]
-    return Arm([sys.executable, "-m", "service", "serve", "--model", model, *options], {})
 
 
-def vllm_arm(model: str, *, eager: bool) -> Arm:
-    """vLLM's own server, without the plugin of this project."""
-    sizes = {
+def vllm_options(model: str, *, eager: bool) -> dict[str, object]:
+    return {
+        "--model": model,
         "--max-model-len": CONTEXT_TOKENS,
         "--max-num-seqs": MAX_SEQUENCES,
         "--kv-cache-memory-bytes": CACHE_BYTES,
         "--dtype": "float32",
+        **({"--enforce-eager": None} if eager else {}),
     }
-    options = [text for name, value in sizes.items() for text in (name, str(value))]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
-    if eager:
-        options.append("--enforce-eager")
-    return Arm([*command, *options], {"VLLM_PLUGINS": ""})
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
-
-
-@asynccontextmanager
-async def running(
-    command: Sequence[str], environment: dict[str, str]
-) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A server process, which is terminated, with its children, at the end."""
-    server = await asyncio.create_subprocess_exec(
-        *command, env={**os.environ, **environment}, start_new_session=True
-    )
-    try:
-        yield server
-    finally:
-        if server.returncode is None:
-            server.terminate()
-        try:
-            await asyncio.wait_for(server.wait(), STOP_SECONDS)
-        except TimeoutError:
-            os.killpg(server.pid, signal.SIGKILL)
-            await server.wait()
-
-
-async def ready(server: asyncio.subprocess.Process, port: int) -> None:
-    async with asyncio.timeout(START_SECONDS), httpx.AsyncClient() as client:
-        while True:
-            assert server.returncode is None, "the server did not start"
-            try:
-                if (await client.get(f"http://127.0.0.1:{port}/v1/models")).status_code == 200:
-                    return
-            except httpx.TransportError:
-                pass
-            await asyncio.sleep(0.5)
 
 
 async def run_client(arguments: Sequence[str]) -> None:
@@ -179,15 +126,14 @@ def run_vllm_bench(arguments: Sequence[str]) -> None:
 
 
 async def measure(load: Load, rounds: int, *, eager: bool) -> tuple[Arm, Arm]:
-    coppice, vllm = coppice_arm(load.model, eager=eager), vllm_arm(load.model, eager=eager)
-
-    async def ours() -> None:
-        await coppice.run(load)
-
-    async def stock() -> None:
-        await vllm.run(load)
-
-    await alternate([ours, stock], rounds=rounds, warm_up=0)
+    async with (
+        coppice_server(coppice_options(load.model, eager=eager)) as our_url,
+        vllm_server(vllm_options(load.model, eager=eager)) as their_url,
+    ):
+        coppice, vllm = Arm(our_url), Arm(their_url)
+        await alternate([partial(coppice.run, load), partial(vllm.run, load)], rounds=rounds)
+    for arm in (coppice, vllm):
+        del arm.results[0]  # the warm-up
     return coppice, vllm
 
 
@@ -224,7 +170,7 @@ def main() -> None:
         return run_vllm_bench(sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--client", action="store_true", help="run as the client (internal)")
-    parser.add_argument("--model", default=EngineSettings().model)
+    parser.add_argument("--model", help="default: the seedling, enlarged to 25M parameters")
     parser.add_argument("--backend", default="openai", choices=("openai", "openai-chat"))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--num-prompts", type=int, default=256)
@@ -238,8 +184,10 @@ def main() -> None:
     given = vars(parser.parse_args())
     out, rounds, eager = given.pop("out"), given.pop("rounds"), given.pop("eager")
     del given["client"]
-    load = Load(**given)
-    result = record(load, *asyncio.run(measure(load, rounds, eager=eager)))
+    with tempfile.TemporaryDirectory() as folder:
+        given["model"] = given["model"] or str(enlarged_seedling(Path(folder)))
+        load = Load(**given)
+        result = record(load, *asyncio.run(measure(load, rounds, eager=eager)))
     result.show()
     print(f"\nwrote {result.write(out).name}")
 

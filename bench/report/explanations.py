@@ -45,6 +45,11 @@ EXPLANATIONS = {
         "`first, 4 of 8`: the group finishes when the policy `first` has its 4 of 8 samples.",
     ),
     "loop_latency": ("Latency of the service under the largest requests", ""),
+    "sampling_controls": (
+        "Sampling controls",
+        "`with it / without` compares requests with and without the control; below 1 is a cost. "
+        "vLLM's server has the same control.",
+    ),
     "service_overhead": (
         "Cost of HTTP",
         "`direct` calls vLLM's AsyncLLM in the service's process.",

@@ -1,0 +1,82 @@
+"""Servers that run in processes of their own: this service, and vLLM's OpenAI server."""
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+
+import httpx
+
+START_SECONDS, STOP_SECONDS = 300.0, 60.0
+
+
+@asynccontextmanager
+async def coppice_server(options: Mapping[str, object]) -> AsyncIterator[str]:
+    """URL of this service, started with these options."""
+    async with _server([sys.executable, "-m", "service", "serve"], options, {}) as url:
+        yield url
+
+
+@asynccontextmanager
+async def vllm_server(options: Mapping[str, object]) -> AsyncIterator[str]:
+    """URL of vLLM's OpenAI server, without the plugin of this project."""
+    # The command `vllm serve` needs a package named vllm, which CPU builds are not.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    rest = {"--disable-uvicorn-access-log": None, **options}
+    quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "VLLM_PLUGINS": ""}
+    async with _server(command, rest, quiet) as url:
+        yield url
+
+
+@asynccontextmanager
+async def _server(
+    command: list[str], options: Mapping[str, object], environment: Mapping[str, str]
+) -> AsyncIterator[str]:
+    """A server process on a free port; it is ended, with its children, on exit.
+
+    An option whose value is None is a flag.
+    """
+    port = _free_port()
+    named = {"--port": port, **options}.items()
+    texts = [str(text) for option in named for text in option if text is not None]
+    server = await asyncio.create_subprocess_exec(
+        *command, *texts, env={**os.environ, **environment}, start_new_session=True
+    )
+    try:
+        url = f"http://127.0.0.1:{port}"
+        await _ready(server, url)
+        yield url
+    finally:
+        await _end(server)
+
+
+async def _ready(server: asyncio.subprocess.Process, url: str) -> None:
+    async with asyncio.timeout(START_SECONDS), httpx.AsyncClient() as client:
+        while True:
+            assert server.returncode is None, "the server did not start"
+            try:
+                if (await client.get(f"{url}/v1/models")).status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            await asyncio.sleep(0.5)
+
+
+async def _end(server: asyncio.subprocess.Process) -> None:
+    if server.returncode is None:
+        server.terminate()
+    try:
+        await asyncio.wait_for(server.wait(), STOP_SECONDS)
+    except TimeoutError:
+        os.killpg(server.pid, signal.SIGKILL)
+        await server.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port
