@@ -77,7 +77,8 @@ class Segment:
     Token indices in `versions` start at the segment's own first token, as do those of `support`,
     the ids that each token was sampled from. `depth` is the number of branch points above the
     segment, `num_leaves` the number of paths through it. `kv` is a handle to the KV of the path up
-    to the segment's last token, if it was requested and is available.
+    to the segment's last token, if it was requested and is available. A segment that is not
+    `sampled` has context of an agent session, such as a tool's result, and no logprobs or versions.
     """
 
     id: str
@@ -94,6 +95,11 @@ class Segment:
     kv: KvHandle | None = None
     kv_reason: KvReason | None = None
     top_logprobs: TokenLogprobs | None = None
+    sampled: bool = True
+
+    def token_logprobs(self) -> NDArray[np.float32]:
+        """One logprob per token; NaN for tokens that were not sampled."""
+        return self.logprobs if self.sampled else np.full(len(self.token_ids), np.nan, np.float32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -123,13 +129,16 @@ class Tree:
         return tuple(path[::-1])
 
     def rows(self) -> tuple[Sample, ...]:
-        """One sample per leaf of the tree, as if each path had been sampled separately."""
+        """One sample per leaf of the tree, as if each path had been sampled separately.
+
+        Tokens of context have NaN as their logprob.
+        """
         return tuple(self._row(index, leaf) for index, leaf in enumerate(self.leaves))
 
     @property
     def num_tokens(self) -> int:
         """Number of sampled tokens of the tree; tokens shared by several paths count once."""
-        return sum(len(segment.token_ids) for segment in self.segments)
+        return sum(len(segment.token_ids) for segment in self.segments if segment.sampled)
 
     def _row(self, index: int, leaf: str) -> Sample:
         path = self.path(leaf)
@@ -137,7 +146,7 @@ class Tree:
         return Sample(
             index=index,
             token_ids=np.concatenate([segment.token_ids for segment in path]),
-            logprobs=np.concatenate([segment.logprobs for segment in path]),
+            logprobs=np.concatenate([segment.token_logprobs() for segment in path]),
             text=None,
             finish_reason="length" if finish == "cut" or finish == "budget" else finish,
             versions=tuple(joined_spans((s.versions, len(s.token_ids)) for s in path)),
@@ -344,7 +353,7 @@ def _segment_of(
         parent=answer.parent,
         depth=answer.depth,
         token_ids=np.array(token_ids, dtype=np.int64),
-        logprobs=np.array(logprobs, dtype=np.float32),
+        logprobs=np.array(logprobs if answer.sampled else [], dtype=np.float32),
         entropy=np.array(entropy, dtype=np.float32) if has_entropy else None,
         finish_reason=answer.finish_reason,
         num_leaves=answer.num_leaves or 0,
@@ -354,6 +363,7 @@ def _segment_of(
         kv=answer.kv,
         kv_reason=answer.kv_reason,
         top_logprobs=answer.top_logprobs,
+        sampled=answer.sampled,
     )
 
 

@@ -3,12 +3,13 @@
 import json
 
 import httpx
+import numpy as np
 import pytest
 
 from coppice import Branching, InvalidRequest, Retry, TreeClosed
 from coppice.errors import BadAnswer
 from coppice.operations.record_stream import Collector
-from coppice.results import result_of_packed, tree_of
+from coppice.results import result_of, result_of_packed, tree_of
 from coppice.wire.kv import KvHandle
 from coppice.wire.result_formats import (
     EndRecord,
@@ -134,6 +135,40 @@ def test_packed_tree_round_trips() -> None:
     for ours, sent in zip(found.tree.segments, SEGMENTS, strict=True):
         assert (ours.token_ids.tolist(), ours.logprobs.tolist()) == (sent.token_ids, sent.logprobs)
         assert ours.entropy is not None and ours.entropy.tolist() == sent.entropy
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_context_of_a_session_has_no_logprobs_and_is_not_counted(is_packed: bool) -> None:
+    context = SegmentAnswer(
+        id="0.1",
+        parent="0.0",
+        depth=1,
+        token_ids=[7, 8],
+        logprobs=[],
+        finish_reason="cut",
+        versions=[],
+        sampled=False,
+    )
+    assert context.model_dump()["sampled"] is False
+    assert "sampled" not in SEGMENTS[0].model_dump()
+    last = SEGMENTS[1].model_copy(update={"id": "0.2", "parent": "0.1", "entropy": None})
+    head = HEAD.model_copy(update={"leaves": ["0.2"]})
+    segments = [SEGMENTS[0], context, last]
+    group = GroupAnswer(**head.model_dump(), samples=[], segments=segments)
+    answer = RolloutAnswer(id="r", outcome="done", groups=[group], usage=USAGE)
+    result = result_of_packed(unpack(pack(answer))) if is_packed else result_of(answer)
+    tree = result.groups[0].tree
+    assert tree is not None
+    num_sampled = len(SEGMENTS[0].token_ids) + len(last.token_ids)
+    assert (group.num_generated_tokens, tree.num_tokens) == (num_sampled, num_sampled)
+    assert [segment.sampled for segment in tree.segments] == [True, False, True]
+    assert [len(segment.logprobs) for segment in tree.segments] == [
+        len(each.logprobs) for each in segments
+    ]
+    (row,) = tree.rows()
+    assert row.token_ids.tolist() == [token for each in segments for token in each.token_ids]
+    is_context = [not each.sampled for each in segments for _ in each.token_ids]
+    assert np.isnan(row.logprobs).tolist() == is_context
 
 
 def test_tree_is_requested_like_any_rollout(connect: Connect) -> None:

@@ -6,7 +6,7 @@ outcome. A stream without the last record has failed.
 A packed result is a safetensors file with arrays as tensors and the rest as JSON metadata:
 
     token_ids  int32    [tokens]        per group its samples' tokens, then its segments'
-    logprobs   float32  [tokens]
+    logprobs   float32  [tokens]        NaN in segments that were not sampled
     offsets    int64    [parts + 1]     part i owns offsets[i]:offsets[i + 1]
     entropy    float32  [tokens]        NaN where missing; absent if no token has any
     support_lengths  uint32  [tokens]   bytes of each token's support; absent if there are none
@@ -175,7 +175,7 @@ def pack(answer: RolloutAnswer) -> bytes:
     lengths = [len(part.token_ids) for part in parts]
     tensors: dict[str, npt.NDArray[Any]] = {
         "token_ids": _joined(parts, lambda part: part.token_ids, np.dtype(np.int32)),
-        "logprobs": _joined(parts, lambda part: part.logprobs, np.dtype(np.float32)),
+        "logprobs": _joined(parts, _logprobs_or_nan, np.dtype(np.float32)),
         "offsets": np.cumsum([0, *lengths], dtype=np.int64),
         **table_tensors(TOP, [part.top_logprobs for part in parts], lengths),
         **prompt_tensors(answer.groups),
@@ -239,6 +239,11 @@ def _with_experts(answer: RolloutAnswer, tensors: dict[str, npt.NDArray[Any]]) -
 
 def _entropy(part: Part) -> list[float] | None:
     return part.entropy if isinstance(part, SegmentAnswer) else None
+
+
+def _logprobs_or_nan(part: Part) -> list[float]:
+    is_context = isinstance(part, SegmentAnswer) and not part.sampled
+    return [float("nan")] * len(part.token_ids) if is_context else part.logprobs
 
 
 def _entropy_or_nan(part: Part) -> list[float]:

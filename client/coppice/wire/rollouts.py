@@ -1,5 +1,6 @@
 """Wire types of POST /v1/rollouts: groups of prompts, answered by groups of samples."""
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -226,6 +227,8 @@ class SegmentAnswer(AnswerModel):
     Without a parent a segment starts at the prompt. Token indices in `versions` start at its
     first token. `num_leaves`, the number of leaves below, is known only when the tree is complete.
     `kv`, a handle to the KV of the whole path to its end, is available once a child segment starts.
+    If `sampled` is false, the tokens are context of an agent session, such as a tool's result: they
+    have neither logprobs nor versions and are not trained.
     """
 
     id: str
@@ -242,6 +245,7 @@ class SegmentAnswer(AnswerModel):
     kv: KvHandle | None = None
     kv_reason: KvReason | None = None
     top_logprobs: OptionalLogprobs = None
+    sampled: Annotated[bool, Field(exclude_if=bool)] = True
 
 
 class GroupHead(AnswerModel):
@@ -288,7 +292,9 @@ class GroupAnswer(GroupHead):
 
         Tokens of resumed samples do not count.
         """
-        parts = self.samples if self.segments is None else self.segments
+        parts: Sequence[SampleAnswer | SegmentAnswer] = self.samples
+        if self.segments is not None:
+            parts = [segment for segment in self.segments if segment.sampled]
         return sum(len(part.token_ids) for part in parts) - self.num_continued_tokens
 
     @property
