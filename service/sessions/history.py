@@ -1,0 +1,208 @@
+"""Recorded calls of an agent session, found again by the conversation that an agent sends back.
+
+A conversation is hashed message by message. The hash after a message of the assistant identifies
+the call that returned it, whatever a client changes on the way: the reasoning that it drops, white
+space around the content, the format of a tool call's arguments, the ids of tool calls. Messages of
+other roles must be the same. It has no I/O; `match` may run in another thread than `record`.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Any, Literal
+
+from engine.types import ChatRequest
+from service.sessions.tree import Attachment, Segment
+
+Message = Mapping[str, Any]
+Reason = Literal[
+    "new_conversation", "extended", "edited_history", "template", "no_turn_end", "retry"
+]
+ASSISTANT = "assistant"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedCall:
+    """An answered call. The path to `segment` is its prompt and its sample.
+
+    `reasoning` is that of the returned message, which agents drop.
+    """
+
+    segment: Segment
+    reasoning: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Match:
+    """The last message of a conversation that a recorded call has returned, and its index.
+
+    `earlier` are all such messages, by index. `has_foreign`: messages of the assistant follow that
+    no call has returned.
+    """
+
+    call: RecordedCall
+    index: int
+    earlier: Mapping[int, RecordedCall]
+    has_foreign: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextMatch:
+    """A recorded call whose prompt and response a text begins with, and the rest of the text.
+
+    Of the call's sample `num_dropped` last tokens are not in the text.
+    """
+
+    call: RecordedCall
+    rest: str
+    num_dropped: int
+
+
+@dataclass(slots=True)
+class Conversations:
+    """Recorded calls of one session, by the hash of their messages or the text of their tokens."""
+
+    _calls: dict[bytes, dict[tuple[str, ...], RecordedCall]] = field(default_factory=dict)
+    _texts: dict[int, dict[bytes, tuple[RecordedCall, int]]] = field(default_factory=dict)
+
+    def match(self, chat_request: ChatRequest) -> Match | None:
+        """Find the deepest message of the assistant that a recorded call has returned.
+
+        Takes time proportional to the length of the conversation.
+        """
+        found: dict[int, RecordedCall] = {}
+        last_assistant = -1
+        hashes = _hashes(chat_request, chat_request.messages)
+        for index, (message, digest) in enumerate(zip(chat_request.messages, hashes, strict=True)):
+            if message.get("role") != ASSISTANT:
+                continue
+            last_assistant = index
+            if digest in self._calls:
+                found[index] = _chosen(self._calls[digest], message)
+        if not found:
+            return None
+        index = max(found)
+        return Match(
+            call=found[index], index=index, earlier=found, has_foreign=last_assistant > index
+        )
+
+    def record(
+        self, chat_request: ChatRequest, returned_message: Message, call: RecordedCall
+    ) -> None:
+        """Record the message that a call has returned. Of equal ones the latest is found."""
+        messages = [*chat_request.messages, returned_message]
+        *_, digest = _hashes(chat_request, messages)
+        same = self._calls.setdefault(digest, {})
+        ids = _call_ids(returned_message)
+        same.pop(ids, None)
+        same[ids] = call
+
+    def match_text(self, text: str) -> TextMatch | None:
+        """Find the longest recorded text that a prompt begins with."""
+        running, start, found = _new_hash(), 0, None
+        for length in takewhile(lambda size: size <= len(text), sorted(self._texts)):
+            running.update(_encoded(text[start:length]))
+            start = length
+            if (recorded := self._texts[length].get(running.digest())) is not None:
+                call, num_dropped = recorded
+                found = TextMatch(call=call, rest=text[length:], num_dropped=num_dropped)
+        return found
+
+    def record_text(self, text: str, call: RecordedCall, *, num_dropped: int = 0) -> None:
+        """Record the text of a call's prompt and sample, without `num_dropped` last tokens."""
+        hashed = _new_hash()
+        hashed.update(_encoded(text))
+        self._texts.setdefault(len(text), {})[hashed.digest()] = (call, num_dropped)
+
+
+def attachment_reason(
+    attachment: Attachment,
+    match: Match | None,
+    fallback: Literal["template", "no_turn_end"] | None,
+    *,
+    has_assistant: bool,
+) -> Reason:
+    """Reason for a prompt's place in the tree.
+
+    `fallback`: the prompt is rendered by the template although a call matches. `has_assistant`: the
+    conversation has messages of the assistant.
+    """
+    if attachment.is_repeated:
+        return "retry"
+    if match is None:
+        return "edited_history" if has_assistant else "new_conversation"
+    if fallback is not None:
+        return fallback
+    return "edited_history" if match.has_foreign else "extended"
+
+
+def _hashes(chat_request: ChatRequest, messages: Sequence[Message]) -> Iterator[bytes]:
+    """Hash of the conversation after each message; tools and template options are included."""
+    running = _new_hash()
+    running.update(_encoded(_canonical([chat_request.tools, chat_request.template_options])))
+    call_numbers: dict[str, int] = {}
+    for message in messages:
+        running.update(_encoded(_canonical(_normalized(message, call_numbers))))
+        yield running.digest()
+
+
+def _normalized(message: Message, call_numbers: dict[str, int]) -> list[Any]:
+    """The parts of a message that count. Ids of tool calls are numbered in order of appearance."""
+    role, content = message.get("role"), _text(message.get("content"))
+    if role == ASSISTANT:
+        calls = message.get("tool_calls") or ()
+        numbers = [_number(str(call.get("id")), call_numbers) for call in calls]
+        return [role, content.strip(), [_called(call) for call in calls], numbers]
+    answered = message.get("tool_call_id")
+    number = None if answered is None else _number(str(answered), call_numbers)
+    return [role, content, message.get("name"), number]
+
+
+def _text(content: Any) -> str:
+    """Content of a message as text; its text parts are joined."""
+    if isinstance(content, str) or content is None:
+        return content or ""
+    return "".join(str(part.get("text", part)) for part in content)
+
+
+def _called(call: Mapping[str, Any]) -> list[Any]:
+    function = call.get("function") or {}
+    return [function.get("name"), _arguments(function.get("arguments"))]
+
+
+def _arguments(given: Any) -> str:
+    """Canonical arguments of a tool call. All numbers are floats, as JavaScript reads them."""
+    try:
+        text = given if isinstance(given, str) else _canonical(given)
+        return _canonical(json.loads(text or "{}", parse_int=float))
+    except (ValueError, RecursionError):
+        return str(given)
+
+
+def _number(call_id: str, call_numbers: dict[str, int]) -> int:
+    return call_numbers.setdefault(call_id, len(call_numbers))
+
+
+def _call_ids(message: Message) -> tuple[str, ...]:
+    return tuple(str(call.get("id")) for call in message.get("tool_calls") or ())
+
+
+def _chosen(same: Mapping[tuple[str, ...], RecordedCall], message: Message) -> RecordedCall:
+    """The call that returned the message's tool call ids, else the latest."""
+    latest = list(same.values())[-1]
+    return same.get(_call_ids(message), latest)
+
+
+def _canonical(value: Any) -> str:
+    """JSON text that is equal for equal values. No text is the beginning of another."""
+    return json.dumps(value, sort_keys=True) + "\n"
+
+
+def _encoded(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _new_hash() -> "hashlib.blake2b":
+    return hashlib.blake2b(digest_size=16)
