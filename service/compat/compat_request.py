@@ -25,7 +25,7 @@ from coppice.wire.rollouts import (
     SampleAnswer,
     WeightsConstraint,
 )
-from engine.types import Sampling
+from engine.types import ChatRequest, Sampling
 from service.auth.access import Caller
 from service.auth.keys import ApiKey
 from service.compat.bodies import (
@@ -118,6 +118,11 @@ class CompatRequest:
             )
         self.server.adapters.resolve(model)
         return model
+
+    async def render(self, chat_request: ChatRequest) -> list[int]:
+        """Prompt of a chat request: the token ids of its rendered messages."""
+        rendering = self.server.tokenizer.chat_request(chat_request)
+        return await cancel_on_disconnect(self.request, rendering)
 
     async def tokenize(self, build_prompts: Callable[[], list[Prompt]]) -> list[list[int]]:
         """Validate the prompts of a request against the limits of a rollout, and tokenize them.

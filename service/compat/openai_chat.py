@@ -38,7 +38,6 @@ from service.compat.openai_errors import OpenAIRoute
 from service.compat.openai_stream import STREAM_RESPONSES, StreamFields, stream_response, unix_time
 from service.compat.sampling_fields import SamplingFields
 from service.http.errors import InvalidRequest
-from service.http.exception_handlers import cancel_on_disconnect
 from service.rollouts.logprob_tables import check_count
 from service.rollouts.rollout import Rollout
 from service.server import Server
@@ -152,8 +151,7 @@ async def chat(call: Compat) -> Response:
     check_count(call.server.engine.info, top_logprobs=body.top_logprobs)
     chat_request = body.chat_request()
     _count_ignored(call.server, body.chat_template_kwargs or {})
-    rendering = call.server.tokenizer.chat_request(chat_request)
-    prompt = await cancel_on_disconnect(call.request, rendering)
+    prompt = await call.render(chat_request)
     rollout = await call.start(
         body.rollout_request(
             [prompt], body, body.max_completion_tokens or body.max_tokens, adapter
