@@ -4,18 +4,17 @@ The messages are tokenized with the model's own chat template. Tool calls and re
 extracted from a response by the parsers that the engine is configured with.
 """
 
-from dataclasses import replace
-from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Response
 from pydantic import Field
 
 from coppice.wire.rollouts import RolloutAnswer, SampleAnswer
-from engine.types import ChatRequest, ChatResponse, Sampling
+from engine.types import ChatRequest, ChatResponse
 from service.auth.access import requires_role
 from service.compat import logprobs
 from service.compat.bodies import CompatModel, Flag, MaxTokens, Name, request_body
+from service.compat.chat_samples import ChatSamples, MessageParts
 from service.compat.compat_request import (
     CommonRequestFields,
     Compat,
@@ -29,7 +28,6 @@ from service.compat.forced_tools import (
     NamedTool,
     ToolChoice,
     forced_constraint,
-    forced_response,
     is_forced,
 )
 from service.compat.logprobs import NumLogprobs
@@ -39,7 +37,6 @@ from service.compat.openai_stream import STREAM_RESPONSES, StreamFields, stream_
 from service.compat.sampling_fields import SamplingFields
 from service.http.errors import InvalidRequest
 from service.rollouts.logprob_tables import check_count
-from service.rollouts.rollout import Rollout
 from service.server import Server
 
 router = APIRouter(route_class=OpenAIRoute)
@@ -160,7 +157,14 @@ async def chat(call: Compat) -> Response:
         num_top_logprobs=body.top_logprobs if body.logprobs else None,
         stream_tokens=body.stream,
     )
-    builder = ChatResponseBuilder(call.server, body, chat_request, prompt, rollout)
+    samples = ChatSamples(
+        call=call,
+        chat_request=chat_request,
+        tool_choice=body.tool_choice,
+        prompt=prompt,
+        rollout=rollout,
+    )
+    builder = ChatResponseBuilder(body, samples)
     if body.stream:
         return builder.stream_response()
     answer = await call.wait(rollout)
@@ -183,17 +187,14 @@ class ChatResponseBuilder:
 
     def __init__(
         self,
-        server: Server,
         body: ChatBody,
-        chat_request: ChatRequest,
-        prompt: list[int],
-        rollout: Rollout,
+        samples: ChatSamples,
     ) -> None:
-        self._server = server
+        self._server = samples.call.server
         self._body = body
-        self._conversation = chat_request
-        self._prompt = prompt
-        self._rollout = rollout
+        self._samples = samples
+        self._prompt = samples.prompt
+        self._rollout = samples.rollout
 
     def answer(self, answer: RolloutAnswer, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -204,9 +205,7 @@ class ChatResponseBuilder:
         }
 
     async def choice(self, sample: SampleAnswer) -> dict[str, Any]:
-        chat_response, reason = await self._parse(sample)
-        if not chat_response.parsed:
-            self._server.metrics.http.responses_not_parsed.inc()
+        chat_response = await self._samples.message(sample)
         choice: dict[str, Any] = {
             "index": sample.index,
             "message": {
@@ -214,7 +213,7 @@ class ChatResponseBuilder:
                 "content": chat_response.content,
                 **_message(chat_response),
             },
-            "finish_reason": reason,
+            "finish_reason": self._finish_reason(sample, chat_response),
             "stop_reason": sample.stop_reason,
             "logprobs": await self._logprobs(sample) if self._body.logprobs else None,
             "weight_versions": weight_version_spans(sample),
@@ -237,14 +236,12 @@ class ChatResponseBuilder:
         rollout, body = self._rollout, self._body
         chunks = ChatChunks(
             server=self._server,
-            sampling=self._sampling,
-            chat_request=self._parsed_request,
+            parts=MessageParts(self._samples),
             prompt=self._prompt,
             with_logprobs=body.logprobs,
             as_ids=body.return_tokens_as_token_ids,
             return_token_ids=body.return_token_ids,
-            forces_tools=is_forced(body.tool_choice),
-            parse=self._parse,
+            to_reason=self._finish_reason,
             to_message=_delta,
         )
         head = self._head("chat.completion.chunk", rollout.id)
@@ -254,40 +251,15 @@ class ChatResponseBuilder:
         """Top-level response field with the prompt token ids; empty if they are not requested."""
         return {"prompt_token_ids": self._prompt} if self._body.return_token_ids else {}
 
-    @property
-    def _sampling(self) -> Sampling:
-        return self._rollout.groups[0].options.sampling
-
-    @property
-    def _parsed_request(self) -> ChatRequest:
-        """The chat request as the parsers of the response need it."""
-        if self._body.tool_choice == "none":
-            return replace(self._conversation, tools=())
-        return self._conversation
-
-    async def _parse(self, sample: SampleAnswer) -> tuple[ChatResponse, str]:
-        """The parsed response of a sample, and its finish reason.
+    def _finish_reason(self, sample: SampleAnswer, chat_response: ChatResponse) -> str:
+        """Finish reason of a sample.
 
         As in OpenAI's API, the finish reason of a call of a named function is `stop`.
         """
         reason, choice = finish_reason(sample), self._body.tool_choice
-        chat_response = await self._response(sample)
         if chat_response.tool_calls and reason == "stop" and not isinstance(choice, NamedTool):
             reason = "tool_calls"
-        return chat_response, reason
-
-    async def _response(self, sample: SampleAnswer) -> ChatResponse:
-        tokenizer, sampling = self._server.tokenizer, self._sampling
-        if is_forced(self._body.tool_choice):
-            return await tokenizer.parsed_text(
-                sample.token_ids,
-                sample.stop_reason,
-                sampling,
-                partial(forced_response, self._body.tool_choice),
-            )
-        return await tokenizer.chat_response(
-            self._parsed_request, sample.token_ids, sample.stop_reason, sampling
-        )
+        return reason
 
     def _head(self, kind: str, rollout_id: str) -> dict[str, Any]:
         return {

@@ -1,19 +1,19 @@
 """Chunks of streamed completions and chat completions, one choice per sample.
 
-Chunks have the fields that vLLM's have. A choice whose response may contain tool calls is sent as
-a whole when it has ended: the parsers of tool calls give the result of the whole text only then.
-Before that it has chunks with an empty delta if token ids or logprobs were requested.
+Chunks have the fields that vLLM's have. A choice without new text has chunks with an empty delta if
+token ids or logprobs were requested.
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from coppice.wire.rollouts import SampleAnswer
-from engine.types import ChatRequest, ChatResponse, Sampling
+from engine.types import ChatResponse, Sampling
 from service.compat import logprobs
+from service.compat.chat_samples import MessageParts
 from service.compat.compat_request import finish_reason, weight_version_spans
-from service.compat.sample_stream import SamplePart, StreamedMessage, StreamedText
+from service.compat.sample_stream import SamplePart, StreamedText
 from service.rollouts.record_reader import SampleKey
 from service.server import Server
 
@@ -70,32 +70,21 @@ class CompletionChunks:
 class ChatChunks:
     """Chunks of POST /v1/chat/completions.
 
-    `parse` returns the whole response of a sample and its finish reason. `to_message` converts a
-    response to the fields of a message.
+    `to_reason` returns the finish reason of a sample with the last part of its response.
+    `to_message` converts a response to the fields of a message.
     """
 
     server: Server
-    sampling: Sampling
-    chat_request: ChatRequest
+    parts: MessageParts
     prompt: list[int]
     with_logprobs: bool
     as_ids: bool
     return_token_ids: bool
-    forces_tools: bool
-    parse: Callable[[SampleAnswer], Awaitable[tuple[ChatResponse, str]]]
+    to_reason: Callable[[SampleAnswer, ChatResponse], str]
     to_message: Callable[[ChatResponse], dict[str, Any]]
-    _messages: dict[int, StreamedMessage] = field(default_factory=dict)
-    _is_buffered: bool = False
 
     async def of_part(self, part: SamplePart) -> list[Chunk]:
-        is_first = part.index not in self._messages
-        if is_first:
-            stream = await self.server.tokenizer.response_stream(
-                self.prompt, self.chat_request, self.sampling
-            )
-            self._messages[part.index] = StreamedMessage(self.server, stream)
-            may_call = stream.is_parsed and bool(self.chat_request.tools)
-            self._is_buffered = self.forces_tools or may_call
+        is_first = self.parts.is_first(part)
         choice = await self._choice(part)
         chunks = [self._first(part)] if is_first else []
         return chunks if choice is None else [*chunks, {"choices": [choice]}]
@@ -109,18 +98,8 @@ class ChatChunks:
 
     async def _choice(self, part: SamplePart) -> dict[str, Any] | None:
         """Choice of a part; None if the part has nothing to send yet."""
-        message = self._messages[part.index]
-        reason = None
-        if part.sample is not None:
-            del self._messages[part.index]
-            whole, reason = await self.parse(part.sample)
-            response = message.rest(whole)
-            if not response.parsed:
-                self.server.metrics.http.responses_not_parsed.inc()
-        elif self._is_buffered:
-            response = ChatResponse(content=None)
-        else:
-            response = await message.next(part)
+        response = await self.parts.next(part)
+        reason = None if part.sample is None else self.to_reason(part.sample, response)
         delta = self.to_message(response)
         if not (delta or reason or self.with_logprobs or self.return_token_ids):
             return None

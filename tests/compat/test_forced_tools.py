@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine.types import ChatResponse
-from service.compat import openai_chat
+from service.compat import chat_samples, openai_chat
 from service.compat.forced_tools import ToolChoice, forced_response
 from tests.compat.third_party import foreign
 from tests.fake_engine import FakeEngine
@@ -96,7 +96,7 @@ async def test_calls_are_parsed_outside_the_event_loop(
         threads.append(threading.current_thread().name)
         return forced_response(choice, text)
 
-    monkeypatch.setattr(openai_chat, "forced_response", response)
+    monkeypatch.setattr(chat_samples, "forced_response", response)
     await answered(tmp_path, '{"a": 1}', tool_choice=NAMED)
     assert [name.split("_")[0] for name in threads] == ["tokenizer"]
 
