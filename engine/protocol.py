@@ -49,7 +49,7 @@ class Engine(Protocol):
     start/stop: once each. start stamps `version` on every token. It raises StartFailed with the
         reason, which `health` reports too. stop is idempotent and leaves no process and no shared
         memory behind.
-    shared_prefix, speculation, graphs: counters as of the last heartbeat, at most one second old.
+    shared_prefix, speculation, graphs: counters of the last heartbeat, at most two seconds old.
     kill: ends the engine's processes at once; all pending calls raise EngineDead. stop follows.
     token_texts: the text of each token alone, special tokens included.
     token_pieces: each token as written in the tokenizer's vocabulary.

@@ -5,6 +5,7 @@ no harm. Results are sent as msgpack.
 """
 
 import os
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Final, TypedDict
 
 from engine.attention import counters as attention
@@ -18,6 +19,8 @@ from engine.speculation.core import engine_core_methods as siblings
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore
+
+    from engine.launch.worker import Snapshot
 
 ALL_BLOCKS_CACHED: Final = 1 << 60
 
@@ -55,10 +58,40 @@ class PoolState(TypedDict):
     num_tables: int
 
 
+class WorkerCounters:
+    """Counters of all ranks, read without waiting for a step that is in progress.
+
+    A call of workers in other processes returns after the replies to all earlier calls. With
+    asynchronous scheduling these include steps in progress, so that the next step would not be
+    scheduled while one runs. So the reply is taken once a step's result has been waited for, and
+    until then `read` returns the counters of the previous call. While no step is in progress it
+    waits, as the calling heartbeat must notice a worker that hangs.
+    """
+
+    def __init__(self) -> None:
+        self._requested: Future[list[Snapshot]] | None = None
+        self._latest: list[Snapshot] | None = None
+
+    def read(self, executor: Any, *, in_progress: bool) -> "list[Snapshot]":
+        from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+        must_wait = not (in_progress and isinstance(executor, MultiprocExecutor))
+        if must_wait or self._latest is None:
+            self._requested = None
+            self._latest = executor.collective_rpc("coppice_counters")
+            return self._latest
+        if self._requested is None or self._requested.done():
+            if self._requested is not None:
+                self._latest = self._requested.result()
+            self._requested = executor.collective_rpc("coppice_counters", non_block=True)
+        return self._latest
+
+
 def coppice_ping(self: "EngineCore") -> Ping:
     num_running, num_waiting = self.scheduler.get_request_counts()
     pool = self.scheduler.kv_cache_manager.block_pool
-    counted = self.model_executor.collective_rpc("coppice_counters")
+    counters: WorkerCounters = self.__dict__.setdefault("coppice_counters", WorkerCounters())
+    counted = counters.read(self.model_executor, in_progress=bool(self.batch_queue))
     sibling_drafts = siblings.counted(self)
     return Ping(
         pid=os.getpid(),
@@ -68,7 +101,7 @@ def coppice_ping(self: "EngineCore") -> Ping:
         num_blocks=_num_usable_blocks(pool),
         shared_prefix=[rank["shared_prefix"] for rank in counted],
         speculation=[sibling_drafts or rank["speculation"] for rank in counted],
-        graphs=self.model_executor.collective_rpc("coppice_graph_counters") if graph_plan() else [],
+        graphs=[rank["graphs"] for rank in counted] if graph_plan() else [],
         drafter=drafter.counted(self),
     )
 

@@ -39,6 +39,7 @@ class WorkerInfo(TypedDict):
 class Snapshot(TypedDict):
     shared_prefix: attention.Snapshot
     speculation: speculation.Snapshot
+    graphs: CudaGraphSnapshot | None
 
 
 class LoadSuccess(TypedDict):
@@ -80,7 +81,9 @@ class WorkerExtension:
 
     def coppice_counters(self) -> Snapshot:
         return Snapshot(
-            shared_prefix=attention.COUNTERS.read(), speculation=speculation.COUNTERS.read()
+            shared_prefix=attention.COUNTERS.read(),
+            speculation=speculation.COUNTERS.read(),
+            graphs=GRAPHS.read(),
         )
 
     def coppice_attention_state(self) -> AttentionState:
@@ -97,9 +100,6 @@ class WorkerExtension:
 
     def coppice_save_drafts(self) -> bool:
         return not isinstance(attempt(self.coppice_write_drafts), Failure)
-
-    def coppice_graph_counters(self) -> CudaGraphSnapshot | None:
-        return GRAPHS.read()
 
     def coppice_reset_graph_counters(self) -> CudaGraphSnapshot | None:
         """Reset the CUDA graph counters, after the warm-up steps."""
