@@ -14,6 +14,7 @@ from engine.kv_types import ExportSlot, GpuMemory, KvFormat, KvLoad
 PauseMode = Literal["abort", "wait", "keep"]
 ActivationMode = Literal["keep", "recompute", "wait", "abort"]
 EngineStage = Literal["starting", "serving", "activating", "stopping", "dead"]
+TruncationSide = Literal["left", "right"]
 EngineFinishReason = Literal["stop", "length", "abort", "error"]
 KvReason = Literal["disabled", "unsupported_cache"]
 
@@ -204,7 +205,7 @@ class ChatRequest:
 
     Only the `template_options` listed in `EngineInfo.template_variables` are rendered; others are
     ignored. With `continue_final_message` the prompt ends with the last message, which the response
-    goes on with. With `truncate_prompt_tokens` only that many last tokens are kept.
+    goes on with. With `truncate_prompt_tokens` only that many tokens are kept (`truncated`).
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -213,6 +214,14 @@ class ChatRequest:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     truncate_prompt_tokens: int | None = None
+    truncation_side: TruncationSide = "left"
+
+
+def truncated(token_ids: list[int], number: int | None, side: TruncationSide) -> list[int]:
+    """Last `number` tokens of a prompt, or the first ones if the right side is truncated."""
+    if number is None or number >= len(token_ids):
+        return token_ids
+    return token_ids[-number:] if side == "left" else token_ids[:number]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,6 +43,7 @@ from engine.types import (
     ToolCall,
     TopLogprobRows,
     VersionSpan,
+    truncated,
 )
 from tests.fake_export import FORMAT, write_export
 
@@ -187,7 +188,9 @@ class FakeEngine:
             raise RequestRefused("unknown role")
         named = [str(tool["function"]["name"]) for tool in chat_request.tools]
         contents = [str(message["content"]) for message in messages]
-        return self.encode_text("".join(named + contents))
+        token_ids = self.encode_text("".join(named + contents))
+        number, side = chat_request.truncate_prompt_tokens, chat_request.truncation_side
+        return truncated(token_ids, number, side)
 
     def chat_response(
         self,

@@ -25,7 +25,7 @@ from engine.io.response_stream import ParsedStream, TextStream
 from engine.protocol import DEFAULT_SAMPLING, ResponseStream
 from engine.settings import EngineSettings
 from engine.stop_text import response_text
-from engine.types import ChatRequest, ChatResponse, Sampling, ToolCall
+from engine.types import ChatRequest, ChatResponse, Sampling, ToolCall, truncated
 
 log = logging.getLogger(__name__)
 MAX_ARGUMENTS_CHARACTERS = 2**20
@@ -63,7 +63,7 @@ class ChatProcessor:
             number = chat_request.truncate_prompt_tokens
             bounds = self._bounds if number is None else UNBOUNDED
             token_ids = self._renderer.tokenize_prompt(prompt, bounds)["prompt_token_ids"]
-            return list(token_ids)[-(number or 0) :]
+            return truncated(list(token_ids), number, chat_request.truncation_side)
         except VLLMValidationError as error:
             raise PromptTooLong(error.args[0]) from error
 

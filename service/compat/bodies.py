@@ -12,7 +12,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from coppice.wire.base import MAX_TOKENS, TokenIds
 from coppice.wire.rollouts import MAX_GROUPS
+from engine.types import EngineInfo, TruncationSide
 from service.compat.field_table import INTERNAL_FIELDS, REFUSED, check_field
+from service.http.errors import InvalidRequest
 from service.observability.metrics import Metrics
 from service.server import Server
 
@@ -40,6 +42,21 @@ class CompatModel(BaseModel):
 
 class SamplingBody(CompatModel):
     """Request body, or a part of it, whose unknown fields are refused (see field_table)."""
+
+
+class PromptTruncation(CompatModel):
+    """Request fields that truncate a prompt, as in vLLM; -1 keeps what fits the context."""
+
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_TOKENS)] | None = None
+    truncation_side: TruncationSide | None = None
+
+    def prompt_tokens_to_keep(self, info: EngineInfo) -> int | None:
+        number = self.truncate_prompt_tokens
+        if number == 0 or (number or 0) > info.max_context_tokens:
+            raise InvalidRequest.of_parameter(
+                "truncate_prompt_tokens", f"must be -1, or 1 to {info.max_context_tokens}"
+            )
+        return info.max_context_tokens - 1 if number == -1 else number
 
 
 Body = TypeVar("Body", bound=CompatModel)

@@ -67,6 +67,7 @@ class CommonRequestFields(SamplingBody):
     priority: Priority = 0
     cache_salt: Name | None = None
     weights: WeightsConstraint | None = None
+    return_support: Flag = False
 
     def rollout_request(
         self,
@@ -82,6 +83,7 @@ class CommonRequestFields(SamplingBody):
             adapter=adapter,
             priority=self.priority,
             weights=self.weights,
+            return_support=self.return_support,
         )
 
 
@@ -223,6 +225,7 @@ def rollout_request(
     priority: int,
     weights: WeightsConstraint | None,
     seed: int | None = None,
+    return_support: bool = False,
 ) -> RolloutRequest:
     """Build the native rollout request for n samples of each prompt.
 
@@ -239,6 +242,7 @@ def rollout_request(
         weights=weights,
         priority=priority,
         adapter=adapter,
+        return_support=return_support,
     )
 
 
@@ -268,6 +272,11 @@ async def large_json_response(build: Callable[[], object]) -> Response:
 
 def finish_reason(sample: SampleAnswer) -> str:
     return FINISH_REASONS.get(sample.finish_reason, ABORTED)
+
+
+def support_field(sample: SampleAnswer) -> dict[str, Any]:
+    """Field `support` of a finished sample, as in answers of /v1/rollouts; empty if it has none."""
+    return {} if sample.support is None else {"support": sample.support.model_dump()}
 
 
 def weight_version_spans(sample: SampleAnswer) -> list[dict[str, Any]]:

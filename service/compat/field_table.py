@@ -24,6 +24,9 @@ class Refused(NamedTuple):
 _PROCESSOR = (
     "not supported: code of callers is not run; use logit_bias, allowed_token_ids or bad_words"
 )
+_TRUNCATED = (
+    "not supported on this route: truncate the token ids in the client, or use /v1/completions"
+)
 _STOP = "not supported: use stop strings or stop_token_ids"
 _TEXT_ONLY = "only text models are served: send text or token ids"
 _OTHERS = "not supported on this route: use logprobs of /v1/completions, or POST /v1/score"
@@ -44,13 +47,10 @@ REFUSED: dict[str, Refused] = {
     "stop_regex": Refused(([], ""), _STOP),
     "use_beam_search": Refused((False,), "beam search is not supported: use n for several samples"),
     "best_of": Refused((1,), "not supported: use n, and select the best sample in the client"),
-    "echo": Refused(
-        (False,), "not supported on this route: use return_token_ids to get the prompt's token ids"
-    ),
+    "echo": Refused((False,), "not supported on this route: send the prompt to /v1/completions"),
     "suffix": Refused(("",), "not supported: append the text to the prompt"),
-    "truncate_prompt_tokens": Refused(
-        (), "not supported on this route: truncate the prompt in the client, or use /v1/rollouts"
-    ),
+    "truncate_prompt_tokens": Refused((), _TRUNCATED),
+    "truncation_side": Refused(("left", "right"), _TRUNCATED),
     "top_logprobs": Refused((0,), _OTHERS),
     "top_logprobs_num": Refused((0,), _OTHERS),
     "token_ids_logprob": Refused(([],), _OTHERS),
@@ -99,7 +99,7 @@ REFUSED: dict[str, Refused] = {
     "multi_item_delimiter_indices": Refused(([],), "not supported: use POST /v1/score"),
     "return_token_offsets": Refused((False,), _NOT_RETURNED),
     "return_prompt_text": Refused((False,), _NOT_RETURNED),
-    "return_sampling_mask": Refused((False,), "use return_support of /v1/rollouts"),
+    "return_sampling_mask": Refused((False,), "not supported: use return_support"),
     "return_entropy": Refused((False,), _NOT_RETURNED),
     "return_prompt_token_ids": Refused((False,), _NOT_RETURNED),
     "return_flat_raw_top_logprobs": Refused((False,), _NOT_RETURNED),
@@ -153,7 +153,6 @@ NEUTRAL: dict[str, str] = {
     "spaces_between_special_tokens": "formats text",
     "return_text_in_logprobs": "the ids are answered",
     "detokenize": "text is answered anyway",
-    "truncation_side": "truncate_prompt_tokens is refused",
     "stream_interval": "tokens are streamed as they are sampled",
     "routed_experts_prompt_start": "return_routed_experts is refused",
     "routed_experts_start_len": "return_routed_experts is refused",

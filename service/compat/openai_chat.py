@@ -4,16 +4,24 @@ The messages are tokenized with the model's own chat template. Tool calls and re
 extracted from a response by the parsers that the engine is configured with.
 """
 
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Response
 from pydantic import Field
 
 from coppice.wire.rollouts import RolloutAnswer, SampleAnswer
-from engine.types import ChatRequest, ChatResponse
+from engine.types import ChatRequest, ChatResponse, EngineInfo
 from service.auth.access import requires_role
 from service.compat import logprobs
-from service.compat.bodies import CompatModel, Flag, MaxTokens, Name, request_body
+from service.compat.bodies import (
+    CompatModel,
+    Flag,
+    MaxTokens,
+    Name,
+    PromptTruncation,
+    request_body,
+)
 from service.compat.chat_samples import ChatSamples, MessageParts
 from service.compat.compat_request import (
     CommonRequestFields,
@@ -21,9 +29,11 @@ from service.compat.compat_request import (
     finish_reason,
     large_json_response,
     name_of,
+    support_field,
     usage,
     weight_version_spans,
 )
+from service.compat.echo import check_echo
 from service.compat.forced_tools import (
     NamedTool,
     ToolChoice,
@@ -63,9 +73,9 @@ class ChatMessage(CompatModel):
         explicit = self.model_dump(exclude_none=True, include=set(type(self).model_fields))
         if self.reasoning is None and self.reasoning_content is not None:
             explicit["reasoning"] = self.reasoning_content
-        return {**explicit, "content": self._text()}
+        return {**explicit, "content": self.text()}
 
-    def _text(self) -> str:
+    def text(self) -> str:
         if not isinstance(self.content, list):
             return self.content or ""
         if any(not isinstance(part.get("text"), str) for part in self.content):
@@ -88,11 +98,12 @@ class Tool(CompatModel):
     function: Function
 
 
-class ChatBody(SamplingFields, CommonRequestFields, StreamFields):
+class ChatBody(SamplingFields, CommonRequestFields, PromptTruncation, StreamFields):
     """Request body of POST /v1/chat/completions.
 
     `logprobs` returns the logprob of each sampled token, and the logprobs of the `top_logprobs`
-    most likely tokens at its position.
+    most likely tokens at its position. `echo` returns the last message before the response, if it
+    is of the assistant.
     """
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096, fail_fast=True)]
@@ -105,16 +116,24 @@ class ChatBody(SamplingFields, CommonRequestFields, StreamFields):
     max_completion_tokens: MaxTokens | None = None
     logprobs: Flag = False
     top_logprobs: NumLogprobs | None = None
+    echo: Flag = False
     return_tokens_as_token_ids: Flag = False
 
-    def chat_request(self) -> ChatRequest:
+    def chat_request(self, info: EngineInfo) -> ChatRequest:
         return ChatRequest(
             messages=[message.to_template_message() for message in self.messages],
             tools=self._template_tools(),
             template_options=self.chat_template_kwargs or {},
             add_generation_prompt=self.add_generation_prompt,
             continue_final_message=self.continue_final_message,
+            truncate_prompt_tokens=self.prompt_tokens_to_keep(info),
+            truncation_side=self.truncation_side or "left",
         )
+
+    def echoed_text(self) -> str:
+        """Text that is returned before each response; empty without `echo`."""
+        last = self.messages[-1]
+        return last.text() if self.echo and last.role == "assistant" else ""
 
     def _constraints(self) -> dict[str, dict[str, Any] | None]:
         forced = None
@@ -146,9 +165,11 @@ async def chat(call: Compat) -> Response:
     body.check()
     adapter = call.resolve_adapter(body.model)
     check_count(call.server.engine.info, top_logprobs=body.top_logprobs)
-    chat_request = body.chat_request()
+    chat_request = body.chat_request(call.server.engine.info)
     _count_ignored(call.server, body.chat_template_kwargs or {})
     prompt = await call.render(chat_request)
+    if body.echo:
+        check_echo([prompt], n=body.n)
     rollout = await call.start(
         body.rollout_request(
             [prompt], body, body.max_completion_tokens or body.max_tokens, adapter
@@ -211,12 +232,13 @@ class ChatResponseBuilder:
             "message": {
                 "role": "assistant",
                 "content": chat_response.content,
-                **_message(chat_response),
+                **_message(_echoed(self._body.echoed_text(), chat_response)),
             },
             "finish_reason": self._finish_reason(sample, chat_response),
             "stop_reason": sample.stop_reason,
             "logprobs": await self._logprobs(sample) if self._body.logprobs else None,
             "weight_versions": weight_version_spans(sample),
+            **support_field(sample),
         }
         if self._body.return_token_ids:
             choice["token_ids"] = sample.token_ids
@@ -242,6 +264,7 @@ class ChatResponseBuilder:
             as_ids=body.return_tokens_as_token_ids,
             return_token_ids=body.return_token_ids,
             to_reason=self._finish_reason,
+            echoed_text=body.echoed_text(),
             to_message=_delta,
         )
         head = self._head("chat.completion.chunk", rollout.id)
@@ -268,6 +291,13 @@ class ChatResponseBuilder:
             "created": unix_time(),
             "model": name_of(self._server, self._body.model),
         }
+
+
+def _echoed(text: str, chat_response: ChatResponse) -> ChatResponse:
+    """The response with a text before its content."""
+    if not text:
+        return chat_response
+    return replace(chat_response, content=text + (chat_response.content or ""))
 
 
 def _message(chat_response: ChatResponse) -> dict[str, Any]:

@@ -4,7 +4,7 @@ Chunks have the fields that vLLM's have. A choice without new text has chunks wi
 token ids or logprobs were requested.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,8 @@ from coppice.wire.rollouts import SampleAnswer
 from engine.types import ChatResponse, Sampling
 from service.compat import logprobs
 from service.compat.chat_samples import MessageParts
-from service.compat.compat_request import finish_reason, weight_version_spans
+from service.compat.compat_request import finish_reason, support_field, weight_version_spans
+from service.compat.echo import PromptEcho
 from service.compat.sample_stream import SamplePart, StreamedText
 from service.rollouts.record_reader import SampleKey
 from service.server import Server
@@ -22,7 +23,11 @@ Chunk = dict[str, Any]
 
 @dataclass(slots=True, kw_only=True)
 class CompletionChunks:
-    """Chunks of POST /v1/completions for the n samples of each prompt."""
+    """Chunks of POST /v1/completions for the n samples of each prompt.
+
+    With `echo`, the first chunk of a choice begins with the prompt. With `leaves_out_tokens`, the
+    tokens of the samples are not sent.
+    """
 
     server: Server
     sampling: Sampling
@@ -31,10 +36,16 @@ class CompletionChunks:
     with_logprobs: bool
     as_ids: bool
     return_token_ids: bool
+    echo: PromptEcho | None = None
+    leaves_out_tokens: bool = False
     _texts: dict[SampleKey, StreamedText] = field(default_factory=dict)
     _offsets: dict[SampleKey, int] = field(default_factory=dict)
 
     async def of_part(self, part: SamplePart) -> list[Chunk]:
+        if self.leaves_out_tokens:
+            if part.sample is None:
+                return []
+            part = part.without_tokens()
         choice: dict[str, Any] = {
             "index": part.group * self.n + part.index,
             "text": await self._text(part),
@@ -51,16 +62,20 @@ class CompletionChunks:
         text = self._texts.pop(part.key, None) or StreamedText(self.server, self.sampling)
         if part.sample is None:
             self._texts[part.key] = text
-        return await text.next(part)
+        echoed = self._echo_of(part)
+        return (echoed.texts[part.group] if echoed else "") + await text.next(part)
+
+    def _echo_of(self, part: SamplePart) -> PromptEcho | None:
+        return self.echo if part.start == 0 else None
 
     async def _logprobs(self, part: SamplePart) -> dict[str, Any]:
-        found = logprobs.completion_logprobs(
-            part.token_ids,
-            part.logprobs,
-            part.top_logprobs,
-            await _names(self.server, part, as_ids=self.as_ids),
-            self._offsets.get(part.key, 0),
-        )
+        echoed = self._echo_of(part)
+        name = await _names(self.server, part, as_ids=self.as_ids, echo=echoed)
+        sampled = (part.token_ids, part.logprobs, part.top_logprobs, name)
+        if echoed is None:
+            found = logprobs.completion_logprobs(*sampled, self._offsets.get(part.key, 0))
+        else:
+            found = echoed.logprobs(part.group, *sampled)
         if found["tokens"]:
             self._offsets[part.key] = found["text_offset"][-1] + len(found["tokens"][-1])
         return found
@@ -81,20 +96,24 @@ class ChatChunks:
     as_ids: bool
     return_token_ids: bool
     to_reason: Callable[[SampleAnswer, ChatResponse], str]
+    echoed_text: str
     to_message: Callable[[ChatResponse], dict[str, Any]]
 
     async def of_part(self, part: SamplePart) -> list[Chunk]:
         is_first = self.parts.is_first(part)
         choice = await self._choice(part)
-        chunks = [self._first(part)] if is_first else []
+        chunks = self._first(part) if is_first else []
         return chunks if choice is None else [*chunks, {"choices": [choice]}]
 
-    def _first(self, part: SamplePart) -> Chunk:
-        """First chunk of a choice, with the role, as clients of OpenAI's API expect it."""
-        delta = {"role": "assistant", "content": ""}
-        choice = {"index": part.index, "delta": delta, "logprobs": None, "finish_reason": None}
+    def _first(self, part: SamplePart) -> list[Chunk]:
+        """First chunks of a choice: the role, which OpenAI's clients expect, and the echo."""
+        choice = {"index": part.index, "logprobs": None, "finish_reason": None}
+        role = {**choice, "delta": {"role": "assistant", "content": ""}}
         prompt = {"prompt_token_ids": self.prompt} if self.return_token_ids else {}
-        return {"choices": [choice], **prompt}
+        first: Chunk = {"choices": [role], **prompt}
+        if not self.echoed_text:
+            return [first]
+        return [first, {"choices": [{**choice, "delta": {"content": self.echoed_text}}]}]
 
     async def _choice(self, part: SamplePart) -> dict[str, Any] | None:
         """Choice of a part; None if the part has nothing to send yet."""
@@ -119,12 +138,15 @@ class ChatChunks:
         return {"content": content}
 
 
-async def _names(server: Server, part: SamplePart, *, as_ids: bool) -> logprobs.TokenName:
-    return await logprobs.token_names(
-        server.tokenizer,
-        lambda: logprobs.with_top_token_ids(part.token_ids, part.top_logprobs),
-        as_ids=as_ids,
-    )
+async def _names(
+    server: Server, part: SamplePart, *, as_ids: bool, echo: PromptEcho | None = None
+) -> logprobs.TokenName:
+    def token_ids() -> Iterator[int]:
+        yield from logprobs.with_top_token_ids(part.token_ids, part.top_logprobs)
+        if echo is not None:
+            yield from echo.token_ids(part.group)
+
+    return await logprobs.token_names(server.tokenizer, token_ids, as_ids=as_ids)
 
 
 def _end_fields(sample: SampleAnswer | None, reason: str | None) -> dict[str, Any]:
@@ -133,4 +155,5 @@ def _end_fields(sample: SampleAnswer | None, reason: str | None) -> dict[str, An
     if sample is not None:
         fields["stop_reason"] = sample.stop_reason
         fields["weight_versions"] = weight_version_spans(sample)
+        fields |= support_field(sample)
     return fields

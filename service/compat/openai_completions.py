@@ -16,6 +16,7 @@ from service.compat import logprobs
 from service.compat.bodies import (
     Flag,
     ListsOfTokenIds,
+    PromptTruncation,
     Text,
     Texts,
     request_body,
@@ -23,13 +24,16 @@ from service.compat.bodies import (
 from service.compat.compat_request import (
     CommonRequestFields,
     Compat,
+    CompatRequest,
     DecodedSample,
     finish_reason,
     large_json_response,
     name_of,
+    support_field,
     usage,
     weight_version_spans,
 )
+from service.compat.echo import PromptEcho, check_echo, prompt_echo
 from service.compat.logprobs import NumLogprobs
 from service.compat.openai_choices import CompletionChunks
 from service.compat.openai_errors import OpenAIRoute
@@ -39,6 +43,7 @@ from service.compat.openai_stream import (
     stream_response,
     unix_time,
 )
+from service.compat.sample_stream import NOTHING_SAMPLED
 from service.compat.sampling_fields import SamplingFields
 from service.http.errors import InvalidRequest
 from service.rollouts.logprob_tables import check_count
@@ -50,19 +55,12 @@ router = APIRouter(route_class=OpenAIRoute)
 IndexedSamples = Sequence[tuple[int, SampleAnswer]]
 """Pairs of a group's index and a sample of the group."""
 
-NOTHING_SAMPLED: dict[str, Any] = {
-    "token_ids": [],
-    "logprobs": [],
-    "versions": [],
-    "stop_reason": None,
-}
 
-
-class CompletionBody(SamplingFields, CommonRequestFields, StreamFields):
+class CompletionBody(SamplingFields, CommonRequestFields, PromptTruncation, StreamFields):
     """Request body of POST /v1/completions.
 
     `logprobs` is the number of top-k logprobs per sampled token. `echo` returns the prompt before
-    the response, with logprobs; lm-eval uses it.
+    each response, with logprobs; lm-eval uses it.
     """
 
     prompt: Text | Texts | TokenIds | ListsOfTokenIds
@@ -82,24 +80,12 @@ class CompletionBody(SamplingFields, CommonRequestFields, StreamFields):
         self.check_stream()
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidRequest.of_parameter("prompt_logprobs", "not supported with stream: true")
-        if self.echo:
-            self._check_echo()
-        elif self.max_tokens == 0:
-            raise InvalidRequest.of_parameter("max_tokens", "0 is allowed only with echo")
-
-    def _check_echo(self) -> None:
-        """Reject parameters that are not supported with `echo`: n > 1, stream, prompt_logprobs.
-
-        With n > 1 a short request could return its prompt a thousand times.
-        """
-        if self.n > 1:
-            raise InvalidRequest.of_parameter("echo", "not supported with n above 1")
-        if self.stream:
-            raise InvalidRequest.of_parameter("echo", "not supported with stream: true")
-        if self.prompt_logprobs is not None:
+        if self.echo and self.prompt_logprobs is not None:
             raise InvalidRequest.of_parameter(
                 "prompt_logprobs", "not supported with echo: use logprobs"
             )
+        if not self.echo and self.max_tokens == 0:
+            raise InvalidRequest.of_parameter("max_tokens", "0 is allowed only with echo")
 
 
 @router.post(
@@ -113,7 +99,9 @@ async def complete(call: Compat) -> Response:
     check_count(
         call.server.engine.info, logprobs=body.logprobs, prompt_logprobs=body.prompt_logprobs
     )
-    prompts = await call.tokenize(lambda: _prompts(body))
+    prompts = await call.tokenize(lambda: _prompts(call, body))
+    if body.echo:
+        check_echo(prompts, n=body.n)
     # With max_tokens 0 vLLM also samples one token and leaves it out of the answer.
     most = body.max_tokens if body.max_tokens != 0 else 1
     request = body.rollout_request(prompts, body, most, adapter)
@@ -126,8 +114,19 @@ async def complete(call: Compat) -> Response:
         num_top_logprobs=body.logprobs,
         stream_tokens=body.stream,
     )
+    echo = (
+        await prompt_echo(
+            call.server,
+            body.prompt,
+            prompts,
+            prompt_scores,
+            is_truncated=body.truncate_prompt_tokens is not None,
+        )
+        if body.echo
+        else None
+    )
     builder = CompletionBuilder(
-        body=body, rollout=rollout, prompts=prompts, prompt_scores=prompt_scores
+        body=body, rollout=rollout, prompts=prompts, prompt_scores=prompt_scores, echo=echo
     )
     if body.stream:
         return _stream_response(call.server, builder)
@@ -139,32 +138,32 @@ async def complete(call: Compat) -> Response:
     return await large_json_response(lambda: _answer(call.server, answer, named, decoded))
 
 
-def _prompts(body: CompletionBody) -> list[Prompt]:
-    prompt_param = body.prompt
-    if isinstance(prompt_param, str):
-        return _texts(body, [prompt_param])
-    if not prompt_param:
+def _prompts(call: CompatRequest, body: CompletionBody) -> list[Prompt]:
+    given = body.prompt
+    if not given:
         raise InvalidRequest.of_parameter("prompt", "must not be empty")
-    if isinstance(prompt_param[0], int):
-        return [Prompt.model_validate({"token_ids": prompt_param})]
-    if isinstance(prompt_param[0], str):
-        return _texts(body, prompt_param)
-    return [_tokens(prompt) for prompt in prompt_param]
+    options = {
+        "truncate_prompt_tokens": body.prompt_tokens_to_keep(call.server.engine.info),
+        "truncation_side": body.truncation_side or "left",
+    }
+    is_one = isinstance(given, str) or isinstance(given[0], int)
+    return [
+        Prompt.model_validate({**_given_as(body, prompt), **options})
+        for prompt in ([given] if is_one else given)
+    ]
 
 
-def _texts(body: CompletionBody, prompt_param: Sequence[object]) -> list[Prompt]:
+def _given_as(body: CompletionBody, prompt: object) -> dict[str, object]:
+    if not isinstance(prompt, str):
+        if not prompt:
+            raise InvalidRequest.of_parameter("prompt", "must not contain an empty prompt")
+        return {"token_ids": prompt}
     if not body.add_special_tokens:
         raise InvalidRequest.of_parameter(
             "add_special_tokens",
             "false is not supported for text: send the token ids that /tokenize returns",
         )
-    return [Prompt.model_validate({"text": text}) for text in prompt_param]
-
-
-def _tokens(prompt_param: object) -> Prompt:
-    if not prompt_param:
-        raise InvalidRequest.of_parameter("prompt", "must not contain an empty prompt")
-    return Prompt.model_validate({"token_ids": prompt_param})
+    return {"text": prompt}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,28 +174,26 @@ class CompletionBuilder:
     rollout: Rollout
     prompts: list[list[int]]
     prompt_scores: logprobs.PromptLogprobs
+    echo: PromptEcho | None
     name: logprobs.TokenName = logprobs.id_name
-    echoed: list[str] | None = None
 
     async def with_token_names(
         self, server: Server, samples: IndexedSamples
     ) -> "CompletionBuilder":
-        """Copy of this builder with token names for logprobs and with texts of echoed prompts."""
-        name, echoed = self.name, None
-        if self.body.logprobs is not None:
-            as_ids = self.body.return_tokens_as_token_ids
-            tokens = partial(self._tokens, samples)
-            name = await logprobs.token_names(server.tokenizer, tokens, as_ids=as_ids)
-        if self.body.echo:
-            echoed = await _prompt_texts(server, self.body.prompt, self.prompts)
-        return replace(self, name=name, echoed=echoed)
+        """Copy of this builder with token names for logprobs."""
+        if self.body.logprobs is None:
+            return self
+        as_ids = self.body.return_tokens_as_token_ids
+        tokens = partial(self._tokens, samples)
+        name = await logprobs.token_names(server.tokenizer, tokens, as_ids=as_ids)
+        return replace(self, name=name)
 
     def _tokens(self, samples: IndexedSamples) -> Iterator[int]:
         for group, sample in samples:
             yield from logprobs.with_top_token_ids(sample.token_ids, self._places(group, sample))
-            if self.body.echo and self.prompt_scores is not None:
-                yield from self.prompts[group]
-                yield from logprobs.top_token_ids(self.prompt_scores[group])
+        if self.echo is not None:
+            for group in {group for group, _ in samples}:
+                yield from self.echo.token_ids(group)
 
     def choice(self, group: int, sample: SampleAnswer, text: str) -> dict[str, Any]:
         """Element of the response's `choices` for one sample.
@@ -208,7 +205,7 @@ class CompletionBuilder:
             text, sample = "", sample.model_copy(update=NOTHING_SAMPLED)
         choice = {
             "index": group * self.body.n + sample.index,
-            "text": text if self.echoed is None else self.echoed[group] + text,
+            "text": text if self.echo is None else self.echo.texts[group] + text,
             "finish_reason": finish_reason(sample),
             "stop_reason": sample.stop_reason,
             "logprobs": None if self.body.logprobs is None else self._logprobs(group, sample),
@@ -216,6 +213,7 @@ class CompletionBuilder:
             if self.body.echo
             else logprobs.as_prompt_logprobs(self.prompt_scores, group),
             "weight_versions": weight_version_spans(sample),
+            **support_field(sample),
         }
         if self.body.return_token_ids:
             choice |= {"prompt_token_ids": self.prompts[group], "token_ids": sample.token_ids}
@@ -223,18 +221,10 @@ class CompletionBuilder:
 
     def _logprobs(self, group: int, sample: SampleAnswer) -> dict[str, Any]:
         per_token = [] if not sample.token_ids else self._places(group, sample)
-        if not self.body.echo:
-            return logprobs.completion_logprobs(
-                sample.token_ids, sample.logprobs, per_token, self.name
-            )
-        assert self.prompt_scores is not None, "logprobs of what is echoed were computed"
-        prompt, before = self.prompts[group], self.prompt_scores[group]
-        return logprobs.completion_logprobs(
-            [*prompt, *sample.token_ids],
-            [*_prompt_token_logprobs(prompt, before), *sample.logprobs],
-            [*before, *(per_token or [[]] * len(sample.token_ids))],
-            self.name,
-        )
+        sampled = (sample.token_ids, sample.logprobs, per_token, self.name)
+        if self.echo is None:
+            return logprobs.completion_logprobs(*sampled)
+        return self.echo.logprobs(group, *sampled)
 
     def _places(self, group: int, sample: SampleAnswer) -> Sequence[TopLogprobs]:
         return logprobs.sample_logprobs(self.rollout, group, sample.index)
@@ -269,25 +259,8 @@ def _stream_response(server: Server, builder: CompletionBuilder) -> Response:
         with_logprobs=body.logprobs is not None,
         as_ids=body.return_tokens_as_token_ids,
         return_token_ids=body.return_token_ids,
+        echo=builder.echo,
+        leaves_out_tokens=body.max_tokens == 0,
     )
     head = _head(server, rollout.id, body)
     return stream_response(server, rollout, head, chunks.of_part, body.stream_options)
-
-
-async def _prompt_texts(server: Server, given: Any, prompts: Sequence[list[int]]) -> list[str]:
-    """Texts of the prompts as the client sent them, or decoded from the token ids it sent."""
-    if isinstance(given, str):
-        return [given]
-    if isinstance(given[0], str):
-        return list(given)
-    return [await server.tokenizer.whole_text(prompt) for prompt in prompts]
-
-
-def _prompt_token_logprobs(
-    prompt: Sequence[int], per_token: Sequence[TopLogprobs]
-) -> list[float | None]:
-    """Logprob of each prompt token; None for the first token."""
-    found = [{r.token_id: r.logprob for r in candidates} for candidates in per_token]
-    return [
-        logprob_by_token.get(token) for token, logprob_by_token in zip(prompt, found, strict=True)
-    ]

@@ -6,7 +6,8 @@ the answer without a stream.
 
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from coppice.wire.result_formats import EndRecord, ProgressRecord, SampleRecord, TokensRecord
 from coppice.wire.rollouts import SampleAnswer
@@ -15,6 +16,15 @@ from engine.types import ChatResponse, Sampling, TopLogprobs
 from service.rollouts.record_reader import SampleKey
 from service.rollouts.rollout import Rollout
 from service.server import Server
+
+NOTHING_SAMPLED: dict[str, Any] = {
+    "token_ids": [],
+    "logprobs": [],
+    "versions": [],
+    "stop_reason": None,
+    "support": None,
+}
+"""Fields of a sample with `max_tokens: 0`, for which the engine has sampled one token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +51,12 @@ class SamplePart:
     @property
     def end(self) -> int:
         return self.start + len(self.token_ids)
+
+    def without_tokens(self) -> "SamplePart":
+        """The last part of a sample as if nothing had been sampled."""
+        assert self.sample is not None, "the last part"
+        sample = self.sample.model_copy(update=NOTHING_SAMPLED)
+        return replace(self, start=0, token_ids=[], logprobs=[], top_logprobs=[], sample=sample)
 
 
 async def sample_parts(

@@ -28,6 +28,7 @@ from service.compat.compat_request import (
     finish_reason,
     large_json_response,
     rollout_request,
+    support_field,
     weight_version_spans,
 )
 from service.compat.openai_stream import (
@@ -71,6 +72,7 @@ class SglangBody(SamplingBody):
     extra_key: Name | None = None
     lora_path: Name | None = None
     weights: WeightsConstraint | None = None
+    return_support: Flag = False
 
     @property
     def is_single(self) -> bool:
@@ -111,6 +113,7 @@ async def generate(call: Compat, running: RunningRequests) -> Response:
         adapter=call.resolve_adapter(body.lora_path),
         priority=body.priority or 0,
         weights=body.weights,
+        return_support=body.return_support,
     )
     rollout = await call.start(
         request, cache_salt=body.extra_key, num_top_logprobs=None, stream_tokens=body.stream
@@ -184,6 +187,7 @@ class _RunningSample:
         }
         if part.sample is not None:
             meta["weight_versions"] = weight_version_spans(part.sample)
+            meta |= support_field(part.sample)
         if with_logprobs:
             meta["output_token_logprobs"] = _token_logprobs(self._logprobs, self._token_ids)
         return {"text": self._text, "output_ids": self._token_ids, "meta_info": meta}
@@ -202,6 +206,7 @@ def _ended(
         # None for a sample without tokens, which no version has generated.
         "weight_version": sample.versions[-1].version if sample.versions else None,
         "weight_versions": weight_version_spans(sample),
+        **support_field(sample),
     }
     if with_logprobs:
         meta["output_token_logprobs"] = _token_logprobs(sample.logprobs, sample.token_ids)

@@ -17,6 +17,7 @@ from service.compat.compat_request import (
     Compat,
     finish_reason,
     large_json_response,
+    support_field,
     usage,
     weight_version_spans,
 )
@@ -207,6 +208,7 @@ def _choice(sample: SampleAnswer, with_logprobs: bool, rollout: Rollout) -> dict
         if with_logprobs
         else None,
         "weight_versions": weight_version_spans(sample),
+        **support_field(sample),
     }
 
 
@@ -225,6 +227,7 @@ def _stream_response(server: Server, body: GenerateBody, rollout: Rollout) -> Re
             if with_logprobs
             else None,
             "weight_versions": None if sample is None else weight_version_spans(sample),
+            **({} if sample is None else support_field(sample)),
         }
         # As in vLLM, once per request and not once per choice.
         prompt = {"prompt_token_ids": body.token_ids} if not started else {}
@@ -268,4 +271,4 @@ async def _tokens(server: Server, body: TokenizeBody) -> list[int]:
             "add_special_tokens",
             "not supported with messages: the chat template adds the special tokens",
         )
-    return await server.tokenizer.rendered(body.chat().chat_request())
+    return await server.tokenizer.rendered(body.chat().chat_request(server.engine.info))

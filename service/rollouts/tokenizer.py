@@ -13,7 +13,7 @@ from engine import errors
 from engine.errors import ConversationRefused, RequestRefused
 from engine.protocol import Engine, ResponseStream
 from engine.stop_text import response_text
-from engine.types import ChatRequest, ChatResponse, Sampling
+from engine.types import ChatRequest, ChatResponse, Sampling, truncated
 from service.http.errors import InvalidRequest, NoChatTemplate, PromptTooLong
 from service.http.fair_executor import FairExecutor, QueueLimits
 from service.observability.logs import key_name
@@ -41,7 +41,8 @@ class Tokenizer:
         tokens, turn = list[list[int]](), TimeSlice()
         for prompt in prompts:
             found = await self._tokens(prompt)
-            tokens.append(self._check_token_ids(found[-(prompt.truncate_prompt_tokens or 0) :]))
+            kept = truncated(found, prompt.truncate_prompt_tokens, prompt.truncation_side)
+            tokens.append(self._check_token_ids(kept))
             await turn.pause()
         return tokens
 
@@ -211,6 +212,7 @@ def to_chat_request(prompt: Prompt) -> ChatRequest:
         add_generation_prompt=prompt.add_generation_prompt,
         continue_final_message=prompt.continue_final_message,
         truncate_prompt_tokens=prompt.truncate_prompt_tokens,
+        truncation_side=prompt.truncation_side,
     )
 
 

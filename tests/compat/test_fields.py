@@ -30,6 +30,11 @@ SERVED: set[tuple[tuple[str, str | None], str]] = {
     (("/v1/chat/completions", None), "top_logprobs"),
     (("/v1/completions", None), "add_special_tokens"),
     (("/v1/completions", None), "echo"),
+    (("/v1/chat/completions", None), "echo"),
+    (("/v1/completions", None), "truncate_prompt_tokens"),
+    (("/v1/chat/completions", None), "truncate_prompt_tokens"),
+    (("/v1/completions", None), "truncation_side"),
+    (("/v1/chat/completions", None), "truncation_side"),
     (("/generate", None), "lora_path"),
     (("/generate", None), "input_ids"),
 }

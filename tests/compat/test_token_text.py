@@ -8,6 +8,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from tests.adapters import saved_adapter
+from tests.compat.test_token_streams import events_of, stepping
 from tests.compat.third_party import foreign
 from tests.fake_engine import FakeEngine
 
@@ -109,8 +110,8 @@ async def test_text_is_echoed_as_it_was_sent(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "name"),
     [
-        ({"echo": True, "n": 2}, "echo"),
-        ({"echo": True, "stream": True}, "echo"),
+        ({"prompt": [1] * 400, "echo": True, "n": 1024, "logprobs": 2}, "prompt_logprobs"),
+        ({"prompt": [[1] * 400] * 3, "echo": True, "n": 1000}, "echo"),
         ({"echo": True, "prompt_logprobs": 1}, "prompt_logprobs"),
         ({"max_tokens": 0}, "max_tokens"),
     ],
@@ -122,6 +123,39 @@ async def test_unsupported_echo_is_refused(
         status, problem = await served.refused(COMPLETIONS, {"prompt": [1], **fields})
     assert (status, problem["errors"][0]["location"]) == (400, name)
     assert served.engine.submitted == []
+
+
+async def test_every_choice_echoes_its_prompt(tmp_path: Path) -> None:
+    body = {"prompt": ["ab", "cde"], "max_tokens": 1, "echo": True, "n": 2, "logprobs": 1}
+    async with foreign(tmp_path) as served:
+        choices = (await served.post(COMPLETIONS, body))["choices"]
+    assert [choice["text"] for choice in choices] == ["ab\x02"] * 2 + ["cde\x03"] * 2
+    assert {choice["logprobs"]["tokens"][0] for choice in choices} == {"a", "c"}
+    assert served.engine.scored == 2
+
+
+@pytest.mark.parametrize("max_tokens", [0, 3])
+@pytest.mark.parametrize("logprobs", [None, 0, 1])
+async def test_streamed_echo_is_the_whole_one(
+    tmp_path: Path, max_tokens: int, logprobs: int | None
+) -> None:
+    body = {"prompt": ["ab", "cde"], "max_tokens": max_tokens, "echo": True, "n": 2}
+    body |= {"logprobs": logprobs}
+    async with foreign(tmp_path) as served:
+        whole = (await served.post(COMPLETIONS, body))["choices"]
+    engine = FakeEngine(instant=False)
+    async with foreign(tmp_path, engine) as served, stepping(engine):
+        answer = await served.http.post(COMPLETIONS, json={**body, "stream": True})
+        streamed = [event["choices"][0] async for event in events_of(answer)]
+    for choice in whole:
+        parts = [part for part in streamed if part["index"] == choice["index"]]
+        assert "".join(part["text"] for part in parts) == choice["text"]
+        assert parts[-1]["finish_reason"] == "length"
+        if logprobs is None:
+            assert all(part["logprobs"] is None for part in parts)
+            continue
+        for name, values in choice["logprobs"].items():
+            assert [value for part in parts for value in part["logprobs"][name]] == values
 
 
 async def test_texts_and_chats_are_tokenized(tmp_path: Path) -> None:

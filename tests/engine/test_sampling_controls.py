@@ -206,6 +206,8 @@ async def test_prompt_of_a_chat_ends_with_the_message_to_continue(engine: VllmEn
     long = [{"role": "user", "content": "1+2 " * 2000}]
     cut = engine.encode_chat(ChatRequest(messages=long, truncate_prompt_tokens=5))
     assert len(cut) == 5
+    first = replace(request, truncate_prompt_tokens=3, truncation_side="right")
+    assert engine.encode_chat(first) == token_ids[:3]
 
 
 async def test_engine_refuses_what_it_cannot_apply(engine: VllmEngine) -> None:

@@ -55,6 +55,7 @@ def test_option_that_does_not_fit_the_prompt_is_refused(prompt: dict[str, Any]) 
 
 def test_options_of_a_chat_reach_the_engine() -> None:
     prompt = Prompt(
+        truncation_side="right",
         messages=[Message(role="user", content="a")],
         tools=[Tool.model_validate(ADD)],
         chat_template_kwargs={"enable_thinking": False},
@@ -66,7 +67,7 @@ def test_options_of_a_chat_reach_the_engine() -> None:
     assert request.tools[0]["function"]["name"] == "add"
     assert request.template_options == {"enable_thinking": False}
     assert (request.add_generation_prompt, request.continue_final_message) == (False, True)
-    assert request.truncate_prompt_tokens == 7
+    assert (request.truncate_prompt_tokens, request.truncation_side) == (7, "right")
 
 
 async def test_response_is_split_into_a_message_on_request(tmp_path: Path) -> None:
@@ -140,9 +141,12 @@ async def test_prompt_is_truncated_to_its_last_tokens_and_returned(
     async with serving(FakeEngine(), tmp_path) as served:
         asked = body({"prompt": {**prompt, "truncate_prompt_tokens": 2}}, echo=True)
         answer = (await served.http.post("/v1/rollouts", json=asked)).json()
+        cut = {"prompt": {**prompt, "truncate_prompt_tokens": 2, "truncation_side": "right"}}
+        first = (await served.http.post("/v1/rollouts", json=body(cut, echo=True))).json()
     [answered] = answer["groups"]
     assert answered["prompt_token_ids"] == [*b"ef"]
     assert answered["num_prompt_tokens"] == 2
+    assert first["groups"][0]["prompt_token_ids"] == [*b"ab"]
 
 
 async def test_answer_has_no_prompt_unless_requested(tmp_path: Path) -> None:

@@ -55,8 +55,8 @@ class PromptSpan(RequestModel):
 class Prompt(RequestModel):
     """Prompt, as exactly one of token ids, text, chat messages or spans; spans are concatenated.
 
-    With `truncate_prompt_tokens` only that many last tokens are kept. The fields after it belong to
-    messages.
+    With `truncate_prompt_tokens` only that many last tokens are kept, or first tokens with
+    `truncation_side: right`. The fields after these belong to messages.
     """
 
     token_ids: Annotated[TokenIds, Field(min_length=1, max_length=MAX_TOKENS)] | None = None
@@ -69,6 +69,9 @@ class Prompt(RequestModel):
     ) = None
 
     truncate_prompt_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS), JsonInteger()] | None = None
+    truncation_side: Annotated[
+        Literal["left", "right"], Field(exclude_if=lambda side: side == "left")
+    ] = "left"
     tools: Annotated[list[Tool], Field(max_length=1024, fail_fast=True), UNUSED] = []
     chat_template_kwargs: Annotated[dict[str, Any], UNUSED] = {}
     add_generation_prompt: Annotated[bool, Field(exclude_if=bool)] = True
