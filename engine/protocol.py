@@ -66,7 +66,8 @@ class Engine(Protocol):
         beginning of a stop string is held back. Tool calls are not parsed. A parser may split a
         part of a response differently from the whole.
     check_sampling: raises SamplingRefused if a sampling parameter cannot be applied, or if
-        compiling its structured outputs takes too long. Call it once before `submit`.
+        compiling its structured outputs takes too long. Call it once before `submit`. Checks of
+        structured outputs take turns by `client`; raises ChecksQueueFull if too many wait.
     submit: adds all samples of the call to the engine in one iteration of the event loop, in order.
         Returns one awaitable per sample, each to be awaited once. Raises RequestRefused before any
         sample is added. An awaitable raises EngineDead as soon as the engine is known to be gone.
@@ -156,7 +157,7 @@ class Engine(Protocol):
 
     def token_pieces(self, token_ids: Sequence[int]) -> list[str]: ...
 
-    async def check_sampling(self, sampling: Sampling) -> None: ...
+    async def check_sampling(self, sampling: Sampling, client: str = "") -> None: ...
 
     async def submit(self, samples: Sequence[SampleRequest]) -> list[Awaitable[Completion]]: ...
 

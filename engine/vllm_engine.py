@@ -254,8 +254,8 @@ class VllmEngine:
 
     # Samples
 
-    async def check_sampling(self, sampling: Sampling) -> None:
-        await self._sampling_checks.check(sampling)
+    async def check_sampling(self, sampling: Sampling, client: str = "") -> None:
+        await self._sampling_checks.check(sampling, client)
 
     async def submit(self, samples: Sequence[SampleRequest]) -> list[Awaitable[Completion]]:
         learner = self._drafter if self._drafter and self._drafter.is_training else None

@@ -231,7 +231,7 @@ class FakeEngine:
     def token_pieces(self, token_ids: Sequence[int]) -> list[str]:
         return [f"<{token}>" for token in token_ids]
 
-    async def check_sampling(self, sampling: Sampling) -> None:
+    async def check_sampling(self, sampling: Sampling, client: str = "") -> None:
         self.checked.append(sampling)
         if self.sampling_error is not None:
             raise self.sampling_error

@@ -5,9 +5,12 @@ grammar that passes here has been compiled, and a random text was sampled with i
 """
 
 import asyncio
+import hashlib
 import json
+import math
 import os
 import sys
+import time
 from asyncio.subprocess import PIPE, Process
 from collections import OrderedDict
 from collections.abc import Callable
@@ -15,12 +18,18 @@ from contextlib import suppress
 from typing import Any, Final
 
 from engine.errors import ChecksUnavailable, SamplingRefused
+from engine.io.fair_turns import FairTurns, TurnLimits
 from engine.types import StructuredOutputs
 
 LIMIT_SECONDS: Final = 10.0
 START_SECONDS: Final = 120.0
 """The process imports torch, which may take long on a busy machine."""
-MAX_RESULTS: Final = 1024
+MAX_RESULTS: Final = 4096
+REFUSAL_SECONDS: Final = 600.0
+"""A refusal is remembered for this time only: a busy machine may have caused it."""
+WAITING: Final = TurnLimits(client_bytes=4 * 2**20, total_bytes=16 * 2**20)
+CHECK_BYTES: Final = 1024
+"""Size of a waiting check, in addition to its text."""
 FIELD: Final = "structured_outputs"
 LINE_BYTES: Final = 2**24
 
@@ -28,60 +37,66 @@ LINE_BYTES: Final = 2**24
 class GrammarChecker:
     """Checks structured outputs, one at a time. The process starts at the first check.
 
-    Answers of the process are remembered. A check that has begun continues if its caller is
-    cancelled, and its answer is remembered for the next one. `tokenizer_info` returns the tokenizer
-    as xgrammar's JSON.
+    Clients take turns, and a result that is remembered needs no turn. A check that has begun
+    continues if its caller is cancelled, and its result is remembered for the next one.
+    `tokenizer_info` returns the tokenizer as xgrammar's JSON.
     """
 
     def __init__(
-        self, tokenizer_info: Callable[[], str], *, limit_seconds: float = LIMIT_SECONDS
+        self,
+        tokenizer_info: Callable[[], str],
+        *,
+        limit_seconds: float = LIMIT_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._tokenizer_info = tokenizer_info
         self._limit_seconds = limit_seconds
         self._process: Process | None = None
-        self._lock = asyncio.Lock()
-        self._results: OrderedDict[StructuredOutputs, str | None] = OrderedDict()
+        self._turns = FairTurns(WAITING)
+        self._results = Results(clock)
         self._checking: asyncio.Task[str | None] | None = None
 
-    async def check(self, outputs: StructuredOutputs) -> None:
+    async def check(self, outputs: StructuredOutputs, client: str = "") -> None:
         """Raise SamplingRefused if the constraint is invalid or too complex.
 
-        Raises ChecksUnavailable if the process does not start.
+        Raises ChecksUnavailable if the process does not start, and ChecksQueueFull if too many
+        checks wait.
         """
-        if outputs in self._results:
-            reason = self._results[outputs]
+        kind, text = await asyncio.to_thread(xgrammar_source, outputs)
+        name = _digest(kind, text)
+        if name not in self._results:
+            await self._turns.acquire(client, CHECK_BYTES + len(text))
+            reason = await self._in_turn(name, kind, text)
         else:
-            reason = await self._compute(outputs)
+            reason = self._results.get(name)
         if reason is not None:
             raise SamplingRefused(FIELD, reason)
 
-    async def _compute(self, outputs: StructuredOutputs) -> str | None:
-        kind, grammar = await asyncio.to_thread(xgrammar_source, outputs)
-        await self._lock.acquire()
-        if outputs in self._results:
-            self._lock.release()
-            return self._results[outputs]
-        self._checking = asyncio.create_task(self._ask(outputs, kind, grammar))
-        self._checking.add_done_callback(lambda _: self._lock.release())
+    async def _in_turn(self, name: bytes, kind: str, text: str) -> str | None:
+        """Result of a check, which may have been added while its turn was awaited."""
+        if name in self._results:
+            self._turns.release()
+            return self._results.get(name)
+        self._checking = asyncio.create_task(self._compute(name, kind, text))
+        self._checking.add_done_callback(lambda _: self._turns.release())
         return await asyncio.shield(self._checking)
 
-    async def _ask(self, outputs: StructuredOutputs, kind: str, grammar: str) -> str | None:
+    async def _compute(self, name: bytes, kind: str, text: str) -> str | None:
         process = await self._started()
+        reason: str | None
         try:
             async with asyncio.timeout(self._limit_seconds):
-                reason: str | None = await _exchange(process, json.dumps([kind, grammar]))
+                reason = await _exchange(process, json.dumps([kind, text]))
         except TimeoutError:
             await self.close()
-            return f"compiling it takes longer than {self._limit_seconds:g} s: make it simpler"
+            reason = f"compiling it takes longer than {self._limit_seconds:g} s: make it simpler"
         except (OSError, ValueError):  # the process has ended, for lack of memory or by a crash
             await self.close()
-            return "it cannot be compiled: make it simpler"
+            reason = "it cannot be compiled: make it simpler"
         except BaseException:
             await self.close()  # its answer must not be taken for that of the next grammar
             raise
-        self._results[outputs] = reason
-        while len(self._results) > MAX_RESULTS:
-            self._results.popitem(last=False)
+        self._results.add(name, reason)
         return reason
 
     async def _started(self) -> Process:
@@ -117,6 +132,33 @@ class GrammarChecker:
             with suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
+
+
+class Results:
+    """The latest results of checks by digest: None, or why a constraint is refused."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._found: OrderedDict[bytes, tuple[str | None, float]] = OrderedDict()
+
+    def add(self, name: bytes, reason: str | None) -> None:
+        seconds = math.inf if reason is None else REFUSAL_SECONDS
+        self._found[name] = (reason, self._clock() + seconds)
+        while len(self._found) > MAX_RESULTS:
+            self._found.popitem(last=False)
+
+    def __contains__(self, name: bytes) -> bool:
+        if name in self._found and self._found[name][1] <= self._clock():
+            del self._found[name]
+        return name in self._found
+
+    def get(self, name: bytes) -> str | None:
+        self._found.move_to_end(name)
+        return self._found[name][0]
+
+
+def _digest(kind: str, text: str) -> bytes:
+    return hashlib.sha256(f"{kind}\n{text}".encode("utf-8", "surrogatepass")).digest()
 
 
 async def _exchange(process: Process, line: str) -> Any:

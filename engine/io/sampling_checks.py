@@ -36,14 +36,14 @@ class SamplingChecks:
         self._processes = processes
         self._grammars = GrammarChecker(self._tokenizer_info)
 
-    async def check(self, sampling: Sampling) -> None:
+    async def check(self, sampling: Sampling, client: str) -> None:
         """Raise SamplingRefused if a parameter cannot be applied."""
         self._check_vocabulary(sampling)
         if sampling.bad_words:
             await asyncio.to_thread(self._check_bad_words, sampling.bad_words)
         outputs = sampling.structured_outputs
         if outputs is not None and self._backend == XGRAMMAR:
-            await self._grammars.check(outputs)
+            await self._grammars.check(outputs, client)
 
     async def close(self) -> None:
         await self._grammars.close()

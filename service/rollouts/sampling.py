@@ -6,11 +6,12 @@ from dataclasses import replace
 
 from coppice.wire import sampling as wire
 from coppice.wire.chat import ParsedMessage, ParsedToolCall
-from engine.errors import ChecksUnavailable, SamplingRefused
+from engine.errors import ChecksQueueFull, ChecksUnavailable, SamplingRefused
 from engine.protocol import Engine
 from engine.types import Sampling, StructuredOutputs
-from service.http.errors import InvalidRequest, Overloaded
+from service.http.errors import InvalidRequest, Overloaded, QuotaExceeded
 from service.http.fair_executor import RETRY_SECONDS
+from service.observability.logs import key_name
 from service.rollouts.group_options import GroupOptions
 
 DEFAULT = wire.Sampling()
@@ -51,10 +52,14 @@ async def check_sampling(engine: Engine, wanted: wire.Sampling) -> None:
     """Refuse parameters that the engine cannot apply, before anything is submitted."""
     if wanted == DEFAULT:
         return
+    sampling = to_engine_sampling(wanted, engine.info.max_context_tokens)
     try:
-        await engine.check_sampling(to_engine_sampling(wanted, engine.info.max_context_tokens))
+        await engine.check_sampling(sampling, key_name.get() or "")
     except SamplingRefused as error:
         raise InvalidRequest.of_parameter(f"sampling.{error.field}", str(error)) from error
+    except ChecksQueueFull as error:
+        full = QuotaExceeded if error.of_client else Overloaded
+        raise full(str(error), retry_after_seconds=RETRY_SECONDS) from error
     except ChecksUnavailable as error:
         raise Overloaded(str(error), retry_after_seconds=RETRY_SECONDS) from error
 

@@ -9,7 +9,7 @@ import pytest
 
 from coppice.wire.sampling import Sampling, StructuredOutputs
 from engine import types
-from engine.errors import ChecksUnavailable, SamplingRefused
+from engine.errors import ChecksQueueFull, ChecksUnavailable, EngineError, SamplingRefused
 from engine.stop_text import response_text
 from service.rollouts.sampling import to_engine_sampling
 from tests.fake_engine import FakeEngine
@@ -250,12 +250,22 @@ async def test_parameter_that_the_engine_cannot_apply_is_refused_by_name(tmp_pat
     assert not engine.submitted
 
 
-async def test_request_that_could_not_be_checked_may_be_repeated(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (ChecksUnavailable("did not start"), 503, "overloaded"),
+        (ChecksQueueFull(of_client=False), 503, "overloaded"),
+        (ChecksQueueFull(of_client=True), 429, "quota_exceeded"),
+    ],
+)
+async def test_request_that_could_not_be_checked_may_be_repeated(
+    tmp_path: Path, error: EngineError, status: int, code: str
+) -> None:
     engine = FakeEngine()
-    engine.sampling_error = ChecksUnavailable("did not start")
+    engine.sampling_error = error
     async with serving(engine, tmp_path) as served:
         asked = body(group(1), sampling={"structured_outputs": {"regex": "a"}})
         answer = await served.http.post("/v1/rollouts", json=asked)
-    assert (answer.status_code, answer.json()["code"]) == (503, "overloaded")
+    assert (answer.status_code, answer.json()["code"]) == (status, code)
     assert answer.headers["retry-after"]
     assert not engine.submitted
