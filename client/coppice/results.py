@@ -152,7 +152,7 @@ class Tree:
             versions=tuple(joined_spans((s.versions, len(s.token_ids)) for s in path)),
             stop_reason=path[-1].stop_reason,
             top_logprobs=joined_logprobs(segment.top_logprobs for segment in path),
-            support=joined_support([segment.support for segment in path]),
+            support=joined_support([segment.support for segment in path if segment.sampled]),
         )
 
 

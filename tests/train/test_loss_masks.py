@@ -3,15 +3,19 @@
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from coppice.results import Tree
+from coppice.support import Support
 from coppice.train import (
     LogitAdjustments,
     Schedule,
     Totals,
     TrainingGroup,
+    TrainingTree,
     group_logprobs,
     grouped_backward,
     grpo_loss,
@@ -21,9 +25,10 @@ from coppice.train import (
     token_mean,
 )
 from coppice.train.training_group import sampled_runs
+from engine.sampling_support.rows import encode_mask
 from tests.train.models import error, gradients, random_group, random_loss, tiny_model
 from tests.train.test_sampled_distribution import random_support
-from tests.train.test_trees import FORESTS, SCHEDULES, random_tree
+from tests.train.test_trees import FORESTS, SCHEDULES, group_with_tree, random_tree, segment
 
 ADJUSTED = LogitAdjustments(
     logit_bias={3: 4.0}, presence_penalty=0.7, frequency_penalty=0.4, repetition_penalty=1.3
@@ -144,3 +149,26 @@ def test_masks_of_other_lengths_are_refused() -> None:
         replace(group, loss_masks=(torch.ones(4, dtype=torch.bool),) * 2)
     with pytest.raises(ValueError, match="logprobs"):
         replace(group, loss_masks=tuple(torch.zeros(n, dtype=torch.bool) for n in group.lengths))
+
+
+def whole_support(num_tokens: int) -> Support:
+    return Support((encode_mask(np.ones(5, np.bool_)),) * num_tokens, 5)
+
+
+def test_context_segments_of_an_answer_have_no_logprobs() -> None:
+    first = replace(segment("a", None, [1, 2]), support=whole_support(2))
+    tool = replace(segment("b", "a", [3]), sampled=False, logprobs=np.zeros(0, np.float32))
+    second = replace(segment("c", "b", [4, 5]), support=whole_support(2))
+    answer = Tree(segments=(first, tool, second), leaves=("c",))
+    group = group_with_tree(answer)
+    tree = TrainingTree.of([7, 8, 9], group)
+    rows = TrainingGroup.of([7, 8, 9], replace(group, samples=answer.rows()))
+    for found in (tree.flattened(), rows):
+        assert found.loss_masks is not None and found.logprobs is not None
+        assert found.responses[0].tolist() == [1, 2, 3, 4, 5]
+        assert found.loss_masks[0].tolist() == [True, True, False, True, True]
+        assert found.logprobs[0].tolist() == [-1, -2, -4, -5]
+        assert found.support is not None and len(found.support[0]) == 4
+    assert tree.num_targets == 4
+    sampled_only = Tree(segments=(first,), leaves=("a",))
+    assert TrainingTree.of([7, 8, 9], group_with_tree(sampled_only)).loss_masks is None

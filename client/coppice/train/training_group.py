@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -189,22 +190,35 @@ class TrainingGroup:
         """Builds a training group from prompt token ids and a group of a rollout result.
 
         The prompt token ids are a list, an array or a tensor. `adjustments` are the parameters of
-        the rollout that changed logits.
+        the rollout that changed logits. Tokens whose logprob is NaN are context.
         """
+        masks = [torch.from_numpy(~np.isnan(sample.logprobs)) for sample in group.samples]
+        logprobs = [torch.from_numpy(sample.logprobs) for sample in group.samples]
         return cls(
             prompt=prompt_of(prompt, group),
             responses=tuple(torch.from_numpy(sample.token_ids) for sample in group.samples),
-            logprobs=tuple(torch.from_numpy(sample.logprobs) for sample in group.samples),
+            logprobs=tuple(all_T[mask] for all_T, mask in zip(logprobs, masks, strict=True)),
             support=supports_of(group.samples),
             adjustments=adjustments,
             routed_experts=_routed_experts(group),
+            loss_masks=None if all(mask.all() for mask in masks) else tuple(masks),
         )
 
 
 def supports_of(parts: Sequence[Sample | Segment]) -> tuple[Support, ...] | None:
-    """Supports of samples or segments; None unless all of them have one."""
-    found = tuple(part.support for part in parts if part.support is not None)
-    return found if found and len(found) == len(parts) else None
+    """Supports of samples or segments; None unless all of them have one.
+
+    Context segments have an empty support.
+    """
+    known = [part.support for part in parts if part.support is not None]
+    if not known:
+        return None
+    nothing = Support((), known[0].vocab_size)
+    found = [
+        nothing if isinstance(part, Segment) and not part.sampled else part.support
+        for part in parts
+    ]
+    return None if None in found else tuple(each for each in found if each is not None)
 
 
 def _routed_experts(group: Group) -> tuple[Tensor, ...] | None:
@@ -264,6 +278,7 @@ class TrainingTree(TrainingGroup):
             raise ValueError("the group is not a tree")
         segments = group.tree.segments
         places = {segment.id: place for place, segment in enumerate(segments)}
+        masks = [torch.full((len(s.token_ids),), s.sampled) for s in segments]
         return cls(
             prompt=prompt_of(prompt, group),
             responses=tuple(torch.from_numpy(segment.token_ids) for segment in segments),
@@ -272,6 +287,7 @@ class TrainingTree(TrainingGroup):
             adjustments=adjustments,
             parents=tuple(None if s.parent is None else places[s.parent] for s in segments),
             leaves=tuple(places[leaf] for leaf in group.tree.leaves),
+            loss_masks=None if all(s.sampled for s in segments) else tuple(masks),
         )
 
     def path(self, segment: int) -> tuple[int, ...]:
