@@ -77,5 +77,10 @@ EXPLANATIONS = {
         "`flat` is 16 separate samples. Leaves of a tree share parts; `effective independent "
         "leaves` is the number of separate samples that they are worth.",
     ),
+    "vllm_bench_serve": (
+        "`vllm bench serve` against this server and vLLM's",
+        "Streams over the OpenAI routes. `ttft` is the time to the first token, `itl` the time "
+        "between tokens.",
+    ),
     "weight_delta": ("Size of a weights delta", ""),
 }
