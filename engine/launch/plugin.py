@@ -145,5 +145,4 @@ def install() -> None:
         sampling_hooks.install()
         attention.install(attention_settings())
         speculation.install(speculation_settings())
-        speculation.install_gpu_speculator()
     gc_and_process_group.freeze_gc()

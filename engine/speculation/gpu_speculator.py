@@ -2,7 +2,7 @@
 
 vLLM has no speculator for drafts from outside. Its GPU n-gram method comes closest: it keeps Model
 Runner V2, asynchronous scheduling and full CUDA graphs, and needs no draft model. So the engine is
-configured with that method, and this class replaces its speculator.
+configured with that method, and `mrv2_speculators` creates this class instead.
 
 The drafts of a step arrive with the scheduler's output. Before the step's inputs are prepared, they
 are copied to the device from pinned memory, and realigned there after the sampled tokens of the
@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
-from vllm.v1.worker.gpu.spec_decode.ngram import speculator as ngram
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from engine.speculation.late_drafts import ATTRIBUTE, LateDrafts, lookup_length
@@ -114,8 +113,3 @@ def _with_drafts(prepare_inputs: Callable[..., Any]) -> Callable[..., Any]:
         return prepare_inputs(self, scheduler_output, *args, **kwargs)
 
     return prepare
-
-
-def install() -> None:
-    """Replace vLLM's n-gram speculator, which `init_speculator` imports when it is called."""
-    setattr(ngram, ngram.NgramGPUSpeculator.__name__, SiblingSpeculator)

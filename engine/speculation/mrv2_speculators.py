@@ -1,7 +1,7 @@
-"""Speculators of vLLM's Model Runner V2 that `speculation.mode` replaces.
+"""Creation of the speculator of vLLM's Model Runner V2 for `speculation.mode`.
 
-vLLM's model runner creates its speculator with `init_speculator`, which has no extension point for
-classes of others.
+The model runner calls vLLM's factory `init_speculator`, which has no extension point for classes of
+others.
 """
 
 import functools
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from engine.speculation.process_settings import settings
+from engine.speculation.process_settings import SIBLING_MODES, settings
 
 MODEL_RUNNER = "vllm.v1.worker.gpu.model_runner"
 
@@ -27,14 +27,18 @@ def install() -> None:
 
 
 def replacing(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """vLLM's factory, except for the draft methods of our modes."""
+    """vLLM's factory, except in the modes of `speculation.mode` that draft."""
 
     @functools.wraps(stock)
     def init_speculator(vllm_config: Any, device: Any, req_states: Any) -> Any:
-        if settings().mode == "drafter" and vllm_config.speculative_config.uses_draft_model():
+        if settings().mode == "drafter":
             from engine.drafter.worker.draft_speculator import DraftSpeculator
 
             return DraftSpeculator(vllm_config, device, req_states)
+        if settings().mode in SIBLING_MODES:
+            from engine.speculation.gpu_speculator import SiblingSpeculator
+
+            return SiblingSpeculator(vllm_config, device, req_states)
         return stock(vllm_config, device, req_states)
 
     return init_speculator

@@ -13,16 +13,6 @@ def install(settings: SpeculationSettings) -> None:
     _settings = settings
 
 
-def install_gpu_speculator() -> None:
-    """Replace vLLM's speculator in a process with a GPU, if drafts come from the draft store."""
-    from vllm.platforms import current_platform
-
-    if settings().mode in SIBLING_MODES and not current_platform.is_cpu():
-        from engine.speculation import gpu_speculator
-
-        gpu_speculator.install()
-
-
 def settings() -> SpeculationSettings:
     assert _settings is not None, "speculation settings used before `install`"
     return _settings

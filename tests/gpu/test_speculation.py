@@ -93,7 +93,6 @@ def sibling_engine(model: Path, folder: Path) -> Iterator[tuple[LiveEngine, Sche
         mode="siblings", longest_draft=LONGEST, store_bytes=2**24, cache_directory=folder
     )
     process_settings.install(speculation)
-    process_settings.install_gpu_speculator()
     attention.install(AttentionSettings(shared_prefix="off"))
     rows = ENGINE["max_num_seqs"]
     lengths = [(1, 1, 4), (2, 2, 2), (3, 3, 1), (4, rows, 0)]

@@ -44,7 +44,6 @@ LONGEST, ROWS, CONTEXT, BLOCK = 4, 8, 256, 16
 @contextmanager
 def without_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from vllm.v1.worker.gpu import model_runner, states
-    from vllm.v1.worker.gpu.spec_decode.ngram import speculator
 
     monkeypatch.setattr(states, "StagedWriteTensor", DeviceTensor)
     monkeypatch.setattr(states, "UvaBackedTensor", SharedTensor)
@@ -52,9 +51,7 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(model_runner, kernel.__name__, kernel)
     runner = model_runner.GPUModelRunner
     monkeypatch.setattr(runner, "prepare_inputs", runner.prepare_inputs)  # restored after the test
-    monkeypatch.setattr(speculator, "NgramGPUSpeculator", speculator.NgramGPUSpeculator)
     gpu_speculator.load_drafts_before_inputs.cache_clear()
-    gpu_speculator.install()
     yield
     gpu_speculator.load_drafts_before_inputs.cache_clear()
 
@@ -166,7 +163,6 @@ def _output(ids: Sequence[str], rows: list[list[int]]) -> Any:
 def _runner(config: Any) -> Any:
     """The parts of vLLM's `GPUModelRunner` that a step's input tokens depend on."""
     from vllm.v1.worker.gpu.input_batch import InputBuffers
-    from vllm.v1.worker.gpu.spec_decode import init_speculator
     from vllm.v1.worker.gpu.states import RequestState
 
     length, tokens = config.model_config.max_model_len, 64 + ROWS * (LONGEST + 1)
@@ -189,7 +185,7 @@ def _runner(config: Any) -> Any:
     runner.__dict__ |= none | {
         "device": CPU,
         "req_states": states,
-        "speculator": init_speculator(config, CPU, states),
+        "speculator": gpu_speculator.SiblingSpeculator(config, CPU, states),
         "model_state": ignore,
         "block_tables": ignore,
         "lora_state": ignore,

@@ -9,9 +9,7 @@ import pytest
 
 from engine.drafter.worker import draft_speculator
 from engine.settings import SpeculationMode, SpeculationSettings
-from engine.speculation import mrv2_speculators, process_settings
-
-CONFIG = SimpleNamespace(speculative_config=SimpleNamespace(uses_draft_model=lambda: True))
+from engine.speculation import gpu_speculator, mrv2_speculators, process_settings
 
 
 def stock(vllm_config: Any, device: Any, req_states: Any) -> str:
@@ -24,20 +22,27 @@ def spec_decode(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     from vllm.v1.worker.gpu import spec_decode
 
     monkeypatch.setattr(spec_decode, "init_speculator", stock)
-    monkeypatch.setattr(draft_speculator, "DraftSpeculator", lambda *_: "ours")
+    monkeypatch.setattr(draft_speculator, "DraftSpeculator", lambda *_: "draft model")
+    monkeypatch.setattr(gpu_speculator, "SiblingSpeculator", lambda *_: "siblings")
     monkeypatch.setattr(process_settings, "_settings", process_settings._settings)
     yield spec_decode
 
 
 @pytest.mark.parametrize(
-    ("mode", "speculator"), [("drafter", "ours"), ("siblings", "vLLM's"), ("off", "vLLM's")]
+    ("mode", "speculator"),
+    [
+        ("drafter", "draft model"),
+        ("siblings", "siblings"),
+        ("auto", "siblings"),
+        ("off", "vLLM's"),
+    ],
 )
 def test_speculator_is_that_of_the_mode(
     mode: SpeculationMode, speculator: str, spec_decode: Any
 ) -> None:
     process_settings.install(SpeculationSettings(mode=mode))
     mrv2_speculators.install()
-    assert spec_decode.init_speculator(CONFIG, "cuda", None) == speculator
+    assert spec_decode.init_speculator(None, "cuda", None) == speculator
 
 
 def test_model_runner_that_is_already_imported_is_changed_too(
