@@ -139,7 +139,7 @@ class VllmEngine:
         checkpoint = await asyncio.to_thread(read_base_checkpoint, model)
         self._weights = ServedWeights(self._processes, self._heartbeat, model, checkpoint)
         await asyncio.to_thread(self._open_drafter_dir, model, checkpoint)
-        await self._processes.start(model, self._speculation_settings)
+        self._speculation_settings = await self._processes.start(model, self._speculation_settings)
         await self._processes.verify_plugin()
         kv = await kv_support(self._processes, self._settings)
         self._chat = await asyncio.to_thread(ChatProcessor, self.llm, self._settings)

@@ -97,7 +97,7 @@ def _shared_prefix(settings: AttentionSettings, state: AttentionState) -> Featur
 
 def _speculation(settings: SpeculationSettings, why_off: str | None) -> FeatureStatus:
     if why_off is not None:
-        how = "" if "not" in why_off else "speculation.mode: siblings"
+        how = "speculation.mode: siblings" if settings.mode == "off" else ""
         return _feature("speculation", False, why_off, how)
     return _feature("speculation", True, DRAFTS[settings.mode], "speculation.mode: off")
 

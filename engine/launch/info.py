@@ -96,7 +96,7 @@ async def collect_features(
         settings,
         device="cpu" if current_platform.is_cpu() else GPU_DEVICE,
         attention=(attention, states[0]),
-        speculation=(speculation, why_off(speculation, settings)),
+        speculation=(speculation, processes.no_drafts_reason or why_off(speculation, settings)),
         graphs=processes.graph_plan,
         indirect_kv=kv.indirect_reason,
         gpu_kv=kv.gpu_reason,

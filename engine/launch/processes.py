@@ -17,6 +17,7 @@ import psutil
 from pydantic import ValidationError
 from vllm import __version__ as vllm_version
 from vllm import envs
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -32,6 +33,7 @@ from engine.runtime.await_engine import await_engine
 from engine.runtime.leftover_files import TempDir, remove_leftover_shared_memory
 from engine.sampling_support import hooks as sampling_support
 from engine.settings import AttentionSettings, EngineSettings, GraphsSettings, SpeculationSettings
+from engine.speculation.startup import find_obstacle
 
 log = logging.getLogger(__name__)
 SHUTDOWN_SECONDS: Final = 30.0
@@ -53,10 +55,12 @@ class VllmProcesses:
         self._attention = attention
         self._graphs = graphs
         self._worker_extension = worker_extension
-        self._starting: asyncio.Future[None] | None = None
+        self._starting: asyncio.Future[SpeculationSettings] | None = None
         self._temp_dir: TempDir | None = None
         self._llm: AsyncLLM | None = None
         self.graph_plan: Plan | None = None
+        self.no_drafts_reason: str | None = None
+        """Reason why the mode `auto` is off, if vLLM's configuration is the reason."""
 
     @property
     def llm(self) -> AsyncLLM:
@@ -68,34 +72,51 @@ class VllmProcesses:
     def is_running(self) -> bool:
         return self._llm is not None
 
-    async def start(self, model: Path, speculation: SpeculationSettings) -> None:
-        """Start vLLM in a thread, for seconds to minutes. If cancelled, call `abort_start`."""
-        self._starting = asyncio.ensure_future(asyncio.to_thread(self._start, model, speculation))
-        await asyncio.shield(self._starting)
+    async def start(self, model: Path, speculation: SpeculationSettings) -> SpeculationSettings:
+        """Start vLLM in a thread, for seconds to minutes. If cancelled, call `abort_start`.
 
-    def _start(self, model: Path, speculation: SpeculationSettings) -> None:
+        Returns the settings that apply: the mode is `off` if `no_drafts_reason` is set.
+        """
+        self._starting = asyncio.ensure_future(asyncio.to_thread(self._start, model, speculation))
+        return await asyncio.shield(self._starting)
+
+    def _start(self, model: Path, speculation: SpeculationSettings) -> SpeculationSettings:
         check_version(vllm_version)
-        on_cpu = current_platform.is_cpu()
         self._temp_dir = TempDir()
+        if current_platform.is_cpu():
+            accept_cpu_runner()
+        with _start_failures():
+            self.no_drafts_reason = self._launch(model, speculation, self._temp_dir)
+            if self.no_drafts_reason is not None:
+                speculation = speculation.model_copy(update={"mode": "off"})
+                self._launch(model, speculation, self._temp_dir)
+        return speculation
+
+    def _launch(
+        self, model: Path, speculation: SpeculationSettings, temp_dir: TempDir
+    ) -> str | None:
+        """Create the AsyncLLM, unless its configuration is a reason not to draft, as returned."""
+        on_cpu = current_platform.is_cpu()
         limited = with_defaults(
             self._settings, on_cpu=on_cpu, needs_limits=self._graphs.budget_bytes is not None
         )
         self.graph_plan = plan_for_start(limited, self._graphs, speculation, model, on_cpu=on_cpu)
-        environment = engine_environment(
+        arguments = self._arguments(model, speculation, on_cpu=on_cpu)
+        with engine_environment(
             self._settings,
             attention=self._attention,
             speculation=speculation,
             graphs=self.graph_plan,
             on_cpu=on_cpu,
-            temp_dir=self._temp_dir.path,
-        )
-        if on_cpu:
-            accept_cpu_runner()
-        with _start_failures():
-            arguments = self._arguments(model, speculation, on_cpu=on_cpu)
+            temp_dir=temp_dir.path,
+        ):
+            envs.disable_envs_cache()
+            config = arguments.create_engine_config(USAGE_CONTEXT)
+            if (reason := find_obstacle(config, speculation)) is not None:
+                return reason
             log.info("engine.seed is %d", arguments.seed)
-            with environment:
-                self._llm = _create_llm(arguments)
+            self._llm = _create_llm(config)
+        return None
 
     def _arguments(
         self, model: Path, speculation: SpeculationSettings, *, on_cpu: bool
@@ -165,11 +186,10 @@ def _start_failures() -> Iterator[None]:
         raise StartFailed(f"vLLM did not start: {error}") from error
 
 
-def _create_llm(arguments: AsyncEngineArgs) -> AsyncLLM:
+def _create_llm(config: VllmConfig) -> AsyncLLM:
     """Create the AsyncLLM and cache environment variables, which vLLM would read per token."""
     sampling_support.install_in_service()
-    envs.disable_envs_cache()
-    llm = AsyncLLM.from_engine_args(arguments, usage_context=USAGE_CONTEXT)
+    llm = AsyncLLM.from_vllm_config(config, usage_context=USAGE_CONTEXT)
     envs.enable_envs_cache()
     return llm
 

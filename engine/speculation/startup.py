@@ -18,6 +18,7 @@ from engine.runtime.await_engine import await_engine
 from engine.settings import EngineSettings, SpeculationSettings
 from engine.speculation.baseline import GainPrediction
 from engine.speculation.cost import ProfileBatch, draft_lengths, num_tokens, profile_batches
+from engine.speculation.process_settings import SIBLING_MODES
 from engine.types import EngineInfo
 from kernels.draft_index.store import is_built
 
@@ -130,9 +131,33 @@ def why_off(settings: SpeculationSettings, engine: EngineSettings) -> str | None
         return None
     if not is_built():
         return "the draft store is not compiled; install with a C++ compiler"
-    if not current_platform.is_cpu() and envs.VLLM_USE_V2_MODEL_RUNNER is False:
-        return "sibling drafts do not work with VLLM_USE_V2_MODEL_RUNNER=0 on a GPU"
     return None
+
+
+def find_obstacle(config: Any, settings: SpeculationSettings) -> str | None:
+    """Reason why the mode `auto` drafts nothing with vLLM's `config`; None if it may draft.
+
+    On a GPU sibling drafts need Model Runner V2. Raises StartFailed if the mode is `siblings`.
+    """
+    uses_siblings = (
+        settings.mode in SIBLING_MODES and config.speculative_config.method == GPU_METHOD
+    )
+    if not uses_siblings or config.use_v2_model_runner:
+        return None
+    reason = f"vLLM uses Model Runner V1 here, as {_why_v1(config)}"
+    if settings.mode == "auto":
+        return reason
+    raise StartFailed(
+        f"speculation.mode {settings.mode} is not possible on a GPU: {reason}; "
+        "set speculation.mode: off"
+    )
+
+
+def _why_v1(config: Any) -> str:
+    if envs.VLLM_USE_V2_MODEL_RUNNER is False:
+        return "VLLM_USE_V2_MODEL_RUNNER is 0"
+    unsupported = config._get_v2_model_runner_unsupported_features()
+    return f"V2 does not support {', '.join(unsupported)}" if unsupported else "V2 needs Triton"
 
 
 async def start_drafting(llm: AsyncLLM, settings: SpeculationSettings, info: EngineInfo) -> None:
@@ -148,13 +173,7 @@ async def start_drafting(llm: AsyncLLM, settings: SpeculationSettings, info: Eng
             await measure_step_costs(llm, info, settings.longest_draft)
             await await_engine(llm, llm.collective_rpc("coppice_finish_profile"))
         return
-    needs_profile: bool | str = await _utility(llm, "coppice_start_sibling_drafts")
-    if isinstance(needs_profile, str):
-        raise StartFailed(
-            f"speculation.mode {settings.mode} is not possible: {needs_profile}; "
-            "set speculation.mode: off"
-        )
-    if needs_profile:
+    if await _utility(llm, "coppice_start_sibling_drafts"):
         await measure_step_costs(llm, info, settings.longest_draft)
         await _utility(llm, "coppice_finish_sibling_profile")
 

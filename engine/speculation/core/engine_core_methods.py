@@ -17,14 +17,10 @@ if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore
 
 
-def coppice_start_sibling_drafts(self: "EngineCore") -> bool | str:
-    """Start drafting, and return whether step times must be profiled first.
-
-    If vLLM's configuration does not allow drafts, returns the reason.
-    """
-    if (reason := find_obstacle(self)) is not None:
-        return reason
+def coppice_start_sibling_drafts(self: "EngineCore") -> bool:
+    """Start drafting, and return whether step times must be profiled first."""
     config, longest = self.vllm_config, self.vllm_config.num_speculative_tokens
+    assert config.use_v2_model_runner, "the start was refused otherwise"
     steps = profile_cache(config).read()
     drafts = SchedulerDrafts(
         self.scheduler,
@@ -60,15 +56,6 @@ def coppice_save_sibling_drafts(self: "EngineCore") -> None:
     drafts: SchedulerDrafts = self.coppice_sibling_drafts
     if (file := settings().store_file) is not None:
         drafts.store.save(file)
-
-
-def find_obstacle(core: "EngineCore") -> str | None:
-    """Reason why vLLM, as it is configured, cannot verify drafts from the draft store."""
-    if not core.vllm_config.use_v2_model_runner:
-        return "vLLM chose Model Runner V1, which its log explains"
-    if core.scheduler.dynamic_sd_lookup is None:
-        return "vLLM has one fixed draft length with data parallelism"
-    return None
 
 
 def counted(core: "EngineCore") -> Snapshot | None:

@@ -51,16 +51,6 @@ def test_second_start_reads_profile_and_store_of_the_first(config: Any, folder: 
     assert methods.counted(second.core) is not None
 
 
-def test_vllm_that_cannot_verify_drafts_is_a_reason(
-    config: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = Engine(config, text_model())
-    engine.scheduler.dynamic_sd_lookup = None
-    assert "data parallelism" in str(methods.coppice_start_sibling_drafts(engine.core))
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-    assert "Model Runner V1" in str(methods.coppice_start_sibling_drafts(engine.core))
-
-
 def test_auto_drafts_nothing_where_the_profile_shows_no_gain(
     config: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,21 +1,24 @@
 """vLLM's config for speculation, resolution of `auto`, and the profile cache."""
 
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
+from vllm import envs
 from vllm.config.speculative import NgramGPUTypes
 from vllm.platforms import current_platform
 
 from engine.attention import register
 from engine.errors import StartFailed
-from engine.launch.arguments import engine_arguments
-from engine.settings import AttentionSettings, SpeculationSettings
+from engine.launch import processes
+from engine.launch.arguments import WORKER_EXTENSION, engine_arguments
+from engine.settings import AttentionSettings, GraphsSettings, SpeculationSettings
 from engine.speculation import startup
 from engine.speculation.cost import Profile, ProfileCache, Step, draft_lengths, profile_batches
 from engine.speculation.proposer import cache_key
-from engine.speculation.startup import resolve_mode
+from engine.speculation.startup import find_obstacle, resolve_mode
 from kernels.draft_index.store import is_built
 from tests.engine.seedling import MODEL, settings
 
@@ -103,13 +106,82 @@ def test_graphs_are_captured_for_the_profiled_lengths() -> None:
     assert sorted(length for *_, length in schedule) == draft_lengths(6)
 
 
-def test_first_model_runner_on_a_gpu_has_no_sibling_drafts(monkeypatch: Any) -> None:
-    monkeypatch.setattr(startup, "is_built", lambda: True)
-    monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-    reason = startup.why_off(SIBLINGS, settings())
-    assert reason is not None and "VLLM_USE_V2_MODEL_RUNNER" in reason
-    assert startup.why_off(SpeculationSettings(mode="drafter"), settings()) is None
+AUTO = SpeculationSettings(mode="auto")
+
+
+@pytest.mark.parametrize(
+    ("variable", "unsupported", "reason"),
+    [
+        ("0", [], "VLLM_USE_V2_MODEL_RUNNER is 0"),
+        (None, ["dual batch overlap"], "V2 does not support dual batch overlap"),
+        (None, [], "V2 needs Triton"),
+    ],
+)
+def test_first_model_runner_on_a_gpu_is_a_reason_not_to_draft(
+    variable: str | None, unsupported: list[str], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(envs, "VLLM_USE_V2_MODEL_RUNNER", variable and False)
+    config = SimpleNamespace(
+        use_v2_model_runner=False,
+        speculative_config=SimpleNamespace(method=startup.GPU_METHOD),
+        _get_v2_model_runner_unsupported_features=lambda: unsupported,
+    )
+    assert find_obstacle(config, AUTO) == f"vLLM uses Model Runner V1 here, as {reason}"
+    with pytest.raises(StartFailed, match=f"siblings is not possible on a GPU: .*{reason}"):
+        find_obstacle(config, SIBLINGS)
+
+
+@pytest.mark.parametrize(
+    ("mode", "method", "v2"),
+    [("auto", startup.GPU_METHOD, True), ("auto", "custom_class", False)],
+)
+def test_sibling_drafts_need_the_second_model_runner_on_gpus_only(
+    mode: Any, method: str, v2: bool
+) -> None:
+    config = SimpleNamespace(
+        use_v2_model_runner=v2, speculative_config=SimpleNamespace(method=method)
+    )
+    assert find_obstacle(config, SpeculationSettings(mode=mode)) is None
+
+
+@pytest.fixture
+async def on_first_runner(
+    monkeypatch: pytest.MonkeyPatch,
+) -> AsyncIterator[tuple[processes.VllmProcesses, list[Any]]]:
+    """Processes as on a GPU, and vLLM's configurations with which they have been created.
+
+    The configurations are real: without Triton vLLM chooses Model Runner V1.
+    """
+    created: list[Any] = []
+    monkeypatch.setattr(processes, "_create_llm", created.append)
+    monkeypatch.setattr(processes, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    launched = processes.VllmProcesses(
+        settings(),
+        attention=AttentionSettings(),
+        graphs=GraphsSettings(),
+        worker_extension=WORKER_EXTENSION,
+    )
+    yield launched, created
+    await launched.stop()
+
+
+async def test_auto_is_off_with_the_reason_where_vllm_chooses_the_first_model_runner(
+    on_first_runner: tuple[processes.VllmProcesses, list[Any]],
+) -> None:
+    launched, created = on_first_runner
+    found = await launched.start(MODEL, AUTO)
+    [config] = created
+    assert found.mode == "off" and config.speculative_config is None
+    assert launched.no_drafts_reason == "vLLM uses Model Runner V1 here, as V2 needs Triton"
+
+
+async def test_siblings_do_not_start_where_vllm_chooses_the_first_model_runner(
+    on_first_runner: tuple[processes.VllmProcesses, list[Any]],
+) -> None:
+    launched, created = on_first_runner
+    with pytest.raises(StartFailed, match="speculation.mode siblings is not possible"):
+        await launched.start(MODEL, SIBLINGS)
+    assert not created
 
 
 def test_profiles_of_two_cards_differ(monkeypatch: Any) -> None:
@@ -179,12 +251,6 @@ async def test_drafting_starts_in_engine_core_on_a_gpu(
     await startup.start_drafting(llm_of(core), SIBLINGS, engine_info())
     assert core.called == called
     assert on_gpu == [SIBLINGS.longest_draft] * needs_profile
-
-
-async def test_start_fails_with_the_reason_why_drafts_are_not_possible(on_gpu: list[int]) -> None:
-    core = Core(**{START: "vLLM chose Model Runner V1"})
-    with pytest.raises(StartFailed, match=r"siblings is not possible: vLLM chose"):
-        await startup.start_drafting(llm_of(core), SIBLINGS, engine_info())
 
 
 async def test_store_in_engine_core_is_saved_at_a_stop(on_gpu: list[int], tmp_path: Path) -> None:
