@@ -72,6 +72,12 @@ class SpeculationSettings(Section):
         "drafter: a small draft model; auto: siblings, unless a profile at startup shows no gain; "
         "set it to siblings if samples of a group repeat each other's text",
     )
+    allow_predicted_loss: bool = Field(
+        False,
+        description="starts the modes siblings and drafter also where the measured step times "
+        "predict that even perfect drafts are slower than no speculation; false: the start fails; "
+        "set it to true to measure such an engine",
+    )
     longest_draft: int = Field(
         8,
         ge=1,

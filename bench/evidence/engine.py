@@ -205,9 +205,12 @@ async def measure(name: str, models: Path, size: Size) -> dict[str, Any]:
 
 def _speculation(mode: str, models: Path, size: Size, cache: Path) -> SpeculationSettings:
     if mode != "drafter":
-        return SpeculationSettings.model_validate({"mode": mode, "cache_directory": cache})
+        return SpeculationSettings.model_validate(
+            {"mode": mode, "cache_directory": cache, "allow_predicted_loss": True}
+        )
     return SpeculationSettings(
         mode="drafter",
+        allow_predicted_loss=True,
         drafter=write_model(models / size.drafter, size.drafter),
         drafter_directory=cache / "drafter",
         cache_directory=cache,

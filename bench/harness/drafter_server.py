@@ -26,6 +26,7 @@ async def drafter_server(*, training: bool) -> AsyncIterator[AsyncRollouts]:
     with tempfile.TemporaryDirectory() as folder:
         speculation = SpeculationSettings(
             mode="drafter",
+            allow_predicted_loss=True,
             longest_draft=4,
             drafter=BUILD / "fitted",
             drafter_directory=Path(folder),

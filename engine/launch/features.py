@@ -12,6 +12,7 @@ from engine.settings import (
     SpeculationSettings,
 )
 from engine.speculation.baseline import GainPrediction
+from engine.speculation.cost import MIN_SPEEDUP
 from engine.types import EngineInfo
 
 GPU_DEVICE: Final = "cuda"
@@ -105,20 +106,31 @@ def _speculation(settings: SpeculationSettings, why_off: str | None) -> FeatureS
 def with_prediction(
     info: EngineInfo, mode: SpeculationMode, prediction: GainPrediction | None
 ) -> EngineInfo:
-    """Properties of an engine with features according to what its drafts are predicted to gain."""
-    if prediction is None or not prediction.is_loss:
+    """Properties of an engine with features according to what its drafts are predicted to gain.
+
+    Without a prediction `auto` drafts nothing.
+    """
+    if mode == "off" or (prediction is not None and prediction.is_sufficient):
         return info
     features = (
-        _losing(feature, mode, prediction) if feature.name == "speculation" else feature
+        _without_gain(feature, mode, prediction) if feature.name == "speculation" else feature
         for feature in info.features
     )
     return replace(info, features=tuple(features))
 
 
-def _losing(feature: FeatureStatus, mode: SpeculationMode, loss: GainPrediction) -> FeatureStatus:
-    if mode == "auto":
-        return _feature("speculation", False, f"auto: {loss}", "speculation.mode: siblings")
-    return replace(feature, reason=f"{feature.reason}; expected to lose; {loss}")
+def _without_gain(
+    feature: FeatureStatus, mode: SpeculationMode, prediction: GainPrediction | None
+) -> FeatureStatus:
+    if mode != "auto":
+        return replace(feature, reason=f"{feature.reason}; {prediction}") if prediction else feature
+    if prediction is None:
+        return _feature("speculation", False, "auto: no step times could be measured")
+    how = "speculation.mode: siblings"
+    if prediction.is_loss:
+        how += ", speculation.allow_predicted_loss: true"
+    reason = f"auto: {prediction}, and {MIN_SPEEDUP} times is required"
+    return _feature("speculation", False, reason, how)
 
 
 def _graph_plan(settings: EngineSettings, plan: Plan | None, device: str) -> FeatureStatus:

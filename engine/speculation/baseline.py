@@ -32,6 +32,7 @@ from engine.speculation.cost import (
     MIN_SPEEDUP,
     ProfileCache,
     Step,
+    StepCostModel,
     best_speedup,
 )
 from engine.speculation.process_settings import settings
@@ -71,19 +72,20 @@ def baseline_cache(config: Any) -> ProfileCache:
     return ProfileCache(settings().cache_directory, engine_key(config) | {"speculation": "off"})
 
 
-def measured_overhead(config: Any, steps: Sequence[Step]) -> float:
-    """Overhead of an engine with these step times; 1 if there is no baseline."""
-    return overhead_ratio(steps, baseline_cache(config).read() or ())
+def cost_model(config: Any, steps: Sequence[Step]) -> StepCostModel:
+    """Cost model of an engine with these step times; without a baseline its overhead is 1."""
+    overhead = overhead_ratio(steps, baseline_cache(config).read() or ())
+    return StepCostModel(steps, overhead=1.0 if overhead is None else overhead)
 
 
-def overhead_ratio(steps: Sequence[Step], baseline: Sequence[Step]) -> float:
+def overhead_ratio(steps: Sequence[Step], baseline: Sequence[Step]) -> float | None:
     """Time of an engine's steps without drafts relative to the baseline, as a geometric mean.
 
-    It is taken over the batches that both have measured, and is 1 if there are none.
+    It is taken over the batches that both have measured, and is None if there are none.
     """
     own, base = _times_without_drafts(steps), _times_without_drafts(baseline)
     ratios = [np.mean(own[batch]) / np.mean(base[batch]) for batch in own.keys() & base.keys()]
-    return float(np.exp(np.mean(np.log(ratios)))) if ratios else 1.0
+    return float(np.exp(np.mean(np.log(ratios)))) if ratios else None
 
 
 def _times_without_drafts(steps: Sequence[Step]) -> dict[tuple[int, int], list[float]]:
@@ -99,22 +101,31 @@ def _times_without_drafts(steps: Sequence[Step]) -> dict[tuple[int, int], list[f
 class GainPrediction:
     """Upper bound of the gain of drafts, from step times measured at the start.
 
-    `best_speedup` is the speed of a single sample with all drafts accepted, divided by its speed in
-    an engine without speculation. `overhead` is the time of a step without drafts, divided by that
-    of such an engine.
+    `overhead` is the time of a step without drafts, divided by that of the baseline; None if there
+    is none. `best_speedup` is the speed of a single sample with all drafts accepted, divided by its
+    speed in the baseline, or else in this engine without drafts.
     """
 
     best_speedup: float
-    overhead: float
+    overhead: float | None
+
+    @property
+    def is_sufficient(self) -> bool:
+        """True if the mode `auto` drafts."""
+        return self.best_speedup >= MIN_SPEEDUP
 
     @property
     def is_loss(self) -> bool:
-        return self.best_speedup < MIN_SPEEDUP
+        """True if even perfect drafts are slower than the baseline."""
+        return self.best_speedup < 1
 
     def __str__(self) -> str:
+        speed = f"a single sample with perfect drafts would run at {self.best_speedup:.2f} times"
+        if self.overhead is None:
+            return f"{speed} its speed without drafts; no baseline was measured"
         return (
-            f"as measured, a single sample with perfect drafts is {self.best_speedup:.2f} times as "
-            f"fast as without speculation, and {MIN_SPEEDUP} times is required"
+            f"a step without drafts takes {self.overhead:.2f} times as long as in the baseline, an "
+            f"engine without speculation; {speed} the baseline's speed"
         )
 
 
@@ -125,6 +136,7 @@ def predict_gain(
     if not steps:
         return None
     overhead = overhead_ratio(steps, baseline or ())
+    speedup = best_speedup(steps, max_draft_tokens)
     return GainPrediction(
-        best_speedup=best_speedup(steps, max_draft_tokens) / overhead, overhead=overhead
+        best_speedup=speedup if overhead is None else speedup / overhead, overhead=overhead
     )

@@ -99,8 +99,6 @@ class Controller:
         self._next_rest = MIN_REST_STEPS
         self._balance = 0.0
         self._all_steps = GainTracker()
-        self.overhead = 1.0
-        """Time of a step without drafts, relative to an engine without speculation."""
         self._calibration = calibration
         self._sizes: set[int] = set()
 
@@ -111,7 +109,7 @@ class Controller:
         The estimated time without drafts in this engine, divided by the measured time and the
         overhead.
         """
-        return self._all_steps.ratio / self.overhead
+        return self._all_steps.ratio / self.cost.overhead
 
     def should_draft(self, running: int) -> bool:
         """Decide, once per step, whether to request drafts.

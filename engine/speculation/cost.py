@@ -60,10 +60,12 @@ class Step:
 class StepCostModel:
     """Model of the step time of one engine on one machine, fitted to measured steps.
 
-    Without a profile the cost of drafts is a prior until some are sent.
+    Without a profile the cost of drafts is a prior until some are sent. `overhead` is the time of
+    a step without drafts, relative to an engine without speculation.
     """
 
-    def __init__(self, profile: Sequence[Step] = ()) -> None:
+    def __init__(self, profile: Sequence[Step] = (), *, overhead: float = 1.0) -> None:
+        self.overhead = overhead
         self._gram = np.zeros((NUM_TERMS, NUM_TERMS))
         self._moment = np.zeros(NUM_TERMS)
         self._fixed_gram = np.zeros_like(self._gram)

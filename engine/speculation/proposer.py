@@ -13,13 +13,13 @@ from engine.attention.crossover import CacheKey
 from engine.runtime.feature_guard import Failure, attempt, feature
 from engine.speculation.baseline import (
     baseline_cache,
+    cost_model,
     engine_key,
-    measured_overhead,
     predict_gain,
 )
 from engine.speculation.calibration import DraftCalibration
 from engine.speculation.controller import Controller
-from engine.speculation.cost import Profile, ProfileCache, Step, StepCostModel
+from engine.speculation.cost import Profile, ProfileCache, Step
 from engine.speculation.counters import COUNTERS
 from engine.speculation.draft_verification import DraftStepSkipper, DraftVerifier
 from engine.speculation.process_settings import settings
@@ -105,9 +105,7 @@ class Proposer:
         self.speculator.end_profile(self._controller(steps))
 
     def _controller(self, steps: Sequence[Step]) -> Controller:
-        made = Controller(StepCostModel(steps), DraftCalibration())
-        made.overhead = measured_overhead(self._config, steps)
-        return made
+        return Controller(cost_model(self._config, steps), DraftCalibration())
 
     def on_weights_changed(self) -> None:
         if self.speculator is not None:
@@ -143,7 +141,7 @@ def may_speed_up(steps: Sequence[Step], config: Any) -> bool:
     """Return whether to draft, given measured steps: always, unless the mode is `auto`."""
     longest = int(config.speculative_config.num_speculative_tokens)
     prediction = predict_gain(steps, baseline_cache(config).read(), longest)
-    return settings().mode != "auto" or (prediction is not None and not prediction.is_loss)
+    return settings().mode != "auto" or (prediction is not None and prediction.is_sufficient)
 
 
 def cache_key(config: Any) -> CacheKey:

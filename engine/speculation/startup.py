@@ -189,18 +189,24 @@ async def stop_drafting(llm: AsyncLLM, settings: SpeculationSettings) -> None:
 
 
 async def predict_gain(llm: AsyncLLM, settings: SpeculationSettings) -> GainPrediction | None:
-    """Prediction for the drafts of a started engine, logged if it is a loss.
+    """Prediction for the drafts of a started engine; None if no step times were measured.
 
-    The mode `auto` does not draft then. An explicit mode drafts nevertheless.
+    Raises StartFailed if an explicit mode is predicted to lose, unless the settings allow that. The
+    mode `auto` drafts only if the prediction is sufficient.
     """
     fields = None if settings.mode == "off" else await _utility(llm, "coppice_predict_gain")
     if fields is None:
         return None
     prediction = GainPrediction(best_speedup=fields[0], overhead=fields[1])
-    if prediction.is_loss and settings.mode == "auto":
-        log.info("speculation.mode auto drafts nothing; %s", prediction)
-    elif prediction.is_loss:
-        log.warning("speculation.mode %s is expected to lose; %s", settings.mode, prediction)
+    if settings.mode == "auto":
+        return prediction
+    if prediction.is_loss and not settings.allow_predicted_loss:
+        raise StartFailed(
+            f"speculation.mode {settings.mode} is predicted to lose: {prediction}; set "
+            "speculation.mode: off, or speculation.allow_predicted_loss: true to draft nevertheless"
+        )
+    if not prediction.is_sufficient:
+        log.warning("speculation.mode %s gains little or nothing: %s", settings.mode, prediction)
     return prediction
 
 

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from engine.feature_stats import SpeculationDecision, SpeculationSkipReason
 from engine.speculation.controller import Controller
-from engine.speculation.cost import Profile, StepCostModel
-from engine.speculation.cost import Step as CostStep
+from engine.speculation.cost import Profile
 from engine.speculation.request_table import find_skip_reason
 
 STEP_DECAY: Final = 0.99
@@ -190,20 +189,14 @@ class DraftLengthPolicy:
 
     def reset(self) -> None:
         """Discard what the controller learned from earlier drafts, but keep measured step costs."""
-        overhead = self.controller.overhead
         self.controller = type(self.controller)(self.controller.cost)
-        self.controller.overhead = overhead
         self._probes, self._hold_steps = INITIAL_PROBES, 0
 
     def begin_profile(self) -> None:
         self.profile = Profile(self._max_draft_tokens)
 
-    def end_profile(self) -> list[CostStep]:
-        assert self.profile is not None, "a profile is being measured"
-        steps = self.profile.steps()
-        self.controller = Controller(StepCostModel(steps))
-        self.profile, self._hold_steps = None, 0
-        return steps
+    def end_profile(self, controller: Controller) -> None:
+        self.profile, self.controller, self._hold_steps = None, controller, 0
 
     def record_step(
         self, *, running: int, context: int, verified: int, seconds: float, emitted: int

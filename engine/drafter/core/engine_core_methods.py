@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 from engine.drafter.acceptance_by_version import Snapshot
 from engine.drafter.core.scheduler_hooks import DraftingHooks
 from engine.launch.environment import graph_plan, speculation_settings
-from engine.speculation.baseline import measured_overhead
+from engine.speculation.baseline import cost_model
 from engine.speculation.controller import Controller
-from engine.speculation.cost import ProfileCache, Step, StepCostModel
+from engine.speculation.cost import ProfileCache, Step
 from engine.speculation.proposer import cache_key
 
 if TYPE_CHECKING:
@@ -29,16 +29,17 @@ def coppice_start_drafting(self: "EngineCore", serving: str) -> bool:
     drafting.attach()
     self.coppice_drafting = drafting
     if steps is None:
-        drafting.begin_profile()
+        drafting.length.begin_profile()
     return steps is None
 
 
 def coppice_finish_drafter_profile(self: "EngineCore") -> None:
-    drafting = _drafting(self)
-    steps = drafting.end_profile()
+    length = _drafting(self).length
+    assert length.profile is not None, "a profile is being measured"
+    steps = length.profile.steps()
     if steps:
         drafter_profile(self).write(steps)
-    drafting.length.controller = _controller(self, steps)
+    length.end_profile(_controller(self, steps))
 
 
 def coppice_set_drafter(
@@ -68,9 +69,7 @@ def _drafting(core: "EngineCore") -> DraftingHooks:
 
 
 def _controller(core: "EngineCore", steps: list[Step]) -> Controller:
-    made = Controller(StepCostModel(steps))
-    made.overhead = measured_overhead(core.vllm_config, steps)
-    return made
+    return Controller(cost_model(core.vllm_config, steps))
 
 
 def drafter_profile(core: "EngineCore") -> ProfileCache:

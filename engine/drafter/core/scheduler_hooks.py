@@ -20,7 +20,6 @@ from engine.drafter.acceptance_by_version import PairCounters, Snapshot
 from engine.drafter.core.draft_length import Acceptance, BatchState, DraftLengthPolicy, DraftLimits
 from engine.runtime.feature_guard import feature
 from engine.speculation.controller import Controller
-from engine.speculation.cost import Step as CostStep
 from engine.speculation.counters import SCOPES, Counters
 
 FEATURE: Final = feature("drafter")
@@ -193,12 +192,6 @@ class DraftingHooks:
 
     def set_drafter(self, version: str, *, on_trial: bool) -> None:
         self.serving, self.on_trial = version, on_trial
-
-    def begin_profile(self) -> None:
-        self.length.begin_profile()
-
-    def end_profile(self) -> list[CostStep]:
-        return self.length.end_profile()
 
     def read(self) -> Snapshot:
         controller = self.length.controller

@@ -92,7 +92,7 @@ def coppice_finish_baseline(self: "EngineCore") -> int:
     return len(steps)
 
 
-def coppice_predict_gain(self: "EngineCore") -> tuple[float, float] | None:
+def coppice_predict_gain(self: "EngineCore") -> tuple[float, float | None] | None:
     """Fields of the prediction for this engine's drafts; None if step times were not measured."""
     config = self.vllm_config
     prediction = predict_gain(

@@ -3,11 +3,11 @@
 from typing import TYPE_CHECKING
 
 from engine.launch.environment import graph_plan
-from engine.speculation.baseline import measured_overhead
+from engine.speculation.baseline import cost_model
 from engine.speculation.calibration import DraftCalibration
 from engine.speculation.core.scheduler_drafts import SchedulerDrafts
 from engine.speculation.core.uniform_length import UniformController
-from engine.speculation.cost import Profile, Step, StepCostModel, draft_lengths
+from engine.speculation.cost import Profile, Step, draft_lengths
 from engine.speculation.counters import COUNTERS, Snapshot
 from engine.speculation.late_drafts import lookup_length
 from engine.speculation.process_settings import settings
@@ -71,9 +71,8 @@ METHODS = (
 
 
 def _controller(core: "EngineCore", steps: list[Step]) -> UniformController:
-    made = UniformController(_max_samples(core), StepCostModel(steps), DraftCalibration())
-    made.overhead = measured_overhead(core.vllm_config, steps)
-    return made
+    cost = cost_model(core.vllm_config, steps)
+    return UniformController(_max_samples(core), cost, DraftCalibration())
 
 
 def _max_samples(core: "EngineCore") -> dict[int, int]:

@@ -155,9 +155,10 @@ def test_seeded_opted_out_and_finishing_samples_get_no_drafts() -> None:
 def test_profiling_runs_and_times_every_length() -> None:
     scheduler = with_rows(Scheduler(accepted=lambda drafted: 0))
     drafting = drafting_over(scheduler)
-    drafting.begin_profile()
+    drafting.length.begin_profile()
     assert set(steps(scheduler, 200)) == {0, 1, 2, LONGEST}
-    measured = {step.verified: step.seconds for step in drafting.end_profile()}
+    assert drafting.length.profile is not None
+    measured = {step.verified: step.seconds for step in drafting.length.profile.steps()}
     assert set(measured) == {ROWS * (1 + length) for length in (0, 1, 2, LONGEST)}
     for verified, seconds in measured.items():
         assert seconds == pytest.approx(scheduler.seconds(verified // ROWS - 1))

@@ -1,6 +1,5 @@
 """The baseline of an engine without speculation: its file, its measurement and its use."""
 
-import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from vllm.platforms import current_platform
 
 from engine.attention import register as attention
 from engine.drafter.core.draft_length import DraftLengthPolicy
+from engine.errors import StartFailed
 from engine.feature_stats import FeatureStatus
 from engine.launch.features import with_prediction
 from engine.settings import AttentionSettings, EngineSettings, GraphsSettings, SpeculationSettings
@@ -19,8 +19,8 @@ from engine.speculation import baseline, process_settings, startup
 from engine.speculation.baseline import (
     GainPrediction,
     baseline_cache,
+    cost_model,
     engine_key,
-    measured_overhead,
     overhead_ratio,
     predict_gain,
 )
@@ -30,12 +30,13 @@ from engine.speculation.core.baseline_methods import (
     coppice_begin_baseline,
     coppice_finish_baseline,
 )
-from engine.speculation.cost import Step
+from engine.speculation.cost import Step, StepCostModel
 from tests.engine.seedling import settings as seedling_settings
 from tests.fake_engine import FakeEngine
 
 LOSS = GainPrediction(best_speedup=0.9, overhead=1.5)
 GAIN = GainPrediction(best_speedup=2.0, overhead=1.0)
+LITTLE = GainPrediction(best_speedup=1.1, overhead=None)
 
 
 @pytest.fixture(autouse=True)
@@ -119,23 +120,23 @@ def test_overhead_is_the_mean_ratio_of_steps_without_drafts() -> None:
     assert overhead_ratio(steps(1.3), steps()) == pytest.approx(1.3)
 
 
-def test_overhead_is_one_if_no_batch_was_measured_in_both() -> None:
+def test_overhead_is_unknown_if_no_batch_was_measured_in_both() -> None:
     elsewhere = [Step(running=2, context=20000, verified=2, seconds=1.0)]
-    assert overhead_ratio(steps(1.3), elsewhere) == overhead_ratio(steps(1.3), []) == 1.0
+    assert overhead_ratio(steps(1.3), elsewhere) is overhead_ratio(steps(1.3), []) is None
 
 
 def test_overhead_is_measured_against_the_cached_baseline() -> None:
-    assert measured_overhead(config(drafts=8), steps(1.3)) == 1.0
+    assert cost_model(config(drafts=8), steps(1.3)).overhead == 1.0
     baseline_cache(config()).write(steps())
-    assert measured_overhead(config(drafts=8), steps(1.3)) == pytest.approx(1.3)
+    assert cost_model(config(drafts=8), steps(1.3)).overhead == pytest.approx(1.3)
 
 
 def test_engine_that_gains_over_itself_can_lose_against_the_baseline() -> None:
     half_as_fast = steps(2.0, drafted=6.0)
     alone = predict_gain(half_as_fast, None, 8)
     compared = predict_gain(half_as_fast, steps(), 8)
-    assert alone is not None and not alone.is_loss
-    assert compared is not None and compared.is_loss
+    assert alone is not None and alone.is_sufficient and alone.overhead is None
+    assert compared is not None and not compared.is_sufficient
     assert compared.overhead == pytest.approx(2.0)
 
 
@@ -144,8 +145,7 @@ def test_nothing_is_predicted_without_a_profile() -> None:
 
 
 def test_gain_is_reported_relative_to_the_baseline() -> None:
-    policy = DraftLengthPolicy(8, Controller())
-    policy.controller.overhead = 1.25
+    policy = DraftLengthPolicy(8, Controller(StepCostModel(overhead=1.25)))
     assert policy.controller.gain_ratio == pytest.approx(1 / 1.25)
     policy.reset()
     assert policy.controller.gain_ratio == pytest.approx(1 / 1.25)
@@ -161,36 +161,88 @@ def speculation_feature(prediction: GainPrediction | None, mode: Any) -> Feature
     return with_prediction(info, mode, prediction).features[0]
 
 
-@pytest.mark.parametrize("prediction", [None, GAIN])
-def test_feature_is_unchanged_unless_a_loss_is_predicted(prediction: GainPrediction | None) -> None:
-    assert speculation_feature(prediction, "auto").reason == "drafts"
-
-
-def test_auto_is_off_with_the_reason_if_a_loss_is_predicted() -> None:
-    found = speculation_feature(LOSS, "auto")
-    assert (found.enabled, found.how_to_change) == (False, "speculation.mode: siblings")
-    assert "0.90 times as fast as without speculation" in found.reason
-
-
-@pytest.mark.parametrize("mode", ["drafter", "siblings"])
-def test_explicit_mode_stays_on_and_says_that_it_is_expected_to_lose(mode: str) -> None:
-    found = speculation_feature(LOSS, mode)
-    assert found.enabled and "expected to lose" in found.reason
+@pytest.mark.parametrize(
+    ("prediction", "mode"), [(GAIN, "auto"), (GAIN, "drafter"), (None, "drafter"), (LOSS, "off")]
+)
+def test_feature_is_unchanged_unless_too_little_is_predicted(
+    prediction: GainPrediction | None, mode: str
+) -> None:
+    found = speculation_feature(prediction, mode)
+    assert (found.enabled, found.reason) == (True, "drafts")
 
 
 @pytest.mark.parametrize(
-    ("mode", "level"), [("auto", "INFO"), ("drafter", "WARNING"), ("siblings", "WARNING")]
+    ("prediction", "change", "reason"),
+    [
+        (LOSS, "speculation.mode: siblings, speculation.allow_predicted_loss: true", "0.90 times"),
+        (LITTLE, "speculation.mode: siblings", "1.10 times its speed without drafts"),
+        (None, "", "no step times could be measured"),
+    ],
 )
-async def test_predicted_loss_is_logged_once(
-    mode: Any, level: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+def test_auto_is_off_with_the_reason_if_too_little_is_predicted(
+    prediction: GainPrediction | None, change: str, reason: str
 ) -> None:
-    async def utility(*_: Any) -> tuple[float, float]:
-        return LOSS.best_speedup, LOSS.overhead
+    found = speculation_feature(prediction, "auto")
+    assert (found.enabled, found.how_to_change) == (False, change)
+    assert reason in found.reason
+
+
+@pytest.mark.parametrize("mode", ["drafter", "siblings"])
+def test_explicit_mode_that_is_on_has_the_prediction_as_a_reason(mode: str) -> None:
+    found = speculation_feature(LITTLE, mode)
+    assert found.enabled and found.reason.startswith("drafts; a single sample with perfect")
+
+
+async def predicted(
+    prediction: GainPrediction, monkeypatch: pytest.MonkeyPatch, **settings: Any
+) -> GainPrediction | None:
+    """Prediction at the start of an engine in which EngineCore has made this one."""
+
+    async def utility(*_: Any) -> tuple[float, float | None]:
+        return prediction.best_speedup, prediction.overhead
 
     monkeypatch.setattr(startup, "_utility", utility)
-    caplog.set_level(logging.INFO)
-    assert await startup.predict_gain(None, SpeculationSettings(mode=mode)) == LOSS
-    assert [record.levelname for record in caplog.records] == [level]
+    return await startup.predict_gain(None, SpeculationSettings(**settings))
+
+
+@pytest.mark.parametrize("mode", ["drafter", "siblings"])
+async def test_start_of_an_explicit_mode_fails_if_a_loss_is_predicted(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(StartFailed) as refused:
+        await predicted(LOSS, monkeypatch, mode=mode)
+    assert str(refused.value) == (
+        f"speculation.mode {mode} is predicted to lose: a step without drafts takes 1.50 times as "
+        "long as in the baseline, an engine without speculation; a single sample with perfect "
+        "drafts would run at 0.90 times the baseline's speed; set speculation.mode: off, or "
+        "speculation.allow_predicted_loss: true to draft nevertheless"
+    )
+
+
+@pytest.mark.parametrize(
+    ("prediction", "settings", "num_warnings"),
+    [
+        (LOSS, {"mode": "auto"}, 0),
+        (LOSS, {"mode": "drafter", "allow_predicted_loss": True}, 1),
+        (LITTLE, {"mode": "siblings"}, 1),
+        (GAIN, {"mode": "siblings"}, 0),
+    ],
+)
+async def test_other_starts_do_not_fail(
+    prediction: GainPrediction,
+    settings: dict[str, Any],
+    num_warnings: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert await predicted(prediction, monkeypatch, **settings) == prediction
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * num_warnings
+
+
+def test_no_loss_is_predicted_without_a_baseline() -> None:
+    """Drafts of one token that double the time of a step still leave the length 0."""
+    found = predict_gain(steps(drafted=99.0), None, 8)
+    assert found is not None and not found.is_loss and not found.is_sufficient
 
 
 # Measurement
