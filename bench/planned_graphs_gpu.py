@@ -2,7 +2,7 @@
 
     python -m bench.planned_graphs_gpu
 
-Not run yet: without a GPU it says so and writes no record. Both arms are engines of the same model,
+Without a GPU it prints that and writes no record. Both arms are engines of the same model,
 an 8B Llama with random weights and a drafter of one layer, on one GPU. Both capture their graphs
 through the same patch and find them by length, so the ratio excludes what vLLM 0.32 loses by not
 finding them. Steps are those of a recorded trace.

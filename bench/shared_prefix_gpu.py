@@ -2,7 +2,7 @@
 
     python -m bench.shared_prefix_gpu [--only NAME | --quick] [--rounds N]
 
-Not run yet: without a GPU it says so and writes no record. The shape is 32 query and 8 KV heads of
+Without a GPU it prints that and writes no record. The shape is 32 query and 8 KV heads of
 128, blocks of 16 tokens, bfloat16. FlashAttention gets its scheduler metadata beforehand in either
 arm, as in vLLM. FlashAttention alone is replayed from a CUDA graph, as in vLLM's full graphs;
 shared-prefix attention is launched call by call, as between the pieces of a piecewise graph. A

@@ -1,7 +1,7 @@
 """In-place rotation of cached keys to other positions (RoPE), in Triton.
 
 One program rotates a range of rows; a row is the key of one token and head. All rows are rotated by
-the same angles. Tested in Triton's interpreter; it has not been run on a GPU.
+the same angles. Tested in Triton's interpreter.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Memory, disk and transfer sizes of a deployment, from the shape of its model and its workload.
 
 `coppice size` prints them. It loads no model and needs no GPU. Rows marked `estimate` depend on
-constants that were not measured on a GPU; the others are exact.
+assumed constants; the others are exact.
 """
 
 import math

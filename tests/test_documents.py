@@ -6,6 +6,8 @@ import zipfile
 from pathlib import Path
 from types import ModuleType
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -15,6 +17,72 @@ def script(name: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+FOLDERS = [
+    "bench",
+    "client",
+    "docker",
+    "docs",
+    "engine",
+    "examples",
+    "helm",
+    "kernels",
+    "scripts",
+    "service",
+]
+HISTORY = ("CHANGELOG.md", "docs/decisions/")
+UNTRIED = re.compile(
+    r"\b(?:not|never|nothing|none) [^.;|]{0,60}\b(?:run|ran|executed|measured|tested|tried)\b"
+    r"[^.;|]{0,20}\bon (?:a |any )?GPUs?\b"
+    r"|\bnot (?:yet )?(?:run|tested|tried): [^.;|]{0,40}\bGPUs?\b"
+    r"|(?<!\bno )\bGPUs?\b[^.]{0,60}\b(?:not|never)(?: yet| been)* (?:run|tested|tried|measured)\b",
+    re.IGNORECASE,
+)
+"""A statement that something has not been run on a GPU."""
+
+
+def statements(path: str, text: str) -> list[str]:
+    """Statements outside README's status section. Reasons not to execute a block are none."""
+    if path == "README.md":
+        text = re.sub(r"\n## Status\n.*?(?=\n## )", "", text, flags=re.DOTALL)
+    text = re.sub(r"<!-- not run: .*?-->", "", text)
+    return [f"{path}: {found}" for found in UNTRIED.findall(" ".join(text.split()))]
+
+
+def test_only_the_status_table_states_what_has_not_run_on_a_gpu() -> None:
+    suffixes = {".md", ".py", ".yaml", ".yml", ".svg", ".sh", ".toml", ".json", ".cpp", ".h"}
+    files = [*ROOT.glob("*.*"), *(file for name in FOLDERS for file in (ROOT / name).rglob("*"))]
+    paths = [str(file.relative_to(ROOT)) for file in files if file.suffix in suffixes]
+    found = [
+        statement
+        for path in paths
+        if not path.startswith(HISTORY)
+        for statement in statements(path, (ROOT / path).read_text(encoding="utf-8"))
+    ]
+    assert len(paths) > 500 and found == []
+
+
+@pytest.mark.parametrize(
+    ("text", "is_statement"),
+    [
+        ("Nothing has\nbeen run on a GPU yet.", True),
+        ("This has not been measured on a GPU.", True),
+        ("| GPU | vLLM's own kernels; not run |", True),
+        ("Not run: GPUs, more than one node.", True),
+        ("<!-- not run: needs a GPU -->", False),
+        ("All rows are from a CPU. On a GPU expect others.", False),
+        ("| capability | not yet run on a GPU |", True),
+    ],
+)
+def test_statements_about_gpus_are_found(text: str, is_statement: bool) -> None:
+    assert bool(statements("docs/page.md", text)) == is_statement
+
+
+def test_status_section_may_state_it() -> None:
+    readme = "# A\n\n## Status\n\nnot run on a GPU\n\n## Results\n"
+    assert statements("README.md", readme) == []
+    assert statements("README.md", readme + "Nothing was run on a GPU.\n")
 
 
 def test_tests_named_by_the_threat_model_exist() -> None:

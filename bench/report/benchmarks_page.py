@@ -12,7 +12,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "performance" / "benchmarks.md"
 HEAD = """# Benchmark tables
 
 Every measured row, including slowdowns and goals that were missed. [Performance](index.md) shows
-the main results as charts. All rows are from a CPU; nothing has been measured on a GPU yet.
+the main results as charts. All rows are from a CPU.
 
 - **Arms** are the configurations that are compared. They run in turn on the same machine, in the
   same process layout.

@@ -21,8 +21,8 @@ HEAD = """# Performance
 This page shows what the capabilities of Coppice gain and cost. Each is compared with a baseline.
 Read it before you enable a feature for its speed.
 
-**Everything was measured on a CPU. Nothing has been measured on a GPU yet.** Expect other ratios
-on a GPU: there, arithmetic is cheaper compared with memory access and fixed overhead.
+**Everything was measured on a CPU.** Expect other ratios on a GPU: there, arithmetic is cheaper
+compared with memory access and fixed overhead.
 
 - The machine has {machine}.
 - Models are small: 25 or 100 million parameters, unless the text names another.

@@ -73,7 +73,7 @@ def headline() -> Figure:
     ]
     return ratio_chart(
         rows,
-        title="CPU with 2 cores; not yet measured on a GPU",
+        title="CPU with 2 cores",
         xlabel="gain over the named baseline, with 95 % interval",
         ticks=(0.5, 0.7, 1, 1.5, 2, 3, 5, 10),
     )

@@ -3,8 +3,6 @@
 It replaces vLLM's FLASH_ATTN and extends its classes. A step that `cuda_steps` has planned runs
 FlashAttention twice per layer, over the shared nodes and over the rows' suffixes, outside CUDA
 graphs. All other steps, captured graphs and draft models use vLLM's attention unchanged.
-
-This has not been run on a GPU.
 """
 
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ Both are timed as they run in the engine. vLLM's attention is replayed from a CU
 with shared prefixes is launched call by call, each after a small graph, like the pieces between the
 layers of a piecewise graph. Where launching takes longer than the GPU's work, the launches are what
 is timed.
-
-This has not been run on a GPU.
 """
 
 import statistics

