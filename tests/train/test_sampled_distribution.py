@@ -19,6 +19,7 @@ from coppice.train import (
     sampled_logprobs,
 )
 from coppice.train import sampled_distribution as module
+from coppice.train.naive import naive_token_logprobs
 from engine.sampling_support.rows import encode_mask
 from tests.train.models import VOCABULARY, error, random_group, tiny_model
 from tests.train.test_backward import SCHEDULES, found_gradients, naive_gradients
@@ -156,6 +157,52 @@ def test_backward_holds_no_array_of_all_logits() -> None:
     storages.pop(logits.untyped_storage().data_ptr(), None)
     assert sum(storages.values()) < logits.nbytes / 10
     found.sum().backward()  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("adjustments", [LogitAdjustments(), ADJUSTED])
+def test_gradient_equals_the_dense_one(dtype: torch.dtype, adjustments: LogitAdjustments) -> None:
+    group = with_support(random_group((17,), seed=4))
+    group = replace(group, adjustments=adjustments)
+    logits = torch.randn(17, VOCABULARY, dtype=dtype, generator=torch.Generator().manual_seed(2))
+    weights = torch.linspace(-1, 2, 17, dtype=torch.float64)
+
+    def gradient(compute: Any, values: Tensor) -> Tensor:
+        values.requires_grad_()
+        (compute(values) * weights).sum().backward()
+        assert values.grad is not None and values.grad.dtype == values.dtype
+        return values.grad.double()
+
+    [response], [support] = group.responses, group.support
+    given: Any = {"support": support, "adjustments": adjustments, "prompt": group.prompt}
+    found = gradient(
+        lambda values: sampled_logprobs(values, response, temperature=0.8, **given), logits.clone()
+    )
+    exact = gradient(lambda values: naive_token_logprobs(group, values, 0.8), logits.double())
+    assert (
+        error({"": found}, {"": exact}) < {64: 1e-14, 32: 1e-6, 16: 1e-2}[torch.finfo(dtype).bits]
+    )
+
+
+def test_listed_supports_read_only_their_logits() -> None:
+    """Logits of other ids may be NaN, and neither the value nor the gradient depends on them."""
+    logits = torch.full((3, 1000), torch.nan)
+    logits[:, 5:9] = torch.arange(4.0)
+    logits.requires_grad_()
+    rows = (encode_mask(np.isin(np.arange(1000), [5, 6, 7, 8])),) * 3
+    found = sampled_logprobs(logits, torch.tensor([5, 7, 8]), support=Support(rows, 1000))
+    found.sum().backward()  # type: ignore[no-untyped-call]
+    exact = torch.arange(4.0).log_softmax(0)[[0, 2, 3]]
+    assert close(found, exact)
+    assert logits.grad is not None and not logits.grad[:, 9:].any()
+    assert logits.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("ids", [[1, 2], list(range(400)), list(range(990))])
+def test_tokens_outside_of_their_supports_are_refused(ids: list[int]) -> None:
+    row = encode_mask(np.isin(np.arange(1000), ids))
+    with pytest.raises(ValueError, match="not in its support"):
+        sampled_logprobs(torch.zeros(1, 1000), torch.tensor([995]), support=Support((row,), 1000))
 
 
 def test_inconsistent_arguments_are_refused() -> None:

@@ -15,6 +15,7 @@ from coppice.train.attention_modes import UnsupportedModel, attending
 from coppice.train.backward import BackwardReport, Schedule, grouped_backward
 from coppice.train.data_parallel import reduce_gradients
 from coppice.train.group_logprobs import compute_prompt_kv, group_logprobs, packed_logprobs
+from coppice.train.logit_adjustments import LogitAdjustments
 from coppice.train.losses import (
     Clip,
     TokenWeights,
@@ -30,7 +31,7 @@ from coppice.train.losses import (
 from coppice.train.naive import naive_backward, naive_logprobs
 from coppice.train.prompt_kv_leaves import PromptKV
 from coppice.train.routing import replay_routing
-from coppice.train.sampled_distribution import LogitAdjustments, sampled_logprobs
+from coppice.train.sampled_distribution import sampled_logprobs
 from coppice.train.training_group import LossFunction, RowLogprobs, TrainingGroup, TrainingTree
 
 __all__ = [

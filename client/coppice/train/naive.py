@@ -14,9 +14,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from coppice.support import Support, joined_support
 from coppice.train.layer_attention import LayerAttention, window_mask
+from coppice.train.logit_adjustments import NO_ADJUSTMENTS
 from coppice.train.packed_row import Spans
 from coppice.train.routing import replay_routing
-from coppice.train.sampled_distribution import NO_ADJUSTMENTS
 from coppice.train.training_group import (
     LossFunction,
     RowLogprobs,

@@ -5,59 +5,27 @@ change some logits, the temperature divides them, and truncation and constraints
 The support of a token is the set of ids that remained. A trainer that leaves out a step computes
 logprobs of another distribution, so the importance ratio of an unchanged policy is not 1.
 
-Shapes: T tokens, C tokens of a chunk, V vocabulary.
+Shapes: T tokens, C tokens of a part, V vocabulary, N listed ids and D distinct supports of a part.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Self
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from coppice.support import Support
-from coppice.wire.support import decode_mask
+from coppice.train.logit_adjustments import NO_ADJUSTMENTS, LogitAdjustments, ResponseAdjustments
+from coppice.wire.support import ALL, IDS, decode_ids, decode_mask
 
 CHUNK_VALUES = 2**23
-"""Logits of a chunk: 32 MiB in float32."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LogitAdjustments:
-    """Sampling parameters that change logits; give those of the rollout request.
-
-    Names and effects are those of vLLM. Presence and frequency penalties count the tokens of the
-    response, the repetition penalty also those of the prompt.
-    """
-
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-
-    @property
-    def has_penalties(self) -> bool:
-        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
-
-    def apply(self, logits_CV: Tensor, counts_CV: Tensor, in_prompt_V: Tensor) -> Tensor:
-        """Adjusted logits; counts_CV counts the earlier tokens of the response."""
-        if self.logit_bias:
-            ids = torch.tensor(list(self.logit_bias), device=logits_CV.device)
-            biases = torch.tensor(list(self.logit_bias.values())).to(logits_CV)
-            logits_CV = logits_CV.index_add(1, ids, biases.expand(len(logits_CV), -1))
-        if not self.has_penalties:
-            return logits_CV
-        seen_CV = counts_CV > 0
-        factor_CV = torch.where(logits_CV > 0, 1 / self.repetition_penalty, self.repetition_penalty)
-        logits_CV = torch.where(seen_CV | in_prompt_V, logits_CV * factor_CV, logits_CV)
-        counts_CV = counts_CV.to(logits_CV)
-        penalties_CV = self.frequency_penalty * counts_CV + self.presence_penalty * seen_CV
-        return logits_CV - penalties_CV
-
-
-NO_ADJUSTMENTS = LogitAdjustments()
+"""Logits of a part: 32 MiB in float32."""
+WHOLE_ROW = bytes([ALL])
+NOT_IN_SUPPORT = "a token is not in its support: are these the supports of other tokens?"
 
 
 def sampled_logprobs(
@@ -72,8 +40,9 @@ def sampled_logprobs(
 ) -> Tensor:
     """Logprobs [T] of a response's tokens under the distribution that they were sampled from.
 
-    Logits outside of the supports are masked chunk by chunk, and the backward computes each chunk
-    again. So neither a mask nor a copy of all logits is held in memory.
+    A support that lists its ids takes the time of these ids and not of the vocabulary. The tokens
+    are computed in parts, and the backward computes each part again, so no mask and no copy of all
+    logits is held in memory.
 
     Args:
         logits_TV: the model's logits at the positions that predict the response.
@@ -85,6 +54,36 @@ def sampled_logprobs(
         earlier: tokens of the response before these, such as those of a tree's earlier segments;
             penalties count them.
     """
+    _check(logits_TV, response, support, adjustments, prompt)
+    vocab_size = logits_TV.shape[1] if support is None else support.vocab_size
+    changes = None
+    if adjustments != NO_ADJUSTMENTS:
+        changes = ResponseAdjustments.of(
+            adjustments,
+            response=response.to(logits_TV.device),
+            prompt=response[:0] if prompt is None else prompt,
+            earlier=response[:0] if earlier is None else earlier,
+            vocab_size=vocab_size,
+        )
+    steps = _Steps(
+        response=response.cpu(),
+        rows=(WHOLE_ROW,) * len(response) if support is None else support.rows,
+        vocab_size=vocab_size,
+        temperature=temperature,
+        adjustments=changes,
+        device=logits_TV.device,
+    )
+    logprobs: Tensor = _SampledLogprobs.apply(logits_TV, steps)  # type: ignore[no-untyped-call]
+    return logprobs
+
+
+def _check(
+    logits_TV: Tensor,
+    response: Tensor,
+    support: Support | None,
+    adjustments: LogitAdjustments,
+    prompt: Tensor | None,
+) -> None:
     if support is not None and len(support) != len(response):
         raise ValueError("the number of supports differs from the number of tokens")
     if support is not None and support.vocab_size > logits_TV.shape[1]:
@@ -94,73 +93,155 @@ def sampled_logprobs(
         )
     if prompt is None and adjustments.repetition_penalty != 1.0:
         raise ValueError("a repetition penalty needs the prompt")
-    before = torch.zeros(0, dtype=torch.int64) if earlier is None else earlier.cpu()
-    steps = _Steps(response.cpu(), temperature, support, adjustments, prompt, before)
-    size = max(CHUNK_VALUES // logits_TV.shape[1], 1)
-    parts, start = [logits_TV.new_zeros(0, dtype=_wide(logits_TV))], 0
-    for chunk_CV in torch.split(logits_TV, size) if len(response) else ():
-        parts.append(
-            checkpoint(
-                steps.logprobs, chunk_CV, start, use_reentrant=False, preserve_rng_state=False
-            )
-        )
-        start += len(chunk_CV)
-    return torch.cat(parts)
+
+
+class _SampledLogprobs(torch.autograd.Function):
+    """Logprobs of all tokens of a response, part by part."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_TV: Tensor, steps: "_Steps") -> Tensor:
+        ctx.save_for_backward(logits_TV)
+        ctx.steps = steps
+        logprobs_T = logits_TV.new_empty(len(steps.response), dtype=_wide(logits_TV))
+        for part in steps.parts():
+            logprobs_T[part.tokens_C] = steps.logprobs(part, part.read(logits_TV))
+        return logprobs_T
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor, None]:
+        (logits_TV,) = ctx.saved_tensors
+        grad_TV = torch.zeros_like(logits_TV)
+        for part in ctx.steps.parts():
+            values = part.read(logits_TV).requires_grad_()
+            with torch.enable_grad():
+                logprobs_C = ctx.steps.logprobs(part, values)
+            [grad] = torch.autograd.grad(logprobs_C, values, grad_T[part.tokens_C])
+            part.write(grad_TV, grad)
+        return grad_TV, None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Steps:
+    """Steps from logits to the distributions of a response's tokens."""
+
+    response: Tensor
+    rows: Sequence[bytes]
+    vocab_size: int
+    temperature: float
+    adjustments: ResponseAdjustments | None
+    device: torch.device
+
+    def parts(self) -> "Iterator[_ListedPart | _DensePart]":
+        """Parts of the response, each of about CHUNK_VALUES logits."""
+        is_listed = np.array([row[0] == IDS for row in self.rows], np.bool_)
+        num_counted = 0 if self.adjustments is None else self.adjustments.num_counted
+        # A listed id takes at least one byte.
+        for tokens in _chunks(is_listed, [len(row) + num_counted for row in self.rows]):
+            yield _ListedPart.of(self, tokens)
+        for tokens in _chunks(~is_listed, [self.vocab_size] * len(self.rows)):
+            yield _DensePart.of(self, tokens)
+
+    def logprobs(self, part: "_ListedPart | _DensePart", values: Tensor) -> Tensor:
+        """Logprobs [C] of a part's tokens from its logits."""
+        if self.adjustments is not None:
+            values = part.adjusted(values, self.adjustments)
+        if self.temperature != 1.0:
+            values = values / self.temperature
+        return part.logprobs(values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ListedPart:
+    """Tokens whose supports list their ids, with the logits of these ids, token after token."""
+
+    tokens_C: Tensor
+    lengths_C: Tensor
+    rows_N: Tensor
+    ids_N: Tensor
+    places_C: Tensor
+
+    @classmethod
+    def of(cls, steps: _Steps, tokens: NDArray[np.int64]) -> Self:
+        rows = [steps.rows[at] for at in tokens]
+        decoded = {row: decode_ids(row, steps.vocab_size) for row in set(rows)}
+        ids = np.concatenate([decoded[row] for row in rows])
+        lengths = np.array([len(decoded[row]) for row in rows])
+        sampled = np.repeat(steps.response.numpy()[tokens], lengths)
+        places = np.flatnonzero(ids == sampled)
+        if len(places) != len(tokens):
+            raise ValueError(NOT_IN_SUPPORT)
+        given = (tokens, lengths, np.repeat(np.arange(len(tokens)), lengths), ids, places)
+        tensors = (torch.from_numpy(each).to(steps.device, torch.int64) for each in given)
+        return cls(**dict(zip(cls.__slots__, tensors, strict=True)))
+
+    def read(self, logits_TV: Tensor) -> Tensor:
+        values_N = logits_TV[self.tokens_C[self.rows_N], self.ids_N]
+        return values_N.to(_wide(values_N))
+
+    def write(self, grad_TV: Tensor, grad_N: Tensor) -> None:
+        grad_TV[self.tokens_C[self.rows_N], self.ids_N] = grad_N.to(grad_TV)
+
+    def adjusted(self, values_N: Tensor, adjustments: ResponseAdjustments) -> Tensor:
+        return adjustments.apply_listed(values_N, self.tokens_C, self.rows_N, self.ids_N)
+
+    def logprobs(self, values_N: Tensor) -> Tensor:
+        largest_C = torch.segment_reduce(values_N.detach(), "max", lengths=self.lengths_C)
+        powers_N = (values_N - largest_C[self.rows_N]).exp()
+        sums_C = torch.segment_reduce(powers_N, "sum", lengths=self.lengths_C)
+        return values_N[self.places_C] - largest_C - sums_C.log()
 
 
 @dataclass(frozen=True, slots=True)
-class _Steps:
-    """Steps from logits to the distribution of a response's tokens."""
+class _DensePart:
+    """Tokens with whole rows of logits, because their supports are most of the vocabulary."""
 
-    response: Tensor
-    temperature: float
-    support: Support | None
-    adjustments: LogitAdjustments
-    prompt: Tensor | None
-    earlier: Tensor
+    tokens_C: Tensor
+    targets_C: Tensor
+    supports_C: Tensor
+    excluded_DV: Tensor
+    excludes_any: bool = field(kw_only=True)
+    at: slice | Tensor = field(kw_only=True)
 
-    def logprobs(self, logits_CV: Tensor, start: int) -> Tensor:
-        """Logprobs of the response's tokens from `start` on, one per row of logits."""
-        scaled_CV = logits_CV.to(_wide(logits_CV))
-        if self.adjustments != NO_ADJUSTMENTS:
-            scaled_CV = self._adjusted(scaled_CV, start)
-        if self.temperature != 1.0:
-            scaled_CV = scaled_CV / self.temperature
-        excluded_CV = self._excluded(logits_CV, start)
-        if excluded_CV is not None:
-            scaled_CV = scaled_CV.masked_fill(excluded_CV, -torch.inf)
-        targets_C = self.response[start : start + len(logits_CV)].to(logits_CV.device)
-        return -F.cross_entropy(scaled_CV, targets_C, reduction="none")
+    @classmethod
+    def of(cls, steps: _Steps, tokens: NDArray[np.int64]) -> Self:
+        rows = [steps.rows[at] for at in tokens]
+        indices = {row: index for index, row in enumerate(dict.fromkeys(rows))}
+        excluded = np.stack([~decode_mask(row, steps.vocab_size) for row in indices])
+        supports, targets = np.array([indices[row] for row in rows]), steps.response.numpy()[tokens]
+        if excluded[supports, targets].any():
+            raise ValueError(NOT_IN_SUPPORT)
+        given = (tokens, targets, supports, excluded)
+        tensors = [torch.from_numpy(each).to(steps.device) for each in given]
+        first, end = int(tokens[0]), int(tokens[-1]) + 1
+        # A slice is not copied.
+        at = slice(first, end) if end - first == len(tokens) else tensors[0]
+        return cls(*tensors, excludes_any=bool(excluded.any()), at=at)
 
-    def _excluded(self, logits_CV: Tensor, start: int) -> Tensor | None:
-        """Booleans [C, V], true outside of the supports; None if nothing is excluded."""
-        num_logits = logits_CV.shape[1]
-        if self.support is None:
-            return None
-        part = self.support[start : start + len(logits_CV)]
-        if part.is_whole and part.vocab_size == num_logits:
-            return None
-        excluded_CV = np.ones((len(part), num_logits), np.bool_)
-        for at, row in enumerate(part.rows):
-            np.logical_not(
-                decode_mask(row, part.vocab_size), out=excluded_CV[at, : part.vocab_size]
-            )
-        return torch.from_numpy(excluded_CV).to(logits_CV.device)
+    def read(self, logits_TV: Tensor) -> Tensor:
+        """Rows of logits, -inf outside of the supports."""
+        values_CV = logits_TV[self.at, : self.excluded_DV.shape[1]].to(_wide(logits_TV))
+        if not self.excludes_any:
+            return values_CV.detach()
+        return values_CV.masked_fill(self.excluded_DV[self.supports_C], -torch.inf)
 
-    def _adjusted(self, logits_CV: Tensor, start: int) -> Tensor:
-        num_tokens, num_logits = logits_CV.shape
-        counts_CV = torch.zeros(num_tokens, num_logits, dtype=torch.int32)
-        in_prompt_V = torch.zeros(num_logits, dtype=torch.bool)
-        if self.adjustments.has_penalties:
-            earlier = torch.cat([self.earlier, self.response[:start]])
-            counts_CV[0] = torch.bincount(earlier, minlength=num_logits)
-            new = self.response[start : start + num_tokens - 1]
-            counts_CV[torch.arange(len(new)) + 1, new] = 1
-            counts_CV = counts_CV.cumsum(0, dtype=torch.int32)
-        if self.prompt is not None:
-            in_prompt_V[self.prompt.cpu()] = True
-        device = logits_CV.device
-        return self.adjustments.apply(logits_CV, counts_CV.to(device), in_prompt_V.to(device))
+    def write(self, grad_TV: Tensor, grad_CV: Tensor) -> None:
+        grad_TV[self.at, : grad_CV.shape[1]] = grad_CV.to(grad_TV)
+
+    def adjusted(self, values_CV: Tensor, adjustments: ResponseAdjustments) -> Tensor:
+        return adjustments.apply_rows(values_CV, self.tokens_C)
+
+    def logprobs(self, values_CV: Tensor) -> Tensor:
+        return -F.cross_entropy(values_CV, self.targets_C, reduction="none")
+
+
+def _chunks(selected: NDArray[np.bool_], sizes: Sequence[int]) -> Iterator[NDArray[np.int64]]:
+    """Indices of the selected tokens, in runs of about CHUNK_VALUES by their sizes."""
+    tokens = np.flatnonzero(selected)
+    ends = np.cumsum(np.asarray(sizes, np.int64)[tokens])
+    starts = ends - np.asarray(sizes, np.int64)[tokens]
+    for chunk in np.unique(starts // CHUNK_VALUES):
+        yield tokens[starts // CHUNK_VALUES == chunk]
 
 
 def _wide(logits: Tensor) -> torch.dtype:

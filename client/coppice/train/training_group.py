@@ -14,11 +14,8 @@ from torch import Tensor
 
 from coppice.results import Group, Sample, Segment
 from coppice.support import Support, joined_support
-from coppice.train.sampled_distribution import (
-    NO_ADJUSTMENTS,
-    LogitAdjustments,
-    sampled_logprobs,
-)
+from coppice.train.logit_adjustments import NO_ADJUSTMENTS, LogitAdjustments
+from coppice.train.sampled_distribution import sampled_logprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
