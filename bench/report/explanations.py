@@ -70,6 +70,13 @@ EXPLANATIONS = {
     "speculation_25m_1": ("Speculation: 25M parameters, temperature 1.0", SPECULATION),
     "speculation_guard": ("Speculation where no draft can be predicted", SPECULATION),
     "stragglers": ("Groups that do not wait for their longest samples", ""),
+    "support_replay": (
+        "Importance ratios of constrained samples",
+        "`0.969 (28.3% out of band) -> 1.000 (0.0% out of band)` is the mean ratio, and the share "
+        "of tokens outside of the band, without and with supports. The size is that of the encoded "
+        "supports. `across an update` activates other weights while the samples run. `server` and "
+        "`trainer` are times without and with supports, at top_p 0.8 and with 64 ids per token.",
+    ),
     "trainer_step": ("Policy updates, on an idle machine", TRAINER_STEP),
     "trainer_step_shared": ("Policy updates, on a machine with other work", TRAINER_STEP),
     "trees": (

@@ -1,5 +1,7 @@
 """The pages and charts of docs/performance match the records."""
 
+import re
+
 import pytest
 
 from bench.harness.record import RECORDS
@@ -26,6 +28,26 @@ def test_charts_and_their_page_are_generated_from_the_records() -> None:
 def test_folder_has_no_chart_that_is_not_generated() -> None:
     drawn = {path.name for path in performance_page.files() if path.suffix == ".svg"}
     assert {path.name for path in performance_page.FOLDER.glob("*.svg")} == drawn
+
+
+def test_ratios_of_the_reference_page_are_those_of_the_record() -> None:
+    page = (RECORDS.parents[1] / "docs" / "reference" / "sampling-support.md").read_text()
+    values = {row["what"]: row["value"] for row in record("support_replay")["rows"]}
+    shape = (
+        r"(\S+) \((\S+)% out of band\) -> (\S+) \((\S+)% out of band\), (\S+) kB per 1,000 tokens"
+    )
+    found = {what: re.fullmatch(shape, value) for what, value in values.items()}
+    rows = {
+        what.removesuffix(", no drafts"): m for what, m in found.items() if m and "no d" in what
+    }
+    assert len(rows) > 10
+    for what, plain in rows.items():
+        drafted = found[f"{what}, sibling drafts"]
+        assert drafted is not None
+        assert (
+            f"| {what} | {plain[1]}, {plain[2]} % out of band | {plain[3]}, {plain[4]} % "
+            f"| {drafted[3]}, {drafted[4]} % | {plain[5]} |"
+        ) in page
 
 
 def test_chart_depends_on_the_data_and_on_nothing_else() -> None:
