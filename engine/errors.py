@@ -5,6 +5,7 @@ EngineError
 |- RequestRefused      invalid parameters of a sample; nothing was started
 |  |- ConversationRefused  invalid field of a chat request; the message may be shown to the client
 |  |- SamplingRefused      invalid sampling parameter; the message may be shown to the client
+|  |- NoTurnEnd            the chat template does not mark where a message ends
 |  `- PromptTooLong        rendered chat longer than the context; the message may be shown
 |- CheckpointRefused   the weights do not fit the model; nothing was changed
 |- DrafterRefused      another drafter is under test, or its version exists; nothing was changed
@@ -55,6 +56,10 @@ class ChecksQueueFull(EngineError):
             f"too many structured outputs {whose}wait for their check: repeat the request later"
         )
         self.of_client = of_client
+
+
+class NoTurnEnd(RequestRefused):
+    """The end of an assistant's message cannot be found in the rendered chat."""
 
 
 class PromptTooLong(RequestRefused):

@@ -57,6 +57,11 @@ class Engine(Protocol):
         ConversationRefused if an option is an argument of the tokenizer or too large, or if the
         parsers do not accept the messages or tools. Raises PromptTooLong if the prompt does not fit
         into the context. No prompt is truncated or padded. The request is not modified.
+    encode_chat_after: the tokens that the chat template puts after the assistant's message at
+        `index`: its end, the messages after it and the generation prompt. They do not depend on the
+        text of that message. `last_token` is the last token of the sample that the message was
+        parsed from; a sample that has ended with an EOS token needs no other end. Raises as
+        `encode_chat` does, and NoTurnEnd if the end of the message cannot be found.
     chat_response: parses a response to an encoded chat request with the configured parsers. Without
         a parser, the whole response is content. Tool calls are parsed only if the request has
         tools. The text is cut at the stop string that has ended the response. A parser's failure is
@@ -134,6 +139,10 @@ class Engine(Protocol):
     def encode_text(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
     def encode_chat(self, chat_request: ChatRequest) -> list[int]: ...
+
+    def encode_chat_after(
+        self, chat_request: ChatRequest, index: int, *, last_token: int
+    ) -> list[int]: ...
 
     def chat_response(
         self,

@@ -20,7 +20,7 @@ from engine.io.sampling_checks import SamplingChecks
 from engine.io.vllm_requests import Generation
 from engine.launch.arguments import WORKER_EXTENSION
 from engine.launch.features import GPU_DEVICE, with_prediction
-from engine.launch.info import collect_features, collect_info, kv_support
+from engine.launch.info import collect_features, collect_info, eos_token_ids, kv_support
 from engine.launch.model_files import resolve_model
 from engine.launch.processes import SHUTDOWN_SECONDS, VllmProcesses, kill_processes
 from engine.launch.vllm_args import check_vllm_args
@@ -142,7 +142,9 @@ class VllmEngine:
         self._speculation_settings = await self._processes.start(model, self._speculation_settings)
         await self._processes.verify_plugin()
         kv = await kv_support(self._processes, self._settings)
-        self._chat = await asyncio.to_thread(ChatProcessor, self.llm, self._settings)
+        self._chat = await asyncio.to_thread(
+            ChatProcessor, self.llm, self._settings, eos_token_ids(self.llm)
+        )
         features = await collect_features(self._processes, self._settings, *self._requested, kv)
         self._info = collect_info(
             self.llm, self._settings, model, kv, self._chat.template_variables, features
@@ -221,6 +223,11 @@ class VllmEngine:
 
     def encode_chat(self, chat_request: ChatRequest) -> list[int]:
         return self._chat.encode(chat_request)
+
+    def encode_chat_after(
+        self, chat_request: ChatRequest, index: int, *, last_token: int
+    ) -> list[int]:
+        return self._chat.encode_after(chat_request, index, last_token=last_token)
 
     def chat_response(
         self,

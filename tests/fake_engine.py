@@ -192,6 +192,14 @@ class FakeEngine:
         number, side = chat_request.truncate_prompt_tokens, chat_request.truncation_side
         return truncated(token_ids, number, side)
 
+    def encode_chat_after(
+        self, chat_request: ChatRequest, index: int, *, last_token: int
+    ) -> list[int]:
+        """Contents of the messages after `index`; nothing marks the end of a message."""
+        self.encode_chat(chat_request)
+        later = replace(chat_request, messages=chat_request.messages[index + 1 :], tools=())
+        return self.encode_chat(later)
+
     def chat_response(
         self,
         token_ids: Sequence[int],

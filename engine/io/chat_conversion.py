@@ -4,8 +4,9 @@ import copy
 import logging
 import traceback
 import uuid
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 from pydantic import ValidationError
@@ -19,9 +20,10 @@ from vllm.renderers.hf import HfRenderer
 from vllm.renderers.params import ChatParams, TokenizeParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from engine.errors import ConversationRefused, PromptTooLong, RequestRefused, StartFailed
+from engine.errors import ConversationRefused, NoTurnEnd, PromptTooLong, RequestRefused, StartFailed
 from engine.io.chat_template_options import load_template, template_options, template_variables
 from engine.io.response_stream import ParsedStream, TextStream
+from engine.io.turn_ends import Mark, Tail, TurnEnds, special_tokens
 from engine.protocol import DEFAULT_SAMPLING, ResponseStream
 from engine.settings import EngineSettings
 from engine.stop_text import response_text
@@ -42,13 +44,18 @@ _FORM = {
 class ChatProcessor:
     """Encodes chat requests and parses responses. Not thread-safe, as the tokenizer is not."""
 
-    def __init__(self, llm: AsyncLLM, settings: EngineSettings) -> None:
+    def __init__(
+        self, llm: AsyncLLM, settings: EngineSettings, eos_token_ids: Collection[int]
+    ) -> None:
         self._renderer: Any = llm.renderer
         self._model_config = llm.vllm_config.model_config
         self._parser = _parser(self._tokenizer, settings)
         self._bounds = TokenizeParams(
             max_total_tokens=self._model_config.max_model_len, add_special_tokens=False
         )
+        self._turn_ends: TurnEnds | None = None
+        if isinstance(self._renderer, HfRenderer):
+            self._turn_ends = TurnEnds(special_tokens(self._tokenizer), eos_token_ids)
         self._template = load_template(settings.chat_template)
         self.template_variables = template_variables(
             self._renderer, self._model_config, self._template
@@ -59,11 +66,49 @@ class ChatProcessor:
         request = _openai_request(chat_request)
         self._check_parser(request, chat_request)
         prompt = self._rendered(request.messages, chat_request, options)
+        number = chat_request.truncate_prompt_tokens
+        token_ids = self._tokenized(prompt, self._bounds if number is None else UNBOUNDED)
+        return truncated(token_ids, number, chat_request.truncation_side)
+
+    def encode_after(self, chat_request: ChatRequest, index: int, *, last_token: int) -> list[int]:
+        """Tokens after the assistant's message at `index`; renders the chat twice at most.
+
+        Raises NoTurnEnd for renderers without a Jinja template, which may not return text.
+        """
+        if self._turn_ends is None:
+            raise NoTurnEnd("the model has no Jinja chat template")
+        options = template_options(chat_request.template_options, self.template_variables)
+        mark = Mark()
+        marked = replace(chat_request, messages=mark.in_messages(chat_request.messages, index))
+        request = _openai_request(marked)
+        self._check_parser(request, chat_request)
+        alone = replace(
+            marked,
+            messages=marked.messages[: index + 1],
+            add_generation_prompt=False,
+            continue_final_message=False,
+        )
+
+        def render_alone() -> str:
+            rendered = self._rendered(_openai_request(alone).messages, alone, options)
+            return str(rendered["prompt"])
+
+        whole = str(self._rendered(request.messages, marked, options)["prompt"])
+        return self._tail_tokens(self._turn_ends.tail(mark, whole, cache(render_alone), last_token))
+
+    def _tail_tokens(self, tail: Tail) -> list[int]:
+        if not tail.text:
+            return []
+        token_ids = self._tokenized({"prompt": tail.text}, self._bounds)
+        if tail.dropped_token is None:
+            return token_ids
+        if token_ids[:1] != [tail.dropped_token]:
+            raise NoTurnEnd("the token that ends a message is not encoded as one")
+        return token_ids[1:]
+
+    def _tokenized(self, prompt: Any, bounds: TokenizeParams) -> list[int]:
         try:
-            number = chat_request.truncate_prompt_tokens
-            bounds = self._bounds if number is None else UNBOUNDED
-            token_ids = self._renderer.tokenize_prompt(prompt, bounds)["prompt_token_ids"]
-            return truncated(list(token_ids), number, chat_request.truncation_side)
+            return list(self._renderer.tokenize_prompt(prompt, bounds)["prompt_token_ids"])
         except VLLMValidationError as error:
             raise PromptTooLong(error.args[0]) from error
 

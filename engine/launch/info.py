@@ -64,7 +64,7 @@ def collect_info(
         max_context_tokens=config.model_config.max_model_len - config.num_speculative_tokens,
         max_sequences=config.scheduler_config.max_num_seqs,
         vocab_size=config.model_config.get_vocab_size(),
-        eos_token_ids=_eos_token_ids(llm),
+        eos_token_ids=eos_token_ids(llm),
         tensor_parallel_size=settings.tensor_parallel_size,
         pipeline_parallel_size=settings.pipeline_parallel_size,
         cpu_threads=settings.threads_per_rank if on_cpu else None,
@@ -150,7 +150,7 @@ def _kv_bytes_per_token(config: Any) -> int:
     return 2 * layers * heads * int(model.get_head_size()) * torch.empty(0, dtype=stored).itemsize
 
 
-def _eos_token_ids(llm: AsyncLLM) -> tuple[int, ...]:
+def eos_token_ids(llm: AsyncLLM) -> tuple[int, ...]:
     """EOS tokens: the tokenizer's, then further ones of the model's generation config."""
     first = llm.renderer.get_eos_token_id()
     more = llm.input_processor.generation_config_fields.get("eos_token_id") or []

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from coppice.wire.rollouts import Prompt
 from engine import errors
-from engine.errors import ConversationRefused, RequestRefused
+from engine.errors import ConversationRefused, NoTurnEnd, RequestRefused
 from engine.protocol import Engine, ResponseStream
 from engine.stop_text import response_text
 from engine.types import ChatRequest, ChatResponse, Sampling, truncated
@@ -54,16 +54,39 @@ class Tokenizer:
         return await self._rendered(lambda: chat_request)
 
     async def _rendered(self, build: Callable[[], ChatRequest]) -> list[int]:
+        return await self._chat_encoded(build, self._engine.encode_chat)
+
+    async def _chat_encoded(
+        self, build: Callable[[], ChatRequest], encode: Callable[[ChatRequest], list[int]]
+    ) -> list[int]:
         # In a thread: a request may hold millions of values.
         chat_request, num_chars = await asyncio.to_thread(_measured, build)
         try:
-            return await self._encoded(num_chars, lambda: self._engine.encode_chat(chat_request))
+            return await self._encoded(num_chars, lambda: encode(chat_request))
+        except NoTurnEnd:
+            raise
         except ConversationRefused as error:
             raise InvalidRequest.of_parameter(error.field, str(error)) from error
         except errors.PromptTooLong as error:
             raise PromptTooLong(str(error)) from error
         except RequestRefused as error:
             raise NoChatTemplate() from error
+
+    async def rendered_after(
+        self, chat_request: ChatRequest, index: int, last_token: int
+    ) -> list[int] | None:
+        """Tokens after the assistant's message at `index`; see `Engine.encode_chat_after`.
+
+        None if the chat template does not mark where the message ends.
+        """
+
+        def encode(chat_request: ChatRequest) -> list[int]:
+            return self._engine.encode_chat_after(chat_request, index, last_token=last_token)
+
+        try:
+            return await self._chat_encoded(lambda: chat_request, encode)
+        except NoTurnEnd:
+            return None
 
     async def encoded(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a text, whose length the caller must have limited."""

@@ -61,8 +61,9 @@ def make_chat(
     ).create_engine_config()
     renderer: Any = renderer_from_config(config)
     llm: Any = SimpleNamespace(renderer=renderer, vllm_config=config)
+    eos = [renderer.get_eos_token_id()]
     settings = EngineSettings.model_validate({"model": str(model), **parsers})
-    return TemplateChat(ChatProcessor(llm, settings), renderer.get_tokenizer())
+    return TemplateChat(ChatProcessor(llm, settings, eos), renderer.get_tokenizer())
 
 
 def write_tokenizer(model: Path, template: str | dict[str, str]) -> Path:

@@ -432,6 +432,24 @@ async def test_conversation_is_rendered_with_the_template_of_the_model(
     assert under_test.engine.encode_chat(asked) == plain
 
 
+async def test_tokens_after_a_message_of_the_assistant_continue_its_sample(
+    under_test: EngineUnderTest,
+) -> None:
+    engine = under_test.engine
+    sample = engine.encode_text("3", add_special_tokens=False)
+    turns = [*MESSAGES, {"role": "assistant", "content": "3"}, {"role": "user", "content": "2+2"}]
+    conversation = ChatRequest(messages=turns)
+    whole = engine.encode_chat(conversation)
+    after = engine.encode_chat_after(conversation, 1, last_token=sample[-1])
+    assert [*engine.encode_chat(ChatRequest(messages=MESSAGES)), *sample, *after] == whole
+    eos = engine.info.eos_token_ids[0]
+    ended = engine.encode_chat_after(conversation, 1, last_token=eos)
+    assert after in ([eos, *ended], ended), "a sample that ended needs no other end"
+    rewritten = [MESSAGES[0], {**turns[1], "content": "x", "reasoning": "y"}, turns[2]]
+    other = ChatRequest(messages=rewritten)
+    assert engine.encode_chat_after(other, 1, last_token=sample[-1]) == after
+
+
 async def test_tokenizer_arguments_are_not_template_options(
     under_test: EngineUnderTest,
 ) -> None:
