@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from service.compat import unsupported  # noqa: E402
+from service.compat.anthropic_bodies import MessagesBody  # noqa: E402
 from service.compat.field_table import NEUTRAL, REFUSED, UNKNOWN  # noqa: E402
 from service.compat.openai_chat import ChatBody  # noqa: E402
 from service.compat.openai_completions import CompletionBody  # noqa: E402
@@ -26,20 +27,22 @@ SERVED: dict[str, tuple[type[BaseModel], ...]] = {
     "/v1/chat/completions": (ChatBody,),
     "/inference/v1/generate": (GenerateBody, GenerateSampling),
     "/generate": (SglangBody, SglangSampling),
+    "/v1/messages": (MessagesBody,),
 }
 FIELDS = """# Request fields and refused routes
 
-This page lists the request fields of vLLM, SGLang and OpenAI, and the routes that the server
-refuses. Read it before you switch, or if a request was refused. `scripts/compat_fields.py` writes
-this page.
+This page lists the request fields of vLLM, SGLang, OpenAI and Anthropic, and the routes that the
+server refuses. Read it before you switch, or if a request was refused. `scripts/compat_fields.py`
+writes this page.
 
 ## Fields
 
 The routes that sample are allow-lists. A field is served, neutral or refused:
 
 - A served field has its effect on the named routes. `all` stands for `/v1/completions`,
-  `/v1/chat/completions`, `/inference/v1/generate` and `/generate`. The last two take sampling
-  parameters in `sampling_params`.
+  `/v1/chat/completions`, `/v1/messages`, `/inference/v1/generate` and `/generate`. The last two
+  take sampling parameters in `sampling_params`. `/v1/messages/count_tokens` serves the fields of
+  `/v1/messages` that the prompt depends on.
 - A neutral field has no effect on the samples and their answer. Its value is ignored.
 - A refused field is accepted with `null` and with its neutral values, which have no effect. Any
   other value is refused with the text of the last column.

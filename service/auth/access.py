@@ -33,12 +33,14 @@ class Access:
     """Access declaration of an endpoint: anyone, any API key, or API keys with a certain role.
 
     `public`: no key is needed. `role`: the role that a key needs; None: any key is accepted.
-    `page`: other sites may link to the endpoint.
+    `page`: other sites may link to the endpoint. `x_api_key`: the key may also be in the header
+    `x-api-key`, which Anthropic's clients send.
     """
 
     public: bool = False
     page: bool = False
     role: Role | None = None
+    x_api_key: bool = False
 
 
 def public(endpoint: Endpoint) -> Endpoint:
@@ -56,9 +58,9 @@ def allow_any_key(endpoint: Endpoint) -> Endpoint:
     return _declare(endpoint, Access())
 
 
-def requires_role(role: Role) -> Callable[[Endpoint], Endpoint]:
+def requires_role(role: Role, *, x_api_key: bool = False) -> Callable[[Endpoint], Endpoint]:
     """Decorator: allow requests to the endpoint only with an API key that has the role."""
-    return lambda endpoint: _declare(endpoint, Access(role=role))
+    return lambda endpoint: _declare(endpoint, Access(role=role, x_api_key=x_api_key))
 
 
 def declared_access(endpoint: object) -> Access | None:
@@ -76,7 +78,7 @@ async def authorize(request: Request) -> ApiKey:
         log.error("route without an access declaration: every request is refused")
         raise Forbidden()
     _check_browser(request, access)
-    key = ANONYMOUS if access.public else _authenticate(request)
+    key = ANONYMOUS if access.public else _authenticate(request, access)
     key_name.set(None if access.public else key.name)
     if access.role is not None and access.role not in key.roles:
         raise Forbidden(f"the API key lacks the role {access.role}")
@@ -104,11 +106,11 @@ def _check_browser(request: Request, access: Access) -> None:
         hosts.check(request.headers)
 
 
-def _authenticate(request: Request) -> ApiKey:
+def _authenticate(request: Request, access: Access) -> ApiKey:
     keyring: Keyring = request.app.state.keyring
     if keyring.accepts_anyone:
         return _authenticate_local(request)
-    secret = key_from_headers(request.headers)
+    secret = key_from_headers(request.headers, x_api_key=access.x_api_key)
     key = None if secret is None else keyring.find(secret)
     if key is None:
         raise Unauthorized()
@@ -128,14 +130,18 @@ def _authenticate_local(request: Request) -> ApiKey:
     return LOCAL_KEY
 
 
-def key_from_headers(headers: Headers) -> str | None:
+def key_from_headers(headers: Headers, *, x_api_key: bool = False) -> str | None:
     """API key in the Authorization header: a Bearer token, or the password of Basic credentials.
 
-    None if there is no Authorization header or more than one.
+    With `x_api_key` it may be in the header `x-api-key` instead. None if there is no credential or
+    more than one.
     """
     values = headers.getlist("authorization")
-    if len(values) != 1:
+    named = headers.getlist("x-api-key") if x_api_key else []
+    if len(values) + len(named) != 1:
         return None
+    if named:
+        return named[0].strip() or None
     scheme, _, credentials = values[0].strip().partition(" ")
     match scheme.lower():
         case "bearer":

@@ -1,4 +1,4 @@
-"""FastAPI app for the APIs of vLLM, SGLang and OpenAI; serves paths without a native route."""
+"""FastAPI app for the APIs of other servers; serves paths without a native route."""
 
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -15,6 +15,7 @@ from starlette.routing import BaseRoute
 from service import __version__
 from service.auth.access import authorize, declared_access, public
 from service.compat import (
+    anthropic_messages,
     model_and_adapter_routes,
     openai_chat,
     openai_completions,
@@ -41,6 +42,7 @@ OPENAI = (
 )
 ROUTERS: dict[CompatApi, Sequence[APIRouter]] = {
     "openai": OPENAI,
+    "anthropic": (anthropic_messages.router,),
     "vllm": (
         *(
             *OPENAI,
@@ -48,7 +50,7 @@ ROUTERS: dict[CompatApi, Sequence[APIRouter]] = {
             vllm_tokens.generation,
             vllm_tokens.tokenization,
         ),
-        *(vllm_control.router, unsupported.vllm, unsupported.skyrl),
+        *(anthropic_messages.router, vllm_control.router, unsupported.vllm, unsupported.skyrl),
     ),
     "sglang": (
         *(*OPENAI, model_and_adapter_routes.router, sglang_generate.router),
@@ -72,7 +74,7 @@ def create_compat_app(
         redoc_url=None,
         redirect_slashes=False,
     )
-    exception_handlers.install(app, to_openai_json)
+    exception_handlers.install(app, exception_handlers.ProblemFormat(to_openai_json))
     app.router.routes = [route for route in _routes(tuple(shapes)) if _serves(audience, route)]
     _add_openapi_route(app)
     return app

@@ -3,26 +3,34 @@
 The chat routes of all APIs share them. A route module defines only its wire format.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from coppice.wire.rollouts import SampleAnswer
 from engine.types import ChatRequest, ChatResponse, Sampling
 from service.compat.compat_request import CompatRequest
 from service.compat.forced_tools import ToolChoice, forced_response, is_forced
 from service.compat.sample_stream import SamplePart, StreamedMessage
+from service.http.errors import Internal, Overloaded
 from service.rollouts.rollout import Rollout
+from service.server import Server
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatSamples:
-    """Samples of one chat request, which run as a rollout of one group."""
+    """Samples of one chat request, which run as a rollout of one group.
+
+    Without `parallel_tool_calls`, only the first tool call of a message is returned, as in vLLM.
+    """
 
     call: CompatRequest
     chat_request: ChatRequest
     tool_choice: ToolChoice | None
     prompt: list[int]
     rollout: Rollout
+    parallel_tool_calls: bool = True
 
     @property
     def sampling(self) -> Sampling:
@@ -35,11 +43,28 @@ class ChatSamples:
             return replace(self.chat_request, tools=())
         return self.chat_request
 
+    def check_ended(self, sample: SampleAnswer) -> None:
+        """Raise a ServiceError for a sample that was aborted or failed.
+
+        For APIs whose messages cannot express it; their clients repeat the request.
+        """
+        if sample.finish_reason == "error":
+            raise Internal()
+        if sample.finish_reason not in ("stop", "length"):
+            raise Overloaded("the sample was aborted before its end: repeat the request")
+
     async def message(self, sample: SampleAnswer) -> ChatResponse:
         """Parsed response of a sample that has ended; counted if a parser failed on it."""
         return self.counted(await self.parse(sample))
 
     async def parse(self, sample: SampleAnswer) -> ChatResponse:
+        """Parsed response of a sample that has ended."""
+        response = await self._parse(sample)
+        if self.parallel_tool_calls or len(response.tool_calls) < 2:
+            return response
+        return replace(response, tool_calls=response.tool_calls[:1])
+
+    async def _parse(self, sample: SampleAnswer) -> ChatResponse:
         tokenizer = self.call.server.tokenizer
         if is_forced(self.tool_choice):
             return await tokenizer.parsed_text(
@@ -56,6 +81,16 @@ class ChatSamples:
         if not response.parsed:
             self.call.server.metrics.http.responses_not_parsed.inc()
         return response
+
+
+def count_ignored_options(server: Server, options: Mapping[str, Any]) -> None:
+    """Count in the metrics the `chat_template_kwargs` that the chat template does not use.
+
+    They are not rejected: clients send `enable_thinking` to every model, and vLLM also ignores
+    options that a template lacks.
+    """
+    ignored = options.keys() - server.engine.info.template_variables
+    server.metrics.http.compat_fields.labels("unknown").inc(len(ignored))
 
 
 class MessageParts:

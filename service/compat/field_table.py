@@ -39,6 +39,14 @@ _THINKING = "reasoning has no limit of its own: set max_tokens for the whole res
 _PROMPT_LOGPROBS = "not supported: use prompt_logprobs of /v1/completions, or POST /v1/score"
 _BACKEND = "the engine selects the backend: leave the field out"
 _NOT_RETURNED = "the response has no such field: leave the parameter out"
+_CLIENT_TOOLS = "not supported: run tools in the client, and send their results"
+_EDITS = "messages are rendered as they are sent: edit them in the client"
+_NO_EDITS: tuple[object, ...] = (
+    {},
+    [],
+    {"edits": []},
+    {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+)
 
 REFUSED: dict[str, Refused] = {
     "typical_p": Refused((1,), "not supported: use top_p, top_k or min_p"),
@@ -139,6 +147,12 @@ REFUSED: dict[str, Refused] = {
     "function_call": Refused(("none",), "not supported: use tool_choice"),
     "web_search_options": Refused((), "not supported: call tools in the client"),
     "moderation": Refused((), "not supported: check the response in the client"),
+    "container": Refused((), _CLIENT_TOOLS),
+    "mcp_servers": Refused(([],), _CLIENT_TOOLS),
+    "context_management": Refused(_NO_EDITS, _EDITS),
+    "compaction": Refused(({},), _EDITS),
+    "thread": Refused((), "not supported: send all messages"),
+    "fallbacks": Refused(([],), "one model is served: repeat the request at another server"),
 }
 
 INTERNALS = "controls engine internals; it is not passed on"
@@ -210,6 +224,14 @@ NEUTRAL: dict[str, str] = {
     "prompt_cache_key": "speed",
     "prompt_cache_retention": "speed",
     "prompt_cache_options": "speed",
+    "cache_control": "prefixes of prompts are always cached",
+    "billing_policy": "operation",
+    "diagnostics": "operation",
+    "fallback_credit_token": "operation",
+    "inference_geo": "operation",
+    "speed": "speed",
+    "user_profile_id": "names an end user",
+    "workspace_id": "operation",
     "kv_transfer_params": INTERNALS,
     "ec_transfer_params": INTERNALS,
     "vllm_xargs": INTERNALS,

@@ -46,8 +46,10 @@ def is_forced(choice: ToolChoice | None) -> bool:
     return choice == "required" or isinstance(choice, NamedTool)
 
 
-def forced_constraint(choice: ToolChoice | None, tools: Tools) -> dict[str, Any]:
-    """Native `structured_outputs` of a forced call."""
+def forced_constraint(
+    choice: ToolChoice | None, tools: Tools, *, parallel: bool = True
+) -> dict[str, Any]:
+    """Native `structured_outputs` of a forced call, or of several if `parallel`."""
     schemas = {tool["function"]["name"]: _schema(tool) for tool in tools}
     if isinstance(choice, NamedTool):
         if choice.function.name not in schemas:
@@ -56,7 +58,8 @@ def forced_constraint(choice: ToolChoice | None, tools: Tools) -> dict[str, Any]
     if not schemas:
         raise InvalidRequest.of_parameter("tool_choice", "required needs tools")
     calls = [_call_schema(name, schema) for name, schema in schemas.items()]
-    return {"json": {"type": "array", "minItems": 1, "items": {"anyOf": calls}}}
+    limits = {"minItems": 1} if parallel else {"minItems": 1, "maxItems": 1}
+    return {"json": {"type": "array", **limits, "items": {"anyOf": calls}}}
 
 
 def _schema(tool: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from service.compat.bodies import (
     PromptTruncation,
     request_body,
 )
-from service.compat.chat_samples import ChatSamples, MessageParts
+from service.compat.chat_samples import ChatSamples, MessageParts, count_ignored_options
 from service.compat.compat_request import (
     CommonRequestFields,
     Compat,
@@ -47,7 +47,6 @@ from service.compat.openai_stream import STREAM_RESPONSES, StreamFields, stream_
 from service.compat.sampling_fields import SamplingFields
 from service.http.errors import InvalidRequest
 from service.rollouts.logprob_tables import check_count
-from service.server import Server
 
 router = APIRouter(route_class=OpenAIRoute)
 
@@ -166,7 +165,7 @@ async def chat(call: Compat) -> Response:
     adapter = call.resolve_adapter(body.model)
     check_count(call.server.engine.info, top_logprobs=body.top_logprobs)
     chat_request = body.chat_request(call.server.engine.info)
-    _count_ignored(call.server, body.chat_template_kwargs or {})
+    count_ignored_options(call.server, body.chat_template_kwargs or {})
     prompt = await call.render(chat_request)
     if body.echo:
         check_echo([prompt], n=body.n)
@@ -191,16 +190,6 @@ async def chat(call: Compat) -> Response:
     answer = await call.wait(rollout)
     choices = [await builder.choice(sample) for sample in answer.groups[0].samples]
     return await large_json_response(lambda: builder.answer(answer, choices))
-
-
-def _count_ignored(server: Server, options: dict[str, Any]) -> None:
-    """Count in the metrics the `chat_template_kwargs` that the chat template does not use.
-
-    They are not rejected: clients send `enable_thinking` to every model, and vLLM also ignores
-    options that a template lacks.
-    """
-    ignored = options.keys() - server.engine.info.template_variables
-    server.metrics.http.compat_fields.labels("unknown").inc(len(ignored))
 
 
 class ChatResponseBuilder:

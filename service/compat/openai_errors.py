@@ -46,13 +46,18 @@ def to_openai_json(problem: Problem) -> str:
 
 def with_openai_error(problem: Problem) -> dict[str, Any]:
     """Problem document with the member `error`, the only one that OpenAI's client shows."""
-    field_errors = [f"{fault['location']}: {fault['message']}" for fault in problem.errors or ()]
     wrong = problem.errors[0]["location"] if problem.errors else None
-    messages = [text for text in (problem.detail or problem.title, *field_errors) if text]
     error = {
-        "message": "; ".join(dict.fromkeys(messages)),
+        "message": problem_message(problem),
         "type": "invalid_request_error" if problem.status == BAD_REQUEST else problem.code,
         "param": wrong,
         "code": problem.code,
     }
     return {**problem.model_dump(exclude_none=True), "error": error}
+
+
+def problem_message(problem: Problem) -> str:
+    """Text of a problem in one line, with the invalid fields."""
+    field_errors = [f"{fault['location']}: {fault['message']}" for fault in problem.errors or ()]
+    messages = [text for text in (problem.detail or problem.title, *field_errors) if text]
+    return "; ".join(dict.fromkeys(messages))

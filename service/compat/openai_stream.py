@@ -47,6 +47,22 @@ class StreamFields(CompatModel):
             raise InvalidRequest.of_parameter("stream_options", "allowed only with stream: true")
 
 
+def openai_error_event(problem: Problem) -> bytes:
+    """Server-sent error event in the format of vLLM's ErrorResponse."""
+    error = {**with_openai_error(problem)["error"], "param": None, "code": problem.status}
+    return sse_event({"error": error})
+
+
+def error_event(
+    server: Server,
+    problem: Problem,
+    to_error: Callable[[Problem], bytes] = openai_error_event,
+) -> bytes:
+    """Server-sent error event; counted in the metrics."""
+    server.metrics.http.problems.labels(problem.code).inc()
+    return to_error(problem)
+
+
 def stream_response(
     server: Server,
     rollout: Rollout,
@@ -59,8 +75,15 @@ def stream_response(
     return event_response(server, rollout, stream.events())
 
 
-def event_response(server: Server, rollout: Rollout, events: AsyncIterator[bytes]) -> Response:
-    """Response of encoded server-sent events, with `[DONE]` as the last.
+def event_response(
+    server: Server,
+    rollout: Rollout,
+    events: AsyncIterator[bytes],
+    *,
+    to_error: Callable[[Problem], bytes] = openai_error_event,
+    end: bytes = DONE,
+) -> Response:
+    """Response of encoded server-sent events, with `end` after the last.
 
     An error is an event as well, since the status is sent before the first event.
     """
@@ -71,10 +94,10 @@ def event_response(server: Server, rollout: Rollout, events: AsyncIterator[bytes
                 yield event
         except Exception as error:
             failed = to_service_error(ExceptionGroup("a stream broke off", [error]))
-            yield error_event(server, failed.problem())
+            yield error_event(server, failed.problem(), to_error)
         finally:
             server.rollouts.on_disconnect(rollout)
-        yield DONE
+        yield end
 
     return StreamingResponse(guarded(), media_type=EVENT_STREAM)
 
@@ -111,13 +134,6 @@ class _Chunks:
             return {"usage": None}
         prompt = self.rollout.groups[part.group].options.prompt_token_ids
         return {"usage": token_counts(len(prompt), part.end)}
-
-
-def error_event(server: Server, problem: Problem) -> bytes:
-    """Server-sent error event in the format of vLLM's ErrorResponse; counted in the metrics."""
-    server.metrics.http.problems.labels(problem.code).inc()
-    error = {**with_openai_error(problem)["error"], "param": None, "code": problem.status}
-    return sse_event({"error": error})
 
 
 def sse_event(value: object) -> bytes:

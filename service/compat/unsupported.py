@@ -55,7 +55,7 @@ SGLANG_ROUTES = {
 }
 OPENAI_ROUTES = {
     **dict.fromkeys(("/v1/embeddings", "/v1/rerank", "/pooling", "/classify"), _GENERATIVE),
-    **dict.fromkeys(("/v1/responses", "/v1/messages"), _OTHER_CHAT),
+    "/v1/responses": _OTHER_CHAT,
 }
 _ADMIN_RESPONSES = declare_responses({}, *AUTH_ERRORS, Unsupported)
 _CALLER_RESPONSES = as_openai(declare_responses({}, *AUTH_ERRORS, InvalidJson, Unsupported))

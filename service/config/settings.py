@@ -51,7 +51,7 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-CompatApi = Literal["vllm", "sglang", "openai"]
+CompatApi = Literal["vllm", "sglang", "openai", "anthropic"]
 Host = Annotated[str, Field(min_length=1)]
 Words = Annotated[tuple[str, ...], BeforeValidator(_split_words)]
 Paths = Annotated[tuple[Path, ...], BeforeValidator(_split)]
@@ -114,7 +114,7 @@ class ServerSettings(Section):
         "long rollouts",
     )
     compat: Annotated[tuple[CompatApi, ...], BeforeValidator(_split)] = Field(
-        ("vllm", "sglang", "openai"),
+        ("vllm", "sglang", "openai", "anthropic"),
         description="APIs of other servers that are served in addition to the native one, "
         "separated by ':'; reduce it to the APIs that clients use",
     )

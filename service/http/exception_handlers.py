@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -32,15 +33,28 @@ CLIENT_CLOSED_REQUEST = 499  # status of nginx; HTTP has none
 ENGINE_RETRY_SECONDS = 30.0
 MEDIA_TYPE = "application/problem+json"
 NO_HEADERS: Mapping[str, str] = {}
-ProblemWriter = Callable[[Problem], str]
 
 
 def as_json(problem: Problem) -> str:
     return problem.model_dump_json(exclude_none=True)
 
 
-def install(app: FastAPI, write: ProblemWriter = as_json) -> None:
-    app.state.write_problem = write
+@dataclass(frozen=True, slots=True)
+class ProblemFormat:
+    """Format of error responses: body, media type and status codes that differ from ours."""
+
+    write: Callable[[Problem], str] = as_json
+    media_type: str = MEDIA_TYPE
+    statuses: Mapping[int, int] = field(default_factory=dict)
+
+
+NATIVE = ProblemFormat()
+FORMAT_SCOPE_KEY = "coppice.problem_format"
+"""Key of the scope for the format of a route's error responses, if it is not that of its app."""
+
+
+def install(app: FastAPI, problem_format: ProblemFormat = NATIVE) -> None:
+    app.state.problem_format = problem_format
     app.add_exception_handler(ServiceError, _service_error)
     app.add_exception_handler(HTTPException, _framework_error)
     app.add_exception_handler(ClientDisconnect, _client_disconnected)
@@ -50,14 +64,17 @@ def install(app: FastAPI, write: ProblemWriter = as_json) -> None:
 
 
 def problem_response(
-    problem: Problem, *, headers: Mapping[str, str] | None = None, write: ProblemWriter = as_json
+    problem: Problem,
+    *,
+    headers: Mapping[str, str] | None = None,
+    problem_format: ProblemFormat = NATIVE,
 ) -> Response:
     retry = problem.retry_after_seconds
     sent = {} if retry is None else {"Retry-After": str(max(1, round(retry)))}
     return Response(
-        write(problem),
-        status_code=problem.status,
-        media_type=MEDIA_TYPE,
+        problem_format.write(problem),
+        status_code=problem_format.statuses.get(problem.status, problem.status),
+        media_type=problem_format.media_type,
         headers={**sent, **(headers or {})},
     )
 
@@ -68,8 +85,9 @@ def error_response(
     """Build the problem-document response to an exception, and count it in the metrics."""
     scope["app"].state.server.metrics.http.problems.labels(error.kind.code).inc()
     problem = error.problem(scope.get("coppice.request_id"))
-    write: ProblemWriter = scope["app"].state.write_problem
-    return problem_response(problem, headers={**error.headers, **headers}, write=write)
+    problem_format = scope.get(FORMAT_SCOPE_KEY) or scope["app"].state.problem_format
+    merged = {**error.headers, **headers}
+    return problem_response(problem, headers=merged, problem_format=problem_format)
 
 
 async def _service_error(request: Request, error: Exception) -> Response:

@@ -9,11 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from anthropic.types.beta.message_create_params import (
+    MessageCreateParamsBase as BetaMessageCreateParams,
+)
+from anthropic.types.message_count_tokens_params import MessageCountTokensParams
+from anthropic.types.message_create_params import MessageCreateParamsBase
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase
 from openai.types.completion_create_params import (
     CompletionCreateParamsBase as CompletionParams,
 )
 from pydantic import BaseModel
+from vllm.entrypoints.anthropic.protocol import (
+    AnthropicCountTokensRequest,
+    AnthropicMessagesRequest,
+)
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
@@ -25,6 +34,7 @@ from vllm.entrypoints.serve.tokenize.protocol import (
 from vllm.renderers.chat_utils import CustomChatCompletionMessageParam
 from vllm.sampling_params import SamplingParams
 
+from service.compat.anthropic_bodies import CountTokensBody, MessagesBody
 from service.compat.field_table import NEUTRAL, REFUSED
 from service.compat.openai_chat import ChatBody, ChatMessage
 from service.compat.openai_completions import CompletionBody
@@ -100,6 +110,15 @@ REQUESTS: dict[str, tuple[Iterable[str], type[BaseModel]]] = {
     "sglang chat": (SGLANG_CHAT.split(), ChatBody),
     "openai chat": (CompletionCreateParamsBase.__annotations__, ChatBody),
     "openai completion": (CompletionParams.__annotations__, CompletionBody),
+    "messages": (AnthropicMessagesRequest.model_fields, MessagesBody),
+    "anthropic messages": (MessageCreateParamsBase.__annotations__, MessagesBody),
+    # `betas` is a header.
+    "anthropic beta messages": (
+        BetaMessageCreateParams.__annotations__.keys() - {"betas"},
+        MessagesBody,
+    ),
+    "count tokens": (AnthropicCountTokensRequest.model_fields, CountTokensBody),
+    "anthropic count tokens": (MessageCountTokensParams.__annotations__, CountTokensBody),
     "sglang sampling": (SGLANG_SAMPLING.split(), SglangSampling),
 }
 
