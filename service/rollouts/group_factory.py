@@ -1,7 +1,7 @@
 """Construction of the groups (one per prompt) of a rollout request."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -16,6 +16,7 @@ from service.rollouts.group import Group
 from service.rollouts.group_options import GroupOptions, Parse, derive_seed
 from service.rollouts.prompt_kv_source import PrefilledPrompt, PromptSource
 from service.rollouts.sampling import limited, to_engine_sampling
+from service.rollouts.supports import Supports
 from service.rollouts.tokenizer import Tokenizer, to_chat_request
 from service.trees.external_tree import ExternalTree
 from service.trees.plan import Plan
@@ -41,15 +42,23 @@ class GroupFactory:
         self._max_lease_seconds = max_lease_seconds
 
     async def groups(
-        self, request: RolloutRequest, prompts: list[list[int]], shared: GroupOptions
+        self,
+        request: RolloutRequest,
+        prompts: list[list[int]],
+        shared: GroupOptions,
+        given_supports: Mapping[int, Sequence[Supports]],
     ) -> list[Group]:
-        """Create one group per prompt of a request; `shared` are the options of all groups."""
+        """Create one group per prompt of a request; `shared` are the options of all groups.
+
+        `given_supports` are those of resumed samples, by the index of their group.
+        """
         groups, turn = list[Group](), TimeSlice()
         continued = validation.samples_to_continue(request)
         sampling = to_engine_sampling(request.sampling, self._engine.info.max_context_tokens)
         shared = replace(shared, sampling=sampling)
         for index, prompt in enumerate(prompts):
             options = self._options(request, index, prompt, continued.get(index, ()), shared)
+            options = replace(options, given_supports=given_supports.get(index, ()))
             source: PromptSource = PrefilledPrompt()
             if request.groups[index].prompt.spans is not None:
                 options, source = self._kv_reuse.prompt_source(request, options)

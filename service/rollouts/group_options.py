@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from coppice.wire.rollouts import UnfinishedSample
 from engine.types import ChatResponse, Sampling
+from service.rollouts.supports import Supports
 
 Decode = Callable[[Sequence[int], int | str | None, Sampling], Awaitable[str]]
 """Detokenizes a response, given its token ids, its stop reason and its sampling parameters."""
@@ -24,8 +25,9 @@ class GroupOptions:
     run. With `answers_top_logprobs`, the top logprobs are part of the samples' answers. With
     `support_vocab_size`, the size of the vocabulary, supports are returned. After
     `deadline_seconds` the group ends with the samples as they are. Its first samples resume those
-    in `continued`. `num_required` is the number of samples after which the finish policy ends the
-    group. `seeds` has one seed per sample. With `echo` the answer has the prompt's token ids.
+    in `continued`, whose supports are `given_supports`. `num_required` is the number of samples
+    after which the finish policy ends the group. `seeds` has one seed per sample. With `echo` the
+    answer has the prompt's token ids.
     """
 
     owner: str = ""
@@ -53,6 +55,7 @@ class GroupOptions:
     echo: bool = False
     kv_lease_seconds: float | None = None
     continued: Sequence[UnfinishedSample] = ()
+    given_supports: Sequence[Supports] = ()
 
 
 def sample_seed(options: GroupOptions, index: int, num_prior_tokens: int) -> int | None:

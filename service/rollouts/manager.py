@@ -7,7 +7,7 @@ nothing of it.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -170,8 +170,12 @@ class RolloutManager:
             max_kept_bytes=self._keep_bytes if detached else None,
         )
         num_tokens = sum(map(len, prompts))
+        given_supports: Mapping[int, Sequence[supports.Supports]] = {}
         if request.continue_from is not None:
-            num_tokens += await validation.check_continue_from(request, prompts, self._engine.info)
+            num_tokens += sum(len(each.token_ids) for each in request.continue_from.samples)
+            given_supports = await validation.check_continue_from(
+                request, prompts, self._engine.info
+            )
         reservation = self._admission.reserve(
             options.owner,
             samples=num_samples,
@@ -180,7 +184,7 @@ class RolloutManager:
         )
         try:
             scored = await _score_prompts(request, prompts, prompt_scorer)
-            groups = await self._create_groups(request, prompts, options)
+            groups = await self._create_groups(request, prompts, options, given_supports)
             for group, prompt_logprobs in zip(groups, scored, strict=True):
                 group.prompt_logprobs = prompt_logprobs
             new_id = new_rollout_id(self._fleet.own_id)
@@ -191,7 +195,11 @@ class RolloutManager:
             raise
 
     async def _create_groups(
-        self, request: RolloutRequest, prompts: list[list[int]], options: GroupOptions
+        self,
+        request: RolloutRequest,
+        prompts: list[list[int]],
+        options: GroupOptions,
+        given_supports: Mapping[int, Sequence[supports.Supports]],
     ) -> list[Group]:
         """Create a request's groups; repeat if the weights version or the adapter has changed.
 
@@ -200,7 +208,7 @@ class RolloutManager:
         while True:
             await self.wait_gate_open()
             shared = self._resolve(request, options)
-            groups = await self._group_factory.groups(request, prompts, shared)
+            groups = await self._group_factory.groups(request, prompts, shared, given_supports)
             await self.wait_gate_open()
             if self._resolve(request, options) == shared:
                 return groups

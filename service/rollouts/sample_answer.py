@@ -15,7 +15,7 @@ from engine.types import VersionSpan as EngineVersionSpan
 from service.rollouts.group_options import GroupOptions
 from service.rollouts.logprob_tables import to_sample_table
 from service.rollouts.sampling import parsed_message
-from service.rollouts.supports import given_support, joined, support_of
+from service.rollouts.supports import joined, support_of
 
 
 async def create(
@@ -95,7 +95,7 @@ async def _support(
     new = support_of(result.support, options.support_vocab_size)
     if new is None:
         return None
-    prior = [await given_support(given) for given in options.continued[index : index + 1]]
+    prior = options.given_supports[index : index + 1]
     whole = joined([*prior, new.part(0, num_tokens)])
     assert whole is not None, "the new tokens have supports"
     return await whole.encoded()

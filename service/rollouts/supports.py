@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from coppice.wire.rollouts import GroupRequest, RolloutRequest, UnfinishedSample
 from coppice.wire.sampling import Sampling
-from coppice.wire.support import SupportAnswer, rows_of, support_answer
+from coppice.wire.support import GivenSupport, SupportAnswer, rows_of, support_answer
 from engine.types import EngineInfo
 from service.http.errors import InvalidRequest
 
@@ -133,34 +133,33 @@ def _max_tokens(
     return segment_copies * in_segments + flattened
 
 
-async def given_support(sample: UnfinishedSample) -> Supports | None:
-    """Supports of the tokens that a resumed sample already has. Raises ValueError.
+async def given_support(
+    sample: UnfinishedSample, *, wanted: bool, vocab_size: int
+) -> Supports | None:
+    """Supports of the tokens that a resumed sample already has.
 
-    Large ones are decoded in a thread, because it would block the event loop.
+    Refuses a sample whose supports are missing, unwanted or inconsistent. Large ones are decoded in
+    a thread, because it would block the event loop.
     """
     given = sample.support
-    if given is None:
-        return None
-    if len(given.data) <= DECODED_IN_LOOP:
-        return Supports(rows_of(given), given.vocab_size)
-    return Supports(await asyncio.to_thread(rows_of, given), given.vocab_size)
-
-
-async def check_given(sample: UnfinishedSample, *, wanted: bool, vocab_size: int) -> None:
-    """Refuse a resumed sample whose supports are missing, unwanted or inconsistent."""
-    if (sample.support is not None) != wanted:
+    if (given is not None) != wanted:
         raise InvalidRequest(
             "continue_from needs the support of each sample if return_support is true, "
             "and only then"
         )
-    given = sample.support
     if given is None:
-        return
+        return None
     if len(given.lengths) != len(sample.token_ids) or given.vocab_size != vocab_size:
         raise InvalidRequest(
             f"continue_from needs one support per token, of a vocabulary of {vocab_size}"
         )
     try:
-        await given_support(sample)
+        return Supports(await _decoded(given), vocab_size)
     except ValueError as error:
         raise InvalidRequest(f"continue_from: {error}") from error
+
+
+async def _decoded(given: GivenSupport) -> list[bytes]:
+    if len(given.data) <= DECODED_IN_LOOP:
+        return rows_of(given)
+    return await asyncio.to_thread(rows_of, given)

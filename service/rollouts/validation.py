@@ -7,8 +7,8 @@ from coppice.wire.rollouts import GroupRequest, RolloutRequest, UnfinishedSample
 from engine.types import EngineInfo
 from service.http.errors import InvalidRequest, PromptTooLong
 from service.kv_reuse.prompt_sections import check as check_reuse
-from service.rollouts import supports
 from service.rollouts.fairness import TimeSlice
+from service.rollouts.supports import Supports, given_support
 from service.trees.plan import check as check_branching
 
 
@@ -73,8 +73,10 @@ def samples_to_continue(request: RolloutRequest) -> Mapping[int, list[Unfinished
 
 async def check_continue_from(
     request: RolloutRequest, prompts: Sequence[Sequence[int]], info: EngineInfo
-) -> int:
-    """Validate the unfinished samples that the request resumes; returns their number of tokens.
+) -> Mapping[int, list[Supports]]:
+    """Validate the unfinished samples that the request resumes; returns their supports, if any.
+
+    The supports of a group's samples are under the index of the group.
 
     Their tokens stay as they were sampled, with the logprobs and version spans of the weights that
     generated them. The tokens after them are sampled with the active weights. If these are the same
@@ -82,7 +84,7 @@ async def check_continue_from(
     """
     if request.branching is not None:
         raise InvalidRequest("continue_from cannot be combined with branching")
-    num_tokens, turn = 0, TimeSlice()
+    supports, turn = defaultdict[int, list[Supports]](list), TimeSlice()
     for index, continued in samples_to_continue(request).items():
         if index >= len(prompts):
             raise InvalidRequest("continue_from names a group that is not in the request")
@@ -90,12 +92,12 @@ async def check_continue_from(
             raise InvalidRequest("continue_from has more samples of a group than its n")
         for sample in continued:
             _check_sample(sample, request, len(prompts[index]), info)
-            await supports.check_given(
+            support = await given_support(
                 sample, wanted=request.return_support, vocab_size=info.vocab_size
             )
-            num_tokens += len(sample.token_ids)
+            supports[index] += [] if support is None else [support]
             await turn.pause()
-    return num_tokens
+    return supports
 
 
 def _check_sample(

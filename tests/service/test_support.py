@@ -15,7 +15,13 @@ from coppice.results import result_of, result_of_packed
 from coppice.wire.result_formats import pack, unpack
 from coppice.wire.rollouts import RolloutAnswer, RolloutRequest, UnfinishedSample
 from coppice.wire.sampling import Sampling
-from coppice.wire.support import SupportAnswer, rows_of, split_rows, support_answer
+from coppice.wire.support import (
+    GivenSupport,
+    SupportAnswer,
+    rows_of,
+    split_rows,
+    support_answer,
+)
 from engine.sampling_support.rows import encode_mask
 from service.http.errors import InvalidRequest
 from service.rollouts.supports import Supports, check, given_support, max_row_bytes
@@ -118,6 +124,24 @@ async def test_cut_sample_is_continued_with_its_supports(tmp_path: Path) -> None
         assert_supported(sample)
 
 
+async def test_supports_of_a_continued_sample_are_decoded_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded = list[SupportAnswer | GivenSupport]()
+
+    def counted(given: SupportAnswer | GivenSupport) -> list[bytes]:
+        decoded.append(given)
+        return rows_of(given)
+
+    monkeypatch.setattr("service.rollouts.supports.rows_of", counted)
+    given = started(90, 91, support=GIVEN)
+    async with serving(FakeEngine(), tmp_path) as served:
+        sent = resume_request(given, return_support=True)
+        response = await served.http.post("/v1/rollouts", json=sent)
+    assert response.status_code == 200
+    assert len(decoded) == 1
+
+
 GIVEN = {"vocab_size": VOCAB_SIZE, "lengths": [1, 2], "data": "AAFQ"}
 
 
@@ -156,7 +180,7 @@ async def test_large_given_supports_are_decoded_beside_the_event_loop() -> None:
     answer = support_answer([b"\x01\x05", *[bytes([3]) + bytes(32)] * 20_000], VOCAB_SIZE)
     sample = UnfinishedSample.model_validate(started(*[90] * 20_001, support=answer.model_dump()))
     other = asyncio.create_task(asyncio.sleep(0))
-    decoded = await given_support(sample)
+    decoded = await given_support(sample, wanted=True, vocab_size=VOCAB_SIZE)
     assert other.done()
     assert decoded is not None and len(decoded.rows) == 20_001
 
