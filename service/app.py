@@ -30,6 +30,7 @@ from service.routes import (
     pause,
     rollouts,
     score,
+    sessions,
     ui,
     weights,
 )
@@ -38,6 +39,7 @@ from service.server import Server
 CALLERS = (
     rollouts.router,
     external_trees.router,
+    sessions.router,
     score.router,
     kv.router,
     weights.files,

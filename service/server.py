@@ -38,6 +38,7 @@ from service.rollouts.manager import RolloutManager
 from service.rollouts.rollout import Rollout
 from service.rollouts.scoring import Scoring
 from service.rollouts.tokenizer import Tokenizer
+from service.sessions.manager import SessionManager
 from service.trees.external_tree import ExternalTrees
 from service.weights.activation import Activation
 from service.weights.checkpoint_store import CheckpointStore
@@ -134,6 +135,16 @@ class Server:
             record_group=self._count_group,
         )
         self.external_trees = ExternalTrees(self.rollouts)
+        self.sessions = SessionManager(
+            settings.sessions,
+            self.rollouts,
+            self.tokenizer,
+            self.cluster,
+            self.metrics.sessions,
+            admission=self.admission,
+            advertised_url=settings.server.advertised_url,
+            keep_seconds=settings.limits.keep_answers_seconds,
+        )
         self.scoring = Scoring(
             engine,
             self.versions,
@@ -206,7 +217,12 @@ class Server:
         starting = asyncio.create_task(self._start_engine())
         lag = asyncio.create_task(watch_loop_lag(self.metrics.server.event_loop_lag.observe))
         try:
-            async with self.cluster.running(), self.rollouts.running(), self.coordinator.running():
+            async with (
+                self.cluster.running(),
+                self.rollouts.running(),
+                self.sessions.running(),
+                self.coordinator.running(),
+            ):
                 yield
         finally:
             starting.cancel()
@@ -247,7 +263,9 @@ class Server:
                 await self.admission.wait_until_idle()
                 await self.prompt_kv.wait_until_idle()
                 await self.rollouts.wait_until_fetched()
+                await self.sessions.wait_until_ended()
         self.prompt_kv.stop_new_readers()
+        await self.sessions.close()
         await self.rollouts.cancel_all()
 
     def kill(self) -> None:

@@ -158,11 +158,15 @@ class Forbidden(ProblemError):
 
 
 class NotFound(ProblemError):
-    """The server has no such rollout, tree segment, weights version, adapter, drafter or path."""
+    """The server has no such rollout, session, segment, weights version, adapter or path."""
 
 
 class ReplicaGone(NotFound):
     """The replica that ran the rollout has left the cluster. Submit the rollout again."""
+
+
+class SessionClosed(ProblemError):
+    """The agent session has ended, or has as many turns or tokens as it may have."""
 
 
 class TreeClosed(ProblemError):
@@ -244,6 +248,9 @@ PROBLEM_CLASSES: dict[str, type[ProblemError]] = {
     "not_found": NotFound,
     "rollout_not_found": NotFound,
     "segment_not_found": NotFound,
+    "session_not_found": NotFound,
+    "session_exhausted": SessionClosed,
+    "session_closed": SessionClosed,
     "version_not_found": NotFound,
     "no_drafter": NotFound,
     "adapter_not_found": NotFound,

@@ -16,9 +16,12 @@ from fastapi import Depends, Request
 from starlette.datastructures import Headers
 
 from service.auth.keys import LOCAL_KEY, ApiKey, Keyring, Role
+from service.cluster.membership import ClusterMembership
+from service.cluster.registry import replica_id_of
 from service.http.cross_site import AllowedHosts, check_site
 from service.http.errors import Forbidden, Unauthorized
 from service.observability.logs import key_name
+from service.sessions.manager import SessionManager
 
 log = logging.getLogger(__name__)
 
@@ -34,10 +37,12 @@ class Access:
 
     `public`: no key is needed. `role`: the role that a key needs; None: any key is accepted.
     `page`: other sites may link to the endpoint. `x_api_key`: the key may also be in the header
-    `x-api-key`, which Anthropic's clients send.
+    `x-api-key`, which Anthropic's clients send. `agent`: only the key of the session that the path
+    names is accepted, in either header, also on a server without API keys.
     """
 
     public: bool = False
+    agent: bool = False
     page: bool = False
     role: Role | None = None
     x_api_key: bool = False
@@ -56,6 +61,11 @@ def page(endpoint: Endpoint) -> Endpoint:
 def allow_any_key(endpoint: Endpoint) -> Endpoint:
     """Decorator: allow requests to the endpoint with any API key, whatever its roles."""
     return _declare(endpoint, Access())
+
+
+def agent(endpoint: Endpoint) -> Endpoint:
+    """Decorator: allow requests to the endpoint only with the key of the path's session."""
+    return _declare(endpoint, Access(agent=True))
 
 
 def requires_role(role: Role, *, x_api_key: bool = False) -> Callable[[Endpoint], Endpoint]:
@@ -78,7 +88,10 @@ async def authorize(request: Request) -> ApiKey:
         log.error("route without an access declaration: every request is refused")
         raise Forbidden()
     _check_browser(request, access)
-    key = ANONYMOUS if access.public else _authenticate(request, access)
+    if access.agent:
+        key = await _authenticate_agent(request)
+    else:
+        key = ANONYMOUS if access.public else _authenticate(request, access)
     key_name.set(None if access.public else key.name)
     if access.role is not None and access.role not in key.roles:
         raise Forbidden(f"the API key lacks the role {access.role}")
@@ -128,6 +141,24 @@ def _authenticate_local(request: Request) -> ApiKey:
     if "origin" in request.headers and not own_page:
         raise Forbidden("a server without API keys accepts no requests from web pages")
     return LOCAL_KEY
+
+
+async def _authenticate_agent(request: Request) -> ApiKey:
+    """Identity of an agent: the name of the API key that created its session, without its roles.
+
+    A session of another replica has a key that only this replica knows, so the request is
+    redirected before. Unknown replicas are not looked up: the caller is not authenticated yet.
+    """
+    session_id: str = request.path_params["session_id"]
+    sessions: SessionManager = request.app.state.server.sessions
+    cluster: ClusterMembership = request.app.state.server.cluster
+    replica_id = replica_id_of(session_id)
+    if replica_id is not None and replica_id in cluster.view.replicas:
+        await cluster.check_local(replica_id)
+    given = (key_from_headers(request.headers), request.headers.get("x-api-key"))
+    if not any(sessions.has_key(session_id, secret) for secret in given if secret):
+        raise Unauthorized()
+    return ApiKey(name=sessions.owner_of(session_id), roles=frozenset())
 
 
 def key_from_headers(headers: Headers, *, x_api_key: bool = False) -> str | None:

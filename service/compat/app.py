@@ -15,6 +15,7 @@ from starlette.routing import BaseRoute
 from service import __version__
 from service.auth.access import authorize, declared_access, public
 from service.compat import (
+    agent_routes,
     anthropic_messages,
     model_and_adapter_routes,
     openai_chat,
@@ -64,8 +65,8 @@ def create_compat_app(
 ) -> FastAPI:
     """Create the FastAPI app with the routes of the given APIs (vLLM, SGLang, OpenAI).
 
-    A route that two of the APIs share occurs once. The audience "operators" selects the routes that
-    require the role admin, "callers" the others.
+    It also has the routes of agents' sessions. A route that two of the APIs share occurs once. The
+    audience "operators" selects the routes that require the role admin, "callers" the others.
     """
     app = FastAPI(
         dependencies=[Depends(authorize)],
@@ -82,11 +83,11 @@ def create_compat_app(
 
 @cache
 def _routes(shapes: tuple[CompatApi, ...]) -> Sequence[BaseRoute]:
-    """Routes of the given APIs (vLLM, SGLang, OpenAI), shared by all apps.
+    """Routes of agents' sessions and of the given APIs, shared by all apps.
 
     Apps can share them, because a route gets its server from the request.
     """
-    selected = [router for shape in shapes for router in ROUTERS[shape]]
+    selected = [agent_routes.router, *(r for shape in shapes for r in ROUTERS[shape])]
     combined = APIRouter(dependencies=[Depends(authorize)])
     for router in {id(router): router for router in selected}.values():
         combined.include_router(router)

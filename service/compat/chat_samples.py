@@ -32,6 +32,9 @@ class ChatSamples:
     rollout: Rollout
     parallel_tool_calls: bool = True
 
+    def __post_init__(self) -> None:
+        self.call.set_parser(self._parse)
+
     @property
     def sampling(self) -> Sampling:
         return self.rollout.groups[0].options.sampling
@@ -59,12 +62,15 @@ class ChatSamples:
 
     async def parse(self, sample: SampleAnswer) -> ChatResponse:
         """Parsed response of a sample that has ended."""
-        response = await self._parse(sample)
+        return await self.call.parsed(sample, self._parse)
+
+    async def _parse(self, sample: SampleAnswer) -> ChatResponse:
+        response = await self._parse_all(sample)
         if self.parallel_tool_calls or len(response.tool_calls) < 2:
             return response
         return replace(response, tool_calls=response.tool_calls[:1])
 
-    async def _parse(self, sample: SampleAnswer) -> ChatResponse:
+    async def _parse_all(self, sample: SampleAnswer) -> ChatResponse:
         tokenizer = self.call.server.tokenizer
         if is_forced(self.tool_choice):
             return await tokenizer.parsed_text(

@@ -6,7 +6,7 @@ an answer are therefore exactly those that the engine received, and no token is 
 encoded again.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
@@ -25,8 +25,9 @@ from coppice.wire.rollouts import (
     SampleAnswer,
     WeightsConstraint,
 )
-from engine.types import ChatRequest, Sampling
-from service.auth.access import Caller
+from coppice.wire.sessions import AgentApi
+from engine.types import ChatRequest, ChatResponse, Sampling
+from service.auth.access import Caller, declared_access
 from service.auth.keys import ApiKey
 from service.compat.bodies import (
     Body,
@@ -51,12 +52,33 @@ from service.rollouts.group_options import GroupOptions
 from service.rollouts.rollout import Rollout
 from service.routes.dependencies import ReadyServer
 from service.server import Server
+from service.sessions.call import SessionCall
 
 FINISH_REASONS: dict[FinishReason, str] = {"stop": "stop", "length": "length", "error": "error"}
 ABORTED = "abort"
 ROLLOUT_ERRORS = (*ADMIN_ERRORS, *BODY_ERRORS, *ENGINE_ERRORS)
 
 _SEED_MASK = 2**62 - 1  # trainers send seeds of 63 bits
+
+
+ParseSample = Callable[[SampleAnswer], Awaitable[ChatResponse]]
+"""Parses a sample that has ended to the message of its response."""
+
+AGENT_APIS: dict[str, AgentApi] = {
+    "chat/completions": "chat",
+    "completions": "completions",
+    "messages": "messages",
+    "responses": "responses",
+}
+
+
+def _session_call(request: Request, server: ReadyServer, caller: Caller) -> SessionCall | None:
+    """The call of a session that a request is; None for the routes outside of sessions."""
+    access = declared_access(request.scope["endpoint"])
+    if access is None or not access.agent:
+        return None
+    name = request.scope["route"].path.partition("/v1/")[2]
+    return server.sessions.call(request.path_params["session_id"], AGENT_APIS.get(name, "chat"))
 
 
 class CommonRequestFields(SamplingBody):
@@ -99,18 +121,22 @@ class DecodedSample(NamedTuple):
 class CompatRequest:
     """A request in the format of vLLM, SGLang or OpenAI that runs as a rollout.
 
-    A FastAPI dependency of the route's handler.
+    A FastAPI dependency of the route's handler. With a `session_call` it is a call of an agent's
+    session, which determines the adapter, the sampling parameters and the cache salt.
     """
 
     request: Request
     server: ReadyServer
     caller: Caller
+    session_call: Annotated[SessionCall | None, Depends(_session_call)]
 
     async def read(self, model: type[Body], *, limit: int | None = None) -> Body:
         return await read_compat_body(self.request, model, self.server, limit=limit)
 
     def resolve_adapter(self, model: str | None) -> str | None:
         """LoRA adapter that a request's model name denotes; None for the served model itself."""
+        if self.session_call is not None:
+            return None  # agents send any name
         info = self.server.engine.info
         if model in (None, info.model, info.model_given):
             return None
@@ -123,7 +149,10 @@ class CompatRequest:
 
     async def render(self, chat_request: ChatRequest) -> list[int]:
         """Prompt of a chat request: the token ids of its rendered messages."""
-        rendering = self.server.tokenizer.chat_request(chat_request)
+        if self.session_call is None:
+            rendering = self.server.tokenizer.chat_request(chat_request)
+        else:
+            rendering = self.session_call.render(chat_request)
         return await cancel_on_disconnect(self.request, rendering)
 
     async def tokenize(self, build_prompts: Callable[[], list[Prompt]]) -> list[list[int]]:
@@ -142,7 +171,26 @@ class CompatRequest:
             raise InvalidRequest(
                 f"the request has {len(prompts)} prompts; send between 1 and {MAX_GROUPS}"
             )
+        if self.session_call is not None:
+            return await self.session_call.tokenize(prompts)
         return await self.server.tokenizer.all_token_ids(prompts)
+
+    def refuse_in_session(self, **fields: object) -> None:
+        """Refuse the given fields, if any is set, in a call of a session."""
+        wrong = next((name for name, value in fields.items() if value not in (None, False)), None)
+        if self.session_call is not None and wrong is not None:
+            raise InvalidRequest.of_parameter(wrong, "not supported in a session")
+
+    def set_parser(self, parse: ParseSample) -> None:
+        """Set the parser of the samples' messages, which a session records."""
+        if self.session_call is not None:
+            self.session_call.set_parser(parse)
+
+    async def parsed(self, sample: SampleAnswer, parse: ParseSample) -> ChatResponse:
+        """Message of a sample; a session parses it once, so that tool calls keep their ids."""
+        if self.session_call is None:
+            return await parse(sample)
+        return await self.session_call.parsed(sample)
 
     async def start(
         self,
@@ -152,6 +200,10 @@ class CompatRequest:
         num_top_logprobs: int | None,
         stream_tokens: bool = False,
     ) -> Rollout:
+        if self.session_call is not None:
+            return await self.session_call.start(
+                request, num_top_logprobs=num_top_logprobs, stream_tokens=stream_tokens
+            )
         options = GroupOptions(
             cache_salt=namespaced_salt(self.caller, cache_salt),
             num_top_logprobs=num_top_logprobs or 0,

@@ -95,6 +95,7 @@ class CompletionBody(SamplingFields, CommonRequestFields, PromptTruncation, Stre
 async def complete(call: Compat) -> Response:
     body = await call.read(CompletionBody)
     body.check()
+    call.refuse_in_session(echo=body.echo, prompt_logprobs=body.prompt_logprobs)
     adapter = call.resolve_adapter(body.model)
     check_count(
         call.server.engine.info, logprobs=body.logprobs, prompt_logprobs=body.prompt_logprobs

@@ -31,6 +31,7 @@ from engine.settings_base import (
 )
 from service.cluster.settings import ClusterSettings
 from service.prompt_kv.settings import KvSettings
+from service.sessions.settings import SessionsSettings
 from service.weights.replication.allowed_peers import parse_allowed
 
 HTTP_URL = r"^https?://[^/?#@\s]+(/[^?#\s]*)?$"
@@ -324,6 +325,7 @@ class Settings(Section):
     weights: WeightsSettings = Field(default_factory=WeightsSettings)
     limits: LimitsSettings = LimitsSettings()
     kv: KvSettings = KvSettings()
+    sessions: SessionsSettings = SessionsSettings()
     cluster: ClusterSettings = ClusterSettings()
     log: LogSettings = LogSettings()
     trace: TraceSettings = TraceSettings()

@@ -70,6 +70,14 @@ def wait_seconds(query: QueryParams) -> float:
     return float(text)
 
 
+def stream_position(query: QueryParams) -> tuple[str | None, int]:
+    """Query parameters of a stream of sessions: group, and the sequence after which it begins."""
+    after = _single_param(query, "after", "group")
+    if after is not None and not (_INTEGER.fullmatch(after) and 0 <= int(after) < 2**53):
+        raise InvalidRequest.of_parameter("after", "must be an integer from 0 to 2^53 - 1")
+    return _single_param(query, "group", "after"), int(after or 0)
+
+
 def expected_version(query: QueryParams) -> str | None:
     text = _single_param(query, "version")
     return None if text is None else label(text)

@@ -22,6 +22,7 @@ from starlette.types import Receive, Scope, Send
 from coppice.wire.logprobs import TokenLogprobs
 from coppice.wire.rollouts import GroupAnswer, RolloutAnswer
 from coppice.wire.routed_experts import RoutedExperts
+from coppice.wire.sessions import SessionAnswer
 from coppice.wire.support import SupportAnswer
 from service.http import errors, exception_handlers
 from service.http.errors import ServiceError
@@ -142,7 +143,7 @@ async def parts_response(
     return PartsResponse(parts, media_type=media_type, headers=headers)
 
 
-def rollout_parts(answer: RolloutAnswer) -> Iterator[bytes]:
+def rollout_parts(answer: RolloutAnswer | SessionAnswer) -> Iterator[bytes]:
     groups = (_group(group) for group in answer.groups)
     return collected(_filled(answer, "groups", groups))
 

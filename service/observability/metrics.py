@@ -26,6 +26,7 @@ from service.observability.engine_metrics import (
 )
 from service.observability.kv_metrics import KvReuseMetrics, PromptKvMetrics
 from service.observability.metric_declaration import MetricTable, counter, gauge, histogram
+from service.observability.session_metrics import SessionMetrics
 from service.weights.replication.downloader import FetchMethod
 from service.weights.replication.status import ReplicationStatus
 
@@ -234,6 +235,7 @@ class Metrics:
         self.weights = WeightMetrics(self.registry)
         self.prompt_kv = PromptKvMetrics(self.registry)
         self.kv_reuse = KvReuseMetrics(self.registry)
+        self.sessions = SessionMetrics(self.registry)
         self.cluster = ClusterMetrics(self.registry)
         self.attention = AttentionMetrics(self.registry)
         self.graphs = GraphMetrics(self.registry)

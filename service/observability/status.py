@@ -43,6 +43,8 @@ def update_gauges(server: Server) -> None:
     metrics.server.heartbeat_age.set(health.age_seconds)
     metrics.http.update(server.callers, server.operators)
     metrics.rollouts.rollouts_running.set(server.rollouts.num_running)
+    metrics.sessions.open.set(server.sessions.num_open)
+    metrics.sessions.bytes.set(server.sessions.num_bytes)
     metrics.rollouts.samples_running.set(server.rollouts.num_samples_running)
     metrics.rollouts.samples_admitted.set(server.admission.num_samples)
     metrics.rollouts.samples_limit.set(server.settings.limits.max_samples_running)

@@ -32,11 +32,15 @@ class IdempotencyClaim:
     fingerprint: bytes
 
     @classmethod
-    def of(cls, owner: str, key: str, body: bytes) -> "IdempotencyClaim":
+    def of(
+        cls, owner: str, key: str, body: bytes, resource: str | None = None
+    ) -> "IdempotencyClaim":
+        """Claim of a request body; keys of different resources do not conflict."""
         if not _KEY.match(key):
             raise InvalidRequest.of_parameter(
                 "Idempotency-Key", "1 to 255 visible ASCII characters"
             )
+        key = key if resource is None else f"{resource}\n{key}"
         return cls(owner, key, hashlib.sha256(body).digest())
 
     @property

@@ -42,12 +42,12 @@ class Tokenizer:
         for prompt in prompts:
             found = await self._tokens(prompt)
             kept = truncated(found, prompt.truncate_prompt_tokens, prompt.truncation_side)
-            tokens.append(self._check_token_ids(kept))
+            tokens.append(self.check_token_ids(kept))
             await turn.pause()
         return tokens
 
     async def chat_request(self, chat_request: ChatRequest) -> list[int]:
-        return self._check_token_ids(await self.rendered(chat_request))
+        return self.check_token_ids(await self.rendered(chat_request))
 
     async def rendered(self, chat_request: ChatRequest) -> list[int]:
         """Token ids of a chat request after applying the chat template; not checked for length."""
@@ -185,7 +185,8 @@ class Tokenizer:
             return await self._decoded(lambda: stream.add(token_ids))
         return stream.add(token_ids)
 
-    def _check_token_ids(self, tokens: list[int]) -> list[int]:
+    def check_token_ids(self, tokens: list[int]) -> list[int]:
+        """Return the tokens of a prompt; raises an error if they are invalid or too many."""
         info = self._engine.info
         if not tokens:
             raise InvalidRequest("a prompt has no tokens")

@@ -40,12 +40,23 @@ def _upload(request: Request, server: Annotated[Server, Depends(_ready)]) -> Upl
     return Upload(chunks, request.headers.get("content-digest"))
 
 
+async def check_local(resource_id: str, server: Server) -> None:
+    """Redirect the request to the replica that owns a resource, if it is another one."""
+    replica_id = replica_id_of(resource_id)
+    if replica_id is not None:
+        await server.cluster.check_local(replica_id)
+
+
 async def _check_rollout_local(
     rollout_id: str, server: Annotated[Server, Depends(_server)]
 ) -> None:
-    replica_id = replica_id_of(rollout_id)
-    if replica_id is not None:
-        await server.cluster.check_local(replica_id)
+    await check_local(rollout_id, server)
+
+
+async def _check_session_local(
+    session_id: str, server: Annotated[Server, Depends(_server)]
+) -> None:
+    await check_local(session_id, server)
 
 
 async def _check_handle_local(handle: str, server: Annotated[Server, Depends(_server)]) -> None:
@@ -67,4 +78,5 @@ ReadyServer = Annotated[Server, Depends(_ready)]
 ServingServer = Annotated[Server, Depends(_serving)]
 UploadedFile = Annotated[Upload, Depends(_upload)]
 ROLLOUT_LOCAL = Depends(_check_rollout_local)
+SESSION_LOCAL = Depends(_check_session_local)
 HANDLE_LOCAL = Depends(_check_handle_local)

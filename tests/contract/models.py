@@ -24,6 +24,7 @@ from coppice.wire import (
     routed_experts,
     sampling,
     score,
+    sessions,
     support,
     weights,
 )
@@ -43,6 +44,7 @@ MODULES: tuple[ModuleType, ...] = (
     routed_experts,
     sampling,
     score,
+    sessions,
     support,
     weights,
 )

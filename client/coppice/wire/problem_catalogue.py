@@ -69,6 +69,9 @@ _KINDS = (
           "The API key lacks the role that the route requires, or a web page of another site sent "
           "the request.",
           "Use a key with the role that `detail` names, or do not send it from a web page."),
+    _kind("session_exhausted", 403, "The session has reached a limit",
+          "The session has as many turns or tokens as it may have.",
+          "End the episode. To allow more, raise max_turns or max_tokens_total of the session."),
     _kind("not_found", 404, "No such path",
           "The server has no route or resource at this path.",
           "Check the path. The settings server.compat and server.operators_port decide which "
@@ -79,6 +82,10 @@ _KINDS = (
     _kind("segment_not_found", 404, "No such segment",
           "The tree has no segment with this id; it may have been dropped.",
           "Branch at a segment that the tree still has."),
+    _kind("session_not_found", 404, "No such session",
+          "No session or group of sessions of this API key with this id is open, or its result is "
+          "no longer cached.",
+          "Check the id, or create the session again."),
     _kind("version_not_found", 404, "No such weights version",
           "The server has no weights version with this label, or it was deleted.",
           "List the versions with GET /v1/weights, or upload the version again."),
@@ -128,6 +135,9 @@ _KINDS = (
     _kind("kv_gone", 410, "The prompt KV was released",
           "The lease of the prompt KV has ended, it was released, or its replica has stopped.",
           "Compute the prompt KV again, and renew the lease before it ends."),
+    _kind("session_closed", 410, "The session has ended",
+          "The session was finished or cancelled, or it has expired. `detail` names the reason.",
+          "Create another session."),
     _kind("replica_gone", 410, "The replica has left the cluster",
           "The replica that had the rollout is no longer registered with the cluster.",
           "Start the rollout again."),

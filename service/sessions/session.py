@@ -1,0 +1,169 @@
+"""State of one agent session: its tree, its turns, and its limits."""
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass, field
+
+from coppice.wire.sessions import (
+    SessionAnswer,
+    SessionEndReason,
+    SessionFinishRequest,
+    SessionsRequest,
+    SessionState,
+    SessionStatus,
+    SessionUsage,
+    Turn,
+)
+from service.http.errors import QuotaExceeded, SessionClosed, SessionExhausted
+from service.rollouts.rollout import Rollout
+from service.sessions.history import Conversations
+from service.sessions.tree import SessionTree
+
+RETRY_SECONDS = 1.0
+SESSION_BYTES = 8192
+TURN_BYTES = 2048
+CONTEXT_TOKEN_BYTES = 8
+SAMPLED_TOKEN_BYTES = 100
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class RunningCall:
+    """A call whose rollout starts or runs, or whose samples are not in the tree yet."""
+
+    num_samples: int
+    rollout: Rollout | None = None
+    recorded: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def has_sampled(self) -> bool:
+        """True if all samples of the call have ended, so that they are recorded soon."""
+        if self.rollout is None:
+            return False
+        progress = self.rollout.progress()
+        return self.rollout.ended or progress.num_samples_done == progress.num_samples
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Session:
+    """One episode of an agent. Owned by the session manager; runs on one event loop.
+
+    `owner` is the name of the API key that created it. Each call moves `expires_at`. `max_tokens`
+    limits the tokens of the trees, and `max_calls` the samples that run at the same time.
+    `tree_lock` is held while the tree is changed, and while an answer is built in a thread.
+    `num_table_bytes` is the size of supports and top logprobs.
+    """
+
+    id: str
+    owner: str
+    group_id: str
+    options: SessionsRequest
+    expires_at: float
+    max_tokens: int
+    max_calls: int
+    tree: SessionTree
+    conversations: Conversations = field(default_factory=Conversations)
+    state: SessionState = "open"
+    end_reason: SessionEndReason | None = None
+    sequence: int | None = None
+    outcome: SessionFinishRequest = field(default_factory=SessionFinishRequest)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    turns: list[Turn] = field(default_factory=list)
+    calls: set[RunningCall] = field(default_factory=set)
+    versions: dict[str, None] = field(default_factory=dict)
+    tree_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    num_table_bytes: int = 0
+
+    @property
+    def is_open(self) -> bool:
+        return self.state == "open"
+
+    @property
+    def num_bytes(self) -> int:
+        """Estimated memory of the session, in bytes."""
+        return (
+            SESSION_BYTES
+            + TURN_BYTES * len(self.turns)
+            + CONTEXT_TOKEN_BYTES * self.tree.num_context_tokens
+            + SAMPLED_TOKEN_BYTES * self.tree.num_sampled_tokens
+            + self.num_table_bytes
+        )
+
+    @property
+    def num_samples_running(self) -> int:
+        return sum(call.num_samples for call in self.calls)
+
+    def check_open(self) -> None:
+        if not self.is_open:
+            raise SessionClosed(f"the session has ended ({self.end_reason})")
+
+    def check_call(self, num_samples: int) -> None:
+        """Refuse a call of a session that has ended, or that exceeds its turns or running calls."""
+        self.check_open()
+        if len(self.turns) + self.num_samples_running + num_samples > self.options.max_turns:
+            raise SessionExhausted(f"the session may have {self.options.max_turns} turns")
+        if self.num_samples_running + num_samples > self.max_calls:
+            raise QuotaExceeded(
+                f"the session may have {self.max_calls} running calls",
+                retry_after_seconds=RETRY_SECONDS,
+            )
+
+    def num_tokens_left(self) -> int:
+        """Number of tokens that may be sampled. Raises SessionExhausted if there are none."""
+        left = self.max_tokens - self.tree.num_tokens
+        if left <= 0:
+            raise SessionExhausted(f"the session may have {self.max_tokens} tokens")
+        return left
+
+    async def wait_until_recorded(self) -> None:
+        """Wait until the samples that have ended are in the tree."""
+        for call in list(self.calls):
+            if call.has_sampled:
+                await call.recorded.wait()
+
+    async def wait_until_idle(self) -> None:
+        for call in list(self.calls):
+            await call.recorded.wait()
+
+    def usage(self) -> SessionUsage:
+        num_prompt = sum(turn.num_prompt_tokens for turn in self.turns)
+        num_cached = sum(turn.num_cached_tokens for turn in self.turns)
+        return SessionUsage(
+            num_turns=len(self.turns),
+            num_prompt_tokens=num_prompt,
+            num_cached_tokens=num_cached,
+            num_forwarded_tokens=num_prompt - num_cached,
+            num_context_tokens=self.tree.num_context_tokens,
+            num_sampled_tokens=self.tree.num_sampled_tokens,
+        )
+
+    def status(self, now: float) -> SessionStatus:
+        return SessionStatus(
+            id=self.id,
+            group=self.group_id,
+            state=self.state,
+            end_reason=self.end_reason,
+            num_running_calls=len(self.calls),
+            usage=self.usage(),
+            attached=dict(Counter(turn.reason for turn in self.turns)),
+            versions=list(self.versions),
+            seconds_left=max(0.0, self.expires_at - now) if self.is_open else None,
+            metadata=self.options.metadata,
+        )
+
+    async def answer(self) -> SessionAnswer:
+        """The session's trees so far. They are built in a thread, because they may be large."""
+        async with self.tree_lock:
+            groups = await asyncio.to_thread(self.tree.answer, is_complete=not self.is_open)
+            return SessionAnswer(
+                id=self.id,
+                group=self.group_id,
+                state=self.state,
+                end_reason=self.end_reason,
+                sequence=self.sequence,
+                metadata=self.options.metadata,
+                reward=self.outcome.reward,
+                rewards=self.outcome.rewards,
+                groups=groups,
+                turns=list(self.turns),
+                usage=self.usage(),
+            )

@@ -1,0 +1,203 @@
+"""Agent sessions: calls, turns, sampling parameters, rewards, and the trees that come out."""
+
+from pathlib import Path
+from typing import Any
+
+from tests.fake_engine import FakeEngine
+from tests.service.sessions.agents import HELLO, tokens, training
+
+LIMITED = {"sampling": {"max_tokens": 3}}
+TOOL: Any = {
+    "type": "function",
+    "function": {"name": "add", "description": "adds", "parameters": {"type": "object"}},
+}
+
+
+def replied(messages: list[Any], text: str, then: str) -> list[Any]:
+    """A conversation with the answer of the last call and the next message of the user."""
+    answer = {"role": "assistant", "content": text}
+    return [*messages, answer, {"role": "user", "content": then}]
+
+
+async def test_turns_of_a_conversation_are_one_path_of_a_tree(tmp_path: Path) -> None:
+    async with training(tmp_path) as trainer:
+        [agent] = await trainer.create(**LIMITED, metadata={"task": "17"})
+        first = await agent.text()
+        await agent.text(replied(HELLO, first, "next"))
+        answer = await trainer.finish(agent, reward=0.5)
+    assert answer["groups"][0]["prompt_token_ids"] == list(b"hello")
+    assert tokens(answer) == [(True, [5, 6, 7]), (False, list(b"next")), (True, [12, 13, 14])]
+    assert [turn["attached"] for turn in answer["turns"]] == ["root", "extended"]
+    assert (answer["state"], answer["reward"], answer["metadata"]) == (
+        "finished",
+        0.5,
+        {"task": "17"},
+    )
+    assert answer["usage"]["num_sampled_tokens"] == 6
+
+
+async def test_repeated_call_is_another_sample_of_the_same_prompt(tmp_path: Path) -> None:
+    async with training(tmp_path) as trainer:
+        [agent] = await trainer.create(**LIMITED)
+        await agent.text()
+        await agent.text()
+        answer = await trainer.finish(agent)
+    assert tokens(answer) == [(True, [5, 6, 7])] * 2
+    assert [turn["reason"] for turn in answer["turns"]] == ["new_conversation", "retry"]
+
+
+async def test_calls_of_a_session_have_its_salt_and_priority(tmp_path: Path) -> None:
+    async with training(tmp_path) as trainer:
+        agents = await trainer.create(**LIMITED, n=2, priority=3)
+        await agents[0].text(cache_salt="guess", priority=-(2**31))
+        await agents[1].text()
+        first, second = trainer.engine.submitted
+    assert [first.cache_salt, second.cache_salt] == [agent.id for agent in agents]
+    assert second.priority - first.priority < 20 * 10**6  # microseconds between the arrivals
+
+
+async def test_sampling_parameters_of_the_agent_are_replaced_and_counted(tmp_path: Path) -> None:
+    async with training(tmp_path) as trainer:
+        [agent] = await trainer.create(sampling={"temperature": 0.5, "max_tokens": 4})
+        await agent.text(temperature=0.0, top_p=0.1, seed=7, max_tokens=2, stop="zz")
+        [sample] = trainer.engine.submitted
+        count = trainer.served.server.metrics.registry.get_sample_value
+        assert count("coppice_session_replaced_fields_total") == 3
+    sampling = sample.sampling
+    assert (sampling.temperature, sampling.top_p, sample.seed) == (0.5, 1.0, None)
+    assert (sampling.max_tokens, sampling.stop) == (2, ("zz",))
+
+
+async def test_max_tokens_of_the_session_is_an_upper_limit(tmp_path: Path) -> None:
+    async with training(tmp_path) as trainer:
+        [agent] = await trainer.create(**LIMITED)
+        await agent.text(max_completion_tokens=100)
+    assert trainer.engine.submitted[0].sampling.max_tokens == 3
+
+
+async def test_structured_outputs_need_an_override(tmp_path: Path) -> None:
+    forced: dict[str, Any] = {"tools": [TOOL], "tool_choice": "required"}
+    async with training(tmp_path) as trainer:
+        [strict] = await trainer.create(**LIMITED)
+        refused = await strict.chat(**forced)
+        [free] = await trainer.create(**LIMITED, overrides=["structured_outputs"])
+        allowed = await free.chat(**forced)
+    assert refused.status_code == 400
+    assert "overrides" in refused.json()["error"]["message"]
+    assert allowed.status_code == 200
+    assert trainer.engine.submitted[0].sampling.structured_outputs is not None
+
+
+async def test_model_names_of_agents_do_not_matter(tmp_path: Path) -> None:
+    async with training(tmp_path) as trainer:
+        [agent] = await trainer.create(**LIMITED)
+        assert (await agent.chat(model="gpt-4o")).json()["model"] == "gpt-4o"
+
+
+async def test_tool_calls_keep_their_ids_between_answer_and_record(tmp_path: Path) -> None:
+    async with training(tmp_path) as trainer:
+        [agent] = await trainer.create(**LIMITED)
+        async with agent.openai() as speaker:
+            answer = await speaker.chat.completions.create(
+                model="any", messages=HELLO, tools=[TOOL]
+            )
+            message: Any = answer.choices[0].message.model_dump(exclude_none=True)
+            result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"]}
+            conversation = [*HELLO, message, {**result, "content": "3"}]
+            await speaker.chat.completions.create(model="any", messages=conversation, tools=[TOOL])
+        conversations = trainer.session(agent).conversations
+        assert len(conversations._calls) == 2
+        status = await trainer.status(agent)
+    assert status["usage"]["num_turns"] == 2
+    assert status["attached"].keys() & {"extended", "template"}
+
+
+async def test_streamed_call_is_recorded(tmp_path: Path) -> None:
+    async with training(tmp_path) as trainer:
+        [agent] = await trainer.create(**LIMITED)
+        async with agent.openai() as speaker:
+            stream = await speaker.chat.completions.create(model="any", messages=HELLO, stream=True)
+            parts = [chunk.choices[0].delta.content or "" async for chunk in stream]
+        await agent.text(replied(HELLO, "".join(parts), "next"))
+        answer = await trainer.finish(agent)
+    assert [turn["attached"] for turn in answer["turns"]] == ["root", "extended"]
+
+
+async def test_completions_continue_a_text(tmp_path: Path) -> None:
+    async with training(tmp_path) as trainer:
+        [agent] = await trainer.create(**LIMITED)
+        async with agent.openai() as speaker:
+            first = await speaker.completions.create(model="any", prompt="ab")
+            text = "ab" + first.choices[0].text + "cd"
+            await speaker.completions.create(model="any", prompt=text)
+            await speaker.completions.create(model="any", prompt=[7, 8])
+            models = await speaker.models.list()
+        answer = await trainer.finish(agent)
+    assert [model.id for model in models.data] == ["fake"]
+    assert [turn["reason"] for turn in answer["turns"]] == [
+        *("new_conversation", "extended", "new_conversation")
+    ]
+    assert [group["prompt_token_ids"] for group in answer["groups"]] == [[97, 98], [7, 8]]
+    assert {turn["api"] for turn in answer["turns"]} == {"completions"}
+
+
+async def test_several_prompts_and_echo_are_refused(tmp_path: Path) -> None:
+    async with training(tmp_path) as trainer:
+        [agent] = await trainer.create(**LIMITED)
+        for body in ({"prompt": ["a", "b"]}, {"prompt": "a", "echo": True}):
+            answer = await agent.post("/v1/completions", body)
+            assert answer.status_code == 400, answer.text
+    assert trainer.engine.submitted == []
+
+
+async def test_several_samples_of_a_call_are_siblings(tmp_path: Path) -> None:
+    async with training(tmp_path) as trainer:
+        [agent] = await trainer.create(**LIMITED)
+        await agent.text(n=2)
+        answer = await trainer.finish(agent)
+    assert tokens(answer) == [(True, [5, 6, 7])] * 2
+    assert len(answer["turns"]) == 2
+
+
+async def test_support_and_top_logprobs_are_in_the_tree(tmp_path: Path) -> None:
+    async with training(tmp_path) as trainer:
+        [agent] = await trainer.create(**LIMITED, return_support=True, top_logprobs=2)
+        answer = await agent.chat(logprobs=True, top_logprobs=1)
+        assert answer.status_code == 200
+        tree = await trainer.finish(agent)
+    [segment] = tree["groups"][0]["segments"]
+    assert len(segment["support"]["lengths"]) == 3
+    assert segment["top_logprobs"]["offsets"] == [0, 2, 4, 6]
+
+
+async def test_rewards_of_leaves_are_returned_and_other_ids_refused(tmp_path: Path) -> None:
+    async with training(tmp_path) as trainer:
+        [agent] = await trainer.create(**LIMITED)
+        await agent.text(n=2)
+        [group] = (await trainer.tree(agent))["groups"]
+        path = f"/v1/sessions/{agent.id}/finish"
+        refused = await trainer.served.http.post(path, json={"rewards": {"9.9": 1.0}})
+        rewards = dict.fromkeys(group["leaves"], 0.25)
+        answer = await trainer.finish(agent, rewards=rewards)
+    assert refused.status_code == 422
+    assert answer["rewards"] == rewards
+
+
+async def test_versions_follow_an_activation_in_mid_session(tmp_path: Path) -> None:
+    engine = FakeEngine(instant=True)
+    async with training(tmp_path, engine) as trainer:
+        [agent] = await trainer.create(**LIMITED)
+        first = await agent.text()
+        engine.version = "v1"
+        await agent.text(replied(HELLO, first, "next"))
+        answer = await trainer.finish(agent)
+        assert (await trainer.status(agent))["versions"] == ["v0", "v1"]
+    sampled = [part for part in answer["groups"][0]["segments"] if part.get("sampled", True)]
+    assert [part["versions"][0]["version"] for part in sampled] == ["v0", "v1"]
+
+
+async def test_adapter_of_the_session_is_used(tmp_path: Path) -> None:
+    async with training(tmp_path) as trainer:
+        [agent] = await trainer.create(**LIMITED, adapter="missing")
+        answer = await agent.chat()
+    assert (answer.status_code, answer.json()["code"]) == (404, "adapter_not_found")
