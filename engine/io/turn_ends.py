@@ -1,7 +1,7 @@
 """Text that a chat template writes after a message of the assistant, found by rendering a mark.
 
-The message is rendered with a mark instead of its content and of the arguments of its last tool
-call. The mark is random, so that no other message contains it. What follows the mark in the prompt
+The message is rendered with a mark instead of its content and of the arguments of its tool calls.
+The mark is random, so that no other message contains it. What follows the last mark in the prompt
 does not depend on the text of the message, which a template may rewrite or drop.
 """
 
@@ -19,7 +19,7 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Random text that replaces the content and the last arguments of a message."""
+    """Random text that replaces the content of a message and the arguments of its tool calls."""
 
     text: str = field(default_factory=lambda: f"mark{uuid.uuid4().hex}")
 
@@ -39,11 +39,9 @@ class Mark:
         calls = message.get("tool_calls") or []
         has_content = bool(message.get("content")) or not calls
         marked = {"role": message["role"], "content": self.content if has_content else ""}
-        if not calls:
-            return marked
         arguments = json.dumps({self.argument: self.argument})
-        last = _with_arguments(calls[-1], arguments)
-        return {**marked, "tool_calls": [*(_with_arguments(c, "{}") for c in calls[:-1]), last]}
+        marked_calls = [_with_arguments(call, arguments) for call in calls]
+        return {**marked, "tool_calls": marked_calls} if calls else marked
 
     def rest_of(self, rendered: str) -> tuple[str, bool]:
         """Text after the last mark, and whether it is the content's. Raises NoTurnEnd."""
