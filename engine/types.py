@@ -159,8 +159,10 @@ class SampleRequest:
     written once, as soon as the prompt is prefilled.
 
     `entropy_top_k` returns per token the renormalised entropy of the top k tokens,
-    `num_top_logprobs` the top k tokens themselves. With `support`, the set of token ids that each
-    token was sampled from is returned. Prefixes are shared among samples with the same
+    `num_top_logprobs` the top k tokens themselves, and `logprob_token_ids` the logprobs of these
+    tokens. With `raw_logprobs`, the last two are those of the model's own distribution, and the
+    sampled token's logprob under it is returned, too. With `support`, the set of token ids that
+    each token was sampled from is returned. Prefixes are shared among samples with the same
     `cache_salt`, and among samples without one. Samples of the same `group` may be drafted from
     each other's text, unless `speculation` is false. `adapter` is the label of a loaded adapter.
     `on_tokens` receives the tokens while the sample runs. The routed experts are returned from
@@ -179,6 +181,8 @@ class SampleRequest:
     export: ExportSlot | None = None
     entropy_top_k: int = 0
     num_top_logprobs: int = 0
+    logprob_token_ids: tuple[int, ...] = ()
+    raw_logprobs: bool = False
     support: bool = False
     experts_from: int | None = None
     cache_salt: str | None = None
@@ -265,6 +269,9 @@ class Completion:
     stop_reason: int | str | None = None
     entropy: list[float] | None = None
     top_logprobs: TopLogprobRows | None = None
+    given_logprobs: TopLogprobRows | None = None
+    """Logprobs of `logprob_token_ids`, if requested; minus infinity for excluded tokens."""
+    raw_logprobs: list[float] | None = None
     support: list[bytes] | None = None
     routed_experts: NDArray[np.integer[Any]] | None = None
     """Experts [positions, layers, experts per token] from `experts_from` on, without the last

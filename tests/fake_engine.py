@@ -452,6 +452,8 @@ class FakeEngine:
             stop_reason=sample.stop_reason,
             entropy=[self.entropy(p) for p in places] if sample.request.entropy_top_k else None,
             top_logprobs=_rows([p % VOCAB_SIZE for p in places], [-0.5] * count, k) if k else None,
+            given_logprobs=_given(places, sample.request.logprob_token_ids),
+            raw_logprobs=[-0.25] * count if sample.request.raw_logprobs else None,
             support=_supports(places) if sample.request.support else None,
         )
         if (first := sample.request.experts_from) is not None:
@@ -503,6 +505,18 @@ def _supports(places: range) -> list[bytes]:
     """Sets of the token alone; every fourth token has the whole vocabulary."""
     tokens = (place % VOCAB_SIZE for place in places)
     return [encode_mask(np.arange(VOCAB_SIZE) == t) if t % 4 else ALL for t in tokens]
+
+
+def _given(places: range, token_ids: Sequence[int]) -> TopLogprobRows | None:
+    """Given tokens with their negative ids as logprobs; token 0 is excluded."""
+    if not token_ids:
+        return None
+    row = [-float(token) if token else -math.inf for token in token_ids]
+    return TopLogprobRows(
+        np.array([[place % VOCAB_SIZE, *token_ids] for place in places], np.int32),
+        np.array([[-0.5, *row]] * len(places), np.float32).reshape(len(places), len(row) + 1),
+        np.ones(len(places), np.int64),
+    )
 
 
 def _deliver(sample: Running) -> None:

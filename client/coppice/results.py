@@ -56,6 +56,10 @@ class Sample:
 
     Tokens that a resumed sample already had have none.
     """
+    given_logprobs: TokenLogprobs | None = None
+    """Logprobs of `logprob_token_ids` at each token, like `top_logprobs`."""
+    raw_logprobs: NDArray[np.float32] | None = None
+    """Logprobs of the tokens under the model's own distribution, if they were requested."""
     support: Support | None = None
     message: ParsedMessage | None = None
     routed_experts: RoutedExperts | None = None
@@ -95,6 +99,8 @@ class Segment:
     kv: KvHandle | None = None
     kv_reason: KvReason | None = None
     top_logprobs: TokenLogprobs | None = None
+    given_logprobs: TokenLogprobs | None = None
+    raw_logprobs: NDArray[np.float32] | None = None
     sampled: bool = True
 
     def token_logprobs(self) -> NDArray[np.float32]:
@@ -152,8 +158,15 @@ class Tree:
             versions=tuple(joined_spans((s.versions, len(s.token_ids)) for s in path)),
             stop_reason=path[-1].stop_reason,
             top_logprobs=joined_logprobs(segment.top_logprobs for segment in path),
+            given_logprobs=joined_logprobs(segment.given_logprobs for segment in path),
+            raw_logprobs=_joined_raw([segment.raw_logprobs for segment in path]),
             support=joined_support([segment.support for segment in path if segment.sampled]),
         )
+
+
+def _joined_raw(parts: Sequence[NDArray[np.float32] | None]) -> NDArray[np.float32] | None:
+    known = [part for part in parts if part is not None]
+    return np.concatenate(known) if known and len(known) == len(parts) else None
 
 
 def tree_of(segments: Iterable[Segment], leaves: Sequence[str]) -> Tree:
@@ -340,6 +353,10 @@ def _part_with(
     return _segment_of(answer, token_ids, logprobs, entropy, support)
 
 
+def _raw_of(answer: Part) -> NDArray[np.float32] | None:
+    return None if answer.raw_logprobs is None else np.array(answer.raw_logprobs, np.float32)
+
+
 def _segment_of(
     answer: SegmentAnswer,
     token_ids: ArrayLike,
@@ -363,6 +380,8 @@ def _segment_of(
         kv=answer.kv,
         kv_reason=answer.kv_reason,
         top_logprobs=answer.top_logprobs,
+        given_logprobs=answer.given_logprobs,
+        raw_logprobs=_raw_of(answer),
         sampled=answer.sampled,
     )
 
@@ -379,6 +398,8 @@ def _sample_of(
         versions=tuple(answer.versions),
         stop_reason=answer.stop_reason,
         top_logprobs=answer.top_logprobs,
+        given_logprobs=answer.given_logprobs,
+        raw_logprobs=_raw_of(answer),
         support=support,
         message=answer.message,
         routed_experts=answer.routed_experts,

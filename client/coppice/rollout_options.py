@@ -12,6 +12,7 @@ from coppice.wire.rollouts import (
     ContinueFrom,
     Finish,
     GivenSpan,
+    LogprobsMode,
     RolloutRequest,
     UnfinishedSample,
     WeightsConstraint,
@@ -21,8 +22,9 @@ from coppice.wire.sampling import Sampling, StructuredOutputs
 _PLAIN = (
     *("priority", "speculation", "return_support", "adapter", "echo", "return_message"),
     *("stream_tokens", "top_logprobs", "prompt_logprobs", "return_routed_experts"),
+    *("logprob_token_ids", "logprobs_mode"),
 )
-_LISTS = {"allowed_token_ids", "bad_words", "stop", "stop_token_ids"}
+_LISTS = {"logprob_token_ids", "allowed_token_ids", "bad_words", "stop", "stop_token_ids"}
 
 
 def to_continue_from(samples: Iterable[Iterable[Sample]]) -> ContinueFrom | None:
@@ -44,6 +46,7 @@ def _unfinished(sample: Sample, group: int) -> UnfinishedSample:
         group=group,
         token_ids=sample.token_ids.tolist(),
         logprobs=sample.logprobs.tolist(),
+        raw_logprobs=None if sample.raw_logprobs is None else sample.raw_logprobs.tolist(),
         support=None if sample.support is None else sample.support.to_wire(),
         versions=[
             GivenSpan(version=span.version, start=span.start, end=span.end, adapter=span.adapter)
@@ -93,6 +96,10 @@ class RolloutOptions(TypedDict, total=False):
         adapter: name of a loaded LoRA adapter, or `name@version`.
         stream_tokens: streams have the tokens of running samples, too.
         top_logprobs: number of most probable tokens to return at each sampled token.
+        logprob_token_ids: tokens whose logprobs to return at each sampled token.
+        logprobs_mode: distribution of `top_logprobs` and `logprob_token_ids`: the one that was
+            sampled ("processed_logprobs") or the model's own ("raw_logprobs"). With the latter,
+            samples have `raw_logprobs` besides `logprobs`.
         prompt_logprobs: number of most probable tokens to return at each prompt token; with 0, the
             prompt tokens' own logprobs only.
         return_routed_experts: if true, returns the experts that a mixture-of-experts model selected
@@ -132,6 +139,8 @@ class RolloutOptions(TypedDict, total=False):
     adapter: str | None
     stream_tokens: bool
     top_logprobs: int | None
+    logprob_token_ids: Iterable[int] | None
+    logprobs_mode: LogprobsMode
     prompt_logprobs: int | None
     echo: bool
     return_message: bool

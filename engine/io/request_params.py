@@ -12,6 +12,7 @@ from engine.io.stop_strings import PRIOR_TEXT_ARG
 from engine.kv_types import KvTransferParams
 from engine.launch.sampling_hooks import PRIOR_TOKENS_ARG
 from engine.runner.routed_experts import ROUTED_EXPERTS_ARG
+from engine.sampling_support.further_logprobs import FurtherLogprobs
 from engine.sampling_support.step import SUPPORT_ARG
 from engine.speculation.request_table import GROUP_ARG, NO_DRAFTS_ARG
 from engine.types import SampleRequest, StructuredOutputs
@@ -77,13 +78,20 @@ def sampling_params(sample: SampleRequest, max_context_tokens: int) -> SamplingP
         include_stop_str_in_output=sampling.include_stop_str_in_output,
         skip_special_tokens=sampling.skip_special_tokens,
         ignore_eos=sampling.ignore_eos,
-        logprobs=max(sample.entropy_top_k, sample.num_top_logprobs),
+        logprobs=max(sample.entropy_top_k, 0 if sample.raw_logprobs else sample.num_top_logprobs),
         flat_logprobs=True,
         detokenize=bool(sampling.stop),
         output_kind=_output_kind(sample),
         skip_clone=True,  # not shared
         extra_args=_extra_args(sample),
         routed_experts_prompt_start=sample.experts_from or 0,
+    )
+
+
+def further_logprobs(sample: SampleRequest) -> FurtherLogprobs:
+    return FurtherLogprobs(
+        given=sample.logprob_token_ids,
+        num_raw=sample.num_top_logprobs if sample.raw_logprobs else None,
     )
 
 
@@ -124,6 +132,7 @@ def _extra_args(sample: SampleRequest) -> dict[str, Any] | None:
         carried[NO_DRAFTS_ARG] = True
     if sample.support:
         carried[SUPPORT_ARG] = True
+    carried |= further_logprobs(sample).to_extra_args()
     if sample.num_prior_tokens and sample.sampling.depends_on_response:
         carried[PRIOR_TOKENS_ARG] = sample.num_prior_tokens
     if sample.num_prior_tokens and sample.sampling.stop:

@@ -28,7 +28,7 @@ from engine.io.logprobs import (
     sampled_logprobs,
     top_k_entropies,
 )
-from engine.io.request_params import sampling_params
+from engine.io.request_params import further_logprobs, sampling_params
 from engine.launch.processes import VllmProcesses
 from engine.sampling_support.step import rows_of
 from engine.types import (
@@ -100,14 +100,15 @@ def _recorded_rows(logprobs: Any) -> TopLogprobRows | None:
 
 
 def _top_logprobs(logprobs: Any, request: SampleRequest) -> TopLogprobRows | None:
-    rows, k = _recorded_rows(logprobs), request.num_top_logprobs
+    """Top logprobs of the sampled distribution, if requested."""
+    rows, k = _recorded_rows(logprobs), 0 if request.raw_logprobs else request.num_top_logprobs
     return rows.columns(k) if k and rows is not None else None
 
 
 def to_completion(output: RequestOutput, request: SampleRequest) -> Completion:
     sample, k = output.outputs[0], request.entropy_top_k
     rows = _recorded_rows(sample.logprobs)
-    return Completion(
+    completion = Completion(
         token_ids=list(sample.token_ids),
         logprobs=sampled_logprobs(sample.logprobs),
         finish=sample.finish_reason,
@@ -119,9 +120,9 @@ def to_completion(output: RequestOutput, request: SampleRequest) -> Completion:
         stop_reason=sample.stop_reason,
         entropy=top_k_entropies(rows, k) if k and rows is not None else None,
         top_logprobs=_top_logprobs(sample.logprobs, request),
-        support=_support(sample) if request.support else None,
         routed_experts=sample.routed_experts,
     )
+    return replace(completion, **_replayed(sample, request))
 
 
 def _spans_between(spans: Sequence[VersionSpan], start: int, end: int) -> tuple[VersionSpan, ...]:
@@ -132,12 +133,38 @@ def _spans_between(spans: Sequence[VersionSpan], start: int, end: int) -> tuple[
     )
 
 
-def _support(sample: Any) -> list[bytes]:
-    """Encoded supports of a sample's tokens. Raises SupportLost if the engine lacks them."""
+def _replayed(sample: Any, request: SampleRequest) -> dict[str, Any]:
+    """Fields of a completion that the hooks of the sampler return: supports and logprobs.
+
+    Raises SupportLost if the engine lacks those of a token.
+    """
+    further = further_logprobs(request)
+    if not (request.support or further.width):
+        return {}
     rows = rows_of(sample.sampling_mask or ())
-    if len(rows) != len(sample.token_ids):
+    if len(rows) != len(sample.token_ids) or not all(map(further.fits, rows)):
         raise SupportLost(f"{len(rows)} supports for {len(sample.token_ids)} tokens")
-    return rows
+    found, token_ids = further.split(rows), np.array(sample.token_ids, np.int32)
+    given = np.tile(np.array(further.given, np.int32), (len(rows), 1))
+    fields: dict[str, Any] = {"support": found.supports if request.support else None}
+    if further.given:
+        fields["given_logprobs"] = _table(token_ids, given, found.given)
+    if found.raw is not None:
+        fields["raw_logprobs"] = found.raw.tolist()
+    if further.num_raw:
+        fields["top_logprobs"] = _table(token_ids, found.raw_top_ids, found.raw_top)
+    return fields
+
+
+def _table(
+    sampled: NDArray[np.int32], token_ids: NDArray[np.int32], logprobs: NDArray[np.float32]
+) -> TopLogprobRows:
+    """Logprobs of further tokens; the sampled ones are in column 0 without a logprob."""
+    return TopLogprobRows(
+        np.column_stack([sampled, token_ids]),
+        np.pad(logprobs, ((0, 0), (1, 0)), constant_values=-np.inf),
+        np.zeros(len(sampled), np.int64),
+    )
 
 
 def version_spans_so_far(state: RequestState) -> tuple[VersionSpan, ...]:

@@ -10,17 +10,16 @@ greedy requests and requests without top-k, and is not implemented in the first 
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
-from engine.runtime.feature_guard import feature
-from engine.sampling_support.step import PendingSupport, SupportTensors, wants_support
+from engine.sampling_support import second_runner
+from engine.sampling_support.step import FEATURE, PendingRow, PendingSupport, Wanted, returns_output
 
-FEATURE = feature("support replay")
 Method = Callable[..., Any]
 
 
@@ -62,17 +61,13 @@ def install_in_worker() -> None:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     install_in_first_runner(GPUModelRunner)
-    install_in_second_runner(SecondRunner, Sampler)
+    second_runner.install(SecondRunner, Sampler)
 
 
 def install_in_first_runner(runner: Any) -> None:
+    runner.coppice_wanted = {}, {}
     runner._sample = _recording(runner._sample)
     runner.sample_tokens = _attaching(runner.sample_tokens)
-
-
-def install_in_second_runner(runner: Any, sampler: Any) -> None:
-    sampler.add_request = _registering(sampler.add_request)
-    runner.sample = _with_masks(runner.sample)
 
 
 def _with_chunks(upstream: Method) -> Method:
@@ -96,37 +91,27 @@ def _recording(upstream: Method) -> Method:
 
     @functools.wraps(upstream)
     def sample(self: Any, logits: Any, spec_decode_metadata: Any) -> Any:
-        self.coppice_support = None
-        wanted = _wanted_rows(self)
+        wanted, raw = self.coppice_wanted
         if not wanted:
             return upstream(self, logits, spec_decode_metadata)
         with _recorded_logprobs(self.sampler) as recorded:
             output = upstream(self, logits, spec_decode_metadata)
-        self.coppice_support = _pending(wanted, recorded, spec_decode_metadata, output)
+        self.coppice_support = _pending(wanted, recorded, raw, spec_decode_metadata, output)
         return output
 
     return sample
 
 
-@FEATURE.guarded_with_default(list[int]())
-def _wanted_rows(runner: Any) -> list[int]:
-    """Batch rows that return supports, on the rank whose output is used."""
-    if not _returns_output():
-        return []
-    return [
-        row
+@FEATURE.guarded_with_default(dict[int, Wanted]())
+def _wanted_rows(runner: Any) -> dict[int, Wanted]:
+    """Batch rows that return supports or further logprobs, on the rank whose output is used."""
+    if runner.execute_model_state is None or not returns_output():
+        return {}
+    found = (
+        (row, Wanted.by(runner.requests[request_id].sampling_params))
         for row, request_id in enumerate(runner.input_batch.req_ids)
-        if wants_support(runner.requests[request_id].sampling_params)
-    ]
-
-
-def _returns_output() -> bool:
-    from vllm.distributed import parallel_state
-
-    return (
-        not parallel_state.model_parallel_is_initialized()
-        or parallel_state.get_tensor_model_parallel_rank() == 0
     )
+    return {row: wanted for row, wanted in found if wanted}
 
 
 @contextmanager
@@ -149,41 +134,84 @@ def _recorded_logprobs(sampler: Any) -> Iterator[list[torch.Tensor]]:
         del sampler.gather_logprobs
 
 
-def _no_support(
-    wanted: list[int], recorded: list[torch.Tensor], metadata: Any, output: Any
-) -> PendingSupport | None:
+@FEATURE.guarded_with_default(dict[int, torch.Tensor]())
+def _raw_logprobs(runner: Any, wanted: dict[int, Wanted]) -> dict[int, torch.Tensor]:
+    """Raw logprobs [n, v] of the batch rows that return some.
+
+    They are computed before vLLM applies grammars and changes the logits in place.
+    """
+    rows = [row for row, each in wanted.items() if each.logprobs.num_raw is not None]
+    if not rows:
+        return {}
+    state = runner.execute_model_state
+    ends = np.cumsum(_num_positions(len(runner.input_batch.req_ids), state.spec_decode_metadata))
+    return {
+        row: state.logits[0 if not row else ends[row - 1] : ends[row]].float().log_softmax(-1)
+        for row in rows
+    }
+
+
+def _num_positions(num_rows: int, metadata: Any) -> list[int]:
+    """Number of positions that are sampled at per batch row: one after every draft, and one."""
+    if metadata is None:
+        return [1] * num_rows
+    return [1 + drafted for drafted in metadata.num_draft_tokens]
+
+
+def _no_support(*_: Any) -> PendingSupport | None:
     return None
 
 
 @FEATURE.guarded(_no_support)
 def _pending(
-    wanted: list[int], recorded: list[torch.Tensor], metadata: Any, output: Any
+    wanted: dict[int, Wanted],
+    recorded: list[torch.Tensor],
+    raw: dict[int, torch.Tensor],
+    metadata: Any,
+    output: Any,
 ) -> PendingSupport | None:
     """Supports of a step. Copies only the rows of requests that return supports, as booleans."""
-    logprobs_nv = recorded[-1]
     num_rows, longest = output.sampled_token_ids.shape
-    starts, lengths = _layout(len(logprobs_nv), num_rows, longest, metadata)
-    indices = [n for row in wanted for n in range(starts[row], starts[row] + lengths[row])]
-    ends = np.cumsum([lengths[row] for row in wanted]).tolist()
-    kept_nv = logprobs_nv[indices] if len(indices) < len(logprobs_nv) else logprobs_nv
+    starts = _starts(len(recorded[-1]), num_rows, longest, metadata)
+    lengths = _num_positions(num_rows, metadata)
+
+    def logprobs_of(rows: Sequence[int]) -> torch.Tensor:
+        indices = [n for row in rows for n in range(starts[row], starts[row] + lengths[row])]
+        return recorded[-1][indices] if len(indices) < len(recorded[-1]) else recorded[-1]
+
+    kept, values = dict[int, torch.Tensor](), dict[int, torch.Tensor]()
+    if rows := [row for row, wants in wanted.items() if wants.support]:
+        kept = _by_row(rows, lengths, logprobs_of(rows) > -torch.inf)
+    for options in {wants.logprobs for wants in wanted.values() if wants.logprobs.width}:
+        rows = [row for row, wants in wanted.items() if wants.logprobs == options]
+        # Rejected drafts are -1.
+        tokens = [output.sampled_token_ids[row, : lengths[row]].clamp(min=0) for row in rows]
+        raw_nv = None if options.num_raw is None else torch.cat([raw[row] for row in rows])
+        gathered_nw = options.gather(logprobs_of(rows), raw_nv, torch.cat(tokens))
+        values |= _by_row(rows, lengths, gathered_nw)
     return PendingSupport(
-        kept_nv=(kept_nv > -torch.inf).to("cpu", non_blocking=True),
-        starts=dict(zip(wanted, [0, *ends], strict=False)),
+        {row: PendingRow(kept_nv=kept.get(row), values_nw=values.get(row)) for row in wanted}
     )
 
 
-def _layout(
-    num_positions: int, num_rows: int, longest: int, metadata: Any
-) -> tuple[list[int], list[int]]:
-    """Start and number of positions of each batch row in the gathered logprobs.
+def _by_row(
+    rows: Sequence[int], lengths: Sequence[int], values: torch.Tensor
+) -> dict[int, torch.Tensor]:
+    """Copies of values at consecutive positions to the host, by batch row."""
+    parts = torch.split(values.to("cpu", non_blocking=True), [lengths[row] for row in rows])
+    return dict(zip(rows, parts, strict=True))
+
+
+def _starts(num_positions: int, num_rows: int, longest: int, metadata: Any) -> list[int]:
+    """Start of each batch row in the gathered logprobs.
 
     vLLM's rejection sampler pads all rows to the longest draft. `DraftVerifier` does not.
     """
     if num_positions == num_rows * longest:
-        return [row * longest for row in range(num_rows)], [longest] * num_rows
-    lengths = [1 + drafted for drafted in metadata.num_draft_tokens]
+        return [row * longest for row in range(num_rows)]
+    lengths = _num_positions(num_rows, metadata)
     assert sum(lengths) == num_positions, "one position per draft token and one per request"
-    return [0, *np.cumsum(lengths).tolist()], lengths
+    return [0, *np.cumsum(lengths)[:-1].tolist()]
 
 
 def _attaching(upstream: Method) -> Method:
@@ -191,9 +219,11 @@ def _attaching(upstream: Method) -> Method:
 
     @functools.wraps(upstream)
     def sample_tokens(self: Any, grammar_output: Any) -> Any:
-        self.coppice_support = None
+        self.coppice_support, wanted = None, _wanted_rows(self)
+        self.coppice_wanted = wanted, _raw_logprobs(self, wanted)
         output = upstream(self, grammar_output)
         pending, self.coppice_support = self.coppice_support, None
+        self.coppice_wanted = {}, {}
         return output if pending is None else _attach(output, pending)
 
     return sample_tokens
@@ -228,52 +258,3 @@ def _asynchronous(output: Any, pending: PendingSupport) -> Any:
             return done
 
     return AsyncSupport()
-
-
-def _registering(upstream: Method) -> Method:
-    """The `add_request` of the second runner's sampler, which also records who gets supports."""
-
-    @functools.wraps(upstream)
-    def add_request(self: Any, req_idx: int, sampling_params: Any) -> None:
-        upstream(self, req_idx, sampling_params)
-        wanted = self.__dict__.get("coppice_wants_support")
-        if wanted is None:
-            wanted = self.coppice_wants_support = np.zeros(len(self.needs_logits_processing), bool)
-        wanted[req_idx] = wants_support(sampling_params)
-
-    return add_request
-
-
-def _with_masks(upstream: Method) -> Method:
-    """vLLM's `sample` of the second runner, with masks in the steps that have a request for them.
-
-    A step with such a request returns processed logprobs, so vLLM uses no fused sampler in it.
-    """
-
-    @functools.wraps(upstream)
-    def sample(self: Any, hidden_states: Any, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
-        wanted = _wanted_mask(self.sampler, input_batch)
-        if wanted is not None:
-            self.sampler.return_sampling_mask = True
-        try:
-            results = upstream(self, hidden_states, input_batch, *args, **kwargs)
-        finally:
-            if wanted is not None:
-                self.sampler.return_sampling_mask = False
-        output = results[0]
-        if wanted is not None and output.sampling_mask_tensors is not None:
-            output.sampling_mask_tensors = SupportTensors(
-                tensors=output.sampling_mask_tensors, wanted=wanted
-            )
-        return results
-
-    return sample
-
-
-@FEATURE.guarded_with_default(None)
-def _wanted_mask(sampler: Any, input_batch: Any) -> Any:
-    known = sampler.__dict__.get("coppice_wants_support")
-    if known is None or not _returns_output():
-        return None
-    wanted = known[input_batch.idx_mapping_np]
-    return wanted if wanted.any() else None

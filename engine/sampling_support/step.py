@@ -1,27 +1,52 @@
 """Supports of the tokens that one step sampled, on their way from the sampler to the service.
 
 They use vLLM's own transport of sampling masks: `ModelRunnerOutput.sampling_masks`, then
-`EngineCoreOutput.new_sampling_mask`. Instead of token ids it carries encoded supports. So a support
-takes a few bytes, and requests without supports cost nothing.
+`EngineCoreOutput.new_sampling_mask`. Instead of token ids it carries a row of bytes per token: the
+logprobs of further tokens (`further_logprobs`) and the encoded support, as far as the request
+returns them. So a support takes a few bytes, and other requests cost nothing.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from vllm.v1.outputs import SamplingMaskLists
 
-from engine.sampling_support.rows import Mask, encode_mask, split_rows
+from engine.runtime.feature_guard import feature
+from engine.sampling_support.further_logprobs import (
+    GIVEN_ARG,
+    RAW_ARG,
+    FurtherLogprobs,
+    further_logprobs,
+)
+from engine.sampling_support.rows import encode_mask, split_rows
 
 SUPPORT_ARG = "coppice_support"
+FEATURE = feature("support replay")
 
 
-def wants_support(sampling_params: Any) -> bool:
-    """True if a request returns the supports of its tokens."""
-    return bool(sampling_params and (sampling_params.extra_args or {}).get(SUPPORT_ARG))
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a request returns with each token."""
+
+    support: bool = False
+    logprobs: FurtherLogprobs = FurtherLogprobs()
+
+    def __bool__(self) -> bool:
+        return self.support or self.logprobs.width > 0
+
+    @staticmethod
+    def by(sampling_params: Any) -> "Wanted":
+        args = (sampling_params and sampling_params.extra_args) or {}
+        if _ARGS.isdisjoint(args):
+            return NOTHING
+        return Wanted(bool(args.get(SUPPORT_ARG)), further_logprobs(args))
+
+
+NOTHING = Wanted()
+_ARGS = {SUPPORT_ARG, GIVEN_ARG, RAW_ARG}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,53 +82,41 @@ def _rows_of_chunk(chunk: SamplingMaskLists) -> list[bytes]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PendingSupport:
-    """Supports of a step of vLLM's first model runner, before its sampled tokens are on the host.
+class PendingRow:
+    """What a batch row returns for its sampled positions n, before its tokens are on the host.
 
-    `kept_nv` is true for the token ids that remained after all logits processing, for each sampled
-    position n of the batch rows in `starts`. The positions of a row begin at its start.
+    `kept_nv` is true for the token ids that remained after all logits processing.
     """
 
-    kept_nv: torch.Tensor
-    starts: Mapping[int, int]
+    kept_nv: torch.Tensor | None
+    values_nw: torch.Tensor | None
+
+    def encode(self, num_tokens: int) -> list[bytes]:
+        rows = [b""] * num_tokens
+        if self.values_nw is not None:
+            rows = [values.tobytes() for values in self.values_nw.numpy()[:num_tokens]]
+        if self.kept_nv is not None:
+            masks = self.kept_nv.numpy()[:num_tokens]
+            rows = [row + encode_mask(mask) for row, mask in zip(rows, masks, strict=True)]
+        return rows
+
+
+@dataclass(frozen=True, slots=True)
+class PendingSupport:
+    """Supports of a step of vLLM's first model runner, by batch row."""
+
+    rows: Mapping[int, PendingRow]
 
     def encode(self, sampled: Sequence[Sequence[int]]) -> StepSupport:
         """Encode the supports of the tokens that each batch row sampled."""
-        masks = self.kept_nv.numpy()
-        return StepSupport(
-            {
-                row: [encode_mask(mask) for mask in masks[start : start + len(sampled[row])]]
-                for row, start in self.starts.items()
-            }
-        )
+        return StepSupport({row: held.encode(len(sampled[row])) for row, held in self.rows.items()})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SupportTensors:
-    """Supports of a step of vLLM's second model runner, in the place of `SamplingMaskTensors`.
+def returns_output() -> bool:
+    """True on the rank whose output is used."""
+    from vllm.distributed import parallel_state
 
-    vLLM's kernel writes for every row a bitmap and the first token ids of the set. Only `wanted`
-    batch rows are encoded.
-    """
-
-    tensors: Any
-    wanted: NDArray[np.bool_]
-
-    def to_cpu_nonblocking(self) -> "SupportTensors":
-        return replace(self, tensors=self.tensors.to_cpu_nonblocking())
-
-    def tolists(self, num_sampled_tokens: NDArray[Any]) -> StepSupport:
-        """Encode the supports; called in the thread that waits for the step's results."""
-        bitmaps = self.tensors.packed_mask.cpu().numpy()
-        slots, vocab_size = self.tensors.rows_per_request, self.tensors.vocab_size
-
-        def mask(index: int) -> Mask:
-            bits = np.unpackbits(bitmaps[index], count=vocab_size, bitorder="little")
-            return bits.view(np.bool_)
-
-        return StepSupport(
-            {
-                row: [encode_mask(mask(row * slots + n)) for n in range(num_sampled_tokens[row])]
-                for row in np.flatnonzero(self.wanted).tolist()
-            }
-        )
+    return (
+        not parallel_state.model_parallel_is_initialized()
+        or parallel_state.get_tensor_model_parallel_rank() == 0
+    )

@@ -30,7 +30,7 @@ _TRUNCATED = (
 _STOP = "not supported: use stop strings or stop_token_ids"
 _TEXT_ONLY = "only text models are served: send text or token ids"
 _OTHERS = "not supported on this route: use logprobs of /v1/completions, or POST /v1/score"
-_CHOSEN = "not supported on this route: use logprobs, or logprob_token_ids of POST /v1/score"
+_CHOSEN = "not supported on this route: use logprob_token_ids of /v1/rollouts or /v1/score"
 _TEMPLATE = (
     "only the chat template of the server is used: send token ids to /v1/completions instead"
 )

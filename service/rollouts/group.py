@@ -189,6 +189,8 @@ class Group:
             load=load,
             adapter=options.adapter,
             num_top_logprobs=options.num_top_logprobs,
+            logprob_token_ids=options.logprob_token_ids,
+            raw_logprobs=options.raw_logprobs,
             on_tokens=None if self.on_tokens is None else partial(self._on_delta, index),
             num_prior_tokens=len(prior_tokens),
             support=options.support_vocab_size is not None,

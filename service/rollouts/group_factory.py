@@ -55,7 +55,8 @@ class GroupFactory:
         groups, turn = list[Group](), TimeSlice()
         continued = validation.samples_to_continue(request)
         sampling = to_engine_sampling(request.sampling, self._engine.info.max_context_tokens)
-        shared = replace(shared, sampling=sampling)
+        given = tuple(request.logprob_token_ids or ())
+        shared = replace(shared, sampling=sampling, logprob_token_ids=given)
         for index, prompt in enumerate(prompts):
             options = self._options(request, index, prompt, continued.get(index, ()), shared)
             options = replace(options, given_supports=given_supports.get(index, ()))
@@ -109,6 +110,7 @@ class GroupFactory:
             continued=continued,
             num_top_logprobs=request.top_logprobs or shared.num_top_logprobs,
             answers_top_logprobs=bool(request.top_logprobs),
+            raw_logprobs=request.logprobs_mode == "raw_logprobs",
             returns_routed_experts=bool(request.return_routed_experts),
         )
 

@@ -22,7 +22,8 @@ class GroupOptions:
     The compat routes set `cache_salt`, the rollout manager `owner`, `exact_version` and `adapter`,
     and `GroupFactory` the options that follow from the request. `owner` to `returns_routed_experts`
     are the same in all groups of a rollout. With `stream_tokens`, tokens are received while samples
-    run. With `answers_top_logprobs`, the top logprobs are part of the samples' answers. With
+    run. With `answers_top_logprobs`, the top logprobs are part of the samples' answers.
+    `logprob_token_ids` and `raw_logprobs` are those of `engine.types.SampleRequest`. With
     `support_vocab_size`, the size of the vocabulary, supports are returned. After
     `deadline_seconds` the group ends with the samples as they are. Its first samples resume those
     in `continued`, whose supports are `given_supports`. `num_required` is the number of samples
@@ -37,6 +38,8 @@ class GroupOptions:
     num_top_logprobs: int = 0
     stream_tokens: bool = False
     answers_top_logprobs: bool = False
+    logprob_token_ids: tuple[int, ...] = ()
+    raw_logprobs: bool = False
     support_vocab_size: int | None = None
     returns_routed_experts: bool = False
     id: str = ""

@@ -42,7 +42,14 @@ def check_rollout(
     request: RolloutRequest, prompts: Sequence[Sequence[int]], num_samples: int, info: EngineInfo
 ) -> None:
     check_count(info, top_logprobs=request.top_logprobs, prompt_logprobs=request.prompt_logprobs)
-    check_samples(request, prompts, num_samples, request.top_logprobs or 0, info)
+    given = request.logprob_token_ids or ()
+    check_count(info, logprob_token_ids=len(given))
+    if max(given, default=0) >= info.vocab_size:
+        raise InvalidRequest.of_parameter(
+            "logprob_token_ids", f"token ids must be below {info.vocab_size}"
+        )
+    further = (request.top_logprobs or 0) + len(given)
+    check_samples(request, prompts, num_samples, further, info)
     if request.return_routed_experts:
         _check_experts(request, info)
     if request.prompt_logprobs:

@@ -326,8 +326,9 @@ def _num_message_bytes(message: ParsedMessage) -> int:
 def _num_bytes(part: SampleAnswer | SegmentAnswer) -> int:
     """Estimated memory of a log record in bytes; a number in a list takes about 36 bytes."""
     num_bytes = PART_BYTES + SPAN_BYTES * len(part.versions)
-    if part.top_logprobs is not None:
-        num_bytes += part.top_logprobs.num_bytes
+    for table in (part.top_logprobs, part.given_logprobs):
+        num_bytes += 0 if table is None else table.num_bytes
+    num_bytes += 36 * len(part.raw_logprobs or ())
     if part.support is not None:
         num_bytes += len(part.support.data) + 36 * len(part.support.lengths)
     if isinstance(part, SampleAnswer):

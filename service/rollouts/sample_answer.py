@@ -4,6 +4,8 @@ A sample that `continue_from` resumes already has tokens; its answer has these, 
 """
 
 from collections.abc import Iterable
+from itertools import chain
+from typing import TypedDict
 
 from coppice.wire.logprobs import TokenLogprobs
 from coppice.wire.rollouts import FinishReason, SampleAnswer, VersionSpan
@@ -35,7 +37,8 @@ async def create(
         finish_reason=finish_reason,
         stop_reason=stop_reason,
         versions=joined_spans([(prior_spans, len(prior)), (spans, num_tokens)]),
-        top_logprobs=await top_logprobs_of(options, result, len(prior), num_tokens),
+        **await tables_of(options, result, len(prior), num_tokens),
+        raw_logprobs=_raw_logprobs(options, index, result, num_tokens),
         message=await parsed_message(options, token_ids, stop_reason),
         routed_experts=_routed_experts(options, index, result, num_tokens),
     )
@@ -109,13 +112,36 @@ async def _text(
     return await options.decode(token_ids, stop_reason, options.sampling)
 
 
-async def top_logprobs_of(
+class AnswerTables(TypedDict):
+    """Fields of an answer with the logprobs of further tokens."""
+
+    top_logprobs: TokenLogprobs | None
+    given_logprobs: TokenLogprobs | None
+
+
+async def tables_of(
     options: GroupOptions, result: Completion, num_prior: int, num_tokens: int
-) -> TokenLogprobs | None:
-    """Table of the top logprobs of a completion; None unless it is part of the answer."""
-    if not options.answers_top_logprobs:
+) -> AnswerTables:
+    """Tables of a completion's logprobs; None unless they are part of the answer."""
+    top, given = result.top_logprobs, result.given_logprobs
+    return AnswerTables(
+        top_logprobs=await to_sample_table(top, num_prior, num_tokens)
+        if options.answers_top_logprobs
+        else None,
+        given_logprobs=await to_sample_table(given, num_prior, num_tokens)
+        if options.logprob_token_ids
+        else None,
+    )
+
+
+def _raw_logprobs(
+    options: GroupOptions, index: int, result: Completion, num_tokens: int
+) -> list[float] | None:
+    if not options.raw_logprobs:
         return None
-    return await to_sample_table(result.top_logprobs, num_prior, num_tokens)
+    assert result.raw_logprobs is not None, "the engine returns the logprobs that were requested"
+    prior = (given.raw_logprobs or [] for given in options.continued[index : index + 1])
+    return [*chain.from_iterable(prior), *result.raw_logprobs[:num_tokens]]
 
 
 def _routed_experts(

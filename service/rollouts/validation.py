@@ -109,6 +109,12 @@ def _check_sample(
     num_tokens = len(sample.token_ids)
     if len(sample.logprobs) != num_tokens:
         raise InvalidRequest("continue_from needs one logprob per token")
+    num_raw = num_tokens if request.logprobs_mode == "raw_logprobs" else 0
+    if len(sample.raw_logprobs or ()) != num_raw:
+        raise InvalidRequest(
+            "continue_from needs one of raw_logprobs per token with logprobs_mode raw_logprobs, "
+            "and none otherwise"
+        )
     _check_versions(sample, request)
     if max(sample.token_ids) >= info.vocab_size:
         raise InvalidRequest(f"token ids must be below {info.vocab_size}")

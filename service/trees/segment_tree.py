@@ -14,7 +14,7 @@ from coppice.wire.version_span_slicing import cut_spans, joined_spans
 from engine.types import Completion
 from service.http.errors import SegmentNotFound
 from service.rollouts.group_options import GroupOptions
-from service.rollouts.sample_answer import wire_spans
+from service.rollouts.sample_answer import AnswerTables, wire_spans
 from service.rollouts.sampling import parsed_message
 from service.rollouts.supports import Supports, joined, support_of
 from service.trees.plan import Plan
@@ -33,6 +33,8 @@ class GeneratedTokens:
     versions: list[VersionSpan]
     support: Supports | None
     top_logprobs: TokenLogprobs | None = None
+    given_logprobs: TokenLogprobs | None = None
+    raw_logprobs: list[float] | None = None
 
     def part(self, start: int, end: int) -> "GeneratedTokens":
         return GeneratedTokens(
@@ -40,7 +42,9 @@ class GeneratedTokens:
             logprobs=self.logprobs[start:end],
             entropy=None if self.entropy is None else self.entropy[start:end],
             versions=cut_spans(self.versions, start, end),
-            top_logprobs=None if self.top_logprobs is None else self.top_logprobs.part(start, end),
+            top_logprobs=self.top_logprobs and self.top_logprobs.part(start, end),
+            given_logprobs=self.given_logprobs and self.given_logprobs.part(start, end),
+            raw_logprobs=None if self.raw_logprobs is None else self.raw_logprobs[start:end],
             support=None if self.support is None else self.support.part(start, end),
         )
 
@@ -54,7 +58,7 @@ def tokens_from_completion(
     plan: Plan,
     result: Completion,
     options: GroupOptions,
-    top_logprobs: TokenLogprobs | None = None,
+    tables: AnswerTables,
 ) -> GeneratedTokens:
     return GeneratedTokens(
         token_ids=result.token_ids,
@@ -62,7 +66,8 @@ def tokens_from_completion(
         entropy=_entropy(plan, result),
         versions=wire_spans(result.versions, options.adapter),
         support=support_of(result.support, options.support_vocab_size),
-        top_logprobs=top_logprobs,
+        raw_logprobs=result.raw_logprobs,
+        **tables,
     )
 
 
@@ -104,6 +109,8 @@ class Segment:
             num_leaves=num_leaves,
             versions=self.tokens.versions,
             top_logprobs=self.tokens.top_logprobs,
+            given_logprobs=self.tokens.given_logprobs,
+            raw_logprobs=self.tokens.raw_logprobs,
         )
 
 
@@ -116,6 +123,8 @@ class LeafPath:
     logprobs: list[float]
     versions: list[VersionSpan]
     top_logprobs: TokenLogprobs | None
+    given_logprobs: TokenLogprobs | None
+    raw_logprobs: list[float] | None
     support: Supports | None
 
 
@@ -216,6 +225,10 @@ class Tree:
             logprobs=[logprob for part in parts for logprob in part.logprobs],
             versions=joined_spans((part.versions, len(part.token_ids)) for part in parts),
             top_logprobs=joined_logprobs(part.top_logprobs for part in parts),
+            given_logprobs=joined_logprobs(part.given_logprobs for part in parts),
+            raw_logprobs=None
+            if any(part.raw_logprobs is None for part in parts)
+            else [logprob for part in parts for logprob in part.raw_logprobs or ()],
             support=joined(part.support for part in parts),
         )
 
@@ -233,6 +246,8 @@ async def row_answer(index: int, row: LeafPath, options: GroupOptions) -> Sample
         stop_reason=stop_reason,
         versions=row.versions,
         top_logprobs=row.top_logprobs,
+        given_logprobs=row.given_logprobs,
+        raw_logprobs=row.raw_logprobs,
         message=await parsed_message(options, row.token_ids, stop_reason),
     )
 

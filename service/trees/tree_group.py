@@ -18,7 +18,7 @@ from engine.protocol import Engine
 from engine.types import Completion, SampleRequest
 from service.rollouts.group import Group, OnPart
 from service.rollouts.group_options import derive_seed
-from service.rollouts.sample_answer import num_valid_tokens, top_logprobs_of
+from service.rollouts.sample_answer import num_valid_tokens, tables_of
 from service.trees.path_request import Budget, Path, PathBounds, path_bounds
 from service.trees.plan import Plan, distribute_leaves, select_entropy_cuts, split
 from service.trees.segment_tree import (
@@ -164,6 +164,8 @@ class TreeGroup(Group):
             adapter=self.options.adapter,
             num_prior_tokens=path.start - num_prompt_tokens,
             num_top_logprobs=self.options.num_top_logprobs,
+            logprob_token_ids=self.options.logprob_token_ids,
+            raw_logprobs=self.options.raw_logprobs,
         )
 
     def _export_place(self, path: Path, prompt: list[int]) -> ExportSlot | None:
@@ -183,7 +185,7 @@ class TreeGroup(Group):
         Returns the last segment of the path, or None if the path was dropped.
         """
         result = await completion
-        table = await top_logprobs_of(self.options, result, 0, len(result.token_ids))
+        tables = await tables_of(self.options, result, 0, len(result.token_ids))
         self._unfinished.discard(path.id)
         self._release_budget(path, used=len(result.token_ids))
         if self.exports is not None and path.is_first:
@@ -192,7 +194,7 @@ class TreeGroup(Group):
             self.num_cached_tokens = result.num_cached_tokens
         if self._paths.pop(path.id, None) is None:
             return None
-        tokens = tokens_from_completion(self.plan, result, self.options, table).part(
+        tokens = tokens_from_completion(self.plan, result, self.options, tables).part(
             0, num_valid_tokens(self.options, result)
         )
         finish = self._finish_reason_of(path, result)

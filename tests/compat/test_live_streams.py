@@ -140,3 +140,57 @@ async def test_native_tokens_are_those_of_the_samples(served: Served) -> None:
         assert len(parts) > 3
         for name in ("token_ids", "logprobs"):
             assert [value for part in parts for value in part[name]] == sample[name]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {},
+        {"temperature": 0.6, "top_k": 5, "presence_penalty": 0.5},
+        {"structured_outputs": {"regex": "[0-9 ]{8}"}},
+    ],
+)
+async def test_raw_and_given_logprobs_are_those_of_scoring(
+    served: Served, sampling: dict[str, Any]
+) -> None:
+    """Of the model's own distribution, whatever was sampled; also next to supports."""
+    prompt = {"text": "12+34="}
+    body = {
+        "groups": [{"prompt": prompt, "n": 3}],
+        "sampling": {"max_tokens": 8, "ignore_eos": True, **sampling},
+        "logprob_token_ids": [20, 5],
+        "top_logprobs": 3,
+        "logprobs_mode": "raw_logprobs",
+        "return_support": True,
+    }
+    answer = (await posted(served, "/v1/rollouts", body)).json()
+    for sample in answer["groups"][0]["samples"]:
+        tokens = sample["token_ids"]
+        item = {"prompt": prompt, "responses": [tokens]}
+        given = {**item, "logprob_token_ids": [[[20, 5]] * len(tokens)]}
+        scored = [
+            (await posted(served, "/v1/score", wanted)).json()["items"][0]["responses"][0]
+            for wanted in ({"items": [item], "top_logprobs": 3}, {"items": [given]})
+        ]
+        assert sample["raw_logprobs"] == pytest.approx(scored[0]["logprobs"], abs=1e-3)
+        assert len(sample["support"]["lengths"]) == len(tokens)
+        for name, of_score in zip(("top_logprobs", "given_logprobs"), scored, strict=True):
+            found, expected = sample[name], of_score[name]
+            assert found["offsets"] == expected["offsets"]
+            assert found["logprobs"] == pytest.approx(expected["logprobs"], abs=1e-3)
+        if sampling:
+            assert sample["logprobs"] != pytest.approx(sample["raw_logprobs"], abs=1e-3)
+
+
+async def test_compat_options_of_prompts_on_the_real_engine(served: Served) -> None:
+    """Truncation, echo and supports of streams and of whole answers are the same."""
+    body = {"prompt": "Compute 12+34.", "max_tokens": 4, "n": 2, **GREEDY}
+    body |= {"echo": True, "truncate_prompt_tokens": 3, "logprobs": 1, "return_support": True}
+    whole = (await posted(served, "/v1/completions", body)).json()["choices"]
+    streamed = await choices_of(served, "/v1/completions", body)
+    for choice in whole:
+        parts = [part for part in streamed if part["index"] == choice["index"]]
+        assert "".join(part["text"] for part in parts) == choice["text"]
+        assert choice["text"].startswith("34.") or choice["text"].startswith("4.")
+        assert len(choice["logprobs"]["tokens"]) == 7
+        assert parts[-1]["support"] == choice["support"]

@@ -8,6 +8,7 @@ import httpx
 import numpy as np
 import pytest
 
+from coppice.results import result_of_packed
 from coppice.wire.logprobs import TokenLogprobs
 from coppice.wire.packed_scores import unpack_scores
 from coppice.wire.result_formats import PACKED_MEDIA_TYPE, unpack
@@ -19,6 +20,7 @@ from service.rollouts import logprob_tables
 from tests.fake_engine import FakeEngine
 from tests.serving import Served, serving
 
+VERSION_SPAN = {"version": "v0", "start": 0, "end": 1}
 PACKED = {"Accept": PACKED_MEDIA_TYPE}
 TOP_2 = [3, 4, 4, 5]
 """The fake engine's top 2 at tokens 3 and 4."""
@@ -53,6 +55,87 @@ async def test_every_format_returns_the_same_top_logprobs(tmp_path: Path) -> Non
     for sample in packed.answer.groups[0].samples:
         assert sample.top_logprobs is not None
         assert json.loads(sample.top_logprobs.model_dump_json()) == expected
+
+
+async def test_every_format_returns_the_logprobs_of_given_tokens(tmp_path: Path) -> None:
+    asked: dict[str, Any] = {"logprob_token_ids": [7, 0, 5, 7], "top_logprobs": 2}
+    async with serving(FakeEngine(), tmp_path) as served:
+        whole = (await rollout(served, **asked)).json()["groups"][0]["samples"]
+        lines = (await rollout(served, **asked, stream=True)).text.splitlines()
+        packed = unpack((await rollout(served, PACKED, **asked)).content)
+    streamed = [json.loads(line)["sample"] for line in lines if '"type":"sample"' in line]
+    expected = {
+        "offsets": [0, 3, 6],
+        "token_ids": [7, 5, 7] * 2,
+        "logprobs": [-7.0, -5.0, -7.0] * 2,
+    }
+    for samples in (whole, streamed):
+        assert [sample["given_logprobs"] for sample in samples] == [expected] * 2
+        assert all(sample["top_logprobs"]["token_ids"] == TOP_2 for sample in samples)
+        assert all("raw_logprobs" not in sample for sample in samples)
+    for sample in packed.answer.groups[0].samples:
+        assert sample.given_logprobs is not None and sample.raw_logprobs is None
+        assert json.loads(sample.given_logprobs.model_dump_json()) == expected
+
+
+async def test_every_format_returns_raw_logprobs(tmp_path: Path) -> None:
+    asked: dict[str, Any] = {"logprobs_mode": "raw_logprobs"}
+    async with serving(FakeEngine(), tmp_path) as served:
+        whole = (await rollout(served, **asked)).json()["groups"][0]["samples"]
+        lines = (await rollout(served, **asked, stream=True)).text.splitlines()
+        packed = (await rollout(served, PACKED, **asked)).content
+    streamed = [json.loads(line)["sample"] for line in lines if '"type":"sample"' in line]
+    for sample in [*whole, *streamed]:
+        assert (sample["logprobs"], sample["raw_logprobs"]) == ([-0.5] * 2, [-0.25] * 2)
+    for found in result_of_packed(unpack(packed)).groups[0].samples:
+        assert found.raw_logprobs is not None
+        assert found.raw_logprobs.tolist() == [-0.25] * 2
+
+
+async def test_segments_and_flattened_trees_have_further_logprobs(tmp_path: Path) -> None:
+    tree = {"mode": "interval", "interval": 32, "max_depth": 2, "max_leaves": 4, "flatten": True}
+    asked = {"logprob_token_ids": [5], "logprobs_mode": "raw_logprobs"}
+    body = {
+        "groups": [{"prompt": {"token_ids": [1, 2, 9]}}],
+        "sampling": {"max_tokens": 64},
+        "branching": tree,
+        **asked,
+    }
+    async with serving(FakeEngine(), tmp_path) as served:
+        answer = await served.http.post("/v1/rollouts", json=body)
+        packed = await served.http.post("/v1/rollouts", json=body, headers=PACKED)
+    [group] = answer.json()["groups"]
+    [unpacked] = result_of_packed(unpack(packed.content)).groups
+    for part in [*group["segments"], *group["samples"]]:
+        number = len(part["token_ids"])
+        assert part["given_logprobs"]["logprobs"] == [-5.0] * number
+        assert part["raw_logprobs"] == [-0.25] * number
+    assert unpacked.tree is not None
+    for found in [*unpacked.samples, *unpacked.tree.rows()]:
+        assert found.given_logprobs is not None and found.raw_logprobs is not None
+        assert found.given_logprobs.num_positions == len(found.raw_logprobs) == 64
+
+
+async def test_resumed_sample_keeps_its_raw_logprobs(tmp_path: Path) -> None:
+    prior = {"token_ids": [7], "logprobs": [-1.0], "versions": [VERSION_SPAN]}
+    mode: dict[str, Any] = {"logprobs_mode": "raw_logprobs"}
+    async with serving(FakeEngine(), tmp_path) as served:
+        given = {"samples": [{**prior, "raw_logprobs": [-2.0]}]}
+        answer = await rollout(served, continue_from=given, **mode)
+        missing = await rollout(served, continue_from={"samples": [prior]}, **mode)
+        unused = await rollout(served, continue_from=given)
+    samples = answer.json()["groups"][0]["samples"]
+    assert [sample["raw_logprobs"] for sample in samples] == [[-2.0, -0.25], [-0.25, -0.25]]
+    for refused in (missing, unused):
+        assert refused.status_code == 422 and "raw_logprobs" in refused.text
+
+
+@pytest.mark.parametrize("given", [[256], list(range(21))])
+async def test_given_tokens_are_bounded(tmp_path: Path, given: list[int]) -> None:
+    async with serving(FakeEngine(), tmp_path) as served:
+        answer = await rollout(served, logprob_token_ids=given)
+    assert answer.status_code == 422
+    assert answer.json()["errors"][0]["location"] == "logprob_token_ids"
 
 
 async def test_answers_have_no_tables_unless_they_are_requested(tmp_path: Path) -> None:

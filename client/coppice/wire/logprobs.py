@@ -7,10 +7,14 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, PlainSerializer, PlainValidator, WithJsonSchema, model_validator
 
-from coppice.wire.base import AnswerModel, JsonInteger
+from coppice.wire.base import AnswerModel, JsonInteger, TokenId
 
 MAX_TOP_LOGPROBS = 1024
 NumTopLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), JsonInteger()]
+PositionTokenIds = Annotated[
+    list[TokenId], Field(min_length=1, max_length=MAX_TOP_LOGPROBS, fail_fast=True)
+]
+"""Tokens whose logprobs to return at one position."""
 
 
 def _array(dtype: type[np.generic], json_type: str) -> Any:

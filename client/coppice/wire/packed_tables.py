@@ -6,7 +6,9 @@ A table NAME has three tensors; position i owns NAME.offsets[i]:NAME.offsets[i +
     NAME.token_ids  int32    [entries]
     NAME.logprobs   float32  [entries]
 
-`top_logprobs` has a position per token of the result, in the order of `token_ids`.
+`top_logprobs` and `given_logprobs` have a position per token of the result, in the order of
+`token_ids`.
+`raw_logprobs`, float32, has one value per token, if it was requested.
 `prompt_logprobs.top_logprobs` has a position per prompt token after the first of each group that
 has prompt logprobs, and `prompt_logprobs.logprobs` these tokens' own logprobs.
 """
@@ -23,11 +25,9 @@ from coppice.wire.rollouts import GroupAnswer, RolloutAnswer, SampleAnswer, Segm
 
 Part = TypeVar("Part", SampleAnswer, SegmentAnswer)
 Tensors = dict[str, NDArray[Any]]
-TOP, PROMPT, PROMPT_TOP = (
-    "top_logprobs",
-    "prompt_logprobs.logprobs",
-    "prompt_logprobs.top_logprobs",
-)
+PART_TABLES = ("top_logprobs", "given_logprobs")
+RAW = "raw_logprobs"
+PROMPT, PROMPT_TOP = "prompt_logprobs.logprobs", "prompt_logprobs.top_logprobs"
 NO_ENTRIES = TokenLogprobs.empty(0)
 
 
@@ -57,6 +57,17 @@ def tables_of(
     return table.split(lengths)
 
 
+def part_tensors(parts: Sequence[SampleAnswer | SegmentAnswer], lengths: Sequence[int]) -> Tensors:
+    """Tensors of the tables of a result's samples and segments."""
+    tensors = Tensors()
+    for name in PART_TABLES:
+        tensors |= table_tensors(name, [getattr(part, name) for part in parts], lengths)
+    if any(part.raw_logprobs is not None for part in parts):
+        raw = [part.raw_logprobs or [np.nan] * len(part.token_ids) for part in parts]
+        tensors[RAW] = np.concatenate([np.array(values, np.float32) for values in raw])
+    return tensors
+
+
 def prompt_tensors(groups: Iterable[GroupAnswer]) -> Tensors:
     found = [group.prompt_logprobs for group in groups if group.prompt_logprobs is not None]
     if not found:
@@ -74,22 +85,36 @@ def without_tables(group: GroupAnswer) -> GroupAnswer:
     if prompt is not None:
         empty = {"logprobs": np.zeros(0, np.float32), "top_logprobs": NO_ENTRIES}
         group = group.model_copy(update={"prompt_logprobs": prompt.model_copy(update=empty)})
-    return _with_parts(group, repeat(NO_ENTRIES))
+    empty_parts: dict[str, Iterator[Any]] = {name: repeat(NO_ENTRIES) for name in PART_TABLES}
+    return _with_parts(group, {**empty_parts, RAW: repeat([])})
 
 
 def with_tables(
     answer: RolloutAnswer, tensors: Mapping[str, NDArray[Any]], lengths: Sequence[int]
 ) -> RolloutAnswer:
     """Inverse of `without_tables`: fill the tables of a packed result's answer."""
-    tables = tables_of(TOP, tensors, lengths)
+    tables: dict[str, Iterator[Any]] = {
+        name: tables_of(name, tensors, lengths) for name in PART_TABLES
+    }
+    tables[RAW] = _raw_of(tensors, lengths)
     groups = [_with_parts(group, tables) for group in answer.groups]
     return answer.model_copy(update={"groups": list(_with_prompts(groups, tensors))})
 
 
-def _with_parts(group: GroupAnswer, tables: Iterator[TokenLogprobs]) -> GroupAnswer:
+def _raw_of(tensors: Mapping[str, NDArray[Any]], lengths: Sequence[int]) -> Iterator[list[float]]:
+    raw = tensors.get(RAW)
+    if raw is None:
+        return repeat([])
+    if len(raw) != sum(lengths):
+        raise ValueError(f"{RAW} does not match the tokens")
+    return (part.tolist() for part in np.split(raw, np.cumsum(lengths)[:-1]))
+
+
+def _with_parts(group: GroupAnswer, tables: Mapping[str, Iterator[Any]]) -> GroupAnswer:
     def filled(part: Part) -> Part:
-        table = next(tables)
-        return part if part.top_logprobs is None else part.model_copy(update={TOP: table})
+        found = {name: next(values) for name, values in tables.items()}
+        present = {name: found[name] for name in found if getattr(part, name) is not None}
+        return part.model_copy(update=present) if present else part
 
     samples = [filled(sample) for sample in group.samples]
     segments = None if group.segments is None else [filled(each) for each in group.segments]

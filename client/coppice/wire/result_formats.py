@@ -9,6 +9,7 @@ A packed result is a safetensors file with arrays as tensors and the rest as JSO
     logprobs   float32  [tokens]        NaN in segments that were not sampled
     offsets    int64    [parts + 1]     part i owns offsets[i]:offsets[i + 1]
     entropy    float32  [tokens]        NaN where missing; absent if no token has any
+    raw_logprobs     float32  [tokens]  absent if they were not requested
     support_lengths  uint32  [tokens]   bytes of each token's support; absent if there are none
     support_data     uint8   [bytes]    the supports (`coppice.wire.support`), one after another
 
@@ -33,9 +34,8 @@ from safetensors.numpy import load, save
 from coppice.wire.base import AnswerModel
 from coppice.wire.kv import KvHandle, KvReason
 from coppice.wire.packed_tables import (
-    TOP,
+    part_tensors,
     prompt_tensors,
-    table_tensors,
     with_tables,
     without_tables,
 )
@@ -177,7 +177,7 @@ def pack(answer: RolloutAnswer) -> bytes:
         "token_ids": _joined(parts, lambda part: part.token_ids, np.dtype(np.int32)),
         "logprobs": _joined(parts, _logprobs_or_nan, np.dtype(np.float32)),
         "offsets": np.cumsum([0, *lengths], dtype=np.int64),
-        **table_tensors(TOP, [part.top_logprobs for part in parts], lengths),
+        **part_tensors(parts, lengths),
         **prompt_tensors(answer.groups),
         **expert_tensors([sample.routed_experts for g in answer.groups for sample in g.samples]),
     }

@@ -19,7 +19,12 @@ from coppice.wire.branching import Branching
 from coppice.wire.chat import Message, ParsedMessage, Tool
 from coppice.wire.kv import Kv, KvHandle, KvReason
 from coppice.wire.kv_reuse import KvReuse, KvReuseAnswer
-from coppice.wire.logprobs import NumTopLogprobs, OptionalLogprobs, OptionalPromptLogprobs
+from coppice.wire.logprobs import (
+    NumTopLogprobs,
+    OptionalLogprobs,
+    OptionalPromptLogprobs,
+    PositionTokenIds,
+)
 from coppice.wire.routed_experts import OptionalExperts
 from coppice.wire.sampling import Sampling
 from coppice.wire.support import GivenSupport, SupportAnswer
@@ -42,6 +47,9 @@ SupportField = Annotated[SupportAnswer | None, Field(exclude_if=lambda support: 
 UNUSED = Field(exclude_if=lambda value: not value)
 """In requests: absent if false or empty, so that servers without the field accept the request."""
 Option = Annotated[bool, UNUSED]
+LogprobsMode = Literal["processed_logprobs", "raw_logprobs"]
+RawLogprobs = Annotated[list[float] | None, ABSENT]
+"""In answers: logprobs of the tokens under the model's own distribution, if requested."""
 Outcome = Literal["done", "partial", "failed", "cancelled"]
 
 
@@ -149,6 +157,9 @@ class UnfinishedSample(RequestModel):
     group: Annotated[int, Field(ge=0, lt=MAX_GROUPS), JsonInteger()] = 0
     token_ids: Annotated[TokenIds, Field(min_length=1, max_length=MAX_TOKENS)]
     logprobs: Annotated[list[Logprob], Field(min_length=1, max_length=MAX_TOKENS, fail_fast=True)]
+    raw_logprobs: (
+        Annotated[list[Logprob], Field(min_length=1, max_length=MAX_TOKENS, fail_fast=True)] | None
+    ) = None
     versions: Annotated[list[GivenSpan], Field(min_length=1, max_length=4096, fail_fast=True)]
     support: GivenSupport | None = None
 
@@ -168,7 +179,9 @@ class RolloutRequest(RequestModel):
     """Body of POST /v1/rollouts.
 
     With `return_support`, each token is returned with the set of token ids that it was sampled
-    from.
+    from. `logprob_token_ids` are tokens whose logprobs are returned at each sampled token. With
+    `logprobs_mode: raw_logprobs`, their logprobs and those of `top_logprobs` are the model's own,
+    and the samples have `raw_logprobs`, too.
     """
 
     groups: Annotated[
@@ -186,6 +199,10 @@ class RolloutRequest(RequestModel):
     return_support: Option = False
     adapter: AdapterName | None = None
     top_logprobs: NumTopLogprobs | None = None
+    logprob_token_ids: Annotated[PositionTokenIds | None, UNUSED] = None
+    logprobs_mode: Annotated[
+        LogprobsMode, Field(exclude_if=lambda mode: mode == "processed_logprobs")
+    ] = "processed_logprobs"
     prompt_logprobs: NumTopLogprobs | None = None
     echo: Option = False
     return_message: Option = False
@@ -219,6 +236,9 @@ class SampleAnswer(AnswerModel):
     versions: list[VersionSpan]
     top_logprobs: OptionalLogprobs = None
     """Most probable tokens of the sampling distribution at each token."""
+    given_logprobs: OptionalLogprobs = None
+    """Logprobs of `logprob_token_ids` at each token."""
+    raw_logprobs: RawLogprobs = None
     message: Annotated[ParsedMessage | None, ABSENT] = None
     routed_experts: OptionalExperts = None
     """Experts of the tokens that the model has read, if they were requested."""
@@ -248,6 +268,8 @@ class SegmentAnswer(AnswerModel):
     kv: KvHandle | None = None
     kv_reason: KvReason | None = None
     top_logprobs: OptionalLogprobs = None
+    given_logprobs: OptionalLogprobs = None
+    raw_logprobs: RawLogprobs = None
     sampled: Annotated[bool, Field(exclude_if=bool)] = True
 
 

@@ -10,18 +10,13 @@ from coppice.wire.base import (
     AdapterName,
     AnswerModel,
     RequestModel,
-    TokenId,
     TokenIds,
 )
-from coppice.wire.logprobs import MAX_TOP_LOGPROBS, NumTopLogprobs, OptionalLogprobs
+from coppice.wire.logprobs import NumTopLogprobs, OptionalLogprobs, PositionTokenIds
 from coppice.wire.rollouts import MAX_SAMPLES_PER_GROUP, Prompt, WeightsConstraint
 
 Response = Annotated[TokenIds, Field(min_length=1, max_length=MAX_TOKENS)]
 
-PositionTokenIds = Annotated[
-    list[TokenId], Field(min_length=1, max_length=MAX_TOP_LOGPROBS, fail_fast=True)
-]
-"""Tokens whose logprobs to return at one position."""
 ResponseTokenIds = Annotated[
     list[PositionTokenIds], Field(min_length=1, max_length=MAX_TOKENS, fail_fast=True)
 ]

@@ -12,10 +12,12 @@ import pytest
 import torch
 
 from coppice.wire.support import decode_ids
-from engine.sampling_support import hooks
+from engine.sampling_support import second_runner
+from engine.sampling_support.further_logprobs import FurtherLogprobs, LogprobValues
 from engine.sampling_support.step import SUPPORT_ARG, StepSupport, rows_of
 
 VOCAB, MAX_REQS = 40, 8
+NO_LOGPROBS = FurtherLogprobs()
 
 
 class HostTensor:
@@ -72,6 +74,22 @@ def accept_all(
     return sampled, num_sampled
 
 
+def score_all(
+    self: Any,
+    sampled: torch.Tensor,
+    num_sampled: torch.Tensor,
+    logits: torch.Tensor,
+    cu_num_logits: torch.Tensor,
+    *_: Any,
+) -> Any:
+    """vLLM's method without its kernel, which flattens the sampled tokens."""
+    from vllm.v1.worker.gpu.spec_decode import rejection_sampler
+
+    rows = zip(sampled, torch.diff(cu_num_logits).tolist(), strict=True)
+    flat = torch.cat([row[:length] for row, length in rows])
+    return rejection_sampler.compute_topk_scores(logits, 0, flat)
+
+
 @pytest.fixture
 def runner(monkeypatch: pytest.MonkeyPatch) -> Any:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
@@ -86,7 +104,7 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(rejection, "compute_topk_scores", lambda *_, **__: None)
     monkeypatch.setattr(rejection, "_flatten_sampled_kernel", {})
     monkeypatch.setattr(rejection, "rejection_sample", accept_all)
-    monkeypatch.setattr(rejection.RejectionSampler, "_get_logprobs_tensors", lambda *_: None)
+    monkeypatch.setattr(rejection.RejectionSampler, "_get_logprobs_tensors", score_all)
     for module in (samplers, rejection):
         monkeypatch.setattr(module, "get_num_sampled_and_rejected", lambda n, *_: (n, n * 0))
     monkeypatch.setattr(
@@ -102,7 +120,7 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> Any:
     class Runner(GPUModelRunner):  # type: ignore[misc]
         pass
 
-    hooks.install_in_second_runner(Runner, Sampler)
+    second_runner.install(Runner, Sampler)
     return connected(Runner, Sampler, rejection.RejectionSampler, states.SamplingStates)
 
 
@@ -131,10 +149,17 @@ def connected(runner_class: Any, sampler_class: Any, rejection_class: Any, state
     return runner
 
 
-def add(runner: Any, index: int, *, support: bool, **sampling: Any) -> None:
+def add(
+    runner: Any,
+    index: int,
+    *,
+    support: bool,
+    logprobs: FurtherLogprobs = NO_LOGPROBS,
+    **sampling: Any,
+) -> None:
     from vllm import SamplingParams
 
-    extra = {SUPPORT_ARG: True} if support else None
+    extra = logprobs.to_extra_args() | ({SUPPORT_ARG: True} if support else {})
     runner.sampler.add_request(index, SamplingParams(logprobs=0, extra_args=extra, **sampling))
 
 
@@ -212,3 +237,40 @@ def test_steps_without_a_request_for_supports_compute_none(runner: Any) -> None:
     add(runner, 0, support=False, top_k=3)
     output, *_ = runner.sample(logits_of(1), batch([0], [0]), None)
     assert output.sampling_mask_tensors is None
+
+
+def values_of(support: StepSupport, row: int, num: int, wanted: FurtherLogprobs) -> LogprobValues:
+    chunk = support.slice_request(row, num)
+    assert chunk is not None
+    return wanted.split(rows_of([chunk]))
+
+
+def close(found: Any, expected: torch.Tensor) -> bool:
+    return torch.allclose(torch.tensor(found.tolist()), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("drafted", [0, 2])
+def test_further_logprobs_are_returned_with_the_supports(runner: Any, drafted: int) -> None:
+    raw, given = FurtherLogprobs(given=(7,), num_raw=2), FurtherLogprobs(given=(1, 7))
+    add(runner, 4, support=True, logprobs=raw, top_k=3)
+    add(runner, 2, support=False, top_k=3)
+    add(runner, 0, support=False, logprobs=given, top_k=30)
+    width = drafted + 1
+    logits = logits_of(3 * width)
+    output, *_ = runner.sample(logits.clone(), batch([4, 2, 0], [drafted] * 3), None)
+    found = supports(output)
+    model, masked = logits.log_softmax(-1), logits.clone()
+    first = values_of(found, 0, width, raw)
+    assert close(first.given, model[:width, [7]])
+    assert close(first.raw_top, model[:width].topk(2).values)
+    assert first.raw_top_ids.tolist() == model[:width].topk(2).indices.tolist()
+    sampled = output.sampled_token_ids[0, :width].long()
+    assert first.raw is not None
+    assert close(first.raw, model[:width].gather(1, sampled[:, None])[:, 0])
+    sets = [decode_ids(row, VOCAB).tolist() for row in first.supports]
+    assert sets == [top(row, 3) for row in logits[:width]]
+    assert found.slice_request(1, 1) is None
+    number = width if not drafted else 1
+    last = masked[2 * width : 2 * width + number]
+    last[last < last.topk(30).values[:, -1:]] = -torch.inf
+    assert close(values_of(found, 2, number, given).given, last.log_softmax(-1)[:, [1, 7]])
