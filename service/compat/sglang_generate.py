@@ -1,5 +1,6 @@
 """POST /generate: SGLang's sampling route, as used by slime and miles."""
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -46,6 +47,11 @@ from service.rollouts.rollout import Rollout
 from service.server import Server
 
 router = APIRouter()
+
+EVERY_PART_TOKENS = 256
+"""Up to this length of a sample, each part of it is an event of the stream."""
+MIN_GROWTH = 1 / 32
+MAX_QUIET_SECONDS = 1.0
 
 
 class SglangSampling(SamplingFields):
@@ -143,8 +149,9 @@ async def _events(
 ) -> AsyncIterator[bytes]:
     """Server-sent events of the samples so far.
 
-    As in SGLang by default, each event has all of the sample's text, tokens and logprobs. Events of
-    a request with several samples have the sample's index.
+    As in SGLang by default, each event has all of the sample's text, tokens and logprobs. Tokens
+    that are sampled while the client does not read are in one event. Events of a request with
+    several samples have the sample's index.
     """
     rid = body.rid or rollout.id
     samples: dict[SampleKey, _RunningSample] = {}
@@ -155,7 +162,10 @@ async def _events(
                     sample = samples.pop(part.key, None) or _RunningSample(call.server, rollout)
                     if part.sample is None:
                         samples[part.key] = sample
-                    event = await sample.event(rid, part, with_logprobs=body.return_logprob)
+                    await sample.add(part)
+                    if not sample.is_due(part):
+                        continue
+                    event = sample.event(rid, part, with_logprobs=body.return_logprob)
                     index = part.group * body.sampling_params.n + part.index
                     yield sse_event(event if body.is_single else {**event, "index": index})
                 case ProgressRecord():
@@ -165,7 +175,11 @@ async def _events(
 
 
 class _RunningSample:
-    """Text, tokens and logprobs of a sample so far, for the events of its stream."""
+    """Text, tokens and logprobs of a sample so far, for the events of its stream.
+
+    An event for each token would make the bytes of a stream quadratic in the sample's length. So a
+    long sample has an event when it has grown by MIN_GROWTH, or after MAX_QUIET_SECONDS.
+    """
 
     def __init__(self, server: Server, rollout: Rollout) -> None:
         self._groups = rollout.groups
@@ -173,11 +187,25 @@ class _RunningSample:
         self._text = ""
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
+        self._num_sent = 0
+        self._clock = asyncio.get_running_loop().time
+        self._sent_at = self._clock()
 
-    async def event(self, rid: str, part: SamplePart, *, with_logprobs: bool) -> dict[str, Any]:
+    async def add(self, part: SamplePart) -> None:
         self._text += await self._streamed.next(part)
         self._token_ids += part.token_ids
         self._logprobs += part.logprobs
+
+    def is_due(self, part: SamplePart) -> bool:
+        """True if the sample has an event now; the last part always has one."""
+        has_grown = part.end - self._num_sent >= MIN_GROWTH * part.end
+        is_quiet = self._clock() - self._sent_at >= MAX_QUIET_SECONDS
+        is_due = part.sample is not None or part.end <= EVERY_PART_TOKENS or has_grown or is_quiet
+        if is_due:
+            self._num_sent, self._sent_at = part.end, self._clock()
+        return is_due
+
+    def event(self, rid: str, part: SamplePart, *, with_logprobs: bool) -> dict[str, Any]:
         meta: dict[str, Any] = {
             "id": rid,
             "finish_reason": None if part.sample is None else _finish_reason(part.sample),

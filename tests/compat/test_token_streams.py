@@ -1,7 +1,9 @@
 """Token-by-token streams of the OpenAI, vLLM and SGLang routes, and OpenAI's client as a reader."""
 
 import asyncio
+import itertools
 import json
+import math
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,6 +16,7 @@ from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateToken
 
 from engine.protocol import DEFAULT_SAMPLING
 from engine.types import ChatRequest, ChatResponse, Sampling, ToolCall
+from service.compat import sglang_generate
 from tests.compat.third_party import Foreign, foreign
 from tests.fake_engine import FakeEngine, FakeStream
 
@@ -314,6 +317,52 @@ async def test_sglang_events_are_cumulative(tmp_path: Path) -> None:
     assert last["meta_info"]["output_token_logprobs"] == [
         [-0.5, token, None] for token in range(64, 70)
     ]
+
+
+async def test_sglang_tokens_of_several_steps_are_one_event(tmp_path: Path) -> None:
+    body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 200}}
+    async with (
+        foreign(tmp_path, engine=FakeEngine(instant=False)) as served,
+        streaming(served, "/generate", body) as events,
+    ):
+        for _ in range(100):
+            served.engine.step(1)
+        assert len((await anext(events))["output_ids"]) == 100
+        for _ in range(50):
+            served.engine.step(1)
+        assert len((await anext(events))["output_ids"]) == 150
+
+
+async def test_sglang_stream_is_not_quadratic(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every token is an event at first; a long sample has one when it has grown by 1/32."""
+    monkeypatch.setattr(sglang_generate, "MAX_QUIET_SECONDS", math.inf)
+    body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 4000}}
+    engine = FakeEngine(instant=False, max_context_tokens=8192)
+    async with (
+        foreign(tmp_path, engine) as served,
+        streaming(served, "/generate", body) as events,
+        stepping(engine),
+    ):
+        sizes = [len(event["output_ids"]) async for event in events]
+    assert sizes[-1] == 4000
+    late = [size for size in sizes[:-1] if size > 256]
+    assert all(size - before >= size / 32 for before, size in itertools.pairwise(late))
+
+
+async def test_sglang_stream_sends_what_is_old_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sglang_generate, "MAX_QUIET_SECONDS", 0.0)
+    body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 400}}
+    async with (
+        foreign(tmp_path, engine=FakeEngine(instant=False)) as served,
+        streaming(served, "/generate", body) as events,
+    ):
+        for number in (300, 301):
+            served.engine.step(300 if number == 300 else 1)
+            assert len((await anext(events))["output_ids"]) == number
 
 
 async def test_sglang_events_of_several_samples_have_an_index(tmp_path: Path) -> None:
