@@ -144,16 +144,3 @@ def pack(
     ):
         for cache, layer in zip(flat, values, strict=True):
             cache.index_copy_(0, indices.view(-1), layer[:, :, tokens].reshape(-1))
-
-
-def scatter(values: torch.Tensor, caches: Sequence[torch.Tensor], block_ids: torch.Tensor) -> None:
-    """Copy KV in the canonical layout into unpacked cache blocks, on the current CUDA stream.
-
-    The blocks can have any strides.
-    """
-    check_shapes(caches, block_ids, values)
-    block, num_tokens = caches[0].shape[2], values.shape[3]
-    tokens = torch.arange(num_tokens, device=block_ids.device)
-    blocks, within = block_ids[tokens // block], tokens % block
-    for cache, layer in zip(caches, values, strict=True):
-        cache[blocks, :, within] = layer.permute(2, 1, 0, 3).flatten(2)  # [T, H, 2 * D]

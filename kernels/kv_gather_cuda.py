@@ -8,6 +8,7 @@ Vectors are copied as integers of up to eight bytes, whatever the dtype.
 """
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Self
@@ -69,7 +70,7 @@ class LayerCaches:
     """KV caches [B, H, N, 2 * D] of all layers, in any memory order, as words.
 
     `addresses` are those of the layers' first elements. Sizes and strides are numbers of words of
-    `word_bytes`.
+    `word_bytes`. All vectors are aligned to a multiple of `alignment` bytes.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -77,6 +78,7 @@ class LayerCaches:
     word_bytes: int
     vector_words: int
     strides: tuple[int, int, int]
+    alignment: int
 
     @classmethod
     def of(cls, caches: Sequence[torch.Tensor]) -> Self:
@@ -102,6 +104,7 @@ class LayerCaches:
             word_bytes=word,
             vector_words=vector_bytes // word,
             strides=(block, head, token),
+            alignment=math.gcd(*sizes),
         )
 
     @property

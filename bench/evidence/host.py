@@ -27,14 +27,14 @@ PACKAGES: Final = (
 TOOLS: Final = ("nvidia-smi", "nvcc", "g++", "compute-sanitizer", "ncu")
 GRIDS: Final = (1, 7_200, 25_600)
 KERNEL_TESTS: Final = ("tests/gpu/test_kernels.py", "tests/gpu/test_shared_prefix.py")
-KERNEL_TESTS_OF_TOOLS: Final = "merge_kernel or one_shift or (gather_equals and tokens_first)"
+KERNEL_TESTS_OF_TOOLS: Final = "merge_kernel or rotated_keys or (gather_equals and tokens_first)"
 PYTEST: Final = (
     *(sys.executable, "-m", "pytest", "-c", "/dev/null", "--rootdir=."),
     *("-p", "no:cacheprovider", "-q"),
 )
 NCU: Final = (
     *("ncu", "--clock-control", "none", "--csv", "--launch-count", "6"),
-    *("--kernel-name", "regex:_gather_kernel|_merge_kernel|_rotate_kernel"),
+    *("--kernel-name", "regex:_gather_kernel|_merge_kernel|_scatter_kernel"),
     "--metrics=gpu__time_duration.sum,dram__throughput.avg.pct_of_peak_sustained_elapsed,"
     "launch__registers_per_thread",
 )
@@ -133,6 +133,42 @@ def kv_gather() -> dict[str, float]:
     return {name: 2 * out.nbytes / seconds / 1e9 for name, seconds in found.items()}
 
 
+def kv_scatter() -> dict[str, float]:
+    """GB/s at which a prompt's KV is read and written to its blocks, from host memory and a GPU's.
+
+    `rows` are those of a span that is a part of an exported prompt.
+    """
+    from kernels.kv_gather_cuda import LayerCaches, Part
+    from kernels.kv_scatter_cuda import Rotation, scatter_part
+    from kernels.rope_shift import parse_rotary
+
+    layers, heads, block, size, tokens = 28, 8, 16, 128, 2048
+    shape = (layers, 2 * tokens // block, block, heads, 2 * size)
+    caches = [layer.transpose(1, 2) for layer in torch.zeros(shape, device="cuda").bfloat16()]
+    ids = torch.randperm(shape[1], device="cuda")[: tokens // block]
+    there = torch.zeros(layers, 2, heads, tokens, size, dtype=torch.bfloat16, device="cuda")
+    here, whole = (
+        torch.zeros(there.shape, dtype=there.dtype, pin_memory=True),
+        LayerCaches.of(caches),
+    )
+    part = Part(first_row=0, end_row=whole.num_rows, first_token=0, end_token=tokens)
+    rows = Part(first_row=0, end_row=whole.num_rows, first_token=0, end_token=tokens // 2)
+    rotation = Rotation.of(parse_rotary({"rope_theta": 1e6}, size), 100, ids.device)
+
+    def rate(source: torch.Tensor, some: Part, turned: Rotation | None) -> float:
+        address, strides = source.data_ptr(), source.stride()[:3]
+        seconds = _seconds(lambda: scatter_part(address, strides, some, whole, ids, turned))
+        return some.num_rows * some.num_tokens * whole.vector_bytes / seconds / 1e9
+
+    return {
+        "from the GPU": rate(there, part, None),
+        "from the host": rate(here, part, None),
+        "from the host, rotated": rate(here, part, rotation),
+        "from the host, rows": rate(here, rows, None),
+        "copy engine": there.nbytes / _seconds(lambda: there.copy_(here, non_blocking=True)) / 1e9,
+    }
+
+
 def _seconds(call: Callable[[], Any], times: int = 5) -> float:
     """Shortest time of a call, after one that is not counted."""
     seconds = []
@@ -210,6 +246,7 @@ def main() -> None:
         "imports": imports,
         "bandwidth": lambda: dict(bandwidth(arguments.rehearse)),
         "kv-gather": kv_gather,
+        "kv-scatter": kv_scatter,
         "empty-grids": lambda: dict(empty_grids()),
         "vllm": vllm,
         "sanitizer": sanitizer,

@@ -111,6 +111,7 @@ STAGES: Final[Mapping[str, Sequence[Measurement]]] = {
         _tests("attention-tests", ["tests/gpu/test_shared_prefix.py"], 60),
         _bench("shared_prefix_gpu", ["--quick", "--rounds", "3"], 120, not_on_cpu=NO_FLASH),
         _host("kv-gather", 30, NO_TRITON),
+        _host("kv-scatter", 30, NO_TRITON),
         _host("sanitizer", 60, NO_TOOL),
         _host("profile", 60, NO_TOOL),
     ),

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.kv_block_copy import scatter
 from kernels.rope_shift import parse_rotary
 from kernels.span_kv_prediction import Observation, predict, token_weights
 from tests.gpu.device import CAN_RUN, DEVICE, ON_GPU
@@ -68,14 +67,26 @@ def test_gather_equals_the_reference(layout: Layout, dtype: torch.dtype, num_tok
         assert torch.equal(torch.cat(parts), want.view(-1).view(torch.uint8))
 
 
+@pytest.mark.skipif(not ON_GPU, reason="Triton runs kernels on a GPU only")
+@pytest.mark.parametrize("on_host", [True, False])
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_scatter_writes_the_given_tokens_only(layout: Layout, dtype: torch.dtype) -> None:
-    caches, blocks = layout(dtype), [2, 8, 1]
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float32], ids=str)
+def test_scatter_writes_the_given_tokens_only(
+    layout: Layout, dtype: torch.dtype, on_host: bool
+) -> None:
+    """From some heads and tokens of a larger prompt, in pinned memory and in that of the GPU."""
+    from kernels.kv_gather_cuda import LayerCaches, Part
+    from kernels.kv_scatter_cuda import scatter_part
+
+    caches, blocks, num_tokens = layout(dtype), [2, 8, 1], 2 * BLOCK + 5
     want = [cache.cpu().clone() for cache in caches]
-    values = random(LAYERS, 2, HEADS, 2 * BLOCK + 5, SIZE, seed=1, dtype=dtype)
-    scatter(values.to(DEVICE), caches, torch.tensor(blocks, device=DEVICE))
-    slow_scatter(values, want, blocks)
+    whole = random(LAYERS, 2, HEADS + 2, num_tokens + 7, SIZE, seed=1, dtype=dtype)
+    placed = whole.pin_memory() if on_host else whole.to(DEVICE)
+    span = placed[:, :, 1 : HEADS + 1, 3 : num_tokens + 3]
+    layers, ids = LayerCaches.of(caches), torch.tensor(blocks, device=DEVICE)
+    part = Part(first_row=0, end_row=layers.num_rows, first_token=0, end_token=num_tokens)
+    scatter_part(span.data_ptr(), span.stride()[:3], part, layers, ids)
+    slow_scatter(whole[:, :, 1 : HEADS + 1, 3 : num_tokens + 3], want, blocks)
     for cache, expected in zip(caches, want, strict=True):
         assert torch.equal(cache.cpu(), expected)
 
@@ -84,29 +95,22 @@ def test_scatter_writes_the_given_tokens_only(layout: Layout, dtype: torch.dtype
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float32], ids=str)
 @pytest.mark.parametrize("shift", [1, -1, 57, -3000, 40000])
 @pytest.mark.parametrize("rotary", [ROTARY, PARTIAL], ids=["all", "half"])
-def test_one_shift_equals_the_reference(dtype: torch.dtype, shift: int, rotary: Any) -> None:
-    from kernels.rope_shift_cuda import shift_keys_
+def test_rotated_keys_equal_the_reference(dtype: torch.dtype, shift: int, rotary: Any) -> None:
+    from kernels.kv_gather_cuda import LayerCaches, Part
+    from kernels.kv_scatter_cuda import Rotation, scatter_part
 
-    keys = random(LAYERS, HEADS, 37, SIZE, dtype=dtype)
-    moved = keys.to(DEVICE)
-    shift_keys_(moved, shift, rotary)
+    caches, blocks, num_tokens = tokens_first(dtype), [2, 8, 1], 2 * BLOCK + 5
+    span = random(LAYERS, 2, HEADS, num_tokens, SIZE, seed=1, dtype=dtype)
+    moved, want = span.double(), [cache.cpu().double() for cache in caches]
+    moved[:, 0] = slow_shift(span[:, 0].contiguous(), shift, rotary)
+    slow_scatter(moved, want, blocks)
+    layers, ids = LayerCaches.of(caches), torch.tensor(blocks, device=DEVICE)
+    part = Part(first_row=0, end_row=layers.num_rows, first_token=0, end_token=num_tokens)
+    there, rotation = span.to(DEVICE), Rotation.of(rotary, shift, ids.device)
+    scatter_part(there.data_ptr(), there.stride()[:3], part, layers, ids, rotation)
     tolerance = ROUNDING.get(dtype, 1e-5)
-    torch.testing.assert_close(
-        moved.double().cpu(), slow_shift(keys, shift, rotary), atol=tolerance, rtol=tolerance
-    )
-
-
-@pytest.mark.skipif(not ON_GPU, reason="Triton runs kernels on a GPU only")
-def test_shift_of_many_rows_and_back_is_the_identity() -> None:
-    from kernels.rope_shift_cuda import shift_keys_
-
-    keys = random(28, 8, 4096, 128).to(DEVICE)
-    rotary = parse_rotary({"rope_theta": 1000000.0}, 128)
-    moved = keys.clone()
-    shift_keys_(moved, 1000, rotary)
-    assert not torch.allclose(moved, keys, atol=1e-2)
-    shift_keys_(moved, -1000, rotary)
-    torch.testing.assert_close(moved, keys, atol=1e-5, rtol=0)
+    for cache, expected in zip(caches, want, strict=True):
+        torch.testing.assert_close(cache.double().cpu(), expected, atol=tolerance, rtol=tolerance)
 
 
 def observations(weights: torch.Tensor, device: torch.device) -> list[Observation]:

@@ -45,6 +45,7 @@ cuda_only = pytest.mark.skipif(not ON_GPU, reason="copies of CUDA streams need a
 
 LAYERS, HEADS, BLOCK, SIZE, NUM_BLOCKS = 2, 2, 32, 32, 16
 ROTARY = parse_rotary({"rope_theta": 10000.0}, SIZE)
+ROTARY_OF_USUAL = parse_rotary({"rope_theta": 1000000.0}, 128)
 KV_TOLERANCE = 0.1
 """Of bfloat16: keys and values of the models here are at most about 8."""
 PROMPTS = [[(7 * i) % 500 for i in range(230)], [9, 8], [(5 * i) % 400 for i in range(65)]]
@@ -115,11 +116,9 @@ USUAL = CacheLayout(
 @pytest.mark.parametrize("is_registered", [True, False])
 def test_prompt_of_a_usual_size_is_read_and_written(is_registered: bool, tmp_path: Path) -> None:
     """230 MiB, which no single transfer takes, into eight registered chunks of an arena."""
-    from engine.kv_transfer.worker.cuda_blocks import (
-        CudaBlockReader,
-        CudaBlockWriter,
-        CudaHostMemory,
-    )
+    from engine.kv_transfer.worker.cuda_blocks import CudaBlockReader
+    from engine.kv_transfer.worker.cuda_host_memory import CudaHostMemory
+    from engine.kv_transfer.worker.cuda_writer import CudaBlockWriter
 
     num_tokens = 2048
     shape = (28, num_tokens // BLOCK, BLOCK, 8, 2 * 128)
@@ -129,7 +128,8 @@ def test_prompt_of_a_usual_size_is_read_and_written(is_registered: bool, tmp_pat
     path = Path("/dev/shm") / f"coppice-kv-test-{tmp_path.name}"
     path.write_bytes(b"")
     os.truncate(path, 2**28)
-    arenas = Arenas(USUAL, CudaHostMemory() if is_registered else None)
+    memory = CudaHostMemory(torch.device("cuda", torch.cuda.current_device()))
+    arenas = Arenas(USUAL, memory if is_registered else None)
     try:
         slot = ExportSlot(arena=path, offset=4096, status_offset=0, num_tokens=num_tokens)
         target = SlotTarget(arenas, slot, range(8))
@@ -140,6 +140,12 @@ def test_prompt_of_a_usual_size_is_read_and_written(is_registered: bool, tmp_pat
         out = target.open().clone()
         flat = target.open().view(-1).view(torch.uint8)
         assert (target.registered_parts(flat) is not None) == is_registered
+        for layer in on_device:
+            layer.zero_()
+        writer = CudaBlockWriter(on_device, ROTARY_OF_USUAL)
+        writer.warm_up()
+        writer.write(target.open(), 0, blocks, is_registered=is_registered)
+        writer.flush()
         del flat
     finally:
         path.unlink()
@@ -147,24 +153,27 @@ def test_prompt_of_a_usual_size_is_read_and_written(is_registered: bool, tmp_pat
     tokens = values[:, blocks].flatten(1, 2)  # [L, T, H, 2 * D]
     want = torch.unflatten(tokens, 3, (2, 128)).permute(0, 3, 2, 1, 4)
     assert torch.equal(out, want)
-    for layer in on_device:
-        layer.zero_()
-    CudaBlockWriter(on_device, ROTARY).write(out, 0, blocks)
     after = torch.stack([layer.transpose(1, 2) for layer in on_device]).cpu()
     assert torch.equal(after, values)
 
 
 @cuda_only
 def test_driver_registers_shared_memory() -> None:
-    from engine.kv_transfer.worker.cuda_blocks import CudaHostMemory, registration_failure
+    from engine.kv_transfer.worker.cuda_host_memory import (
+        CudaHostMemory,
+        direct_read_failure,
+        registration_failure,
+    )
 
-    assert registration_failure(CudaHostMemory()) is None
+    memory = CudaHostMemory(torch.device("cuda", torch.cuda.current_device()))
+    assert registration_failure(memory) is None
+    assert direct_read_failure(memory) is None
 
 
 @cuda_only
 @pytest.mark.parametrize("shift", [0, 1, -40, 700])
 def test_written_span_is_shifted_and_may_be_overwritten_at_once(shift: int) -> None:
-    from engine.kv_transfer.worker.cuda_blocks import CudaBlockWriter
+    from engine.kv_transfer.worker.cuda_writer import CudaBlockWriter
 
     on_device, blocks = caches(), [3, 11, 0]
     before = [cache.cpu().clone() for cache in on_device]
@@ -174,7 +183,7 @@ def test_written_span_is_shifted_and_may_be_overwritten_at_once(shift: int) -> N
     span = arena[:, :, :HEADS]  # a rank's heads, not contiguous
     want = span.double().clone()
     want[:, 0] = slow_shift(span[:, 0].contiguous(), shift, ROTARY)
-    CudaBlockWriter(on_device, ROTARY).write(span, shift, blocks)
+    CudaBlockWriter(on_device, ROTARY).write(span, shift, blocks, is_registered=False)
     arena.fill_(torch.nan)
     got = torch.empty_like(want, dtype=torch.bfloat16)
     after = [cache.cpu() for cache in on_device]
@@ -211,7 +220,8 @@ def test_gpu_memory_is_opened_by_another_process() -> None:
 
 @cuda_only
 def test_export_that_stays_on_the_gpu_equals_its_copy(tmp_path: Path) -> None:
-    from engine.kv_transfer.worker.cuda_blocks import CudaBlockReader, CudaHostMemory
+    from engine.kv_transfer.worker.cuda_blocks import CudaBlockReader
+    from engine.kv_transfer.worker.cuda_host_memory import CudaHostMemory
     from engine.kv_transfer.worker.gpu_arena import GpuArena
 
     form = replace(USUAL, layers=("a", "b"), num_kv_heads=HEADS, head_dim=SIZE)
@@ -220,7 +230,7 @@ def test_export_that_stays_on_the_gpu_equals_its_copy(tmp_path: Path) -> None:
     arena = GpuArena(4 * num_bytes, on_device[0].device, range(HEADS), nixl=False)
     path = Path("/dev/shm") / f"coppice-kv-test-{tmp_path.name}"
     path.write_bytes(bytes(2**20))
-    arenas, failures = Arenas(form, CudaHostMemory()), list[Failure | None]()
+    arenas, failures = Arenas(form, CudaHostMemory(on_device[0].device)), list[Failure | None]()
     try:
         slot = ExportSlot(
             arena=path, offset=4096, status_offset=0, num_tokens=num_tokens, gpu_offset=num_bytes

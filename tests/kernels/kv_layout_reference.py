@@ -1,11 +1,13 @@
 """Reference implementation of packing and unpacking, one vector or value at a time."""
 
+import ctypes
 from collections.abc import Sequence
 
 import torch
 
 from kernels.kv_block_copy import PackOrder
 from kernels.kv_gather_cuda import LayerCaches, Part
+from kernels.kv_scatter_cuda import Rotation
 
 
 def slow_unpack(
@@ -89,3 +91,37 @@ def slow_scatter(
                 both = caches[layer][block_ids[token // block], head, token % block]
                 both[:head_dim] = values[layer, 0, head, token]
                 both[head_dim:] = values[layer, 1, head, token]
+
+
+def scatter_part_by_vector(
+    address: int,
+    strides: Sequence[int],
+    part: Part,
+    caches: LayerCaches,
+    block_ids: torch.Tensor,
+    rotation: Rotation | None = None,
+) -> None:
+    """Like scatter_part, one vector at a time."""
+    _, heads, block, content = caches.tensors[0].shape
+    dtype, size = caches.tensors[0].dtype, content // 2
+    for row in range(part.first_row, part.end_row):
+        layer, kind, head = row // (2 * heads), row // heads % 2, row % heads
+        start = layer * strides[0] + kind * strides[1] + head * strides[2]
+        for number, token in enumerate(range(part.first_token, part.end_token)):
+            at = address + (start + number * size) * dtype.itemsize
+            vector = torch.frombuffer(
+                bytearray(ctypes.string_at(at, size * dtype.itemsize)), dtype=dtype
+            )
+            if rotation is not None and not kind:
+                vector = _rotated(vector, rotation)
+            target = caches.tensors[layer][block_ids[token // block], head, token % block]
+            target[kind * size : (kind + 1) * size] = vector
+
+
+def _rotated(key: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    cosines, sines = rotation.cos_sin.double()
+    half, moved = len(cosines), key.double()
+    first, second = key[:half].double(), key[half : 2 * half].double()
+    moved[:half] = first * cosines - second * sines
+    moved[half : 2 * half] = second * cosines + first * sines
+    return moved.to(key.dtype)

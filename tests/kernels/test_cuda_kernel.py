@@ -10,17 +10,17 @@ import pytest
 pytest.importorskip("triton", reason="Triton is for x86-64 Linux")
 
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels import kv_gather_cuda
-from kernels import rope_shift_cuda as rotary_cuda
+from kernels import kv_gather_cuda, kv_scatter_cuda
 from kernels.shared_prefix_attention import cuda
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-INTERPRETED = ["attention", "gather", "shift"]
+INTERPRETED = ["attention", "gather", "scatter"]
 CAPABILITIES = [80, 90, 100]
 """Compute capabilities of the A100, the H100 and H200, and the B200."""
 
@@ -52,16 +52,6 @@ def test_merge_kernel_compiles_for_gpus(head_size: int, capability: int) -> None
     assert triton.compile(source, target=target, options={"num_warps": 1}).asm["cubin"]
 
 
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-def test_rope_shift_compiles_for_a_gpu() -> None:
-    kernel = rotary_cuda._rotate_kernel
-    types = {"keys": "*bf16", "cosines": "*fp32", "sines": "*fp32"}
-    types |= dict.fromkeys(("num_rows", "head_dim", "half"), "i32")
-    sizes = {"ROWS_PER_PROGRAM": rotary_cuda.ROWS_PER_PROGRAM, "NUM_PAIRS": 64}
-    source = ASTSource(kernel, types | dict.fromkeys(sizes, "constexpr"), constexprs=sizes)
-    assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
-
-
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 def test_gather_of_blocks_compiles_for_gpus(capability: int) -> None:
@@ -69,5 +59,19 @@ def test_gather_of_blocks_compiles_for_gpus(capability: int) -> None:
     sizes = {"vector_words": 32, "padded_words": 32, "tokens_per_program": 32}
     types = dict.fromkeys(kernel.arg_names, "i32")
     types |= dict.fromkeys(("addresses", "block_ids", "out"), "*i64")
+    source = ASTSource(kernel, types | dict.fromkeys(sizes, "constexpr"), constexprs=sizes)
+    assert triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"]
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("half", [32, 64])
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+def test_scatter_of_blocks_compiles_for_gpus(half: int, capability: int) -> None:
+    """With all of a key's channels rotated, and half of them."""
+    kernel = kv_scatter_cuda._scatter_kernel
+    sizes = {"head_dim": 128, "half": half, "padded_half": half, "padded_rest": 128 - 2 * half}
+    sizes |= {"is_rotated": True, "alignment": 16, "tokens_per_tile": 32, "element": tl.bfloat16}
+    types = dict.fromkeys(kernel.arg_names, "i32") | {"source": "i64", "cos_sin": "*fp32"}
+    types |= dict.fromkeys(("addresses", "block_ids"), "*i64")
     source = ASTSource(kernel, types | dict.fromkeys(sizes, "constexpr"), constexprs=sizes)
     assert triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"]

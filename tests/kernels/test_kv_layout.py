@@ -10,14 +10,12 @@ from kernels.kv_block_copy import (
     index_digits,
     infer_order,
     pack,
-    scatter,
     unpack,
 )
 from tests.kernels.kv_layout_reference import (
     gather_by_layer,
     slow_gather,
     slow_pack,
-    slow_scatter,
     slow_unpack,
 )
 
@@ -105,22 +103,6 @@ def test_pack_equals_the_reference_and_writes_nothing_else(
     back = torch.empty_like(values)
     unpack(list(caches), ids, order, back)
     assert torch.equal(back, values)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("heads", "block", "dim", "ids", "num_tokens"), SHAPES)
-def test_scatter_equals_the_reference_in_every_layout(
-    heads: int, block: int, dim: int, ids: list[int], num_tokens: int, layout: str
-) -> None:
-    stored = LAYOUTS[layout]
-    shape = (LAYERS, BLOCKS, heads, block, 2 * dim)
-    memory = random_values(*(shape[axis] for axis in stored), dtype=torch.bfloat16)
-    caches = list(memory.permute(*(stored.index(axis) for axis in range(5))))
-    expected = [cache.clone() for cache in caches]
-    values = random_values(LAYERS, 2, heads, num_tokens, dim, dtype=torch.bfloat16)
-    scatter(values, caches, torch.tensor(ids))
-    slow_scatter(values, expected, ids)
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(caches, expected, strict=True))
 
 
 def test_rank_writes_only_its_own_heads() -> None:

@@ -16,14 +16,16 @@ from pathlib import Path
 from typing import Any, Final
 
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels import kv_gather_cuda, rope_shift_cuda
+from kernels import kv_gather_cuda, kv_scatter_cuda
 from kernels.shared_prefix_attention import cuda
 
 CAPABILITIES: Final = (80, 90, 100)
 POINTERS: Final = {"bf16": "*bf16", "fp16": "*fp16"}
+ELEMENTS: Final = {"bf16": tl.bfloat16, "fp16": tl.float16}
 _USED = re.compile(r"Used (\d+) registers")
 _SPILLED = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 
@@ -35,17 +37,17 @@ class Kernel:
     name: str
     function: Any
     types: Mapping[str, str]
-    constants: Mapping[str, int]
+    constants: Mapping[str, Any]
     num_warps: int = 4
 
     def source(self) -> Any:
         """Aligned pointers and strides that are multiples of 16, as PyTorch's tensors have."""
-        names = self.function.arg_names
+        names, unknown = self.function.arg_names, self.function.do_not_specialize
         signature = {name: self.types.get(name, "constexpr") for name in names}
         aligned = [
             (number,)
             for number, name in enumerate(names)
-            if signature[name].startswith("*") or name.endswith(("stride", "head_dim"))
+            if signature[name].startswith("*") or (name.endswith("stride") and name not in unknown)
         ]
         return ASTSource(
             self.function,
@@ -60,7 +62,8 @@ def kernels() -> Iterator[Kernel]:
         for head_size in (64, 128, 256):
             yield _merge(dtype, pointer, head_size)
         for head_size in (64, 128):
-            yield _rotate(dtype, pointer, head_size)
+            for is_rotated in (False, True):
+                yield _scatter(dtype, head_size, is_rotated=is_rotated)
     for vector_bytes in (128, 160, 256):
         yield _gather(vector_bytes)
 
@@ -78,16 +81,25 @@ def _merge(dtype: str, pointer: str, head_size: int) -> Kernel:
     )
 
 
-def _rotate(dtype: str, pointer: str, head_size: int) -> Kernel:
-    types = {"keys": pointer, "cosines": "*fp32", "sines": "*fp32"}
+def _scatter(dtype: str, head_size: int, *, is_rotated: bool) -> Kernel:
+    names = kv_scatter_cuda._scatter_kernel.arg_names
+    constants = {
+        "element": ELEMENTS[dtype],
+        "head_dim": head_size,
+        "half": head_size // 2,
+        "padded_half": head_size // 2,
+        "padded_rest": 0,
+        "is_rotated": is_rotated,
+        "alignment": 16,
+        "tokens_per_tile": kv_scatter_cuda.TOKENS_PER_TILE,
+    }
+    types = {name: "i32" for name in names if name not in constants}
+    types |= {"source": "i64", "addresses": "*i64", "block_ids": "*i64"}
     return Kernel(
-        name=f"rope shift, {dtype}, head size {head_size}",
-        function=rope_shift_cuda._rotate_kernel,
-        types=types | dict.fromkeys(("num_rows", "head_dim", "half"), "i32"),
-        constants={
-            "ROWS_PER_PROGRAM": rope_shift_cuda.ROWS_PER_PROGRAM,
-            "NUM_PAIRS": head_size // 2,
-        },
+        name=f"scatter of blocks, {dtype}, head size {head_size}" + ", rotated" * is_rotated,
+        function=kv_scatter_cuda._scatter_kernel,
+        types=types | {"cos_sin": "*fp32" if is_rotated else "*i64"},
+        constants=constants,
     )
 
 

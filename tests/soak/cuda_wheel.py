@@ -36,7 +36,8 @@ from engine.cudagraphs.planner import Plan
 from engine.drafter.core import engine_core_methods
 from engine.drafter.worker import draft_speculator
 from engine.kv_transfer import connector
-from engine.kv_transfer.worker import cache_blocks, cuda_blocks, export_writer, loader, rpc
+from engine.kv_transfer.worker import cache_blocks, cuda_blocks, cuda_host_memory, cuda_writer
+from engine.kv_transfer.worker import export_writer, loader, rpc
 from engine.launch import core_methods, worker
 from engine.patches import graph_candidates
 from engine.speculation import gpu_speculator, mrv2_speculators, proposer

@@ -1,13 +1,14 @@
 """Copies KV between a worker's cache blocks and the arena: the interface, and vLLM's CPU backend.
 
-cuda_blocks has the implementation for GPUs.
+cuda_blocks and cuda_writer have the implementations for GPUs.
 
 `BlockReader.copy` either raises, or calls `on_done` exactly once, with None or the failure, when
 the bytes have been written or never will be. No block is read after `copy` has returned and the
 work it queued on the current stream has run, so the scheduler may reallocate the blocks.
 
-`BlockWriter.write` reads the span before it returns, so its slot may be reused. Work that runs
-afterwards, or later on the current stream, finds the blocks filled.
+`BlockWriter.write` reads the span before it returns, or later on the current stream if the span's
+memory is registered with the driver of a GPU: then its slot may be reused after `flush`, or after
+the step. Work that runs afterwards, or later on the current stream, finds the blocks filled.
 
 Shape of a span: [L, 2, H, T, D] with L layers, H heads, T tokens, D head_dim.
 """
@@ -83,8 +84,16 @@ class PackedBlockReader:
 
 
 class BlockWriter(Protocol):
-    def write(self, span: torch.Tensor, shift: int, block_ids: Sequence[int]) -> None:
-        """Write a span to blocks, with its keys shifted by `shift` positions."""
+    def write(
+        self, span: torch.Tensor, shift: int, block_ids: Sequence[int], *, is_registered: bool
+    ) -> None:
+        """Write a span to blocks, with its keys shifted by `shift` positions.
+
+        `is_registered`: its memory is registered with the driver of the GPU.
+        """
+
+    def flush(self) -> None:
+        """Wait until all spans have been read."""
 
 
 class PackedBlockWriter:
@@ -95,7 +104,14 @@ class PackedBlockWriter:
     ) -> None:
         self._caches, self._order, self._rotary = caches, order, rotary
 
-    def write(self, span: torch.Tensor, shift: int, block_ids: Sequence[int]) -> None:
+    def write(
+        self,
+        span: torch.Tensor,
+        shift: int,
+        block_ids: Sequence[int],
+        *,
+        is_registered: bool = False,
+    ) -> None:
         values = span
         if shift:
             assert self._rotary is not None, "keys that cannot be shifted are not spliced"
@@ -103,6 +119,9 @@ class PackedBlockWriter:
             values[:, 0] = shift_keys(span[:, 0], shift, self._rotary)
             values[:, 1] = span[:, 1]
         pack(values, self._caches, block_ids, self._order)
+
+    def flush(self) -> None:
+        """No-op: spans are read at once."""
 
 
 def packed_order(

@@ -1,11 +1,10 @@
-"""Copies KV between a GPU's cache blocks and the arena. See cache_blocks for the interface.
+"""Copies KV from a GPU's cache blocks to the arena. See cache_blocks for the interface.
 
 An export is gathered part by part, for all layers at once, into a ring of staging buffers on the
 GPU, on the model's stream. A thread copies each part to the arena on a stream of its own, while the
 next steps run. If the driver does not register the arena, parts are copied to pinned memory first.
 """
 
-import mmap
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -14,79 +13,15 @@ from typing import Any, Final, ParamSpec, TypeVar
 import torch
 
 from engine.kv_transfer.worker.cache_blocks import CopyTarget, OnDone
+from engine.kv_transfer.worker.cuda_host_memory import WorkThread
 from engine.kv_transfer.worker.gpu_arena import GpuArena
-from engine.kv_transfer.worker.mapped_arena import HostMemoryRegistry
 from engine.runtime.feature_guard import Failure, attempt
-from kernels.kv_block_copy import scatter
 from kernels.kv_gather_cuda import LayerCaches, Part, gather_part
-from kernels.rope_shift import RotaryParams
 
 P = ParamSpec("P")
 T = TypeVar("T")
 STAGING_BYTES: Final = 2**24
 NUM_STAGING_BUFFERS: Final = 4
-CHUNK_BYTES: Final = 2**26
-"""KV that is copied from host memory to a GPU at a time, in whole layers."""
-PORTABLE: Final = 1  # cudaHostRegisterPortable: registered for all threads and devices
-
-
-class CudaHostMemory:
-    """Registration of host memory with the CUDA driver.
-
-    A refused call leaves an error in its thread that the thread's next kernel launch would raise.
-    So it is called by the copy thread, which launches no kernel.
-    """
-
-    def register(self, address: int, num_bytes: int) -> None:
-        result = _cudart().cudaHostRegister(address, num_bytes, PORTABLE)
-        if result.value:
-            raise RuntimeError(f"cudaHostRegister failed: {result}")
-
-    def unregister(self, address: int) -> None:
-        _cudart().cudaHostUnregister(address)
-
-
-def _cudart() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
-
-
-def registration_failure(registry: HostMemoryRegistry) -> str | None:
-    """Reason why shared memory cannot be registered, tried with one page; None if it can be."""
-    memory = mmap.mmap(-1, mmap.PAGESIZE)
-    address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-    try:
-        registry.register(address, mmap.PAGESIZE)
-    except RuntimeError as error:
-        return str(error)
-    registry.unregister(address)
-    return None
-
-
-class WorkThread:
-    """Daemon thread that does work in the order of submission."""
-
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._changed = threading.Condition()
-        self._num_pending = 0
-        threading.Thread(target=self._run, daemon=True, name="prompt-kv").start()
-
-    def submit(self, work: Callable[[], None]) -> None:
-        with self._changed:
-            self._num_pending += 1
-        self._queue.put(work)
-
-    def flush(self) -> None:
-        """Wait until all submitted work is done."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._num_pending == 0)
-
-    def _run(self) -> None:
-        while True:
-            attempt(self._queue.get())  # keeps no reference to the work while it waits
-            with self._changed:
-                self._num_pending -= 1
-                self._changed.notify_all()
 
 
 class StagingRing:
@@ -165,7 +100,7 @@ class CudaBlockReader:
         self._caches = LayerCaches.of(caches)
         self._gpu_arena = gpu_arena
         self._ring = StagingRing(self._caches.device, STAGING_BYTES, NUM_STAGING_BUFFERS)
-        self._thread = WorkThread()
+        self._thread = WorkThread(self._caches.device)
         self._stream: Any = torch.cuda.Stream(self._caches.device)  # type: ignore[no-untyped-call]
         self._pinned: torch.Tensor | None = None
 
@@ -192,13 +127,7 @@ class CudaBlockReader:
 
     def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Result of a function that the copy thread calls after all earlier transfers."""
-        results: list[T | Failure] = []
-        self._thread.submit(lambda: results.append(attempt(function, *args, **kwargs)))
-        self._thread.flush()
-        [result] = results
-        if isinstance(result, Failure):
-            raise RuntimeError(result.message)
-        return result
+        return self._thread.call(function, *args, **kwargs)
 
     def flush(self) -> None:
         self._thread.flush()
@@ -277,47 +206,16 @@ def contiguous_runs(out: torch.Tensor, part: Part) -> Iterator[torch.Tensor]:
     If `out` has all heads of the model, there is one run, else one per layer and keys or values.
     """
     groups = out.view(-1, *out.shape[2:])
-    num_heads = out.shape[2]
     if out.is_contiguous():
-        groups, num_heads = out.view(1, -1, *out.shape[3:]), out[..., 0, 0].numel()
-    for group in range(part.first_row // num_heads, -(-part.end_row // num_heads)):
-        first = max(part.first_row - group * num_heads, 0)
-        rows = groups[group, first : part.end_row - group * num_heads]
-        run = rows[:, part.first_token : part.end_token]
+        groups = out.view(1, -1, *out.shape[3:])
+    for run in rows_by_group(groups, part):
         yield run.view(-1).view(torch.uint8)
 
 
-def layer_chunks(span: torch.Tensor, max_bytes: int) -> list[slice]:
-    """Ranges of a span's layers, each of about `max_bytes` or a single layer."""
-    layers_per_chunk = max(1, max_bytes // span[0].nbytes)
-    return [slice(at, at + layers_per_chunk) for at in range(0, len(span), layers_per_chunk)]
-
-
-class CudaBlockWriter:
-    """Writes into the KV cache of a GPU.
-
-    The span is copied to pinned memory, some layers at a time. The copies to the device, the key
-    shifts and the scatters are queued on the model's stream, in order.
-    """
-
-    def __init__(self, caches: Sequence[torch.Tensor], rotary: RotaryParams | None) -> None:
-        self._caches, self._rotary = caches, rotary
-
-    def write(self, span: torch.Tensor, shift: int, block_ids: Sequence[int]) -> None:
-        ids = torch.tensor(block_ids, pin_memory=True).to(self._caches[0].device, non_blocking=True)
-        for layers in layer_chunks(span, CHUNK_BYTES):
-            self._write_layers(span[layers], shift, self._caches[layers], ids)
-
-    def _write_layers(
-        self, span: torch.Tensor, shift: int, caches: Sequence[torch.Tensor], ids: torch.Tensor
-    ) -> None:
-        from kernels.rope_shift_cuda import shift_keys_
-
-        staged = torch.empty(span.shape, dtype=span.dtype, pin_memory=True).copy_(span)
-        values = staged.to(ids.device, non_blocking=True)
-        if shift:
-            assert self._rotary is not None, "keys that cannot be shifted are not spliced"
-            keys = values[:, 0].contiguous()
-            shift_keys_(keys, shift, self._rotary)
-            values[:, 0] = keys
-        scatter(values, caches, ids)
+def rows_by_group(groups: torch.Tensor, part: Part) -> Iterator[torch.Tensor]:
+    """Views of a part of rows that are stored in groups of equal size, [groups, rows, T, D]."""
+    num_rows = groups.shape[1]
+    for group in range(part.first_row // num_rows, -(-part.end_row // num_rows)):
+        first = max(part.first_row - group * num_rows, 0)
+        rows = groups[group, first : part.end_row - group * num_rows]
+        yield rows[:, part.first_token : part.end_token]

@@ -110,7 +110,7 @@ class ExportWriter:
         attempt(self._write_status, job, ExportStatus.FAILED if failure else ExportStatus.COMMITTED)
 
     def _prepare_gpu(self, gpu_bytes: int, *, nixl: bool) -> None:
-        from engine.kv_transfer.worker import cuda_blocks  # needs Triton
+        from engine.kv_transfer.worker import cuda_blocks, cuda_host_memory  # needs Triton
 
         device = self._caches[0].device
         if gpu_bytes and self._heads:
@@ -121,8 +121,8 @@ class ExportWriter:
                 self.gpu_arena = arena
         reader = cuda_blocks.CudaBlockReader(self._caches, self.gpu_arena)
         reader.warm_up()
-        registry = cuda_blocks.CudaHostMemory()
-        self.indirect_reason = reader.call(cuda_blocks.registration_failure, registry)
+        registry = cuda_host_memory.CudaHostMemory(device)
+        self.indirect_reason = cuda_host_memory.registration_failure(registry)
         self._arenas = Arenas(self._layout, None if self.indirect_reason else registry)
         self._reader = reader
 

@@ -6,11 +6,13 @@ computed from all heads, so that every rank uses the same ones; everything else 
 heads.
 
 On any failure, blocks that were not filled are reported to vLLM, which prefills them. A region
-outside the arena has no other effect; any other failure disables loads in this process.
+outside the arena and a lack of memory have no other effect; any other failure disables loads in
+this process.
 """
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -147,7 +149,8 @@ class Loader:
         self._layout = layout
         self.load = guard.guarded(self._fail)(self._load)
         self._arenas = Arenas(layout)
-        self._assembler = SpanAssembler(layout, self._arenas, layout.local_heads(rank))
+        self._heads = layout.local_heads(rank)
+        self._assembler = SpanAssembler(layout, self._arenas, self._heads)
         self._rotary: RotaryParams | None = None
         self._caches: list[torch.Tensor] = []
         self._writer: BlockWriter | None = None
@@ -168,9 +171,7 @@ class Loader:
             order = packed_order(self._caches, self._layout, attention_layers)
             self._writer = PackedBlockWriter(self._caches, order, rotary)
         else:
-            from engine.kv_transfer.worker.cuda_blocks import CudaBlockWriter  # needs Triton
-
-            self._writer = CudaBlockWriter(self._caches, rotary)
+            self._prepare_gpu(rotary)
 
     def take_failed_blocks(self) -> set[int]:
         """Return and clear the blocks of this step that failed to load."""
@@ -182,14 +183,36 @@ class Loader:
         failed, self._step_failed = self._step_failed, False
         return failed
 
+    def flush(self) -> None:
+        """Wait until all spans have been read, after which their slots may be reused."""
+        if self._writer is not None:
+            self._writer.flush()
+
+    def release_pages(self, arena: Path, page_epoch: int) -> None:
+        """Unregister an arena, of which pages were released, from the driver of a GPU."""
+        self._arenas.start_epoch(arena, page_epoch)
+
     def close(self) -> None:
+        self.flush()
         self._arenas.close()
+
+    def _prepare_gpu(self, rotary: RotaryParams | None) -> None:
+        from engine.kv_transfer.worker import cuda_host_memory, cuda_writer  # needs Triton
+
+        writer = cuda_writer.CudaBlockWriter(self._caches, rotary)
+        writer.warm_up()
+        registry = cuda_host_memory.CudaHostMemory(self._caches[0].device)
+        if reason := cuda_host_memory.direct_read_failure(registry):
+            logger.warning("prompt KV is copied twice when it is loaded: %s", reason)
+        self._arenas = Arenas(self._layout, None if reason else registry)
+        self._assembler = SpanAssembler(self._layout, self._arenas, self._heads)
+        self._writer = writer
 
     def _load(self, job: LoadJob) -> None:
         try:
             for run in group_runs(job.pieces, self._layout.block_size):
                 self._load_run(run, job)
-        except ArenaError as error:
+        except (ArenaError, torch.OutOfMemoryError) as error:
             logger.warning("prompt KV was not loaded: %s", error)
             self._fail(job)
 
@@ -197,15 +220,21 @@ class Loader:
         block, first = self._layout.block_size, job.pieces[0].start // self._layout.block_size
         ids = job.block_ids[run[0].start // block - first : -(-run[-1].end // block) - first]
         if len(run) == 1 and not run[0].observations:
-            self._write_blocks(self._assembler.local_kv(run[0]), run[0].shift, ids)
+            values = self._assembler.local_kv(run[0])
+            is_registered = self._arenas.is_registered(run[0].source)
+            self._write_blocks(values, run[0].shift, ids, is_registered=is_registered)
         else:
-            self._write_blocks(self._assembler.assemble(run, self._rotary), 0, ids)
+            values = self._assembler.assemble(run, self._rotary)
+            self._write_blocks(values, 0, ids, is_registered=False)
 
-    def _write_blocks(self, values: torch.Tensor, shift: int, block_ids: Sequence[int]) -> None:
+    def _write_blocks(
+        self, values: torch.Tensor, shift: int, block_ids: Sequence[int], *, is_registered: bool
+    ) -> None:
         assert self._writer is not None, "prepared before anything is loaded"
         block = self._caches[0].shape[2]
         blocks = self._layout.kernel_blocks(block_ids, block)
-        self._writer.write(values, shift, blocks[: -(-values.shape[3] // block)])
+        blocks = blocks[: -(-values.shape[3] // block)]
+        self._writer.write(values, shift, blocks, is_registered=is_registered)
 
     def _fail(self, job: LoadJob) -> None:
         self._failed.update(job.block_ids)

@@ -4,10 +4,10 @@ A store to a page beyond the file, or to a hole of it on a full mount, raises SI
 catches and which ends every sample. So before every copy the file's size is checked and the pages
 are allocated.
 
-A worker with a GPU registers the arena with the driver, so that the GPU copies into it directly. It
-registers a chunk at a time, when a slot in them is first written. The service may release pages
-of unused slots: it increments the arena's page epoch, and the worker unregisters everything before
-it writes a slot of a later epoch.
+A worker with a GPU registers the arena with the driver, so that the GPU writes and reads it
+directly. It registers a chunk at a time, when a slot in it is first used. The service may release
+pages of unused slots: it increments the arena's page epoch, and the worker unregisters everything
+before it uses a slot of a later epoch. Exports and loads have a mapping each.
 
 Dimensions of exported KV: L layers, 2 for keys and values, H heads, T tokens, D head_dim.
 """
@@ -42,7 +42,8 @@ class HostMemoryRegistry(Protocol):
     def register(self, address: int, num_bytes: int) -> None:
         """Register page-aligned memory. Raises RuntimeError if the driver refuses."""
 
-    def unregister(self, address: int) -> None: ...
+    def unregister(self, address: int) -> None:
+        """Unregister memory after all work of the GPU that may use it."""
 
 
 class MappedArena:
@@ -84,9 +85,8 @@ class MappedArena:
         """
         start = memory.data_ptr() - self._address
         end = start + memory.numel()
-        for chunk in range(start // ARENA_CHUNK_BYTES, -(-end // ARENA_CHUNK_BYTES)):
-            if not self._register(chunk):
-                return None
+        if not self.is_registered(start, len(memory)):
+            return None
         first_border = (start // ARENA_CHUNK_BYTES + 1) * ARENA_CHUNK_BYTES
         borders = [
             0,
@@ -94,6 +94,11 @@ class MappedArena:
             end - start,
         ]
         return [memory[a:b] for a, b in itertools.pairwise(borders)]
+
+    def is_registered(self, offset: int, num_bytes: int) -> bool:
+        """True if the memory is registered, which this call does if possible."""
+        chunks = range(offset // ARENA_CHUNK_BYTES, -(-(offset + num_bytes) // ARENA_CHUNK_BYTES))
+        return all(self._register(chunk) for chunk in chunks)
 
     def start_epoch(self, epoch: int) -> None:
         """Unregister everything if pages were released since an earlier epoch."""
@@ -179,6 +184,11 @@ class Arenas:
     def registered_parts(self, slot: ExportSlot, memory: torch.Tensor) -> list[torch.Tensor] | None:
         """Parts of a slot's memory into which a GPU can copy directly; see MappedArena."""
         return self._arena(slot.arena).registered_parts(memory)
+
+    def is_registered(self, slot: ExportSlot) -> bool:
+        """True if a GPU can read a slot's memory directly; see MappedArena."""
+        num_bytes = self._layout.num_bytes(slot.num_tokens)
+        return self._arena(slot.arena).is_registered(slot.offset, num_bytes)
 
     def start_epoch(self, path: Path, epoch: int) -> None:
         """Unregister an arena whose pages were released; nothing if it is not mapped."""

@@ -95,15 +95,20 @@ def layer_formats(layouts: Sequence[CacheLayout]) -> list[LayerFormat]:
 
 
 def flush() -> None:
-    writer = _connector().writer
-    if writer is not None:
-        writer.flush()
+    """Wait for all exports and loads."""
+    connector = _connector()
+    if connector.writer is not None:
+        connector.writer.flush()
+    if connector.loader is not None:
+        connector.loader.flush()
 
 
 def release_pages(arena: Path, page_epoch: int) -> None:
-    writer = _connector().writer
-    if writer is not None:
-        writer.release_pages(arena, page_epoch)
+    connector = _connector()
+    if connector.loader is not None:
+        connector.loader.release_pages(arena, page_epoch)
+    if connector.writer is not None:
+        connector.writer.release_pages(arena, page_epoch)
 
 
 def _connector() -> PromptKvConnector:

@@ -1,4 +1,4 @@
-"""CPU replacements of the parts of CUDA and Triton that exports from a GPU use."""
+"""CPU replacements of the parts of CUDA and Triton that copies of a GPU's KV use."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from engine.kv_transfer.cache_layout import CacheLayout
-from engine.kv_transfer.worker import cuda_blocks
-from tests.kernels.kv_layout_reference import gather_part_by_layer
+from engine.kv_transfer.worker import cuda_blocks, cuda_host_memory, cuda_writer
+from tests.kernels.kv_layout_reference import gather_part_by_layer, scatter_part_by_vector
 
 LAYERS, BLOCKS, HEADS, BLOCK, SIZE, TOKENS = 5, 6, 2, 4, 4, 10
 ROW_BYTES = TOKENS * SIZE * 2
@@ -31,7 +31,7 @@ class Stream:
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace streams, events, pinned memory and the Triton gather; parts have three rows."""
+    """Replace streams, events, pinned memory and the Triton kernels; parts have three rows."""
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "Event", DoneEvent)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
@@ -42,7 +42,10 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         )
     monkeypatch.setattr(cuda_blocks, "gather_part", gather_part_by_layer)
     monkeypatch.setattr(cuda_blocks, "STAGING_BYTES", 3 * ROW_BYTES)
-    monkeypatch.setattr(cuda_blocks, "CHUNK_BYTES", 2 * 2 * HEADS * ROW_BYTES)  # two layers
+    monkeypatch.setattr(cuda_writer, "scatter_part", scatter_part_by_vector)
+    monkeypatch.setattr(cuda_writer, "PINNED_BYTES", 3 * ROW_BYTES)
+    for module in (cuda_writer, cuda_host_memory):
+        monkeypatch.setattr(module, "get_accelerator_view_from_cpu_tensor", lambda memory: memory)
 
 
 @dataclass(slots=True)

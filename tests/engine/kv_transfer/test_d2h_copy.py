@@ -12,14 +12,11 @@ import torch
 from engine.kv_transfer.worker import cuda_blocks, mapped_arena
 from engine.kv_transfer.worker.cuda_blocks import (
     CudaBlockReader,
-    CudaBlockWriter,
     PartsCopied,
     StagingRing,
-    WorkThread,
     contiguous_runs,
-    layer_chunks,
-    registration_failure,
 )
+from engine.kv_transfer.worker.cuda_host_memory import WorkThread, registration_failure
 from engine.kv_transfer.worker.mapped_arena import Arenas, SlotTarget
 from engine.kv_types import ExportSlot
 from engine.runtime.feature_guard import Failure
@@ -38,9 +35,11 @@ from tests.engine.kv_transfer.fake_cuda import (
 )
 from tests.kernels.kv_layout_reference import slow_gather
 
+CPU = torch.device("cpu")
+
 
 def test_work_is_done_in_order_and_flush_waits() -> None:
-    thread, over, done = WorkThread(), threading.Event(), list[int]()
+    thread, over, done = WorkThread(CPU), threading.Event(), list[int]()
     thread.submit(lambda: assert_true(over.wait(30)))
     thread.submit(lambda: done.append(1))
     waiting = threading.Thread(target=thread.flush)
@@ -57,15 +56,31 @@ def assert_true(value: bool) -> None:
 
 
 def test_failed_work_does_not_stop_the_thread() -> None:
-    thread, done = WorkThread(), list[int]()
+    thread, done = WorkThread(CPU), list[int]()
     thread.submit(lambda: assert_true(False))
     thread.submit(lambda: done.append(1))
     thread.flush()
     assert done == [1]
 
 
+def test_failure_of_a_call_is_raised_to_the_caller() -> None:
+    thread = WorkThread(CPU)
+    assert thread.call(max, 1, 2) == 2
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        thread.call(divmod, 1, 0)
+
+
+def test_thread_uses_the_device_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise every rank would have a CUDA context on device 0."""
+    devices: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
+    thread = WorkThread(torch.device("cuda", 3))
+    thread.call(lambda: None)
+    assert torch.device("cuda", 3) in devices
+
+
 def test_flush_without_work_returns_at_once() -> None:
-    WorkThread().flush()
+    WorkThread(CPU).flush()
 
 
 def test_ring_allocates_its_buffers_when_needed_and_then_waits() -> None:
@@ -286,20 +301,3 @@ def test_failed_gather_gives_its_buffer_back(
         reader.copy([4, 1, 10**6], target, failures.append)
     assert len(failures) == cuda_blocks.NUM_STAGING_BUFFERS + 1 and all(failures)
     assert exported(reader, target) == [None]
-
-
-def test_layers_are_written_in_chunks_of_bounded_size() -> None:
-    span = torch.zeros(5, 2, 2, 3, 4)
-    assert [c.stop - c.start for c in layer_chunks(span, 2 * span[0].nbytes)] == [2, 2, 2]
-    assert len(layer_chunks(span, 1)) == 5
-    assert sum(len(span[chunk]) for chunk in layer_chunks(span, 2 * span[0].nbytes)) == 5
-
-
-def test_span_is_written_to_all_layers(on_cpu: None) -> None:
-    source, target = caches(), [torch.zeros_like(cache) for cache in caches()]
-    span = torch.empty(LAYERS, 2, HEADS, TOKENS, SIZE).half()
-    slow_gather(source, [4, 1, 3], span)
-    CudaBlockWriter(target, None).write(span, 0, [0, 2, 5])
-    for before, after in zip(source, target, strict=True):
-        assert torch.equal(after[[0, 2]], before[[4, 1]])
-        assert torch.equal(after[5, :, :2], before[3, :, :2]) and not after[5, :, 2:].any()

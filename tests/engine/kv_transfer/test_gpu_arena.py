@@ -12,7 +12,7 @@ from vllm.platforms import current_platform
 
 from coppice.prompt_kv import nixl
 from engine.kv_transfer.jobs import ExportJob
-from engine.kv_transfer.worker import cuda_blocks
+from engine.kv_transfer.worker import cuda_host_memory
 from engine.kv_transfer.worker.export_writer import ExportWriter
 from engine.kv_transfer.worker.gpu_arena import GpuArena
 from engine.kv_types import ExportSlot, ExportStatus, GpuMemory
@@ -43,7 +43,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="GPU-1")
     )
     monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
-    monkeypatch.setattr(cuda_blocks, "CudaHostMemory", Registry)
+    monkeypatch.setattr(cuda_host_memory, "CudaHostMemory", lambda device: Registry())
 
 
 def test_memory_is_described_by_pytorchs_serialization() -> None:
@@ -157,7 +157,7 @@ def test_gpu_without_room_exports_to_shared_memory_only(
 
 
 def test_driver_that_refuses_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_blocks, "CudaHostMemory", lambda: Registry(max_bytes=0))
+    monkeypatch.setattr(cuda_host_memory, "CudaHostMemory", lambda device: Registry(max_bytes=0))
     made = writer(gpu_bytes=0)
     assert made.indirect_reason == "cudaHostRegister failed: 2" and made.gpu_arena is None
     assert exported(made, tmp_path, None) == ExportStatus.COMMITTED
