@@ -25,6 +25,8 @@ from vllm.distributed.aux_output_connector.connector import (
 )
 from vllm.distributed.aux_output_connector.worker import PendingAuxOutput
 
+from engine.launch.sampling_hooks import num_prior_tokens
+
 ROUTED_EXPERTS_ARG = "coppice_routed_experts"
 """Key in `extra_args` of requests whose experts are returned."""
 
@@ -82,8 +84,11 @@ class SlotSchedulerConnector(AuxOutputSchedulerConnector):  # type: ignore[misc]
 
 
 def _first_position(request: Any) -> int:
-    """First position to return: of the request, or after those returned before a preemption."""
-    if request.num_output_tokens:
+    """First position to return: of the request, or after those returned before a preemption.
+
+    Earlier tokens of a resumed response may be output tokens, too.
+    """
+    if request.num_output_tokens > num_prior_tokens(request.sampling_params):
         return int(request.num_tokens) - 1
     first: int = request.sampling_params.routed_experts_prompt_start
     return min(first, int(request.num_prompt_tokens))

@@ -34,6 +34,9 @@ class Answer:
     versions: list[VersionSpan]
     num_cached_tokens: int
     support: list[bytes] = field(default_factory=list)
+    finish: str | None = None
+    stop_reason: int | str | None = None
+    experts: Any = None
 
 
 def install_hooks() -> None:
@@ -204,4 +207,7 @@ def _answer(output: Any) -> Answer:
         versions=[VersionSpan(version=s.version, start=s.start, end=s.end) for s in spans],
         num_cached_tokens=output.num_cached_tokens,
         support=rows_of(completion.sampling_mask or ()),
+        finish=completion.finish_reason,
+        stop_reason=completion.stop_reason,
+        experts=completion.routed_experts,
     )
