@@ -18,7 +18,7 @@ from typing import Any
 from bench.harness.teacher_forced import Fixed, OraclePolicy, TeacherForced
 from engine.settings import AttentionSettings, SpeculationSettings
 from engine.speculation.counters import Counters
-from engine.speculation.proposer import open_store
+from engine.speculation.drafting import open_store
 from engine.speculation.speculator import Speculator
 from engine.speculation.startup import PROFILE_SECONDS
 

@@ -72,6 +72,18 @@ def baseline_cache(config: Any) -> ProfileCache:
     return ProfileCache(settings().cache_directory, engine_key(config) | {"speculation": "off"})
 
 
+def profile_cache(config: Any) -> ProfileCache:
+    return ProfileCache(settings().cache_directory, profile_key(config))
+
+
+def profile_key(config: Any) -> CacheKey:
+    """All inputs that the times of an engine's steps with drafts depend on."""
+    return engine_key(config) | {
+        "max_draft_tokens": int(config.speculative_config.num_speculative_tokens),
+        "async_scheduling": str(config.scheduler_config.async_scheduling),
+    }
+
+
 def cost_model(config: Any, steps: Sequence[Step]) -> StepCostModel:
     """Cost model of an engine with these step times; without a baseline its overhead is 1."""
     overhead = overhead_ratio(steps, baseline_cache(config).read() or ())
@@ -140,3 +152,13 @@ def predict_gain(
     return GainPrediction(
         best_speedup=speedup if overhead is None else speedup / overhead, overhead=overhead
     )
+
+
+def may_speed_up(steps: Sequence[Step], config: Any) -> bool:
+    """Return whether to draft, given measured steps: always, unless the mode is `auto`."""
+    if settings().mode != "auto":
+        return True
+    prediction = predict_gain(
+        steps, baseline_cache(config).read(), config.speculative_config.num_speculative_tokens
+    )
+    return prediction is not None and prediction.is_sufficient

@@ -6,25 +6,18 @@ drafts, which are always valid.
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from engine.attention.crossover import CacheKey
-from engine.runtime.feature_guard import Failure, attempt, feature
-from engine.speculation.baseline import (
-    baseline_cache,
-    cost_model,
-    engine_key,
-    predict_gain,
-)
+from engine.runtime.feature_guard import feature
+from engine.speculation.baseline import cost_model, may_speed_up, profile_cache
 from engine.speculation.calibration import DraftCalibration
 from engine.speculation.controller import Controller
-from engine.speculation.cost import Profile, ProfileCache, Step
+from engine.speculation.cost import Profile, Step
 from engine.speculation.counters import COUNTERS
 from engine.speculation.draft_verification import DraftStepSkipper, DraftVerifier
+from engine.speculation.drafting import open_store
 from engine.speculation.process_settings import settings
 from engine.speculation.speculator import Speculator, TokenLists
-from kernels.draft_index.store import DraftStore
 from kernels.draft_index.store_protocol import Int32Array
 
 FEATURE = feature("speculation")
@@ -115,38 +108,3 @@ class Proposer:
         file = settings().store_file
         if self.speculator is not None and file is not None:
             self.speculator.store.save(file)
-
-
-def open_store(file: Path | None, max_draft_tokens: int, vocabulary: int) -> DraftStore:
-    """Open the draft store saved by an earlier run, or an empty one if none can be read."""
-    max_bytes = settings().store_bytes
-    if file is not None and file.exists():
-        loaded = attempt(
-            DraftStore.load,
-            file,
-            max_bytes=max_bytes,
-            max_draft_tokens=max_draft_tokens,
-            vocabulary=vocabulary,
-        )
-        if not isinstance(loaded, Failure):
-            return loaded
-    return DraftStore(max_bytes=max_bytes, max_draft_tokens=max_draft_tokens)
-
-
-def profile_cache(config: Any) -> ProfileCache:
-    return ProfileCache(settings().cache_directory, cache_key(config))
-
-
-def may_speed_up(steps: Sequence[Step], config: Any) -> bool:
-    """Return whether to draft, given measured steps: always, unless the mode is `auto`."""
-    longest = int(config.speculative_config.num_speculative_tokens)
-    prediction = predict_gain(steps, baseline_cache(config).read(), longest)
-    return settings().mode != "auto" or (prediction is not None and prediction.is_sufficient)
-
-
-def cache_key(config: Any) -> CacheKey:
-    """Cache key of measured step times: all inputs that they depend on."""
-    return engine_key(config) | {
-        "max_draft_tokens": int(config.speculative_config.num_speculative_tokens),
-        "async_scheduling": str(config.scheduler_config.async_scheduling),
-    }

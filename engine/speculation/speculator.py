@@ -65,10 +65,8 @@ class Speculator(Drafting):
         if self._sent is not None or self.profile is not None or self._should_time_step():
             self._record_last_step(ids, sampled, int(lengths[: len(ids)].sum()), now - self._began)
         self._record_skipped_step(int(lengths[: len(ids)].sum()), len(ids))
-        self._num_steps, self._steps_since_store_update = (
-            self._num_steps + 1,
-            self._steps_since_store_update + 1,
-        )
+        self._num_steps += 1
+        self._steps_since_store_update += 1
         if self._drafts_wanted is None:
             self._drafts_wanted = self._should_draft(len(ids))
         wanted, self._drafts_wanted, self._sent = self._drafts_wanted, None, None

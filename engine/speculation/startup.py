@@ -22,6 +22,8 @@ from engine.speculation.process_settings import SIBLING_MODES
 from engine.types import EngineInfo
 from kernels.draft_index.store import is_built
 
+log = logging.getLogger(__name__)
+PROFILE_SECONDS = 5.0
 PROPOSER = "engine.speculation.proposer.Proposer"
 GPU_METHOD = "ngram_gpu"
 """vLLM's method whose speculator `engine.speculation.gpu_speculator` replaces."""
@@ -103,10 +105,6 @@ def _method_config(
     }
 
 
-log = logging.getLogger(__name__)
-PROFILE_SECONDS = 5.0
-
-
 def resolve_mode(settings: SpeculationSettings, engine: EngineSettings) -> SpeculationSettings:
     """Speculation settings, with a mode that cannot be used replaced by `off`.
 
@@ -165,7 +163,7 @@ async def start_drafting(llm: AsyncLLM, settings: SpeculationSettings, info: Eng
 
     For mode `drafter` this is done by `Drafter.start_drafting`.
     """
-    if settings.mode in ("off", "drafter"):
+    if settings.mode not in SIBLING_MODES:
         return
     await measure_baseline(llm, info, settings.longest_draft)
     if current_platform.is_cpu():
@@ -180,7 +178,7 @@ async def start_drafting(llm: AsyncLLM, settings: SpeculationSettings, info: Eng
 
 async def stop_drafting(llm: AsyncLLM, settings: SpeculationSettings) -> None:
     """Save the draft store at shutdown, if a file is configured."""
-    if settings.mode in ("off", "drafter") or settings.store_file is None:
+    if settings.mode not in SIBLING_MODES or settings.store_file is None:
         return
     if current_platform.is_cpu():
         await await_engine(llm, llm.collective_rpc("coppice_save_drafts"))

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Any
 from engine.drafter.acceptance_by_version import Snapshot
 from engine.drafter.core.scheduler_hooks import DraftingHooks
 from engine.launch.environment import graph_plan, speculation_settings
-from engine.speculation.baseline import cost_model
+from engine.speculation.baseline import cost_model, profile_key
 from engine.speculation.controller import Controller
 from engine.speculation.cost import ProfileCache, Step
-from engine.speculation.proposer import cache_key
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore
@@ -78,5 +77,5 @@ def drafter_profile(core: "EngineCore") -> ProfileCache:
     drafter = config.speculative_config.draft_model_config.hf_config.to_json_string().encode()
     return ProfileCache(
         speculation_settings().cache_directory,
-        cache_key(config) | {"drafter": hashlib.sha256(drafter).hexdigest()},
+        profile_key(config) | {"drafter": hashlib.sha256(drafter).hexdigest()},
     )

@@ -4,10 +4,9 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from engine.speculation.baseline import baseline_cache, predict_gain
+from engine.speculation.baseline import baseline_cache, predict_gain, profile_cache
 from engine.speculation.cost import Profile, ProfileCache, Step
 from engine.speculation.process_settings import settings
-from engine.speculation.proposer import profile_cache
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore

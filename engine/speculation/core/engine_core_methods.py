@@ -3,15 +3,15 @@
 from typing import TYPE_CHECKING
 
 from engine.launch.environment import graph_plan
-from engine.speculation.baseline import cost_model
+from engine.speculation.baseline import cost_model, may_speed_up, profile_cache
 from engine.speculation.calibration import DraftCalibration
 from engine.speculation.core.scheduler_drafts import SchedulerDrafts
 from engine.speculation.core.uniform_length import UniformController
 from engine.speculation.cost import Profile, Step, draft_lengths
 from engine.speculation.counters import COUNTERS, Snapshot
+from engine.speculation.drafting import open_store
 from engine.speculation.late_drafts import lookup_length
 from engine.speculation.process_settings import settings
-from engine.speculation.proposer import may_speed_up, open_store, profile_cache
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore

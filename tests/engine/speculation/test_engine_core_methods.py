@@ -9,10 +9,10 @@ import pytest
 from engine.attention import register
 from engine.settings import AttentionSettings, SpeculationSettings
 from engine.speculation import process_settings
+from engine.speculation.baseline import profile_cache
 from engine.speculation.core import engine_core_methods as methods
 from engine.speculation.cost import Step
 from engine.speculation.late_drafts import lookup_length
-from engine.speculation.proposer import profile_cache
 from kernels.draft_index.store import is_built
 from tests.engine.speculation.fake_gpu import text_model
 from tests.engine.speculation.second_runner import LONGEST, PROMPT, Engine, add_group

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from engine.runtime.feature_guard import FeatureState, features
 from engine.speculation import proposer as proposers
 from engine.speculation.counters import COUNTERS, Snapshot
+from engine.speculation.drafting import open_store
 from engine.speculation.proposer import Proposer
 from tests.engine.greedy import assert_greedy
 from tests.engine.random_models import make_models
@@ -181,9 +182,9 @@ def test_history_is_saved_for_the_next_engine(drafting: Drafting, tmp_path: Path
     assert proposer.speculator is not None
     file = tmp_path / "drafts"
     proposer.speculator.store.save(file)
-    assert proposers.open_store(file, LONGEST, 2**31).num_tokens > 0
+    assert open_store(file, LONGEST, 2**31).num_tokens > 0
     file.write_bytes(file.read_bytes()[:-3])
-    assert proposers.open_store(file, LONGEST, 2**31).num_tokens == 0
+    assert open_store(file, LONGEST, 2**31).num_tokens == 0
 
 
 def test_failure_costs_drafts_and_no_sample(drafting: Drafting, models: dict[str, Path]) -> None:

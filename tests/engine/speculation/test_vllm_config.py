@@ -16,8 +16,8 @@ from engine.launch import processes
 from engine.launch.arguments import WORKER_EXTENSION, engine_arguments
 from engine.settings import AttentionSettings, GraphsSettings, SpeculationSettings
 from engine.speculation import startup
+from engine.speculation.baseline import profile_key
 from engine.speculation.cost import Profile, ProfileCache, Step, draft_lengths, profile_batches
-from engine.speculation.proposer import cache_key
 from engine.speculation.startup import find_obstacle, resolve_mode
 from kernels.draft_index.store import is_built
 from tests.engine.seedling import MODEL, settings
@@ -190,14 +190,14 @@ def test_profiles_of_two_cards_differ(monkeypatch: Any) -> None:
     keys = []
     for card in ("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"):
         monkeypatch.setattr(current_platform, "get_device_name", lambda card=card: card)
-        keys.append(cache_key(config))
+        keys.append(profile_key(config))
     assert keys[0] != keys[1] and keys[0] | {"device": ""} == keys[1] | {"device": ""}
 
 
 def test_profile_depends_on_what_changes_the_time_of_a_step(monkeypatch: Any) -> None:
     monkeypatch.setattr(register, "_settings", AttentionSettings())
     config = gpu_arguments().create_engine_config()
-    before = cache_key(config)
+    before = profile_key(config)
     for holder, name, value in (
         (config.model_config, "quantization", "fp8"),
         (config.cache_config, "cache_dtype", "fp8"),
@@ -205,7 +205,7 @@ def test_profile_depends_on_what_changes_the_time_of_a_step(monkeypatch: Any) ->
     ):
         with monkeypatch.context() as changed:
             changed.setattr(holder, name, value)
-            assert cache_key(config) != before
+            assert profile_key(config) != before
 
 
 class Core:
