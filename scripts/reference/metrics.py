@@ -23,6 +23,7 @@ from service.observability.metrics import (
     ServerMetrics,
     WeightMetrics,
 )
+from service.observability.session_metrics import SessionMetrics
 
 RULES = Path(__file__).parents[2] / "helm" / "coppice" / "monitoring"
 RUNBOOK = "../operate/runbook.md"
@@ -35,6 +36,7 @@ TITLES: dict[type[MetricTable], str] = {
     WeightMetrics: "Weights and adapters",
     PromptKvMetrics: "Prompt KV",
     KvReuseMetrics: "KV reuse",
+    SessionMetrics: "Agent sessions",
     ClusterMetrics: "Cluster",
     AttentionMetrics: "Shared-prefix attention",
     GraphMetrics: "CUDA graphs",

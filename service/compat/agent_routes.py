@@ -13,12 +13,18 @@ from fastapi import APIRouter, Response
 from fastapi.routing import APIRoute
 
 from service.auth.access import agent
-from service.compat import model_and_adapter_routes, openai_chat, openai_completions
+from service.compat import (
+    anthropic_messages,
+    model_and_adapter_routes,
+    openai_chat,
+    openai_completions,
+)
 
 PREFIX = "/sessions/{session_id}"
 SHARED: Sequence[APIRouter] = (
     openai_chat.router,
     openai_completions.router,
+    anthropic_messages.router,
     model_and_adapter_routes.openai,
 )
 Endpoint = Callable[..., Awaitable[Response]]

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from coppice.wire.rollouts import GroupAnswer, GroupRequest, Prompt, RolloutRequest, SampleAnswer
@@ -63,13 +63,22 @@ class SessionCall:
         self._parsed: dict[int, asyncio.Future[ChatResponse]] = {}
 
     async def render(self, chat_request: ChatRequest) -> list[int]:
-        """Token ids of a conversation: those of a recorded call, if it continues one."""
+        """Token ids of a conversation, which begin with those of the call that it continues."""
         await self._begin()
-        self._chat_request = chat_request
-        conversations = self.session.conversations
-        self._match = await asyncio.to_thread(conversations.match, chat_request)
-        self._fallback = "template"
-        return await self._services.tokenizer.chat_request(chat_request)
+        self._chat_request, self._fallback = chat_request, None
+        conversations, tokenizer = self.session.conversations, self._services.tokenizer
+        self._match = match = await asyncio.to_thread(conversations.match, chat_request)
+        if match is None:
+            return await tokenizer.chat_request(chat_request)
+        if self.session.options.history == "sampled":
+            tokens = self.session.tree.token_ids(match.call.segment)
+            rest = await tokenizer.rendered_after(chat_request, match.index, tokens[-1])
+            if rest is not None:
+                return tokenizer.check_token_ids([*tokens, *rest])
+            self._fallback = "no_turn_end"
+        else:
+            self._fallback = "template"
+        return await tokenizer.chat_request(_with_reasoning(chat_request, match))
 
     async def tokenize(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """Token ids of a prompt; those of a recorded call, if the prompt's text continues one."""
@@ -278,6 +287,15 @@ async def _samples_of(rollout: Rollout | None) -> Mapping[int, SampleAnswer]:
         return {}
     await rollout.wait()
     return {sample.index: sample for group in rollout.answers() for sample in group.samples}
+
+
+def _with_reasoning(chat_request: ChatRequest, match: Match) -> ChatRequest:
+    """A conversation whose recorded messages have the reasoning that the agent has dropped."""
+    messages = list(chat_request.messages)
+    for index, call in match.earlier.items():
+        if call.reasoning is not None:
+            messages[index] = {**messages[index], "reasoning": call.reasoning}
+    return replace(chat_request, messages=messages)
 
 
 def _message(response: ChatResponse) -> Mapping[str, Any]:

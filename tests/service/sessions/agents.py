@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 from openai import AsyncOpenAI
 
+from service.cluster.registry import ClusterRegistry
 from service.sessions.session import Session
 from tests.fake_engine import FakeEngine
 from tests.serving import Served, serving
@@ -87,11 +88,14 @@ class Trainer:
 
 @asynccontextmanager
 async def training(
-    tmp_path: Path, engine: FakeEngine | None = None, **sections: dict[str, Any]
+    tmp_path: Path,
+    engine: FakeEngine | None = None,
+    shared: ClusterRegistry | None = None,
+    **sections: dict[str, Any],
 ) -> AsyncIterator[Trainer]:
     engine = engine or FakeEngine()
     async with (
-        serving(engine, tmp_path, wait=True, port=0, shared=None, **sections) as served,
+        serving(engine, tmp_path, wait=True, port=0, shared=shared, **sections) as served,
         httpx.AsyncClient(timeout=30) as http,
     ):
         yield Trainer(served, engine, http)

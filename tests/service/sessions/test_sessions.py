@@ -28,12 +28,32 @@ async def test_turns_of_a_conversation_are_one_path_of_a_tree(tmp_path: Path) ->
     assert answer["groups"][0]["prompt_token_ids"] == list(b"hello")
     assert tokens(answer) == [(True, [5, 6, 7]), (False, list(b"next")), (True, [12, 13, 14])]
     assert [turn["attached"] for turn in answer["turns"]] == ["root", "extended"]
+    assert [turn["reason"] for turn in answer["turns"]] == ["new_conversation", "extended"]
     assert (answer["state"], answer["reward"], answer["metadata"]) == (
         "finished",
         0.5,
         {"task": "17"},
     )
     assert answer["usage"]["num_sampled_tokens"] == 6
+
+
+async def test_history_of_the_template_is_rendered_again(tmp_path: Path) -> None:
+    async with training(tmp_path) as trainer:
+        [agent] = await trainer.create(**LIMITED, history="template")
+        first = await agent.text()
+        await agent.text(replied(HELLO, first, "next"))
+        status = await trainer.status(agent)
+    assert status["attached"] == {"new_conversation": 1, "template": 1}
+
+
+async def test_edited_history_is_a_branch(tmp_path: Path) -> None:
+    async with training(tmp_path) as trainer:
+        [agent] = await trainer.create(**LIMITED)
+        await agent.text()
+        await agent.text(replied(HELLO, "other", "next"))
+        answer = await trainer.finish(agent)
+    assert answer["turns"][1]["reason"] == "edited_history"
+    assert answer["groups"][0]["leaves"] == [turn["segment"] for turn in answer["turns"]]
 
 
 async def test_repeated_call_is_another_sample_of_the_same_prompt(tmp_path: Path) -> None:
@@ -109,7 +129,7 @@ async def test_tool_calls_keep_their_ids_between_answer_and_record(tmp_path: Pat
         assert len(conversations._calls) == 2
         status = await trainer.status(agent)
     assert status["usage"]["num_turns"] == 2
-    assert status["attached"].keys() & {"extended", "template"}
+    assert status["attached"] == {"new_conversation": 1, "extended": 1}
 
 
 async def test_streamed_call_is_recorded(tmp_path: Path) -> None:

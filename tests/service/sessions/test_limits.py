@@ -1,0 +1,331 @@
+"""Limits, lifetimes and access of agent sessions; agents that misbehave."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+from service.cluster.in_memory import InMemoryRegistry
+from tests.fake_engine import FakeEngine
+from tests.service.keyfile import bearer, write_keys
+from tests.service.sessions.agents import HELLO, Agent, Trainer, tokens, training
+
+LIMITED: dict[str, Any] = {"sampling": {"max_tokens": 3}}
+LONG: dict[str, Any] = {"sampling": {"max_tokens": 400}}
+
+
+async def until_running(engine: FakeEngine, number: int = 1) -> None:
+    async with asyncio.timeout(20):
+        while len(engine.running) < number:
+            await asyncio.sleep(0.001)
+
+
+async def until_no_calls(trainer: Trainer, agent: Agent) -> None:
+    async with asyncio.timeout(20):
+        while (await trainer.status(agent))["num_running_calls"]:
+            await asyncio.sleep(0.005)
+
+
+async def test_key_of_a_session_is_accepted_by_its_agent_routes_only(tmp_path: Path) -> None:
+    async with training(tmp_path) as trainer:
+        one, other = await trainer.create(**LIMITED, n=2)
+        foreign = await one.chat(headers=None)
+        assert foreign.status_code == 200
+        for headers in ({}, bearer(other.key), bearer("none"), {"x-api-key": other.key}):
+            path = f"{one.url}/v1/chat/completions"
+            refused = await trainer.http.post(path, json={"messages": HELLO}, headers=headers)
+            assert refused.status_code == 401
+        named = await trainer.http.post(
+            path, json={"messages": HELLO, "max_tokens": 1}, headers={"x-api-key": one.key}
+        )
+        assert named.status_code == 200
+
+
+async def test_keys_of_the_server_and_of_sessions_do_not_replace_each_other(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    secrets = write_keys(file, trainer="rollout", other="rollout", operator="admin")
+    async with training(tmp_path, server={"keys_file": file}) as trainer:
+        [agent] = await trainer.create(bearer(secrets["trainer"]), **LIMITED)
+        assert (await agent.chat()).status_code == 200
+        chat = f"{agent.url}/v1/chat/completions"
+        for secret in secrets.values():
+            owned = await trainer.http.post(chat, json={"messages": HELLO}, headers=bearer(secret))
+            assert owned.status_code == 401
+        base = trainer.served.url
+        mine = bearer(agent.key)
+        native = (f"/v1/sessions/{agent.id}", "/v1/sessions", "/v1/status", "/v1/models")
+        for path in native:
+            assert (await trainer.http.get(base + path, headers=mine)).status_code == 401
+        created = await trainer.http.post(f"{base}/v1/sessions", json={}, headers=mine)
+        assert created.status_code == 401
+        foreign = bearer(secrets["other"])
+        path = f"{base}/v1/sessions/{agent.id}"
+        assert (await trainer.http.get(path, headers=foreign)).status_code == 404
+        assert (await trainer.http.delete(path, headers=foreign)).status_code == 404
+        operator = bearer(secrets["operator"])
+        assert (await trainer.http.get(path, headers=operator)).status_code == 403
+
+
+async def test_web_pages_cannot_use_a_session(tmp_path: Path) -> None:
+    async with training(tmp_path) as trainer:
+        [agent] = await trainer.create(**LIMITED)
+        page = {"origin": "https://evil.example", "sec-fetch-site": "cross-site"}
+        refused = await agent.post("/v1/chat/completions", {"messages": HELLO}, headers=page)
+        rebound = await agent.post(
+            "/v1/chat/completions", {"messages": HELLO}, headers={"host": "evil.example"}
+        )
+    assert (refused.status_code, rebound.status_code) == (403, 403)
+    assert trainer.engine.submitted == []
+
+
+async def test_large_body_is_refused_and_others_are_served(tmp_path: Path) -> None:
+    async with training(tmp_path) as trainer:
+        one, other = await trainer.create(**LIMITED, n=2)
+        headers = {**bearer(one.key), "content-type": "application/json"}
+        path = f"{one.url}/v1/chat/completions"
+        huge = await trainer.http.post(path, content=b"[" * (100 * 2**20), headers=headers)
+        assert huge.status_code == 413
+        assert await other.text()
+        assert (await trainer.status(one))["usage"]["num_turns"] == 0
+
+
+async def test_flood_of_one_agent_is_refused_and_others_are_served(tmp_path: Path) -> None:
+    engine = FakeEngine(instant=False)
+    async with training(tmp_path, engine, sessions={"max_running_calls": 2}) as trainer:
+        one, other = await trainer.create(**LONG, n=2)
+        flood = [asyncio.create_task(one.chat()) for _ in range(12)]
+        await until_running(engine, 2)
+        calm = asyncio.create_task(other.chat())
+        await until_running(engine, 3)
+        engine.step(400)
+        statuses = sorted([(await call).status_code for call in flood])
+        assert (await calm).status_code == 200
+    assert statuses == [200, 200] + [429] * 10
+
+
+async def test_turns_and_tokens_are_limited(tmp_path: Path) -> None:
+    async with training(tmp_path) as trainer:
+        [few] = await trainer.create(**LIMITED, max_turns=1)
+        [short] = await trainer.create(max_tokens_total=7)
+        assert await few.text()
+        assert len(await short.text()) == 2
+        async with few.openai() as speaker:
+            with pytest.raises(openai.PermissionDeniedError) as refused:
+                await speaker.chat.completions.create(model="any", messages=HELLO)
+        assert refused.value.code == "session_exhausted"
+        async with anthropic.AsyncAnthropic(
+            base_url=short.url, api_key=short.key, max_retries=0
+        ) as speaker:
+            with pytest.raises(anthropic.PermissionDeniedError) as budget:
+                await speaker.messages.create(model="any", messages=HELLO, max_tokens=5)
+        assert "7 tokens" in str(budget.value)
+        assert (await trainer.status(short))["usage"]["num_context_tokens"] == 5
+
+
+async def test_calls_after_the_end_are_refused(tmp_path: Path) -> None:
+    async with training(tmp_path) as trainer:
+        [agent] = await trainer.create(**LIMITED)
+        await agent.text()
+        await trainer.finish(agent)
+        late = await agent.chat()
+    assert (late.status_code, late.json()["code"]) == (410, "session_closed")
+
+
+async def test_finish_is_idempotent_and_other_rewards_are_refused(tmp_path: Path) -> None:
+    async with training(tmp_path) as trainer:
+        [agent] = await trainer.create(**LIMITED)
+        await agent.text()
+        first = await trainer.finish(agent, reward=1.0)
+        assert await trainer.finish(agent, reward=1.0) == first
+        path = f"/v1/sessions/{agent.id}/finish"
+        other = await trainer.served.http.post(path, json={"reward": 0.0})
+        assert other.status_code == 410
+        assert await trainer.cancel(agent) == first
+
+
+async def test_two_finishes_at_once_have_one_answer(tmp_path: Path) -> None:
+    engine = FakeEngine(instant=False)
+    async with training(tmp_path, engine) as trainer:
+        [agent] = await trainer.create(**LONG)
+        call = asyncio.create_task(agent.chat())
+        await until_running(engine)
+        engine.step(2)
+        finishes = [trainer.finish(agent, reward=1.0) for _ in range(3)]
+        answers = await asyncio.gather(*finishes)
+        await call
+    assert answers[0] == answers[1] == answers[2]
+    assert tokens(answers[0]) == [(True, [5, 6])]
+    assert answers[0]["turns"][0]["finish_reason"] == "aborted"
+
+
+async def test_disconnected_call_keeps_its_tokens(tmp_path: Path) -> None:
+    engine = FakeEngine(instant=False)
+    async with training(tmp_path, engine) as trainer:
+        [agent] = await trainer.create(**LONG)
+        call = asyncio.create_task(agent.chat())
+        await until_running(engine)
+        engine.step(4)
+        call.cancel()
+        await until_no_calls(trainer, agent)
+        answer = await trainer.tree(agent)
+    assert tokens(answer) == [(True, [5, 6, 7, 8])]
+    assert answer["turns"][0]["finish_reason"] == "aborted"
+
+
+async def test_cancelled_stream_keeps_its_tokens(tmp_path: Path) -> None:
+    engine = FakeEngine(instant=False)
+    async with training(tmp_path, engine) as trainer:
+        [agent] = await trainer.create(**LONG)
+        async with agent.openai() as speaker:
+            stream = await speaker.chat.completions.create(model="any", messages=HELLO, stream=True)
+            await until_running(engine)
+            engine.step(3)
+            async for chunk in stream:
+                if chunk.choices[0].delta.content:
+                    break
+            await stream.close()
+        await until_no_calls(trainer, agent)
+        answer = await trainer.tree(agent)
+    assert tokens(answer) == [(True, [5, 6, 7])]
+
+
+async def test_call_that_samples_nothing_adds_nothing(tmp_path: Path) -> None:
+    engine = FakeEngine(instant=False)
+    async with training(tmp_path, engine) as trainer:
+        [agent] = await trainer.create(**LONG)
+        call = asyncio.create_task(agent.chat())
+        await until_running(engine)
+        call.cancel()
+        await until_no_calls(trainer, agent)
+        answer = await trainer.tree(agent)
+    assert (answer["groups"], answer["turns"]) == ([], [])
+    assert answer["usage"]["num_context_tokens"] == 0
+
+
+async def test_same_prompt_twice_at_once_gives_two_samples(tmp_path: Path) -> None:
+    engine = FakeEngine(instant=False)
+    async with training(tmp_path, engine) as trainer:
+        [agent] = await trainer.create(**LIMITED)
+        calls = [asyncio.create_task(agent.chat()) for _ in range(2)]
+        await until_running(engine, 2)
+        engine.step(3)
+        assert [(await call).status_code for call in calls] == [200, 200]
+        answer = await trainer.finish(agent)
+    assert tokens(answer) == [(True, [5, 6, 7])] * 2
+    assert sorted(turn["reason"] for turn in answer["turns"]) == ["new_conversation", "retry"]
+
+
+async def test_dead_engine_loses_no_session(tmp_path: Path) -> None:
+    engine = FakeEngine(instant=False)
+    async with training(tmp_path, engine) as trainer:
+        [agent] = await trainer.create(**LIMITED)
+        call = asyncio.create_task(agent.chat())
+        await until_running(engine)
+        engine.step(3)
+        assert (await call).status_code == 200
+        second = asyncio.create_task(agent.chat())
+        await until_running(engine)
+        engine.die()
+        assert (await second).status_code == 503
+        answer = await trainer.cancel(agent)
+    assert tokens(answer) == [(True, [5, 6, 7])]
+
+
+async def test_session_expires_after_its_last_call(tmp_path: Path) -> None:
+    async with training(tmp_path) as trainer:
+        [agent] = await trainer.create(**LIMITED, ttl_seconds=0.05)
+        await agent.text()
+        async with asyncio.timeout(20):
+            while (await trainer.status(agent))["state"] == "open":
+                await asyncio.sleep(0.01)
+                trainer.served.server.sessions.check_due()
+        answer = await trainer.tree(agent)
+    assert (answer["state"], answer["end_reason"]) == ("expired", "expired")
+    assert tokens(answer) == [(True, [5, 6, 7])]
+
+
+async def test_running_call_keeps_a_session_open(tmp_path: Path) -> None:
+    engine = FakeEngine(instant=False)
+    async with training(tmp_path, engine) as trainer:
+        [agent] = await trainer.create(**LIMITED, ttl_seconds=0.01)
+        call = asyncio.create_task(agent.chat())
+        await until_running(engine)
+        await asyncio.sleep(0.02)
+        trainer.served.server.sessions.check_due()
+        engine.step(3)
+        assert (await call).status_code == 200
+
+
+async def test_open_sessions_are_limited(tmp_path: Path) -> None:
+    limits = {"max_open": 3, "max_open_per_key": 2}
+    async with training(tmp_path, sessions=limits) as trainer:
+        [one, _] = await trainer.create(n=2)
+        path = "/v1/sessions"
+        assert (await trainer.served.http.post(path, json={})).status_code == 429
+        assert (await trainer.served.http.post(path, json={"n": 4})).status_code == 503
+        await trainer.cancel(one)
+        assert (await trainer.served.http.post(path, json={})).status_code == 200
+
+
+async def test_memory_is_limited_and_ended_sessions_are_dropped_first(tmp_path: Path) -> None:
+    async with training(tmp_path, sessions={"max_bytes": 20_000}) as trainer:
+        [first] = await trainer.create(**LIMITED)
+        await first.text()
+        await trainer.finish(first)
+        [second] = await trainer.create(**LIMITED)
+        await second.text()
+        gone = await trainer.served.http.get(f"/v1/sessions/{first.id}")
+        assert gone.status_code == 404
+        assert (await first.chat()).status_code == 410
+        while (answer := await second.chat()).status_code == 200:
+            pass
+    assert (answer.status_code, answer.json()["code"]) == (503, "overloaded")
+
+
+async def test_retried_creation_returns_the_same_sessions(tmp_path: Path) -> None:
+    async with training(tmp_path) as trainer:
+        headers = {"idempotency-key": "batch-7"}
+        first = await trainer.create(headers, **LIMITED, n=2)
+        again = await trainer.create(headers, **LIMITED, n=2)
+        assert [(agent.id, agent.key) for agent in first] == [
+            (agent.id, agent.key) for agent in again
+        ]
+        body = {**LIMITED, "n": 3}
+        other = await trainer.served.http.post("/v1/sessions", json=body, headers=headers)
+        assert (other.status_code, other.json()["code"]) == (422, "idempotency_mismatch")
+        rollout = {"groups": [{"prompt": {"token_ids": [1]}}], "sampling": {"max_tokens": 1}}
+        answer = await trainer.served.http.post("/v1/rollouts", json=rollout, headers=headers)
+        assert answer.status_code == 200
+
+
+async def test_sessions_of_another_replica_are_redirected(tmp_path: Path) -> None:
+    shared, url = InMemoryRegistry(), "http://owner.example:8000"
+    async with (
+        training(tmp_path / "a", shared=shared, server={"advertised_url": url}) as one,
+        training(tmp_path / "b", shared=shared) as other,
+    ):
+        await other.served.server.cluster.refresh()
+        [agent] = await one.create(**LIMITED, group="step-7")
+        group = f"{agent.id.partition('.')[0]}.step-7"
+        base, path = other.served.url, f"/sessions/{agent.id}/v1/models"
+        found = [
+            await one.http.get(base + f"/v1/sessions/{agent.id}"),
+            await one.http.get(base + path),
+            await one.http.get(f"{base}/v1/sessions", params={"group": group}),
+        ]
+        unknown = await one.http.get(f"{base}/sessions/{'0' * 12}.x/v1/models")
+    assert [answer.status_code for answer in found] == [307] * 3
+    assert found[1].headers["location"] == url + path
+    assert unknown.status_code == 401
+
+
+async def test_base_url_is_that_of_the_replica(tmp_path: Path) -> None:
+    url = "http://owner.example:8000"
+    async with training(tmp_path, server={"advertised_url": url}) as trainer:
+        answer = await trainer.served.http.post("/v1/sessions", json={})
+    [start] = answer.json()["sessions"]
+    assert start["base_url"] == url + start["path"]
+    assert answer.headers["cache-control"] == "no-store"
