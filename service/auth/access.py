@@ -144,9 +144,9 @@ def _authenticate_local(request: Request) -> ApiKey:
 
 
 async def _authenticate_agent(request: Request) -> ApiKey:
-    """Identity of an agent: the name of the API key that created its session, without its roles.
+    """Identity of an agent: the names of its session and of the API key that created it; no role.
 
-    A session of another replica has a key that only this replica knows, so the request is
+    Queues that are fair between names are thus fair between sessions. A session of another replica has a key that only this replica knows, so the request is
     redirected before. Unknown replicas are not looked up: the caller is not authenticated yet.
     """
     session_id: str = request.path_params["session_id"]
@@ -158,7 +158,8 @@ async def _authenticate_agent(request: Request) -> ApiKey:
     given = (key_from_headers(request.headers), request.headers.get("x-api-key"))
     if not any(sessions.has_key(session_id, secret) for secret in given if secret):
         raise Unauthorized()
-    return ApiKey(name=sessions.owner_of(session_id), roles=frozenset())
+    owner = sessions.owner_of(session_id)
+    return ApiKey(name=f"{owner}/{session_id}", roles=frozenset())
 
 
 def key_from_headers(headers: Headers, *, x_api_key: bool = False) -> str | None:

@@ -39,8 +39,8 @@ from service.http.responses import (
 )
 from service.rollouts.idempotency import IdempotencyClaim
 from service.routes.dependencies import SESSION_LOCAL, AnyServer, check_local
-from service.sessions.manager import StreamItem
 from service.sessions.session import Session
+from service.sessions.store import StreamItem
 
 router = APIRouter(prefix="/v1/sessions")
 

@@ -102,7 +102,7 @@ class SessionCall:
 
     async def _begin(self) -> None:
         """Wait for the samples that the agent may refer to, which it has already received."""
-        self.session.check_open()
+        self.session.check_call(1)
         self._services.on_call(self.session)
         await self.session.wait_until_recorded()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from service.sessions import manager
+from service.sessions import store
 from tests.fake_engine import FakeEngine
 from tests.service.sessions.agents import Agent, Trainer, tokens, training
 
@@ -77,7 +77,7 @@ async def test_stream_without_a_group_has_all_groups(tmp_path: Path) -> None:
 async def test_progress_is_sent_while_no_session_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(manager, "PROGRESS_SECONDS", 0.01)
+    monkeypatch.setattr(store, "PROGRESS_SECONDS", 0.01)
     async with training(tmp_path) as trainer:
         [agent] = await trainer.create(**LIMITED)
         async for record in records(trainer, group=await group_of(trainer, agent)):
@@ -122,6 +122,12 @@ async def test_deadline_cancels_open_sessions(tmp_path: Path) -> None:
         first, second, _ = await all_records(trainer, group=group)
     assert first["session"]["end_reason"] == "finished"
     assert (second["session"]["id"], second["session"]["end_reason"]) == (two.id, "deadline")
+
+
+async def test_stream_of_an_unknown_group_is_refused(tmp_path: Path) -> None:
+    async with training(tmp_path) as trainer:
+        answer = await trainer.served.http.get("/v1/sessions", params={"group": "step-7"})
+    assert (answer.status_code, answer.json()["code"]) == (404, "session_not_found")
 
 
 async def test_group_cannot_require_more_sessions_than_it_has(tmp_path: Path) -> None:
