@@ -2,8 +2,8 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 from coppice.wire.rollouts import GroupAnswer, GroupRequest, Prompt, RolloutRequest, SampleAnswer
 from coppice.wire.sampling import Sampling
@@ -19,6 +19,7 @@ from service.rollouts.rollout import Rollout
 from service.rollouts.supports import Supports
 from service.rollouts.tokenizer import Tokenizer
 from service.sessions.history import ASSISTANT, Match, RecordedCall, TextMatch, attachment_reason
+from service.sessions.prompts import Fallback, chat_prompt
 from service.sessions.sampling import limited, merge_sampling
 from service.sessions.session import RunningCall, Session
 from service.sessions.tree import Attachment, Segment
@@ -58,27 +59,24 @@ class SessionCall:
         self._chat_request: ChatRequest | None = None
         self._text: str | None = None
         self._match: Match | TextMatch | None = None
-        self._fallback: Literal["template", "no_turn_end"] | None = None
+        self._fallback: Fallback | None = None
         self._parse: ParseSample | None = None
         self._parsed: dict[int, asyncio.Future[ChatResponse]] = {}
 
     async def render(self, chat_request: ChatRequest) -> list[int]:
         """Token ids of a conversation, which begin with those of the call that it continues."""
         await self._begin()
-        self._chat_request, self._fallback = chat_request, None
-        conversations, tokenizer = self.session.conversations, self._services.tokenizer
-        self._match = match = await asyncio.to_thread(conversations.match, chat_request)
-        if match is None:
-            return await tokenizer.chat_request(chat_request)
-        if self.session.options.history == "sampled":
-            tokens = self.session.tree.token_ids(match.call.segment)
-            rest = await tokenizer.rendered_after(chat_request, match.index, tokens[-1])
-            if rest is not None:
-                return tokenizer.check_token_ids([*tokens, *rest])
-            self._fallback = "no_turn_end"
-        else:
-            self._fallback = "template"
-        return await tokenizer.chat_request(_with_reasoning(chat_request, match))
+        session, tokenizer = self.session, self._services.tokenizer
+        prompt = await chat_prompt(
+            tokenizer,
+            session.tree,
+            session.conversations,
+            chat_request,
+            session.options.history,
+        )
+        self._chat_request = chat_request
+        self._match, self._fallback = prompt.match, prompt.fallback
+        return tokenizer.check_token_ids(prompt.token_ids)
 
     async def tokenize(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """Token ids of a prompt; those of a recorded call, if the prompt's text continues one."""
@@ -287,15 +285,6 @@ async def _samples_of(rollout: Rollout | None) -> Mapping[int, SampleAnswer]:
         return {}
     await rollout.wait()
     return {sample.index: sample for group in rollout.answers() for sample in group.samples}
-
-
-def _with_reasoning(chat_request: ChatRequest, match: Match) -> ChatRequest:
-    """A conversation whose recorded messages have the reasoning that the agent has dropped."""
-    messages = list(chat_request.messages)
-    for index, call in match.earlier.items():
-        if call.reasoning is not None:
-            messages[index] = {**messages[index], "reasoning": call.reasoning}
-    return replace(chat_request, messages=messages)
 
 
 def _message(response: ChatResponse) -> Mapping[str, Any]:
