@@ -1,6 +1,6 @@
 """Python client of the Coppice rollout server, for RL trainers."""
 
-from coppice.client import AsyncRollouts, Pending, Rollouts
+from coppice.client import AsyncRollouts, Pending, Rollouts, Sessions
 from coppice.credit import (
     effective_leaves,
     pruned_by_depth,
@@ -50,12 +50,14 @@ from coppice.errors import (
 )
 from coppice.operations.rollouts import AsyncPending
 from coppice.operations.scoring import Score
+from coppice.operations.sessions import AsyncSessions
 from coppice.plot import plot_tree
 from coppice.prompt_kv.gpu_kv import GpuKvReader, GpuPromptKV
 from coppice.prompt_kv.prompt_kv import PromptKV
 from coppice.prompt_kv.server_kv_source import KvSource
 from coppice.prompts import PromptLike
 from coppice.results import Group, RolloutResult, Sample, Segment, Tree
+from coppice.sessions import AgentSession, SessionGroup, SessionResult
 from coppice.support import Support
 from coppice.transport.retry import Retry
 from coppice.wire.branching import Branching, BranchRequest, Entropy
@@ -86,6 +88,7 @@ from coppice.wire.rollouts import (
 )
 from coppice.wire.sampling import StructuredOutputs
 from coppice.wire.score import ScoreItem
+from coppice.wire.sessions import SessionsFinish
 from coppice.wire.weights import (
     ActivationAnswer,
     AdapterAnswer,
@@ -100,8 +103,10 @@ __all__ = [
     "AdapterAnswer",
     "AdaptersAnswer",
     "AdaptersFull",
+    "AgentSession",
     "AsyncPending",
     "AsyncRollouts",
+    "AsyncSessions",
     "BadAnswer",
     "BaseUnavailable",
     "BranchRequest",
@@ -165,6 +170,11 @@ __all__ = [
     "Segment",
     "SegmentRecord",
     "ServerFailed",
+    "SessionClosed",
+    "SessionGroup",
+    "SessionResult",
+    "Sessions",
+    "SessionsFinish",
     "StartRecord",
     "StatusAnswer",
     "StreamBroken",
@@ -176,7 +186,6 @@ __all__ = [
     "ToolFunction",
     "TransportError",
     "Tree",
-    "SessionClosed",
     "TreeClosed",
     "Unauthorized",
     "Unsupported",

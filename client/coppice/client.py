@@ -10,6 +10,7 @@ from coppice.operations.adapters import AdapterOperations
 from coppice.operations.control import ControlOperations
 from coppice.operations.rollouts import AsyncPending, RolloutOperations
 from coppice.operations.scoring import ScoreOperations
+from coppice.operations.sessions import AsyncSessions
 from coppice.operations.weights import DrafterOperations, WeightsOperations
 from coppice.prompts import PromptLike
 from coppice.rollout_options import RolloutOptions
@@ -23,7 +24,7 @@ from coppice.transport.httpx_drivers import (
     iterate_sync,
     run_sync,
 )
-from coppice.transport.redirects import RedirectPolicy
+from coppice.transport.redirects import RedirectPolicy, parse_address
 from coppice.transport.retry import RequestSender, Retry
 
 P = ParamSpec("P")
@@ -73,9 +74,15 @@ class Operations(
     """All operations of a Coppice server, over any HTTP driver (asyncio or blocking)."""
 
     def __init__(
-        self, driver: Driver, redirect_policy: RedirectPolicy, clock: Clock, retry: Retry
+        self,
+        driver: Driver,
+        redirect_policy: RedirectPolicy,
+        clock: Clock,
+        retry: Retry,
+        base_url: str,
     ) -> None:
         self._sender = RequestSender(RedirectingDriver(driver, redirect_policy), clock, retry)
+        self.sessions = AsyncSessions(self._sender, base_url)
 
     async def aclose(self) -> None:
         """Closes the connections and drops the weights file kept as the base of the next delta."""
@@ -114,7 +121,13 @@ class AsyncRollouts(Operations):
     ) -> None:
         options = client_options(base_url, api_key, timeout)
         driver = AsyncDriver(httpx.AsyncClient(transport=transport, **options))
-        super().__init__(driver, RedirectPolicy(base_url, replicas), clock or AsyncClock(), retry)
+        super().__init__(
+            driver,
+            RedirectPolicy(base_url, replicas),
+            clock or AsyncClock(),
+            retry,
+            parse_address(base_url, None).base_url,
+        )
 
     async def __aenter__(self) -> Self:
         return self
@@ -143,6 +156,17 @@ class Pending(SyncWrapper[AsyncPending]):
     abort = sync_method(AsyncPending.abort)
 
 
+class Sessions(SyncWrapper[AsyncSessions]):
+    """Blocking operations on agent sessions, as `client.sessions`."""
+
+    create = sync_method(AsyncSessions.create)
+    get = sync_method(AsyncSessions.get)
+    tree = sync_method(AsyncSessions.tree)
+    finish = sync_method(AsyncSessions.finish)
+    cancel = sync_method(AsyncSessions.cancel)
+    stream = sync_generator(AsyncSessions.stream)
+
+
 class Rollouts(SyncWrapper[Operations]):
     """Blocking client of a Coppice server.
 
@@ -163,7 +187,11 @@ class Rollouts(SyncWrapper[Operations]):
         options = client_options(base_url, api_key, timeout)
         driver = BlockingDriver(httpx.Client(transport=transport, **options))
         redirect_policy = RedirectPolicy(base_url, replicas)
-        super().__init__(Operations(driver, redirect_policy, clock or BlockingClock(), retry))
+        address = parse_address(base_url, None).base_url
+        super().__init__(
+            Operations(driver, redirect_policy, clock or BlockingClock(), retry, address)
+        )
+        self.sessions = Sessions(self._async.sessions)
 
     rollout = sync_method(Operations.rollout)
     stream = sync_generator(Operations.stream)

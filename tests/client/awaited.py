@@ -5,13 +5,15 @@ import inspect
 from collections.abc import AsyncGenerator, Callable, Generator
 from typing import Any
 
-from coppice import AsyncPending, AsyncRollouts
+from coppice import AsyncPending, AsyncRollouts, AsyncSessions
 
 
 class Awaited:
     """Runs every coroutine to completion on its own loop."""
 
-    def __init__(self, client: AsyncRollouts | AsyncPending, runner: asyncio.Runner) -> None:
+    def __init__(
+        self, client: AsyncRollouts | AsyncPending | AsyncSessions, runner: asyncio.Runner
+    ) -> None:
         self._client = client
         self._runner = runner
 
@@ -20,6 +22,8 @@ class Awaited:
 
     def __getattr__(self, name: str) -> Any:
         attribute = getattr(self._client, name)
+        if isinstance(attribute, AsyncSessions):
+            return Awaited(attribute, self._runner)
         return self._calling(attribute) if callable(attribute) else attribute
 
     def _calling(self, method: Callable[..., Any]) -> Callable[..., Any]:
