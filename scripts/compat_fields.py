@@ -15,9 +15,16 @@ sys.path.insert(0, str(ROOT))
 
 from service.compat import unsupported  # noqa: E402
 from service.compat.anthropic_bodies import MessagesBody  # noqa: E402
-from service.compat.field_table import NEUTRAL, REFUSED, UNKNOWN  # noqa: E402
+from service.compat.field_table import (  # noqa: E402
+    NEUTRAL,
+    REFUSED,
+    RESPONSES_REFUSED,
+    UNKNOWN,
+    Refused,
+)
 from service.compat.openai_chat import ChatBody  # noqa: E402
 from service.compat.openai_completions import CompletionBody  # noqa: E402
+from service.compat.openai_response_bodies import ResponsesBody  # noqa: E402
 from service.compat.sglang_generate import SglangBody, SglangSampling  # noqa: E402
 from service.compat.vllm_tokens import GenerateBody, GenerateSampling  # noqa: E402
 
@@ -28,6 +35,7 @@ SERVED: dict[str, tuple[type[BaseModel], ...]] = {
     "/inference/v1/generate": (GenerateBody, GenerateSampling),
     "/generate": (SglangBody, SglangSampling),
     "/v1/messages": (MessagesBody,),
+    "/v1/responses": (ResponsesBody,),
 }
 FIELDS = """# Request fields and refused routes
 
@@ -40,9 +48,9 @@ writes this page.
 The routes that sample are allow-lists. A field is served, neutral or refused:
 
 - A served field has its effect on the named routes. `all` stands for `/v1/completions`,
-  `/v1/chat/completions`, `/v1/messages`, `/inference/v1/generate` and `/generate`. The last two
-  take sampling parameters in `sampling_params`. `/v1/messages/count_tokens` serves the fields of
-  `/v1/messages` that the prompt depends on.
+  `/v1/chat/completions`, `/v1/responses`, `/v1/messages`, `/inference/v1/generate` and
+  `/generate`. The last two take sampling parameters in `sampling_params`.
+  `/v1/messages/count_tokens` serves the fields of `/v1/messages` that the prompt depends on.
 - A neutral field has no effect on the samples and their answer. Its value is ignored.
 - A refused field is accepted with `null` and with its neutral values, which have no effect. Any
   other value is refused with the text of the last column.
@@ -88,11 +96,22 @@ def _elsewhere(name: str, *, everywhere: bool) -> Iterator[str]:
     elif name in NEUTRAL:
         yield from ("neutral", "", NEUTRAL[name])
     elif name in REFUSED:
-        field = REFUSED[name]
-        values = ", ".join(f"`{json.dumps(value)}`" for value in field.allowed_values)
-        yield from ("refused", values, field.suggestion)
+        yield from _refused(REFUSED[name])
     else:
         yield from ("refused", "", UNKNOWN)
+
+
+def _refused(field: Refused) -> Iterator[str]:
+    values = ", ".join(f"`{json.dumps(value)}`" for value in field.allowed_values)
+    yield from ("refused", values, field.suggestion)
+
+
+def of_responses() -> str:
+    """Rows of the fields that only /v1/responses refuses."""
+    return "".join(
+        f"| `{name}` of `/v1/responses` |  | {' | '.join(_refused(field))} |\n"
+        for name, field in RESPONSES_REFUSED.items()
+    )
 
 
 def routes() -> str:
@@ -110,7 +129,7 @@ def routes() -> str:
 
 
 def rendered() -> str:
-    return FIELDS + fields() + ROUTES + routes()
+    return FIELDS + fields() + of_responses() + ROUTES + routes()
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from service.auth.keys import Keyring
 from service.cluster.registry import ClusterRegistry
 from service.compat.app import RouteAudience, create_compat_app
 from service.compat.compat_request import RequestIds
+from service.compat.openai_response_store import ResponseStore
 from service.compat.weight_updates import WeightUpdates
 from service.config.settings import Settings
 from service.http import exception_handlers
@@ -137,6 +138,7 @@ def _add_compat(app: FastAPI, server: Server, audience: RouteAudience) -> None:
     compat.state.keyring = app.state.keyring
     compat.state.allowed_hosts = app.state.allowed_hosts
     compat.state.request_ids = RequestIds()
+    app.state.responses = compat.state.responses = ResponseStore()
     compat.state.weight_updates = WeightUpdates(server)
     app.state.compat = compat
     app.router.default = compat

@@ -20,6 +20,7 @@ from service.compat import (
     model_and_adapter_routes,
     openai_chat,
     openai_completions,
+    openai_responses,
     sglang_control,
     sglang_generate,
     unsupported,
@@ -39,6 +40,7 @@ OPENAI = (
     model_and_adapter_routes.openai,
     openai_completions.router,
     openai_chat.router,
+    openai_responses.router,
     unsupported.openai,
 )
 ROUTERS: dict[CompatApi, Sequence[APIRouter]] = {

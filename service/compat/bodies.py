@@ -4,8 +4,8 @@ These clients send more fields than are needed. Fields without effect are accept
 fields that a route does not serve are refused (service/compat/field_table.py).
 """
 
-from collections.abc import Iterator
-from typing import Annotated, Any, TypeVar
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from coppice.wire.base import MAX_TOKENS, TokenIds
 from coppice.wire.rollouts import MAX_GROUPS
 from engine.types import EngineInfo, TruncationSide
-from service.compat.field_table import INTERNAL_FIELDS, REFUSED, check_field
+from service.compat.field_table import INTERNAL_FIELDS, REFUSED, Refused, check_field
 from service.http.errors import InvalidRequest
 from service.observability.metrics import Metrics
 from service.server import Server
@@ -38,6 +38,9 @@ class CompatModel(BaseModel):
     """Pydantic model of a request body that keeps unknown fields, for `check_extra_fields`."""
 
     model_config = ConfigDict(extra="allow", frozen=True, protected_namespaces=())
+
+    refused: ClassVar[Mapping[str, Refused]] = {}
+    """Fields that this body refuses, unlike others (see field_table)."""
 
 
 class SamplingBody(CompatModel):
@@ -94,7 +97,7 @@ def check_extra_fields(body: CompatModel, metrics: Metrics) -> None:
         is_strict = isinstance(nested, SamplingBody)
         for name, value in (nested.model_extra or {}).items():
             if is_strict or name in REFUSED:
-                check_field(name, value)
+                check_field(name, value, nested.refused)
             if value is None or name in REFUSED or (is_strict and name not in INTERNAL_FIELDS):
                 continue
             kind = "dropped" if name in INTERNAL_FIELDS else "unknown"

@@ -6,6 +6,7 @@ one has no effect on them. A field in no table is refused, too: nobody has decid
 docs/migrate/refused.md is generated from these tables and the body models.
 """
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from service.http.errors import InvalidRequest
@@ -151,9 +152,20 @@ REFUSED: dict[str, Refused] = {
     "mcp_servers": Refused(([],), _CLIENT_TOOLS),
     "context_management": Refused(_NO_EDITS, _EDITS),
     "compaction": Refused(({},), _EDITS),
+    "truncation": Refused(("disabled",), "prompts are not truncated: shorten the input"),
+    "conversation": Refused((), "conversations are not stored: use previous_response_id"),
+    "enable_response_messages": Refused((False,), "use return_token_ids to get the token ids"),
+    "previous_input_messages": Refused(([],), "not supported: send the messages in input"),
+    "image": Refused((), _TEXT_ONLY),
     "thread": Refused((), "not supported: send all messages"),
     "fallbacks": Refused(([],), "one model is served: repeat the request at another server"),
 }
+
+RESPONSES_REFUSED: dict[str, Refused] = {
+    "background": Refused((False,), "not supported: wait for the response, or stream it"),
+    "prompt": Refused((), "prompt templates are not stored: send instructions and input"),
+}
+"""Fields that only /v1/responses refuses: elsewhere they have another meaning."""
 
 INTERNALS = "controls engine internals; it is not passed on"
 
@@ -232,6 +244,8 @@ NEUTRAL: dict[str, str] = {
     "speed": "speed",
     "user_profile_id": "names an end user",
     "workspace_id": "operation",
+    "access_programs": "operation",
+    "max_tool_calls": "counts tools that the server runs; it runs none",
     "kv_transfer_params": INTERNALS,
     "ec_transfer_params": INTERNALS,
     "vllm_xargs": INTERNALS,
@@ -245,11 +259,14 @@ UNKNOWN = (
 )
 
 
-def check_field(name: str, value: Any) -> None:
-    """Raise InvalidRequest if a field that is not served has an effect or is not known."""
-    if name in NEUTRAL or value is None:
+def check_field(name: str, value: Any, refused: Mapping[str, Refused] = REFUSED) -> None:
+    """Raise InvalidRequest if a field that is not served has an effect or is not known.
+
+    `refused` are fields that only its route refuses; the tables have the others.
+    """
+    field = refused.get(name) or REFUSED.get(name)
+    if value is None or (field is None and name in NEUTRAL):
         return
-    field = REFUSED.get(name)
     if field is None:
         raise InvalidRequest.of_parameter(name, UNKNOWN)
     if not _is_neutral(value, field):

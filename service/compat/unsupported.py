@@ -32,7 +32,8 @@ SKYRL = (
     "weights with PUT /v1/weights, or with vLLM's POST /update_weights"
 )
 _GENERATIVE = "only a generative model is served: send the request to an embedding server"
-_OTHER_CHAT = "not supported: use /v1/chat/completions"
+_CANCEL = "responses do not run in the background: close the connection to cancel one"
+_ITEMS = "not supported: the client has the input that it sent"
 _RENDER = "not supported: use /tokenize with messages, and send its token ids to /v1/completions"
 
 VLLM_ROUTES = {
@@ -55,7 +56,8 @@ SGLANG_ROUTES = {
 }
 OPENAI_ROUTES = {
     **dict.fromkeys(("/v1/embeddings", "/v1/rerank", "/pooling", "/classify"), _GENERATIVE),
-    "/v1/responses": _OTHER_CHAT,
+    "/v1/responses/{response_id}/cancel": _CANCEL,
+    "/v1/responses/{response_id}/input_items": _ITEMS,
 }
 _ADMIN_RESPONSES = declare_responses({}, *AUTH_ERRORS, Unsupported)
 _CALLER_RESPONSES = as_openai(declare_responses({}, *AUTH_ERRORS, InvalidJson, Unsupported))
@@ -63,6 +65,13 @@ _CALLER_RESPONSES = as_openai(declare_responses({}, *AUTH_ERRORS, InvalidJson, U
 
 def _refusal(suggestion: str) -> Callable[[], Awaitable[Response]]:
     async def refuse() -> Response:
+        raise Unsupported(suggestion)
+
+    return refuse
+
+
+def _refusal_of_response(suggestion: str) -> Callable[[str], Awaitable[Response]]:
+    async def refuse(response_id: str) -> Response:
         raise Unsupported(suggestion)
 
     return refuse
@@ -79,7 +88,9 @@ def _admin_routes(suggestions: dict[str, str]) -> APIRouter:
 def _caller_routes(suggestions: dict[str, str]) -> APIRouter:
     router = APIRouter(route_class=OpenAIRoute)
     for path, suggestion in suggestions.items():
-        refuse = allow_any_key(_refusal(suggestion))
+        of_response = "{response_id}" in path
+        refuse = _refusal_of_response(suggestion) if of_response else _refusal(suggestion)
+        allow_any_key(refuse)
         router.get(path, responses=_CALLER_RESPONSES)(refuse)
         router.post(path, responses=_CALLER_RESPONSES)(refuse)
     return router

@@ -18,6 +18,7 @@ from openai.types.chat.completion_create_params import CompletionCreateParamsBas
 from openai.types.completion_create_params import (
     CompletionCreateParamsBase as CompletionParams,
 )
+from openai.types.responses.response_create_params import ResponseCreateParamsBase
 from pydantic import BaseModel
 from vllm.entrypoints.anthropic.protocol import (
     AnthropicCountTokensRequest,
@@ -25,6 +26,7 @@ from vllm.entrypoints.anthropic.protocol import (
 )
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
 from vllm.entrypoints.serve.tokenize.protocol import (
     DetokenizeRequest,
@@ -35,9 +37,11 @@ from vllm.renderers.chat_utils import CustomChatCompletionMessageParam
 from vllm.sampling_params import SamplingParams
 
 from service.compat.anthropic_bodies import CountTokensBody, MessagesBody
+from service.compat.bodies import CompatModel
 from service.compat.field_table import NEUTRAL, REFUSED
 from service.compat.openai_chat import ChatBody, ChatMessage
 from service.compat.openai_completions import CompletionBody
+from service.compat.openai_response_bodies import ResponsesBody
 from service.compat.sglang_generate import SglangBody, SglangSampling
 from service.compat.vllm_tokens import DetokenizeBody, GenerateBody, GenerateSampling, TokenizeBody
 from tests.compat.third_party import foreign
@@ -110,6 +114,8 @@ REQUESTS: dict[str, tuple[Iterable[str], type[BaseModel]]] = {
     "sglang chat": (SGLANG_CHAT.split(), ChatBody),
     "openai chat": (CompletionCreateParamsBase.__annotations__, ChatBody),
     "openai completion": (CompletionParams.__annotations__, CompletionBody),
+    "responses": (ResponsesRequest.model_fields, ResponsesBody),
+    "openai responses": (ResponseCreateParamsBase.__annotations__, ResponsesBody),
     "messages": (AnthropicMessagesRequest.model_fields, MessagesBody),
     "anthropic messages": (MessageCreateParamsBase.__annotations__, MessagesBody),
     # `betas` is a header.
@@ -126,7 +132,8 @@ REQUESTS: dict[str, tuple[Iterable[str], type[BaseModel]]] = {
 @pytest.mark.parametrize("name", REQUESTS)
 def test_every_field_of_other_servers_is_in_a_table(name: str) -> None:
     theirs, ours = REQUESTS[name]
-    assert set(theirs) - {*ours.model_fields, *REFUSED, *NEUTRAL} == set()
+    of_route = ours.refused if issubclass(ours, CompatModel) else {}
+    assert set(theirs) - {*ours.model_fields, *REFUSED, *NEUTRAL, *of_route} == set()
 
 
 def test_no_field_is_both_neutral_and_refused() -> None:

@@ -1,0 +1,201 @@
+"""Output items of a response of OpenAI's Responses API, and the events of their stream."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic_core import to_json
+
+from coppice.wire.problem_catalogue import Problem
+from coppice.wire.result_formats import EndRecord, ProgressRecord
+from coppice.wire.rollouts import SampleAnswer
+from engine.types import ChatResponse, ToolCall
+from service.compat.chat_samples import ChatSamples, MessageParts
+from service.compat.openai_errors import problem_message
+from service.compat.openai_response_items import custom_input, encoded_reasoning
+from service.compat.openai_stream import KEEP_ALIVE, error_event
+from service.compat.sample_stream import SamplePart, sample_parts
+
+Event = dict[str, Any]
+Item = dict[str, Any]
+Logprobs = list[dict[str, Any]]
+ToResponse = Callable[[SampleAnswer, list[Item]], Awaitable[Item]]
+
+
+@dataclass(slots=True, kw_only=True)
+class OutputItems:
+    """Output items of one response, built from its parts; each call returns events of a stream.
+
+    `logprobs` are set before the last part is added.
+    """
+
+    name: str
+    custom_tools: frozenset[str]
+    encrypts: bool
+    logprobs: Logprobs = field(default_factory=list)
+    items: list[Item] = field(default_factory=list)
+    _text: str = ""
+
+    def add(self, part: ChatResponse) -> list[Event]:
+        """Events of the next part of the response."""
+        return list(self._events(part))
+
+    def end(self, status: str) -> list[Event]:
+        """Events that close the last item; a response without items has an empty message."""
+        opened = [] if self.items else list(self._open_text("message"))
+        return [*opened, *self._close(status)]
+
+    def _events(self, part: ChatResponse) -> Iterator[Event]:
+        if part.reasoning:
+            yield from self._add_text("reasoning", part.reasoning)
+        if part.content:
+            yield from self._add_text("message", part.content)
+        for call in part.tool_calls:
+            yield from self._close("completed")
+            yield from self._add_call(call)
+
+    @property
+    def _last(self) -> Item | None:
+        """The item that is still open."""
+        last = self.items[-1] if self.items else None
+        return last if last and last.get("status") == "in_progress" else None
+
+    def _add_text(self, kind: str, text: str) -> Iterator[Event]:
+        last = self._last
+        if last is None or last["type"] != kind:
+            yield from self._close("completed")
+            yield from self._open_text(kind)
+        self._text += text
+        more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
+        yield self._of_part(f"{_TEXTS[kind]}.delta", {"delta": text, **more})
+
+    def _open_text(self, kind: str) -> Iterator[Event]:
+        self._text = ""
+        own: dict[str, Any] = {"role": "assistant"} if kind == "message" else {"summary": []}
+        item = {"type": kind, "id": self._id(kind), "status": "in_progress", **own, "content": []}
+        self.items.append(item)
+        yield self._of_item("response.output_item.added", item)
+        yield self._of_part("response.content_part.added", {"part": self._part("")})
+
+    def _close(self, status: str) -> Iterator[Event]:
+        item = self._last
+        if item is None:
+            return
+        kind, part = item["type"], self._part(self._text)
+        more = {"logprobs": part["logprobs"]} if kind == "message" else {}
+        yield self._of_part(f"{_TEXTS[kind]}.done", {"text": self._text, **more})
+        yield self._of_part("response.content_part.done", {"part": part})
+        item |= {"content": [part], "status": status}
+        if kind == "reasoning" and self.encrypts:
+            item["encrypted_content"] = encoded_reasoning(self._text)
+        yield self._of_item("response.output_item.done", item)
+
+    def _part(self, text: str) -> dict[str, Any]:
+        if self.items[-1]["type"] == "reasoning":
+            return {"type": "reasoning_text", "text": text}
+        logprobs = self.logprobs if text else []
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+    def _add_call(self, call: ToolCall) -> Iterator[Event]:
+        custom = call.name in self.custom_tools
+        kind = "custom_tool_call" if custom else "function_call"
+        name, text = ("input", custom_input(call.arguments)) if custom else _arguments(call)
+        item = {"type": kind, "id": self._id(kind), "call_id": call.id, "name": call.name}
+        done = {**item, name: text, "status": "completed"}
+        self.items.append(done)
+        yield self._of_item("response.output_item.added", {**done, name: "", "status": _RUNNING})
+        event = _TEXTS[kind]
+        place = {"item_id": item["id"], "output_index": len(self.items) - 1}
+        yield {"type": f"{event}.delta", **place, "delta": text}
+        yield {"type": f"{event}.done", **place, name: text, "name": call.name}
+        yield self._of_item("response.output_item.done", done)
+
+    def _id(self, kind: str) -> str:
+        return f"{_IDS[kind]}_{self.name}_{len(self.items)}"
+
+    def _of_item(self, kind: str, item: Item) -> Event:
+        return {"type": kind, "output_index": len(self.items) - 1, "item": dict(item)}
+
+    def _of_part(self, kind: str, fields: dict[str, Any]) -> Event:
+        place = {"output_index": len(self.items) - 1, "content_index": 0}
+        return {"type": kind, "item_id": self.items[-1]["id"], **place, **fields}
+
+
+_RUNNING = "in_progress"
+_IDS = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "custom_tool_call": "ctc",
+}
+_TEXTS = {
+    "message": "response.output_text",
+    "reasoning": "response.reasoning_text",
+    "function_call": "response.function_call_arguments",
+    "custom_tool_call": "response.custom_tool_call_input",
+}
+
+
+def _arguments(call: ToolCall) -> tuple[str, str]:
+    return "arguments", call.arguments
+
+
+@dataclass(slots=True, kw_only=True)
+class ResponseStream:
+    """Server-sent events of one streamed response, with their sequence numbers.
+
+    `head` is the response before its first token. `finish` returns it after the last one.
+    """
+
+    samples: ChatSamples
+    head: Item
+    items: OutputItems
+    to_logprobs: Callable[[SampleAnswer], Awaitable[Logprobs]]
+    finish: ToResponse
+    _number: int = 0
+
+    async def events(self) -> AsyncIterator[bytes]:
+        for kind in ("response.created", "response.in_progress"):
+            yield await asyncio.to_thread(self._encoded, {"type": kind, "response": self.head})
+        parts, last = MessageParts(self.samples), None
+        async for part in sample_parts(self.samples.rollout):
+            match part:
+                case ProgressRecord():
+                    yield KEEP_ALIVE
+                case SamplePart(sample=sample):
+                    if sample is not None:
+                        self.samples.check_ended(sample)
+                        self.items.logprobs = await self.to_logprobs(sample)
+                        last = sample
+                    added = await parts.next(part)
+                    for encoded in await asyncio.to_thread(self._added, added):
+                        yield encoded
+                case EndRecord(problem=problem) if problem is not None:
+                    yield error_event(self.samples.call.server, problem, self.failed)
+                    return
+        assert last is not None, "a rollout without a problem has a sample"
+        for end in self.items.end(item_status(last)):
+            yield self._encoded(end)
+        response = await self.finish(last, self.items.items)
+        event = {"type": f"response.{response['status']}", "response": response}
+        yield await asyncio.to_thread(self._encoded, event)
+
+    def failed(self, problem: Problem) -> bytes:
+        """Encoded event of a failure."""
+        error = {"code": "server_error", "message": problem_message(problem)}
+        response = {**self.head, "status": "failed", "error": error, "output": self.items.items}
+        return self._encoded({"type": "response.failed", "response": response})
+
+    def _added(self, part: ChatResponse) -> list[bytes]:
+        return [self._encoded(event) for event in self.items.add(part)]
+
+    def _encoded(self, event: Event) -> bytes:
+        data = to_json({**event, "sequence_number": self._number})
+        self._number += 1
+        return f"event: {event['type']}\n".encode() + b"data: " + data + b"\n\n"
+
+
+def item_status(sample: SampleAnswer) -> str:
+    """Status of a response, and of its last item."""
+    return "incomplete" if sample.finish_reason == "length" else "completed"
