@@ -1,10 +1,11 @@
 """KV connector that vLLM loads by module path, once in EngineCore and once per worker.
 
-It forwards vLLM's calls to the scheduler and worker sides, guarded. It never delays the release of
-blocks: a prompt is exported or not, and the status in the arena says which. KV is loaded before the
+It forwards vLLM's calls to the scheduler and worker sides, guarded. Blocks of a prompt are held
+until it is exported or not; the status in the arena says which. KV is loaded before the
 step's forward pass. Blocks that could not be filled are reported, and vLLM prefills them.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -17,9 +18,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from engine.kv_transfer.cache_layout import CacheLayout, UnsupportedCache, cache_layouts
-from engine.kv_transfer.core.export_planner import ExportPlanner
+from engine.kv_transfer.core.export_planner import ExportPlanner, HeldBlocks
 from engine.kv_transfer.core.load_planner import LoadPlanner
-from engine.kv_transfer.jobs import PromptExport, StepJobs
+from engine.kv_transfer.jobs import EndedExports, PromptExport, StepJobs
 from engine.kv_transfer.worker.export_writer import EXPORT_FEATURE
 from engine.kv_transfer.worker.loader import LOAD_FEATURE, Loader
 from engine.kv_transfer.worker.prompt_writer import PromptWriter
@@ -50,6 +51,7 @@ class PromptKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.can_load = len(self.layouts) == 1 and self.layouts[0].window is None
         self.load_planner = LoadPlanner(self.layouts[0] if self.can_load else None)
         self.export_planner = ExportPlanner(self.layouts, on_exported=self.load_planner.on_exported)
+        self.held_blocks = HeldBlocks(self.layouts[0].num_ranks if self.layouts else 1)
         self.writer: PromptWriter | None = None
         self.loader: Loader | None = None
         if self.layouts and role == KVConnectorRole.WORKER:
@@ -63,6 +65,20 @@ class PromptKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return False
 
     # Scheduler side
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self.held_blocks.bind(gpu_block_pool)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        if connector_output.kv_connector_worker_meta is not None:
+            self.held_blocks.on_ended(connector_output.kv_connector_worker_meta.num_ranks)
+
+    def has_pending_push_work(self) -> bool:
+        """True while blocks are held: their release is reported by a step."""
+        return bool(self.held_blocks)
+
+    def has_pending_block_frees(self) -> bool:
+        return bool(self.held_blocks)
 
     @EXPORT_FEATURE.guarded_with_default(None)
     def on_new_request(self, request: Any) -> None:
@@ -90,7 +106,8 @@ class PromptKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @EXPORT_FEATURE.guarded_with_default(_NO_EXPORTS)
     def _plan_exports(self, scheduler_output: Any) -> tuple[PromptExport, ...]:
-        return self.export_planner.plan(scheduler_output)
+        exports = self.export_planner.plan(scheduler_output)
+        return tuple(self.held_blocks.hold(export) for export in exports)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
         return self.request_finished_all_groups(request, (block_ids,))
@@ -147,6 +164,10 @@ class PromptKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         end = self.writer.fail if self.loader.take_step_failed() else self.writer.export
         for export in self._get_connector_metadata().exports:
             end(export)
+
+    def build_connector_worker_meta(self) -> EndedExports | None:
+        ended = Counter[int]() if self.writer is None else self.writer.take_ended()
+        return EndedExports(num_ranks=ended) if ended else None
 
     @EXPORT_FEATURE.guarded_with_default(None)
     def shutdown(self) -> None:

@@ -1,9 +1,14 @@
 """Per-step metadata that the connector's scheduler side sends to the worker side."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
 
 from engine.kv_types import ExportSlot, ExportStatus, LoadPiece
 
@@ -13,12 +18,13 @@ class PromptExport:
     """Export of a prompt whose blocks are complete after this step's forward pass.
 
     `block_ids` are, per KV cache group, the blocks of the tokens to export. `status` is the status
-    to write if the export succeeds.
+    to write if the export succeeds. `number` identifies its blocks, which EngineCore holds.
     """
 
     target_slot: ExportSlot
     block_ids: Mapping[int, tuple[int, ...]]
     status: ExportStatus
+    number: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +34,7 @@ class ExportJob:
     target_slot: ExportSlot
     block_ids: tuple[int, ...]
     status: ExportStatus
+    number: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,3 +52,13 @@ class LoadJob:
 class StepJobs(KVConnectorMetadata):  # type: ignore[misc]
     exports: tuple[PromptExport, ...] = ()
     loads: tuple[LoadJob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndedExports(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """Numbers of exports that have ended, with the number of ranks on which they have."""
+
+    num_ranks: Counter[int]
+
+    def aggregate(self, other: Any) -> "EndedExports":
+        return EndedExports(num_ranks=self.num_ranks + other.num_ranks)

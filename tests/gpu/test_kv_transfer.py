@@ -79,24 +79,29 @@ class MemoryTarget:
 
 
 @cuda_only
-def test_blocks_are_read_before_later_work_overwrites_them() -> None:
+def test_blocks_are_read_after_the_step_that_fills_them() -> None:
+    """The thread that runs steps does not wait, neither for its step nor for the copies."""
     from engine.kv_transfer.worker.cuda_blocks import CudaBlockReader
 
     on_device, failures = caches(), list[Failure | None]()
-    before = [cache.cpu().clone() for cache in on_device]
+    filled = [cache.cpu().clone() for cache in on_device]
+    for cache in on_device:
+        cache.zero_()
     reader, outs = CudaBlockReader(on_device), []
+    reader.warm_up()
     tables = [[i % NUM_BLOCKS, (i + 5) % NUM_BLOCKS] for i in range(32)]
+    torch.cuda._sleep(10**8)  # type: ignore[no-untyped-call]
+    for cache, values in zip(on_device, filled, strict=True):
+        cache.copy_(values.to(DEVICE, non_blocking=True))
     for blocks in tables:
         out = torch.zeros(LAYERS, 2, HEADS, 2 * BLOCK - 7, SIZE, dtype=torch.bfloat16)
         reader.copy(blocks, MemoryTarget(out), failures.append)
         outs.append(out)
-    for cache in on_device:
-        cache.zero_()  # as the next step would
     reader.flush()
     assert failures == [None] * len(tables)
     for blocks, out in zip(tables, outs, strict=True):
         want = torch.empty_like(out)
-        slow_gather(before, blocks, want)
+        slow_gather(filled, blocks, want)
         assert torch.equal(out, want)
 
 
@@ -298,6 +303,8 @@ def test_burst_of_exports_is_committed_completely(exporting: LiveEngine, tmp_pat
     flushed(exporting)
     assert [arena.words(slot) for slot in slots] == [COMMITTED] * len(slots)
     arena.check()
+    exporting.finish(exporting.submit([1, 2, 3], max_tokens=2))  # its steps report the ends
+    assert exporting.core.coppice_check_pool()["num_references"] == 0
 
 
 def test_loaded_span_gives_the_tokens_of_a_prefilled_one(tmp_path: Path) -> None:

@@ -1,13 +1,13 @@
 """Plans exports in EngineCore: which prompts a step completes, and under which weights.
 
-A prompt is exported in the step that prefills the last token to export, so no block has to outlive
-its request. Its KV belongs to one epoch, the time between two activations, or is mixed. A request
-starts over when it is scheduled for the first time or after a preemption, and then matches no block
-of an earlier epoch.
+A prompt is exported after the step that prefills the last token to export. Its blocks are held, as
+the workers read them while later steps run. Its KV belongs to one epoch, the time between two
+activations, or is mixed. A request starts over when it is scheduled for the first time or after a
+preemption, and then matches no block of an earlier epoch.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from engine.kv_transfer.cache_layout import CacheLayout
@@ -87,6 +87,45 @@ class ExportPlanner:
         elif slot.name is not None:
             self._on_exported(slot.name)
         return PromptExport(target_slot=slot, block_ids=blocks, status=status)
+
+
+class HeldBlocks:
+    """References to the blocks of exports that have not ended, so that vLLM does not reuse them.
+
+    A request may finish, be preempted, or slide its window while its prompt is copied. An export is
+    released when all ranks have reported its end. Called from EngineCore's loop only.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._pool: Any = None
+        self._held: dict[int, list[Any]] = {}
+        self._remaining: dict[int, int] = {}
+        self._next = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._held)
+
+    def bind(self, pool: Any) -> None:
+        self._pool = pool
+
+    def hold(self, export: PromptExport) -> PromptExport:
+        """Reference the blocks of an export, and number it."""
+        assert self._pool is not None, "the pool is bound before a request is scheduled"
+        ids = dict.fromkeys(block for blocks in export.block_ids.values() for block in blocks)
+        ids.pop(NULL_BLOCK, None)
+        number, self._next = self._next, self._next + 1
+        self._held[number] = [self._pool.blocks[block] for block in ids]
+        self._remaining[number] = self._num_ranks
+        self._pool.touch(self._held[number])
+        return replace(export, number=number)
+
+    def on_ended(self, num_ranks: Mapping[int, int]) -> None:
+        for number, count in num_ranks.items():
+            self._remaining[number] -= count
+            if not self._remaining[number]:
+                del self._remaining[number]
+                self._pool.free_blocks(reversed(self._held.pop(number)))
 
 
 def _stored_blocks(

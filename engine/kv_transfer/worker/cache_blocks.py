@@ -3,8 +3,8 @@
 cuda_blocks and cuda_writer have the implementations for GPUs.
 
 `BlockReader.copy` either raises, or calls `on_done` exactly once, with None or the failure, when
-the bytes have been written or never will be. No block is read after `copy` has returned and the
-work it queued on the current stream has run, so the scheduler may reallocate the blocks.
+the bytes have been written or never will be. No block is read after that, so the scheduler may
+reallocate the blocks.
 
 `BlockWriter.write` reads the span before it returns, or later on the current stream if the span's
 memory is registered with the driver of a GPU: then its slot may be reused after `flush`, or after

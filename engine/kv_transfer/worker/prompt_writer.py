@@ -5,6 +5,7 @@ end writes the status.
 """
 
 import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ class PromptStatuses:
         self._num_regions = num_regions
         self._lock = threading.Lock()
         self._known: dict[tuple[Path, int], list[ExportStatus]] = {}
+        self._ended: Counter[int] = Counter()
 
     def add(self, job: ExportJob, status: ExportStatus) -> ExportStatus | None:
         """Record the status of one region; returns that of the prompt after the last one.
@@ -40,6 +42,17 @@ class PromptStatuses:
                 return None
             del self._known[slot.arena, slot.status_offset]
         return max(known)
+
+    def end(self, job: ExportJob) -> None:
+        """Record that the blocks of a prompt are not read any more."""
+        if job.number is not None:
+            with self._lock:
+                self._ended[job.number] += 1
+
+    def take_ended(self) -> Counter[int]:
+        with self._lock:
+            ended, self._ended = self._ended, Counter()
+        return ended
 
 
 class RegionWriter(ExportWriter):
@@ -56,6 +69,7 @@ class RegionWriter(ExportWriter):
         if final is not None:
             # A failure must not reach `fail`, which would record a status of the next export.
             attempt(super()._write_status, job, final)
+            self._statuses.end(job)
 
 
 class PromptWriter:
@@ -64,11 +78,11 @@ class PromptWriter:
     def __init__(
         self, layouts: Sequence[CacheLayout], rank: int, guard: Feature = EXPORT_FEATURE
     ) -> None:
-        statuses = PromptStatuses(len(layouts))
+        self._statuses = PromptStatuses(len(layouts))
         self._layouts = layouts
         self.gpu_arena: GpuArena | None = None
         self.gpu_arena_failure: str | None = None
-        self.writers = [RegionWriter(layout, rank, guard, statuses) for layout in layouts]
+        self.writers = [RegionWriter(layout, rank, guard, self._statuses) for layout in layouts]
 
     def register(self, caches: Mapping[str, torch.Tensor]) -> None:
         for writer in self.writers:
@@ -103,10 +117,17 @@ class PromptWriter:
         parts = split_slot(self._layouts, export.target_slot)
         return [
             ExportJob(
-                target_slot=part, block_ids=export.block_ids[layout.group], status=export.status
+                target_slot=part,
+                block_ids=export.block_ids[layout.group],
+                status=export.status,
+                number=export.number,
             )
             for layout, part in zip(self._layouts, parts, strict=True)
         ]
+
+    def take_ended(self) -> Counter[int]:
+        """Return and clear the numbers of exports that have ended since the last call."""
+        return self._statuses.take_ended()
 
     def flush(self) -> None:
         for writer in self.writers:
