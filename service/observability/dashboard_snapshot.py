@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from engine.feature_stats import SpeculationStats
 from engine.protocol import Engine
+from service.observability.session_snapshot import session_snapshots
 from service.observability.status import status
 from service.prompt_kv.handles import Handle
 from service.prompt_kv.manager import PromptKvManager
@@ -28,7 +29,7 @@ MAX_ROLLOUTS = 20
 MAX_GROUPS = 24  # of one rollout
 MAX_SAMPLES = 64  # of one group
 MAX_SEGMENTS = 256  # of one tree, running paths included
-MAX_ROWS = 1024  # samples, segments and running paths of all rollouts
+MAX_ROWS = 1024  # samples, segments and running paths of all rollouts and sessions
 MAX_SPANS = 16  # of one sample or segment
 MAX_LEASES = 8
 MAX_VERSIONS = 12
@@ -97,6 +98,14 @@ def snapshot(server: Server) -> dict[str, Any]:
         "features": state.model_dump(mode="json").get("features"),
         "num_rollouts": len(rollouts),
         "rollouts": [_rollout(server.engine, r, rows) for r in rollouts[:MAX_ROLLOUTS]],
+        "num_sessions": server.sessions.num_open,
+        "sessions": session_snapshots(
+            server.sessions.open_sessions(),
+            server.engine,
+            server.sessions.now(),
+            take_rows=rows.take,
+            spans=_spans,
+        ),
     }
 
 

@@ -128,14 +128,13 @@ class SessionCall:
         sampling = self._sampling(request)
         running = RunningCall(num_samples=group.n)
         session.calls.add(running)
-        attachments = list[Attachment]()
         try:
             async with session.tree_lock:
-                attachments += self._attach(group)
+                running.attachments += self._attach(group)
             request = self._request(group, limited(sampling, session.num_tokens_left()))
             running.rollout = await self._start(request, num_top_logprobs or 0, stream_tokens)
         finally:
-            self._services.track(self._record(running, attachments))
+            self._services.track(self._record(running))
         if not session.is_open:  # it was ended while the rollout was started
             await self._services.rollouts.cancel(running.rollout)
         return running.rollout
@@ -178,14 +177,14 @@ class SessionCall:
         tree = self.session.tree
         return [tree.attach(group.prompt.token_ids, preferred) for _ in range(group.n)]
 
-    async def _record(self, running: RunningCall, attachments: Sequence[Attachment]) -> None:
+    async def _record(self, running: RunningCall) -> None:
         """Add the samples of a call to the tree when its rollout has ended, and end the call."""
         try:
             samples = await _samples_of(running.rollout)
             async with self.session.tree_lock:
                 segments = [
                     await self._add(running.rollout, attachment, samples.get(index))
-                    for index, attachment in enumerate(attachments)
+                    for index, attachment in enumerate(running.attachments)
                 ]
             for index, segment in enumerate(segments):
                 if segment is not None:

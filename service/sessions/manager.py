@@ -102,6 +102,9 @@ class SessionManager:
     def num_bytes(self) -> int:
         return self._store.num_bytes
 
+    def open_sessions(self) -> list[Session]:
+        return self._store.open_sessions()
+
     def now(self) -> float:
         return self._clock()
 

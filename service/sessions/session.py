@@ -17,7 +17,7 @@ from coppice.wire.sessions import (
 from service.http.errors import QuotaExceeded, SessionClosed, SessionExhausted
 from service.rollouts.rollout import Rollout
 from service.sessions.history import Conversations
-from service.sessions.tree import SessionTree
+from service.sessions.tree import Attachment, SessionTree
 
 RETRY_SECONDS = 1.0
 SESSION_BYTES = 8192
@@ -32,6 +32,7 @@ class RunningCall:
 
     num_samples: int
     rollout: Rollout | None = None
+    attachments: list[Attachment] = field(default_factory=list)
     recorded: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property

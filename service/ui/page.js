@@ -1,6 +1,6 @@
 // The live page: reads the snapshots of /ui/events, one per second, and shows its own state.
 import { showCharts } from "/ui/charts.js";
-import { element, keyed, showRollouts } from "/ui/rollouts.js";
+import { element, keyed, showRollouts, showSessions } from "/ui/rollouts.js";
 import { compare, learn, paint } from "/ui/versions.js";
 
 const RETRY_MILLISECONDS = 2000;
@@ -92,7 +92,8 @@ function showFeatures(features) {
 
 function showLegend(data) {
   const groups = data.rollouts.flatMap((rollout) => rollout.groups);
-  const parts = groups.flatMap((group) => (group.tree ? [...group.tree.segments, ...group.tree.running] : group.samples));
+  const trees = [...groups.flatMap((group) => group.tree ?? []), ...data.sessions];
+  const parts = [...groups.flatMap((group) => group.samples), ...trees.flatMap((tree) => [...tree.segments, ...tree.running])];
   const versions = new Set(parts.flatMap((part) => part.versions.map((span) => span.version)).filter((version) => version !== null));
   keyed(byId("legend"), [...versions].sort(compare), (version) => version, (version) => {
     const item = element("li");
@@ -108,7 +109,15 @@ function showWork(data) {
     ? `${data.num_rollouts} ${data.num_rollouts === 1 ? "rollout" : "rollouts"}${more > 0 ? `, the newest ${data.rollouts.length} shown` : ""}; ${running} samples submitted to the engine, ${admitted} of at most ${limit.toLocaleString("en")} admitted. A bar is a sample or a segment of a tree: its length is its number of tokens, its colour the weights version that generated them. A bar that ends in a mark is still growing. A dot at the end of a segment: its KV is exported.`
     : "No rollout is running. Rollouts appear here while they run.";
   showRollouts(data, byId("rollouts"));
-  showLegend(data); // after the rollouts, whose bars give unlisted versions their colours
+  showAgents(data);
+  showLegend(data); // after the bars, which give unlisted versions their colours
+}
+
+function showAgents(data) {
+  const more = data.num_sessions - data.sessions.length;
+  byId("agents").hidden = !data.sessions.length;
+  byId("agents-note").textContent = `${data.num_sessions} open${more > 0 ? `, the ${data.sessions.length} that were active last are shown` : ""}. Grey bars are context: prompts, tool results and chat templates. Coloured bars are what the policy sampled.`;
+  showSessions(data, byId("sessions"));
 }
 
 const STAGES = {

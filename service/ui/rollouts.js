@@ -1,4 +1,4 @@
-// Rollouts, groups, samples and trees. Values are set only as text or numbers: data of the server is
+// Rollouts, groups, samples, trees and agent sessions. Values are set only as text or numbers: data of the server is
 // never parsed as markup. Elements are kept from snapshot to snapshot, so that the focus and open
 // groups stay and bars grow smoothly.
 import { nice } from "/ui/charts.js";
@@ -114,8 +114,9 @@ function createNode() {
 function updateNode(item, node, parent, top) {
   const [fork, bar, kv, label] = item.children;
   const running = node.limit !== undefined;
+  const context = node.finish_reason === "context";
   const state = running ? (node.tokens ? "running" : "waiting") : node.finish_reason;
-  item.className = running ? state : "";
+  item.className = running || context ? state : "";
   item.style.left = `${(100 * node.from) / top}%`;
   item.style.width = `${(100 * node.tokens) / top}%`;
   item.style.top = `${ROW * node.row + 4}px`;
@@ -127,26 +128,34 @@ function updateNode(item, node, parent, top) {
   label.hidden = node.children > 0;
   const amount = running ? `${node.tokens} / ${node.limit}` : `${node.tokens}`;
   label.textContent = `${amount} ${state}`;
-  const origin = node.parent === null ? "from the prompt" : `child of ${node.parent}`;
-  item.title = `${running ? "running path" : `segment ${node.id}`}, ${origin}: ${amount} tokens, ${state}${node.kv ? ", KV exported" : ""}; ${describe(node.versions)}`;
+  const origin = node.parent === null ? "from the start" : `child of ${node.parent}`;
+  const spans = node.versions.length ? `; ${describe(node.versions)}` : "";
+  item.title = `${running ? "running path" : `segment ${node.id}`}, ${origin}: ${amount} tokens, ${state}${node.kv ? ", KV exported" : ""}${spans}`;
   item.setAttribute("aria-label", item.title);
 }
 
 function updateTree(box, group) {
   const [head, canvas] = box.children;
-  const [items, scale] = canvas.children;
   const { segments, running, num_segments, num_running } = group.tree;
+  const shown = segments.length + running.length;
+  const more = num_segments + num_running > shown ? `, ${shown} of them shown` : "";
+  head.textContent = `Group ${group.index}: tree of ${num_segments} finished segments and ${num_running} running paths${more}, at most ${group.n} leaves`;
+  const text = `prompt: ${group.prompt_tokens}`;
+  drawTree(canvas, segments, running, { text, title: `${group.prompt_tokens} prompt tokens` });
+}
+
+// Draw segments and running paths below the given start.
+function drawTree(canvas, segments, running, start) {
+  const [items, scale] = canvas.children;
   const nodes = [...segments, ...running];
   const { root, rows } = layout(nodes);
   const top = nice(Math.max(1, ...nodes.map((node) => node.to)));
-  const more = num_segments + num_running > nodes.length ? `, ${nodes.length} of them shown` : "";
-  head.textContent = `Group ${group.index}: tree of ${num_segments} finished segments and ${num_running} running paths${more}, at most ${group.n} leaves`;
   items.style.height = `${ROW * Math.max(1, rows)}px`;
   const byId = new Map([[null, root], ...segments.map((segment) => [segment.id, segment])]);
   keyed(items, [{ prompt: true }, ...nodes], (node) => node.prompt || (node.id ?? `running ${node.path}`), (node) => (node.prompt ? element("li", "prompt") : createNode()), (item, node) => {
     if (!node.prompt) return updateNode(item, node, byId.get(node.parent), top);
-    item.textContent = `prompt: ${group.prompt_tokens}`;
-    item.title = `${group.prompt_tokens} prompt tokens`;
+    item.textContent = start.text;
+    item.title = start.title;
     item.style.top = `${ROW * root.row + 4}px`;
   });
   axis(scale, top, [0, 0.25, 0.5, 0.75, 1]);
@@ -157,12 +166,14 @@ function createGroup(group) {
   const list = element("ul", group.tree ? "nodes" : "rows");
   box.append(element("h3"));
   if (!group.tree) box.append(list, element("div", "axis"));
-  else {
-    const canvas = element("div", "canvas");
-    canvas.append(list, element("div", "axis"));
-    box.append(canvas);
-  }
+  else box.append(createCanvas(list));
   return box;
+}
+
+function createCanvas(list) {
+  const canvas = element("div", "canvas");
+  canvas.append(list, element("div", "axis"));
+  return canvas;
 }
 
 function createRollout() {
@@ -174,10 +185,38 @@ function createRollout() {
 
 function updateRollout(box, rollout) {
   const [head, groups] = box.children;
-  const count = (number, noun) => `${number} ${noun}${number === 1 ? "" : "s"}`;
   const shown = rollout.groups.length < rollout.num_groups ? `, first ${rollout.groups.length} shown` : "";
   head.replaceChildren(element("b", "", rollout.id), ` · API key ${rollout.owner} · ${count(rollout.num_groups, "group")}${shown}`);
   keyed(groups, rollout.groups, (group) => group.index, createGroup, (child, group) => (group.tree ? updateTree : updateSamples)(child, group));
+}
+
+const count = (number, noun) => `${number} ${noun}${number === 1 ? "" : "s"}`;
+
+// Agent sessions
+
+function createSession() {
+  const box = element("details");
+  box.open = true;
+  const tree = element("div", "group tree");
+  tree.append(element("h3"), createCanvas(element("ul", "nodes")));
+  box.append(element("summary"), tree);
+  return box;
+}
+
+function updateSession(box, session) {
+  const [head, tree] = box.children;
+  const [title, canvas] = tree.children;
+  const pause = session.pause_seconds;
+  const state = pause === null ? `${count(session.running_calls, "running call")}` : `waits for the agent since ${Math.floor(pause)} s`;
+  head.replaceChildren(element("b", "", session.id), ` · API key ${session.owner} · ${state}`);
+  const shown = session.segments.length < session.num_segments ? `, first ${count(session.segments.length, "segment")} shown` : "";
+  title.textContent = `${session.turns} of at most ${session.max_turns} turns, ${session.sampled_tokens} sampled tokens, ${session.context_tokens} context tokens${shown}`;
+  canvas.hidden = !session.segments.length;
+  drawTree(canvas, session.segments, session.running, { text: "", title: "start of the session" });
+}
+
+export function showSessions(data, container) {
+  keyed(container, data.sessions, (session) => session.id, createSession, updateSession);
 }
 
 export function showRollouts(data, container) {
