@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
@@ -197,6 +198,48 @@ async def test_page_shows_running_samples_and_trees_as_they_grow(tmp_path: Path)
         await at.page.photograph(tmp_path / "running.png")
 
 
+async def test_page_shows_the_tree_of_an_agent_session_as_it_grows(tmp_path: Path) -> None:
+    async with scene(tmp_path) as at:
+        [start] = (await at.served.http.post("/v1/sessions", json=CREATE)).json()["sessions"]
+        messages = [{"role": "user", "content": "hello"}]
+
+        async def call() -> str:
+            async with httpx.AsyncClient(base_url=at.served.url) as http:
+                answer = await http.post(
+                    f"{start['path']}/v1/chat/completions",
+                    json={"messages": messages},
+                    headers={"authorization": f"Bearer {start['key']}"},
+                )
+            assert answer.status_code == 200, answer.text
+            content: str = answer.json()["choices"][0]["message"]["content"]
+            return content
+
+        first = asyncio.create_task(call())
+        await running_samples(at.served, 1)
+        await grow(at, 5)
+        await at.page.shown("document.querySelectorAll('#sessions .nodes .running').length == 1")
+        assert "1 running call" in await at.page.text("#sessions summary")
+        at.engine.step(300)
+        messages += [
+            {"role": "assistant", "content": await first},
+            {"role": "user", "content": "again"},
+        ]
+        await at.page.shown(f"{SESSION}.includes('waits for the agent')")
+        second = asyncio.create_task(call())
+        await running_samples(at.served, 1)
+        await grow(at, 5)
+        await at.page.shown("document.querySelectorAll('#sessions .nodes .running').length == 1")
+        assert "1 of at most 256 turns" in await at.page.text("#sessions h3")
+        assert await at.page.value("document.querySelectorAll('#sessions .context').length") == 2
+        await at.page.photograph(tmp_path / "session.png")
+        at.engine.step(300)
+        await second
+        await at.served.http.delete(f"/v1/sessions/{start['id']}")
+        await at.page.shown("document.getElementById('agents').hidden")
+
+
+CREATE = {"sampling": {"max_tokens": 40}}
+SESSION = "document.querySelector('#sessions').innerText"
 FIRST_ROWS = "document.querySelector('.rows').innerText"
 WIDTHS = "[...document.querySelectorAll('.nodes .running')].map((node) => node.offsetWidth)"
 
