@@ -18,12 +18,14 @@ from service.compat import (
     model_and_adapter_routes,
     openai_chat,
     openai_completions,
+    openai_responses,
 )
 
 PREFIX = "/sessions/{session_id}"
 SHARED: Sequence[APIRouter] = (
     openai_chat.router,
     openai_completions.router,
+    openai_responses.router,
     anthropic_messages.router,
     model_and_adapter_routes.openai,
 )
