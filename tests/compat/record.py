@@ -33,6 +33,7 @@ class Client:
 
 
 CLIENTS = (
+    Client(name="anthropic", tests=("tests/compat/test_anthropic_client.py",)),
     Client(
         name="miles-rl",
         tests=(
@@ -43,6 +44,7 @@ CLIENTS = (
         name="openai",
         tests=(
             "tests/compat/test_openai_client.py",
+            "tests/compat/test_openai_responses.py",
             "tests/compat/test_clients.py::test_openai_client_chats_with_the_shipped_model",
         ),
     ),

@@ -25,7 +25,7 @@ ADMIN = [
 ]
 ROLLOUT = [
     *("/v1/completions", "/v1/chat/completions", "/inference/v1/generate"),
-    *("/generate", "/abort_request"),
+    *("/generate", "/abort_request", "/v1/responses"),
 ]
 
 
@@ -37,14 +37,14 @@ def compat(tmp_path: Path, *shapes: CompatApi) -> tuple[FastAPI, list[APIRoute]]
 
 
 def test_every_route_declares_its_access(tmp_path: Path) -> None:
-    _, routes = compat(tmp_path, "vllm", "sglang", "openai")
+    _, routes = compat(tmp_path, "vllm", "sglang", "openai", "anthropic")
     access = {route.path: declared_access(route.endpoint) for route in routes}
     assert None not in access.values()
     assert {path for path, found in access.items() if found and found.public} == PUBLIC
 
 
 def test_no_compat_path_is_a_native_path(tmp_path: Path) -> None:
-    app, routes = compat(tmp_path, "vllm", "sglang", "openai")
+    app, routes = compat(tmp_path, "vllm", "sglang", "openai", "anthropic")
     ours = {route.path for route in app.routes if isinstance(route, APIRoute)}
     assert ours.isdisjoint(route.path for route in routes)
 
@@ -54,6 +54,9 @@ def test_no_compat_path_is_a_native_path(tmp_path: Path) -> None:
     [
         ((), [], ["/v1/models", "/generate", "/pause", "/v1/completions"]),
         (("openai",), ["/v1/models", "/v1/completions"], ["/generate", "/pause"]),
+        (("openai",), ["/v1/responses"], ["/v1/messages"]),
+        (("anthropic",), ["/v1/messages", "/v1/messages/count_tokens"], ["/v1/completions"]),
+        (("vllm",), ["/v1/messages", "/v1/responses"], []),
         (("vllm",), ["/v1/completions", "/pause", "/inference/v1/generate"], ["/generate"]),
         (("sglang",), ["/generate", "/pause_generation"], ["/pause"]),
     ],

@@ -8,6 +8,8 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
+from anthropic import AsyncAnthropic
+from openai import AsyncOpenAI
 
 from engine.vllm_engine import VllmEngine
 from tests.engine.seedling import settings
@@ -194,3 +196,28 @@ async def test_compat_options_of_prompts_on_the_real_engine(served: Served) -> N
         assert choice["text"].startswith("34.") or choice["text"].startswith("4.")
         assert len(choice["logprobs"]["tokens"]) == 7
         assert parts[-1]["support"] == choice["support"]
+
+
+async def test_other_apis_sample_the_tokens_of_the_chat(served: Served) -> None:
+    """The Messages and Responses APIs, with their own clients, whole and streamed."""
+    messages: list[Any] = [{"role": "user", "content": "12+34"}]
+    body = {"messages": messages, "max_tokens": 40, "return_token_ids": True, **GREEDY}
+    chat = await plain(served, "/v1/chat/completions", body)
+    text, extra = chat["message"]["content"], {**GREEDY, "return_token_ids": True}
+    model = served.server.engine.info.model
+    async with AsyncAnthropic(base_url=served.url, api_key="none") as claude:
+        fields: Any = {"model": model, "messages": messages, "max_tokens": 40}
+        whole: Any = await claude.messages.create(**fields, extra_body=extra)
+        assert (whole.content[0].text, whole.token_ids) == (text, chat["token_ids"])
+        async with claude.messages.stream(**fields, extra_body=extra) as stream:
+            texts = [part async for part in stream.text_stream]
+        assert "".join(texts) == text
+        counted = await claude.messages.count_tokens(model=model, messages=messages)
+        assert counted.input_tokens == len(whole.prompt_token_ids)
+    async with AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none") as speaker:
+        asked: Any = {"model": model, "input": "12+34", "max_output_tokens": 40}
+        response: Any = await speaker.responses.create(**asked, extra_body=extra)
+        assert (response.output_text, response.token_ids) == (text, chat["token_ids"])
+        async with speaker.responses.stream(**asked, extra_body=extra) as running:
+            deltas = [e.delta async for e in running if e.type == "response.output_text.delta"]
+        assert "".join(deltas) == text

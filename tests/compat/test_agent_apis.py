@@ -1,0 +1,158 @@
+"""Requests to the Messages and Responses APIs that are large or hostile, and their fields."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.compat import anthropic_bodies, openai_response_bodies
+from service.compat.field_table import INTERNAL_FIELDS, NEUTRAL, REFUSED, RESPONSES_REFUSED
+from tests.compat.test_fields import nameless
+from tests.compat.third_party import Foreign, foreign
+
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/messages": {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 1},
+    "/v1/responses": {"input": "abc", "max_output_tokens": 1},
+}
+SERVED = {
+    "/v1/messages": anthropic_bodies.MessagesBody.model_fields.keys(),
+    "/v1/responses": openai_response_bodies.ResponsesBody.model_fields.keys(),
+}
+PATHS = sorted(BODIES)
+
+
+async def error_of(served: Foreign, path: str, body: object) -> tuple[int, str]:
+    answer = await served.http.post(path, json=body)
+    return answer.status_code, answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_neutral_fields_change_nothing(tmp_path: Path, path: str) -> None:
+    refused = RESPONSES_REFUSED if path == "/v1/responses" else {}
+    neutral = dict.fromkeys(NEUTRAL.keys() - SERVED[path] - refused.keys() - INTERNAL_FIELDS, 1)
+    values = {
+        name: field.allowed_values[0]
+        for name, field in {**REFUSED, **refused}.items()
+        if field.allowed_values and name not in SERVED[path]
+    }
+    async with foreign(tmp_path) as served:
+        await served.post(path, BODIES[path])
+        await served.post(path, {**BODIES[path], **neutral, **values})
+        plain, other = nameless(served.engine.submitted)
+    assert plain == other
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_refused_fields_are_named_with_advice(tmp_path: Path, path: str) -> None:
+    own = RESPONSES_REFUSED if path == "/v1/responses" else {}
+    refused = {n: f for n, f in {**REFUSED, **own}.items() if n not in SERVED[path]}
+    async with foreign(tmp_path) as served:
+        for name, field in refused.items():
+            status, message = await error_of(served, path, {**BODIES[path], name: ["a", 0.5]})
+            assert status == 400
+            assert name in message and field.suggestion in message
+        assert served.engine.submitted == []
+
+
+def _deep(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "object"}
+    for _ in range(levels):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
+def _tool(path: str, schema: dict[str, Any]) -> dict[str, Any]:
+    name = "input_schema" if path == "/v1/messages" else "parameters"
+    return {"type": "custom" if name == "input_schema" else "function", "name": "f", name: schema}
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda path: '{"messages":' + "[" * 100_000,
+        lambda path: '{"input":' + "[" * 10_000 + "]" * 10_000 + "}",
+        lambda path: json.dumps({**BODIES[path], "tools": [_tool(path, _deep(90))]}),
+        lambda path: json.dumps({**BODIES[path], "tools": [_tool(path, {})] * 2000}),
+        lambda path: json.dumps({**BODIES[path], "metadata": {"a": _deep(90)}}),
+    ],
+)
+@pytest.mark.parametrize("path", PATHS)
+async def test_deep_and_long_bodies_do_not_fail_the_server(
+    tmp_path: Path, path: str, build: Callable[[str], str]
+) -> None:
+    async with foreign(tmp_path) as served:
+        headers = {"content-type": "application/json"}
+        answer = await served.http.post(path, content=build(path), headers=headers)
+        assert answer.status_code in (200, 400)
+        await served.post(path, BODIES[path])
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_large_body_is_refused_in_the_format_of_the_api(tmp_path: Path, path: str) -> None:
+    async with foreign(tmp_path, limits={"max_body_bytes": 1024}) as served:
+        status, message = await error_of(served, path, {**BODIES[path], "user": "x" * 2000})
+    assert status == 413
+    assert "1024 bytes" in message
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_messages_are_converted_in_a_thread(
+    tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request may have millions of characters in thousands of messages."""
+    threads: list[bool] = []
+
+    def watched(module: Any, name: str) -> None:
+        convert = getattr(module, name)
+
+        def converted(*arguments: Any, **options: Any) -> Any:
+            threads.append(threading.current_thread() is threading.main_thread())
+            return convert(*arguments, **options)
+
+        monkeypatch.setattr(module, name, converted)
+
+    watched(anthropic_bodies, "chat_messages")
+    watched(openai_response_bodies, "input_messages")
+    async with foreign(tmp_path) as served:
+        await served.post(path, BODIES[path])
+    assert threads == [False]
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_disconnected_client_ends_its_sample(tmp_path: Path, path: str) -> None:
+    async with foreign(tmp_path) as served:
+        served.engine.instant = False
+        for stream in (False, True):
+            body = {**BODIES[path], "stream": stream}
+            request = asyncio.create_task(served.http.post(path, json=body))
+            while not served.engine.running:
+                await asyncio.sleep(0.001)
+            request.cancel()
+            while served.engine.running:
+                await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_response_that_is_not_parsed_is_text_and_counted(tmp_path: Path, path: str) -> None:
+    async with foreign(tmp_path) as served:
+        served.engine.parses = False
+        answer = await served.post(path, {**BODIES[path], "tools": [_tool(path, {})]})
+        value = served.server.metrics.registry.get_sample_value
+        assert value("coppice_responses_not_parsed_total") == 1
+    [block] = answer["content"] if path == "/v1/messages" else answer["output"][0]["content"]
+    assert block["text"] == "\x04"
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_headers_of_other_apis_are_accepted(tmp_path: Path, path: str) -> None:
+    headers = {
+        "anthropic-version": "2023-06-01",
+        "anthropic-beta": "fine-grained-tool-streaming-2025-05-14",
+        "openai-beta": "responses=v1",
+    }
+    async with foreign(tmp_path) as served:
+        await served.post(path, BODIES[path], headers=headers)
