@@ -5,6 +5,7 @@ aborted, versioned and drafted separately. Siblings share their prompt's KV thro
 They are submitted in one iteration of the event loop so that they are scheduled together.
 """
 
+import math
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -58,6 +59,7 @@ class PendingSample:
         self._progress = progress
         self._sample = sample
         self._num_delivered = 0
+        self._ended = False
         self._on_finished = on_finished
 
     def __await__(self) -> Generator[Any, None, Completion]:
@@ -80,14 +82,20 @@ class PendingSample:
         """Pass the new tokens of a running sample to `on_tokens`."""
         start, (sample,) = self._num_delivered, output.outputs
         end = self._num_delivered = len(sample.token_ids)
-        if self._sample.on_tokens is None or end == start:
+        if self._sample.on_tokens is None or end == start or self._ended:
             return
         flat: Any = sample.logprobs
+        logprobs = sampled_logprobs(flat[start:end])
+        num_possible = _num_possible(logprobs)
+        if num_possible < end - start:
+            self._ended, end = True, start + num_possible
+        if end == start:
+            return
         flat = flat[start:end]
         delta = TokenDelta(
             start=start,
             token_ids=list(sample.token_ids[start:end]),
-            logprobs=sampled_logprobs(flat),
+            logprobs=logprobs[:num_possible],
             versions=_spans_between(self._progress(), start, end),
             top_logprobs=_top_logprobs(flat, self._sample),
         )
@@ -122,7 +130,39 @@ def to_completion(output: RequestOutput, request: SampleRequest) -> Completion:
         top_logprobs=_top_logprobs(sample.logprobs, request),
         routed_experts=sample.routed_experts,
     )
-    return replace(completion, **_replayed(sample, request))
+    return _possible_part(replace(completion, **_replayed(sample, request)))
+
+
+def _num_possible(logprobs: Sequence[float]) -> int:
+    """Number of tokens before the first one whose logprob is NaN."""
+    if not math.isnan(sum(logprobs)):
+        return len(logprobs)
+    return next(n for n, logprob in enumerate(logprobs) if math.isnan(logprob))
+
+
+def _possible_part(found: Completion) -> Completion:
+    """The completion up to the position where its constraints exclude all tokens.
+
+    vLLM samples an arbitrary token there, with the logprob NaN.
+    """
+    end, length = _num_possible(found.logprobs), len(found.token_ids)
+    if end == length or not found.logprobs:
+        return found
+    experts = found.routed_experts
+    return replace(
+        found,
+        token_ids=found.token_ids[:end],
+        logprobs=found.logprobs[:end],
+        finish="error",
+        stop_reason=None,
+        versions=_spans_between(found.versions, 0, end),
+        entropy=found.entropy and found.entropy[:end],
+        top_logprobs=found.top_logprobs and found.top_logprobs[:end],
+        given_logprobs=found.given_logprobs and found.given_logprobs[:end],
+        raw_logprobs=found.raw_logprobs and found.raw_logprobs[:end],
+        support=found.support and found.support[:end],
+        routed_experts=None if experts is None else experts[: len(experts) - (length - end)],
+    )
 
 
 def _spans_between(spans: Sequence[VersionSpan], start: int, end: int) -> tuple[VersionSpan, ...]:

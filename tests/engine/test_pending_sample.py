@@ -1,0 +1,65 @@
+"""Samples whose constraints exclude all tokens at a position, as vLLM returns them."""
+
+import asyncio
+import math
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.io.logprob_arrays import LogprobChunks
+from engine.io.vllm_requests import PendingSample
+from engine.types import SampleRequest, Sampling, TokenDelta, VersionSpan
+
+NAN = math.nan
+SPAN = VersionSpan(version="v0", start=0, end=9)
+
+
+def output(logprobs: Sequence[float], *, finished: bool) -> Any:
+    """vLLM's output of a sample with the tokens 0, 1, 2 and so on."""
+    chunks, length = LogprobChunks(), len(logprobs)
+    chunks.append(np.arange(length)[:, None], np.array(logprobs)[:, None], np.ones(length))
+    span = SimpleNamespace(version="v0", start=0, end=length)
+    sample = SimpleNamespace(
+        token_ids=list(range(length)),
+        logprobs=chunks,
+        finish_reason="length" if finished else None,
+        stop_reason=None,
+        weight_versions=[span],
+        sampling_mask=None,
+        routed_experts=np.zeros((3 + length, 1, 1)) if finished else None,
+    )
+    return SimpleNamespace(outputs=[sample], finished=finished, num_cached_tokens=0)
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "num_tokens"),
+    [([-1.0, -2.0, -3.0, -4.0], 4), ([-1.0, -2.0, NAN, -4.0], 2), ([NAN, -2.0, -3.0, NAN], 0)],
+)
+async def test_sample_ends_before_a_position_without_tokens(
+    logprobs: list[float], num_tokens: int
+) -> None:
+    queue: asyncio.Queue[Any] = asyncio.Queue()
+    for end in range(1, len(logprobs) + 1):
+        queue.put_nowait(output(logprobs[:end], finished=end == len(logprobs)))
+    deltas = list[TokenDelta]()
+    request = SampleRequest(
+        id="s",
+        prompt_token_ids=[1, 2, 3],
+        sampling=Sampling(max_tokens=4),
+        on_tokens=deltas.append,
+        experts_from=0,
+    )
+    completion = await PendingSample(queue, request, lambda: (SPAN,))
+    assert completion.token_ids == list(range(num_tokens))
+    assert completion.logprobs == logprobs[:num_tokens]
+    assert completion.finish == ("length" if num_tokens == 4 else "error")
+    assert [span.end for span in completion.versions] == [num_tokens][: num_tokens > 0]
+    assert completion.routed_experts is not None
+    assert len(completion.routed_experts) == 3 + num_tokens
+    assert [token for delta in deltas for token in delta.token_ids] == list(
+        range(min(num_tokens, 3))
+    )
+    assert not any(math.isnan(logprob) for delta in deltas for logprob in delta.logprobs)
