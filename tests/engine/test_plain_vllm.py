@@ -80,7 +80,7 @@ CONTROLS: dict[str, dict[str, Any]] = {
 }
 WITHOUT_DRAFTS = {"min_p", "logit_bias", "min_tokens", "stop_token_ids"}
 WEAK = {"none", "min_tokens", "presence_penalty", "frequency_penalty", "bad_words"}
-"""Controls that change too little in so few tokens. Their logprobs and greedy samples differ."""
+"""Controls that change too little in so few tokens to be detected by the distribution alone."""
 KINDS = ("group", "tree", "drafts", "tree of drafts")
 MIN_P_VALUE = 1e-4 / (10 * len(CONTROLS) * len(KINDS))
 """The chi-square approximation may be off by a factor of 10 at such probabilities."""
