@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,7 +21,9 @@ from coppice.integrations.verl.generation import (
     GenerationOutput,
     LengthLimits,
     RequestGate,
+    join_outputs,
     options_of,
+    support_of,
 )
 from coppice.integrations.verl.publisher import Publisher, ServerList
 from coppice.integrations.version_labels import VersionLabels, step_of
@@ -85,7 +88,31 @@ async def test_supports_of_the_tokens_are_returned_if_configured(tmp_path: Path)
         generation = Generation(AsyncRollouts(served.url), LENGTHS, return_support=True)
         drawn = await generate(generation, "one", top_p=0.9)
         await generation.close()
-    assert len(drawn.extra_fields["support"]) == len(drawn.token_ids) == 8
+    field = drawn.extra_fields["support"]
+    support = support_of(field)
+    assert len(support) == len(drawn.token_ids) == 8
+    joined = join_outputs([field, field])
+    assert joined is not None and support_of(joined).rows == support.rows * 2
+    assert np.array([field, None], dtype=object).shape == (2,), "not split by NumPy"
+
+
+@pytest.mark.parametrize("num_top", [0, 3])
+async def test_teacher_request_returns_logprobs_of_its_tokens(tmp_path: Path, num_top: int) -> None:
+    """As verl's teachers request them; rows are for the next token, and the last is padding."""
+    sequence = [1, 2, 3, 4]
+    async with foreign(tmp_path, FakeEngine()) as served, AsyncRollouts(served.url) as rollouts:
+        generation = Generation(AsyncRollouts(served.url), LENGTHS)
+        asked = {"max_tokens": 1, "prompt_logprobs": num_top, "detokenize": False}
+        output = await generation.generate("one", sequence, {"temperature": 1.0, **asked})
+        [score] = await rollouts.score([([1], [[2, 3, 4]])], top_logprobs=3)
+        await generation.close()
+    ids, logprobs = (output.extra_fields[name] for name in ("prompt_ids", "prompt_logprobs"))
+    assert ids.shape == logprobs.shape == (4, num_top or 1)
+    assert score.top_logprobs is not None
+    exact = ([[2], [3], [4]], score.logprobs[0][:, None])
+    expected = score.top_logprobs[0].padded() if num_top else exact
+    assert np.array_equal(ids[:-1], expected[0]) and np.array_equal(logprobs[:-1], expected[1])
+    assert not ids[-1].any() and not logprobs[-1].any()
 
 
 async def test_abort_returns_the_tokens_so_far_and_holds_later_requests(

@@ -68,6 +68,31 @@ def test_verl_trainers_serve_every_training_step(url: str, folder: Path, trainer
         assert all(step["training/rollout_actor_probs_pearson_corr"] > 0.99 for step in log)
 
 
+def test_verl_actor_computes_the_logprobs_of_truncated_samples(url: str, folder: Path) -> None:
+    """verl's FSDP actor in both of its layouts, with supports from both of its trainers."""
+    found = run_program_json(["verl"], folder, "verl.actor", url)
+    assert min(found["without"]) < 0.9
+    for layout in ("padded", "packed"):
+        assert len(found[layout]) == 2 * len(found["without"]) > 100, "both trainers"
+        assert (min(found[layout]), max(found[layout])) == pytest.approx((1, 1), abs=1e-4)
+        assert found[f"{layout}_grad_norm"] > 0
+
+
+@pytest.mark.parametrize("trainer", ["replayed", "replayed_legacy"])
+def test_verl_trains_on_truncated_samples(url: str, folder: Path, trainer: str) -> None:
+    """Without supports the probabilities differ by up to 0.2; in bfloat16, by rounding."""
+    log = run_program_json(["verl"], folder, "verl.training", trainer, url, str(folder))
+    assert len(log) == 2
+    assert all(step["training/rollout_probs_diff_max"] < 0.05 for step in log)
+    assert all(step["actor/grad_norm"] > 0 for step in log)
+
+
+def test_verl_distills_from_the_server_as_its_teacher(url: str, folder: Path) -> None:
+    log = run_program_json(["verl"], folder, "verl.training", "distilled", url, str(folder))
+    assert len(log) == 2
+    assert all(step["actor/grad_norm"] > 0 for step in log)
+
+
 def test_verl_example_trains(url: str, folder: Path) -> None:
     log = run_program_json(["verl"], folder, "verl.training", "example", url, str(folder))
     assert len(log) == 2

@@ -6,12 +6,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from coppice.client import AsyncRollouts
 from coppice.errors import CoppiceError, Incomplete, Unsupported
 from coppice.integrations.version_labels import step_of
 from coppice.operations.rollouts import AsyncPending
 from coppice.results import Group, Sample
 from coppice.rollout_options import RolloutOptions
+from coppice.support import Support, joined_support
+from coppice.wire.support import SupportAnswer, rows_of
 
 _ALTERNATIVES = {
     "repetition_penalty": "reward repetition less",
@@ -19,7 +23,7 @@ _ALTERNATIVES = {
     "frequency_penalty": "reward repetition less",
     "min_p": "use top_p or top_k",
     "stop": "use stop_token_ids",
-    "prompt_logprobs": "use the server's POST /v1/score",
+    "prompt_logprobs": "use max_tokens=1, as verl's teachers do",
 }
 # Values without effect. None is without effect for every name.
 _IGNORED_VALUES: dict[str, tuple[object, ...]] = {
@@ -144,7 +148,7 @@ class Generation:
     """Sends verl's generation requests to one Coppice server, from one event loop.
 
     `close` closes the connections. With `return_support`, outputs have the supports of their tokens
-    in `extra_fields`.
+    in `extra_fields`, in the form of the field `support` of a sample in the server's JSON.
     """
 
     def __init__(
@@ -161,8 +165,12 @@ class Generation:
     ) -> GenerationOutput:
         """Samples one response to a prompt.
 
-        An aborted request returns the tokens so far; a rejected one returns none.
+        An aborted request returns the tokens so far; a rejected one returns none. A request for one
+        token and for prompt logprobs, as verl's teachers get it, is only scored.
         """
+        num_top = params.get("prompt_logprobs")
+        if num_top is not None and params.get("max_tokens") == 1:
+            return await self.score(prompt, num_top)
         options = options_of(params, self._length_limits, len(prompt))
         options["priority"] = priority
         options["return_support"] = self._return_support
@@ -178,6 +186,24 @@ class Generation:
         finally:
             del self._running[pending]
         return _to_output(result.groups[0], with_logprobs=bool(params.get("logprobs")))
+
+    async def score(self, sequence: Sequence[int], num_top: int) -> GenerationOutput:
+        """Logprobs of a sequence's tokens, or of the most probable tokens at their positions.
+
+        `prompt_ids` and `prompt_logprobs` have one row per token, for the token after it. The last
+        row is padding.
+        """
+        item = (list(sequence[:1]), [list(sequence[1:])])
+        [score] = await self._rollouts.score([item], top_logprobs=num_top or None)
+        ids, logprobs = np.array(item[1]).T, score.logprobs[0][:, None]
+        if num_top:
+            assert score.top_logprobs is not None, "the server returns the requested top logprobs"
+            ids, logprobs = score.top_logprobs[0].padded()
+        padding = ((0, 1), (0, 0))
+        fields = {"prompt_ids": np.pad(ids, padding), "prompt_logprobs": np.pad(logprobs, padding)}
+        return GenerationOutput(
+            token_ids=[], log_probs=None, stop_reason="completed", extra_fields=fields
+        )
 
     async def _submit(
         self, request_id: str, prompt: Sequence[int], options: RolloutOptions
@@ -215,13 +241,26 @@ def _to_output(group: Group, *, with_logprobs: bool) -> GenerationOutput:
         "num_cached_tokens": group.num_cached_tokens,
     }
     if sample.support is not None:
-        extra_fields["support"] = sample.support
+        # verl stores it in NumPy arrays of objects, which split sequences.
+        extra_fields["support"] = sample.support.to_wire().model_dump()
     return GenerationOutput(
         token_ids=sample.token_ids.tolist(),
         log_probs=sample.logprobs.tolist() if with_logprobs else None,
         stop_reason=_REASONS.get(sample.finish_reason, ABORTED),
         extra_fields=extra_fields,
     )
+
+
+def support_of(field: Mapping[str, Any]) -> Support:
+    """Supports of an output, from `extra_fields`."""
+    answer = SupportAnswer.model_validate(field)
+    return Support(tuple(rows_of(answer)), answer.vocab_size)
+
+
+def join_outputs(fields: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Supports of a response that was generated in parts; None if a part has none."""
+    whole = joined_support([support_of(field) for field in fields])
+    return None if whole is None else whole.to_wire().model_dump()
 
 
 def _steps(sample: Sample) -> dict[str, int | None]:

@@ -11,11 +11,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
+from verl.workers.config import DistillationTeacherModelConfig
 from verl.workers.rollout import base
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
 from coppice.errors import Unsupported
+from coppice.integrations.verl import support_replay
 from coppice.integrations.verl.publisher import (
     MERGE_ADAPTER,
     Publisher,
@@ -43,7 +45,10 @@ class HttpCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         urls: Sequence[str] = (),
         key_file: str | None = None,
         is_master: bool = False,
+        return_support: bool = False,
     ) -> None:
+        if return_support:
+            support_replay.install()
         self._publisher = Publisher(ServerList.given(urls, key_file)) if is_master else None
 
     def prepare(self) -> dict[str, Any]:
@@ -89,7 +94,10 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]
         per_replica = self.config.tensor_model_parallel_size * self.config.data_parallel_size
         self.replica_rank = rank // per_replica if replica_rank == -1 else replica_rank
         self.is_leader_rank = rank == 0
-        self._publisher = Publisher(ServerList.of(self.config.engine_kwargs))
+        servers = ServerList.of(self.config.engine_kwargs)
+        self._publisher = Publisher(servers)
+        if servers.return_support:
+            support_replay.install()
 
     async def resume(self, tags: list[str]) -> None:
         pass
@@ -126,7 +134,25 @@ def _replica() -> type:
     return CoppiceReplica
 
 
+def _accept_teachers() -> None:
+    """Accepts the rollout coppice for teachers whose top logprobs are distilled.
+
+    verl refuses rollouts that it does not know. The server's limit is `engine.max_logprobs`.
+    """
+    original = DistillationTeacherModelConfig._validate_topk_logprobs
+
+    def validate(self: Any, use_topk: bool, topk: int | None) -> None:
+        if self.inference.name != NAME:
+            original(self, use_topk, topk)
+        elif use_topk and topk is None:
+            raise ValueError("topk must be specified when use_topk is True.")
+
+    DistillationTeacherModelConfig._validate_topk_logprobs = validate
+
+
 RolloutReplicaRegistry.register(NAME, _replica)
 CheckpointEngineRegistry.register(NAME)(HttpCheckpointEngine)
 # verl has no public registry of BaseRollout classes.
 base._ROLLOUT_REGISTRY[NAME, "async"] = "coppice.integrations.verl.plugin.ServerAdapter"
+_accept_teachers()
+support_replay.keep_supports()

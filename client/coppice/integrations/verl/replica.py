@@ -115,8 +115,8 @@ class CoppiceReplica(RolloutReplica):  # type: ignore[misc]
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
-        if self.is_reward_model or self.is_teacher_model:
-            raise Unsupported("only the policy can be served: use vllm or sglang for this model")
+        if self.is_reward_model:
+            raise Unsupported("reward models are not served: use vllm or sglang for this model")
         lora = self.model_config.get("lora") or {}
         rank = self.model_config.get("lora_rank", 0) or lora.get("rank", 0)
         if rank and not lora.get("merge", False):
@@ -145,10 +145,17 @@ class CoppiceReplica(RolloutReplica):  # type: ignore[misc]
         self.workers = group.workers
         await self.launch_servers()
 
+    async def init_colocated(self, resource_pool: RayResourcePool) -> None:
+        """Uses the server of a teacher, whose resource pool verl requires but nothing occupies."""
+        self.rollout_mode = RolloutMode.COLOCATED
+        self.resource_pool = resource_pool
+        await self.launch_servers()
+
     async def launch_servers(self) -> None:
         handle = ray.remote(CoppiceServer)
+        model = "teacher" if self.is_teacher_model else "server"
         options = handle.options(
-            name=f"coppice_server_{self.replica_rank}{self.name_suffix}",
+            name=f"coppice_{model}_{self.replica_rank}{self.name_suffix}",
             num_cpus=0,
             max_concurrency=self.max_concurrency,
         )

@@ -1,10 +1,14 @@
 """Two training steps of the seedling with a verl trainer that samples from a server.
 
-python -m tests.compat.clients.verl.training sync|legacy|apart|example URL FOLDER    prints the log
+python -m tests.compat.clients.verl.training NAME URL FOLDER    prints the log
+
+NAME is sync, legacy, apart, replayed, replayed_legacy, distilled or example.
 
 `sync` is verl's default trainer, `legacy` the one before it: every rank has the rollout adapter,
 which sends the weights. `apart` is one step off policy, with separate rollout workers: the
-checkpoint engine sends the weights. `example` is examples/verl, its configuration and reward.
+checkpoint engine sends the weights. `replayed` is `sync` with truncated samples and their supports,
+`replayed_legacy` the same with `legacy`. `distilled` is `sync` with the server as its teacher, too.
+`example` is examples/verl, its configuration and reward.
 """
 
 import importlib
@@ -25,10 +29,33 @@ HERE = "tests.compat.clients.verl"
 STEPS = 2
 SUMS = [(12, 34), (5, 6), (7, 8), (90, 1)]
 COPPICE = "actor_rollout_ref.rollout"
+TEACHER = "distillation.teacher_models.teacher_model"
+SYNC = "transfer_queue.backend.SimpleStorage.num_data_storage_units=1"
+REPLAYED = [
+    f"{COPPICE}.top_p=0.8",
+    f"{COPPICE}.temperature=1.5",
+    f"+{COPPICE}.engine_kwargs.coppice.return_support=True",
+]
 TRAINERS = {
-    "sync": (
+    "sync": ("verl.trainer.main_ppo", [SYNC]),
+    "replayed": ("verl.trainer.main_ppo", [SYNC, *REPLAYED]),
+    "replayed_legacy": ("verl.trainer.main_ppo", ["trainer.use_v1=False", *REPLAYED]),
+    "distilled": (
         "verl.trainer.main_ppo",
-        ["transfer_queue.backend.SimpleStorage.num_data_storage_units=1"],
+        [
+            SYNC,
+            "distillation.enabled=True",
+            "distillation.n_gpus_per_node=1",
+            "distillation.nnodes=1",
+            "distillation.distillation_loss.loss_mode=forward_kl_topk",
+            "distillation.distillation_loss.topk=8",
+            "distillation.distillation_loss.use_policy_gradient=False",
+            "distillation.distillation_loss.use_task_rewards=False",
+            f"{TEACHER}.model_path={MODEL}",
+            f"{TEACHER}.inference.name=coppice",
+            f"{TEACHER}.inference.tensor_model_parallel_size=1",
+            f"+{TEACHER}.inference.engine_kwargs.coppice=${{{COPPICE}.engine_kwargs.coppice}}",
+        ],
     ),
     "legacy": ("verl.trainer.main_ppo", ["trainer.use_v1=False"]),
     "apart": (
@@ -41,10 +68,7 @@ TRAINERS = {
             "rollout.n_gpus_per_node=1",
         ],
     ),
-    "example": (
-        "verl.trainer.main_ppo",
-        ["transfer_queue.backend.SimpleStorage.num_data_storage_units=1"],
-    ),
+    "example": ("verl.trainer.main_ppo", [SYNC]),
 }
 
 
