@@ -61,6 +61,7 @@ CLIENTS = (
             "tests/compat/test_clients.py::test_trl_serves_the_adapters_of_its_trainer",
             "tests/compat/test_clients.py::test_trl_gets_the_top_logprobs_of_given_tokens_from_a_teacher",
             "tests/compat/test_clients.py::test_trl_distills_from_the_server_as_its_teacher",
+            "tests/compat/test_clients.py::test_trl_distills_asynchronously",
             "tests/examples/test_trainers.py::test_trl_trains_and_every_step_is_served",
         ),
     ),
@@ -68,6 +69,9 @@ CLIENTS = (
         name="verl",
         tests=(
             "tests/compat/with_ray.py::test_verl_trainers_serve_every_training_step",
+            "tests/compat/with_ray.py::test_verl_actor_computes_the_logprobs_of_truncated_samples",
+            "tests/compat/with_ray.py::test_verl_trains_on_truncated_samples",
+            "tests/compat/with_ray.py::test_verl_distills_from_the_server_as_its_teacher",
             "tests/compat/with_ray.py::test_verl_example_trains",
             "tests/compat/with_ray.py::test_verl_resumes_requests_aborted_by_an_update",
         ),

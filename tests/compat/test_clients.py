@@ -185,3 +185,12 @@ def test_echoed_log_likelihoods_equal_those_of_score(url: str) -> None:
     )
     greedy = echoed["token_logprobs"][-1]
     assert greedy == max(echoed["top_logprobs"][-1].values())
+
+
+def test_trl_distills_asynchronously(url: str) -> None:
+    """Publishes weights, so it is the last test of this server."""
+    run = run_client_program(ENVIRONMENTS, "trl_async_distillation", url)
+    assert run["version"].startswith("trl-")
+    assert run["num_published"] == 3, "before the first step and after each"
+    assert len(run["log"]) == 2
+    assert all(math.isfinite(step["loss"]) and step["grad_norm"] > 0 for step in run["log"])

@@ -8,6 +8,8 @@ once. The samples come from the trainer's weights.
 vllm_mode="server")`. TRL's client requests samples as before, and TRL gathers and renames the
 weights. Only the transfer of weights is replaced.
 
+`WeightTransfer` is for the argument `weight_transfer` of TRL's asynchronous trainers.
+
 trl must be installed; `install` also needs vllm.
 """
 
@@ -222,6 +224,37 @@ def _check_complete(group: Group) -> Group:
     if group.outcome != "done":
         raise Incomplete(f"a group ended as {group.outcome}, so some of its samples are missing")
     return group
+
+
+class WeightTransfer:
+    """Weight transfer of TRL's asynchronous trainers, over HTTP instead of NCCL.
+
+    Pass it as `weight_transfer` to AsyncGRPOTrainer or AsyncDistillationTrainer. The server pauses
+    itself while it activates weights.
+    """
+
+    def __init__(self, rollouts: Rollouts, *, ready_seconds: float = 240.0) -> None:
+        self._rollouts = rollouts
+        self._ready_seconds = ready_seconds
+        self._labels = VersionLabels("trl")
+
+    def init_weight_transfer(self) -> None:
+        """Waits until the server is ready."""
+        self._rollouts.wait_until_ready(self._ready_seconds)
+
+    def pause(self) -> None:
+        pass
+
+    def send_weights(self, iterator: Iterable[tuple[str, Any]]) -> None:
+        """Publishes the parameters; gathered ones are freed after their iteration."""
+        state = {name: tensor.detach().to("cpu", copy=True) for name, tensor in iterator}
+        self._rollouts.publish_weights(self._labels.next(), state)
+
+    def resume(self) -> None:
+        pass
+
+    def destroy(self) -> None:
+        self._rollouts.close()
 
 
 def install() -> None:
