@@ -78,10 +78,9 @@ def test_verl_actor_computes_the_logprobs_of_truncated_samples(url: str, folder:
         assert found[f"{layout}_grad_norm"] > 0
 
 
-@pytest.mark.parametrize("trainer", ["replayed", "replayed_legacy"])
-def test_verl_trains_on_truncated_samples(url: str, folder: Path, trainer: str) -> None:
+def test_verl_trains_on_truncated_samples(url: str, folder: Path) -> None:
     """Without supports the probabilities differ by up to 0.2; in bfloat16, by rounding."""
-    log = run_program_json(["verl"], folder, "verl.training", trainer, url, str(folder))
+    log = run_program_json(["verl"], folder, "verl.training", "replayed", url, str(folder))
     assert len(log) == 2
     assert all(step["training/rollout_probs_diff_max"] < 0.05 for step in log)
     assert all(step["actor/grad_norm"] > 0 for step in log)

@@ -2,12 +2,12 @@
 
 python -m tests.compat.clients.verl.training NAME URL FOLDER    prints the log
 
-NAME is sync, legacy, apart, replayed, replayed_legacy, distilled or example.
+NAME is sync, legacy, apart, replayed, distilled or example.
 
 `sync` is verl's default trainer, `legacy` the one before it: every rank has the rollout adapter,
 which sends the weights. `apart` is one step off policy, with separate rollout workers: the
-checkpoint engine sends the weights. `replayed` is `sync` with truncated samples and their supports,
-`replayed_legacy` the same with `legacy`. `distilled` is `sync` with the server as its teacher, too.
+checkpoint engine sends the weights. `replayed` is `sync` with truncated samples and their supports.
+`distilled` is `sync` with the server as its teacher, too.
 `example` is examples/verl, its configuration and reward.
 """
 
@@ -39,7 +39,6 @@ REPLAYED = [
 TRAINERS = {
     "sync": ("verl.trainer.main_ppo", [SYNC]),
     "replayed": ("verl.trainer.main_ppo", [SYNC, *REPLAYED]),
-    "replayed_legacy": ("verl.trainer.main_ppo", ["trainer.use_v1=False", *REPLAYED]),
     "distilled": (
         "verl.trainer.main_ppo",
         [
