@@ -3,7 +3,7 @@
 SHELL := bash
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: serve demo test test-fast coverage check bench soak chart docs reference diagrams lock wheels clean help
+.PHONY: serve demo demo-agent test test-fast coverage check bench soak chart docs reference diagrams lock wheels clean help
 
 PORT ?= 8000
 MODEL ?=
@@ -30,6 +30,10 @@ serve: ## install if needed, then serve MODEL (default: the bundled small model)
 demo: ## train the small model with GRPO for a few minutes; writes build/demo/demo.png
 	@$(setup) dev
 	@PYTHONPATH=.:client $(python) -m examples.grpo --seed '$(SEED)' --out build/demo
+
+demo-agent: ## train the small model to call a tool, through agent sessions; writes build/demo-agent/demo-agent.png
+	@$(setup) dev
+	@PYTHONPATH=.:client $(python) -m examples.agent_training --seed '$(SEED)' --out build/demo-agent
 
 test: check coverage ## the checks and all tests, as CI runs them
 	$(pytest_in_two) $(once_more) -m 'engine and not alone and not gpu'

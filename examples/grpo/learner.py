@@ -14,7 +14,7 @@ MAX_NORM = 1.0
 
 
 class Learner:
-    """Policy model and optimizer; a training step is `gradients`, then `update`.
+    """Policy model and optimizer; a training step is `gradients` or `backward`, then `update`.
 
     The weights are float32; the server gets them in bfloat16.
     """
@@ -26,9 +26,12 @@ class Learner:
         )
 
     def gradients(self, groups: Sequence[TrainingGroup], rewards: Sequence[Tensor]) -> None:
+        self.backward(groups, list(map(advantages, rewards)))
+
+    def backward(self, groups: Sequence[TrainingGroup], gains_of: Sequence[Tensor]) -> None:
+        """Adds the gradients of some groups, given the advantage of each of their responses."""
         weights = token_mean(Totals.of(groups))
-        for group, rewards_G in zip(groups, rewards, strict=True):
-            gains = advantages(rewards_G)
+        for group, gains in zip(groups, gains_of, strict=True):
             if not gains.any():
                 continue  # all samples have the same reward, so the gradient is zero
             loss = partial(grpo_loss, advantages=gains, weights=weights, sampled=group.logprobs)

@@ -21,43 +21,48 @@ LABELS = {
 }
 PART_COLOURS = dict(zip(PARTS, ("#cfd4da", "#d9b48a", "#2f7d4f", "#7fb795"), strict=True))
 
+STYLE: dict[Any, Any] = {
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
+
 
 def draw(steps: Sequence[Step], gain: Gain, path: Path) -> None:
-    style: dict[Any, Any] = {
-        "font.size": 9,
-        "axes.titlesize": 10,
-        "axes.titlelocation": "left",
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-    }
-    with matplotlib.rc_context(style):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(11, 3.6), dpi=150, layout="constrained")
         rewards, lengths, times = figure.subplots(1, 3)
-        _rewards(rewards, steps, gain)
+        plot_rewards(rewards, steps, gain)
         _lengths(lengths, steps)
         _times(times, steps)
         for axes in (rewards, lengths, times):
-            axes.set_xlabel("step")
-            axes.set_xlim(0.5, len(steps) + 0.5)
-            axes.grid(axis="y", color="#e6e8eb", linewidth=0.7)
-            axes.set_axisbelow(True)
+            finish_axes(axes, len(steps))
         figure.savefig(path)
 
 
-def _rewards(axes: Axes, steps: Sequence[Step], gain: Gain) -> None:
+def finish_axes(axes: Axes, num_steps: int) -> None:
+    axes.set_xlabel("step")
+    axes.set_xlim(0.5, num_steps + 0.5)
+    axes.grid(axis="y", color="#e6e8eb", linewidth=0.7)
+    axes.set_axisbelow(True)
+
+
+def plot_rewards(axes: Axes, steps: Sequence[Step], gain: Gain) -> None:
     numbers = [step.number for step in steps]
     held_out = [step.held_out_reward for step in steps]
     training = [step.training_reward for step in steps]
     axes.plot(numbers, training, ".", color=GREY, markersize=3, label="training, each step")
     axes.plot(numbers, held_out, ".", color=GREEN, markersize=5, label="held out, each step")
-    axes.plot(numbers, _smooth(held_out), color=GREEN, linewidth=1.8)
+    axes.plot(numbers, smooth(held_out), color=GREEN, linewidth=1.8)
     for side, first in ((gain.before, numbers[0]), (gain.after, numbers[-WINDOW])):
         axes.hlines(side, first, first + WINDOW - 1, color=BROWN, linewidth=2.2, zorder=3)
     axes.set_title(
         f"Held-out reward {gain.before:.2f} \N{RIGHTWARDS ARROW} {gain.after:.2f}"
         f" (+{gain.size:.2f} \N{PLUS-MINUS SIGN} {gain.standard_error:.2f})"
     )
-    _headroom(axes)
+    add_headroom(axes)
     axes.legend(loc="upper left", frameon=False)
 
 
@@ -65,11 +70,11 @@ def _lengths(axes: Axes, steps: Sequence[Step]) -> None:
     numbers = [step.number for step in steps]
     means, p95 = [step.mean_tokens for step in steps], [step.p95_tokens for step in steps]
     axes.plot(numbers, p95, ".", color=GREY, markersize=3)
-    axes.plot(numbers, _smooth(p95), color=GREY, linewidth=1.4, label="95th percentile")
+    axes.plot(numbers, smooth(p95), color=GREY, linewidth=1.4, label="95th percentile")
     axes.plot(numbers, means, ".", color=GREEN, markersize=5)
-    axes.plot(numbers, _smooth(means), color=GREEN, linewidth=1.8, label="mean")
+    axes.plot(numbers, smooth(means), color=GREEN, linewidth=1.8, label="mean")
     axes.set_ylim(bottom=0)
-    _headroom(axes)
+    add_headroom(axes)
     axes.set_title("Response length, tokens")
     axes.legend(loc="upper left", frameon=False)
 
@@ -83,16 +88,16 @@ def _times(axes: Axes, steps: Sequence[Step]) -> None:
         axes.bar(numbers, seconds, 1.0, bottom=below, color=PART_COLOURS[part], label=label)
         below += seconds
     axes.set_title(f"Seconds of a step, mean {below.mean():.2f}")
-    _headroom(axes, 0.5)
+    add_headroom(axes, 0.5)
     axes.legend(loc="upper left", frameon=False)
 
 
-def _headroom(axes: Axes, share: float = 0.2) -> None:
+def add_headroom(axes: Axes, share: float = 0.2) -> None:
     """Adds free space for the legend at the top of a plot."""
     low, high = axes.get_ylim()
     axes.set_ylim(low, high + share * (high - low))
 
 
-def _smooth(values: Sequence[float]) -> list[float]:
+def smooth(values: Sequence[float]) -> list[float]:
     """Moving average over up to four neighbors on either side."""
     return [float(np.mean(values[max(0, at - 4) : at + 5])) for at in range(len(values))]

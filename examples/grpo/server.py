@@ -4,7 +4,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,7 +14,9 @@ _READY = re.compile(r"ready: serving .* on (http://\S+)")
 
 
 @contextmanager
-def serving(folder: Path, *, cpu_threads: int, seed: int) -> Iterator[str]:
+def serving(
+    folder: Path, *, cpu_threads: int, seed: int, arguments: Sequence[str] = ()
+) -> Iterator[str]:
     """Context manager that starts a server, yields its URL once it is ready, and stops it.
 
     The server's log and uploaded weights are in `folder`.
@@ -23,7 +25,7 @@ def serving(folder: Path, *, cpu_threads: int, seed: int) -> Iterator[str]:
     command = [sys.executable, "-m", "service", "serve", "--port", "0"]
     command += ["--weights.directory", str(folder / "weights")]
     command += ["--engine.cpu-threads", str(cpu_threads)]
-    command += ["--engine.seed", str(seed)]
+    command += ["--engine.seed", str(seed), *arguments]
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out)
     try:

@@ -1,0 +1,1 @@
+"""Training of a policy that calls a tool, through agent sessions: `make demo-agent`."""

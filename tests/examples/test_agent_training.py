@@ -1,0 +1,189 @@
+"""The example that trains an agent: its episodes, the trees that it trains, and the loop."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from openai import AsyncOpenAI
+
+from coppice import AsyncRollouts, Group, Segment, SessionResult, Tree
+from coppice.train import TrainingTree, group_logprobs
+from coppice.wire.sessions import SessionUsage
+from examples.agent_training.__main__ import TEMPLATE, main
+from examples.agent_training.batch import joined_trees
+from examples.agent_training.episodes import TERMS, Episodes, held_out
+from examples.agent_training.loop import AgentStep, Loop
+from examples.agent_training.picture import draw
+from examples.grpo.history import compute_gain
+from examples.grpo.learner import Learner
+from examples.grpo.server import serving
+from examples.grpo.stopwatch import PARTS
+
+ROOT = Path(__file__).parents[2]
+
+
+def segment(name: str, parent: str | None, tokens: list[int], *, sampled: bool = True) -> Segment:
+    return Segment(
+        id=name,
+        parent=parent,
+        depth=0,
+        token_ids=np.array(tokens),
+        logprobs=np.full(len(tokens) if sampled else 0, -1.0, dtype=np.float32),
+        entropy=None,
+        finish_reason="stop" if sampled else "cut",
+        num_leaves=1,
+        versions=(),
+        sampled=sampled,
+    )
+
+
+def session(reward: float, *parts: Segment) -> SessionResult:
+    prompt = np.array([10, 11, 12])
+    group = Group(
+        id="g",
+        index=0,
+        outcome="finished",
+        exact=True,
+        num_prompt_tokens=len(prompt),
+        num_cached_tokens=0,
+        samples=(),
+        tree=Tree(segments=parts, leaves=(parts[-1].id,)),
+        prompt_token_ids=prompt,
+    )
+    return SessionResult(
+        id="s",
+        group="g",
+        state="finished",
+        end_reason="finished",
+        sequence=1,
+        metadata={},
+        reward=reward,
+        rewards=None,
+        groups=(group,),
+        turns=(),
+        usage=SessionUsage(),
+    )
+
+
+def group_of_two() -> list[SessionResult]:
+    """One session with a call of the tool, and one without."""
+    called = (
+        segment("a", None, [20, 21]),
+        segment("b", "a", [30, 31], sampled=False),
+        segment("c", "b", [22]),
+    )
+    return [session(1.0, *called), session(0.0, segment("a", None, [23, 24]))]
+
+
+def test_sessions_of_a_group_are_one_tree_with_one_prompt() -> None:
+    [joined] = joined_trees(group_of_two())
+    tree = joined.tree
+    assert tree.parents == (None, 0, 1, None)
+    assert tree.leaves == (2, 3)
+    assert tree.target_lengths == (2, 0, 1, 2)
+    assert joined.advantages[:3].unique().item() == -joined.advantages[3].item() > 0
+
+
+def test_sessions_with_other_prompts_are_other_trees() -> None:
+    first, second = group_of_two()
+    [group] = second.groups
+    group = replace(group, prompt_token_ids=np.array([10, 11, 13]))
+    assert len(joined_trees([first, replace(second, groups=(group,))])) == 2
+
+
+def test_logprobs_of_joined_trees_equal_those_of_each_session() -> None:
+    sessions, model = group_of_two(), Learner(1e-4).model
+    [joined] = joined_trees(sessions)
+    rows = joined.tree.by_leaf(group_logprobs(model, joined.tree)).split()
+    for row, each in zip(rows, sessions, strict=True):
+        [group] = each.groups
+        tree = TrainingTree.of(group.prompt_token_ids, group)
+        [alone] = tree.by_leaf(group_logprobs(model, tree)).split()
+        torch.testing.assert_close(row, alone, atol=1e-4, rtol=0)
+
+
+def test_held_out_problems_are_fixed_and_never_trained_on() -> None:
+    problems = held_out(8)
+    assert problems == held_out(8)
+    assert all(problem.held_out and len(problem.terms) in TERMS for problem in problems)
+    assert len(problems) == 8
+
+
+def step(number: int, reward: float) -> AgentStep:
+    return AgentStep(
+        number=number,
+        held_out_reward=reward,
+        training_reward=reward,
+        mean_tokens=30.0,
+        p95_tokens=60.0,
+        versions_behind=0.0,
+        seconds=dict.fromkeys(PARTS, 0.5),
+        tool_calls=1.5,
+        tokens_forwarded=100,
+        tokens_by_turn=300,
+    )
+
+
+def test_training_is_plotted(tmp_path: Path) -> None:
+    steps = [step(number, 0.5 + 0.01 * number) for number in range(1, 21)]
+    draw(steps, compute_gain(steps), tmp_path / "demo.png")
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_too_few_steps_are_refused_before_the_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["agent_training", "--steps", "10"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "--steps must be at least 20" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+def test_steps_train_and_publish_weights(tmp_path: Path) -> None:
+    async def run(url: str) -> tuple[list[AgentStep], list[str]]:
+        async with AsyncRollouts(url) as rollouts, AsyncOpenAI(base_url=url, api_key="-") as client:
+            episodes, learner = Episodes(rollouts, client), Learner(1e-4)
+            loop = Loop(rollouts, episodes, learner, seed=1, groups=2, num_held_out=2)
+            steps = [step async for step in loop.steps(2)]
+            [[after]] = await episodes.run(held_out(1), 1)
+            spans = (
+                span
+                for group in after.groups
+                if group.tree
+                for s in group.tree.segments
+                for span in s.versions
+            )
+            return steps, [span.version for span in spans]
+
+    arguments = ("--engine.chat-template", str(TEMPLATE))
+    with serving(tmp_path, cpu_threads=1, seed=1, arguments=arguments) as url:
+        steps, versions = asyncio.run(run(url))
+    assert [step.number for step in steps] == [1, 2]
+    assert all(0 < step.tokens_forwarded < step.tokens_by_turn for step in steps)
+    assert set(versions) == {"step-2"}
+
+
+@pytest.mark.long
+@pytest.mark.engine
+def test_example_learns(tmp_path: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "examples.agent_training", "--seed", "1", "--out", str(tmp_path)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'client'}"},
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    steps = [AgentStep(**each) for each in json.loads((tmp_path / "steps.json").read_text())]
+    assert compute_gain(steps).learned
+    assert steps[-1].tool_calls > steps[0].tool_calls
+    assert (tmp_path / "demo-agent.png").read_bytes().startswith(b"\x89PNG")
