@@ -54,6 +54,13 @@ EXPLANATIONS = {
         "Cost of HTTP",
         "`direct` calls vLLM's AsyncLLM in the service's process.",
     ),
+    "sessions": (
+        "Tokens and times of agent sessions",
+        "`linear`, `branches`, `compaction` and `sub-agents` are scripted conversations, which "
+        "share no prefix with each other. The recorder is a proxy in front of vLLM's server that "
+        "keeps one row per turn. `unique` tokens are those of the trees. `evicted`: other requests "
+        "filled the KV cache during the pause. `chat route` is `/v1/chat/completions`.",
+    ),
     "shared_prefix_decode": (
         "Decode steps with shared-prefix attention",
         "`8 groups of 8, prefix 4096` has 8 prompts of 4,096 tokens with 8 samples each. The times "
