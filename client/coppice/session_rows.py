@@ -1,0 +1,186 @@
+"""Rows of a session's result, for trainers that do not read trees.
+
+A row is the path from the root of a tree to one leaf. Its methods return the fields of verl,
+prime-rl and rLLM; `trl_output` returns those of TRL. None of these packages is imported.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, takewhile
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coppice.results import Group, Segment
+from coppice.sessions import SessionResult
+from coppice.wire.rollouts import VersionSpan
+from coppice.wire.version_span_slicing import joined_spans
+
+
+# NumPy's == is elementwise, so rows compare by identity.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SessionRow:
+    """Tokens from the root of a session's tree to one leaf.
+
+    The prompt ends before the first sampled token. `loss_mask` and `logprobs` have one value per
+    response token. The mask is true for tokens to train on. Context has the logprob 0. Token
+    indices in `versions` are those of the response. `num_turns` counts the turns of the path.
+    """
+
+    session: str
+    leaf: str
+    prompt_ids: NDArray[np.int64]
+    response_ids: NDArray[np.int64]
+    loss_mask: NDArray[np.bool_]
+    logprobs: NDArray[np.float32]
+    versions: tuple[VersionSpan, ...]
+    reward: float | None
+    num_turns: int
+
+    @property
+    def num_trained(self) -> int:
+        """Number of tokens to train on."""
+        return int(self.loss_mask.sum())
+
+    def verl_output(self) -> dict[str, Any]:
+        """Arguments of verl's `AgentLoopOutput`."""
+        return {
+            "prompt_ids": self.prompt_ids.tolist(),
+            "response_ids": self.response_ids.tolist(),
+            "response_mask": self.loss_mask.astype(int).tolist(),
+            "response_logprobs": self.logprobs.tolist(),
+            "reward_score": self.reward,
+            "num_turns": self.num_turns,
+            "metrics": {},
+            "extra_fields": self._origin(),
+        }
+
+    def prime_rl_sample(self, *, env_name: str, temperature: float = 1.0) -> dict[str, Any]:
+        """Arguments of prime-rl's `TrainingSample`; give the temperature of the session.
+
+        The arrays contain the prompt. prime-rl computes the advantages from the rewards.
+        """
+        num_prompt, num_tokens = len(self.prompt_ids), len(self.prompt_ids) + len(self.response_ids)
+        return {
+            "token_ids": [*self.prompt_ids.tolist(), *self.response_ids.tolist()],
+            "mask": [False] * num_prompt + self.loss_mask.tolist(),
+            "logprobs": [0.0] * num_prompt + self.logprobs.tolist(),
+            "temperatures": [temperature] * num_tokens,
+            "env_name": env_name,
+        }
+
+    def rllm_trajectory(self, *, name: str = "agent") -> dict[str, Any]:
+        """Arguments of rLLM's `Trajectory`, with one `Step` per run of trained tokens.
+
+        A step's prompt has all tokens before the run.
+        """
+        steps = [self._step(start, stop) for start, stop in _runs(self.loss_mask)]
+        steps[-1]["done"] = True
+        return {"name": name, "steps": steps, "reward": self.reward, "metadata": self._origin()}
+
+    def _step(self, start: int, stop: int) -> dict[str, Any]:
+        earlier = self.response_ids[:start].tolist()
+        return {
+            "prompt_ids": [*self.prompt_ids.tolist(), *earlier],
+            "response_ids": self.response_ids[start:stop].tolist(),
+            "logprobs": self.logprobs[start:stop].tolist(),
+            "done": False,
+        }
+
+    def _origin(self) -> dict[str, Any]:
+        versions = [span.model_dump() for span in self.versions]
+        return {"session": self.session, "leaf": self.leaf, "versions": versions}
+
+
+def session_rows(result: SessionResult, *, train_once: bool = True) -> list[SessionRow]:
+    """One row per leaf of a session's trees that has tokens to train on.
+
+    With `train_once`, a sampled token that several rows share is trained in the first one only;
+    in the others its mask is false. Otherwise it is trained in each of them. A leaf without a
+    reward of its own has that of the session.
+    """
+    trained: set[str] = set()
+    rows = []
+    for group in result.groups:
+        for path in _paths(group):
+            row = _row(result, group, path, trained if train_once else set())
+            trained.update(segment.id for segment in path)
+            if row.num_trained:
+                rows.append(row)
+    return rows
+
+
+def trl_output(results: Iterable[SessionResult], *, longest: bool = False) -> dict[str, list[Any]]:
+    """Result of TRL's `rollout_func`, of one session per prompt, in the order of the prompts.
+
+    TRL needs exactly one row per prompt. ValueError is raised for a session with several rows, or,
+    with `longest`, the row with the most sampled tokens is used and the others are not trained.
+    `reward` is an extra field, which TRL passes to reward functions.
+    """
+    rows = [_only_row(result, longest=longest) for result in results]
+    return {
+        "prompt_ids": [row.prompt_ids.tolist() for row in rows],
+        "completion_ids": [row.response_ids.tolist() for row in rows],
+        "logprobs": [row.logprobs.tolist() for row in rows],
+        "env_mask": [row.loss_mask.astype(int).tolist() for row in rows],
+        "reward": [row.reward for row in rows],
+    }
+
+
+def _only_row(result: SessionResult, *, longest: bool) -> SessionRow:
+    rows = session_rows(result, train_once=not longest)
+    if not rows or (len(rows) > 1 and not longest):
+        raise ValueError(f"session {result.id} has {len(rows)} rows, and TRL needs one per prompt")
+    return max(rows, key=lambda row: row.num_trained)
+
+
+def _paths(group: Group) -> Iterator[tuple[Segment, ...]]:
+    if group.tree is not None:
+        for leaf in group.tree.leaves:
+            yield group.tree.path(leaf)
+
+
+def _row(
+    result: SessionResult, group: Group, path: Sequence[Segment], trained: set[str]
+) -> SessionRow:
+    """The row of a path; segments of `trained` are masked."""
+    context = list(takewhile(lambda segment: not segment.sampled, path))
+    response = path[len(context) :]
+    masks = [_constant(s, s.sampled and s.id not in trained) for s in response]
+    logprobs = [np.nan_to_num(segment.token_logprobs()) for segment in response]
+    return SessionRow(
+        session=result.id,
+        leaf=path[-1].id,
+        prompt_ids=np.concatenate([_prompt(group), *(segment.token_ids for segment in context)]),
+        response_ids=np.concatenate([_NO_TOKENS, *(segment.token_ids for segment in response)]),
+        loss_mask=np.concatenate([_NO_TOKENS.astype(bool), *masks]),
+        logprobs=np.concatenate([_NO_TOKENS.astype(np.float32), *logprobs]),
+        versions=tuple(joined_spans((s.versions, len(s.token_ids)) for s in response)),
+        reward=(result.rewards or {}).get(path[-1].id, result.reward),
+        num_turns=_num_turns(result, path),
+    )
+
+
+_NO_TOKENS = np.zeros(0, np.int64)
+
+
+def _prompt(group: Group) -> NDArray[np.int64]:
+    return _NO_TOKENS if group.prompt_token_ids is None else group.prompt_token_ids
+
+
+def _constant(segment: Segment, value: bool) -> NDArray[np.bool_]:
+    return np.full(len(segment.token_ids), value)
+
+
+def _num_turns(result: SessionResult, path: Sequence[Segment]) -> int:
+    ids = {segment.id for segment in path}
+    return sum(turn.segment in ids for turn in result.turns)
+
+
+def _runs(mask: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
+    """Ranges of adjacent true values."""
+    edges = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0)).tolist()
+    for at, (start, stop) in enumerate(pairwise(edges)):
+        if at % 2 == 0:
+            yield start, stop
