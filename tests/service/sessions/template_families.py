@@ -151,7 +151,8 @@ class FamilyEngine:
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=False))
 
 
-def make_engine(directory: Path, family: Family) -> FamilyEngine:
+def make_engine(directory: Path, family: Family, **parsers: str) -> FamilyEngine:
+    """`parsers` are the settings `tool_parser` and `reasoning_parser`."""
     model = _write_model(directory, family)
     config: Any = EngineArgs(
         model=str(model), dtype="float32", max_model_len=CONTEXT_TOKENS, enforce_eager=True
@@ -160,7 +161,8 @@ def make_engine(directory: Path, family: Family) -> FamilyEngine:
     llm: Any = SimpleNamespace(renderer=renderer, vllm_config=config)
     tokenizer = renderer.get_tokenizer()
     ends = tokenizer.convert_tokens_to_ids(list(family.ends))
-    chat = ChatProcessor(llm, EngineSettings(model=str(model)), ends)
+    settings = EngineSettings.model_validate({"model": str(model), **parsers})
+    chat = ChatProcessor(llm, settings, ends)
     return FamilyEngine(chat=chat, tokenizer=tokenizer, ends=ends)
 
 
