@@ -25,11 +25,21 @@ _KINDS = {
 }
 
 
+_NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": []}
+"""Details on which Anthropic's tool runner repeats the request with all messages."""
+
+
 def anthropic_error(problem: Problem) -> dict[str, Any]:
     """Body of an error response; `code` is that of the problem."""
     default = "api_error" if problem.status >= 500 else "invalid_request_error"
     kind = _KINDS.get(problem.status, default)
-    error = {"type": kind, "message": problem_message(problem), "code": problem.code}
+    error: dict[str, Any] = {
+        "type": kind,
+        "message": problem_message(problem),
+        "code": problem.code,
+    }
+    if any(each["location"] == "thread" for each in problem.errors or ()):
+        error["details"] = _NO_THREADS
     return {"type": "error", "error": error, "request_id": problem.request_id}
 
 

@@ -93,7 +93,6 @@ async def test_anthropic_tool_runner(tmp_path: Path, family: FamilyEngine, strea
             messages=[{"role": "user", "content": ASKED}],
             tools=[add],
             stream=stream,
-            thread=False,  # by default it asks for threads, and does not go on without them
         )
         last = await runner.until_done()
         assert last.content[-1].text.strip() == "It is 14."
