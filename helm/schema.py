@@ -14,6 +14,7 @@ from engine.settings import AttentionSettings, EngineSettings, GraphsSettings, S
 from service.cluster.settings import ClusterSettings
 from service.config.settings import LimitsSettings, LogSettings, TraceSettings, WeightsSettings
 from service.prompt_kv.settings import KvSettings
+from service.sessions.settings import SessionsSettings
 
 FILE = Path(__file__).parent / "coppice" / "values.schema.json"
 Schema = dict[str, Any]
@@ -88,6 +89,7 @@ def schema() -> Schema:
         graphs=settings(GraphsSettings),
         kv=settings(KvSettings),
         limits=settings(LimitsSettings),
+        sessions=settings(SessionsSettings),
         weights=settings(WeightsSettings),
         cluster=settings(ClusterSettings),
         log=settings(LogSettings),

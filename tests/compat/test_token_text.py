@@ -217,7 +217,6 @@ async def test_model_is_found_by_its_name(tmp_path: Path) -> None:
         ("/skyrl/v1/generate", "/inference/v1/generate"),
         ("/skyrl/v1/sample/more", "/inference/v1/generate"),
         ("/v1/embeddings", "embedding server"),
-        ("/v1/responses", "/v1/chat/completions"),
     ],
 )
 async def test_unsupported_routes_name_their_alternative(
