@@ -75,7 +75,8 @@ class SpeculationSettings(Section):
     allow_predicted_loss: bool = Field(
         False,
         description="starts the modes siblings and drafter also where the measured step times "
-        "predict that even perfect drafts are slower than no speculation; false: the start fails; "
+        "predict that even perfect drafts are more than 5 % slower than no speculation; false: the "
+        "start fails; "
         "set it to true to measure such an engine",
     )
     longest_draft: int = Field(

@@ -78,7 +78,8 @@ class PromptKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return bool(self.held_blocks)
 
     def has_pending_block_frees(self) -> bool:
-        return bool(self.held_blocks)
+        """True if vLLM shall wait for free blocks instead of preempting a request."""
+        return self.held_blocks.has_pending_frees
 
     @EXPORT_FEATURE.guarded_with_default(None)
     def on_new_request(self, request: Any) -> None:

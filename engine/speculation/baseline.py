@@ -90,13 +90,17 @@ def cost_model(config: Any, steps: Sequence[Step]) -> StepCostModel:
     return StepCostModel(steps, overhead=1.0 if overhead is None else overhead)
 
 
-def overhead_ratio(steps: Sequence[Step], baseline: Sequence[Step]) -> float | None:
+def overhead_ratio(
+    steps: Sequence[Step], baseline: Sequence[Step], *, num_rows: int | None = None
+) -> float | None:
     """Time of an engine's steps without drafts relative to the baseline, as a geometric mean.
 
-    It is taken over the batches that both have measured, and is None if there are none.
+    It is taken over the batches that both have measured, or over those of `num_rows` rows, and is
+    None if there are none.
     """
     own, base = _times_without_drafts(steps), _times_without_drafts(baseline)
-    ratios = [np.mean(own[batch]) / np.mean(base[batch]) for batch in own.keys() & base.keys()]
+    batches = [batch for batch in own.keys() & base.keys() if num_rows in (None, batch[0])]
+    ratios = [np.mean(own[batch]) / np.mean(base[batch]) for batch in batches]
     return float(np.exp(np.mean(np.log(ratios)))) if ratios else None
 
 
@@ -107,6 +111,10 @@ def _times_without_drafts(steps: Sequence[Step]) -> dict[tuple[int, int], list[f
         if step.verified == step.running:
             times[step.running, step.context // step.running // CONTEXT_BUCKET].append(step.seconds)
     return times
+
+
+MAX_LOSS = 0.95
+"""Predicted speedup below which an explicit mode is refused. Step times vary by a few per cent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,8 +136,8 @@ class GainPrediction:
 
     @property
     def is_loss(self) -> bool:
-        """True if even perfect drafts are slower than the baseline."""
-        return self.best_speedup < 1
+        """True if even perfect drafts are clearly slower than the baseline."""
+        return self.best_speedup < MAX_LOSS
 
     def __str__(self) -> str:
         speed = f"a single sample with perfect drafts would run at {self.best_speedup:.2f} times"
@@ -148,9 +156,9 @@ def predict_gain(
     if not steps:
         return None
     overhead = overhead_ratio(steps, baseline or ())
-    speedup = best_speedup(steps, max_draft_tokens)
+    of_one_row = overhead_ratio(steps, baseline or (), num_rows=1) or overhead or 1.0
     return GainPrediction(
-        best_speedup=speedup if overhead is None else speedup / overhead, overhead=overhead
+        best_speedup=best_speedup(steps, max_draft_tokens) / of_one_row, overhead=overhead
     )
 
 

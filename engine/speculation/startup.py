@@ -135,12 +135,14 @@ def why_off(settings: SpeculationSettings, engine: EngineSettings) -> str | None
 def find_obstacle(config: Any, settings: SpeculationSettings) -> str | None:
     """Reason why the mode `auto` drafts nothing with vLLM's `config`; None if it may draft.
 
-    On a GPU sibling drafts need Model Runner V2. Raises StartFailed if the mode is `siblings`.
+    On a GPU drafts need Model Runner V2. Raises StartFailed if the mode is explicit.
     """
-    uses_siblings = (
-        settings.mode in SIBLING_MODES and config.speculative_config.method == GPU_METHOD
-    )
-    if not uses_siblings or config.use_v2_model_runner:
+    if settings.mode == "drafter":
+        needs_v2 = not current_platform.is_cpu()
+    else:
+        method = config.speculative_config.method if settings.mode in SIBLING_MODES else None
+        needs_v2 = method == GPU_METHOD
+    if not needs_v2 or config.use_v2_model_runner:
         return None
     reason = f"vLLM uses Model Runner V1 here, as {_why_v1(config)}"
     if settings.mode == "auto":

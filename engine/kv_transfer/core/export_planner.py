@@ -106,6 +106,11 @@ class HeldBlocks:
     def __bool__(self) -> bool:
         return bool(self._held)
 
+    @property
+    def has_pending_frees(self) -> bool:
+        """True if the end of an export will free a block: no request has the block any more."""
+        return any(block.ref_cnt == 1 for blocks in self._held.values() for block in blocks)
+
     def bind(self, pool: Any) -> None:
         self._pool = pool
 

@@ -4,6 +4,7 @@ The rotary embedding of the served model, from its configuration, is checked aga
 If they differ, or if layers have different embeddings, keys cannot be shifted.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -19,6 +20,7 @@ from engine.kv_transfer.connector import PromptKvConnector
 from engine.kv_types import LayerFormat
 from kernels.rope_shift import RotaryParams, UnsupportedRotary, parse_rotary
 
+logger = logging.getLogger(__name__)
 TOLERANCE: Final = 1e-2  # tables may be stored in bfloat16
 SAMPLE_POSITIONS: Final = (0, 1, 2, 3, 5, 8, 13, 31)
 
@@ -64,7 +66,7 @@ def prepare(
 
 
 def _prepare_loads(connector: PromptKvConnector, vllm_config: Any, model: Any) -> str | None:
-    """Prepare loads on this rank; returns the reason why keys cannot be shifted, if any."""
+    """Prepare loads on this rank; returns the reason why spans cannot be loaded, if any."""
     assert connector.loader is not None, "this is a worker"
     if not connector.can_load:
         return "layers have sliding windows, or keys and values of different shapes"
@@ -74,7 +76,12 @@ def _prepare_loads(connector: PromptKvConnector, vllm_config: Any, model: Any) -
         rotary = rotary_of_model(model, config, connector.layouts[0])
     except UnsupportedRotary as error:
         reason = str(error)
-    connector.loader.prepare(vllm_config.compilation_config.static_forward_context, rotary)
+    try:
+        connector.loader.prepare(vllm_config.compilation_config.static_forward_context, rotary)
+    # The kernel's compiler and the driver may raise anything; exports do not need them.
+    except Exception as error:
+        logger.exception("prompt KV cannot be loaded on this rank")
+        return f"the preparation of loads failed ({type(error).__name__})"
     return reason if connector.has_one_group else "the model has several KV cache groups"
 
 

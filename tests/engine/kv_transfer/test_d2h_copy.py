@@ -1,4 +1,4 @@
-"""Exports from a GPU, without a GPU: the copy thread, the staging ring, registered memory."""
+"""Exports from a GPU, without a GPU: the copy thread, the staging buffer, registered memory."""
 
 import errno
 import os

@@ -49,3 +49,13 @@ def test_reports_of_ranks_are_added() -> None:
     assert held
     held.on_ended({numbers[1]: 1})
     assert not held and all(block.ref_cnt <= 1 for block in pool.blocks)
+
+
+def test_no_free_block_is_expected_from_an_export_of_a_running_request() -> None:
+    pool, held = pool_of(), HeldBlocks(1)
+    held.bind(pool)
+    blocks = pool.get_new_blocks(2)
+    held.hold(export_of(tuple(block.block_id for block in blocks)))
+    assert held and not held.has_pending_frees  # vLLM preempts a request instead of waiting
+    pool.free_blocks(blocks[:1])
+    assert held.has_pending_frees

@@ -140,6 +140,24 @@ def test_engine_that_gains_over_itself_can_lose_against_the_baseline() -> None:
     assert compared.overhead == pytest.approx(2.0)
 
 
+def slower_batches(factors: dict[int, float]) -> list[Step]:
+    return [replace(s, seconds=s.seconds * factors.get(s.running, 1.0)) for s in steps()]
+
+
+def test_prediction_for_one_sample_has_the_overhead_of_its_own_steps() -> None:
+    batches = sorted({step.running for step in steps()} - {1})
+    found = predict_gain(slower_batches(dict.fromkeys(batches, 2.0)), steps(), 8)
+    alone = predict_gain(steps(), None, 8)
+    assert found is not None and alone is not None and found.overhead is not None
+    assert found.overhead > 1.2
+    assert found.best_speedup == pytest.approx(alone.best_speedup, rel=0.05)
+
+
+@pytest.mark.parametrize(("speedup", "is_loss"), [(0.997, False), (0.9, True)])
+def test_noise_of_the_measurement_is_no_loss(speedup: float, is_loss: bool) -> None:
+    assert GainPrediction(best_speedup=speedup, overhead=1.0).is_loss == is_loss
+
+
 def test_nothing_is_predicted_without_a_profile() -> None:
     assert predict_gain([], steps(), 8) is None
 

@@ -144,6 +144,22 @@ def test_sibling_drafts_need_the_second_model_runner_on_gpus_only(
     assert find_obstacle(config, SpeculationSettings(mode=mode)) is None
 
 
+def test_drafter_needs_the_second_model_runner_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's first runner would draft with its own loop."""
+    drafter = SpeculationSettings(mode="drafter", drafter=Path("/drafter"))
+    config = SimpleNamespace(
+        use_v2_model_runner=False,
+        speculative_config=SimpleNamespace(method="draft_model"),
+        _get_v2_model_runner_unsupported_features=list,
+    )
+    assert find_obstacle(config, drafter) is None
+    monkeypatch.setattr(startup.current_platform, "is_cpu", lambda: False)
+    with pytest.raises(StartFailed, match="drafter is not possible on a GPU"):
+        find_obstacle(config, drafter)
+    config.use_v2_model_runner = True
+    assert find_obstacle(config, drafter) is None
+
+
 @pytest.fixture
 async def on_first_runner(
     monkeypatch: pytest.MonkeyPatch,
