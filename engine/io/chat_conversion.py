@@ -294,6 +294,15 @@ def _checked_request(chat_request: ChatRequest) -> ChatCompletionRequest:
 
 def _tool_calls(calls: Any) -> tuple[ToolCall, ...]:
     return tuple(
-        ToolCall(id=call.id or f"call_{uuid.uuid4().hex}", name=call.name, arguments=call.arguments)
+        ToolCall(
+            id=call.id or f"call_{uuid.uuid4().hex}",
+            name=_encodable(call.name),
+            arguments=_encodable(call.arguments),
+        )
         for call in calls or ()
     )
+
+
+def _encodable(text: str) -> str:
+    """The text with U+FFFD for the lone surrogates that parsers decode from a call's JSON."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -146,6 +146,15 @@ def test_without_tools_a_call_is_text(chat: TemplateChat) -> None:
     assert (chat_response.content, chat_response.tool_calls) == (WRITTEN, ())
 
 
+def test_lone_surrogates_of_a_call_are_replaced(chat: TemplateChat) -> None:
+    written = r'<tool_call>{"name": "a\ud83d", "arguments": {"a": "\ud83d", "b": "\ud83d\ude00"}}'
+    [call] = chat.chat_response(f"{written}</tool_call>", SECOND).tool_calls
+    assert (call.name, json.loads(call.arguments)) == (
+        "a\ufffd",
+        {"a": "\ufffd", "b": "\U0001f600"},
+    )
+
+
 class FailingToolParser(ToolParser):  # type: ignore[misc]
     def extract_tool_calls(self, *_: Any, **__: Any) -> Any:
         raise KeyError("secret text")
