@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic_core import to_json
+from pydantic_core import from_json, to_json
 
 from coppice.wire.problem_catalogue import Problem
 from coppice.wire.result_formats import EndRecord, ProgressRecord
@@ -31,19 +31,27 @@ def content_blocks(response: ChatResponse, signature: str) -> list[Fields]:
         blocks.append({"type": "thinking", "thinking": response.reasoning, "signature": signature})
     if response.content:
         blocks.append({"type": "text", "text": response.content})
-    blocks += [
-        {**_tool_use(call), "input": json.loads(tool_input(call))} for call in response.tool_calls
-    ]
+    blocks += [{**_tool_use(call), "input": tool_input(call)} for call in response.tool_calls]
     return blocks or [{"type": "text", "text": ""}]
 
 
-def tool_input(call: ToolCall) -> str:
-    """Arguments of a call as the JSON text of an object."""
+def tool_input(call: ToolCall) -> Fields:
+    """Arguments of a call as an object that JSON can express.
+
+    Lone surrogates, deep nesting, NaN and infinities are not valid in an answer.
+    """
     try:
-        is_object = isinstance(json.loads(call.arguments), dict)
-    except (ValueError, RecursionError):
-        is_object = False
-    return call.arguments if is_object else json.dumps({INVALID_JSON: call.arguments})
+        found = from_json(call.arguments, allow_inf_nan=False)
+        json.dumps(found, allow_nan=False)  # refuses numbers such as 1e999
+    except ValueError:
+        return {INVALID_JSON: call.arguments}
+    return found if isinstance(found, dict) else {INVALID_JSON: call.arguments}
+
+
+def _input_text(call: ToolCall) -> str:
+    """Arguments of a call as the JSON text of the same object; the model's own text if valid."""
+    given = tool_input(call)
+    return to_json(given).decode() if given.keys() == {INVALID_JSON} else call.arguments
 
 
 def stop_fields(sample: SampleAnswer, *, has_calls: bool) -> Fields:
@@ -134,7 +142,7 @@ class _BlockEvents:
         for call in response.tool_calls:
             self.num_calls += 1
             yield from self._start({**_tool_use(call), "input": {}})
-            yield self._delta({"type": "input_json_delta", "partial_json": tool_input(call)})
+            yield self._delta({"type": "input_json_delta", "partial_json": _input_text(call)})
 
     def end(self) -> Iterator[Event]:
         """Events that close the last block; a message has at least one."""

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
+from pydantic_core import from_json
 
 from service.compat.bodies import CompatModel, Name
 from service.http.errors import InvalidRequest
@@ -76,8 +77,8 @@ def _custom_parameters() -> dict[str, Any]:
 def custom_input(arguments: str) -> str:
     """Input of a custom tool in the arguments of its function; else the arguments themselves."""
     try:
-        value = json.loads(arguments)
-    except (ValueError, RecursionError):
+        value = from_json(arguments)
+    except ValueError:  # also for lone surrogates, which JSON cannot express
         return arguments
     text = value.get(CUSTOM_INPUT) if isinstance(value, dict) else None
     return text if isinstance(text, str) else arguments

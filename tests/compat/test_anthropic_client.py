@@ -147,7 +147,20 @@ async def test_empty_message_has_an_empty_text_block(tmp_path: Path) -> None:
         ]
 
 
-@pytest.mark.parametrize("arguments", ["{", "[1]", "", "9" * 5000])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "{",
+        "[1]",
+        "",
+        "9" * 5000,
+        r'{"a": "\ud83d"}',
+        '{"a": NaN}',
+        '{"a": -1e999}',
+        '{"a": ' + "[" * 260 + "]" * 260 + "}",
+        '{"a": ' + "[" * 5000 + "]" * 5000 + "}",
+    ],
+)
 async def test_arguments_that_are_no_object_are_passed_as_text(
     tmp_path: Path, arguments: str
 ) -> None:

@@ -161,6 +161,20 @@ async def test_conversation_continues_from_a_stored_response(tmp_path: Path) -> 
             await speaker.responses.create(**CREATE, previous_response_id=first.id)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("text", [r'{"input": "\ud83d"}', '{"input": ' + "[" * 5000, "ls"])
+async def test_input_that_json_cannot_express_is_passed_as_text(
+    tmp_path: Path, text: str, stream: bool
+) -> None:
+    call = ToolCall(id="call-1", name="shell", arguments=text)
+    engine = AnsweringEngine(ChatResponse(content=None, tool_calls=(call,)))
+    async with foreign(tmp_path, engine=engine) as served, client(served) as speaker:
+        answer: Any = await speaker.responses.create(**CREATE, tools=[SHELL], stream=stream)
+        response = [event async for event in answer][-1].response if stream else answer
+    [item] = response.output
+    assert (item.type, item.input) == ("custom_tool_call", text)
+
+
 async def test_response_is_not_stored_if_not_wanted(tmp_path: Path) -> None:
     async with foreign(tmp_path) as served, client(served) as speaker:
         answer = await speaker.responses.create(**CREATE, store=False)
