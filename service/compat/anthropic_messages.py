@@ -15,6 +15,7 @@ from service.compat.anthropic_stream import (
     content_blocks,
     extension_fields,
     message_events,
+    ping,
     stop_fields,
     to_error,
     usage_fields,
@@ -63,7 +64,9 @@ async def create_message(call: Compat) -> Response:
     head = _head(body, samples)
     if body.stream:
         events = message_events(samples, head, token_ids=body.return_token_ids)
-        return event_response(call.server, rollout, events, to_error=to_error, end=b"")
+        return event_response(
+            call.server, rollout, events, to_error=to_error, keep_alive=ping(), end=b""
+        )
     answer = await call.wait(rollout)
     [sample] = answer.groups[0].samples
     samples.check_ended(sample)

@@ -15,7 +15,7 @@ from engine.types import ChatResponse, ToolCall
 from service.compat.anthropic_errors import anthropic_error
 from service.compat.chat_samples import ChatSamples, MessageParts
 from service.compat.compat_request import usage, weight_version_spans
-from service.compat.openai_stream import error_event
+from service.compat.openai_stream import NO_EVENT, error_event
 from service.compat.sample_stream import SamplePart, sample_parts
 
 Event = dict[str, Any]
@@ -94,11 +94,12 @@ async def message_events(
     async for part in sample_parts(samples.rollout):
         match part:
             case ProgressRecord():
-                yield encoded({"type": "ping"})
+                yield ping()
             case SamplePart(sample=sample):
                 response = await parts.next(part)
                 for encoded_event in await asyncio.to_thread(blocks.of_response, response):
                     yield encoded_event
+                yield NO_EVENT
                 if sample is not None:
                     samples.check_ended(sample)
                     stop = stop_fields(sample, has_calls=blocks.num_calls > 0)
@@ -111,6 +112,10 @@ async def message_events(
                 counts = usage_fields(await samples.rollout.answer())
                 yield encoded({"type": "message_delta", **end, "usage": counts})
                 yield encoded({"type": "message_stop"})
+
+
+def ping() -> bytes:
+    return encoded({"type": "ping"})
 
 
 def to_error(problem: Problem) -> bytes:

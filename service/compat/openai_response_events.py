@@ -14,7 +14,7 @@ from engine.types import ChatResponse, ToolCall
 from service.compat.chat_samples import ChatSamples, MessageParts
 from service.compat.openai_errors import problem_message
 from service.compat.openai_response_items import custom_input, encoded_reasoning
-from service.compat.openai_stream import KEEP_ALIVE, error_event
+from service.compat.openai_stream import KEEP_ALIVE, NO_EVENT, error_event
 from service.compat.sample_stream import SamplePart, sample_parts
 
 Event = dict[str, Any]
@@ -171,6 +171,7 @@ class ResponseStream:
                     added = await parts.next(part)
                     for encoded in await asyncio.to_thread(self._added, added):
                         yield encoded
+                    yield NO_EVENT
                 case EndRecord(problem=problem) if problem is not None:
                     yield error_event(self.samples.call.server, problem, self.failed)
                     return

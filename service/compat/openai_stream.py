@@ -1,5 +1,6 @@
 """Streams of server-sent events in the formats of OpenAI and vLLM."""
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from service.compat.sample_stream import SamplePart, sample_parts
 from service.http.errors import InvalidRequest
 from service.http.exception_handlers import to_service_error
 from service.http.responses import JSON, declare_responses
+from service.rollouts.record_reader import PROGRESS_SECONDS
 from service.rollouts.rollout import Rollout
 from service.server import Server
 
@@ -25,6 +27,8 @@ EVENT_STREAM = "text/event-stream"
 EVENTS_OR_JSON = declare_responses({200: (*JSON, EVENT_STREAM)}, *ROLLOUT_ERRORS)
 STREAM_RESPONSES = as_openai(EVENTS_OR_JSON)
 KEEP_ALIVE = b": samples are still being generated\n\n"
+NO_EVENT = b""
+"""Item of a stream after a part of a sample, which may have no event of its own."""
 DONE = b"data: [DONE]\n\n"
 
 ToChunks = Callable[[SamplePart], Awaitable[Sequence[dict[str, Any]]]]
@@ -81,16 +85,18 @@ def event_response(
     events: AsyncIterator[bytes],
     *,
     to_error: Callable[[Problem], bytes] = openai_error_event,
+    keep_alive: bytes = KEEP_ALIVE,
     end: bytes = DONE,
 ) -> Response:
     """Response of encoded server-sent events, with `end` after the last.
 
-    An error is an event as well, since the status is sent before the first event.
+    An error is an event as well, since the status is sent before the first event. `keep_alive` is
+    sent while the samples have tokens but no events, as a message that may call tools.
     """
 
     async def guarded() -> AsyncIterator[bytes]:
         try:
-            async for event in events:
+            async for event in _kept_alive(events, keep_alive):
                 yield event
         except Exception as error:
             failed = to_service_error(ExceptionGroup("a stream broke off", [error]))
@@ -100,6 +106,16 @@ def event_response(
         yield end
 
     return StreamingResponse(guarded(), media_type=EVENT_STREAM)
+
+
+async def _kept_alive(events: AsyncIterator[bytes], keep_alive: bytes) -> AsyncIterator[bytes]:
+    """The events, with `keep_alive` if there was none for PROGRESS_SECONDS."""
+    clock = asyncio.get_running_loop().time
+    sent_at = clock()
+    async for event in events:
+        if event or clock() - sent_at >= PROGRESS_SECONDS:
+            yield event or keep_alive
+            sent_at = clock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +134,7 @@ class _Chunks:
                 case SamplePart():
                     for chunk in await self.to_chunks(part):
                         yield sse_event({**self.head, **chunk, **self._usage(part)})
+                    yield NO_EVENT
                 case ProgressRecord():
                     yield KEEP_ALIVE
                 case EndRecord(problem=problem) if problem is not None:

@@ -16,7 +16,7 @@ from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateToken
 
 from engine.protocol import DEFAULT_SAMPLING
 from engine.types import ChatRequest, ChatResponse, Sampling, ToolCall
-from service.compat import sglang_generate
+from service.compat import openai_stream, sglang_generate
 from tests.compat.third_party import Foreign, foreign
 from tests.fake_engine import FakeEngine, FakeStream
 
@@ -240,6 +240,38 @@ async def test_tool_calls_are_sent_when_they_can_be_parsed(tmp_path: Path) -> No
     assert last["delta"]["reasoning_content"] == "\x06\x07\x08"
     tokens = [token for part in (*parts, last) for token in part["token_ids"]]
     assert tokens == [6, 7, 8, 9, 10, 11]
+
+
+KEEP_ALIVES = {
+    "/v1/chat/completions": (CHAT, TOOL, ": samples are still being generated"),
+    "/v1/responses": (
+        {"input": "abc", "max_output_tokens": 6},
+        {"type": "function", "name": "add", "parameters": {"type": "object"}},
+        ": samples are still being generated",
+    ),
+    "/v1/messages": (
+        CHAT,
+        {"name": "add", "input_schema": {"type": "object"}},
+        'event: ping\ndata: {"type":"ping"}',
+    ),
+}
+
+
+@pytest.mark.parametrize("seconds", [0, 15])
+@pytest.mark.parametrize("path", KEEP_ALIVES)
+async def test_stream_without_events_is_kept_alive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, seconds: float
+) -> None:
+    """A message that may call tools has no event while its sample runs."""
+    monkeypatch.setattr(openai_stream, "PROGRESS_SECONDS", seconds)
+    body, tool, keep_alive = KEEP_ALIVES[path]
+    body = {**body, "tools": [tool], "stream": True}
+    async with (
+        foreign(tmp_path, engine=ReasoningEngine(instant=False)) as served,
+        stepping(served.engine),
+    ):
+        events = (await served.http.post(path, json=body)).text.split("\n\n")
+    assert (events.count(keep_alive) > 2) == (seconds == 0)
 
 
 async def test_text_that_contradicts_the_whole_response_is_not_repeated(tmp_path: Path) -> None:
