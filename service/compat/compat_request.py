@@ -130,6 +130,11 @@ class CompatRequest:
     caller: Caller
     session_call: Annotated[SessionCall | None, Depends(_session_call)]
 
+    @property
+    def owner(self) -> str:
+        """Name of the API key that the request counts for; in a session, that of its owner."""
+        return self.caller.name if self.session_call is None else self.session_call.session.owner
+
     async def read(self, model: type[Body], *, limit: int | None = None) -> Body:
         return await read_compat_body(self.request, model, self.server, limit=limit)
 

@@ -4,63 +4,78 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, NamedTuple
 
 from fastapi import Depends, Request
-
-from service.compat.openai_response_items import Message
 
 KEEP_SECONDS = 3600.0
 MAX_OWNER_BYTES = 64 * 2**20
 MAX_BYTES = 512 * 2**20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredResponse:
-    """A response and its conversation: all messages except its instructions.
+class ResponseName(NamedTuple):
+    """Name of a stored response.
 
-    `num_bytes` is their size as JSON.
+    It counts for the API key `owner`. It is found only by requests of its `scope`: the owner, or
+    one agent session of the owner.
     """
 
-    response: dict[str, Any]
-    messages: list[Message]
-    num_bytes: int
+    owner: str
+    scope: str
+    id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredResponse:
+    """A response and its conversation as JSON: all messages except its instructions.
+
+    The objects would take several times the memory of their JSON.
+    """
+
+    response: bytes
+    messages: bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.response) + len(self.messages)
 
 
 class ResponseStore:
-    """Stored responses by API key and id, in memory.
+    """Stored responses in memory.
 
     The oldest are dropped after KEEP_SECONDS, or when those of one key, or of all, become too many.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._owners: OrderedDict[str, OrderedDict[str, StoredResponse]] = OrderedDict()
+        self._owners: OrderedDict[str, OrderedDict[ResponseName, StoredResponse]] = OrderedDict()
         self._sizes: dict[str, int] = {}
-        self._expiries: deque[tuple[float, str, str]] = deque()
+        self._expiries: deque[tuple[float, ResponseName]] = deque()
 
-    def get(self, owner: str, response_id: str) -> StoredResponse | None:
+    def get(self, name: ResponseName) -> StoredResponse | None:
         self._drop_expired()
-        return self._owners.get(owner, OrderedDict()).get(response_id)
+        return self._owners.get(name.owner, OrderedDict()).get(name)
 
-    def put(self, owner: str, response_id: str, stored: StoredResponse) -> None:
+    def put(self, name: ResponseName, stored: StoredResponse) -> None:
         """Store a response, unless it alone is larger than the limit of a key."""
         self._drop_expired()
         if stored.num_bytes > MAX_OWNER_BYTES:
             return
-        self._owners.setdefault(owner, OrderedDict())[response_id] = stored
+        owner = name.owner
+        self._owners.setdefault(owner, OrderedDict())[name] = stored
         self._owners.move_to_end(owner)
         self._sizes[owner] = self._sizes.get(owner, 0) + stored.num_bytes
-        self._expiries.append((self._clock() + KEEP_SECONDS, owner, response_id))
+        self._expiries.append((self._clock() + KEEP_SECONDS, name))
         while self._sizes[owner] > MAX_OWNER_BYTES:
-            self.delete(owner, next(iter(self._owners[owner])))
+            self.delete(next(iter(self._owners[owner])))
         while sum(self._sizes.values()) > MAX_BYTES:
             first = next(iter(self._owners))
-            self.delete(first, next(iter(self._owners[first])))
+            self.delete(next(iter(self._owners[first])))
 
-    def delete(self, owner: str, response_id: str) -> bool:
-        """Drop a response; false if there is none of this id."""
-        stored = self._owners.get(owner, OrderedDict()).pop(response_id, None)
+    def delete(self, name: ResponseName) -> bool:
+        """Drop a response; false if there is none of this name."""
+        owner = name.owner
+        stored = self._owners.get(owner, OrderedDict()).pop(name, None)
         if stored is None:
             return False
         self._sizes[owner] -= stored.num_bytes
@@ -70,8 +85,8 @@ class ResponseStore:
 
     def _drop_expired(self) -> None:
         while self._expiries and self._expiries[0][0] <= self._clock():
-            _, owner, response_id = self._expiries.popleft()
-            self.delete(owner, response_id)
+            _, name = self._expiries.popleft()
+            self.delete(name)
 
 
 def _store(request: Request) -> ResponseStore:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter, Response
+from pydantic_core import from_json
 
 from coppice.wire.rollouts import RolloutAnswer, SampleAnswer
 from service.auth.access import requires_role
@@ -25,7 +26,12 @@ from service.compat.openai_errors import OpenAIRoute, as_openai
 from service.compat.openai_response_bodies import ENCRYPTED, LOGPROBS, ResponsesBody
 from service.compat.openai_response_events import Item, OutputItems, ResponseStream, item_status
 from service.compat.openai_response_items import Message, input_messages
-from service.compat.openai_response_store import Responses, ResponseStore, StoredResponse
+from service.compat.openai_response_store import (
+    ResponseName,
+    Responses,
+    ResponseStore,
+    StoredResponse,
+)
 from service.compat.openai_stream import STREAM_RESPONSES, event_response, unix_time
 from service.http.errors import InvalidRequest, NotFound
 from service.http.responses import (
@@ -82,17 +88,17 @@ async def create_response(call: Compat, store: Responses) -> Response:
 @requires_role("rollout")
 async def get_response(response_id: str, call: Compat, store: Responses) -> Response:
     await _check_local(call, response_id)
-    stored = store.get(call.caller.name, response_id)
+    stored = store.get(_name(call, response_id))
     if stored is None:
         raise NotFound("no response of this id is stored")
-    return await large_json_response(lambda: stored.response)
+    return Response(stored.response, media_type=JSON[0])
 
 
 @router.delete("/v1/responses/{response_id}", responses=_STORED)
 @requires_role("rollout")
 async def delete_response(response_id: str, call: Compat, store: Responses) -> dict[str, Any]:
     await _check_local(call, response_id)
-    if not store.delete(call.caller.name, response_id):
+    if not store.delete(_name(call, response_id)):
         raise NotFound("no response of this id is stored")
     return {"id": response_id, "object": "response", "deleted": True}
 
@@ -104,13 +110,18 @@ async def _previous(
     if response_id is None:
         return ()
     await _check_local(call, response_id)
-    stored = store.get(call.caller.name, response_id)
+    stored = store.get(_name(call, response_id))
     if stored is None:
         raise InvalidRequest.of_parameter(
             "previous_response_id",
             "no response of this id is stored (store: false, or dropped): send the whole input",
         )
-    return stored.messages
+    messages: list[Message] = await asyncio.to_thread(from_json, stored.messages)
+    return messages
+
+
+def _name(call: CompatRequest, response_id: str) -> ResponseName:
+    return ResponseName(owner=call.owner, scope=call.caller.name, id=response_id)
 
 
 async def _check_local(call: CompatRequest, response_id: str) -> None:
@@ -162,12 +173,14 @@ class _ResponseBuilder:
         messages = list(self._samples.chat_request.messages)[bool(self._body.instructions) :]
         conversation = [*map(dict, messages), *input_messages(response["output"])]
 
-        def size() -> int:
-            return sum(map(len, value_parts({"response": response, "messages": conversation})))
+        def encoded() -> StoredResponse:
+            response_parts, message_parts = value_parts(response), value_parts(conversation)
+            return StoredResponse(
+                response=b"".join(response_parts), messages=b"".join(message_parts)
+            )
 
-        num_bytes = await asyncio.to_thread(size)
-        stored = StoredResponse(response=response, messages=conversation, num_bytes=num_bytes)
-        self._store.put(self._samples.call.caller.name, self._id, stored)
+        stored = await asyncio.to_thread(encoded)
+        self._store.put(_name(self._samples.call, self._id), stored)
 
     def _items(self) -> OutputItems:
         return OutputItems(

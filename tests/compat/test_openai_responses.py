@@ -8,10 +8,10 @@ import openai
 import pytest
 
 from engine.types import ChatResponse, ToolCall
+from service.compat import openai_response_store
 from service.compat.openai_response_store import (
     KEEP_SECONDS,
-    MAX_BYTES,
-    MAX_OWNER_BYTES,
+    ResponseName,
     ResponseStore,
     StoredResponse,
 )
@@ -21,6 +21,7 @@ from tests.compat.test_tool_turns import ParsingEngine
 from tests.compat.third_party import foreign
 from tests.engine.chats import TemplateChat, make_chat
 from tests.service.keyfile import bearer, write_keys
+from tests.service.sessions.agents import training
 
 PATH = "/v1/responses"
 TOOL: Any = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": False}
@@ -340,22 +341,62 @@ async def test_failed_stream_is_reported(tmp_path: Path) -> None:
 
 
 def stored(num_bytes: int) -> StoredResponse:
-    return StoredResponse(response={}, messages=[], num_bytes=num_bytes)
+    return StoredResponse(response=b" " * (num_bytes - 1), messages=b" ")
 
 
+def name(owner: str, response_id: str, *, session: str = "") -> ResponseName:
+    return ResponseName(owner=owner, scope=owner + session, id=response_id)
+
+
+@pytest.fixture
+def limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openai_response_store, "MAX_OWNER_BYTES", 10)
+    monkeypatch.setattr(openai_response_store, "MAX_BYTES", 80)
+
+
+@pytest.mark.usefixtures("limits")
 def test_store_is_bounded_per_key_in_total_and_in_time() -> None:
     now = [0.0]
     store = ResponseStore(lambda: now[0])
-    store.put("a", "large", stored(MAX_OWNER_BYTES + 1))
-    assert store.get("a", "large") is None
-    store.put("a", "1", stored(MAX_OWNER_BYTES // 2 + 1))
-    store.put("b", "1", stored(1))
-    store.put("a", "2", stored(MAX_OWNER_BYTES // 2))
-    assert store.get("a", "1") is None
-    assert store.get("a", "2") and store.get("b", "1")
+    store.put(name("a", "large"), stored(11))
+    assert store.get(name("a", "large")) is None
+    store.put(name("a", "1"), stored(6))
+    store.put(name("b", "1"), stored(1))
+    store.put(name("a", "2"), stored(5))
+    assert store.get(name("a", "1")) is None
+    assert store.get(name("a", "2")) and store.get(name("b", "1"))
     now[0] = KEEP_SECONDS
-    assert store.get("a", "2") is None
-    for owner in range(MAX_BYTES // MAX_OWNER_BYTES + 1):
-        store.put(f"{owner}", "1", stored(MAX_OWNER_BYTES))
-    assert store.get("0", "1") is None
-    assert store.get("1", "1") is not None
+    assert store.get(name("a", "2")) is None
+    for owner in range(9):
+        store.put(name(f"{owner}", "1"), stored(10))
+    assert store.get(name("0", "1")) is None
+    assert store.get(name("1", "1")) is not None
+
+
+@pytest.mark.usefixtures("limits")
+def test_sessions_of_a_key_share_its_limit_but_not_their_responses() -> None:
+    store = ResponseStore()
+    store.put(name("b", "1"), stored(10))
+    for session in range(20):
+        store.put(name("a", f"{session}", session=f"/{session}"), stored(10))
+    assert store.get(name("b", "1")) is not None
+    assert store.get(name("a", "18", session="/18")) is None
+    assert store.get(name("a", "19", session="/19")) is not None
+    assert store.get(name("a", "19", session="/18")) is None
+    assert store.get(name("a", "19")) is None
+
+
+async def test_response_of_a_session_counts_for_the_owner_of_the_session(tmp_path: Path) -> None:
+    async with training(tmp_path) as trainer:
+        one, other = await trainer.create(n=2, sampling={"max_tokens": 3})
+        made = await one.post(PATH, {"input": "abc"})
+        path = f"{PATH}/{made.json()['id']}"
+        found = await one.http.get(one.url + path, headers=bearer(one.key))
+        assert found.json() == made.json()
+        assert (
+            await other.http.get(other.url + path, headers=bearer(other.key))
+        ).status_code == 404
+        assert (await other.http.get(trainer.served.url + path)).status_code == 404
+        store: ResponseStore = trainer.served.app.state.compat.state.responses
+        own = ResponseName(owner="local", scope=f"local/{one.id}", id=made.json()["id"])
+        assert store.get(own) is not None
