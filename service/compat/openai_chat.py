@@ -4,6 +4,7 @@ The messages are tokenized with the model's own chat template. Tool calls and re
 extracted from a response by the parsers that the engine is configured with.
 """
 
+import asyncio
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -240,8 +241,8 @@ class ChatResponseBuilder:
             lambda: logprobs.with_top_token_ids(sample.token_ids, per_token),
             as_ids=self._body.return_tokens_as_token_ids,
         )
-        content = logprobs.chat_logprobs(sample.token_ids, sample.logprobs, per_token, name)
-        return {"content": content}
+        sampled = (sample.token_ids, sample.logprobs, per_token, name)
+        return {"content": await asyncio.to_thread(logprobs.chat_logprobs, *sampled)}
 
     def stream_response(self) -> Response:
         rollout, body = self._rollout, self._body

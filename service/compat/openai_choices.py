@@ -4,8 +4,10 @@ Chunks have the fields that vLLM's have. A choice without new text has chunks wi
 token ids or logprobs were requested.
 """
 
+import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from coppice.wire.rollouts import SampleAnswer
@@ -73,9 +75,10 @@ class CompletionChunks:
         name = await _names(self.server, part, as_ids=self.as_ids, echo=echoed)
         sampled = (part.token_ids, part.logprobs, part.top_logprobs, name)
         if echoed is None:
-            found = logprobs.completion_logprobs(*sampled, self._offsets.get(part.key, 0))
+            offset = self._offsets.get(part.key, 0)
+            found = await part.run(partial(logprobs.completion_logprobs, *sampled, offset))
         else:
-            found = echoed.logprobs(part.group, *sampled)
+            found = await asyncio.to_thread(echoed.logprobs, part.group, *sampled)
         if found["tokens"]:
             self._offsets[part.key] = found["text_offset"][-1] + len(found["tokens"][-1])
         return found
@@ -134,8 +137,8 @@ class ChatChunks:
 
     async def _logprobs(self, part: SamplePart) -> dict[str, Any]:
         name = await _names(self.server, part, as_ids=self.as_ids)
-        content = logprobs.chat_logprobs(part.token_ids, part.logprobs, part.top_logprobs, name)
-        return {"content": content}
+        sampled = (part.token_ids, part.logprobs, part.top_logprobs, name)
+        return {"content": await part.run(partial(logprobs.chat_logprobs, *sampled))}
 
 
 async def _names(

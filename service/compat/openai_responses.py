@@ -199,7 +199,8 @@ class _ResponseBuilder:
             lambda: logprobs.with_top_token_ids(sample.token_ids, per_token),
             as_ids=False,
         )
-        return logprobs.chat_logprobs(sample.token_ids, sample.logprobs, per_token, name)
+        sampled = (sample.token_ids, sample.logprobs, per_token, name)
+        return await asyncio.to_thread(logprobs.chat_logprobs, *sampled)
 
     def _head(self) -> Item:
         """The response before its first token, with the fields of the request."""

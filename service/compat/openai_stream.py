@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fastapi import Response
@@ -133,7 +134,8 @@ class _Chunks:
             match part:
                 case SamplePart():
                     for chunk in await self.to_chunks(part):
-                        yield sse_event({**self.head, **chunk, **self._usage(part)})
+                        event = {**self.head, **chunk, **self._usage(part)}
+                        yield await part.run(partial(sse_event, event))
                     yield NO_EVENT
                 case ProgressRecord():
                     yield KEEP_ALIVE

@@ -4,10 +4,11 @@ The parts of a sample are its tokens as they are sampled. Their concatenated tex
 the answer without a stream.
 """
 
+import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from coppice.wire.result_formats import EndRecord, ProgressRecord, SampleRecord, TokensRecord
 from coppice.wire.rollouts import SampleAnswer
@@ -17,6 +18,9 @@ from service.rollouts.record_reader import SampleKey
 from service.rollouts.rollout import Rollout
 from service.server import Server
 
+T = TypeVar("T")
+INLINE_VALUES = 256
+"""Maximum number of logprobs of a part whose events are built on the event loop."""
 NOTHING_SAMPLED: dict[str, Any] = {
     "token_ids": [],
     "logprobs": [],
@@ -51,6 +55,17 @@ class SamplePart:
     @property
     def end(self) -> int:
         return self.start + len(self.token_ids)
+
+    @property
+    def is_large(self) -> bool:
+        """True if building its events would block the event loop."""
+        has_support = self.sample is not None and self.sample.support is not None
+        num_values = len(self.token_ids) + sum(map(len, self.top_logprobs))
+        return has_support or num_values > INLINE_VALUES
+
+    async def run(self, build: Callable[[], T]) -> T:
+        """Result of `build`, which is called in a thread if the part is large."""
+        return await asyncio.to_thread(build) if self.is_large else build()
 
     def without_tokens(self) -> "SamplePart":
         """The last part of a sample as if nothing had been sampled."""

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Response
@@ -166,8 +167,9 @@ async def _events(
                     if not sample.is_due(part):
                         continue
                     event = sample.event(rid, part, with_logprobs=body.return_logprob)
-                    index = part.group * body.sampling_params.n + part.index
-                    yield sse_event(event if body.is_single else {**event, "index": index})
+                    if not body.is_single:
+                        event["index"] = part.group * body.sampling_params.n + part.index
+                    yield await part.run(partial(sse_event, event))
                 case ProgressRecord():
                     yield KEEP_ALIVE
                 case EndRecord(problem=problem) if problem is not None:

@@ -1,6 +1,7 @@
 """vLLM's routes for token ids: generation, tokenization and detokenization."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Response
@@ -223,7 +224,9 @@ def _stream_response(server: Server, body: GenerateBody, rollout: Rollout) -> Re
             "token_ids": part.token_ids,
             "finish_reason": None if sample is None else finish_reason(sample),
             "stop_reason": None if sample is None else sample.stop_reason,
-            "logprobs": _content(part.token_ids, part.logprobs, part.top_logprobs)
+            "logprobs": await part.run(
+                partial(_content, part.token_ids, part.logprobs, part.top_logprobs)
+            )
             if with_logprobs
             else None,
             "weight_versions": None if sample is None else weight_version_spans(sample),

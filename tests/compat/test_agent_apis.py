@@ -99,27 +99,29 @@ async def test_large_body_is_refused_in_the_format_of_the_api(tmp_path: Path, pa
     assert "1024 bytes" in message
 
 
+def watched(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[bool]:
+    """Watch a function: for each call, whether it was made on the event loop."""
+    on_loop: list[bool] = []
+    function = getattr(module, name)
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        on_loop.append(threading.current_thread() is threading.main_thread())
+        return function(*arguments, **options)
+
+    monkeypatch.setattr(module, name, call)
+    return on_loop
+
+
 @pytest.mark.parametrize("path", PATHS)
 async def test_messages_are_converted_in_a_thread(
     tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A request may have millions of characters in thousands of messages."""
-    threads: list[bool] = []
-
-    def watched(module: Any, name: str) -> None:
-        convert = getattr(module, name)
-
-        def converted(*arguments: Any, **options: Any) -> Any:
-            threads.append(threading.current_thread() is threading.main_thread())
-            return convert(*arguments, **options)
-
-        monkeypatch.setattr(module, name, converted)
-
-    watched(anthropic_bodies, "chat_messages")
-    watched(openai_response_bodies, "input_messages")
+    of_messages = watched(monkeypatch, anthropic_bodies, "chat_messages")
+    of_input = watched(monkeypatch, openai_response_bodies, "input_messages")
     async with foreign(tmp_path) as served:
         await served.post(path, BODIES[path])
-    assert threads == [False]
+    assert of_messages + of_input == [False]
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 
+from service.compat import logprobs, openai_stream, sglang_generate, vllm_tokens
 from tests.adapters import saved_adapter
+from tests.compat.test_agent_apis import watched
 from tests.compat.third_party import Foreign, foreign, wrong_status
 from tests.fake_engine import FakeEngine
 
@@ -146,3 +148,57 @@ async def test_stream_contains_logprobs(tmp_path: Path) -> None:
 
 async def _streamed(served: Foreign, asked: dict[str, Any]) -> str:
     return (await served.http.post(COMPLETIONS, json=asked)).text
+
+
+BUILDERS = {
+    COMPLETIONS: (logprobs, "completion_logprobs", {**ASKED, "max_tokens": 20, "logprobs": 20}),
+    CHAT: (
+        logprobs,
+        "chat_logprobs",
+        {**TALK, "max_tokens": 20, "logprobs": True, "top_logprobs": 20},
+    ),
+    GENERATE: (vllm_tokens, "_content", of_tokens(("logprobs", 20), ("max_tokens", 20))),
+    "/v1/responses": (
+        logprobs,
+        "chat_logprobs",
+        {
+            "input": "abc",
+            "max_output_tokens": 20,
+            "include": ["message.output_text.logprobs"],
+            "top_logprobs": 20,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", BUILDERS)
+async def test_many_logprobs_are_built_in_a_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, stream: bool
+) -> None:
+    module, name, body = BUILDERS[path]
+    on_loop = watched(monkeypatch, module, name)
+    async with foreign(tmp_path) as served:
+        answer = await served.http.post(path, json={**body, "stream": stream})
+    assert answer.status_code == 200
+    assert on_loop == [False]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, GENERATE, "/generate"])
+async def test_supports_are_encoded_in_a_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    bodies = {
+        COMPLETIONS: ASKED,
+        CHAT: TALK,
+        GENERATE: of_tokens(),
+        "/generate": {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 2}},
+    }
+    on_loop = watched(
+        monkeypatch, sglang_generate if path == "/generate" else openai_stream, "sse_event"
+    )
+    async with foreign(tmp_path) as served:
+        body = {**bodies[path], "stream": True, "return_support": True}
+        answer = await served.http.post(path, json=body)
+    assert '"support"' in answer.text
+    assert on_loop and not any(on_loop)
