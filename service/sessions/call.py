@@ -95,7 +95,7 @@ class SessionCall:
         tokens = self.session.tree.token_ids(match.call.segment)
         rest = await self._services.tokenizer.encoded(match.rest, add_special_tokens=False)
         return self._services.tokenizer.check_token_ids(
-            [*tokens[: len(tokens) - match.num_dropped], *rest]
+            [*tokens[: len(tokens) - match.call.num_hidden], *rest]
         )
 
     async def _begin(self) -> None:
@@ -265,17 +265,24 @@ class SessionCall:
         conversations = self.session.conversations
         if self._chat_request is not None and self._parse is not None:
             response = await self.parsed(sample)
-            call = RecordedCall(segment=segment, reasoning=response.reasoning)
+            call = await self._recorded(sample, segment, reasoning=response.reasoning)
             await asyncio.to_thread(
                 conversations.record, self._chat_request, _message(response), call
             )
         elif self._text is not None and not isinstance(sample.stop_reason, str):
-            text = await self._services.tokenizer.text(sample.token_ids)
-            conversations.record_text(
-                self._text + text,
-                RecordedCall(segment=segment),
-                num_dropped=int(sample.finish_reason == "stop"),
-            )
+            text = self._text + await self._services.tokenizer.text(sample.token_ids)
+            call = await self._recorded(sample, segment)
+            await asyncio.to_thread(conversations.record_text, text, call)
+
+    async def _recorded(
+        self, sample: SampleAnswer, segment: Segment, *, reasoning: str | None = None
+    ) -> RecordedCall:
+        """Record of a sample. A stop token that is special is not in the text of the sample."""
+        num_hidden = 0
+        if sample.finish_reason == "stop" and not isinstance(sample.stop_reason, str):
+            text = self._services.tokenizer.text
+            num_hidden = int(await text(sample.token_ids) == await text(sample.token_ids[:-1]))
+        return RecordedCall(segment=segment, reasoning=reasoning, num_hidden=num_hidden)
 
 
 async def _samples_of(rollout: Rollout | None) -> Mapping[int, SampleAnswer]:

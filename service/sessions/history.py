@@ -27,11 +27,13 @@ ASSISTANT = "assistant"
 class RecordedCall:
     """An answered call. The path to `segment` is its prompt and its sample.
 
-    `reasoning` is that of the returned message, which agents drop.
+    `reasoning` is that of the returned message, which agents drop. The `num_hidden` last tokens of
+    the sample are not in the text that the agent has received.
     """
 
     segment: Segment
     reasoning: str | None = None
+    num_hidden: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,14 +52,10 @@ class Match:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextMatch:
-    """A recorded call whose prompt and response a text begins with, and the rest of the text.
-
-    Of the call's sample `num_dropped` last tokens are not in the text.
-    """
+    """A recorded call whose prompt and response a text begins with, and the rest of the text."""
 
     call: RecordedCall
     rest: str
-    num_dropped: int
 
 
 @dataclass(slots=True)
@@ -65,7 +63,7 @@ class Conversations:
     """Recorded calls of one session, by the hash of their messages or the text of their tokens."""
 
     _calls: dict[bytes, dict[tuple[str, ...], RecordedCall]] = field(default_factory=dict)
-    _texts: dict[int, dict[bytes, tuple[RecordedCall, int]]] = field(default_factory=dict)
+    _texts: dict[int, dict[bytes, RecordedCall]] = field(default_factory=dict)
 
     def match(self, chat_request: ChatRequest) -> Match | None:
         """Find the deepest message of the assistant that a recorded call has returned.
@@ -106,15 +104,14 @@ class Conversations:
             running.update(_encoded(text[start:length]))
             start = length
             if (recorded := self._texts[length].get(running.digest())) is not None:
-                call, num_dropped = recorded
-                found = TextMatch(call=call, rest=text[length:], num_dropped=num_dropped)
+                found = TextMatch(call=recorded, rest=text[length:])
         return found
 
-    def record_text(self, text: str, call: RecordedCall, *, num_dropped: int = 0) -> None:
-        """Record the text of a call's prompt and sample, without `num_dropped` last tokens."""
+    def record_text(self, text: str, call: RecordedCall) -> None:
+        """Record the text of a call's prompt and sample."""
         hashed = _new_hash()
         hashed.update(_encoded(text))
-        self._texts.setdefault(len(text), {})[hashed.digest()] = (call, num_dropped)
+        self._texts.setdefault(len(text), {})[hashed.digest()] = call
 
 
 def attachment_reason(

@@ -11,7 +11,7 @@ from typing import Literal
 from engine.types import ChatRequest
 from service.rollouts.tokenizer import Tokenizer
 from service.sessions.history import Conversations, Match
-from service.sessions.tree import Segment, SessionTree
+from service.sessions.tree import SessionTree
 
 History = Literal["sampled", "template"]
 Fallback = Literal["template", "no_turn_end"]
@@ -61,7 +61,7 @@ async def _continued(
     segment = match.call.segment
     if chat_request.continue_final_message and match.index == len(chat_request.messages) - 1:
         tokens = tree.token_ids(segment)
-        return tokens[:-1] if _has_stop_token(segment) else tokens
+        return tokens[: len(tokens) - match.call.num_hidden]
     last_token = int(segment.token_ids[-1])
     after = await tokenizer.rendered_after(chat_request, match.index, last_token)
     return None if after is None else [*tree.token_ids(segment), *after]
@@ -74,7 +74,3 @@ def with_reasoning(chat_request: ChatRequest, match: Match) -> ChatRequest:
         if call.reasoning is not None:
             messages[index].setdefault("reasoning", call.reasoning)
     return replace(chat_request, messages=messages)
-
-
-def _has_stop_token(segment: Segment) -> bool:
-    return segment.finish == "stop" and not isinstance(segment.stop_reason, str)

@@ -128,6 +128,7 @@ class AgentSession:
         reasoning: str | None = None,
         finish: SegmentFinish = "stop",
         stop_reason: int | str | None = None,
+        num_hidden: int = 0,
     ) -> list[int]:
         """One call of the agent; returns the tokens of its prompt and sample."""
         prompt = await self.prompt(chat_request)
@@ -141,7 +142,7 @@ class AgentSession:
             stop_reason=stop_reason,
         )
         assert segment is not None
-        call = RecordedCall(segment=segment, reasoning=reasoning)
+        call = RecordedCall(segment=segment, reasoning=reasoning, num_hidden=num_hidden)
         self.conversations.record(chat_request, returned, call)
         return [*prompt.token_ids, *sample]
 
@@ -262,7 +263,9 @@ async def test_message_that_is_to_be_continued_has_no_end(
 ) -> None:
     engine = engines["qwen3"]
     session = AgentSession(engine)
-    path = await session.call(request_of(ASKED, tools=False), "the answer<|im_end|>", ANSWER)
+    path = await session.call(
+        request_of(ASKED, tools=False), "the answer<|im_end|>", ANSWER, num_hidden=1
+    )
     prompt = await session.prompt(
         ChatRequest(
             messages=[ASKED, ANSWER], add_generation_prompt=False, continue_final_message=True

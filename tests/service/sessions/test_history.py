@@ -140,12 +140,12 @@ def test_any_arguments_are_found_again(arguments: str) -> None:
 def test_text_that_begins_with_recorded_text_is_found_with_its_rest() -> None:
     conversations = Conversations()
     conversations.record_text("abc", recorded("0"))
-    conversations.record_text("ab", recorded("1"), num_dropped=1)
+    conversations.record_text("ab", recorded("1"))
     conversations.record_text("abcd\ud800", recorded("2"))
     found = conversations.match_text("abcx")
     assert found is not None and (found.call.segment.id, found.rest) == ("0", "x")
     shorter = conversations.match_text("abx")
-    assert shorter is not None and (shorter.call.segment.id, shorter.num_dropped) == ("1", 1)
+    assert shorter is not None and (shorter.call.segment.id, shorter.rest) == ("1", "x")
     longest = conversations.match_text("abcd\ud800")
     assert longest is not None and (longest.call.segment.id, longest.rest) == ("2", "")
     assert conversations.match_text("bc") is None

@@ -1,7 +1,10 @@
 """Agent sessions: calls, turns, sampling parameters, rewards, and the trees that come out."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tests.fake_engine import FakeEngine
 from tests.service.sessions.agents import HELLO, tokens, training
@@ -159,6 +162,43 @@ async def test_completions_continue_a_text(tmp_path: Path) -> None:
     ]
     assert [group["prompt_token_ids"] for group in answer["groups"]] == [[97, 98], [7, 8]]
     assert {turn["api"] for turn in answer["turns"]} == {"completions"}
+
+
+class HidingEngine(FakeEngine):
+    """Samples end with a stop token, which is token `hidden` of the vocabulary or in the text."""
+
+    def __init__(self, hidden: int | None) -> None:
+        super().__init__()
+        self.finish = "stop"
+        self.hidden = hidden
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return super().decode([token for token in token_ids if token != self.hidden])
+
+
+@pytest.mark.parametrize(("hidden", "sample"), [(None, [2, 3, 4]), (4, [2, 3])])
+async def test_only_stop_tokens_without_text_are_left_out_of_a_continued_text(
+    tmp_path: Path, hidden: int | None, sample: list[int]
+) -> None:
+    async with training(tmp_path, HidingEngine(hidden)) as trainer:
+        [agent] = await trainer.create(**LIMITED)
+        first = await agent.post("/v1/completions", {"prompt": "ab"})
+        text = "ab" + first.json()["choices"][0]["text"] + "cd"
+        assert (await agent.post("/v1/completions", {"prompt": text})).status_code == 200
+    prompt = trainer.engine.submitted[1].prompt_token_ids
+    assert list(prompt) == [*b"ab", *sample, *b"cd"]
+
+
+@pytest.mark.parametrize(("hidden", "sample"), [(None, [5, 6, 7]), (7, [5, 6])])
+async def test_only_stop_tokens_without_text_are_left_out_of_a_continued_message(
+    tmp_path: Path, hidden: int | None, sample: list[int]
+) -> None:
+    async with training(tmp_path, HidingEngine(hidden)) as trainer:
+        [agent] = await trainer.create(**LIMITED)
+        answer = {"role": "assistant", "content": await agent.text()}
+        await agent.text([*HELLO, answer], continue_final_message=True, add_generation_prompt=False)
+    prompt = trainer.engine.submitted[1].prompt_token_ids
+    assert list(prompt) == [*b"hello", *sample]
 
 
 async def test_several_prompts_and_echo_are_refused(tmp_path: Path) -> None:
