@@ -100,9 +100,9 @@ class SessionCall:
 
     async def _begin(self) -> None:
         """Wait for the samples that the agent may refer to, which it has already received."""
-        self.session.check_call(1)
         self._services.on_call(self.session)
         await self.session.wait_until_recorded()
+        self.session.check_call(1)
 
     def set_parser(self, parse: ParseSample) -> None:
         self._parse = parse
@@ -186,6 +186,7 @@ class SessionCall:
                     await self._add(running.rollout, attachment, samples.get(index))
                     for index, attachment in enumerate(running.attachments)
                 ]
+                running.num_samples = 0  # they are counted as turns
             for index, segment in enumerate(segments):
                 if segment is not None:
                     await self._remember(samples[index], segment)

@@ -28,7 +28,10 @@ SAMPLED_TOKEN_BYTES = 100
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RunningCall:
-    """A call whose rollout starts or runs, or whose samples are not in the tree yet."""
+    """A call whose rollout starts or runs, or whose samples are not recorded yet.
+
+    `num_samples` does not count those that are in the tree.
+    """
 
     num_samples: int
     rollout: Rollout | None = None

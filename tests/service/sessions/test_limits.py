@@ -1,6 +1,7 @@
 """Limits, lifetimes and access of agent sessions; agents that misbehave."""
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import openai
 import pytest
 
 from service.cluster.in_memory import InMemoryRegistry
+from service.sessions.history import Conversations
 from tests.fake_engine import FakeEngine
 from tests.service.keyfile import bearer, write_keys
 from tests.service.sessions.agents import HELLO, Agent, Trainer, tokens, training
@@ -123,6 +125,24 @@ async def test_turns_and_tokens_are_limited(tmp_path: Path) -> None:
                 await speaker.messages.create(model="any", messages=HELLO, max_tokens=5)
         assert "7 tokens" in str(budget.value)
         assert (await trainer.status(short))["usage"]["num_context_tokens"] == 5
+
+
+@pytest.mark.parametrize("limit", ["max_turns", "max_running_calls"])
+async def test_answered_call_is_counted_once_while_it_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    def record_slowly(self: Conversations, *given: Any) -> None:
+        time.sleep(0.3)
+        record(self, *given)
+
+    record = Conversations.record
+    monkeypatch.setattr(Conversations, "record", record_slowly)
+    settings = {"max_running_calls": 1} if limit == "max_running_calls" else {}
+    async with training(tmp_path, sessions=settings) as trainer:
+        [agent] = await trainer.create(**LIMITED, max_turns=2)
+        answers = [await agent.chat() for _ in range(2)]
+        assert (await agent.chat()).status_code == 403
+    assert [answer.status_code for answer in answers] == [200, 200]
 
 
 async def test_calls_after_the_end_are_refused(tmp_path: Path) -> None:
