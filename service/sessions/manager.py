@@ -337,10 +337,18 @@ class SessionManager:
 
 
 async def _check_leaves(session: Session, outcome: SessionFinishRequest) -> None:
-    """Refuse rewards of segments that are not leaves of the session's trees."""
+    """Refuse rewards of segments that are not leaves of the session's trees.
+
+    The leaves are final if no call runs: nothing is awaited between this check and the end.
+    """
     if not outcome.rewards:
         return
+    await session.wait_until_recorded()
     answer = await session.answer()
+    if session.calls:
+        raise InvalidRequest.of_parameter(
+            "rewards", "calls of the session are running: wait until they have ended"
+        )
     leaves = {leaf for group in answer.groups for leaf in group.leaves or ()}
     if unknown := sorted(outcome.rewards.keys() - leaves):
         raise InvalidRequest.of_parameter("rewards", f"{unknown[0][:64]} is not a leaf")

@@ -116,8 +116,8 @@ class AsyncSessions:
     ) -> SessionResult:
         """Finishes a session with its reward, or with rewards by leaf, and returns its trees.
 
-        Calls that still run are aborted. Raises SessionClosed if the session has other rewards, was
-        cancelled or has expired.
+        Calls that still run are aborted. Raises InvalidRequest for rewards by leaf while calls run,
+        and SessionClosed if the session has other rewards, was cancelled or has expired.
         """
         body = SessionFinishRequest(reward=reward, rewards=None if rewards is None else {**rewards})
         path = f"{_path(session_id)}/finish"

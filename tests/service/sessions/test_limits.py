@@ -166,6 +166,29 @@ async def test_finish_is_idempotent_and_other_rewards_are_refused(tmp_path: Path
         assert await trainer.cancel(agent) == first
 
 
+async def test_rewards_are_refused_while_a_call_runs(tmp_path: Path) -> None:
+    engine = FakeEngine(instant=False)
+    async with training(tmp_path, engine) as trainer:
+        [agent] = await trainer.create(**LIMITED)
+        first = asyncio.create_task(agent.chat())
+        await until_running(engine)
+        engine.step(3)
+        text = (await first).json()["choices"][0]["message"]["content"]
+        [leaf] = (await trainer.tree(agent))["groups"][0]["leaves"]
+        answer = {"role": "assistant", "content": text}
+        call = asyncio.create_task(agent.chat([*HELLO, answer, *HELLO]))
+        await until_running(engine)
+        engine.step(1)
+        path = f"/v1/sessions/{agent.id}/finish"
+        refused = await trainer.served.http.post(path, json={"rewards": {leaf: 1.0}})
+        assert refused.status_code == 422 and "running" in refused.text
+        engine.step(2)
+        assert (await call).status_code == 200
+        [leaf] = (await trainer.tree(agent))["groups"][0]["leaves"]
+        finished = await trainer.finish(agent, rewards={leaf: 1.0})
+    assert list(finished["rewards"]) == finished["groups"][0]["leaves"] == [leaf]
+
+
 async def test_two_finishes_at_once_have_one_answer(tmp_path: Path) -> None:
     engine = FakeEngine(instant=False)
     async with training(tmp_path, engine) as trainer:
