@@ -92,10 +92,10 @@ class Conversations:
         """Record the message that a call has returned. Of equal ones the latest is found."""
         messages = [*chat_request.messages, returned_message]
         *_, digest = _hashes(chat_request, messages)
-        same = self._calls.setdefault(digest, {})
         ids = _call_ids(returned_message)
-        same.pop(ids, None)
-        same[ids] = call
+        same = {key: value for key, value in self._calls.get(digest, {}).items() if key != ids}
+        # One assignment: `match` may run in another thread.
+        self._calls[digest] = {**same, ids: call}
 
     def match_text(self, text: str) -> TextMatch | None:
         """Find the longest recorded text that a prompt begins with."""

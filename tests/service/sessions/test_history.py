@@ -117,6 +117,21 @@ def test_calls_with_equal_messages_are_told_apart_by_their_tool_call_ids() -> No
         assert found is not None and found.call.segment.id == expected
 
 
+def test_conversation_is_matched_while_its_message_is_recorded() -> None:
+    class Matching(dict[str, Any]):
+        """A message that is matched whenever one of its fields is read."""
+
+        def get(self, key: str, default: Any = None) -> Any:
+            conversations.match(chat(ANSWER))
+            return super().get(key, default)
+
+    conversations = Conversations()
+    for name in ("a", "b"):
+        conversations.record(chat(), Matching(ANSWER), recorded(name))
+    found = conversations.match(chat(ANSWER))
+    assert found is not None and found.call.segment.id == "b"
+
+
 def test_swapped_results_of_parallel_calls_do_not_match_later_turns() -> None:
     conversations = Conversations()
     parallel = {**ANSWER, "tool_calls": [*ANSWER["tool_calls"], *called(id="b")["tool_calls"]]}
