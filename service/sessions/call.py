@@ -1,6 +1,7 @@
 """One call of an agent: its prompt, its rollout, and the record of its samples."""
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,8 @@ from service.sessions.prompts import Fallback, chat_prompt
 from service.sessions.sampling import limited, merge_sampling
 from service.sessions.session import RunningCall, Session
 from service.sessions.tree import Attachment, Segment
+
+log = logging.getLogger(__name__)
 
 ParseSample = Callable[[SampleAnswer], Awaitable[ChatResponse]]
 
@@ -189,7 +192,7 @@ class SessionCall:
                 running.num_samples = 0  # they are counted as turns
             for index, segment in enumerate(segments):
                 if segment is not None:
-                    await self._remember(samples[index], segment)
+                    await self._try_to_remember(samples[index], segment)
         finally:
             self.session.calls.discard(running)
             running.recorded.set()
@@ -260,6 +263,13 @@ class SessionCall:
         if self._match is not None or attachment.attached == "extended":
             return "extended"
         return "new_conversation" if attachment.attached == "root" else "edited_history"
+
+    async def _try_to_remember(self, sample: SampleAnswer, segment: Segment) -> None:
+        """Record what the agent has received; after an error its next call is not matched."""
+        try:
+            await self._remember(sample, segment)
+        except Exception as error:
+            log.error("a response in a session cannot be matched later: %s", type(error).__name__)
 
     async def _remember(self, sample: SampleAnswer, segment: Segment) -> None:
         """Record what the agent has received, so that its next call is matched."""

@@ -4,6 +4,7 @@ import asyncio
 import base64
 import hashlib
 import hmac
+import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -41,6 +42,8 @@ from service.sessions.session import Session
 from service.sessions.settings import SessionsSettings
 from service.sessions.store import RETRY_SECONDS, SessionGroup, SessionStore, StreamItem
 from service.sessions.tree import SessionTree
+
+log = logging.getLogger(__name__)
 
 KEY_PREFIX = "coppice_session_"
 CHECK_SECONDS = 1.0
@@ -330,10 +333,18 @@ class SessionManager:
     def _track(self, work: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine in the manager's task group, which outlives all sessions."""
         assert self._tasks is not None, "calls and sessions exist inside running()"
-        self._tasks.create_task(work)
+        self._tasks.create_task(_logged(work))
 
     def _renew(self, session: Session) -> None:
         session.expires_at = self._clock() + session.options.ttl_seconds
+
+
+async def _logged(work: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine; an error ends only it. Messages of errors may have prompts: not logged."""
+    try:
+        await work
+    except Exception as error:
+        log.error("work of a session failed: %s", type(error).__name__)
 
 
 async def _check_leaves(session: Session, outcome: SessionFinishRequest) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import anthropic
 import openai
 import pytest
 
+from engine.types import ChatRequest, ChatResponse
 from service.cluster.in_memory import InMemoryRegistry
 from service.sessions.history import Conversations
 from tests.fake_engine import FakeEngine
@@ -275,6 +277,31 @@ async def test_dead_engine_loses_no_session(tmp_path: Path) -> None:
         assert (await second).status_code == 503
         answer = await trainer.cancel(agent)
     assert tokens(answer) == [(True, [5, 6, 7])]
+
+
+class BrokenParser(FakeEngine):
+    """Cannot parse responses in conversations with tools."""
+
+    def chat_response(
+        self, token_ids: Sequence[int], chat_request: ChatRequest, **options: Any
+    ) -> ChatResponse:
+        if chat_request.tools:
+            raise RuntimeError("secret")
+        return super().chat_response(token_ids, chat_request, **options)
+
+
+async def test_response_that_cannot_be_parsed_keeps_its_tokens_and_other_sessions(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    async with training(tmp_path, BrokenParser()) as trainer:
+        one, other = await trainer.create(**LIMITED, n=2)
+        assert (await one.chat(tools=[tool])).status_code == 500
+        await until_no_calls(trainer, one)
+        assert await other.text() and await one.text()
+        answer = await trainer.finish(one)
+    assert len(answer["turns"]) == 2
+    assert "cannot be matched later: RuntimeError" in caplog.text
 
 
 async def test_session_expires_after_its_last_call(tmp_path: Path) -> None:
