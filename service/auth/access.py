@@ -146,9 +146,9 @@ def _authenticate_local(request: Request) -> ApiKey:
 async def _authenticate_agent(request: Request) -> ApiKey:
     """Identity of an agent: the names of its session and of the API key that created it; no role.
 
-    Queues that are fair between names are thus fair between sessions. A session of another replica
-    has a key that only this replica knows, so the request is redirected before. Unknown replicas
-    are not looked up: the caller is not authenticated yet.
+    Queues are fair between API keys, then between the sessions of a key. A session of another
+    replica has a key that only this replica knows, so the request is redirected before. Unknown
+    replicas are not looked up: the caller is not authenticated yet.
     """
     session_id: str = request.path_params["session_id"]
     sessions: SessionManager = request.app.state.server.sessions

@@ -13,9 +13,8 @@ from pydantic_core import ErrorDetails
 
 from service.config.settings import LimitsSettings
 from service.http.errors import BodyTooLarge, InvalidJson, InvalidRequest, UnsupportedMediaType
-from service.http.fair_executor import FairExecutor, QueueLimits
+from service.http.fair_executor import FairExecutor, QueueLimits, QueueName
 from service.http.incremental_json_parser import JsonLimits, read_value
-from service.observability.logs import key_name
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -60,7 +59,9 @@ class Bodies:
         if len(body) <= INLINE_BYTES:
             return parse(body, model)
         return await self._parser.run(
-            key_name.get() or "", len(body), lambda: parse_in_steps(body, model, self._json)
+            QueueName.of_caller("bodies"),
+            len(body),
+            lambda: parse_in_steps(body, model, self._json),
         )
 
 

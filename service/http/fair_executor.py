@@ -1,22 +1,41 @@
-"""A worker thread with fair queueing between API keys."""
+"""A worker thread with fair queueing between API keys, and between the sessions of a key."""
 
 import asyncio
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
 
 from service.http.errors import Overloaded, QuotaExceeded
+from service.observability.logs import key_name
 
 Result = TypeVar("Result")
 
 RETRY_SECONDS = 2.0
+SESSION_SHARE = 4
+"""The part of a key's limit that one of its agent sessions may have, as a divisor."""
+
+
+class QueueName(NamedTuple):
+    """The API key of queued work, and the agent session for requests of an agent."""
+
+    key: str
+    session: str = ""
+
+    @classmethod
+    def of_caller(cls, kind: str) -> "QueueName":
+        """Queue of the current request's caller, for one kind of work."""
+        key, _, session = (key_name.get() or "").partition("/")
+        return cls(f"{kind} of {key}", session)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueLimits:
-    """Maximum queued work of a `FairExecutor` in bytes, per API key and over all keys."""
+    """Maximum queued work of a `FairExecutor` in bytes, per API key and over all keys.
+
+    The work of a key includes that of its agent sessions. One session may have a quarter of it.
+    """
 
     key_bytes: int
     total_bytes: int
@@ -29,8 +48,44 @@ class _Job:
     done: asyncio.Future[Any]
 
 
+@dataclass(slots=True, eq=False)
+class _KeyQueue:
+    """Queued work of one API key: round robin between its sessions, FIFO within each."""
+
+    sessions: dict[str, deque[_Job]] = field(default_factory=dict)
+    num_bytes: int = 0
+
+    def session_bytes(self, session: str) -> int:
+        return sum(job.num_bytes for job in self.sessions.get(session, ()))
+
+    def append(self, session: str, job: _Job) -> None:
+        self.sessions.setdefault(session, deque()).append(job)
+        self.num_bytes += job.num_bytes
+
+    def take(self) -> _Job:
+        """Remove and return the first job of the next session."""
+        session = next(iter(self.sessions))
+        jobs = self.sessions.pop(session)
+        job = jobs.popleft()
+        self.num_bytes -= job.num_bytes
+        if jobs:
+            self.sessions[session] = jobs
+        return job
+
+    def drop(self, session: str, job: _Job) -> bool:
+        """Remove a job; False if it has been started."""
+        jobs = self.sessions.get(session)
+        if jobs is None or job not in jobs:
+            return False
+        jobs.remove(job)
+        self.num_bytes -= job.num_bytes
+        if not jobs:
+            del self.sessions[session]
+        return True
+
+
 class FairExecutor:
-    """Worker thread with one queue per API key: round robin between queues, FIFO within each.
+    """Worker thread with one queue per API key: round robin between keys, then their sessions.
 
     Used from one event loop. When a caller is cancelled, its queued work is dropped; running work
     is not interrupted, but its result is discarded. Owns its thread; `close` ends it.
@@ -39,14 +94,14 @@ class FairExecutor:
     def __init__(self, name: str, limits: QueueLimits) -> None:
         self._limits = limits
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
-        self._queues: dict[str, deque[_Job]] = {}
+        self._queues: dict[str, _KeyQueue] = {}
         self._waiting_bytes = 0
         self._running = False
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    async def run(self, queue: str, num_bytes: int, function: Callable[[], Result]) -> Result:
+    async def run(self, queue: QueueName, num_bytes: int, function: Callable[[], Result]) -> Result:
         """Run `function` in the worker thread and return its result.
 
         Raises QuotaExceeded or Overloaded if too many bytes are queued. Work of 0 bytes is never
@@ -55,7 +110,7 @@ class FairExecutor:
         if self._running:
             self._check_room(queue, num_bytes)
         job = _Job(function, num_bytes, asyncio.get_running_loop().create_future())
-        self._queues.setdefault(queue, deque()).append(job)
+        self._queues.setdefault(queue.key, _KeyQueue()).append(queue.session, job)
         self._waiting_bytes += num_bytes
         if not self._running:
             self._start_next()
@@ -67,15 +122,14 @@ class FairExecutor:
             # Breaks the cycle of exception, traceback and frame, which would keep the job's input.
             del job
 
-    def _check_room(self, queue: str, num_bytes: int) -> None:
+    def _check_room(self, name: QueueName, num_bytes: int) -> None:
         if not num_bytes:
             return
-        of_key = sum(job.num_bytes for job in self._queues.get(queue, ()))
-        if of_key and of_key + num_bytes > self._limits.key_bytes:
-            raise QuotaExceeded(
-                "too many bytes of requests of this API key are queued: repeat the request later",
-                retry_after_seconds=RETRY_SECONDS,
-            )
+        queue = self._queues.get(name.key, _KeyQueue())
+        _check_share(queue.num_bytes, num_bytes, self._limits.key_bytes)
+        if name.session:
+            of_session = queue.session_bytes(name.session)
+            _check_share(of_session, num_bytes, self._limits.key_bytes // SESSION_SHARE)
         if self._waiting_bytes + num_bytes > self._limits.total_bytes:
             raise Overloaded(
                 "too many bytes of requests are queued: repeat the request later",
@@ -83,15 +137,15 @@ class FairExecutor:
             )
 
     def _start_next(self) -> None:
-        """Start the first job of the next queue in round-robin order."""
-        queue = next(iter(self._queues), None)
-        if queue is None:
+        """Start the first job of the next key in round-robin order."""
+        key = next(iter(self._queues), None)
+        if key is None:
             return
-        jobs = self._queues.pop(queue)
-        job = jobs.popleft()
+        queue = self._queues.pop(key)
+        job = queue.take()
         self._waiting_bytes -= job.num_bytes
-        if jobs:
-            self._queues[queue] = jobs
+        if queue.sessions:
+            self._queues[key] = queue
         self._running = True
         work = asyncio.get_running_loop().run_in_executor(self._thread, job.function)
         work.add_done_callback(lambda finished: self._finish(job, finished))
@@ -108,12 +162,20 @@ class FairExecutor:
         else:
             job.done.set_result(finished.result())
 
-    def _drop(self, queue: str, job: _Job) -> None:
+    def _drop(self, name: QueueName, job: _Job) -> None:
         """Remove a job from its queue; do nothing if the job has been started."""
-        jobs = self._queues.get(queue)
-        if jobs is None or job not in jobs:
+        queue = self._queues.get(name.key)
+        if queue is None or not queue.drop(name.session, job):
             return
-        jobs.remove(job)
         self._waiting_bytes -= job.num_bytes
-        if not jobs:
-            del self._queues[queue]
+        if not queue.sessions:
+            del self._queues[name.key]
+
+
+def _check_share(num_queued: int, num_bytes: int, limit: int) -> None:
+    """Refuse work beyond the share of a key or session; one that has none queued may have more."""
+    if num_queued and num_queued + num_bytes > limit:
+        raise QuotaExceeded(
+            "too many bytes of requests of this API key are queued: repeat the request later",
+            retry_after_seconds=RETRY_SECONDS,
+        )

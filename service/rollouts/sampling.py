@@ -10,8 +10,7 @@ from engine.errors import ChecksQueueFull, ChecksUnavailable, SamplingRefused
 from engine.protocol import Engine
 from engine.types import Sampling, StructuredOutputs
 from service.http.errors import InvalidRequest, Overloaded, QuotaExceeded
-from service.http.fair_executor import RETRY_SECONDS
-from service.observability.logs import key_name
+from service.http.fair_executor import RETRY_SECONDS, QueueName
 from service.rollouts.group_options import GroupOptions
 
 DEFAULT = wire.Sampling()
@@ -54,7 +53,7 @@ async def check_sampling(engine: Engine, wanted: wire.Sampling) -> None:
         return
     sampling = to_engine_sampling(wanted, engine.info.max_context_tokens)
     try:
-        await engine.check_sampling(sampling, key_name.get() or "")
+        await engine.check_sampling(sampling, QueueName.of_caller("grammars").key)
     except SamplingRefused as error:
         raise InvalidRequest.of_parameter(f"sampling.{error.field}", str(error)) from error
     except ChecksQueueFull as error:

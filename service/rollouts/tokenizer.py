@@ -15,13 +15,12 @@ from engine.protocol import Engine, ResponseStream
 from engine.stop_text import response_text
 from engine.types import ChatRequest, ChatResponse, Sampling, truncated
 from service.http.errors import InvalidRequest, NoChatTemplate, PromptTooLong
-from service.http.fair_executor import FairExecutor, QueueLimits
-from service.observability.logs import key_name
+from service.http.fair_executor import FairExecutor, QueueLimits, QueueName
 from service.rollouts.fairness import TimeSlice
 
 Result = TypeVar("Result")
 
-WAITING = QueueLimits(key_bytes=16 * 2**20, total_bytes=64 * 2**20)
+WAITING = QueueLimits(key_bytes=32 * 2**20, total_bytes=64 * 2**20)
 """Limits of queued prompts in characters; a tokenizer takes about 1 s for 1 MiB."""
 INLINE_TOKENS = 32
 
@@ -221,11 +220,11 @@ class Tokenizer:
         return await self._encoded(len(text), lambda: self._engine.encode_text(text))
 
     async def _encoded(self, num_chars: int, encode: Callable[[], list[int]]) -> list[int]:
-        return await self._tokenizer.run(f"prompts of {key_name.get()}", num_chars, encode)
+        return await self._tokenizer.run(QueueName.of_caller("prompts"), num_chars, encode)
 
     async def _decoded(self, decode: Callable[[], Result]) -> Result:
         """Detokenize in the tokenizer thread; does not count toward the queue limit."""
-        return await self._tokenizer.run(f"responses of {key_name.get()}", 0, decode)
+        return await self._tokenizer.run(QueueName.of_caller("responses"), 0, decode)
 
 
 def to_chat_request(prompt: Prompt) -> ChatRequest:

@@ -68,6 +68,10 @@ class SessionCall:
 
     async def render(self, chat_request: ChatRequest) -> list[int]:
         """Token ids of a conversation, which begin with those of the call that it continues."""
+        with self.session.preparing():
+            return await self._render(chat_request)
+
+    async def _render(self, chat_request: ChatRequest) -> list[int]:
         await self._begin()
         session, tokenizer = self.session, self._services.tokenizer
         prompt = await chat_prompt(
@@ -83,6 +87,10 @@ class SessionCall:
 
     async def tokenize(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """Token ids of a prompt; those of a recorded call, if the prompt's text continues one."""
+        with self.session.preparing():
+            return await self._tokenize(prompts)
+
+    async def _tokenize(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         await self._begin()
         if len(prompts) != 1:
             raise InvalidRequest.of_parameter("prompt", "a call of a session has one prompt")

@@ -2,6 +2,8 @@
 
 import asyncio
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from coppice.wire.sessions import (
@@ -52,7 +54,8 @@ class Session:
     """One episode of an agent. Owned by the session manager; runs on one event loop.
 
     `owner` is the name of the API key that created it. Each call moves `expires_at`. `max_tokens`
-    limits the tokens of the trees, and `max_calls` the samples that run at the same time.
+    limits the tokens of the trees, and `max_calls` the samples that run at the same time; as many
+    prompts may be prepared at the same time, which `num_preparing` counts.
     `tree_lock` is held while the tree is changed, and while an answer is built in a thread.
     `num_table_bytes` is the size of supports and top logprobs.
     """
@@ -76,6 +79,7 @@ class Session:
     versions: dict[str, None] = field(default_factory=dict)
     tree_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     num_table_bytes: int = 0
+    num_preparing: int = 0
 
     @property
     def is_open(self) -> bool:
@@ -110,6 +114,20 @@ class Session:
                 f"the session may have {self.max_calls} running calls",
                 retry_after_seconds=RETRY_SECONDS,
             )
+
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """Context manager around the work on a prompt; refused if too many are prepared."""
+        if self.num_preparing >= self.max_calls:
+            raise QuotaExceeded(
+                f"the session may have {self.max_calls} running calls",
+                retry_after_seconds=RETRY_SECONDS,
+            )
+        self.num_preparing += 1
+        try:
+            yield
+        finally:
+            self.num_preparing -= 1
 
     def num_tokens_left(self) -> int:
         """Number of tokens that may be sampled. Raises SessionExhausted if there are none."""

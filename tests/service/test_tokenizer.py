@@ -10,7 +10,7 @@ import pytest
 from coppice.wire.rollouts import Prompt
 from engine.types import ChatRequest
 from service.http.errors import Overloaded, PromptTooLong, QuotaExceeded
-from service.http.fair_executor import FairExecutor, QueueLimits
+from service.http.fair_executor import FairExecutor, QueueLimits, QueueName
 from service.observability.logs import key_name
 from service.rollouts.tokenizer import Tokenizer
 from tests.fake_engine import FakeEngine
@@ -67,6 +67,20 @@ async def test_keys_alternate_and_responses_do_not_queue_behind_prompts() -> Non
     prompts.close()
 
 
+async def test_sessions_of_a_key_share_its_turns() -> None:
+    engine = SlowTokenizer()
+    prompts = Tokenizer(engine)
+    agents = [tokenized(prompts, f"one/{number}", f"{number}a") for number in range(6)]
+    again = tokenized(prompts, "one/1", "1b")
+    await asyncio.sleep(0)
+    other = [tokenized(prompts, "another", text) for text in ("xx", "yy")]
+    await asyncio.sleep(0)
+    engine.go.set()
+    await asyncio.gather(*agents, again, *other)
+    assert engine.seen == ["0a", "1a", "xx", "2a", "yy", "3a", "4a", "5a", "1b"]
+    prompts.close()
+
+
 async def test_text_of_a_cancelled_caller_is_not_tokenized() -> None:
     engine = SlowTokenizer()
     prompts = Tokenizer(engine)
@@ -103,7 +117,7 @@ async def test_queued_work_is_bounded_per_key_and_in_total() -> None:
     go = threading.Event()
 
     def run(key: str, num_bytes: int) -> asyncio.Task[bool]:
-        return asyncio.create_task(executor.run(key, num_bytes, lambda: go.wait(30)))
+        return asyncio.create_task(executor.run(QueueName(key), num_bytes, lambda: go.wait(30)))
 
     accepted = [run("a", 9), run("a", 9), run("b", 9)]
     await asyncio.sleep(0)
@@ -114,6 +128,29 @@ async def test_queued_work_is_bounded_per_key_and_in_total() -> None:
     free = run("c", 0)
     go.set()
     assert all(await asyncio.gather(*accepted, free))
+    executor.close()
+
+
+async def test_sessions_cannot_queue_more_than_their_key() -> None:
+    executor = FairExecutor("test", QueueLimits(key_bytes=12, total_bytes=24))
+    go = threading.Event()
+
+    def run(key: str, session: str, num_bytes: int) -> asyncio.Task[bool]:
+        name = QueueName(key, session)
+        return asyncio.create_task(executor.run(name, num_bytes, lambda: go.wait(30)))
+
+    accepted = [run("a", "0", 9), run("a", "1", 2), run("a", "2", 9)]
+    await asyncio.sleep(0)
+    with pytest.raises(QuotaExceeded):  # more than a quarter of what the key may have
+        await run("a", "1", 2)
+    with pytest.raises(QuotaExceeded):  # more than the key may have
+        await run("a", "3", 2)
+    accepted += [run("a", "1", 1), run("b", "", 12)]
+    dropped = run("b", "4", 0)
+    await asyncio.sleep(0)
+    dropped.cancel()
+    go.set()
+    assert all(await asyncio.gather(*accepted))
     executor.close()
 
 

@@ -1,6 +1,7 @@
 """Limits, lifetimes and access of agent sessions; agents that misbehave."""
 
 import asyncio
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,18 @@ from tests.service.sessions.agents import HELLO, Agent, Trainer, tokens, trainin
 
 LIMITED: dict[str, Any] = {"sampling": {"max_tokens": 3}}
 LONG: dict[str, Any] = {"sampling": {"max_tokens": 400}}
+
+
+class SlowTemplate(FakeEngine):
+    """Blocks in the chat template until `go` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = threading.Event()
+
+    def encode_chat(self, chat_request: ChatRequest) -> list[int]:
+        assert self.go.wait(30)
+        return super().encode_chat(chat_request)
 
 
 async def until_running(engine: FakeEngine, number: int = 1) -> None:
@@ -108,6 +121,21 @@ async def test_flood_of_one_agent_is_refused_and_others_are_served(tmp_path: Pat
         statuses = sorted([(await call).status_code for call in flood])
         assert (await calm).status_code == 200
     assert statuses == [200, 200] + [429] * 10
+
+
+async def test_prompts_that_are_prepared_at_the_same_time_are_limited(tmp_path: Path) -> None:
+    engine = SlowTemplate()
+    async with training(tmp_path, engine, sessions={"max_running_calls": 2}) as trainer:
+        [agent] = await trainer.create(**LIMITED)
+        body = {"model": "any", "messages": HELLO}
+        path = "/v1/messages/count_tokens"
+        counts = [asyncio.create_task(agent.post(path, body)) for _ in range(4)]
+        refused = await asyncio.wait_for(next(asyncio.as_completed(counts)), 20)
+        engine.go.set()
+        statuses = sorted([(await count).status_code for count in counts])
+        assert (await agent.post(path, body)).status_code == 200
+    assert refused.status_code == 429
+    assert statuses == [200, 200, 429, 429]
 
 
 async def test_turns_and_tokens_are_limited(tmp_path: Path) -> None:
