@@ -2,9 +2,10 @@
 
 import asyncio
 import time
-from collections import OrderedDict
+from bisect import bisect_right
+from collections import OrderedDict, defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from coppice.wire.sessions import SessionsEndRecord, SessionsFinish, SessionsProgressRecord
 from service.http.errors import Overloaded, SessionNotFound
@@ -15,6 +16,28 @@ PROGRESS_SECONDS = 15.0
 RETRY_SECONDS = 2.0
 
 StreamItem = Session | SessionsProgressRecord | SessionsEndRecord
+
+
+@dataclass(slots=True, eq=False)
+class EndedSessions:
+    """Ended sessions of one API key or group, in the order of their sequence.
+
+    `changed` is set at the next end. So an end wakes only the streams that send the session.
+    """
+
+    sessions: list[Session] = field(default_factory=list)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def add(self, session: Session) -> None:
+        self.sessions.append(session)
+        self.notify()
+
+    def notify(self) -> None:
+        changed, self.changed = self.changed, asyncio.Event()
+        changed.set()
+
+    def after(self, sequence: int) -> list[Session]:
+        return self.sessions[bisect_right(self.sessions, sequence, key=_sequence) :]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -30,6 +53,7 @@ class SessionGroup:
     num_open: int
     num_kept: int
     num_finished: int = 0
+    ended: EndedSessions = field(default_factory=EndedSessions)
 
 
 class SessionStore:
@@ -53,10 +77,11 @@ class SessionStore:
         self._clock = clock
         self._open: dict[str, Session] = {}
         self._ended: OrderedDict[str, tuple[float, Session]] = OrderedDict()
+        self._ended_of: defaultdict[str, EndedSessions] = defaultdict(EndedSessions)
         self._groups: dict[tuple[str, str], SessionGroup] = {}
         self._sizes: dict[str, int] = {}
         self._last_sequence = 0
-        self._changed = asyncio.Event()
+        self._idle = asyncio.Event()
         self._is_closed = False
         self.num_bytes = 0
 
@@ -107,7 +132,10 @@ class SessionStore:
         group = self._groups[session.owner, session.group_id]
         group.num_open -= 1
         session.ended.set()
-        self._notify()
+        group.ended.add(session)
+        self._ended_of[session.owner].add(session)
+        if not self._open:
+            self._idle.set()
         return group
 
     def check_memory(self) -> None:
@@ -139,6 +167,8 @@ class SessionStore:
         session_id, (_, session) = self._ended.popitem(last=False)
         self.num_bytes -= self._sizes.pop(session_id)
         group = self._groups[session.owner, session.group_id]
+        for ended in (group.ended, self._ended_of[session.owner]):
+            del ended.sessions[0]  # the oldest of all is the oldest of its group and key
         group.num_kept -= 1
         if not group.num_kept:
             del self._groups[session.owner, session.group_id]
@@ -146,16 +176,14 @@ class SessionStore:
     async def wait_until_ended(self) -> None:
         """Wait until no session is open."""
         while self._open:
-            await self._changed.wait()
+            self._idle.clear()
+            await self._idle.wait()
 
     def close(self) -> None:
         """End all streams once they have sent the sessions that have ended."""
         self._is_closed = True
-        self._notify()
-
-    def _notify(self) -> None:
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
+        for ended in (*self._ended_of.values(), *(group.ended for group in self.groups())):
+            ended.notify()
 
     async def stream(
         self, owner: str, group: SessionGroup | None, after: int
@@ -164,12 +192,12 @@ class SessionStore:
 
         The stream of a group ends with it. Others end when the server stops.
         """
+        ended = self._ended_of[owner] if group is None else group.ended
         while True:
-            changed = self._changed
-            for session in self._ended_after(owner, group, after):
+            changed = ended.changed
+            for session in ended.after(after):
                 yield session
-                assert session.sequence is not None, "the session has ended"
-                after = session.sequence
+                after = _sequence(session)
             if changed.is_set():
                 continue
             if group is not None and not group.num_open:
@@ -184,14 +212,10 @@ class SessionStore:
                 num_open = self.num_open_of(owner) if group is None else group.num_open
                 yield SessionsProgressRecord(num_open=num_open)
 
-    def _ended_after(self, owner: str, group: SessionGroup | None, after: int) -> list[Session]:
-        return [
-            session
-            for _, session in self._ended.values()
-            if session.owner == owner
-            and (group is None or session.group_id == group.id)
-            and (session.sequence or 0) > after
-        ]
+
+def _sequence(session: Session) -> int:
+    assert session.sequence is not None, "the session has ended"
+    return session.sequence
 
 
 def _end_record(group: SessionGroup) -> SessionsEndRecord:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from service.sessions import store
+from service.sessions.session import Session
 from tests.fake_engine import FakeEngine
 from tests.service.sessions.agents import Agent, Trainer, tokens, training
 
@@ -46,6 +47,38 @@ async def test_stream_of_a_group_has_each_session_once_and_ends(tmp_path: Path) 
     assert [first["session"]["id"], second["session"]["id"]] == [two.id, one.id]
     assert tokens(first["session"]) == [(True, [5, 6, 7])]
     assert end == {"type": "end", "num_sessions": 2, "num_finished": 1, "num_dropped": 0}
+
+
+class CountedName(str):
+    """A name that counts comparisons with other names."""
+
+    comparisons = 0
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        CountedName.comparisons += 1
+        return str.__eq__(self, other)
+
+
+async def test_end_of_a_session_costs_nothing_for_the_streams_of_other_groups(
+    tmp_path: Path,
+) -> None:
+    async with training(tmp_path) as trainer:
+        manager, owner = trainer.served.server.sessions, CountedName("local")
+        for agent in await trainer.create(n=100):
+            await trainer.cancel(agent)
+        groups = [await group_of(trainer, *await trainer.create()) for _ in range(10)]
+        streams = [manager.stream(owner, group, 0) for group in groups]
+        waiting = [asyncio.ensure_future(anext(stream)) for stream in streams]
+        [last] = await trainer.create()
+        CountedName.comparisons = 0
+        await trainer.cancel(last)
+        assert CountedName.comparisons < 100
+        await manager.close()
+        ended = [
+            item.group_id for item in await asyncio.gather(*waiting) if isinstance(item, Session)
+        ]
+    assert ended == groups
 
 
 async def test_stream_continues_after_a_sequence(tmp_path: Path) -> None:
