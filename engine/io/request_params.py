@@ -1,6 +1,7 @@
 """Conversion of a sample request to vLLM's SamplingParams."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, TypeVar
 
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
@@ -18,6 +19,8 @@ from engine.speculation.request_table import GROUP_ARG, NO_DRAFTS_ARG
 from engine.types import SampleRequest, StructuredOutputs
 
 Value = TypeVar("Value")
+_choice_grammar = lru_cache(maxsize=16)(choice_as_grammar)
+"""Cached, because the samples of a request have the same choices and are submitted one by one."""
 
 
 class RequestParams(SamplingParams):  # type: ignore[misc]  # vLLM's types are not followed
@@ -101,7 +104,7 @@ def _structured_outputs(wanted: StructuredOutputs | None) -> StructuredOutputsPa
     return StructuredOutputsParams(
         json=wanted.json,
         regex=wanted.regex,
-        grammar=wanted.grammar if wanted.choice is None else choice_as_grammar(wanted.choice),
+        grammar=wanted.grammar if wanted.choice is None else _choice_grammar(wanted.choice),
         json_object=wanted.json_object,
         structural_tag=wanted.structural_tag,
     )

@@ -13,8 +13,9 @@ from transformers import AutoTokenizer
 from engine.errors import ChecksUnavailable, SamplingRefused
 from engine.io import grammar_check
 from engine.io.grammar_check import GrammarChecker, xgrammar_source
+from engine.io.request_params import sampling_params
 from engine.launch.sampling_hooks import BudgetedGrammar
-from engine.types import StructuredOutputs
+from engine.types import SampleRequest, Sampling, StructuredOutputs
 from tests.engine.seedling import MODEL
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -166,6 +167,14 @@ async def test_source_is_that_of_the_backend_of_vllm() -> None:
         'root ::= "a" | "b"',
     )
     assert xgrammar_source(StructuredOutputs(json_object=True))[0] == "json_schema"
+
+
+async def test_choices_of_a_request_are_converted_once() -> None:
+    sampling = Sampling(max_tokens=1, structured_outputs=StructuredOutputs(choice=("a", "b")))
+    samples = [SampleRequest(id=name, prompt_token_ids=[1], sampling=sampling) for name in "ab"]
+    first, second = [sampling_params(sample, 512).structured_outputs for sample in samples]
+    assert first.grammar == 'root ::= "a" | "b"'
+    assert first.grammar is second.grammar
 
 
 class SlowGrammar:
