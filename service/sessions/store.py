@@ -60,7 +60,9 @@ class SessionStore:
     """Sessions and their groups, with the memory that they take. Runs on one event loop.
 
     Ended sessions are dropped after `keep_seconds`. If all sessions take more than `max_bytes`, the
-    oldest ended ones are dropped earlier; `on_drop` is called for each of these.
+    oldest ended ones are dropped earlier; `on_drop` is called for each of these. Sequences begin at
+    the time of the start in microseconds, so that a client that has read sequences of an earlier
+    process misses no session.
     """
 
     def __init__(
@@ -80,7 +82,7 @@ class SessionStore:
         self._ended_of: defaultdict[str, EndedSessions] = defaultdict(EndedSessions)
         self._groups: dict[tuple[str, str], SessionGroup] = {}
         self._sizes: dict[str, int] = {}
-        self._last_sequence = 0
+        self._last_sequence = time.time_ns() // 1000
         self._idle = asyncio.Event()
         self._is_closed = False
         self.num_bytes = 0

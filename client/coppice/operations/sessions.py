@@ -134,7 +134,8 @@ class AsyncSessions:
         """Yields each ended session once, in the order of `sequence`, from `after` on.
 
         A broken connection is resumed. The stream of a group ends when all of its sessions have
-        ended; without a group it ends when the server stops.
+        ended. Without a group it has the sessions of the replica that answers, and ends when the
+        server stops; with several replicas, stream each group.
         """
         retry_state = self._sender.retry_state(_stream_request(group, after))
         while True:

@@ -94,6 +94,20 @@ async def test_stream_continues_after_a_sequence(tmp_path: Path) -> None:
     assert [record["session"]["id"] for record in rest] == [agent.id for agent in agents[1:]]
 
 
+async def test_stream_continues_after_a_restart(tmp_path: Path) -> None:
+    last = 0
+    for _ in range(2):
+        async with training(tmp_path) as trainer:
+            [agent] = await trainer.create(**LIMITED)
+            await trainer.finish(agent)
+            records_after = await all_records(
+                trainer, group=await group_of(trainer, agent), after=last
+            )
+        assert [record["type"] for record in records_after] == ["session", "end"]
+        last = records_after[0]["session"]["sequence"]
+    assert last < 2**53, "a JSON number has 53 bits"
+
+
 async def test_stream_without_a_group_has_all_groups(tmp_path: Path) -> None:
     async with training(tmp_path) as trainer:
         for _ in range(2):
