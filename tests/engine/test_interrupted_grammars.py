@@ -236,3 +236,21 @@ def test_grammar_holds_over_preemptions(
         found = ratios(models["v0"], list(requests[kind].prompt_token_ids), answer)
         assert found == pytest.approx([1.0] * len(found), abs=1e-3)
     assert (sum(COUNTERS.read()["accepted"].values()) > accepted) == drafts
+
+
+@with_and_without_drafts
+def test_grammar_holds_after_other_samples_are_aborted(
+    engine: LiveEngine, models: dict[str, Path], tokenizer: Any, drafts: bool
+) -> None:
+    """Samples of one grammar share its compiled form, and later ones take the aborted rows."""
+    requests = {kind: request_of(tokenizer, kind, drafts=drafts) for kind in OUTPUTS}
+    aborted = [submit(engine, request) for request in requests.values()]
+    kept = [submit(engine, request) for request in requests.values()]
+    step_until_sampled(engine, 6)
+    for name in aborted:
+        engine.abort(name)
+    later = [submit(engine, request) for request in requests.values()]
+    for kind, answer in zip([*requests] * 2, engine.finish(*kept, *later), strict=True):
+        assert_satisfied(tokenizer, kind, answer, vocab_size_of(engine))
+        found = ratios(models["v0"], list(requests[kind].prompt_token_ids), answer)
+        assert found == pytest.approx([1.0] * len(found), abs=1e-3)
