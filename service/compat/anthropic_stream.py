@@ -1,9 +1,9 @@
 """Content blocks of a message of Anthropic's API, whole and as events of a stream."""
 
-import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from pydantic_core import from_json, to_json
@@ -97,7 +97,7 @@ async def message_events(
                 yield ping()
             case SamplePart(sample=sample):
                 response = await parts.next(part)
-                for encoded_event in await asyncio.to_thread(blocks.of_response, response):
+                for encoded_event in await part.run(partial(blocks.of_response, response)):
                     yield encoded_event
                 yield NO_EVENT
                 if sample is not None:

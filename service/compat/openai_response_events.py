@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from pydantic_core import to_json
@@ -169,15 +170,15 @@ class ResponseStream:
                         self.items.logprobs = await self.to_logprobs(sample)
                         last = sample
                     added = await parts.next(part)
-                    for encoded in await asyncio.to_thread(self._added, added):
+                    for encoded in await part.run(partial(self._added, added)):
                         yield encoded
                     yield NO_EVENT
                 case EndRecord(problem=problem) if problem is not None:
                     yield error_event(self.samples.call.server, problem, self.failed)
                     return
         assert last is not None, "a rollout without a problem has a sample"
-        for end in self.items.end(item_status(last)):
-            yield self._encoded(end)
+        for encoded in await asyncio.to_thread(self._closed, item_status(last)):
+            yield encoded
         response = await self.finish(last, self.items.items)
         event = {"type": f"response.{response['status']}", "response": response}
         yield await asyncio.to_thread(self._encoded, event)
@@ -187,6 +188,9 @@ class ResponseStream:
         error = {"code": "server_error", "message": problem_message(problem)}
         response = {**self.head, "status": "failed", "error": error, "output": self.items.items}
         return self._encoded({"type": "response.failed", "response": response})
+
+    def _closed(self, status: str) -> list[bytes]:
+        return [self._encoded(event) for event in self.items.end(status)]
 
     def _added(self, part: ChatResponse) -> list[bytes]:
         return [self._encoded(event) for event in self.items.add(part)]

@@ -58,10 +58,12 @@ class SamplePart:
 
     @property
     def is_large(self) -> bool:
-        """True if building its events would block the event loop."""
-        has_support = self.sample is not None and self.sample.support is not None
+        """True if building its events may block the event loop.
+
+        The last part is large, since it may have the whole message and the supports.
+        """
         num_values = len(self.token_ids) + sum(map(len, self.top_logprobs))
-        return has_support or num_values > INLINE_VALUES
+        return self.sample is not None or num_values > INLINE_VALUES
 
     async def run(self, build: Callable[[], T]) -> T:
         """Result of `build`, which is called in a thread if the part is large."""

@@ -16,7 +16,13 @@ from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateToken
 
 from engine.protocol import DEFAULT_SAMPLING
 from engine.types import ChatRequest, ChatResponse, Sampling, ToolCall
-from service.compat import openai_stream, sglang_generate
+from service.compat import (
+    anthropic_stream,
+    openai_response_events,
+    openai_stream,
+    sglang_generate,
+)
+from tests.compat.test_agent_apis import watched
 from tests.compat.third_party import Foreign, foreign
 from tests.fake_engine import FakeEngine, FakeStream
 
@@ -272,6 +278,28 @@ async def test_stream_without_events_is_kept_alive(
     ):
         events = (await served.http.post(path, json=body)).text.split("\n\n")
     assert (events.count(keep_alive) > 2) == (seconds == 0)
+
+
+@pytest.mark.parametrize(
+    ("path", "stream", "name"),
+    [
+        ("/v1/responses", openai_response_events.ResponseStream, "_added"),
+        ("/v1/messages", anthropic_stream._BlockEvents, "of_response"),
+    ],
+)
+async def test_only_the_last_part_is_encoded_in_a_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, stream: Any, name: str
+) -> None:
+    on_loop = watched(monkeypatch, stream, name)
+    closed_on_loop = watched(monkeypatch, openai_response_events.OutputItems, "end")
+    async with (
+        foreign(tmp_path, engine=FakeEngine(instant=False)) as served,
+        stepping(served.engine),
+    ):
+        answer = await served.http.post(path, json={**KEEP_ALIVES[path][0], "stream": True})
+    assert answer.status_code == 200
+    assert len(on_loop) > 2 and on_loop == [True] * (len(on_loop) - 1) + [False]
+    assert closed_on_loop == [False] * (path == "/v1/responses")
 
 
 async def test_text_that_contradicts_the_whole_response_is_not_repeated(tmp_path: Path) -> None:
