@@ -165,15 +165,15 @@ async def chat(call: Compat) -> Response:
     body.check()
     adapter = call.resolve_adapter(body.model)
     check_count(call.server.engine.info, top_logprobs=body.top_logprobs)
-    chat_request = body.chat_request(call.server.engine.info)
+    chat_request = await asyncio.to_thread(body.chat_request, call.server.engine.info)
     count_ignored_options(call.server, body.chat_template_kwargs or {})
     prompt = await call.render(chat_request)
     if body.echo:
         check_echo([prompt], n=body.n)
+    max_tokens = body.max_completion_tokens or body.max_tokens
+    request = await asyncio.to_thread(body.rollout_request, [prompt], body, max_tokens, adapter)
     rollout = await call.start(
-        body.rollout_request(
-            [prompt], body, body.max_completion_tokens or body.max_tokens, adapter
-        ),
+        request,
         cache_salt=body.cache_salt,
         num_top_logprobs=body.top_logprobs if body.logprobs else None,
         stream_tokens=body.stream,

@@ -63,8 +63,11 @@ async def create_response(call: Compat, store: Responses) -> Response:
     previous = await _previous(call, store, body.previous_response_id)
     chat_request = await asyncio.to_thread(body.chat_request, previous)
     prompt = await call.render(chat_request)
-    request = await asyncio.to_thread(
-        body.rollout_request, [prompt], body, body.max_output_tokens, adapter
+    request, tools = await asyncio.to_thread(
+        lambda: (
+            body.rollout_request([prompt], body, body.max_output_tokens, adapter),
+            [_plain(tool) for tool in body.tools or ()],
+        )
     )
     rollout = await call.start(
         request,
@@ -80,7 +83,7 @@ async def create_response(call: Compat, store: Responses) -> Response:
         rollout=rollout,
         parallel_tool_calls=body.parallel_tool_calls,
     )
-    builder = _ResponseBuilder(body, samples, store)
+    builder = _ResponseBuilder(body, tools, samples, store)
     return builder.stream() if body.stream else await builder.response()
 
 
@@ -132,10 +135,20 @@ async def _check_local(call: CompatRequest, response_id: str) -> None:
 
 
 class _ResponseBuilder:
-    """Builds the response to one request, as a whole or as a stream, and stores it."""
+    """Builds the response to one request, as a whole or as a stream, and stores it.
 
-    def __init__(self, body: ResponsesBody, samples: ChatSamples, store: ResponseStore) -> None:
+    `tools` are those of the request, as plain values.
+    """
+
+    def __init__(
+        self,
+        body: ResponsesBody,
+        tools: list[dict[str, Any]],
+        samples: ChatSamples,
+        store: ResponseStore,
+    ) -> None:
         self._body = body
+        self._tools = tools
         self._samples = samples
         self._store = store
         self._id = NAME + samples.rollout.id
@@ -226,7 +239,7 @@ class _ResponseBuilder:
             "temperature": sampling.temperature,
             "text": {"format": (body.text and body.text.format) or {"type": "text"}},
             "tool_choice": _plain(body.tool_choice) or "auto",
-            "tools": [_plain(tool) for tool in body.tools or ()],
+            "tools": self._tools,
             "top_logprobs": body.top_logprobs or 0,
             "top_p": sampling.top_p,
             "truncation": "disabled",

@@ -1,5 +1,6 @@
 """vLLM's routes for token ids: generation, tokenization and detokenization."""
 
+import asyncio
 from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any
@@ -274,4 +275,5 @@ async def _tokens(server: Server, body: TokenizeBody) -> list[int]:
             "add_special_tokens",
             "not supported with messages: the chat template adds the special tokens",
         )
-    return await server.tokenizer.rendered(body.chat().chat_request(server.engine.info))
+    chat_request = await asyncio.to_thread(lambda: body.chat().chat_request(server.engine.info))
+    return await server.tokenizer.rendered(chat_request)

@@ -9,7 +9,12 @@ from typing import Any
 
 import pytest
 
-from service.compat import anthropic_bodies, openai_response_bodies
+from service.compat import (
+    anthropic_bodies,
+    openai_chat,
+    openai_response_bodies,
+    openai_response_items,
+)
 from service.compat.field_table import INTERNAL_FIELDS, NEUTRAL, REFUSED, RESPONSES_REFUSED
 from tests.compat.test_fields import nameless
 from tests.compat.third_party import Foreign, foreign
@@ -117,11 +122,29 @@ async def test_messages_are_converted_in_a_thread(
     tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A request may have millions of characters in thousands of messages."""
+    of_tools = watched(monkeypatch, openai_response_items.ResponseTool, "model_dump")
     of_messages = watched(monkeypatch, anthropic_bodies, "chat_messages")
     of_input = watched(monkeypatch, openai_response_bodies, "input_messages")
     async with foreign(tmp_path) as served:
-        await served.post(path, BODIES[path])
+        await served.post(path, {**BODIES[path], "tools": [_tool(path, {})]})
     assert of_messages + of_input == [False]
+    assert not any(of_tools) and len(of_tools) == (path == "/v1/responses")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+async def test_chats_are_converted_in_a_thread(
+    tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_messages = watched(monkeypatch, openai_chat.ChatMessage, "to_template_message")
+    of_tools = watched(monkeypatch, openai_chat.Tool, "model_dump")
+    function = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    messages = [{"role": "user", "content": "abc"}]
+    body = {"messages": messages, "tools": [function]}
+    async with foreign(tmp_path) as served:
+        fields = {} if path == "/tokenize" else {"tool_choice": "required", "max_tokens": 1}
+        await served.post(path, {**body, **fields})
+    assert of_messages == [False]
+    assert of_tools and not any(of_tools)
 
 
 @pytest.mark.parametrize("path", PATHS)
