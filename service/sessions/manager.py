@@ -149,9 +149,11 @@ class SessionManager:
     ) -> SessionsAnswer:
         self._admission.check_open()
         self._check_capacity(owner, request.n)
+        self._store.check_memory()
         group = self._new_group(request, owner, claim)
+        num_bytes = len(request.model_dump_json(exclude_unset=True)) // request.n
         sessions = [
-            self._new_session(session_id, index, group, request)
+            self._new_session(session_id, index, group, request, num_bytes)
             for index, session_id in enumerate(group.session_ids)
         ]
         self._store.add(group, sessions)
@@ -198,7 +200,12 @@ class SessionManager:
         )
 
     def _new_session(
-        self, session_id: str, index: int, group: SessionGroup, request: SessionsRequest
+        self,
+        session_id: str,
+        index: int,
+        group: SessionGroup,
+        request: SessionsRequest,
+        num_option_bytes: int,
     ) -> Session:
         max_tokens = self._settings.max_tokens
         return Session(
@@ -209,6 +216,7 @@ class SessionManager:
             expires_at=self._clock() + request.ttl_seconds,
             max_tokens=min(request.max_tokens_total or max_tokens, max_tokens),
             max_calls=self._settings.max_running_calls,
+            num_option_bytes=num_option_bytes,
             tree=SessionTree(str(index)),
         )
 

@@ -57,7 +57,8 @@ class Session:
     limits the tokens of the trees, and `max_calls` the samples that run at the same time; as many
     prompts may be prepared at the same time, which `num_preparing` counts.
     `tree_lock` is held while the tree is changed, and while an answer is built in a thread.
-    `num_table_bytes` is the size of supports and top logprobs.
+    `num_table_bytes` is the size of supports and top logprobs, and `num_option_bytes` the session's
+    part of the size of its options, which the sessions of a request share.
     """
 
     id: str
@@ -67,6 +68,7 @@ class Session:
     expires_at: float
     max_tokens: int
     max_calls: int
+    num_option_bytes: int
     tree: SessionTree
     conversations: Conversations = field(default_factory=Conversations)
     state: SessionState = "open"
@@ -90,6 +92,7 @@ class Session:
         """Estimated memory of the session, in bytes."""
         return (
             SESSION_BYTES
+            + self.num_option_bytes
             + TURN_BYTES * len(self.turns)
             + CONTEXT_TOKEN_BYTES * self.tree.num_context_tokens
             + SAMPLED_TOKEN_BYTES * self.tree.num_sampled_tokens

@@ -141,7 +141,8 @@ class SessionStore:
         return group
 
     def check_memory(self) -> None:
-        """Refuse a call if the open sessions alone take all memory."""
+        """Refuse calls and new sessions if the open sessions alone take all memory."""
+        self._drop_above_limit()
         if self.num_bytes > self._max_bytes:
             raise Overloaded(
                 "the sessions take all memory that they may have (sessions.max_bytes)",
@@ -153,6 +154,9 @@ class SessionStore:
         size = session.num_bytes
         self.num_bytes += size - self._sizes.get(session.id, 0)
         self._sizes[session.id] = size
+        self._drop_above_limit()
+
+    def _drop_above_limit(self) -> None:
         while self.num_bytes > self._max_bytes and self._ended:
             self._on_drop()
             self._drop_oldest()

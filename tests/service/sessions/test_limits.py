@@ -383,6 +383,18 @@ async def test_memory_is_limited_and_ended_sessions_are_dropped_first(tmp_path: 
     assert (answer.status_code, answer.json()["code"]) == (503, "overloaded")
 
 
+async def test_options_take_memory_and_new_sessions_are_refused_above_it(tmp_path: Path) -> None:
+    async with training(tmp_path, sessions={"max_bytes": 30_000}) as trainer:
+        options = {"metadata": {f"key-{number}": "a" * 500 for number in range(30)}}
+        two = await trainer.create(**options, n=2)
+        assert 30_000 < trainer.served.server.sessions.num_bytes < 34_000, "shared by the group"
+        path = "/v1/sessions"
+        refused = await trainer.served.http.post(path, json={})
+        assert (refused.status_code, refused.json()["code"]) == (503, "overloaded")
+        await trainer.cancel(two[0])
+        await trainer.create()
+
+
 async def test_retried_creation_returns_the_same_sessions(tmp_path: Path) -> None:
     async with training(tmp_path) as trainer:
         headers = {"idempotency-key": "batch-7"}
