@@ -63,6 +63,8 @@ class Group:
     the answers of samples that finish at the same time over iterations of the event loop.
     `top_logprobs` maps a sample's index to the top logprobs of its tokens, if they were requested
     and are not part of its answer.
+    `cached_tokens` maps the index of a finished sample to the number of prompt tokens that it found
+    cached.
     `ended` are the answers of the finished samples, in the order in which they finished.
     `on_tokens` receives the tokens of the running samples.
     """
@@ -78,6 +80,7 @@ class Group:
     began_at: float = 0.0
     sample_seconds: list[float] = field(default_factory=list)
     top_logprobs: dict[int, Sequence[TopLogprobs]] = field(default_factory=dict)
+    cached_tokens: dict[int, int] = field(default_factory=dict)
     turns: Turns = field(default_factory=Turns)
     ended: list[SampleAnswer] = field(default_factory=list)
     on_tokens: OnSampleTokens | None = None
@@ -147,7 +150,7 @@ class Group:
 
     async def _run_samples(
         self, engine: Engine, load: KvLoad | None, done: OnPart
-    ) -> list[tuple[SampleAnswer, int]]:
+    ) -> list[SampleAnswer]:
         requests = self._requests(load)
         self._unfinished = {request.id for request in requests}
         completions = await engine.submit(requests)
@@ -222,11 +225,8 @@ class Group:
 
     async def _gather(
         self, engine: Engine, pending: Mapping[str, Awaitable[Completion]], done: OnPart
-    ) -> list[tuple[SampleAnswer, int]]:
-        """Wait for a group's samples; returns the answer and number of cached tokens of each.
-
-        `pending` maps request ids to completions.
-        """
+    ) -> list[SampleAnswer]:
+        """Answers of the group's samples; `pending` maps request ids to completions."""
         self.began_at = asyncio.get_running_loop().time()
         async with asyncio.TaskGroup() as tasks:
             if self.source.prefills:
@@ -244,19 +244,22 @@ class Group:
 
     async def _await_sample(
         self, engine: Engine, index: int, completion: Awaitable[Completion], done: OnPart
-    ) -> tuple[SampleAnswer, int]:
+    ) -> SampleAnswer:
         result = await completion
         self.sample_seconds.append(asyncio.get_running_loop().time() - self.began_at)
         self.on_finished(self.sample_ids[index])
         if result.top_logprobs is not None and not self.options.answers_top_logprobs:
             self.top_logprobs[index] = result.top_logprobs[: num_valid_tokens(self.options, result)]
+        # A resumed sample also has cached tokens after the prompt; these are not counted.
+        num_prompt = len(self.options.prompt_token_ids)
+        self.cached_tokens[index] = min(result.num_cached_tokens, num_prompt)
         await self._on_sample_end(engine, index, result)
         await self.turns.wait()
         finish_reason = self._finish_reason(result)
         answer = await sample_answer.create(self.options, index, result, finish_reason)
         self.ended.append(answer)
         done(answer)
-        return answer, result.num_cached_tokens
+        return answer
 
     async def _on_sample_end(self, engine: Engine, index: int, result: Completion) -> None:
         """Count a finished sample; if the finish policy is now met, abort the others."""
@@ -301,16 +304,14 @@ class Group:
             return "aborted"
         return self.end_reason
 
-    def _answer(self, finished: list[tuple[SampleAnswer, int]]) -> GroupAnswer:
-        samples = [sample for sample, _ in finished]
+    def _answer(self, samples: list[SampleAnswer]) -> GroupAnswer:
         return GroupAnswer(
             id=self.options.id,
             index=self.options.index,
             outcome=self._outcome(samples),
             num_prompt_tokens=len(self.options.prompt_token_ids),
             prompt_token_ids=self.options.prompt_token_ids if self.options.echo else None,
-            # A resumed sample also has cached tokens after the prompt; these are not counted.
-            num_cached_tokens=min(finished[0][1], len(self.options.prompt_token_ids)),
+            num_cached_tokens=self.cached_tokens[0],
             num_continued_tokens=sum(len(given.token_ids) for given in self.options.continued),
             selected=None if self.finish_policy is None else self.finish_policy.selected,
             samples=samples,

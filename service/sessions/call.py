@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from coppice.wire.rollouts import GroupAnswer, GroupRequest, Prompt, RolloutRequest, SampleAnswer
+from coppice.wire.rollouts import GroupRequest, Prompt, RolloutRequest, SampleAnswer
 from coppice.wire.sampling import Sampling
 from coppice.wire.sessions import AgentApi, AttachReason, Turn
 from coppice.wire.support import rows_of
@@ -215,7 +215,6 @@ class SessionCall:
         if rollout is None or sample is None:
             session.tree.detach(attachment)
             return None
-        [group] = rollout.answers()
         support = None
         if sample.support is not None:
             support = Supports(rows_of(sample.support), sample.support.vocab_size)
@@ -235,21 +234,19 @@ class SessionCall:
             top_logprobs=top_logprobs,
             finish=sample.finish_reason,
             stop_reason=sample.stop_reason,
-            num_cached_tokens=group.num_cached_tokens,
+            num_cached_tokens=rollout.groups[0].cached_tokens.get(sample.index, 0),
         )
         if segment is not None:
-            self._add_turn(segment, attachment, sample, group)
+            self._add_turn(segment, attachment, sample)
         return segment
 
-    def _add_turn(
-        self, segment: Segment, attachment: Attachment, sample: SampleAnswer, group: GroupAnswer
-    ) -> None:
+    def _add_turn(self, segment: Segment, attachment: Attachment, sample: SampleAnswer) -> None:
         turn = Turn(
             segment=segment.id,
             attached=attachment.attached,
             reason=self._reason(attachment),
             num_prompt_tokens=attachment.num_prompt_tokens,
-            num_cached_tokens=group.num_cached_tokens,
+            num_cached_tokens=segment.num_cached_tokens,
             num_new_context_tokens=attachment.num_new_context_tokens,
             finish_reason=sample.finish_reason,
             api=self._api,

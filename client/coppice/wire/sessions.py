@@ -164,10 +164,11 @@ class SessionStatus(AnswerModel):
 
 
 class Turn(AnswerModel):
-    """One answered call of an agent. `segment` is the id of its sample in the tree.
+    """One sample of an agent's call. `segment` is the id of its segment in the tree.
 
-    `attached` says where the prompt ended in the tree, and `reason` why. Of the prompt's tokens
-    `num_new_context_tokens` were not in the tree before.
+    If later prompts branch inside the sample, it has several segments, of which `segment` is the
+    last. `attached` says where the prompt ended in the tree, and `reason` why. Of the prompt's
+    tokens `num_new_context_tokens` were not in the tree before.
     """
 
     segment: str

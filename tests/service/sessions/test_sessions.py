@@ -1,12 +1,13 @@
 """Agent sessions: calls, turns, sampling parameters, rewards, and the trees that come out."""
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.fake_engine import FakeEngine
+from tests.fake_engine import FakeEngine, Running
 from tests.service.sessions.agents import HELLO, tokens, training
 
 LIMITED = {"sampling": {"max_tokens": 3}}
@@ -217,6 +218,33 @@ async def test_several_samples_of_a_call_are_siblings(tmp_path: Path) -> None:
         answer = await trainer.finish(agent)
     assert tokens(answer) == [(True, [5, 6, 7])] * 2
     assert len(answer["turns"]) == 2
+
+
+class CachingEngine(FakeEngine):
+    """All samples but the first find four prompt tokens in the cache."""
+
+    num_computed = 0
+
+    def _compute_prompt(self, sample: Running) -> None:
+        if not sample.computed:
+            sample.num_cached = 4 if self.num_computed else 0
+            self.num_computed += 1
+        super()._compute_prompt(sample)
+
+
+async def test_each_turn_has_the_cached_tokens_of_its_own_sample(tmp_path: Path) -> None:
+    engine = CachingEngine(instant=False)
+    async with training(tmp_path, engine) as trainer:
+        [agent] = await trainer.create(**LIMITED)
+        call = asyncio.create_task(agent.chat(n=3))
+        async with asyncio.timeout(20):
+            while len(engine.running) < 3:
+                await asyncio.sleep(0.001)
+        engine.step(3)
+        assert (await call).status_code == 200
+        answer = await trainer.finish(agent)
+    assert [turn["num_cached_tokens"] for turn in answer["turns"]] == [0, 4, 4]
+    assert answer["usage"]["num_forwarded_tokens"] == 5 + 1 + 1
 
 
 async def test_support_and_top_logprobs_are_in_the_tree(tmp_path: Path) -> None:
