@@ -159,8 +159,11 @@ class MessagesBody(ConversationFields, SamplingFields, CommonRequestFields):
     def parallel_tool_calls(self) -> bool:
         return self.tool_choice is None or not self.tool_choice.disable_parallel_tool_use
 
-    def _stop(self) -> list[str]:
-        return [*super()._stop(), *(self.stop_sequences or ())]
+    def _stop(self) -> list[str] | None:
+        given = super()._stop()
+        if self.stop_sequences is None:
+            return given
+        return [*(given or ()), *self.stop_sequences]
 
     def _constraints(self) -> dict[str, dict[str, Any] | None]:
         choice, forced = self.openai_tool_choice(), None

@@ -72,27 +72,36 @@ class SamplingFields(SamplingBody):
     structural_tag: str | None = None
 
     def sampling(self, max_tokens: int | None) -> Sampling:
-        """Convert to native sampling parameters; `top_k` -1 and 0 both disable top-k."""
-        same = {name: getattr(self, name) for name in NATIVE_NAMES}
-        given = {name: value for name, value in same.items() if value is not None}
+        """Convert to native sampling parameters: those that the request has set.
+
+        `top_k` -1 and 0 both disable top-k.
+        """
+        given = {
+            **{name: getattr(self, name) for name in NATIVE_NAMES},
+            "ignore_eos": self._flag("ignore_eos"),
+            "max_tokens": max_tokens,
+            "min_tokens": self.min_tokens
+            or (self.min_tokens if self.min_new_tokens is None else self.min_new_tokens),
+            "top_k": None if self.top_k is None else max(self.top_k, 0),
+            "stop": self._stop(),
+            "include_stop_str_in_output": self._flag("include_stop_str_in_output", "no_stop_trim"),
+            "structured_outputs": self._constraint(),
+        }
+        found = {name: value for name, value in given.items() if value is not None}
         try:
-            return Sampling.model_validate(
-                {
-                    **given,
-                    "max_tokens": max_tokens,
-                    "min_tokens": self.min_tokens or self.min_new_tokens or 0,
-                    "top_k": max(self.top_k or 0, 0),
-                    "stop": self._stop(),
-                    "include_stop_str_in_output": self.include_stop_str_in_output
-                    or self.no_stop_trim,
-                    "structured_outputs": self._constraint(),
-                }
-            )
+            return Sampling.model_validate(found)
         except ValidationError as error:
             raise fault(error) from error
 
-    def _stop(self) -> list[str]:
-        return [self.stop] if isinstance(self.stop, str) and self.stop else list(self.stop or ())
+    def _flag(self, *names: str) -> bool | None:
+        """True if one of the fields is true; None if the request has set none of them."""
+        values = [getattr(self, name) for name in names if name in self.model_fields_set]
+        return any(values) if values else None
+
+    def _stop(self) -> list[str] | None:
+        if isinstance(self.stop, str):
+            return [self.stop] if self.stop else []
+        return None if self.stop is None else list(self.stop)
 
     def _constraint(self) -> dict[str, Any] | None:
         """Native `structured_outputs` of the one field that constrains the text."""

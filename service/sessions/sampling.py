@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from coppice.wire.sampling import Sampling
 from service.http.errors import InvalidRequest
 
-DEFAULT = Sampling()
-
 
 def merge_sampling(
     given: Sampling, requested: Sampling, overrides: Sequence[str]
@@ -15,13 +13,12 @@ def merge_sampling(
 
     `given` are those of the session. Agents send sampling parameters that nobody can configure, so
     they are replaced without an error. Structured outputs are refused instead: an agent that
-    requests them relies on them. The session's `max_tokens` is an upper limit.
+    requests them relies on them. The session's `max_tokens` is an upper limit. Fields that the
+    request sets to their default are the agent's, too.
     """
-    changed = [
-        name for name in Sampling.model_fields if getattr(requested, name) != getattr(DEFAULT, name)
-    ]
-    update = {name: getattr(requested, name) for name in changed if name in overrides}
-    if "structured_outputs" in changed and "structured_outputs" not in overrides:
+    chosen = requested.model_fields_set
+    update = {name: getattr(requested, name) for name in chosen if name in overrides}
+    if "structured_outputs" in chosen and "structured_outputs" not in overrides:
         raise InvalidRequest.of_parameter(
             "structured_outputs",
             "the session does not allow response formats and forced tool calls: create it with "
@@ -32,7 +29,7 @@ def merge_sampling(
     sampling = given.model_copy(update=update)
     num_replaced = sum(
         getattr(sampling, name) != getattr(requested, name)
-        for name in changed
+        for name in chosen
         if name not in overrides
     )
     return sampling, num_replaced

@@ -92,6 +92,37 @@ async def test_sampling_parameters_of_the_agent_are_replaced_and_counted(tmp_pat
     assert (sampling.max_tokens, sampling.stop) == (2, ("zz",))
 
 
+async def test_default_values_that_the_agent_sends_count(tmp_path: Path) -> None:
+    own: dict[str, Any] = {
+        "temperature": 0.6,
+        "top_p": 0.9,
+        "top_k": 5,
+        "presence_penalty": 1.0,
+        "stop": ["q"],
+    }
+    sent: dict[str, Any] = {
+        "temperature": 1.0,
+        "top_p": 1,
+        "top_k": -1,
+        "presence_penalty": 0,
+        "stop": [],
+    }
+    async with training(tmp_path) as trainer:
+        [strict] = await trainer.create(sampling={**own, "max_tokens": 3}, overrides=[])
+        await strict.text(**sent)
+        count = trainer.served.server.metrics.registry.get_sample_value
+        assert count("coppice_session_replaced_fields_total") == len(own)
+        [free] = await trainer.create(sampling={**own, "max_tokens": 3}, overrides=list(own))
+        await free.text(**sent)
+        await free.text(temperature=None)
+        assert count("coppice_session_replaced_fields_total") == len(own)
+    kept, chosen, silent = [sample.sampling for sample in trainer.engine.submitted]
+    assert (kept.temperature, kept.stop) == (0.6, ("q",))
+    assert (chosen.temperature, chosen.top_p, chosen.presence_penalty) == (1.0, 1.0, 0.0)
+    assert (chosen.top_k, chosen.stop) == (0, ())
+    assert silent == kept
+
+
 async def test_max_tokens_of_the_session_is_an_upper_limit(tmp_path: Path) -> None:
     async with training(tmp_path) as trainer:
         [agent] = await trainer.create(**LIMITED)
