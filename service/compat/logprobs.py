@@ -28,9 +28,22 @@ TokenName = Callable[[int], str]
 """Returns the name of a token in logprobs: its text, or `token_id:` and its id."""
 
 
-def sample_logprobs(rollout: Rollout, group: int, index: int) -> Sequence[TopLogprobs]:
-    """Top-k logprobs for each token of a sample; empty if none were requested."""
-    return rollout.groups[group].top_logprobs.get(index, [])
+def sample_logprobs(
+    rollout: Rollout, group: int, index: int, start: int = 0, end: int | None = None
+) -> Sequence[TopLogprobs]:
+    """Top-k logprobs for the tokens `start` to `end` of a sample; empty if the request wants none.
+
+    A session may have requested more of them for its own tree: these are left out.
+    """
+    found = rollout.groups[group].top_logprobs.get(index, [])[start:end]
+    count = rollout.groups[group].options.num_returned_top_logprobs
+    if count is None:
+        return found
+    if not count:
+        return []
+    if isinstance(found, TopLogprobRows):
+        return found.columns(count)
+    return [candidates[: count + 1] for candidates in found]
 
 
 async def compute_prompt_logprobs(

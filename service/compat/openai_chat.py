@@ -228,7 +228,7 @@ class ChatResponseBuilder:
             "stop_reason": sample.stop_reason,
             "logprobs": await self._logprobs(sample) if self._body.logprobs else None,
             "weight_versions": weight_version_spans(sample),
-            **support_field(sample),
+            **(support_field(sample) if self._body.return_support else {}),
         }
         if self._body.return_token_ids:
             choice["token_ids"] = sample.token_ids
@@ -253,6 +253,7 @@ class ChatResponseBuilder:
             with_logprobs=body.logprobs,
             as_ids=body.return_tokens_as_token_ids,
             return_token_ids=body.return_token_ids,
+            return_support=body.return_support,
             to_reason=self._finish_reason,
             echoed_text=body.echoed_text(),
             to_message=_delta,

@@ -38,6 +38,7 @@ class CompletionChunks:
     with_logprobs: bool
     as_ids: bool
     return_token_ids: bool
+    return_support: bool
     echo: PromptEcho | None = None
     leaves_out_tokens: bool = False
     _texts: dict[SampleKey, StreamedText] = field(default_factory=dict)
@@ -48,11 +49,12 @@ class CompletionChunks:
             if part.sample is None:
                 return []
             part = part.without_tokens()
+        reason = None if part.sample is None else finish_reason(part.sample)
         choice: dict[str, Any] = {
             "index": part.group * self.n + part.index,
             "text": await self._text(part),
             "logprobs": await self._logprobs(part) if self.with_logprobs else None,
-            **_end_fields(part.sample, None if part.sample is None else finish_reason(part.sample)),
+            **_end_fields(part.sample, reason, with_support=self.return_support),
         }
         if self.return_token_ids:
             choice["token_ids"] = part.token_ids
@@ -98,6 +100,7 @@ class ChatChunks:
     with_logprobs: bool
     as_ids: bool
     return_token_ids: bool
+    return_support: bool
     to_reason: Callable[[SampleAnswer, ChatResponse], str]
     echoed_text: str
     to_message: Callable[[ChatResponse], dict[str, Any]]
@@ -129,7 +132,7 @@ class ChatChunks:
             "index": part.index,
             "delta": delta,
             "logprobs": await self._logprobs(part) if self.with_logprobs else None,
-            **_end_fields(part.sample, reason),
+            **_end_fields(part.sample, reason, with_support=self.return_support),
         }
         if self.return_token_ids:
             choice["token_ids"] = part.token_ids
@@ -152,11 +155,13 @@ async def _names(
     return await logprobs.token_names(server.tokenizer, token_ids, as_ids=as_ids)
 
 
-def _end_fields(sample: SampleAnswer | None, reason: str | None) -> dict[str, Any]:
+def _end_fields(
+    sample: SampleAnswer | None, reason: str | None, *, with_support: bool
+) -> dict[str, Any]:
     """Fields of a choice about its end; null before it."""
     fields: dict[str, Any] = {"finish_reason": reason, "stop_reason": None}
     if sample is not None:
         fields["stop_reason"] = sample.stop_reason
         fields["weight_versions"] = weight_version_spans(sample)
-        fields |= support_field(sample)
+        fields |= support_field(sample) if with_support else {}
     return fields

@@ -214,7 +214,7 @@ class CompletionBuilder:
             if self.body.echo
             else logprobs.as_prompt_logprobs(self.prompt_scores, group),
             "weight_versions": weight_version_spans(sample),
-            **support_field(sample),
+            **(support_field(sample) if self.body.return_support else {}),
         }
         if self.body.return_token_ids:
             choice |= {"prompt_token_ids": self.prompts[group], "token_ids": sample.token_ids}
@@ -260,6 +260,7 @@ def _stream_response(server: Server, builder: CompletionBuilder) -> Response:
         with_logprobs=body.logprobs is not None,
         as_ids=body.return_tokens_as_token_ids,
         return_token_ids=body.return_token_ids,
+        return_support=body.return_support,
         echo=builder.echo,
         leaves_out_tokens=body.max_tokens == 0,
     )

@@ -14,6 +14,7 @@ from coppice.wire.result_formats import EndRecord, ProgressRecord, SampleRecord,
 from coppice.wire.rollouts import SampleAnswer
 from engine.protocol import ResponseStream
 from engine.types import ChatResponse, Sampling, TopLogprobs
+from service.compat.logprobs import sample_logprobs
 from service.rollouts.record_reader import SampleKey
 from service.rollouts.rollout import Rollout
 from service.server import Server
@@ -98,14 +99,14 @@ async def sample_parts(
 
 
 def _running_part(rollout: Rollout, record: TokensRecord) -> SamplePart:
-    top_logprobs = _top_logprobs(rollout, record.group, record.index)
+    end = record.start + len(record.token_ids)
     return SamplePart(
         group=record.group,
         index=record.index,
         start=record.start,
         token_ids=record.token_ids,
         logprobs=record.logprobs,
-        top_logprobs=top_logprobs[record.start : record.start + len(record.token_ids)],
+        top_logprobs=sample_logprobs(rollout, record.group, record.index, record.start, end),
         version=record.versions[-1].version,
     )
 
@@ -117,15 +118,10 @@ def _last_part(rollout: Rollout, group: int, sample: SampleAnswer, start: int) -
         start=start,
         token_ids=sample.token_ids[start:],
         logprobs=sample.logprobs[start:],
-        top_logprobs=_top_logprobs(rollout, group, sample.index)[start:],
+        top_logprobs=sample_logprobs(rollout, group, sample.index, start),
         version=sample.versions[-1].version if sample.versions else None,
         sample=sample,
     )
-
-
-def _top_logprobs(rollout: Rollout, group: int, index: int) -> Sequence[TopLogprobs]:
-    """Top-k logprobs of a sample's tokens so far; empty if none were requested."""
-    return rollout.groups[group].top_logprobs.get(index, [])
 
 
 class StreamedText:

@@ -22,7 +22,8 @@ class GroupOptions:
     The compat routes set `cache_salt`, the rollout manager `owner`, `exact_version` and `adapter`,
     and `GroupFactory` the options that follow from the request. `owner` to `returns_routed_experts`
     are the same in all groups of a rollout. With `stream_tokens`, tokens are received while samples
-    run. With `answers_top_logprobs`, the top logprobs are part of the samples' answers.
+    run. `num_returned_top_logprobs` are in the responses of compat routes; None: all of them. With
+    `answers_top_logprobs`, the top logprobs are part of the samples' answers.
     `logprob_token_ids` and `raw_logprobs` are those of `engine.types.SampleRequest`. With
     `support_vocab_size`, the size of the vocabulary, supports are returned. After
     `deadline_seconds` the group ends with the samples as they are. Its first samples resume those
@@ -36,6 +37,7 @@ class GroupOptions:
     adapter: str | None = None
     cache_salt: str | None = None
     num_top_logprobs: int = 0
+    num_returned_top_logprobs: int | None = None
     stream_tokens: bool = False
     answers_top_logprobs: bool = False
     logprob_token_ids: tuple[int, ...] = ()

@@ -157,6 +157,7 @@ class SessionCall:
         options = GroupOptions(
             cache_salt=session.id,
             num_top_logprobs=max(num_top_logprobs, session.options.top_logprobs or 0),
+            num_returned_top_logprobs=num_top_logprobs,
             stream_tokens=stream_tokens,
         )
         rollouts = self._services.rollouts

@@ -289,6 +289,46 @@ async def test_support_and_top_logprobs_are_in_the_tree(tmp_path: Path) -> None:
     assert segment["top_logprobs"]["offsets"] == [0, 2, 4, 6]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_options_of_the_trainer_do_not_change_answers(tmp_path: Path, stream: bool) -> None:
+    async def bodies(path: str, **fields: Any) -> str:
+        answer = await agent.post(path, {**fields, "stream": stream})
+        assert answer.status_code == 200, answer.text
+        return answer.text
+
+    async with training(tmp_path) as trainer:
+        [agent] = await trainer.create(**LIMITED, return_support=True, top_logprobs=4)
+        chat: dict[str, Any] = {"path": "/v1/chat/completions", "messages": HELLO}
+        text: dict[str, Any] = {"path": "/v1/completions", "prompt": "ab"}
+        found = [
+            await bodies(**chat, logprobs=True, top_logprobs=2),
+            await bodies(**chat, logprobs=True, top_logprobs=0),
+            await bodies(**text, logprobs=0),
+        ]
+        asked = [await bodies(**call, return_support=True) for call in (chat, text)]
+        tree = await trainer.finish(agent)
+    # Each of the three tokens has itself, and in chats its two most probable ones.
+    assert found[0].count('"logprob"') == 9
+    assert found[1].count('"logprob"') == 3
+    assert '"top_logprobs":[{' not in found[1] + found[2]
+    assert not any('"support"' in body for body in found)
+    assert all('"support"' in body for body in asked)
+    assert all("support" in segment for segment in tree["groups"][0]["segments"])
+
+
+async def test_live_stream_has_as_many_top_logprobs_as_the_agent_asked_for(tmp_path: Path) -> None:
+    engine = FakeEngine(instant=False)
+    async with training(tmp_path, engine) as trainer:
+        [agent] = await trainer.create(**LIMITED, top_logprobs=4)
+        call = asyncio.create_task(agent.chat(logprobs=True, top_logprobs=2, stream=True))
+        async with asyncio.timeout(20):
+            while not call.done():
+                engine.step()
+                await asyncio.sleep(0.01)
+        text = (await call).text
+    assert text.count('"logprob"') == 9
+
+
 async def test_rewards_of_leaves_are_returned_and_other_ids_refused(tmp_path: Path) -> None:
     async with training(tmp_path) as trainer:
         [agent] = await trainer.create(**LIMITED)
