@@ -96,7 +96,10 @@ class SessionCall:
             raise InvalidRequest.of_parameter("prompt", "a call of a session has one prompt")
         [prompt] = prompts
         self._text = prompt.text
-        match = None if prompt.text is None else self.session.conversations.match_text(prompt.text)
+        match = None
+        if prompt.text is not None and prompt.truncate_prompt_tokens is None:
+            match_text = self.session.conversations.match_text
+            match = await asyncio.to_thread(match_text, prompt.text)
         if match is None:
             return await self._services.tokenizer.all_token_ids(prompts)
         self._match = match

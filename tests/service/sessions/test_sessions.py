@@ -233,6 +233,16 @@ async def test_only_stop_tokens_without_text_are_left_out_of_a_continued_message
     assert list(prompt) == [*b"hello", *sample]
 
 
+async def test_continued_text_is_truncated_as_requested(tmp_path: Path) -> None:
+    async with training(tmp_path) as trainer:
+        [agent] = await trainer.create(**LIMITED)
+        first = await agent.post("/v1/completions", {"prompt": "ab"})
+        text = "ab" + first.json()["choices"][0]["text"] + "cd"
+        body = {"prompt": text, "truncate_prompt_tokens": 3}
+        assert (await agent.post("/v1/completions", body)).status_code == 200
+    assert list(trainer.engine.submitted[1].prompt_token_ids) == [4, *b"cd"]
+
+
 async def test_several_prompts_and_echo_are_refused(tmp_path: Path) -> None:
     async with training(tmp_path) as trainer:
         [agent] = await trainer.create(**LIMITED)
