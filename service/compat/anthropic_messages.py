@@ -63,7 +63,9 @@ async def create_message(call: Compat) -> Response:
     )
     head = _head(body, samples)
     if body.stream:
-        events = message_events(samples, head, token_ids=body.return_token_ids)
+        events = message_events(
+            samples, head, token_ids=body.return_token_ids, support=body.return_support
+        )
         return event_response(
             call.server, rollout, events, to_error=to_error, keep_alive=ping(), end=b""
         )
@@ -129,5 +131,5 @@ def _message(
         "content": content_blocks(response, head["id"]),
         **stop_fields(sample, has_calls=bool(response.tool_calls)),
         "usage": usage_fields(answer),
-        **extension_fields(sample, token_ids=body.return_token_ids),
+        **extension_fields(sample, token_ids=body.return_token_ids, support=body.return_support),
     }

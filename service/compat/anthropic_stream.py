@@ -1,5 +1,6 @@
 """Content blocks of a message of Anthropic's API, whole and as events of a stream."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from coppice.wire.rollouts import RolloutAnswer, SampleAnswer
 from engine.types import ChatResponse, ToolCall
 from service.compat.anthropic_errors import anthropic_error
 from service.compat.chat_samples import ChatSamples, MessageParts
-from service.compat.compat_request import usage, weight_version_spans
+from service.compat.compat_request import support_field, usage, weight_version_spans
 from service.compat.openai_stream import NO_EVENT, error_event
 from service.compat.sample_stream import SamplePart, sample_parts
 
@@ -66,10 +67,12 @@ def stop_fields(sample: SampleAnswer, *, has_calls: bool) -> Fields:
     return {"stop_reason": "end_turn", "stop_sequence": None}
 
 
-def extension_fields(sample: SampleAnswer, *, token_ids: bool) -> Fields:
+def extension_fields(sample: SampleAnswer, *, token_ids: bool, support: bool) -> Fields:
     """Fields that Anthropic's API does not have."""
-    versions = {"weight_versions": weight_version_spans(sample)}
-    return {**versions, "token_ids": sample.token_ids} if token_ids else versions
+    fields: Fields = {"weight_versions": weight_version_spans(sample)}
+    if support:
+        fields |= support_field(sample)
+    return {**fields, "token_ids": sample.token_ids} if token_ids else fields
 
 
 def usage_fields(answer: RolloutAnswer) -> Fields:
@@ -85,7 +88,7 @@ def usage_fields(answer: RolloutAnswer) -> Fields:
 
 
 async def message_events(
-    samples: ChatSamples, head: Fields, *, token_ids: bool
+    samples: ChatSamples, head: Fields, *, token_ids: bool, support: bool
 ) -> AsyncIterator[bytes]:
     """Encoded events of a streamed message; `head` has its fields before the first token."""
     yield encoded({"type": "message_start", "message": head})
@@ -103,14 +106,16 @@ async def message_events(
                 if sample is not None:
                     samples.check_ended(sample)
                     stop = stop_fields(sample, has_calls=blocks.num_calls > 0)
-                    end = {"delta": stop, **extension_fields(sample, token_ids=token_ids)}
+                    further = extension_fields(sample, token_ids=token_ids, support=support)
+                    end = {"delta": stop, **further}
             case EndRecord(problem=problem) if problem is not None:
                 yield error_event(samples.call.server, problem, to_error)
             case EndRecord():
                 for event in blocks.end():
                     yield encoded(event)
                 counts = usage_fields(await samples.rollout.answer())
-                yield encoded({"type": "message_delta", **end, "usage": counts})
+                delta = {"type": "message_delta", **end, "usage": counts}
+                yield await asyncio.to_thread(encoded, delta)
                 yield encoded({"type": "message_stop"})
 
 

@@ -19,6 +19,7 @@ from service.compat.compat_request import (
     CompatRequest,
     large_json_response,
     name_of,
+    support_field,
     usage,
     weight_version_spans,
 )
@@ -258,6 +259,7 @@ class _ResponseBuilder:
             "output": items,
             "usage": _usage(answer),
             "weight_versions": weight_version_spans(sample),
+            **(support_field(sample) if self._body.return_support else {}),
             **ids,
         }
 

@@ -63,6 +63,25 @@ async def test_refused_fields_are_named_with_advice(tmp_path: Path, path: str) -
         assert served.engine.submitted == []
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+async def test_supports_are_returned_on_request(tmp_path: Path, path: str, stream: bool) -> None:
+    async with foreign(tmp_path) as served:
+        native = {"groups": [{"prompt": {"text": "abc"}}], "sampling": {"max_tokens": 1}}
+        rollout = await served.post("/v1/rollouts", {**native, "return_support": True})
+        body = {**BODIES[path], "return_support": True, "stream": stream}
+        answer = (await served.http.post(path, json=body)).text
+        without = (await served.http.post(path, json={**body, "return_support": False})).text
+    datas = [
+        line.removeprefix("data: ") for line in answer.split("\n") if "weight_versions" in line
+    ]
+    found = json.loads(datas[-1])
+    [sample] = rollout["groups"][0]["samples"]
+    support = found.get("response", found)["support"]
+    assert support.keys() == sample["support"].keys() and support["lengths"]
+    assert '"support"' not in without
+
+
 def _deep(levels: int) -> dict[str, Any]:
     schema: dict[str, Any] = {"type": "object"}
     for _ in range(levels):
