@@ -184,8 +184,7 @@ class _ResponseBuilder:
         return response
 
     async def _keep(self, response: Item) -> None:
-        messages = list(self._samples.chat_request.messages)[bool(self._body.instructions) :]
-        conversation = [*map(dict, messages), *input_messages(response["output"])]
+        conversation = self._conversation(response)
 
         def encoded() -> StoredResponse:
             response_parts, message_parts = value_parts(response), value_parts(conversation)
@@ -195,6 +194,20 @@ class _ResponseBuilder:
 
         stored = await asyncio.to_thread(encoded)
         self._store.put(_name(self._samples.call, self._id), stored)
+
+    def _conversation(self, response: Item) -> list[Message]:
+        """Messages that a next request continues, without the instructions.
+
+        The text that continues a message of the assistant becomes a part of that message.
+        """
+        request = self._samples.chat_request
+        messages = list(map(dict, request.messages[bool(self._body.instructions) :]))
+        added = input_messages(response["output"])
+        if not request.continue_final_message or "tool_calls" in messages[-1]:
+            return [*messages, *added]
+        *messages, last = messages
+        text = last["content"] + added[0]["content"]
+        return [*messages, {**last, **added[0], "content": text}, *added[1:]]
 
     def _items(self) -> OutputItems:
         return OutputItems(

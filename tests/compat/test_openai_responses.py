@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from engine.types import ChatResponse, ToolCall
+from engine.types import ChatRequest, ChatResponse, ToolCall
 from service.compat import openai_response_store
 from service.compat.openai_response_store import (
     KEEP_SECONDS,
@@ -160,6 +160,37 @@ async def test_conversation_continues_from_a_stored_response(tmp_path: Path) -> 
             await speaker.responses.retrieve(first.id)
         with pytest.raises(openai.BadRequestError, match="send the whole input"):
             await speaker.responses.create(**CREATE, previous_response_id=first.id)
+
+
+class RecordingEngine(AnsweringEngine):
+    """Records the messages of the conversations that it renders."""
+
+    def __init__(self, response: ChatResponse) -> None:
+        super().__init__(response)
+        self.rendered: list[Any] = []
+
+    def encode_chat(self, chat_request: ChatRequest) -> list[int]:
+        self.rendered.append(chat_request.messages)
+        return super().encode_chat(chat_request)
+
+
+@pytest.mark.parametrize("num_calls", [0, 1])
+async def test_continued_message_is_stored_as_one(tmp_path: Path, num_calls: int) -> None:
+    calls = (ToolCall(id="call-1", name="add", arguments="{}"),) * num_calls
+    engine = RecordingEngine(ChatResponse(content=" upon", tool_calls=calls))
+    conversation = [
+        {"role": "user", "content": "a"},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "why"}]},
+        {"role": "assistant", "content": "Once", "status": "incomplete"},
+    ]
+    async with foreign(tmp_path, engine=engine) as served:
+        given = {**BODY, "tools": [TOOL], "instructions": "s"}
+        first = await served.post(PATH, {**given, "input": conversation})
+        await served.post(PATH, {**given, "previous_response_id": first["id"], "input": "b"})
+    system, user, told, last = engine.rendered[-1]
+    assert (told["role"], told["content"], told["reasoning"]) == ("assistant", "Once upon", "why")
+    assert len(told.get("tool_calls", [])) == num_calls
+    assert [message["content"] for message in (system, user, last)] == ["s", "a", "b"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
