@@ -98,7 +98,7 @@ class ConversationFields(SamplingBody):
         return ChatRequest(
             messages=messages,
             tools=self._template_tools(),
-            template_options={**self._reasoning(), **(self.chat_template_kwargs or {})},
+            template_options={**self.reasoning_options(), **(self.chat_template_kwargs or {})},
             add_generation_prompt=not continues,
             continue_final_message=continues,
         )
@@ -107,7 +107,7 @@ class ConversationFields(SamplingBody):
     def has_inline_system(self) -> bool:
         return any(message.role == "system" for message in self.messages)
 
-    def _reasoning(self) -> dict[str, Any]:
+    def reasoning_options(self) -> dict[str, Any]:
         """Template options of `thinking` and `output_config`; a template may have only some."""
         effort = self.output_config and self.output_config.effort
         kind = self.thinking and self.thinking.type

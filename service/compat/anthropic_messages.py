@@ -96,7 +96,7 @@ async def _rendered(call: CompatRequest, body: ConversationFields) -> tuple[Chat
     As in vLLM, system messages inside a conversation are moved to its start if the chat template
     refuses them where they are.
     """
-    count_ignored_options(call.server, body.chat_template_kwargs or {})
+    count_ignored_options(call.server, body.chat_template_kwargs or {}, body.reasoning_options())
     chat_request = await asyncio.to_thread(body.chat_request)
     try:
         return chat_request, await call.render(chat_request)

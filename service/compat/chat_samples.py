@@ -89,14 +89,20 @@ class ChatSamples:
         return response
 
 
-def count_ignored_options(server: Server, options: Mapping[str, Any]) -> None:
-    """Count in the metrics the `chat_template_kwargs` that the chat template does not use.
+def count_ignored_options(
+    server: Server, given: Mapping[str, Any], derived: Mapping[str, Any] | None = None
+) -> None:
+    """Count in the metrics the options that the chat template does not use.
 
     They are not rejected: clients send `enable_thinking` to every model, and vLLM also ignores
-    options that a template lacks.
+    options that a template lacks. The options `derived` from one field of a request are spellings
+    of different templates: they count as one if the template has none of them.
     """
-    ignored = options.keys() - server.engine.info.template_variables
-    server.metrics.http.compat_fields.labels("unknown").inc(len(ignored))
+    variables = server.engine.info.template_variables
+    num_ignored = len(given.keys() - variables)
+    if derived and not derived.keys() & variables:
+        num_ignored += 1
+    server.metrics.http.compat_fields.labels("unknown").inc(num_ignored)
 
 
 class MessageParts:

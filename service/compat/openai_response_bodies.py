@@ -88,7 +88,7 @@ class ResponsesBody(SamplingFields, CommonRequestFields):
                 *input_messages(self.input),
             ],
             tools=self._template_tools(),
-            template_options={**self._reasoning(), **(self.chat_template_kwargs or {})},
+            template_options={**self.reasoning_options(), **(self.chat_template_kwargs or {})},
             add_generation_prompt=not continues,
             continue_final_message=continues,
         )
@@ -112,7 +112,7 @@ class ResponsesBody(SamplingFields, CommonRequestFields):
         custom = [tool for tool in self.tools or () if tool.type == "custom"]
         return frozenset(tool.name for tool in custom if tool.name)
 
-    def _reasoning(self) -> dict[str, Any]:
+    def reasoning_options(self) -> dict[str, Any]:
         """Template options of the reasoning effort, as in vLLM; a template may have only one."""
         effort = self.reasoning and self.reasoning.effort
         if not effort:

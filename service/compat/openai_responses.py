@@ -60,7 +60,7 @@ async def create_response(call: Compat, store: Responses) -> Response:
     body.check()
     adapter = call.resolve_adapter(body.model)
     check_count(call.server.engine.info, top_logprobs=body.top_logprobs)
-    count_ignored_options(call.server, body.chat_template_kwargs or {})
+    count_ignored_options(call.server, body.chat_template_kwargs or {}, body.reasoning_options())
     previous = await _previous(call, store, body.previous_response_id)
     chat_request = await asyncio.to_thread(body.chat_request, previous)
     prompt = await call.render(chat_request)

@@ -4,11 +4,13 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from engine.types import EngineInfo
 from service.compat import (
     anthropic_bodies,
     openai_chat,
@@ -18,6 +20,7 @@ from service.compat import (
 from service.compat.field_table import INTERNAL_FIELDS, NEUTRAL, REFUSED, RESPONSES_REFUSED
 from tests.compat.test_fields import nameless
 from tests.compat.third_party import Foreign, foreign
+from tests.fake_engine import FakeEngine
 
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/messages": {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 1},
@@ -80,6 +83,29 @@ async def test_supports_are_returned_on_request(tmp_path: Path, path: str, strea
     support = found.get("response", found)["support"]
     assert support.keys() == sample["support"].keys() and support["lengths"]
     assert '"support"' not in without
+
+
+class PlainTemplateEngine(FakeEngine):
+    """Its chat template has no variables."""
+
+    @property
+    def info(self) -> EngineInfo:
+        return replace(super().info, template_variables=frozenset())
+
+
+@pytest.mark.parametrize("engine", [FakeEngine, PlainTemplateEngine])
+async def test_reasoning_that_a_template_cannot_vary_is_counted(
+    tmp_path: Path, engine: type[FakeEngine]
+) -> None:
+    fields: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/responses", {"reasoning": {"effort": "low"}}),
+        ("/v1/messages", {"output_config": {"effort": "low"}}),
+        ("/v1/messages", {"thinking": {"type": "disabled"}}),
+    ]
+    async with foreign(tmp_path, engine=engine()) as served:
+        for path, field in fields:
+            await served.post(path, {**BODIES[path], **field})
+        assert served.ignored("unknown") == (3 if engine is PlainTemplateEngine else 0)
 
 
 def _deep(levels: int) -> dict[str, Any]:
