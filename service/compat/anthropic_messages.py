@@ -1,6 +1,8 @@
 """POST /v1/messages and /v1/messages/count_tokens with Anthropic's fields."""
 
 import asyncio
+import sys
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,7 +32,8 @@ from service.compat.compat_request import (
     name_of,
 )
 from service.compat.openai_stream import EVENTS_OR_JSON, event_response
-from service.http.errors import NoChatTemplate
+from service.http.errors import NoChatTemplate, PromptTooLong
+from service.http.exception_handlers import cancel_on_disconnect
 from service.http.responses import JSON, declare_responses
 
 router = APIRouter(route_class=AnthropicRoute)
@@ -86,8 +89,31 @@ async def count_tokens(call: Compat) -> dict[str, int]:
     """Number of tokens of the prompt that POST /v1/messages renders."""
     body = await call.read(CountTokensBody)
     call.resolve_adapter(body.model)
-    _, prompt = await _rendered(call, body)
+    try:
+        _, prompt = await _rendered(call, body)
+    except PromptTooLong:
+        return {"input_tokens": await _long_count(call, body)}
     return {"input_tokens": len(prompt)}
+
+
+async def _long_count(call: CompatRequest, body: ConversationFields) -> int:
+    """Number of tokens of a conversation that is longer than the context.
+
+    A request that truncates its prompt is rendered without a limit of its length.
+    """
+
+    async def count(*, merges_system: bool) -> int:
+        chat_request = await asyncio.to_thread(body.chat_request, merges_system=merges_system)
+        whole = replace(chat_request, truncate_prompt_tokens=sys.maxsize)
+        rendering = call.server.tokenizer.rendered(whole)
+        return len(await cancel_on_disconnect(call.request, rendering))
+
+    try:
+        return await count(merges_system=False)
+    except NoChatTemplate:
+        if not body.has_inline_system:
+            raise
+    return await count(merges_system=True)
 
 
 async def _rendered(call: CompatRequest, body: ConversationFields) -> tuple[ChatRequest, list[int]]:

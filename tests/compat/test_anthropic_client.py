@@ -12,7 +12,7 @@ from anthropic import AsyncAnthropic
 from engine.types import ChatResponse, ToolCall
 from tests.compat.test_tool_turns import ParsingEngine
 from tests.compat.third_party import Foreign, foreign
-from tests.engine.chats import TemplateChat, make_chat
+from tests.engine.chats import CONTEXT_TOKENS, TemplateChat, make_chat
 from tests.fake_engine import FakeEngine
 from tests.service.keyfile import write_keys
 
@@ -193,6 +193,21 @@ async def test_tokens_are_counted_as_they_are_rendered(tmp_path: Path) -> None:
         await speaker.messages.create(**BODY, system="s", tools=[TOOL])
         [sample] = served.engine.submitted
     assert counted.input_tokens == len(sample.prompt_token_ids) == 7
+
+
+@pytest.mark.parametrize("repeats", [2, 50])
+async def test_tokens_beyond_the_context_are_counted(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, repeats: int
+) -> None:
+    """A client counts them to know when a conversation must be shortened."""
+    chat = make_chat(tmp_path_factory.mktemp("chat"))
+    text = "".join(f"{i} + {i} " for i in range(100 * repeats))
+    turns = [{"role": "user", "content": text}]
+    async with foreign(tmp_path, engine=ParsingEngine(chat)) as served:
+        counted = await served.post(f"{PATH}/count_tokens", {"messages": turns})
+        refused = await served.http.post(PATH, json={**BODY, "messages": turns})
+    assert counted["input_tokens"] >= len(chat.tokenizer.encode(text)) > CONTEXT_TOKENS
+    assert refused.status_code == 400
 
 
 @pytest.mark.parametrize(
