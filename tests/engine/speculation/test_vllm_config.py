@@ -153,7 +153,7 @@ def test_drafter_needs_the_second_model_runner_on_a_gpu(monkeypatch: pytest.Monk
         _get_v2_model_runner_unsupported_features=list,
     )
     assert find_obstacle(config, drafter) is None
-    monkeypatch.setattr(startup.current_platform, "is_cpu", lambda: False)
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
     with pytest.raises(StartFailed, match="drafter is not possible on a GPU"):
         find_obstacle(config, drafter)
     config.use_v2_model_runner = True
