@@ -172,3 +172,14 @@ def test_context_segments_of_an_answer_have_no_logprobs() -> None:
     assert tree.num_targets == 4
     sampled_only = Tree(segments=(first,), leaves=("a",))
     assert TrainingTree.of([7, 8, 9], group_with_tree(sampled_only)).loss_masks is None
+
+
+def test_penalties_of_adjacent_samples_are_refused() -> None:
+    first = replace(segment("a", None, [1, 2]), finish_reason="length")
+    tree = Tree(segments=(first, segment("b", "a", [3])), leaves=("b",))
+    with pytest.raises(ValueError, match="penalties cannot be replayed"):
+        TrainingTree.of([7, 8, 9], group_with_tree(tree), adjustments=ADJUSTED)
+    cut = replace(first, finish_reason="cut")
+    whole = Tree(segments=(cut, tree.segments[1]), leaves=("b",))
+    for given, adjustments in ((tree, LogitAdjustments()), (whole, ADJUSTED)):
+        TrainingTree.of([7, 8, 9], group_with_tree(given), adjustments=adjustments)

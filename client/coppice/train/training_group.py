@@ -270,11 +270,17 @@ class TrainingTree(TrainingGroup):
     def of(
         cls, prompt: Any, group: Group, *, adjustments: LogitAdjustments = NO_ADJUSTMENTS
     ) -> "TrainingTree":
-        """Builds a training tree from prompt token ids and the tree of a rollout result."""
+        """Builds a training tree from prompt token ids and the tree of a rollout result.
+
+        Raises ValueError for penalties if a sample of an agent session follows another one without
+        context in between: the penalties of the second do not count the tokens of the first.
+        """
         if group.tree is None:
             raise ValueError("the group is not a tree")
         segments = group.tree.segments
         places = {segment.id: place for place, segment in enumerate(segments)}
+        if adjustments.has_penalties and _has_adjacent_samples(segments):
+            raise ValueError("penalties cannot be replayed for samples without context in between")
         masks = [torch.full((len(s.token_ids),), s.sampled) for s in segments]
         return cls(
             prompt=prompt_of(prompt, group),
@@ -331,6 +337,12 @@ class TrainingTree(TrainingGroup):
             rows=tuple(whole),
             lengths=tuple(len(part) for part in parts),
         )
+
+
+def _has_adjacent_samples(segments: Sequence[Segment]) -> bool:
+    """True if a sample that has ended is continued by another one; a cut sample is one sample."""
+    ended = {s.id for s in segments if s.sampled and s.finish_reason != "cut"}
+    return any(segment.sampled and segment.parent in ended for segment in segments)
 
 
 def parents_of(group: TrainingGroup) -> tuple[int | None, ...]:
