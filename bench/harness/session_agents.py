@@ -145,7 +145,7 @@ class Routes:
 
 
 def has_content(line: str) -> bool:
-    """Whether a line of a stream of chat completions has a token."""
+    """True if a line of a stream of chat completions has a token."""
     data = line.removeprefix("data: ")
     if not data.startswith("{"):
         return False

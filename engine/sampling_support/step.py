@@ -29,7 +29,7 @@ FEATURE = feature("support replay")
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a request returns with each token."""
+    """Further values that a request returns with each token."""
 
     support: bool = False
     logprobs: FurtherLogprobs = FurtherLogprobs()
@@ -83,7 +83,7 @@ def _rows_of_chunk(chunk: SamplingMaskLists) -> list[bytes]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingRow:
-    """What a batch row returns for its sampled positions n, before its tokens are on the host.
+    """Values of a batch row at its sampled positions n, before its tokens are on the host.
 
     `kept_nv` is true for the token ids that remained after all logits processing.
     """

@@ -3,33 +3,23 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from examples.agent_training.loop import AgentStep
 from examples.grpo.history import Gain
-from examples.grpo.picture import (
-    GREEN,
-    GREY,
-    STYLE,
-    add_headroom,
-    finish_axes,
-    plot_rewards,
-    smooth,
-)
+from examples.grpo.picture import GREEN, GREY, add_headroom, draw_plots, plot_rewards, smooth
 
 
 def draw(steps: Sequence[AgentStep], gain: Gain, path: Path) -> None:
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(11, 3.6), dpi=150, layout="constrained")
-        rewards, calls, tokens = figure.subplots(1, 3)
-        plot_rewards(rewards, steps, gain)
-        _tool_calls(calls, steps)
-        _tokens(tokens, steps)
-        for axes in (rewards, calls, tokens):
-            finish_axes(axes, len(steps))
-        figure.savefig(path)
+    draw_plots(
+        [
+            lambda axes: plot_rewards(axes, steps, gain),
+            lambda axes: _tool_calls(axes, steps),
+            lambda axes: _tokens(axes, steps),
+        ],
+        len(steps),
+        path,
+    )
 
 
 def _tool_calls(axes: Axes, steps: Sequence[AgentStep]) -> None:

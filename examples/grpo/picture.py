@@ -1,6 +1,6 @@
 """Plot of a GRPO run: reward, response length, and time per step."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,22 +31,28 @@ STYLE: dict[Any, Any] = {
 
 
 def draw(steps: Sequence[Step], gain: Gain, path: Path) -> None:
+    draw_plots(
+        [
+            lambda axes: plot_rewards(axes, steps, gain),
+            lambda axes: _lengths(axes, steps),
+            lambda axes: _times(axes, steps),
+        ],
+        len(steps),
+        path,
+    )
+
+
+def draw_plots(plots: Sequence[Callable[[Axes], None]], num_steps: int, path: Path) -> None:
+    """Saves plots over the steps of a run, side by side."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(11, 3.6), dpi=150, layout="constrained")
-        rewards, lengths, times = figure.subplots(1, 3)
-        plot_rewards(rewards, steps, gain)
-        _lengths(lengths, steps)
-        _times(times, steps)
-        for axes in (rewards, lengths, times):
-            finish_axes(axes, len(steps))
+        for plot, axes in zip(plots, figure.subplots(1, len(plots)), strict=True):
+            plot(axes)
+            axes.set_xlabel("step")
+            axes.set_xlim(0.5, num_steps + 0.5)
+            axes.grid(axis="y", color="#e6e8eb", linewidth=0.7)
+            axes.set_axisbelow(True)
         figure.savefig(path)
-
-
-def finish_axes(axes: Axes, num_steps: int) -> None:
-    axes.set_xlabel("step")
-    axes.set_xlim(0.5, num_steps + 0.5)
-    axes.grid(axis="y", color="#e6e8eb", linewidth=0.7)
-    axes.set_axisbelow(True)
 
 
 def plot_rewards(axes: Axes, steps: Sequence[Step], gain: Gain) -> None:

@@ -1,9 +1,6 @@
 """The example that trains an agent: its episodes, the trees that it trains, and the loop."""
 
 import asyncio
-import json
-import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +22,7 @@ from examples.grpo.history import compute_gain
 from examples.grpo.learner import Learner
 from examples.grpo.server import serving
 from examples.grpo.stopwatch import PARTS
+from tests.examples.demos import run_demo
 
 ROOT = Path(__file__).parents[2]
 
@@ -177,15 +175,8 @@ def test_steps_train_and_publish_weights(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.engine
 def test_example_learns(tmp_path: Path) -> None:
-    ran = subprocess.run(
-        [sys.executable, "-m", "examples.agent_training", "--seed", "1", "--out", str(tmp_path)],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'client'}"},
-        capture_output=True,
-        text=True,
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    steps = [AgentStep(**each) for each in json.loads((tmp_path / "steps.json").read_text())]
+    found, _ = run_demo("examples.agent_training", tmp_path)
+    steps = [AgentStep(**each) for each in found]
     assert compute_gain(steps).learned
     assert steps[-1].tool_calls > steps[0].tool_calls
     assert (tmp_path / "demo-agent.png").read_bytes().startswith(b"\x89PNG")

@@ -2,8 +2,6 @@
 
 import json
 import math
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -23,6 +21,7 @@ from examples.grpo.questions import Questions
 from examples.grpo.stopwatch import PARTS, Stopwatch
 from examples.seedling.arithmetic import parse
 from examples.seedling.enlarge import SEEDLING
+from tests.examples.demos import run_demo
 
 ROOT = Path(__file__).parents[2]
 
@@ -49,19 +48,12 @@ def questions(seed: int = 1) -> Questions:
 @pytest.mark.long
 @pytest.mark.engine
 def test_example_learns(tmp_path: Path) -> None:
-    ran = subprocess.run(
-        [sys.executable, "-m", "examples.grpo", "--seed", "1", "--out", str(tmp_path)],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'client'}"},
-        capture_output=True,
-        text=True,
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    steps = [Step(**step) for step in json.loads((tmp_path / "steps.json").read_text())]
+    found, output = run_demo("examples.grpo", tmp_path)
+    steps = [Step(**step) for step in found]
     gain = compute_gain(steps)
     assert gain.size >= 0.10
     assert gain.size >= 3 * gain.standard_error
-    assert str(gain) in ran.stdout
+    assert str(gain) in output
     # Weights were updated while samples ran: tokens of one step have more than one lag.
     assert 0 < sum(step.versions_behind for step in steps) < len(steps)
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")

@@ -162,7 +162,7 @@ def request_of(*messages: Mapping[str, Any], tools: bool) -> ChatRequest:
 
 
 def endings(family: str, following: str) -> Iterator[tuple[str, str, SegmentFinish, Any]]:
-    """How a sample may end: its last text, what has to follow it, and its finish reason."""
+    """Ends of a sample: its last text, the text that has to follow, and the finish reason."""
     end, after = TAILS[family][following]
     own = "<|return|>" if family == "gpt_oss" and following == "user" else end
     yield own, after, "stop", None

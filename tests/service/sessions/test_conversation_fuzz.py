@@ -217,7 +217,7 @@ class Agent:
         return made
 
     def message(self) -> Message:
-        """What a parser may return: any text, and up to three tool calls."""
+        """A message of a parser: any text, and up to three tool calls."""
         message = {"role": "assistant", "content": self.draw(TEXTS)}
         calls = [self.tool_call() for _ in range(self.draw(st.sampled_from([0, 0, 1, 2, 3])))]
         return {**message, "tool_calls": calls} if calls else message
