@@ -183,3 +183,11 @@ def test_penalties_of_adjacent_samples_are_refused() -> None:
     whole = Tree(segments=(cut, tree.segments[1]), leaves=("b",))
     for given, adjustments in ((tree, LogitAdjustments()), (whole, ADJUSTED)):
         TrainingTree.of([7, 8, 9], group_with_tree(given), adjustments=adjustments)
+
+
+def test_logprobs_without_context_are_not_copied() -> None:
+    answer = Tree(segments=(segment("a", None, [1, 2]),), leaves=("a",))
+    [sample] = answer.rows()
+    given = replace(group_with_tree(answer), samples=(sample,))
+    [logprobs] = TrainingGroup.of([7, 8, 9], given).logprobs or ()
+    assert np.shares_memory(logprobs.numpy(), sample.logprobs)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -189,16 +188,19 @@ class TrainingGroup:
         The prompt token ids are a list, an array or a tensor. `adjustments` are the parameters of
         the rollout that changed logits. Tokens whose logprob is NaN are context.
         """
-        masks = [torch.from_numpy(~np.isnan(sample.logprobs)) for sample in group.samples]
-        logprobs = [torch.from_numpy(sample.logprobs) for sample in group.samples]
+        logprobs = tuple(torch.from_numpy(sample.logprobs) for sample in group.samples)
+        masks = tuple(~values.isnan() for values in logprobs)
+        has_context = not all(mask.all() for mask in masks)
+        if has_context:
+            logprobs = tuple(v[mask] for v, mask in zip(logprobs, masks, strict=True))
         return cls(
             prompt=prompt_of(prompt, group),
             responses=tuple(torch.from_numpy(sample.token_ids) for sample in group.samples),
-            logprobs=tuple(all_T[mask] for all_T, mask in zip(logprobs, masks, strict=True)),
+            logprobs=logprobs,
             support=supports_of(group.samples),
             adjustments=adjustments,
             routed_experts=_routed_experts(group),
-            loss_masks=None if all(mask.all() for mask in masks) else tuple(masks),
+            loss_masks=masks if has_context else None,
         )
 
 
