@@ -158,7 +158,7 @@ class SessionCall:
     ) -> Rollout:
         session = self.session
         options = GroupOptions(
-            cache_salt=session.id,
+            cache_salt=session.cache_salt,
             num_top_logprobs=max(num_top_logprobs, session.options.top_logprobs or 0),
             num_returned_top_logprobs=num_top_logprobs,
             stream_tokens=stream_tokens,

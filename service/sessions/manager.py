@@ -13,6 +13,7 @@ from typing import Any
 
 from coppice.wire.sessions import (
     AgentApi,
+    CacheScope,
     SessionEndReason,
     SessionFinishRequest,
     SessionsAnswer,
@@ -213,6 +214,7 @@ class SessionManager:
             owner=group.owner,
             group_id=group.id,
             options=request,
+            cache_salt=_cache_salt(request.cache_scope, session_id, group),
             expires_at=self._clock() + request.ttl_seconds,
             max_tokens=min(request.max_tokens_total or max_tokens, max_tokens),
             max_calls=self._settings.max_running_calls,
@@ -345,6 +347,11 @@ class SessionManager:
 
     def _renew(self, session: Session) -> None:
         session.expires_at = self._clock() + session.options.ttl_seconds
+
+
+def _cache_salt(scope: CacheScope, session_id: str, group: SessionGroup) -> str:
+    """Salt of a session's prefixes; the id of a group may be reused, those of sessions are not."""
+    return session_id if scope == "session" else group.session_ids[0]
 
 
 async def _logged(work: Coroutine[Any, Any, None]) -> None:

@@ -58,13 +58,15 @@ class Session:
     prompts may be prepared at the same time, which `num_preparing` counts.
     `tree_lock` is held while the tree is changed, and while an answer is built in a thread.
     `num_table_bytes` is the size of supports and top logprobs, and `num_option_bytes` the session's
-    part of the size of its options, which the sessions of a request share.
+    part of the size of its options, which the sessions of a request share. Sessions with the same
+    `cache_salt` share prefixes in the prefix cache.
     """
 
     id: str
     owner: str
     group_id: str
     options: SessionsRequest
+    cache_salt: str
     expires_at: float
     max_tokens: int
     max_calls: int

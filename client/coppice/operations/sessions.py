@@ -17,6 +17,7 @@ from coppice.wire.rollouts import WeightsConstraint
 from coppice.wire.sampling import Sampling
 from coppice.wire.sessions import (
     SESSIONS_RECORD,
+    CacheScope,
     History,
     OverridableField,
     SessionAnswer,
@@ -46,6 +47,9 @@ class SessionOptions(TypedDict, total=False):
         max_turns: maximum number of answered calls (256).
         history: `sampled` keeps sampled tokens in the context as they are, `template` renders them
             again.
+        cache_scope: sessions that share prefixes in the prefix cache: only the `session` itself, or
+            the `group`. With `group`, agents can find out by the cached tokens and the latency of
+            their calls which prompts the other sessions of the group have sent.
         finish: early end of the group, by a number of finished sessions or by a deadline.
         priority: lower values are scheduled first.
         return_support: returns with each token the token ids that it was sampled from.
@@ -62,6 +66,7 @@ class SessionOptions(TypedDict, total=False):
     max_tokens_total: int | None
     max_turns: int
     history: History
+    cache_scope: CacheScope
     finish: SessionsFinish | None
     priority: int
     return_support: bool

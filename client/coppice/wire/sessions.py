@@ -22,6 +22,7 @@ MAX_TTL_SECONDS = 86_400.0
 SessionState = Literal["open", "finished", "cancelled", "expired"]
 SessionEndReason = Literal["finished", "cancelled", "expired", "surplus", "deadline", "drain"]
 History = Literal["sampled", "template"]
+CacheScope = Literal["session", "group"]
 Attached = Literal["extended", "branched", "root"]
 AttachReason = Literal[
     "new_conversation", "extended", "edited_history", "template", "no_turn_end", "retry"
@@ -78,7 +79,8 @@ class SessionsRequest(RequestModel):
     in `overrides`. `max_tokens_total` limits the tokens of a session's trees, context included.
     `ttl_seconds` counts from the last call. With the history `sampled`, tokens that the policy has
     sampled stay in the context as they were sampled; with `template`, the chat template renders
-    every turn again.
+    every turn again. Prefixes in the prefix cache are shared by the calls of one session, or with
+    the cache scope `group` by those of all its sessions.
     """
 
     n: Annotated[int, Field(ge=1, le=MAX_SESSIONS), JsonInteger()] = 1
@@ -94,6 +96,7 @@ class SessionsRequest(RequestModel):
     max_tokens_total: Annotated[int, Field(ge=1, le=2**40), JsonInteger()] | None = None
     max_turns: Annotated[int, Field(ge=1, le=MAX_TURNS), JsonInteger()] = 256
     history: History = "sampled"
+    cache_scope: CacheScope = "session"
     finish: SessionsFinish | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31), JsonInteger()] = 0
     return_support: Option = False

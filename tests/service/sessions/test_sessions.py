@@ -80,6 +80,32 @@ async def test_calls_of_a_session_have_its_salt_and_priority(tmp_path: Path) -> 
     assert second.priority - first.priority < 20 * 10**6  # microseconds between the arrivals
 
 
+async def test_sessions_of_a_group_share_prefixes_if_their_cache_scope_is_the_group(
+    tmp_path: Path,
+) -> None:
+    async with training(tmp_path) as trainer:
+        shared = await trainer.create(**LIMITED, n=2, cache_scope="group")
+        others = await trainer.create(**LIMITED, n=2, cache_scope="group")
+        apart = await trainer.create(**LIMITED, n=2)
+        for agent in (*shared, *others, *apart):
+            await agent.text(cache_salt="guess")
+        salts = [sample.cache_salt for sample in trainer.engine.submitted]
+    assert salts[0] == salts[1]
+    assert salts[2] == salts[3]
+    assert len(set(salts)) == 4
+
+
+async def test_group_of_the_same_label_has_another_salt(tmp_path: Path) -> None:
+    async with training(tmp_path, limits={"keep_answers_seconds": 0.001}) as trainer:
+        for _ in range(2):
+            [agent] = await trainer.create(**LIMITED, group="g", cache_scope="group")
+            await agent.text()
+            await trainer.finish(agent)
+            trainer.served.server.sessions.check_due()
+        first, second = trainer.engine.submitted
+    assert first.cache_salt != second.cache_salt
+
+
 async def test_sampling_parameters_of_the_agent_are_replaced_and_counted(tmp_path: Path) -> None:
     async with training(tmp_path) as trainer:
         [agent] = await trainer.create(sampling={"temperature": 0.5, "max_tokens": 4})
