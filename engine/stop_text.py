@@ -1,5 +1,6 @@
-"""Text of a response that a stop string has ended."""
+"""Text of a response that a stop string has ended, and the tokens that it consists of."""
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
 
@@ -23,3 +24,31 @@ def response_text(
     if start < 0:
         return text
     return text[: start + len(stop_reason)] if include_stop_str else text[:start]
+
+
+MAX_INCOMPLETE_TOKENS = 8
+"""Tokens of an incomplete character are fewer. Their text is not the beginning of the character."""
+
+
+def tokens_of_text(
+    decode: Callable[[Sequence[int]], str], token_ids: Sequence[int], text: str
+) -> tuple[int, str] | None:
+    """Number of tokens at the start of a response that a text begins with, and the other text.
+
+    Of several numbers the largest is returned, so tokens without text are included. None if no
+    tokens near the end of the text have a text that it begins with.
+    """
+
+    def num_chars(num_tokens: int) -> int:
+        return len(decode(token_ids[:num_tokens]))
+
+    low, size = len(token_ids), 1
+    while low and num_chars(low) > len(text):
+        low, size = max(low - size, 0), 2 * size
+    longer = bisect_right(range(low, len(token_ids) + 1), len(text), key=num_chars)
+    last = low + longer - 1
+    for number in range(last, max(last - MAX_INCOMPLETE_TOKENS, -1), -1):
+        known = decode(token_ids[:number])
+        if text.startswith(known):
+            return number, text[len(known) :]
+    return None

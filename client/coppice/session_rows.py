@@ -4,15 +4,16 @@ A row is the path from the root of a tree to one leaf. Its methods return the fi
 prime-rl and rLLM; `trl_output` returns those of TRL. None of these packages is imported.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from coppice.results import Group, Segment
+from coppice.results import Group, Segment, Tree
 from coppice.sessions import SessionResult
 from coppice.wire.rollouts import VersionSpan
 from coppice.wire.version_span_slicing import joined_spans
@@ -26,6 +27,8 @@ class SessionRow:
     The prompt ends before the first sampled token. `loss_mask` and `logprobs` have one value per
     response token. The mask is true for tokens to train on. Context has the logprob 0. Token
     indices in `versions` are those of the response. `num_turns` counts the turns of the path.
+    `is_hidden_end`: the leaf is the end of a turn that is not in its text, a stop token or a stop
+    string, and another row continues the turn without it.
     """
 
     session: str
@@ -36,7 +39,8 @@ class SessionRow:
     logprobs: NDArray[np.float32]
     versions: tuple[VersionSpan, ...]
     reward: float | None
-    num_turns: int
+    num_turns: int = 0
+    is_hidden_end: bool = False
 
     @property
     def num_trained(self) -> int:
@@ -98,25 +102,31 @@ def session_rows(result: SessionResult, *, train_once: bool = True) -> list[Sess
 
     With `train_once`, a sampled token that several rows share is trained in the first one only;
     in the others its mask is false. Otherwise it is trained in each of them. A leaf without a
-    reward of its own has that of the session.
+    reward of its own has that of the session. Rows of hidden ends follow the others of their tree.
     """
     trained: set[str] = set()
     rows = []
     for group in result.groups:
-        for path in _paths(group):
+        tree = Tree(segments=(), leaves=()) if group.tree is None else group.tree
+        ends = _ends_of_samples(tree)
+        hidden = _hidden_ends(result, tree, ends)
+        for leaf in sorted(tree.leaves, key=lambda leaf: leaf in hidden):
+            path = tree.path(leaf)
             row = _row(result, group, path, trained if train_once else set())
             trained.update(segment.id for segment in path)
             if row.num_trained:
-                rows.append(row)
+                num_turns = sum(part.sampled and part.id not in ends for part in path)
+                rows.append(replace(row, num_turns=num_turns, is_hidden_end=leaf in hidden))
     return rows
 
 
 def trl_output(results: Iterable[SessionResult], *, longest: bool = False) -> dict[str, list[Any]]:
     """Result of TRL's `rollout_func`, of one session per prompt, in the order of the prompts.
 
-    TRL needs exactly one row per prompt. ValueError is raised for a session with several rows, or,
-    with `longest`, the row with the most sampled tokens is used and the others are not trained.
-    `reward` is an extra field, which TRL passes to reward functions.
+    TRL needs exactly one row per prompt. Hidden ends of turns are left out, and not trained.
+    ValueError is raised for a session with several other rows, or, with `longest`, the row with the
+    most sampled tokens is used and the others are not trained. `reward` is an extra field, which
+    TRL passes to reward functions.
     """
     rows = [_only_row(result, longest=longest) for result in results]
     return {
@@ -130,15 +140,37 @@ def trl_output(results: Iterable[SessionResult], *, longest: bool = False) -> di
 
 def _only_row(result: SessionResult, *, longest: bool) -> SessionRow:
     rows = session_rows(result, train_once=not longest)
+    rows = [row for row in rows if not row.is_hidden_end]
     if not rows or (len(rows) > 1 and not longest):
         raise ValueError(f"session {result.id} has {len(rows)} rows, and TRL needs one per prompt")
     return max(rows, key=lambda row: row.num_trained)
 
 
-def _paths(group: Group) -> Iterator[tuple[Segment, ...]]:
-    if group.tree is not None:
-        for leaf in group.tree.leaves:
-            yield group.tree.path(leaf)
+def _ends_of_samples(tree: Tree) -> frozenset[str]:
+    """Ids of segments with the further tokens of a sample that a later prompt has split.
+
+    They are the first children of the sampled segments that are `cut`.
+    """
+    cut = {each.id for each in tree.segments if each.sampled and each.finish_reason == "cut"}
+    ends: dict[str | None, str] = {}
+    for segment in tree.segments:
+        if segment.parent in cut:
+            ends.setdefault(segment.parent, segment.id)
+    return frozenset(ends.values())
+
+
+def _hidden_ends(result: SessionResult, tree: Tree, ends: frozenset[str]) -> frozenset[str]:
+    """Ids of leaves with hidden tokens of a sample, of which a prompt continues the others."""
+    num_hidden = {turn.segment: turn.num_hidden_tokens for turn in result.turns}
+    leaves = ends.intersection(tree.leaves)
+    num_children = Counter(segment.parent for segment in tree.segments)
+    return frozenset(
+        each.id
+        for each in tree.segments
+        if each.id in leaves
+        and len(each.token_ids) <= num_hidden.get(each.id, 0)
+        and num_children[each.parent] > 1
+    )
 
 
 def _row(
@@ -158,7 +190,6 @@ def _row(
         logprobs=np.concatenate([_NO_TOKENS.astype(np.float32), *logprobs]),
         versions=tuple(joined_spans((s.versions, len(s.token_ids)) for s in response)),
         reward=(result.rewards or {}).get(path[-1].id, result.reward),
-        num_turns=_num_turns(result, path),
     )
 
 
@@ -171,11 +202,6 @@ def _prompt(group: Group) -> NDArray[np.int64]:
 
 def _constant(segment: Segment, value: bool) -> NDArray[np.bool_]:
     return np.full(len(segment.token_ids), value)
-
-
-def _num_turns(result: SessionResult, path: Sequence[Segment]) -> int:
-    ids = {segment.id for segment in path}
-    return sum(turn.segment in ids for turn in result.turns)
 
 
 def _runs(mask: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:

@@ -6,13 +6,13 @@ API key, with separate queues for prompts and responses, and the queues are serv
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from coppice.wire.rollouts import Prompt
 from engine import errors
 from engine.errors import ConversationRefused, NoTurnEnd, RequestRefused
 from engine.protocol import Engine, ResponseStream
-from engine.stop_text import response_text
+from engine.stop_text import response_text, tokens_of_text
 from engine.types import ChatRequest, ChatResponse, Sampling, truncated
 from service.http.errors import InvalidRequest, NoChatTemplate, PromptTooLong
 from service.http.fair_executor import FairExecutor, QueueLimits, QueueName
@@ -23,6 +23,14 @@ Result = TypeVar("Result")
 WAITING = QueueLimits(key_bytes=32 * 2**20, total_bytes=64 * 2**20)
 """Limits of queued prompts in characters; a tokenizer takes about 1 s for 1 MiB."""
 INLINE_TOKENS = 32
+
+
+class ResponseTokens(NamedTuple):
+    """Text of a response: that of its first `num_tokens` tokens, and then `rest`."""
+
+    text: str
+    num_tokens: int
+    rest: str
 
 
 class Tokenizer:
@@ -120,6 +128,20 @@ class Tokenizer:
             return parse(response_text(decode, token_ids, stop_reason, include_stop_str=include))
 
         return await self._decoded(parsed)
+
+    async def tokens_of_response(
+        self, token_ids: Sequence[int], stop_reason: int | str | None, sampling: Sampling
+    ) -> ResponseTokens | None:
+        """Tokens of a response's text; None if they are not the beginning of the sample's."""
+
+        def decode(token_ids: Sequence[int]) -> str:
+            return self._engine.decode(token_ids, skip_special_tokens=sampling.skip_special_tokens)
+
+        def find(text: str) -> ResponseTokens | None:
+            found = tokens_of_text(decode, token_ids, text)
+            return None if found is None else ResponseTokens(text, *found)
+
+        return await self.parsed_text(token_ids, stop_reason, sampling, find)
 
     async def whole_text(self, token_ids: Sequence[int]) -> str:
         """Decoded text of the tokens, including special tokens."""

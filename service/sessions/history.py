@@ -28,12 +28,14 @@ class RecordedCall:
     """An answered call. The path to `segment` is its prompt and its sample.
 
     `reasoning` is that of the returned message, which agents drop. The `num_hidden` last tokens of
-    the sample are not in the text that the agent has received.
+    the sample are not in the text that the agent has received, except for `rest`, the text at its
+    end that is a part of one of them.
     """
 
     segment: Segment
     reasoning: str | None = None
     num_hidden: int = 0
+    rest: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,7 +38,8 @@ from service.rollouts.admission import DRAINING_RETRY_SECONDS, Admission
 from service.rollouts.idempotency import IdempotencyClaim, IdempotencyKeys
 from service.rollouts.manager import RolloutManager
 from service.rollouts.tokenizer import Tokenizer
-from service.sessions.call import CallServices, SessionCall
+from service.sessions.call import SessionCall
+from service.sessions.recording import CallServices
 from service.sessions.session import Session
 from service.sessions.settings import SessionsSettings
 from service.sessions.store import RETRY_SECONDS, SessionGroup, SessionStore, StreamItem

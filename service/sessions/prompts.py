@@ -10,7 +10,7 @@ from typing import Literal
 
 from engine.types import ChatRequest
 from service.rollouts.tokenizer import Tokenizer
-from service.sessions.history import Conversations, Match
+from service.sessions.history import Conversations, Match, RecordedCall
 from service.sessions.tree import SessionTree
 
 History = Literal["sampled", "template"]
@@ -60,11 +60,20 @@ async def _continued(
     """Tokens of the matched call and what follows; None if its end cannot be found."""
     segment = match.call.segment
     if chat_request.continue_final_message and match.index == len(chat_request.messages) - 1:
-        tokens = tree.token_ids(segment)
-        return tokens[: len(tokens) - match.call.num_hidden]
+        return await continued_text(tokenizer, tree, match.call, "")
     last_token = int(segment.token_ids[-1])
     after = await tokenizer.rendered_after(chat_request, match.index, last_token)
     return None if after is None else [*tree.token_ids(segment), *after]
+
+
+async def continued_text(
+    tokenizer: Tokenizer, tree: SessionTree, call: RecordedCall, text: str
+) -> list[int]:
+    """Tokens of a recorded call as far as the agent has received their text, and then a text."""
+    tokens = tree.token_ids(call.segment)
+    after = call.rest + text
+    added = await tokenizer.encoded(after, add_special_tokens=False) if after else []
+    return [*tokens[: len(tokens) - call.num_hidden], *added]
 
 
 def with_reasoning(chat_request: ChatRequest, match: Match) -> ChatRequest:

@@ -40,7 +40,9 @@ def segment(
     )
 
 
-def session(segments: list[SegmentAnswer], leaves: list[str], **outcome: Any) -> SessionResult:
+def session(
+    segments: list[SegmentAnswer], leaves: list[str], *, num_hidden: int = 0, **outcome: Any
+) -> SessionResult:
     group = GroupAnswer(
         id="g",
         index=0,
@@ -53,6 +55,7 @@ def session(segments: list[SegmentAnswer], leaves: list[str], **outcome: Any) ->
         segments=segments,
     )
     counts = {"num_prompt_tokens": 2, "num_cached_tokens": 0, "num_new_context_tokens": 0}
+    counts["num_hidden_tokens"] = num_hidden
     turns = [
         Turn(
             segment=each.id,
@@ -102,6 +105,15 @@ def straight() -> SessionResult:
     return session(segments, ["c"], reward=1.0)
 
 
+def completed(num_hidden: int = 1, *, continued: bool = True) -> SessionResult:
+    """Two completions; the prompt of the second one continues the first without its stop token."""
+    segments = [segment("a", None, [3, 4], finish="cut"), segment("b", "a", [9])]
+    if continued:
+        segments += [segment("c", "a", [6], sampled=False), segment("d", "c", [7, 9])]
+    leaves = ["b", "d"] if continued else ["b"]
+    return session(segments, leaves, num_hidden=num_hidden, reward=1.0)
+
+
 def masks(rows: list[SessionRow]) -> list[list[int]]:
     return [row.loss_mask.astype(int).tolist() for row in rows]
 
@@ -132,6 +144,29 @@ def test_context_before_the_first_sample_belongs_to_the_prompt() -> None:
 def test_leaf_without_tokens_to_train_has_no_row() -> None:
     empty = [segment("a", None, []), segment("b", None, [3])]
     assert [row.leaf for row in session_rows(session(empty, ["a", "b"]))] == ["b"]
+
+
+def test_stop_token_that_the_next_prompt_leaves_out_has_a_row_after_the_others() -> None:
+    row, end = session_rows(completed())
+    assert (row.leaf, row.is_hidden_end, row.num_turns) == ("d", False, 2)
+    assert (end.leaf, end.is_hidden_end, end.num_turns) == ("b", True, 1)
+    assert masks([row, end]) == [[1, 1, 0, 1, 1], [0, 0, 1]]
+
+
+def test_trl_gets_one_row_of_completions_that_continue_a_text() -> None:
+    output = trl_output([completed()])
+    assert output["completion_ids"] == [[3, 4, 6, 7, 9]]
+    assert output["env_mask"] == [[1, 1, 0, 1, 1]]
+
+
+def test_end_of_a_sample_that_was_visible_is_a_row_of_its_own() -> None:
+    assert [row.is_hidden_end for row in session_rows(completed(num_hidden=0))] == [False, False]
+    with pytest.raises(ValueError, match="has 2 rows"):
+        trl_output([completed(num_hidden=0)])
+
+
+def test_end_of_a_sample_that_nothing_continues_is_a_part_of_its_row() -> None:
+    assert trl_output([completed(continued=False)])["completion_ids"] == [[3, 4, 9]]
 
 
 def test_trl_gets_one_row_per_prompt() -> None:
@@ -251,5 +286,5 @@ def test_sample_that_another_prompt_has_split_is_one_step() -> None:
     ]
     first, second = session_rows(session(segments, ["b", "d"]))
     assert [step["response_ids"] for step in first.rllm_trajectory()["steps"]] == [[3, 4, 5]]
-    assert (first.num_turns, second.num_turns) == (1, 1)
+    assert (first.num_turns, second.num_turns) == (1, 2)
     assert masks([first, second]) == [[1, 1, 1], [0, 0, 0, 1]]

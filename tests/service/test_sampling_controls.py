@@ -10,7 +10,7 @@ import pytest
 from coppice.wire.sampling import Sampling, StructuredOutputs
 from engine import types
 from engine.errors import ChecksQueueFull, ChecksUnavailable, EngineError, SamplingRefused
-from engine.stop_text import response_text
+from engine.stop_text import response_text, tokens_of_text
 from service.rollouts.sampling import to_engine_sampling
 from tests.fake_engine import FakeEngine
 from tests.service.test_rollouts import body, group
@@ -175,6 +175,33 @@ def test_text_is_cut_at_the_match_that_the_last_token_completes(
 
     found = response_text(decode, range(len(tokens)), stop, include_stop_str=False)
     assert found == text
+
+
+@pytest.mark.parametrize(
+    ("tokens", "text", "found"),
+    [
+        (["a", "b", "c"], "ab", (2, "")),
+        (["a", "bcd"], "abc", (1, "bc")),
+        (["a", "", "b"], "a", (2, "")),
+        (["ab", "c"], "", (0, "")),
+        (["x"] * 40 + ["stop"], "x" * 40, (40, "")),
+        (["a", "<e2>", "<82>", "<ac>", "b"], "a\u20acb", (5, "")),
+        (["a", "<e2>", "<82>", "<ac>", "b"], "a\u20ac", (4, "")),
+        (["a", "b"], "x", (0, "x")),
+        (["a"] * 20, "x" * 20, None),
+    ],
+)
+def test_tokens_of_a_text_are_the_longest_beginning_that_it_has(
+    tokens: list[str], text: str, found: tuple[int, str] | None
+) -> None:
+    def decode(token_ids: Any) -> str:
+        pieces = [
+            bytes([int(tokens[i][1:3], 16)]) if tokens[i][:1] == "<" else tokens[i].encode()
+            for i in token_ids
+        ]
+        return b"".join(pieces).decode(errors="replace")
+
+    assert tokens_of_text(decode, range(len(tokens)), text) == found
 
 
 async def test_stop_string_may_begin_in_the_tokens_of_a_resumed_sample(tmp_path: Path) -> None:

@@ -171,7 +171,8 @@ class Turn(AnswerModel):
 
     If later prompts branch inside the sample, it has several segments, of which `segment` is the
     last. `attached` says where the prompt ended in the tree, and `reason` why. Of the prompt's
-    tokens `num_new_context_tokens` were not in the tree before.
+    tokens `num_new_context_tokens` were not in the tree before. The last `num_hidden_tokens` of the
+    sample are not in the text of the response: a stop token without text, or a stop string.
     """
 
     segment: str
@@ -180,6 +181,7 @@ class Turn(AnswerModel):
     num_prompt_tokens: int
     num_cached_tokens: int
     num_new_context_tokens: int
+    num_hidden_tokens: int = 0
     finish_reason: SegmentFinish
     api: AgentApi
 

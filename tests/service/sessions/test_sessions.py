@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+from coppice.session_rows import trl_output
+from coppice.sessions import session_result_of
+from coppice.wire.sessions import SessionAnswer
 from tests.fake_engine import FakeEngine, Running
 from tests.service.sessions.agents import HELLO, tokens, training
 
@@ -245,6 +248,58 @@ async def test_only_stop_tokens_without_text_are_left_out_of_a_continued_text(
         assert (await agent.post("/v1/completions", {"prompt": text})).status_code == 200
     prompt = trainer.engine.submitted[1].prompt_token_ids
     assert list(prompt) == [*b"ab", *sample, *b"cd"]
+
+
+class RecordingEngine(FakeEngine):
+    """Records the texts that are tokenized."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoded: list[str] = []
+
+    def encode_text(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        self.encoded.append(text)
+        return super().encode_text(text)
+
+
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize(
+    ("then", "sample", "tokenized"),
+    [
+        ("cd", [2, 3], "cd"),
+        ("\x04\x05cd", [2, 3, 4, 5], "cd"),
+        ("\x04cd", [2, 3], "\x04cd"),
+    ],
+)
+async def test_response_that_a_stop_string_ends_is_continued_by_its_own_tokens(
+    tmp_path: Path, include: bool, then: str, sample: list[int], tokenized: str
+) -> None:
+    sampling = {"max_tokens": 9, "include_stop_str_in_output": include}
+    engine = RecordingEngine()
+    async with training(tmp_path, engine) as trainer:
+        [agent] = await trainer.create(sampling=sampling)
+        first = await agent.post("/v1/completions", {"prompt": "ab", "stop": "\x04\x05"})
+        text = first.json()["choices"][0]["text"]
+        assert text == ("\x02\x03\x04\x05" if include else "\x02\x03")
+        answer = await agent.post("/v1/completions", {"prompt": "ab\x02\x03" + then})
+        assert answer.status_code == 200
+        [turn, _] = (await trainer.tree(agent))["turns"]
+    assert list(engine.submitted[1].prompt_token_ids) == [*b"ab", *sample, *tokenized.encode()]
+    assert engine.encoded == ["ab", tokenized]
+    assert turn["num_hidden_tokens"] == (0 if include else 2)
+
+
+async def test_completions_of_several_turns_are_one_row_for_trl(tmp_path: Path) -> None:
+    async with training(tmp_path, HidingEngine(4)) as trainer:
+        [agent] = await trainer.create(**LIMITED)
+        first = await agent.post("/v1/completions", {"prompt": "ab"})
+        text = "ab" + first.json()["choices"][0]["text"] + "cd"
+        await agent.post("/v1/completions", {"prompt": text})
+        answer = await trainer.finish(agent, reward=1.0)
+    result = session_result_of(SessionAnswer.model_validate(answer))
+    output = trl_output([result])
+    assert output["completion_ids"] == [[2, 3, *b"cd", 6, 7, 8]]
+    assert output["env_mask"] == [[1, 1, 0, 0, 1, 1, 1]]
 
 
 @pytest.mark.parametrize(("hidden", "sample"), [(None, [5, 6, 7]), (7, [5, 6])])

@@ -1,0 +1,245 @@
+"""Record of an agent's call: its samples in the session's tree, its turns, and its responses.
+
+A response is recorded as the agent has received it, so that the prompt that continues it is found.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from coppice.wire.rollouts import SampleAnswer
+from coppice.wire.sessions import AgentApi, AttachReason, Turn
+from coppice.wire.support import rows_of
+from engine.types import ChatRequest, ChatResponse, Sampling, TopLogprobRows
+from service.observability.session_metrics import SessionMetrics
+from service.rollouts.logprob_tables import to_sample_table
+from service.rollouts.manager import RolloutManager
+from service.rollouts.rollout import Rollout
+from service.rollouts.supports import Supports
+from service.rollouts.tokenizer import Tokenizer
+from service.sessions.history import ASSISTANT, Match, RecordedCall, TextMatch, attachment_reason
+from service.sessions.prompts import Fallback
+from service.sessions.session import RunningCall, Session
+from service.sessions.tree import Attachment, Segment
+
+log = logging.getLogger(__name__)
+
+ParseSample = Callable[[SampleAnswer], Awaitable[ChatResponse]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallServices:
+    """Components that the calls of all sessions use.
+
+    `on_call` is called at the beginning and at the end of each call, `on_growth` after a session's
+    memory has changed. `check_memory` refuses a call if there is no memory for more tokens. `track`
+    runs a coroutine in the background.
+    """
+
+    rollouts: RolloutManager
+    tokenizer: Tokenizer
+    metrics: SessionMetrics
+    on_call: Callable[[Session], None]
+    on_growth: Callable[[Session], None]
+    check_memory: Callable[[], None]
+    track: Callable[[Coroutine[Any, Any, None]], None]
+
+
+@dataclass(slots=True, kw_only=True)
+class CallRecorder:
+    """Records the samples of one call, with the prompt that the agent has sent.
+
+    A call of messages is recorded with the message that each sample was parsed to, a call of text
+    with its text.
+    """
+
+    session: Session
+    api: AgentApi
+    services: CallServices
+    chat_request: ChatRequest | None = None
+    text: str | None = None
+    match: Match | TextMatch | None = None
+    fallback: Fallback | None = None
+    parse: ParseSample | None = None
+    _parsed: dict[int, asyncio.Future[ChatResponse]] = field(default_factory=dict)
+
+    async def parsed(self, sample: SampleAnswer) -> ChatResponse:
+        """Message of a sample that has ended, which is parsed once."""
+        assert self.parse is not None, "the route has set a parser"
+        if sample.index not in self._parsed:
+            self._parsed[sample.index] = asyncio.ensure_future(self.parse(sample))
+        return await asyncio.shield(self._parsed[sample.index])
+
+    async def record(self, running: RunningCall) -> None:
+        """Add the samples of a call to the tree when its rollout has ended, and end the call."""
+        try:
+            samples = await _samples_of(running.rollout)
+            async with self.session.tree_lock:
+                segments = [
+                    await self._add(running.rollout, attachment, samples.get(index))
+                    for index, attachment in enumerate(running.attachments)
+                ]
+                running.num_samples = 0  # they are counted as turns
+            for index, segment in enumerate(segments):
+                if segment is not None and running.rollout is not None:
+                    await self._try_to_remember(running.rollout, samples[index], segment)
+        finally:
+            self.session.calls.discard(running)
+            running.recorded.set()
+            self.services.on_call(self.session)
+            self.services.on_growth(self.session)
+
+    async def _add(
+        self, rollout: Rollout | None, attachment: Attachment, sample: SampleAnswer | None
+    ) -> Segment | None:
+        """Add a sample to the tree; a call that has sampled nothing adds nothing."""
+        session = self.session
+        if rollout is None or sample is None:
+            session.tree.detach(attachment)
+            return None
+        support = None
+        if sample.support is not None:
+            support = Supports(rows_of(sample.support), sample.support.vocab_size)
+            session.num_table_bytes += len(sample.support.data)
+        top_logprobs = None
+        if k := session.options.top_logprobs:
+            rows = rollout.groups[0].top_logprobs.get(sample.index)
+            assert isinstance(rows, TopLogprobRows), "they were requested"
+            top_logprobs = await to_sample_table(rows.columns(k), 0, len(sample.token_ids))
+            session.num_table_bytes += top_logprobs.num_bytes
+        segment = session.tree.add_sample(
+            attachment,
+            sample.token_ids,
+            sample.logprobs,
+            sample.versions,
+            support=support,
+            top_logprobs=top_logprobs,
+            finish=sample.finish_reason,
+            stop_reason=sample.stop_reason,
+            num_cached_tokens=rollout.groups[0].cached_tokens.get(sample.index, 0),
+        )
+        if segment is not None:
+            self._add_turn(segment, attachment, sample)
+        return segment
+
+    def _add_turn(self, segment: Segment, attachment: Attachment, sample: SampleAnswer) -> None:
+        turn = Turn(
+            segment=segment.id,
+            attached=attachment.attached,
+            reason=self._reason(attachment),
+            num_prompt_tokens=attachment.num_prompt_tokens,
+            num_cached_tokens=segment.num_cached_tokens,
+            num_new_context_tokens=attachment.num_new_context_tokens,
+            finish_reason=sample.finish_reason,
+            api=self.api,
+        )
+        self.session.turns.append(turn)
+        self.session.versions |= dict.fromkeys(span.version for span in sample.versions)
+        self.services.metrics.record_turn(turn, len(sample.token_ids))
+
+    def _reason(self, attachment: Attachment) -> AttachReason:
+        if self.chat_request is not None:
+            assert not isinstance(self.match, TextMatch), "a conversation matches messages"
+            roles = {message.get("role") for message in self.chat_request.messages}
+            return attachment_reason(
+                attachment, self.match, self.fallback, has_assistant=ASSISTANT in roles
+            )
+        if attachment.is_repeated:
+            return "retry"
+        if self.match is not None or attachment.attached == "extended":
+            return "extended"
+        return "new_conversation" if attachment.attached == "root" else "edited_history"
+
+    async def _try_to_remember(
+        self, rollout: Rollout, sample: SampleAnswer, segment: Segment
+    ) -> None:
+        """Record what the agent has received; after an error its next call is not matched."""
+        sampling = rollout.groups[0].options.sampling
+        try:
+            if self.chat_request is not None and self.parse is not None:
+                await self._remember_message(self.chat_request, sampling, sample, segment)
+            elif self.text is not None:
+                await self._remember_text(self.text, sampling, sample, segment)
+        except Exception as error:
+            log.error("a response in a session cannot be matched later: %s", type(error).__name__)
+
+    async def _remember_message(
+        self, chat_request: ChatRequest, sampling: Sampling, sample: SampleAnswer, segment: Segment
+    ) -> None:
+        response = await self.parsed(sample)
+        received = await self._received(sampling, sample, segment)
+        call = RecordedCall(segment=segment, reasoning=response.reasoning)
+        if received is not None:
+            call = replace(received[1], reasoning=response.reasoning)
+        self._mark_hidden(call)
+        conversations = self.session.conversations
+        await asyncio.to_thread(conversations.record, chat_request, _message(response), call)
+
+    async def _remember_text(
+        self, prompt: str, sampling: Sampling, sample: SampleAnswer, segment: Segment
+    ) -> None:
+        """Record the text of a prompt and its response, also with the stop string after it.
+
+        An agent may send the stop string that has ended the response itself.
+        """
+        received = await self._received(sampling, sample, segment)
+        if received is None:
+            return
+        text, call = received
+        self._mark_hidden(call)
+        record = self.session.conversations.record_text
+        await asyncio.to_thread(record, prompt + text, call)
+        if isinstance(sample.stop_reason, str):
+            include = not sampling.include_stop_str_in_output
+            other = replace(sampling, include_stop_str_in_output=include)
+            if (received := await self._received(other, sample, segment)) is not None:
+                await asyncio.to_thread(record, prompt + received[0], received[1])
+
+    async def _received(
+        self, sampling: Sampling, sample: SampleAnswer, segment: Segment
+    ) -> tuple[str, RecordedCall] | None:
+        """Text of a response, and its record. A stop token that is special has no text.
+
+        None if the text does not begin with that of the sample's tokens.
+        """
+        tokens_of = self.services.tokenizer.tokens_of_response
+        found = await tokens_of(sample.token_ids, sample.stop_reason, sampling)
+        if found is None:
+            return None
+        length = len(sample.token_ids)
+        num_hidden = length - found.num_tokens
+        if sample.finish_reason == "stop" and not isinstance(sample.stop_reason, str):
+            shorter = await tokens_of(sample.token_ids[:-1], None, sampling)
+            num_hidden = int(shorter is not None and shorter.text == found.text)
+        return found.text, RecordedCall(segment=segment, num_hidden=num_hidden, rest=found.rest)
+
+    def _mark_hidden(self, call: RecordedCall) -> None:
+        """Set the number of hidden tokens in the turn of a recorded call."""
+        turns = self.session.turns
+        places = reversed(range(len(turns)))
+        at = next(place for place in places if turns[place].segment == call.segment.id)
+        turns[at] = turns[at].model_copy(update={"num_hidden_tokens": call.num_hidden})
+
+
+async def _samples_of(rollout: Rollout | None) -> Mapping[int, SampleAnswer]:
+    """Samples of a rollout by index, when it has ended; empty if it was not started or failed."""
+    if rollout is None:
+        return {}
+    await rollout.wait()
+    return {sample.index: sample for group in rollout.answers() for sample in group.samples}
+
+
+def _message(response: ChatResponse) -> Mapping[str, Any]:
+    """Message of the assistant as an agent sends it back."""
+    calls: Sequence[Mapping[str, Any]] = [
+        {
+            "id": call.id,
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+        for call in response.tool_calls
+    ]
+    message = {"role": ASSISTANT, "content": response.content, "reasoning": response.reasoning}
+    return {**message, "tool_calls": calls} if calls else message
