@@ -5,45 +5,51 @@ tokenized again has other tokens than were sampled.
 """
 
 import asyncio
-from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.types import (
     ChatRequest,
     ChatResponse,
     Completion,
+    EngineFinishReason,
     EngineInfo,
     SampleRequest,
     TokenDelta,
     VersionSpan,
 )
 from tests.fake_engine import FakeEngine
-from tests.service.sessions.template_families import FamilyEngine
+from tests.service.sessions.template_families import CONTEXT_TOKENS, FamilyEngine
+
+Script = Sequence[str] | Callable[[str], str]
+"""Texts of the samples in order, or a function from a prompt's text to the sample's text."""
+
+
+class Unfinished(str):
+    """Text of a sample that does not end: it runs until it is aborted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampled:
-    """Prompt and sample of one call, as the engine has them."""
+    """Prompt and sample of one call, as the engine has them, and the session of the call."""
 
+    session: str | None
     prompt: list[int]
     token_ids: list[int]
     logprobs: list[float]
 
 
-@dataclass
-class Script:
-    """Texts of the samples, in order, and the record of the calls."""
-
-    texts: Sequence[str]
-    calls: list[Sampled] = field(default_factory=list)
-
-
 class ScriptedEngine(FakeEngine):
-    def __init__(self, family: FamilyEngine, texts: Sequence[str]) -> None:
-        super().__init__(max_context_tokens=16384)
+    """`sampled` records the calls in order."""
+
+    def __init__(self, family: FamilyEngine, script: Script) -> None:
+        super().__init__(max_context_tokens=CONTEXT_TOKENS)
         self.family = family
-        self.script = Script(texts)
+        self.script = script
+        self.sampled: list[Sampled] = []
+        self._unfinished: dict[str, asyncio.Future[Completion]] = {}
+        self._completions: dict[str, Completion] = {}
 
     @property
     def info(self) -> EngineInfo:
@@ -74,31 +80,58 @@ class ScriptedEngine(FakeEngine):
         self.submitted += samples
         return [self._answered(sample) for sample in samples]
 
+    async def abort(self, sample_ids: Sequence[str]) -> None:
+        for sample_id in sample_ids:
+            if (done := self._unfinished.pop(sample_id, None)) is not None:
+                done.set_result(self._completions.pop(sample_id))
+
     def _answered(self, sample: SampleRequest) -> "asyncio.Future[Completion]":
-        calls = self.script.calls
-        text = self.script.texts[len(calls)]
-        token_ids = [*self.family.pieces(text), self.family.ends[0]]
-        logprobs = [-1 - 0.001 * (1000 * len(calls) + at) for at in range(len(token_ids))]
-        calls.append(
-            Sampled(prompt=list(sample.prompt_token_ids), token_ids=token_ids, logprobs=logprobs)
-        )
-        spans = (VersionSpan(version=self.version, start=0, end=len(token_ids)),)
-        if sample.on_tokens is not None:
-            for at, token in enumerate(token_ids[:-1]):
-                span = VersionSpan(version=self.version, start=at, end=at + 1)
-                sample.on_tokens(
-                    TokenDelta(
-                        start=at, token_ids=[token], logprobs=[logprobs[at]], versions=(span,)
-                    )
-                )
-        done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        done.set_result(
-            Completion(
-                token_ids=token_ids,
-                logprobs=logprobs,
-                finish="stop",
-                versions=spans,
-                num_cached_tokens=0,
+        prompt = list(sample.prompt_token_ids)
+        text = self._text(prompt)
+        is_finished = not isinstance(text, Unfinished)
+        token_ids = self.family.pieces(text) + [self.family.ends[0]] * is_finished
+        logprobs = [-1 - 0.001 * (1000 * len(self.sampled) + at) for at in range(len(token_ids))]
+        self.sampled.append(
+            Sampled(
+                session=sample.cache_salt, prompt=prompt, token_ids=token_ids, logprobs=logprobs
             )
         )
+        self._deliver(sample, token_ids, logprobs, len(token_ids) - is_finished)
+        done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        completion = self._completion(token_ids, logprobs, "stop" if is_finished else "abort")
+        if is_finished:
+            done.set_result(completion)
+        else:
+            self._unfinished[sample.id] = done
+            self._completions[sample.id] = completion
         return done
+
+    def _text(self, prompt: Sequence[int]) -> str:
+        if callable(self.script):
+            return self.script(self.family.decode(prompt))
+        return self.script[len(self.sampled)]
+
+    def _deliver(
+        self, sample: SampleRequest, token_ids: list[int], logprobs: list[float], num: int
+    ) -> None:
+        if sample.on_tokens is None:
+            return
+        for at in range(num):
+            span = VersionSpan(version=self.version, start=at, end=at + 1)
+            sample.on_tokens(
+                TokenDelta(
+                    start=at, token_ids=[token_ids[at]], logprobs=[logprobs[at]], versions=(span,)
+                )
+            )
+
+    def _completion(
+        self, token_ids: list[int], logprobs: list[float], finish: EngineFinishReason
+    ) -> Completion:
+        span = VersionSpan(version=self.version, start=0, end=len(token_ids))
+        return Completion(
+            token_ids=token_ids,
+            logprobs=logprobs,
+            finish=finish,
+            versions=(span,),
+            num_cached_tokens=0,
+        )
