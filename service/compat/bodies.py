@@ -19,6 +19,7 @@ from service.observability.metrics import Metrics
 from service.server import Server
 
 SCHEMA_REFERENCE = "#/components/schemas/{model}"
+MAX_EXTRA_FIELDS = 64
 BODY_MODELS: dict[str, type[BaseModel]] = {}
 """Models of the routes' bodies by name, for the OpenAPI document."""
 
@@ -96,12 +97,29 @@ def check_extra_fields(body: CompatModel, metrics: Metrics) -> None:
     for nested in _nested_models(body):
         is_strict = isinstance(nested, SamplingBody)
         for name, value in (nested.model_extra or {}).items():
+            if name == "extra_body" and _is_repeated(value, nested):
+                continue
             if is_strict or name in REFUSED:
                 check_field(name, value, nested.refused)
             if value is None or name in REFUSED or (is_strict and name not in INTERNAL_FIELDS):
                 continue
             kind = "dropped" if name in INTERNAL_FIELDS else "unknown"
             metrics.http.compat_fields.labels(kind).inc()
+
+
+def _is_repeated(extra_body: object, body: CompatModel) -> bool:
+    """True if the body has the fields of its `extra_body`, too, as in requests of rLLM's gateway.
+
+    Compares only a few values of constant size, because this runs on the event loop.
+    """
+    if not isinstance(extra_body, dict) or len(extra_body) > MAX_EXTRA_FIELDS:
+        return False
+    return all(
+        isinstance(value, bool | int | float)
+        and name in body.model_fields_set
+        and value == getattr(body, name)
+        for name, value in extra_body.items()
+    )
 
 
 def _nested_models(value: object) -> Iterator[CompatModel]:

@@ -42,6 +42,10 @@ _BACKEND = "the engine selects the backend: leave the field out"
 _NOT_RETURNED = "the response has no such field: leave the parameter out"
 _CLIENT_TOOLS = "not supported: run tools in the client, and send their results"
 _EDITS = "messages are rendered as they are sent: edit them in the client"
+_EXTRA_BODY = (
+    "an argument of OpenAI's client, not a field: send its fields in the request itself; accepted "
+    "if they are there, too"
+)
 _NO_EDITS: tuple[object, ...] = (
     {},
     [],
@@ -158,6 +162,7 @@ REFUSED: dict[str, Refused] = {
     "previous_input_messages": Refused(([],), "not supported: send the messages in input"),
     "image": Refused((), _TEXT_ONLY),
     "thread": Refused((), "not supported: send all messages"),
+    "extra_body": Refused(({},), _EXTRA_BODY),
     "fallbacks": Refused(([],), "one model is served: repeat the request at another server"),
 }
 

@@ -123,6 +123,29 @@ async def test_field_that_would_change_samples_is_refused_with_advice(
         assert served.engine.submitted == []
 
 
+async def test_extra_body_is_accepted_if_it_repeats_fields_of_the_request(tmp_path: Path) -> None:
+    async with foreign(tmp_path) as served:
+        for path, body in BODIES.items():
+            whole = await submitted(served, path, {**body, "stream": False})
+            repeated = {"stream": False, "extra_body": {"stream": False}}
+            assert await submitted(served, path, {**body, **repeated}) == whole
+            served.engine.submitted.clear()
+            wrong: tuple[object, ...] = (
+                {"stream": False},
+                {"temperature": 0.5},
+                {"copy": True},
+                {"model": None},
+                dict.fromkeys(map(str, range(65)), True),
+            )
+            for given in wrong:
+                status, problem = await served.refused(path, {**body, "extra_body": given})
+                assert (status, problem["errors"][0]["location"]) == (
+                    wrong_status(path),
+                    "extra_body",
+                )
+        assert served.engine.submitted == []
+
+
 async def test_cache_salt_is_private_to_its_key(tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
     secrets = write_keys(file, one="rollout", two="rollout")

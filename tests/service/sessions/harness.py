@@ -33,6 +33,11 @@ TEXTS = (
 )
 
 
+def by_results(prompt: str) -> str:
+    """The text that follows the results of tools in the prompt: none, two or three."""
+    return TEXTS[{0: 0, 2: 1, 3: 2}[prompt.count("<tool_response>\n")]]
+
+
 @dataclass(frozen=True)
 class Harness:
     """A session of the agent under test, and the engine that records what was sampled."""

@@ -11,7 +11,7 @@ from mcp import Client
 from mcp.server.mcpserver import MCPServer
 
 from tests.compat.programs import install, run_client_program
-from tests.service.sessions.harness import ASKED, harness
+from tests.service.sessions.harness import ASKED, by_results, harness, harnesses
 from tests.service.sessions.template_families import FAMILIES, FamilyEngine, make_engine
 
 pytestmark = pytest.mark.slow
@@ -102,3 +102,31 @@ async def test_openai_agents(tmp_path: Path, family: FamilyEngine, stream: str) 
         assert printed["output"].strip() == "It is 14."
         assert sorted(printed["sums"]) == [5, 9, 14]
         await found.check()
+
+
+async def test_rllm_gateway(tmp_path: Path, family: FamilyEngine) -> None:
+    """The gateway in front of the server, and in front of a session; its traces have all tokens."""
+    install("clients")
+    async with harnesses(tmp_path, family, by_results, n=2) as found:
+        paths = {"server": ("/v1", "EMPTY"), "server_streamed": ("/v1", "EMPTY")}
+        for name, each in zip(("session", "session_streamed"), found, strict=True):
+            paths[name] = (f"/sessions/{each.agent.id}/v1", each.agent.key)
+        arguments = [",".join((name, *given)) for name, given in paths.items()]
+        printed = await asyncio.to_thread(
+            run_client_program,
+            ["clients"],
+            "rllm_gateway",
+            found[0].trainer.served.url,
+            *arguments,
+        )
+        assert {name: run["output"].strip() for name, run in printed.items()} == dict.fromkeys(
+            paths, "It is 14."
+        )
+        traces = [trace for name in paths for trace in printed[name]["traces"]]
+        sampled = found[0].engine.sampled
+        assert len(traces) == len(sampled) == 3 * len(paths)
+        for trace, call in zip(traces, sampled, strict=True):
+            assert (trace["prompt"], trace["token_ids"]) == (call.prompt, call.token_ids)
+            assert trace["logprobs"] == pytest.approx(call.logprobs)
+        for each in found:
+            await each.check()
