@@ -3,7 +3,7 @@
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +130,7 @@ def cutting(url: str, *cuts: int) -> Iterator[str]:
     """A proxy whose first connections end after these numbers of bytes of an answer."""
     host, port = url.removeprefix("http://").split(":")
     left = list(cuts)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    with socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as connections:
 
         def serve() -> None:
             while True:
@@ -138,21 +138,40 @@ def cutting(url: str, *cuts: int) -> Iterator[str]:
                     client, _ = listener.accept()
                 except OSError:
                     return
-                with client, socket.create_connection((host, int(port))) as upstream:
-                    room = left.pop(0) if left else 2**60
-                    upstream.sendall(client.recv(65536))
-                    while room and (data := upstream.recv(min(65536, room))):
-                        client.sendall(data)
-                        room -= len(data)
+                upstream = socket.create_connection((host, int(port)))
+                arguments = (client, upstream, left.pop(0) if left else 2**60)
+                thread = threading.Thread(target=proxy_connection, args=arguments)
+                thread.start()
+                connections.callback(thread.join, timeout=10)
 
-        thread = threading.Thread(target=serve)
-        thread.start()
+        accepting = threading.Thread(target=serve)
+        accepting.start()
         try:
             yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         finally:
             listener.shutdown(socket.SHUT_RDWR)
-            thread.join(timeout=10)
-            assert not thread.is_alive()
+            accepting.join(timeout=10)
+            assert not accepting.is_alive()
+
+
+def proxy_connection(client: socket.socket, upstream: socket.socket, num_bytes: int) -> None:
+    """Forwards in both directions until one side ends, or after `num_bytes` of the answer."""
+    with client, upstream:
+        sending = threading.Thread(target=forward, args=(client, upstream, 2**60))
+        sending.start()
+        forward(upstream, client, num_bytes)
+        sending.join()
+
+
+def forward(source: socket.socket, target: socket.socket, num_bytes: int) -> None:
+    """Copies at most `num_bytes`, and then ends both connections."""
+    with suppress(OSError):
+        while num_bytes and (data := source.recv(min(65536, num_bytes))):
+            target.sendall(data)
+            num_bytes -= len(data)
+    for end in (source, target):
+        with suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)
 
 
 def test_broken_download_is_resumed(tmp_path: Path) -> None:
