@@ -19,7 +19,7 @@ from examples.seedling.enlarge import SEEDLING
 from tests.compat.programs import ROOT, install, run_client_program
 from tests.invariants.service_process import home, service
 
-pytestmark = [pytest.mark.engine, pytest.mark.long]
+pytestmark = [pytest.mark.engine, pytest.mark.exhaustive, pytest.mark.long]
 
 ENVIRONMENTS = ["clients"]
 

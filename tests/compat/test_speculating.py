@@ -13,6 +13,7 @@ from tests.invariants.service_process import home, service
 
 pytestmark = [
     pytest.mark.engine,
+    pytest.mark.exhaustive,
     pytest.mark.skipif(not is_built(), reason="the draft store was not built"),
 ]
 

@@ -1,4 +1,4 @@
-"""Clients that need Ray, in environments of their own: run by `make soak`, not by `make test`.
+"""Clients that need Ray, in environments of their own: run by `make soak`, not by `make test-full`.
 
 python -m pytest tests/compat/with_ray.py
 """

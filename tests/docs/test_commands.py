@@ -18,11 +18,14 @@ from tests.ports import free_port
 
 
 def pages_to_run() -> Iterator[object]:
-    """Pages with commands; those that start a server are marked so."""
+    """Pages with commands. Of those that start a server, `make test` runs only the README."""
     for page in pages():
         executed = [block for block in blocks(page) if block.is_executed]
         if any(block.marker[1] == "server" or block.starts_server for block in executed):
-            yield pytest.param(page, id=page, marks=pytest.mark.engine)
+            marks = [pytest.mark.engine]
+            if page != "README.md":
+                marks.append(pytest.mark.exhaustive)
+            yield pytest.param(page, id=page, marks=marks)
         elif executed:
             yield pytest.param(page, id=page, marks=pytest.mark.slow)
 
@@ -42,6 +45,7 @@ def test_commands_of_the_page_run(page: str, tree: Path, server: DocServer, tmp_
 
 
 @pytest.mark.engine
+@pytest.mark.exhaustive
 def test_make_serve_starts_a_server(server: DocServer) -> None:
     server.start()
     assert httpx.get(f"http://{server.address}/readyz").status_code == 200

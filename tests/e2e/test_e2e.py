@@ -73,7 +73,7 @@ def counted(name: str) -> float:
     return sum(s.value for s in samples if s.name == f"vllm:{name}_total")
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 async def test_all_features_work_together(
     models: dict[str, Path], tmp_path: Path, num_ranks: int
 ) -> None:
@@ -87,6 +87,7 @@ async def test_all_features_work_together(
     assert (tmp_path / DRAFTS).stat().st_size > 0
 
 
+@pytest.mark.exhaustive
 async def test_all_features_work_together_with_a_drafter(
     models: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -34,7 +34,11 @@ from tests.engine.speculation.drafting_engine import drafting_engine, in_group
 from tests.engine.stepped_engine import LiveEngine, live_engine
 from tests.train.models import error, gradients, random_group, random_loss
 
-pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.exhaustive,
+    pytest.mark.filterwarnings("ignore"),
+]
 LONG_PROMPT = [5 + i * i % 211 for i in range(400)]
 PROMPT = [5 + i * 7 % 200 for i in range(100)]  # longer than the sliding windows
 TOLERANCE = 1e-4

@@ -209,7 +209,14 @@ def test_greedy_samples_are_those_of_plain_vllm(
             assert (answer.finish, answer.stop_reason) == (wanted.finish, wanted.stop_reason)
 
 
-@every_kind
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "group",
+        "tree of drafts",
+        *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ("tree", "drafts")),
+    ],
+)
 @every_control
 def test_samples_have_the_distribution_of_plain_vllm(
     request: pytest.FixtureRequest,

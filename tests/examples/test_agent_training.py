@@ -174,6 +174,7 @@ def test_steps_train_and_publish_weights(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.engine
+@pytest.mark.exhaustive
 def test_example_learns(tmp_path: Path) -> None:
     found, _ = run_demo("examples.agent_training", tmp_path)
     steps = [AgentStep(**each) for each in found]

@@ -47,6 +47,7 @@ def questions(seed: int = 1) -> Questions:
 
 @pytest.mark.long
 @pytest.mark.engine
+@pytest.mark.exhaustive
 def test_example_learns(tmp_path: Path) -> None:
     found, output = run_demo("examples.grpo", tmp_path)
     steps = [Step(**step) for step in found]

@@ -13,7 +13,7 @@ from coppice import Rollouts
 from tests.compat.programs import install, run_client_program
 from tests.invariants.service_process import ROOT, home, service
 
-pytestmark = [pytest.mark.engine, pytest.mark.long]
+pytestmark = [pytest.mark.engine, pytest.mark.exhaustive, pytest.mark.long]
 
 EXAMPLES = ("trl", "verl", "openai_client", "custom_loop")
 

@@ -10,7 +10,11 @@ from engine.vllm_engine import VllmEngine
 from tests.engine.adapters.peft_adapters import saved, under
 from tests.engine.seedling import BLOCK, settings, teacher_forced
 
-pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.exhaustive,
+    pytest.mark.filterwarnings("ignore"),
+]
 
 PROMPT = [5 + i % 60 for i in range(2 * BLOCK + 7)]
 SAMPLES = 2

@@ -12,7 +12,11 @@ from tests.engine.model_families import save_family
 from tests.engine.seedling import reference, teacher_forced
 from tests.engine.stepped_engine import Answer
 
-pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.exhaustive,
+    pytest.mark.filterwarnings("ignore"),
+]
 PROMPT = [5 + i * 7 % 200 for i in range(100)]  # longer than the sliding windows
 TOLERANCE = 1e-4
 

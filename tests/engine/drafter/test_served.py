@@ -19,7 +19,7 @@ from tests.engine.random_models import random_tensors, write_model
 from tests.engine.seedling import settings
 from tests.serving import Served, serving
 
-pytestmark = [pytest.mark.engine, pytest.mark.long]
+pytestmark = [pytest.mark.engine, pytest.mark.exhaustive, pytest.mark.long]
 
 PROMPTS = ["Compute 12+34.\n", "Compute 7*8+9.\n", "Compute 15+27+33.\n", "Compute 4*19-7.\n"]
 # The trainer has the lowest priority: next to other tests it gets only idle time.

@@ -39,7 +39,10 @@ PROMPTS = [
 ]
 
 
-@pytest.mark.parametrize(("family", "num_kv_heads"), [("qwen3", 2), ("llama", 2), ("llama", 4)])
+@pytest.mark.parametrize(
+    ("family", "num_kv_heads"),
+    [("qwen3", 2), ("llama", 2), pytest.param("llama", 4, marks=pytest.mark.exhaustive)],
+)
 def test_exports_equal_hugging_face(family: Family, num_kv_heads: int, tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", family, num_kv_heads=num_kv_heads)
     arena = TestArena(tmp_path / "arena", kv_format(num_kv_heads))
@@ -114,6 +117,7 @@ def split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Pat
     engine.close()
 
 
+@pytest.mark.exhaustive
 def test_two_ranks_write_the_export_of_one(split: tuple[Path, Any, TestArena]) -> None:
     model, engine, arena = split
     slots = [arena.slot(len(prompt) - 1) for prompt in PROMPTS]
