@@ -2,7 +2,8 @@
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections import UserDict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -167,13 +168,21 @@ async def test_options_of_the_chat_template_count_toward_the_limit() -> None:
     prompts.close()
 
 
-async def test_event_loop_runs_while_a_large_chat_request_is_measured() -> None:
-    prompts, turns = Tokenizer(FakeEngine(max_context_tokens=10**9)), 0
-    parts = [{"role": "user", "content": "a", "extra": ["b"] * 500_000}]
-    encoding = asyncio.create_task(prompts.chat_request(ChatRequest(messages=parts)))
-    while not encoding.done():
-        await asyncio.sleep(0.001)
-        turns += 1
-    assert await encoding == [97]
-    assert turns >= 5, "measured on the event loop"
+class WatchedMessage(UserDict[str, object]):
+    """A message that records the threads that iterate over it."""
+
+    def __init__(self, **fields: object) -> None:
+        self.threads = set[int]()
+        super().__init__(fields)
+
+    def __iter__(self) -> Iterator[str]:
+        self.threads.add(threading.get_ident())
+        return super().__iter__()
+
+
+async def test_chat_request_is_measured_outside_the_event_loop() -> None:
+    prompts, message = Tokenizer(FakeEngine()), WatchedMessage(role="user", content="a")
+    assert await prompts.chat_request(ChatRequest(messages=[message])) == [97]
+    assert message.threads
+    assert threading.get_ident() not in message.threads
     prompts.close()
