@@ -10,13 +10,13 @@ from typing import Any
 from pydantic_core import from_json, to_json
 
 from coppice.wire.problem_catalogue import Problem
-from coppice.wire.result_formats import EndRecord, ProgressRecord
+from coppice.wire.result_formats import EndRecord
 from coppice.wire.rollouts import RolloutAnswer, SampleAnswer
 from engine.types import ChatResponse, ToolCall
 from service.compat.anthropic_errors import anthropic_error
 from service.compat.chat_samples import ChatSamples, MessageParts
 from service.compat.compat_request import support_field, usage, weight_version_spans
-from service.compat.openai_stream import NO_EVENT, error_event
+from service.compat.openai_stream import error_event
 from service.compat.sample_stream import SamplePart, sample_parts
 
 Event = dict[str, Any]
@@ -96,13 +96,10 @@ async def message_events(
     end: Fields = {}
     async for part in sample_parts(samples.rollout):
         match part:
-            case ProgressRecord():
-                yield ping()
             case SamplePart(sample=sample):
                 response = await parts.next(part)
                 for encoded_event in await part.run(partial(blocks.of_response, response)):
                     yield encoded_event
-                yield NO_EVENT
                 if sample is not None:
                     samples.check_ended(sample)
                     stop = stop_fields(sample, has_calls=blocks.num_calls > 0)

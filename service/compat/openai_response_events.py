@@ -9,13 +9,13 @@ from typing import Any
 from pydantic_core import to_json
 
 from coppice.wire.problem_catalogue import Problem
-from coppice.wire.result_formats import EndRecord, ProgressRecord
+from coppice.wire.result_formats import EndRecord
 from coppice.wire.rollouts import SampleAnswer
 from engine.types import ChatResponse, ToolCall
 from service.compat.chat_samples import ChatSamples, MessageParts
 from service.compat.openai_errors import problem_message
 from service.compat.openai_response_items import custom_input, encoded_reasoning
-from service.compat.openai_stream import KEEP_ALIVE, NO_EVENT, error_event
+from service.compat.openai_stream import error_event
 from service.compat.sample_stream import SamplePart, sample_parts
 
 Event = dict[str, Any]
@@ -162,8 +162,6 @@ class ResponseStream:
         parts, last = MessageParts(self.samples), None
         async for part in sample_parts(self.samples.rollout):
             match part:
-                case ProgressRecord():
-                    yield KEEP_ALIVE
                 case SamplePart(sample=sample):
                     if sample is not None:
                         self.samples.check_ended(sample)
@@ -172,7 +170,6 @@ class ResponseStream:
                     added = await parts.next(part)
                     for encoded in await part.run(partial(self._added, added)):
                         yield encoded
-                    yield NO_EVENT
                 case EndRecord(problem=problem) if problem is not None:
                     yield error_event(self.samples.call.server, problem, self.failed)
                     return

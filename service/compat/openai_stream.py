@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,9 +11,10 @@ from typing import Any
 from fastapi import Response
 from fastapi.responses import StreamingResponse
 from pydantic_core import to_json
+from starlette.types import Message, Send
 
 from coppice.wire.problem_catalogue import Problem
-from coppice.wire.result_formats import EndRecord, ProgressRecord
+from coppice.wire.result_formats import EndRecord
 from service.compat.bodies import CompatModel, Flag
 from service.compat.compat_request import ROLLOUT_ERRORS, token_counts, usage
 from service.compat.openai_errors import as_openai, with_openai_error
@@ -20,7 +22,6 @@ from service.compat.sample_stream import SamplePart, sample_parts
 from service.http.errors import InvalidRequest
 from service.http.exception_handlers import to_service_error
 from service.http.responses import JSON, declare_responses
-from service.rollouts.record_reader import PROGRESS_SECONDS
 from service.rollouts.rollout import Rollout
 from service.server import Server
 
@@ -28,8 +29,7 @@ EVENT_STREAM = "text/event-stream"
 EVENTS_OR_JSON = declare_responses({200: (*JSON, EVENT_STREAM)}, *ROLLOUT_ERRORS)
 STREAM_RESPONSES = as_openai(EVENTS_OR_JSON)
 KEEP_ALIVE = b": samples are still being generated\n\n"
-NO_EVENT = b""
-"""Item of a stream after a part of a sample, which may have no event of its own."""
+KEEP_ALIVE_SECONDS = 10.0
 DONE = b"data: [DONE]\n\n"
 
 ToChunks = Callable[[SamplePart], Awaitable[Sequence[dict[str, Any]]]]
@@ -91,13 +91,12 @@ def event_response(
 ) -> Response:
     """Response of encoded server-sent events, with `end` after the last.
 
-    An error is an event as well, since the status is sent before the first event. `keep_alive` is
-    sent while the samples have tokens but no events, as a message that may call tools.
+    An error is an event as well, since the status is sent before the first event.
     """
 
     async def guarded() -> AsyncIterator[bytes]:
         try:
-            async for event in _kept_alive(events, keep_alive):
+            async for event in events:
                 yield event
         except Exception as error:
             failed = to_service_error(ExceptionGroup("a stream broke off", [error]))
@@ -106,17 +105,45 @@ def event_response(
             server.rollouts.on_disconnect(rollout)
         yield end
 
-    return StreamingResponse(guarded(), media_type=EVENT_STREAM)
+    return EventStreamResponse(guarded(), keep_alive)
 
 
-async def _kept_alive(events: AsyncIterator[bytes], keep_alive: bytes) -> AsyncIterator[bytes]:
-    """The events, with `keep_alive` if there was none for PROGRESS_SECONDS."""
-    clock = asyncio.get_running_loop().time
-    sent_at = clock()
-    async for event in events:
-        if event or clock() - sent_at >= PROGRESS_SECONDS:
-            yield event or keep_alive
-            sent_at = clock()
+class EventStreamResponse(StreamingResponse):
+    """Response of server-sent events, with `keep_alive` whenever none was sent for 10 s.
+
+    So also while a message waits for its parser, or has tokens but no text.
+    """
+
+    def __init__(self, events: AsyncIterator[bytes], keep_alive: bytes) -> None:
+        super().__init__(events, media_type=EVENT_STREAM)
+        self._keep_alive = keep_alive
+        self._sent_at = 0.0
+
+    async def stream_response(self, send: Send) -> None:
+        clock = asyncio.get_running_loop().time
+        self._sent_at = clock()
+
+        async def send_timed(message: Message) -> None:
+            await send(message)
+            self._sent_at = clock()
+
+        timer = asyncio.create_task(self._send_keep_alives(send_timed))
+        try:
+            await super().stream_response(send_timed)
+        finally:
+            timer.cancel()
+
+    async def _send_keep_alives(self, send: Send) -> None:
+        """Send keep-alives until cancelled, or until the client has disconnected."""
+        clock = asyncio.get_running_loop().time
+        with suppress(OSError):
+            while True:
+                silent = clock() - self._sent_at
+                if silent >= KEEP_ALIVE_SECONDS:
+                    body = {"type": "http.response.body", "body": self._keep_alive}
+                    await send({**body, "more_body": True})
+                else:
+                    await asyncio.sleep(KEEP_ALIVE_SECONDS - silent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,9 +163,6 @@ class _Chunks:
                     for chunk in await self.to_chunks(part):
                         event = {**self.head, **chunk, **self._usage(part)}
                         yield await part.run(partial(sse_event, event))
-                    yield NO_EVENT
-                case ProgressRecord():
-                    yield KEEP_ALIVE
                 case EndRecord(problem=problem) if problem is not None:
                     yield error_event(self.server, problem)
                 case EndRecord() if self.options.include_usage:

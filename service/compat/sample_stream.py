@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from coppice.wire.result_formats import EndRecord, ProgressRecord, SampleRecord, TokensRecord
+from coppice.wire.result_formats import EndRecord, SampleRecord, TokensRecord
 from coppice.wire.rollouts import SampleAnswer
 from engine.protocol import ResponseStream
 from engine.types import ChatResponse, Sampling, TopLogprobs
@@ -77,10 +77,8 @@ class SamplePart:
         return replace(self, start=0, token_ids=[], logprobs=[], top_logprobs=[], sample=sample)
 
 
-async def sample_parts(
-    rollout: Rollout,
-) -> AsyncIterator[SamplePart | ProgressRecord | EndRecord]:
-    """Yield the parts of a rollout's samples; progress records while there are none.
+async def sample_parts(rollout: Rollout) -> AsyncIterator[SamplePart | EndRecord]:
+    """Yield the parts of a rollout's samples, and its end.
 
     The last tokens of a sample are in the same part as its end, so that a client that measures the
     time between parts counts no part without tokens.
@@ -94,7 +92,7 @@ async def sample_parts(
                 yield part
             case SampleRecord(group=group, sample=sample):
                 yield _last_part(rollout, group, sample, ends.pop((group, sample.index), 0))
-            case ProgressRecord() | EndRecord():
+            case EndRecord():
                 yield record
 
 

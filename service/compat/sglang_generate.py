@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Response
 
 from coppice.wire.base import TokenIds
-from coppice.wire.result_formats import EndRecord, ProgressRecord
+from coppice.wire.result_formats import EndRecord
 from coppice.wire.rollouts import GroupAnswer, Prompt, SampleAnswer, WeightsConstraint
 from service.auth.access import requires_role
 from service.compat.bodies import (
@@ -35,7 +35,6 @@ from service.compat.compat_request import (
 )
 from service.compat.openai_stream import (
     EVENTS_OR_JSON,
-    KEEP_ALIVE,
     error_event,
     event_response,
     sse_event,
@@ -170,8 +169,6 @@ async def _events(
                     if not body.is_single:
                         event["index"] = part.group * body.sampling_params.n + part.index
                     yield await part.run(partial(sse_event, event))
-                case ProgressRecord():
-                    yield KEEP_ALIVE
                 case EndRecord(problem=problem) if problem is not None:
                     yield error_event(call.server, problem)
 

@@ -248,13 +248,14 @@ async def test_tool_calls_are_sent_when_they_can_be_parsed(tmp_path: Path) -> No
     assert tokens == [6, 7, 8, 9, 10, 11]
 
 
-KEEP_ALIVES = {
+KEEP_ALIVES: dict[str, tuple[dict[str, Any], Any, str]] = {
     "/v1/chat/completions": (CHAT, TOOL, ": samples are still being generated"),
     "/v1/responses": (
         {"input": "abc", "max_output_tokens": 6},
         {"type": "function", "name": "add", "parameters": {"type": "object"}},
         ": samples are still being generated",
     ),
+    "/v1/completions": (COMPLETION, None, ": samples are still being generated"),
     "/v1/messages": (
         CHAT,
         {"name": "add", "input_schema": {"type": "object"}},
@@ -263,21 +264,41 @@ KEEP_ALIVES = {
 }
 
 
-@pytest.mark.parametrize("seconds", [0, 15])
 @pytest.mark.parametrize("path", KEEP_ALIVES)
-async def test_stream_without_events_is_kept_alive(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, seconds: float
+@pytest.mark.parametrize("num_tokens", [0, 2])
+async def test_silent_stream_is_kept_alive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, num_tokens: int
 ) -> None:
-    """A message that may call tools has no event while its sample runs."""
-    monkeypatch.setattr(openai_stream, "PROGRESS_SECONDS", seconds)
+    """Also after tokens without an event, such as those of an incomplete tool call."""
+    monkeypatch.setattr(openai_stream, "KEEP_ALIVE_SECONDS", 0.02)
     body, tool, keep_alive = KEEP_ALIVES[path]
-    body = {**body, "tools": [tool], "stream": True}
+    tools = {} if tool is None else {"tools": [tool]}
+    body = {**body, **tools, "stream": True}
     async with (
         foreign(tmp_path, engine=ReasoningEngine(instant=False)) as served,
+        served.http.stream("POST", path, json=body) as answer,
+        asyncio.timeout(30),
+    ):
+        received, is_stepped = "", False
+        async for text in answer.aiter_text():
+            received += text
+            if received.count(keep_alive) > 2 and not is_stepped:
+                served.engine.step(num_tokens)
+                received, is_stepped = "", True
+            elif received.count(keep_alive) > 2:
+                served.engine.step(6)
+    assert is_stepped
+
+
+@pytest.mark.parametrize("path", KEEP_ALIVES)
+async def test_stream_with_events_has_no_keep_alives(tmp_path: Path, path: str) -> None:
+    body, _, keep_alive = KEEP_ALIVES[path]
+    async with (
+        foreign(tmp_path, engine=FakeEngine(instant=False)) as served,
         stepping(served.engine),
     ):
-        events = (await served.http.post(path, json=body)).text.split("\n\n")
-    assert (events.count(keep_alive) > 2) == (seconds == 0)
+        answer = await served.http.post(path, json={**body, "stream": True})
+    assert keep_alive not in answer.text
 
 
 @pytest.mark.parametrize(
