@@ -303,11 +303,21 @@ class SessionManager:
                 self._close_session(session, "cancelled", reason)
 
     async def _settle(self, session: Session, reason: SessionEndReason) -> None:
-        """Abort the running calls of a session, and keep its trees."""
-        for call in list(session.calls):
-            if call.rollout is not None:
-                await self._rollouts.cancel(call.rollout)
+        """Abort the running calls of a session, and keep its trees.
+
+        After an error of the engine the session ends, too: `finish` and the streams wait for it.
+        """
+        try:
+            await self._abort_calls(session)
+        finally:
+            self._end(session, reason)
+
+    async def _abort_calls(self, session: Session) -> None:
+        started = [call.rollout for call in session.calls if call.rollout is not None]
+        await asyncio.gather(*map(self._rollouts.cancel, started))
         await session.wait_until_idle()
+
+    def _end(self, session: Session, reason: SessionEndReason) -> None:
         group = self._store.end(session)
         if not group.num_open and group.claim is not None:
             self._keys.ended(group.claim)

@@ -20,8 +20,9 @@ class SessionsSettings(Section):
     )
     max_running_calls: PositiveInt = Field(
         32,
-        description="maximum number of samples of one session that run at the same time; increase "
-        "it for agents with many parallel sub-agents",
+        description="maximum number of samples of one session that run at the same time; as many "
+        "prompts may be prepared (rendered and tokenized) at the same time; increase it for agents "
+        "with many parallel sub-agents",
     )
     max_tokens: PositiveInt = Field(
         4_194_304,

@@ -150,7 +150,12 @@ class SessionStore:
             )
 
     def measure(self, session: Session) -> None:
-        """Update the memory of all sessions, and drop the oldest ended ones above the limit."""
+        """Update the memory of all sessions, and drop the oldest ended ones above the limit.
+
+        A session that was dropped takes none.
+        """
+        if self.find(session.id) is None:
+            return
         size = session.num_bytes
         self.num_bytes += size - self._sizes.get(session.id, 0)
         self._sizes[session.id] = size

@@ -220,6 +220,33 @@ async def test_rewards_are_refused_while_a_call_runs(tmp_path: Path) -> None:
     assert list(finished["rewards"]) == finished["groups"][0]["leaves"] == [leaf]
 
 
+class FaultyAbort(FakeEngine):
+    """Fails to abort samples while `fails` is set."""
+
+    def __init__(self) -> None:
+        super().__init__(instant=False)
+        self.fails = True
+
+    async def abort(self, sample_ids: Sequence[str]) -> None:
+        if self.fails:
+            raise RuntimeError("no reply")
+        await super().abort(sample_ids)
+
+
+async def test_session_ends_although_its_call_cannot_be_aborted(tmp_path: Path) -> None:
+    engine = FaultyAbort()
+    async with training(tmp_path, engine) as trainer, asyncio.timeout(60):
+        [agent] = await trainer.create(**LONG)
+        call = asyncio.create_task(agent.chat())
+        await until_running(engine)
+        answer = await trainer.finish(agent, reward=1.0)
+        assert answer["state"] == "finished"
+        assert (await trainer.finish(agent, reward=1.0))["sequence"] == answer["sequence"]
+        engine.fails = False
+        engine.step(400)
+        assert (await call).status_code == 200
+
+
 async def test_two_finishes_at_once_have_one_answer(tmp_path: Path) -> None:
     engine = FakeEngine(instant=False)
     async with training(tmp_path, engine) as trainer:

@@ -434,11 +434,12 @@ async def test_rewards_of_leaves_are_returned_and_other_ids_refused(tmp_path: Pa
 
 
 async def test_versions_follow_an_activation_in_mid_session(tmp_path: Path) -> None:
-    engine = FakeEngine(instant=True)
-    async with training(tmp_path, engine) as trainer:
+    async with training(tmp_path) as trainer:
         [agent] = await trainer.create(**LIMITED)
         first = await agent.text()
-        engine.version = "v1"
+        http = trainer.served.http
+        assert (await http.put("/v1/weights/v1", content=b"w")).status_code == 201
+        assert (await http.post("/v1/weights/v1/activate", json={})).status_code == 200
         await agent.text(replied(HELLO, first, "next"))
         answer = await trainer.finish(agent)
         assert (await trainer.status(agent))["versions"] == ["v0", "v1"]
