@@ -1,9 +1,12 @@
 #!/usr/bin/env bash
 # Installs requirements/NAME.txt into the environment .NAME, unless it is up to date. The environment
 # is separate from .venv and can import its packages, so it does not change .venv's locked versions.
+# A NAME with requirements/NAME/package-lock.json is installed with npm.
 #   clients   third-party clients that tests use
 #   verl      verl and Ray, which `make soak` uses
 #   miles     miles, which `make soak` uses
+#   agent_sdk Claude's agent SDK, which `make soak` uses
+#   codex_cli OpenAI's Codex CLI, which `make soak` uses
 #   arctic    baseline of the speculation benchmarks; compiling it takes minutes and a separate torch
 # Usage: scripts/beside.sh NAME PYTHON
 set -euo pipefail
@@ -11,6 +14,18 @@ cd "$(dirname "$0")/.."
 name=${1:?usage: scripts/beside.sh NAME PYTHON}
 python=${2:?usage: scripts/beside.sh NAME PYTHON}
 lock=requirements/$name.txt
+if [[ -d requirements/$name ]]; then lock=requirements/$name/package-lock.json; fi
+
+install_txt() {
+    "$python" -m pip install -qq --disable-pip-version-check --no-deps --require-hashes \
+        --target ".$name" -r "$lock"
+}
+
+install_json() {
+    mkdir ".$name"
+    cp "$(dirname "$lock")/package.json" "$lock" ".$name"
+    npm ci --prefix ".$name" --ignore-scripts --no-audit --no-fund --loglevel=error >&2
+}
 
 main() {
     exec 9<scripts/beside.sh
@@ -21,8 +36,7 @@ main() {
     if [[ -f .$name/stamp && $(<".$name/stamp") == "$wanted" ]]; then return; fi
     rm -rf ".$name"
     echo "install: $lock, into .$name" >&2
-    "$python" -m pip install -qq --disable-pip-version-check --no-deps --require-hashes \
-        --target ".$name" -r "$lock"
+    "install_${lock##*.}"
     echo "$wanted" >".$name/stamp"
 }
 

@@ -234,6 +234,7 @@ NEUTRAL: dict[str, str] = {
     "extra_key": "SGLang's; speed",
     "ngram_corpus_id": "speed",
     "prediction": "speed",
+    "client_metadata": "operation",
     "metadata": "operation",
     "store": "nothing is stored",
     "service_tier": "operation",

@@ -27,7 +27,7 @@ class Client:
     @property
     def version(self) -> str:
         """The installed version, searched beside .venv first."""
-        beside = [str(ROOT / name) for name in (".clients", ".verl", ".miles")]
+        beside = [str(ROOT / name) for name in (".clients", ".verl", ".miles", ".agent_sdk")]
         found = importlib.metadata.distributions(path=[*beside, *sys.path])
         return next(part.version for part in found if part.name == self.name)
 

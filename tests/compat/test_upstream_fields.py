@@ -150,7 +150,7 @@ EARLIER = {
 
 def test_every_table_names_existing_fields() -> None:
     theirs = {field for fields, _ in REQUESTS.values() for field in fields}
-    assert NEUTRAL.keys() - theirs - EARLIER == set()
+    assert NEUTRAL.keys() - theirs - EARLIER == {"client_metadata"}, "of the Codex CLI"
     assert REFUSED.keys() - theirs - EARLIER == {"extra_body"}, (
         "of no server: rLLM's gateway adds it"
     )

@@ -26,6 +26,11 @@ def added(a: int, b: int) -> str:
     return called("add", f'{{"b":{b},   "a": {a}}}')
 
 
+def thought(text: str) -> str:
+    """A text after empty reasoning."""
+    return f"<think>\n\n</think>\n\n{text}"
+
+
 TEXTS = (
     f"<think>\nTwo sums, at once.\n</think>\n\nI begin.\n{added(2, 3)}\n{added(4, 5)}",
     f"<think>\nThe last one.\n</think>\n\n{added(5, 9)}",

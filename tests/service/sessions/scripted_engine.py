@@ -20,7 +20,7 @@ from engine.types import (
     VersionSpan,
 )
 from tests.fake_engine import FakeEngine
-from tests.service.sessions.template_families import CONTEXT_TOKENS, FamilyEngine
+from tests.service.sessions.template_families import FamilyEngine
 
 Script = Sequence[str] | Callable[[str], str]
 """Texts of the samples in order, or a function from a prompt's text to the sample's text."""
@@ -44,7 +44,7 @@ class ScriptedEngine(FakeEngine):
     """`sampled` records the calls in order."""
 
     def __init__(self, family: FamilyEngine, script: Script) -> None:
-        super().__init__(max_context_tokens=CONTEXT_TOKENS)
+        super().__init__(max_context_tokens=family.max_context_tokens)
         self.family = family
         self.script = script
         self.sampled: list[Sampled] = []

@@ -129,6 +129,7 @@ class FamilyEngine:
     chat: ChatProcessor
     tokenizer: Any
     ends: Sequence[int]
+    max_context_tokens: int
 
     def encode_chat(self, chat_request: ChatRequest) -> list[int]:
         return self.chat.encode(chat_request)
@@ -151,11 +152,13 @@ class FamilyEngine:
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=False))
 
 
-def make_engine(directory: Path, family: Family, **parsers: str) -> FamilyEngine:
+def make_engine(
+    directory: Path, family: Family, *, max_context_tokens: int = CONTEXT_TOKENS, **parsers: str
+) -> FamilyEngine:
     """`parsers` are the settings `tool_parser` and `reasoning_parser`."""
-    model = _write_model(directory, family)
+    model = _write_model(directory, family, max_context_tokens)
     config: Any = EngineArgs(
-        model=str(model), dtype="float32", max_model_len=CONTEXT_TOKENS, enforce_eager=True
+        model=str(model), dtype="float32", max_model_len=max_context_tokens, enforce_eager=True
     ).create_engine_config()
     renderer: Any = renderer_from_config(config)
     llm: Any = SimpleNamespace(renderer=renderer, vllm_config=config)
@@ -163,13 +166,15 @@ def make_engine(directory: Path, family: Family, **parsers: str) -> FamilyEngine
     ends = tokenizer.convert_tokens_to_ids(list(family.ends))
     settings = EngineSettings.model_validate({"model": str(model), **parsers})
     chat = ChatProcessor(llm, settings, ends)
-    return FamilyEngine(chat=chat, tokenizer=tokenizer, ends=ends)
+    return FamilyEngine(
+        chat=chat, tokenizer=tokenizer, ends=ends, max_context_tokens=max_context_tokens
+    )
 
 
-def _write_model(directory: Path, family: Family) -> Path:
+def _write_model(directory: Path, family: Family, max_context_tokens: int) -> Path:
     directory.mkdir(parents=True)
     config = json.loads((MODEL / "config.json").read_text())
-    config["max_position_embeddings"] = CONTEXT_TOKENS
+    config["max_position_embeddings"] = max_context_tokens
     (directory / "config.json").write_text(json.dumps(config))
     _tokenizer(family).save(str(directory / "tokenizer.json"))
     options = {

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.compat.programs import install, run_client_program
-from tests.service.sessions.harness import ASKED, TEXTS, added, called, harnesses
+from tests.service.sessions.harness import ASKED, TEXTS, added, called, harnesses, thought
 from tests.service.sessions.scripted_engine import Unfinished
 from tests.service.sessions.template_families import FAMILIES, FamilyEngine, make_engine
 
@@ -20,10 +20,6 @@ pytestmark = pytest.mark.slow
 def family(tmp_path_factory: pytest.TempPathFactory) -> FamilyEngine:
     directory = tmp_path_factory.mktemp("family") / "qwen3"
     return make_engine(directory, FAMILIES["qwen3"], tool_parser="hermes", reasoning_parser="qwen3")
-
-
-def thought(text: str) -> str:
-    return f"<think>\n\n</think>\n\n{text}"
 
 
 def results(*outputs: str) -> str:
