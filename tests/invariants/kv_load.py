@@ -54,8 +54,15 @@ def latencies(url: str, num_rounds: int) -> Latencies:
 
 
 @contextmanager
-def readers(url: str, handle: KvHandle, count: int) -> Iterator[None]:
-    """Processes that each fetch the handle in a loop."""
+def readers(
+    url: str, handle: KvHandle, count: int, *, after: str = "fetched"
+) -> Iterator[list[str]]:
+    """Processes that each fetch the handle in a loop.
+
+    The context begins after each has begun or fetched once. At its end, the list has what they
+    reported meanwhile.
+    """
+    reports: list[str] = []
     command = [sys.executable, "-m", "tests.invariants.kv_load", url]
     processes = [Popen(command, cwd=ROOT, stdin=PIPE, stdout=PIPE, text=True) for _ in range(count)]
     try:
@@ -63,12 +70,13 @@ def readers(url: str, handle: KvHandle, count: int) -> Iterator[None]:
             assert process.stdin and process.stdout
             process.stdin.write(handle.model_dump_json() + "\n")
             process.stdin.flush()
-            assert process.stdout.readline() == "fetched\n"
-        yield
+            while (line := process.stdout.readline()) != f"{after}\n":
+                assert line, "the reader has ended"
+        yield reports
     finally:
         for process in processes:
             process.kill()
-            process.communicate()
+            reports.append(process.communicate()[0])
 
 
 def loopback_bytes_per_second(num_bytes: int = 2**29) -> float:
@@ -103,11 +111,17 @@ def _timed(call: Callable[[], Any]) -> float:
 def _read_for_ever(url: str) -> None:
     handle = KvHandle.model_validate_json(sys.stdin.readline())
     source = KvSource(url, transports=["http"])
-    buffer = bytearray(handle.num_bytes)
-    while PromptKV.fetch(handle, source, buffer=buffer) is not None:
-        if source.counts["http"] == 1:
-            print("fetched", flush=True)
+    buffer, words = bytearray(handle.num_bytes), iter(["begun", "fetched"])
+    while (kv := PromptKV.fetch(handle, source, buffer=buffer, wait=False)) is not None:
+        _print_next(words)
+        kv.wait()
+        _print_next(words)
         source.renew(handle.handle)
+
+
+def _print_next(words: Iterator[str]) -> None:
+    if (word := next(words, None)) is not None:
+        print(word, flush=True)
 
 
 if __name__ == "__main__":
