@@ -46,7 +46,7 @@ test-full: check coverage ## the checks and all tests, with more samples; what C
 
 test-fast: ## fast tests without an engine; takes a minute
 	@$(setup) dev
-	$(pytest_in_two) -m 'not engine and not gpu and not slow'
+	$(pytest_in_two) -m 'not engine and not gpu and not slow and not exhaustive'
 
 coverage: ## tests without an engine; fails below 95 % line coverage of service/
 	@$(setup) dev

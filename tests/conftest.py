@@ -13,10 +13,12 @@ from engine.runtime import gc_and_process_group
 
 # No deadline: an example's duration depends on the load of the machine. Examples are the same in
 # every run, so that a change cannot fail on code it did not touch. `make soak` draws others.
+DRAWS = float(os.environ.get("COPPICE_DRAWS", "0.1"))
 settings.register_profile(
     "unhurried",
     deadline=None,
-    derandomize=float(os.environ.get("COPPICE_DRAWS", "0")) < 1,
+    max_examples=100 if DRAWS >= 0.3 else 25,
+    derandomize=DRAWS < 1,
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("unhurried")

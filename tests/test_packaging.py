@@ -155,6 +155,7 @@ def test_lock_files_are_installed_with_their_hashes(file: str) -> None:
     assert all("--no-deps --require-hashes" in line for line in installs)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(shutil.which("git") is None, reason="no git")
 def test_make_wheels_builds_the_same_files_again(tmp_path: Path) -> None:
     script = ROOT / "scripts" / "wheels.py"
@@ -211,6 +212,7 @@ def test_server_wheel_contains_compiled_libraries_and_is_tagged_py3(server_wheel
     assert "-py3-none-linux_" in server_wheel.name
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not compiles(), reason="no C++ compiler")
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_files_copied_into_an_image_build_the_complete_wheel(file: Path, tmp_path: Path) -> None:
@@ -239,6 +241,7 @@ def test_compiled_kernel_is_found_outside_the_checkout(server_wheel: Path, tmp_p
     assert Path(where).is_relative_to(tmp_path) and built == "True"
 
 
+@pytest.mark.exhaustive
 def test_server_wheel_builds_without_a_compiler(tmp_path: Path) -> None:
     environ = {"CC": "no-such-compiler", "CXX": "no-such-compiler"}
     wheel = built(tmp_path, ROOT, **environ)

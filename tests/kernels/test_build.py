@@ -29,6 +29,7 @@ def test_draft_store_is_built_wherever_there_is_a_compiler() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_code_for_one_isa_is_not_called_on_another(tmp_path: Path) -> None:
     """The linker keeps one of several copies of a template: it must not be the AVX-512 one."""
     sources = Path(cpu.__file__).parent / "csrc"

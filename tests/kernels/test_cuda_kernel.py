@@ -25,6 +25,7 @@ CAPABILITIES = [80, 90, 100]
 """Compute capabilities of the A100, the H100 and H200, and the B200."""
 
 
+@pytest.mark.exhaustive
 def test_triton_kernels_are_correct_in_the_interpreter() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     ran = subprocess.run(

@@ -48,7 +48,14 @@ def in_pieces(text: bytes, limits: JsonLimits) -> Any:
         return MALFORMED
 
 
-@pytest.mark.parametrize(("piece", "step"), [(1, 7), (5, 16), (20, 64), (60, 100)])
+@pytest.mark.parametrize(
+    ("piece", "step"),
+    [
+        *(pytest.param(*sizes, marks=pytest.mark.exhaustive) for sizes in ((1, 7), (5, 16))),
+        (20, 64),
+        (60, 100),
+    ],
+)
 def test_incremental_parsing_equals_parsing_at_once(piece: int, step: int) -> None:
     limits = JsonLimits(values=10**6, containers=10**6, piece_bytes=piece, step_bytes=step)
     draw = random.Random(piece)
@@ -123,7 +130,13 @@ print(status["VmHWM"].split()[0] if sys.argv[1:] else status["VmRSS"].split()[0]
 """
 
 
-@pytest.mark.parametrize("case", WORST)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=() if case == "objects" else (pytest.mark.exhaustive,))
+        for case in WORST
+    ],
+)
 def test_memory_of_the_worst_bodies_is_bounded(case: str) -> None:
     def kib(*arguments: str) -> int:
         program = PROGRAM.format(body=WORST[case])

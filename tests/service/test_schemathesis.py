@@ -187,6 +187,7 @@ def test_every_operation_follows_the_contract(case: Case, target: ServerList) ->
         target.resume()
 
 
+@pytest.mark.exhaustive
 def test_sequences_of_requests_follow_the_contract(tmp_path: Path) -> None:
     """Each sequence has a server of its own, since leftover state would change the next one."""
     seen: set[tuple[str, int]] = set()

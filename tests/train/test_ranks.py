@@ -27,7 +27,7 @@ from coppice.train import (
 from coppice.train.losses import Totals
 from tests.train.models import Gradients, error, gradients, random_group, random_loss, tiny_model
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 
 WORLD = 2
 CASES: dict[str, dict[str, Any]] = {

@@ -360,7 +360,7 @@ fuzzed = settings(
     [
         "mistral",
         *(
-            pytest.param(name, marks=pytest.mark.slow)
+            pytest.param(name, marks=[pytest.mark.slow, pytest.mark.exhaustive])
             for name in ("qwen3", "qwen3_5", "gpt_oss", "deepseek_v3", "glm")
         ),
     ],
