@@ -106,6 +106,7 @@ async def test_long_load_of_weights_does_not_count_as_death() -> None:
         assert (await one_sample(engine, 5)).versions[0].version == "v1"
 
 
+@pytest.mark.exhaustive
 async def test_two_ranks_answer_and_a_stopped_idle_worker_is_detected() -> None:
     async with started(tensor_parallel_size=2, cpu_threads=1) as engine:
         infos = await engine.llm.collective_rpc("coppice_info")

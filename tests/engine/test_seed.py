@@ -81,6 +81,7 @@ async def test_starts_share_samples_only_with_the_same_seed(
 
 
 @pytest.mark.engine
+@pytest.mark.exhaustive
 async def test_replicas_draw_different_samples(tmp_path: Path) -> None:
     shared = InMemoryRegistry()
     small = settings(seed=None, max_context_tokens=128, max_sequences=8, cache_bytes=2**24)

@@ -45,7 +45,11 @@ def answers_of_a_fresh_engine(model: Path) -> list[Answer]:
         return engine.ask(*PROMPTS, max_tokens=40)
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+@pytest.fixture(
+    scope="module",
+    params=[True, pytest.param(False, marks=pytest.mark.exhaustive)],
+    ids=["tied", "untied"],
+)
 def models(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Path]:

@@ -41,7 +41,10 @@ PROMPTS = [
 
 @pytest.mark.parametrize(
     ("family", "num_kv_heads"),
-    [("qwen3", 2), ("llama", 2), pytest.param("llama", 4, marks=pytest.mark.exhaustive)],
+    [
+        ("qwen3", 2),
+        *(pytest.param("llama", num, marks=pytest.mark.exhaustive) for num in (2, 4)),
+    ],
 )
 def test_exports_equal_hugging_face(family: Family, num_kv_heads: int, tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", family, num_kv_heads=num_kv_heads)
