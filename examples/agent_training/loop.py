@@ -10,7 +10,7 @@ from statistics import mean
 import numpy as np
 
 from coppice import AsyncRollouts, SessionResult
-from examples.agent_training.batch import JoinedTree, joined_trees
+from coppice.train import SessionTree, session_trees
 from examples.agent_training.episodes import Episodes, held_out, training_problem
 from examples.grpo.history import Step
 from examples.grpo.learner import Learner
@@ -61,7 +61,7 @@ class Loop:
                 self._episodes.run(problems, AGENTS), self._episodes.run(self._held_out, 1)
             )
         with watch("gradients"):
-            trees = list(chain.from_iterable(map(joined_trees, groups)))
+            trees = list(chain.from_iterable(map(session_trees, groups)))
             await asyncio.to_thread(self._train, trees)
         with watch("weights"):
             await self._rollouts.publish_weights(
@@ -85,7 +85,7 @@ class Loop:
             ),
         )
 
-    def _train(self, trees: Sequence[JoinedTree]) -> None:
+    def _train(self, trees: Sequence[SessionTree]) -> None:
         self._learner.backward([each.tree for each in trees], [each.advantages for each in trees])
         self._learner.update()
 

@@ -1,20 +1,14 @@
-"""The example that trains an agent: its episodes, the trees that it trains, and the loop."""
+"""The example that trains an agent: its episodes and the loop."""
 
 import asyncio
 import sys
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 from openai import AsyncOpenAI
 
-from coppice import AsyncRollouts, Group, Segment, SessionResult, Tree
-from coppice.train import TrainingTree, group_logprobs
-from coppice.wire.sessions import SessionUsage
+from coppice import AsyncRollouts
 from examples.agent_training.__main__ import TEMPLATE, main
-from examples.agent_training.batch import joined_trees
 from examples.agent_training.episodes import TERMS, Episodes, held_out
 from examples.agent_training.loop import AgentStep, Loop
 from examples.agent_training.picture import draw
@@ -25,88 +19,6 @@ from examples.grpo.stopwatch import PARTS
 from tests.examples.demos import run_demo
 
 ROOT = Path(__file__).parents[2]
-
-
-def segment(name: str, parent: str | None, tokens: list[int], *, sampled: bool = True) -> Segment:
-    return Segment(
-        id=name,
-        parent=parent,
-        depth=0,
-        token_ids=np.array(tokens),
-        logprobs=np.full(len(tokens) if sampled else 0, -1.0, dtype=np.float32),
-        entropy=None,
-        finish_reason="stop" if sampled else "cut",
-        num_leaves=1,
-        versions=(),
-        sampled=sampled,
-    )
-
-
-def session(reward: float, *parts: Segment) -> SessionResult:
-    prompt = np.array([10, 11, 12])
-    group = Group(
-        id="g",
-        index=0,
-        outcome="done",
-        exact=True,
-        num_prompt_tokens=len(prompt),
-        num_cached_tokens=0,
-        samples=(),
-        tree=Tree(segments=parts, leaves=(parts[-1].id,)),
-        prompt_token_ids=prompt,
-    )
-    return SessionResult(
-        id="s",
-        group="g",
-        state="finished",
-        end_reason="finished",
-        sequence=1,
-        metadata={},
-        reward=reward,
-        rewards=None,
-        groups=(group,),
-        turns=(),
-        usage=SessionUsage(),
-    )
-
-
-def group_of_two() -> list[SessionResult]:
-    """One session with a call of the tool, and one without."""
-    called = (
-        segment("a", None, [20, 21]),
-        segment("b", "a", [30, 31], sampled=False),
-        segment("c", "b", [22]),
-    )
-    return [session(1.0, *called), session(0.0, segment("a", None, [23, 24]))]
-
-
-def test_sessions_of_a_group_are_one_tree_with_one_prompt() -> None:
-    [joined] = joined_trees(group_of_two())
-    tree = joined.tree
-    assert tree.parents == (None, 0, 1, None)
-    assert tree.leaves == (2, 3)
-    assert tree.target_lengths == (2, 0, 1, 2)
-    gain = joined.advantages[0].item()
-    assert gain > 0
-    assert joined.advantages.tolist() == pytest.approx([gain, gain, gain, -gain])
-
-
-def test_sessions_with_other_prompts_are_other_trees() -> None:
-    first, second = group_of_two()
-    [group] = second.groups
-    group = replace(group, prompt_token_ids=np.array([10, 11, 13]))
-    assert len(joined_trees([first, replace(second, groups=(group,))])) == 2
-
-
-def test_logprobs_of_joined_trees_equal_those_of_each_session() -> None:
-    sessions, model = group_of_two(), Learner(1e-4).model
-    [joined] = joined_trees(sessions)
-    rows = joined.tree.by_leaf(group_logprobs(model, joined.tree)).split()
-    for row, each in zip(rows, sessions, strict=True):
-        [group] = each.groups
-        tree = TrainingTree.of(group.prompt_token_ids, group)
-        [alone] = tree.by_leaf(group_logprobs(model, tree)).split()
-        torch.testing.assert_close(row, alone, atol=1e-4, rtol=0)
 
 
 def test_held_out_problems_are_fixed_and_never_trained_on() -> None:

@@ -32,16 +32,20 @@ from coppice.train.naive import naive_backward, naive_logprobs
 from coppice.train.prompt_kv_leaves import PromptKV
 from coppice.train.routing import replay_routing
 from coppice.train.sampled_distribution import sampled_logprobs
+from coppice.train.session_trees import Baseline, LeafId, SessionTree, session_trees
 from coppice.train.training_group import LossFunction, RowLogprobs, TrainingGroup, TrainingTree
 
 __all__ = [
     "BackwardReport",
+    "Baseline",
     "Clip",
+    "LeafId",
     "LogitAdjustments",
     "LossFunction",
     "PromptKV",
     "RowLogprobs",
     "Schedule",
+    "SessionTree",
     "TokenWeights",
     "Totals",
     "TrainingGroup",
@@ -63,5 +67,6 @@ __all__ = [
     "reverse_kl_loss",
     "sampled_logprobs",
     "sequence_mean",
+    "session_trees",
     "token_mean",
 ]
