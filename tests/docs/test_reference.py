@@ -2,10 +2,12 @@
 
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import yaml
 
+import coppice.session_rows
 import coppice.train
 from coppice.wire.problem_catalogue import PROBLEMS
 from scripts.reference import http_api
@@ -77,6 +79,44 @@ def test_every_public_name_of_the_client_is_in_the_python_reference() -> None:
     aliases = {"Baseline", "LossFunction", "Schedule", "TokenWeights"}
     for name in set(coppice.train.__all__) - aliases:
         assert re.search(rf"::: coppice\.train\.(\w+\.)?{name}\n", text), name
+
+
+def public_names(module: ModuleType) -> set[str]:
+    """Functions and classes that a module defines and that are documented for callers."""
+    return {
+        name
+        for name, value in vars(module).items()
+        if getattr(value, "__module__", "") == module.__name__ and not name.startswith("_")
+    }
+
+
+def test_every_name_of_the_session_rows_is_in_the_python_reference() -> None:
+    text = (FOLDER / "python-api.md").read_text()
+    for name in public_names(coppice.session_rows):
+        assert f"::: coppice.session_rows.{name}\n" in text, name
+
+
+IMPORT = re.compile(r"^ *from (coppice[\w.]*) import (?:\(([^)]*)\)|(.*))$", re.MULTILINE)
+
+
+def imported_names(page: Path) -> set[str]:
+    """Names that the code of a page imports from the client."""
+    imports = (one or many for _, many, one in IMPORT.findall(page.read_text()))
+    return {
+        name.partition(" as ")[0].strip()
+        for found in imports
+        for name in found.split(",")
+        if name.strip()
+    }
+
+
+def test_every_name_that_the_documentation_imports_is_in_the_python_reference() -> None:
+    text = (FOLDER / "python-api.md").read_text()
+    pages = [*FOLDER.parent.rglob("*.md"), ROOT / "README.md", ROOT / "client" / "README.md"]
+    found = {name for page in pages for name in imported_names(page)}
+    assert {"SupportReplay", "session_rows", "grouped_backward"} <= found
+    for name in found:
+        assert re.search(rf"::: coppice\.[\w.]*\b{name}\n", text) or f"`{name}`" in text, name
 
 
 def bodies() -> list[tuple[str, object]]:
