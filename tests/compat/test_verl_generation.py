@@ -218,6 +218,13 @@ def test_parameter_that_changes_samples_is_refused_with_advice(name: str, value:
         options_of({name: value}, LENGTHS, 3)
 
 
+def test_min_p_is_served_if_the_actor_replays_supports() -> None:
+    options = options_of({**ASKED, "min_p": 0.1}, LENGTHS, 3, return_support=True)
+    assert options.get("min_p") == 0.1
+    with pytest.raises(Unsupported, match="without penalties"):
+        options_of({"repetition_penalty": 1.1}, LENGTHS, 3, return_support=True)
+
+
 def test_greedy_validation_is_supported() -> None:
     options = options_of({**ASKED, "temperature": 0, "top_k": 5, "n": 1}, LENGTHS, 3)
     assert options == {"temperature": 0, "top_p": 1.0, "top_k": 5, "max_tokens": 8}

@@ -112,7 +112,7 @@ def test_verl_resumes_requests_aborted_by_an_update(url: str, folder: Path) -> N
     assert long["extra_fields"]["max_global_steps"] == 2
     turned_away = answer["turned_away"]
     assert (turned_away["token_ids"], turned_away["stop_reason"]) == ([], "aborted")
-    assert "min_p=0.1 is not supported: use top_p or top_k" in answer["refusal"]
+    assert "min_p=0.1 is not supported: use return_support" in answer["refusal"]
 
 
 def test_miles_updates_weights_and_resumes_aborted_rollouts(url: str, folder: Path) -> None:

@@ -26,8 +26,8 @@ from coppice.rollout_options import RolloutOptions
 from coppice.support import Support
 from coppice.wire.rollouts import WeightsConstraint
 
-# Values of GRPOConfig arguments that have no effect.
-_IGNORED_VALUES: dict[str, tuple[object, ...]] = {
+# GRPOConfig arguments that SupportReplay needs to be exact, and their values without effect.
+_NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     "min_p": (None, 0.0),
     "repetition_penalty": (1.0,),
 }
@@ -54,7 +54,7 @@ class RolloutFunc:
         rows = [_token_ids(prompt, trainer) for prompt in prompts]
         runs = [(row, len(list(same))) for row, same in groupby(rows)]
         options = {
-            **_sampling(trainer),
+            **self._sampling(trainer),
             **self._target_options,
             "return_support": self._return_support,
         }
@@ -70,6 +70,27 @@ class RolloutFunc:
             output["support"] = [sample.support for sample in samples]
             self.supports.replace(rows, samples)
         return output
+
+    def _sampling(self, trainer: Any) -> dict[str, Any]:
+        args = trainer.args
+        changed = {
+            name: value
+            for name, neutral in _NEUTRAL_VALUES.items()
+            if (value := getattr(args, name)) not in neutral
+        }
+        if changed and not (self._return_support and isinstance(trainer, SupportReplay)):
+            [(name, value), *_] = changed.items()
+            raise Unsupported(
+                f"{name}={value} is not supported without return_support=True and a trainer with "
+                "SupportReplay: TRL's logprobs are not those of the samples"
+            )
+        return {
+            "max_tokens": args.max_completion_length,
+            "temperature": args.temperature,
+            "top_p": args.top_p,
+            "top_k": args.top_k or 0,
+            **changed,
+        }
 
     def _publish(self, trainer: Any) -> None:
         """Publishes new weights from the main process and broadcasts the version to sample from.
@@ -124,14 +145,16 @@ class Supports:
 
 
 class SupportReplay:
-    """Mixin of TRL's GRPOTrainer that computes logprobs over the supports of the samples.
+    """Mixin of TRL's GRPOTrainer that computes logprobs of the distribution of the samples.
 
-    Put it before the trainer's class, and give the trainer a `rollout_func` with
-    `return_support=True`. Only text models are supported.
+    These are over the supports of the tokens, and with the repetition penalty of GRPOConfig. Put it
+    before the trainer's class, and give the trainer a `rollout_func` with `return_support=True`.
+    Only text models are supported.
     """
 
     rollout_func: RolloutFunc
     temperature: float
+    args: Any
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -163,8 +186,9 @@ class SupportReplay:
     ) -> tuple[Any, Any]:
         import torch
 
-        from coppice.train import sampled_logprobs
+        from coppice.train import LogitAdjustments, sampled_logprobs
 
+        adjustments = LogitAdjustments(repetition_penalty=self.args.repetition_penalty)
         logits = model(
             input_ids=input_ids, attention_mask=attention_mask, logits_to_keep=num_kept + 1
         ).logits[:, :-1]
@@ -177,6 +201,8 @@ class SupportReplay:
                     completion,
                     temperature=self.temperature,
                     support=self.rollout_func.supports.get(ids[mask].tolist()),
+                    adjustments=adjustments,
+                    prompt=ids[mask][: -len(completion)],
                 )
         if not with_entropy:
             return logprobs, None
@@ -205,18 +231,6 @@ def _token_ids(prompt: Any, trainer: Any) -> list[int]:
             **options,
         )
     )
-
-
-def _sampling(trainer: Any) -> dict[str, Any]:
-    for name, neutral in _IGNORED_VALUES.items():
-        if (value := getattr(trainer.args, name)) not in neutral:
-            raise Unsupported(f"{name}={value} is not supported: use top_p or top_k")
-    return {
-        "max_tokens": trainer.args.max_completion_length,
-        "temperature": trainer.args.temperature,
-        "top_p": trainer.args.top_p,
-        "top_k": trainer.args.top_k or 0,
-    }
 
 
 def _check_complete(group: Group) -> Group:

@@ -121,7 +121,13 @@ def replayed(folder: str, rollouts: Rollouts) -> dict[str, Any]:
     """Truncated samples, with the trainer's logprobs over their supports."""
     route = RecordedFunc(rollouts, return_support=True)
     # At temperature 1 nearly all supports are a single token, which has no gradient.
-    config = {"top_p": 0.9, "top_k": 20, "temperature": 2.0}
+    config = {
+        "top_p": 0.9,
+        "top_k": 20,
+        "min_p": 0.01,
+        "repetition_penalty": 1.2,
+        "temperature": 2.0,
+    }
     trainer = trained(folder, rollout_func=route, trainer_class=ReplayTrainer, config=config)
     ratios = [min(trainer.ratios), max(trainer.ratios), float(len(trainer.ratios))]
     return {**training_summary(rollouts, trainer), "token_ratios": ratios}

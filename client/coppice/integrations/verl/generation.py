@@ -1,7 +1,7 @@
 """verl's generation requests to one Coppice server: sampling parameters, submission, abort."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,11 +17,12 @@ from coppice.rollout_options import RolloutOptions
 from coppice.support import Support, joined_support
 from coppice.wire.support import SupportAnswer, rows_of
 
+_NO_PENALTIES = "reward repetition less, since verl's actor computes logprobs without penalties"
 _ALTERNATIVES = {
-    "repetition_penalty": "reward repetition less",
-    "presence_penalty": "reward repetition less",
-    "frequency_penalty": "reward repetition less",
-    "min_p": "use top_p or top_k",
+    "repetition_penalty": _NO_PENALTIES,
+    "presence_penalty": _NO_PENALTIES,
+    "frequency_penalty": _NO_PENALTIES,
+    "min_p": "use return_support, without which verl's logprobs are not those of the samples",
     "stop": "use stop_token_ids",
     "prompt_logprobs": "use max_tokens=1, as verl's teachers do",
 }
@@ -63,12 +64,16 @@ class LengthLimits:
 
 
 def options_of(
-    params: Mapping[str, Any], length_limits: LengthLimits, num_prompt_tokens: int
+    params: Mapping[str, Any],
+    length_limits: LengthLimits,
+    num_prompt_tokens: int,
+    *,
+    return_support: bool = False,
 ) -> RolloutOptions:
-    _refuse(params)
-    given: dict[str, Any] = {
-        name: params[name] for name in _PASSED_THROUGH if params.get(name) is not None
-    }
+    """Options of a rollout with verl's sampling parameters."""
+    names = (*_PASSED_THROUGH, "min_p") if return_support else _PASSED_THROUGH
+    _refuse(params, {*_SUPPORTED, *names})
+    given: dict[str, Any] = {name: params[name] for name in names if params.get(name) is not None}
     wanted = params.get("max_tokens", params.get("max_new_tokens"))
     options: RolloutOptions = {
         **given,  # type: ignore[typeddict-item]
@@ -78,9 +83,9 @@ def options_of(
     return options
 
 
-def _refuse(params: Mapping[str, Any]) -> None:
+def _refuse(params: Mapping[str, Any], supported: Collection[str]) -> None:
     for name, value in params.items():
-        if name in _SUPPORTED or value is None or value in _IGNORED_VALUES.get(name, ()):
+        if name in supported or value is None or value in _IGNORED_VALUES.get(name, ()):
             continue
         raise Unsupported(
             f"{name}={value!r} is not supported: {_ALTERNATIVES.get(name, 'omit it')}"
@@ -171,9 +176,10 @@ class Generation:
         num_top = params.get("prompt_logprobs")
         if num_top is not None and params.get("max_tokens") == 1:
             return await self.score(prompt, num_top)
-        options = options_of(params, self._length_limits, len(prompt))
+        with_support = self._return_support
+        options = options_of(params, self._length_limits, len(prompt), return_support=with_support)
         options["priority"] = priority
-        options["return_support"] = self._return_support
+        options["return_support"] = with_support
         if not await self._gate.admit():
             return GenerationOutput(token_ids=[], log_probs=None, stop_reason=ABORTED)
         pending = await self._submit(request_id, prompt, options)
