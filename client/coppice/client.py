@@ -8,10 +8,11 @@ import httpx
 
 from coppice.operations.adapters import AdapterOperations
 from coppice.operations.control import ControlOperations
+from coppice.operations.drafter import DrafterOperations
 from coppice.operations.rollouts import AsyncPending, RolloutOperations
 from coppice.operations.scoring import ScoreOperations
 from coppice.operations.sessions import AsyncSessions
-from coppice.operations.weights import DrafterOperations, WeightsOperations
+from coppice.operations.weights import WeightsOperations
 from coppice.prompts import PromptLike
 from coppice.rollout_options import RolloutOptions
 from coppice.transport.driver import Clock, Driver, RedirectingDriver
@@ -26,6 +27,7 @@ from coppice.transport.httpx_drivers import (
 )
 from coppice.transport.redirects import RedirectPolicy, parse_address
 from coppice.transport.retry import RequestSender, Retry
+from coppice.weights.local_upload import is_loopback
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -83,6 +85,7 @@ class Operations(
     ) -> None:
         self._sender = RequestSender(RedirectingDriver(driver, redirect_policy), clock, retry)
         self.sessions = AsyncSessions(self._sender, base_url)
+        self._is_loopback = is_loopback(base_url)
 
     async def aclose(self) -> None:
         """Closes the connections and drops the weights file kept as the base of the next delta."""

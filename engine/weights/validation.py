@@ -7,7 +7,10 @@ and other threads keep running. Each byte is read once, at more than a gigabyte 
 """
 
 import re
+from collections import deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import repeat
 from math import isfinite
 from pathlib import Path
 from typing import Any, Final
@@ -47,6 +50,7 @@ TARGET_MODULES: Final = frozenset(
 """Modules that may have adapters: the projections of attention and of a dense MLP."""
 EXPERTS_PATH: Final = ".experts."
 PREFIX: Final = "base_model.model."
+NUM_THREADS: Final = 2
 PLAIN_NAME: Final = re.compile(r"[\w.]+")
 LORA_SUFFIXES: Final = (".lora_A.weight", ".lora_B.weight")
 # With any other value the adapter is not plain LoRA.
@@ -75,8 +79,9 @@ def check_checkpoint(served: Checkpoint, candidate: Path, *, dtype: str = "float
     """
     index = _without_tied_head(served, read_checkpoint(candidate))
     check_same_tensors(served, index)
-    for tensor in sorted(index.tensors.values(), key=lambda t: (t.file, t.start)):
-        check_values(tensor, dtype)
+    ordered = sorted(index.tensors.values(), key=lambda t: (t.file, t.start))
+    with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="check-weights") as threads:
+        deque(threads.map(check_values, ordered, repeat(dtype)), 0)  # raises the first exception
     return index
 
 

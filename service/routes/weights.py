@@ -64,7 +64,10 @@ DELETE_RESPONSES = declare_responses(
 @router.get("", responses=declare_responses({200: JSON}, *ADMIN_ERRORS))
 @requires_role("admin")
 async def list_versions(server: ReadyServer) -> Response:
-    return json_response(server.replication.answer())
+    answer = server.replication.answer()
+    return json_response(
+        answer.model_copy(update={"local_directory": server.checkpoints.local_directory})
+    )
 
 
 @router.put("/{version}", responses=UPLOAD_RESPONSES)
@@ -109,7 +112,14 @@ async def upload_file(
 @requires_role("admin")
 async def stage(version: str, request: Request, server: ReadyServer) -> Response:
     body = await read_small_json(request, StageRequest)
-    staged = await server.stager.stage_path(label(version), body.path, sequence=body.sequence)
+    if body.local_file is not None:
+        max_bytes = server.settings.weights.max_upload_bytes
+        staged = await server.stager.stage_local(
+            label(version), body.local_file, sequence=body.sequence, max_bytes=max_bytes
+        )
+    else:
+        assert body.path is not None, "validated"
+        staged = await server.stager.stage_path(label(version), body.path, sequence=body.sequence)
     return json_response(staged.answer(), 201)
 
 

@@ -9,16 +9,19 @@ import base64
 import hashlib
 import os
 import re
+import secrets
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Self
 
 from pydantic_core import from_json
 
 from coppice.weights.delta import DeltaRefused, Lineage, apply_delta, lineage_of
+from coppice.wire.weights import LocalDirectory
 from engine.runtime.leftover_files import create_locked_dir
 from engine.weights.checkpoint import MAX_JSON_BYTES
 from service.http.errors import (
@@ -28,9 +31,10 @@ from service.http.errors import (
     PathRefused,
     WeightsRefused,
 )
+from service.weights.local_directory import LocalUploads
 
 _PREFIX = "weights-"
-WRITE_BYTES = 4 * 2**20
+WRITE_BYTES = 2**20
 SINGLE_FILE = "model.safetensors"
 DELTA = ".delta"
 """Name of the uploaded delta in a version's directory; sent to replicas with the base version."""
@@ -40,11 +44,17 @@ _DIGEST = re.compile(r"sha-256=:([A-Za-z0-9+/]{43}=):")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Upload:
-    """Complete uploaded file under a temporary name, to be passed to `keep` or `discard`."""
+class IncomingFile:
+    """Complete file under a temporary name, to be passed to `keep` or `discard`."""
 
     path: Path
     num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Upload(IncomingFile):
+    """Complete uploaded file; its digest was computed while it was received."""
+
     sha256: str
 
 
@@ -60,10 +70,12 @@ class CheckpointStore:
         self._sources = [source.resolve() for source in sources]
         self._root: Path | None = None
         self._lock: BinaryIO | None = None
+        self._local: LocalUploads | None = None
 
     def open(self) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
         self._root, self._lock = create_locked_dir(_PREFIX, self._directory)
+        self._local = LocalUploads(self._root)
 
     def close(self) -> None:
         folder, self._root = self._root, None
@@ -101,6 +113,18 @@ class CheckpointStore:
             raise
         return Upload(path=path, num_bytes=path.stat().st_size, sha256=digest.hex())
 
+    @property
+    def local_directory(self) -> LocalDirectory:
+        assert self._local is not None, "open first"
+        return self._local.directory
+
+    async def take_local(self, name: str, *, max_bytes: int) -> IncomingFile:
+        """Take over a file that a publisher on the same host has written."""
+        assert self._local is not None, "open first"
+        path = self.folder(f".incoming-{secrets.token_hex(8)}")
+        take = partial(self._local.take, name, path, max_bytes=max_bytes)
+        return IncomingFile(path=path, num_bytes=await asyncio.to_thread(take))
+
     async def lineage(self, delta: Upload) -> Lineage:
         try:
             return await asyncio.to_thread(lineage_of, delta.path)
@@ -130,13 +154,13 @@ class CheckpointStore:
             raise
         return Upload(path=path, num_bytes=path.stat().st_size, sha256=digest)
 
-    def keep(self, upload: Upload, label: str, name: str) -> Path:
+    def keep(self, upload: IncomingFile, label: str, name: str) -> Path:
         folder = self.folder(label)
         folder.mkdir(exist_ok=True)
         upload.path.rename(folder / name)
         return folder
 
-    def discard(self, upload: Upload) -> None:
+    def discard(self, upload: IncomingFile) -> None:
         upload.path.unlink(missing_ok=True)
 
     def delete(self, label: str) -> None:
@@ -167,21 +191,55 @@ def validate_file_name(name: str) -> str:
 
 
 async def _write(file: BinaryIO, chunks: AsyncIterator[bytes]) -> bytes:
-    """Write a stream to a file in a thread, `WRITE_BYTES` at a time; returns its SHA-256."""
-    sha256 = hashlib.sha256()
+    """Write a stream to a file, `WRITE_BYTES` at a time; returns its SHA-256.
 
-    def flush(block: bytes) -> None:
-        file.write(block)
-        sha256.update(block)
+    A block is written and hashed in two threads while the next one is received.
+    """
+    async with _HashingWriter(file) as writer:
+        block = bytearray()
+        async for chunk in chunks:
+            block += chunk
+            if len(block) >= WRITE_BYTES:
+                await writer.write(block)
+                block = bytearray()
+        await writer.write(block)
+        return await writer.digest()
 
-    block = bytearray()
-    async for chunk in chunks:
-        block += chunk
-        if len(block) >= WRITE_BYTES:
-            await asyncio.to_thread(flush, bytes(block))
-            block.clear()
-    await asyncio.to_thread(flush, bytes(block))
-    return sha256.digest()
+
+class _HashingWriter:
+    """Writes blocks to a file and hashes them, in two threads.
+
+    Leaving the context waits for the threads, even if the caller was cancelled.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._sha256 = hashlib.sha256()
+        self._steps: list[Callable[[bytearray], object]] = [file.write, self._sha256.update]
+        self._running = list[asyncio.Future[object]]()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._running:
+            await asyncio.wait(self._running)
+
+    async def write(self, block: bytearray) -> None:
+        """Start to write a block after the previous one; the caller must not change it."""
+        await self._finish()
+        loop = asyncio.get_running_loop()
+        self._running = [loop.run_in_executor(None, step, block) for step in self._steps]
+
+    async def digest(self) -> bytes:
+        await self._finish()
+        return self._sha256.digest()
+
+    async def _finish(self) -> None:
+        if self._running:
+            await asyncio.wait(self._running)
+        running, self._running = self._running, []
+        for step in running:
+            step.result()
 
 
 def _expected_digest(header: str | None) -> bytes | None:
@@ -217,6 +275,11 @@ def _named_shards(index: Path) -> set[str]:
     except (ValueError, KeyError, TypeError, AttributeError):
         return set()
     return named if all(isinstance(name, str) for name in named) else set()
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def num_bytes_of(path: Path) -> int:

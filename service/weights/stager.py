@@ -17,9 +17,11 @@ from service.weights.checkpoint_store import (
     INDEX,
     SINGLE_FILE,
     CheckpointStore,
+    IncomingFile,
     Upload,
     missing_files,
     num_bytes_of,
+    sha256_of,
 )
 from service.weights.replication.announcer import Announcer
 from service.weights.versions import Version, Versions
@@ -90,6 +92,8 @@ class WeightStager:
         changes are serialized.
         """
         self._check_sequence(label, sequence)
+        async with self._change_lock:
+            await self._compute_digest(base)
         self._get_base(base)
         delta = await self._checkpoints.receive(chunks, digest)
         try:
@@ -118,6 +122,51 @@ class WeightStager:
                     announced=announced,
                 )
             )
+
+    async def stage_local(
+        self, label: str, name: str, *, sequence: int | None, max_bytes: int
+    ) -> Version:
+        """Stage a file of a publisher on this host, which is moved to the checkpoint store."""
+        self._check_sequence(label, sequence)
+        file = await self._checkpoints.take_local(name, max_bytes=max_bytes)
+        try:
+            async with self._change_lock:
+                self._check_sequence(label, sequence)
+                if self._versions.find(label) is not None:
+                    raise VersionConflict("the version already exists")
+                return await self._add_local(label, file, sequence)
+        finally:
+            self._checkpoints.discard(file)
+
+    async def _add_local(self, label: str, file: IncomingFile, sequence: int | None) -> Version:
+        folder = self._checkpoints.keep(file, label, SINGLE_FILE)
+        self._on_received(file.num_bytes, file.num_bytes)
+        digests = {}
+        if self._announcer.publishes:
+            digests[SINGLE_FILE] = await asyncio.to_thread(sha256_of, folder / SINGLE_FILE)
+        return await self._validate_and_put(
+            Version(
+                label=label,
+                sequence=self._sequence(label, sequence),
+                state="incomplete",
+                path=folder,
+                num_bytes=file.num_bytes,
+                owned=True,
+                received_bytes=file.num_bytes,
+                digests=digests,
+            )
+        )
+
+    async def _compute_digest(self, label: str) -> None:
+        """Compute the digest of a version that was handed over on this host, if it has none yet.
+
+        Call it with the lock held. An activation may change the version's state meanwhile.
+        """
+        version = self._versions.find(label)
+        if version is None or not version.owned or version.digests:
+            return
+        digest = await asyncio.to_thread(sha256_of, version.path / SINGLE_FILE)
+        self._versions.put(replace(self._versions.get(label), digests={SINGLE_FILE: digest}))
 
     async def revalidate(self, version: Version) -> None:
         """Check a version again if its files were not uploaded, since they may have changed."""
@@ -191,6 +240,7 @@ class WeightStager:
         delta: Upload | None = None,
     ) -> tuple[Version, bool]:
         self._check_sequence(label, sequence)
+        await self._compute_digest(label)
         existing = self._versions.find(label)
         if existing is not None and existing.digests.get(name) == upload.sha256:
             return existing, False

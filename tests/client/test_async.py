@@ -2,7 +2,7 @@
 
 import asyncio
 import gc
-import tempfile
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -13,8 +13,8 @@ import pytest
 from coppice import AsyncRollouts, Record, Retry, Rollouts
 from coppice.transport.httpx_drivers import AsyncDriver
 from coppice.weights.safetensors_writer import sha256_of
-from tests.client.answers import LINES, VERSION
-from tests.client.app import App, Body, answering, streaming
+from tests.client.answers import LINES
+from tests.client.app import App, Body, streaming
 
 
 def client_of(app: App) -> AsyncRollouts:
@@ -83,20 +83,30 @@ async def test_event_loop_runs_while_weights_are_written(tmp_path: Path) -> None
     assert turns > 16
 
 
-async def test_cancelled_upload_leaves_no_file(tmp_path: Path) -> None:
-    usual, tempfile.tempdir = tempfile.tempdir, str(tmp_path)
-    try:
-        async with client_of(App(answering(VERSION))) as client:
-            state = {str(number): np.ones(2**20) for number in range(16)}
-            upload = asyncio.create_task(client.upload_weights("v7", state))
-            while not list(tmp_path.iterdir()):
-                await asyncio.sleep(0)
-            upload.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await upload
-            assert not list(tmp_path.iterdir())
-    finally:
-        tempfile.tempdir = usual
+class Stalling(httpx.AsyncBaseTransport):
+    """Reads one chunk of a request and never answers."""
+
+    def __init__(self) -> None:
+        self.has_chunk = asyncio.Event()
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        assert isinstance(request.stream, httpx.AsyncByteStream)
+        async for _ in request.stream:
+            self.has_chunk.set()
+            await asyncio.sleep(3600)
+        raise AssertionError("not reached")
+
+
+async def test_cancelled_upload_leaves_no_thread() -> None:
+    transport = Stalling()
+    async with AsyncRollouts("http://coppice.test", transport=transport) as client:
+        state = {str(number): np.ones(2**20) for number in range(16)}
+        upload = asyncio.create_task(client.upload_weights("v7", state))
+        await transport.has_chunk.wait()
+        upload.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await upload
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("sha256")]
 
 
 async def test_records_are_typed() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load, save_file
 
-from coppice import VersionAnswer, VersionsAnswer, WeightsRefused
+from coppice import BadAnswer, VersionAnswer, VersionsAnswer, WeightsRefused
 from tests.client.answers import ACTIVATION, VERSION
 from tests.client.app import App, answering, refusing
 from tests.client.checkpoints import sharded, single
@@ -43,11 +43,33 @@ def test_state_dict_is_sent_as_one_file(connect: Connect, scratch: Path) -> None
     app = App(answering(VERSION, 201))
     state = {"a": np.ones((2, 3), dtype=np.float16), "b": np.arange(3.0)}
     assert connect(app).upload_weights("v7", state, sequence=7) == VERSION
-    check_put(app.request, "/v1/weights/v7?sequence=7", app.request.content)
+    assert app.request.method == "PUT"
+    assert app.request.url.raw_path.decode() == "/v1/weights/v7?sequence=7"
+    assert app.request.headers["Content-Length"] == str(len(app.request.content))
+    assert "Content-Digest" not in app.request.headers
     sent = load(app.request.content)
     assert sent.keys() == state.keys()
     assert all(np.array_equal(sent[name], state[name]) for name in state)
     assert not list(scratch.iterdir())
+
+
+def test_state_dict_that_arrives_changed_is_deleted(connect: Connect) -> None:
+    wrong = VERSION.model_copy(update={"sha256": "0" * 64})
+    app = App(answering(wrong, 201), lambda request: httpx.Response(204))
+    with pytest.raises(BadAnswer):
+        connect(app).upload_weights("v7", {"w": np.ones(2)})
+    assert [request.method for request in app.requests] == ["PUT", "DELETE"]
+
+
+def test_state_dict_is_compared_with_the_digest_that_the_server_computed(
+    connect: Connect,
+) -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        received = {"sha256": hashlib.sha256(request.content).hexdigest()}
+        return httpx.Response(201, json=VERSION.model_copy(update=received).model_dump())
+
+    state = {"w": np.arange(3 * 2**18, dtype=np.float32), "b": np.ones(2)}
+    assert connect(App(answer)).upload_weights("v7", state).version == "v7"
 
 
 def test_torch_model_is_sent_without_its_tied_head(connect: Connect) -> None:

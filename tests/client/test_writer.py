@@ -9,8 +9,9 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
-from coppice.transport.driver import CHUNK_BYTES
-from coppice.weights.safetensors_writer import StateDict, Tensor, tensors_of, write_safetensors
+from coppice.transport.messages import CHUNK_BYTES
+from coppice.weights.image import write_safetensors
+from coppice.weights.safetensors_writer import StateDict, Tensor, tensors_of
 
 T = TypeVar("T")
 

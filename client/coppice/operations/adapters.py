@@ -9,7 +9,8 @@ from pydantic import TypeAdapter
 
 from coppice.transport.messages import HttpRequest, file_request, json_request
 from coppice.transport.retry import RequestSender
-from coppice.weights.safetensors_writer import tensors_from_files, write_safetensors
+from coppice.weights.image import write_safetensors
+from coppice.weights.safetensors_writer import tensors_from_files
 from coppice.wire.base import Label
 from coppice.wire.weights import AdapterAnswer, AdaptersAnswer, LoadAdapterRequest
 

@@ -1,18 +1,34 @@
-"""Client operations on weights (upload, stage, activate, list, delete) and the draft model."""
+"""Client operations on weights: upload, stage, activate, list and delete."""
 
 import logging
 import tempfile
 from collections.abc import Mapping
+from contextlib import closing
 from os import PathLike, fspath
 from pathlib import Path
 from urllib.parse import quote
 
 from pydantic import TypeAdapter
 
-from coppice.errors import BaseUnavailable
-from coppice.transport.messages import OCTET_STREAM, HttpRequest, file_request, json_request
+from coppice.errors import (
+    BadAnswer,
+    BaseUnavailable,
+    TransportError,
+    VersionConflict,
+    WeightsRefused,
+)
+from coppice.transport.messages import (
+    HttpRequest,
+    StreamedBody,
+    file_chunks,
+    file_request,
+    json_request,
+    upload_request,
+)
 from coppice.transport.retry import RequestSender
 from coppice.weights.delta_writer import BaseFile
+from coppice.weights.image import HashedChunks, SafetensorsImage
+from coppice.weights.local_upload import LocalFile, is_shared
 from coppice.weights.safetensors_index import checkpoint_files
 from coppice.weights.safetensors_writer import (
     StateDict,
@@ -20,14 +36,13 @@ from coppice.weights.safetensors_writer import (
     sha256_of,
     tensors_from_files,
     tensors_of,
-    write_safetensors,
 )
 from coppice.wire.base import Label
 from coppice.wire.weights import (
     ActivateRequest,
     ActivationAnswer,
     ActivationMode,
-    DrafterAnswer,
+    LocalDirectory,
     StageRequest,
     VersionAnswer,
     VersionsAnswer,
@@ -46,6 +61,8 @@ class WeightsOperations:
 
     _sender: RequestSender
     _base_file: BaseFile | None = None
+    _is_loopback: bool = False
+    _local_directory: LocalDirectory | None = None
 
     async def upload_weights(
         self,
@@ -58,21 +75,27 @@ class WeightsOperations:
     ) -> VersionAnswer:
         """Uploads weights: a state dict, a .safetensors file or a checkpoint directory.
 
-        A state dict is written to a temporary file first, one tensor at a time. With `delta` that
-        file is kept until the next upload or until the client is closed. The next upload then sends
-        only the changes, bit-exactly, or the full weights if the server no longer has the base.
+        A state dict is sent from the memory of its tensors, one tensor at a time, and must not
+        change meanwhile. To a server on the same host, one file is handed over in a directory that
+        both see.
+
+        With `delta` the weights are written to a temporary file, which is kept until the next
+        upload or until the client is closed. The next upload then sends only the changes,
+        bit-exactly, or the full weights if the server no longer has the base. A server on the same
+        host gets full weights, since nothing is sent.
         """
         address = _address(version)
+        image = _one_file(source)
+        if image is not None and self._is_loopback:
+            answer = await self._hand_over(address, image, sequence, timeout)
+            if answer is not None:
+                return answer
         if delta:
             return await self._upload_changes(version, source, sequence, timeout)
-        if not isinstance(source, Mapping):
-            return await self._upload_files(address, Path(source), sequence, timeout)
-        with tempfile.TemporaryDirectory(prefix="coppice-") as folder:
-            path = Path(folder) / "model.safetensors"
-            digest = await self._sender.driver.run_steps(
-                write_safetensors(path, tensors_of(source))
-            )
-            return await self._put(address, path, digest, sequence, timeout)
+        if isinstance(image, SafetensorsImage):
+            return await self._stream(address, image, sequence, timeout)
+        assert not isinstance(source, Mapping), "it has an image"
+        return await self._upload_files(address, Path(source), sequence, timeout)
 
     async def stage_weights(
         self,
@@ -141,6 +164,63 @@ class WeightsOperations:
         reply = await self._sender.send(HttpRequest(method="DELETE", path=_address(version)))
         reply.check()
 
+    async def _hand_over(
+        self,
+        address: str,
+        image: SafetensorsImage | Path,
+        sequence: int | None,
+        timeout: float | None,
+    ) -> VersionAnswer | None:
+        """Hands weights over in the server's local directory; returns None if it has none here.
+
+        Also None if the server does not take the file: it may be another replica, or the answer to
+        an earlier attempt was lost. An upload then has the right outcome.
+        """
+        if self._local_directory is None:
+            listed = (await self.weights()).local_directory
+            self._is_loopback = listed is not None and is_shared(listed)
+            self._local_directory = listed
+        if not self._is_loopback or self._local_directory is None:
+            return None
+        try:
+            return await self._stage_local(address, image, self._local_directory, sequence, timeout)
+        except (WeightsRefused, VersionConflict, TransportError, OSError) as error:
+            if isinstance(error, WeightsRefused) and error.code != "path_refused":
+                raise
+            log.info("the weights are uploaded, because they were not handed over: %s", error)
+            self._local_directory = None
+            return None
+
+    async def _stage_local(
+        self,
+        address: str,
+        image: SafetensorsImage | Path,
+        directory: LocalDirectory,
+        sequence: int | None,
+        timeout: float | None,
+    ) -> VersionAnswer:
+        with closing(LocalFile(directory)) as file:
+            chunks = file_chunks(image) if isinstance(image, Path) else image.chunks()
+            await self._sender.driver.run_steps(file.write(chunks))
+            request = StageRequest(local_file=file.name, sequence=sequence)
+            call = json_request("POST", address, request, read_timeout=timeout)
+            return (await self._sender.send(call)).read(VersionAnswer)
+
+    async def _stream(
+        self, address: str, image: SafetensorsImage, sequence: int | None, timeout: float | None
+    ) -> VersionAnswer:
+        """Uploads weights that are hashed while they are sent, and compares the server's digest."""
+        hashed = HashedChunks()
+        body = StreamedBody(num_bytes=image.num_bytes, chunks=lambda: hashed.of(image.chunks()))
+        call = upload_request(
+            address, body, None, params=_params(sequence, None), read_timeout=timeout
+        )
+        answer = (await self._sender.send(call)).read(VersionAnswer)
+        if answer.sha256 is not None and answer.sha256 != hashed.digest.hex():
+            await self._sender.send_best_effort(HttpRequest(method="DELETE", path=address))
+            raise BadAnswer("the server received other bytes than were sent")
+        return answer
+
     async def _upload_changes(
         self,
         version: str,
@@ -198,10 +278,22 @@ class WeightsOperations:
         timeout: float | None,
         base: str | None = None,
     ) -> VersionAnswer:
-        params = {"sequence": None if sequence is None else str(sequence), "base": base}
-        given = {name: value for name, value in params.items() if value is not None}
-        call = file_request(address, path, digest, params=given, read_timeout=timeout)
+        params = _params(sequence, base)
+        call = file_request(address, path, digest, params=params, read_timeout=timeout)
         return (await self._sender.send(call)).read(VersionAnswer)
+
+
+def _params(sequence: int | None, base: str | None) -> dict[str, str]:
+    params = {"sequence": None if sequence is None else str(sequence), "base": base}
+    return {name: value for name, value in params.items() if value is not None}
+
+
+def _one_file(source: StateDict | str | PathLike[str]) -> SafetensorsImage | Path | None:
+    """Weights as one file: an image of a state dict, or a path; None for a sharded checkpoint."""
+    if isinstance(source, Mapping):
+        return SafetensorsImage(tensors_of(source))
+    checkpoint = checkpoint_files(Path(source))
+    return None if checkpoint.sharded else checkpoint.files[0]
 
 
 def _tensors(source: StateDict | str | PathLike[str]) -> list[Tensor]:
@@ -213,37 +305,3 @@ def _tensors(source: StateDict | str | PathLike[str]) -> list[Tensor]:
 
 def _address(version: str) -> str:
     return f"/v1/weights/{_LABEL.validate_python(version)}"
-
-
-class DrafterOperations:
-    """Client operations on the draft model; they raise NotFound if the server uses none."""
-
-    _sender: RequestSender
-
-    async def drafter(self) -> DrafterAnswer:
-        """Returns the version, acceptance rates and training state of the draft model."""
-        return await self._sender.get("/v1/drafter", DrafterAnswer)
-
-    async def download_drafter(self, path: str | PathLike[str]) -> str:
-        """Writes the draft model in use to a .safetensors file and returns its version."""
-        call = HttpRequest(
-            method="GET", path="/v1/drafter", headers={"Accept": OCTET_STREAM}, is_idempotent=True
-        )
-        reply = await self._sender.send(call)
-        Path(path).write_bytes(reply.body)
-        return reply.headers["coppice-drafter-version"]
-
-    async def upload_drafter(
-        self, version: str, path: str | PathLike[str], *, timeout: float | None = None
-    ) -> DrafterAnswer:
-        """Uploads a draft model as a .safetensors file.
-
-        The server promotes it if a trial shows that it does no worse than the draft model in use.
-        The trial needs traffic; `drafter` reports the outcome. The call is not retried after a lost
-        connection: a version that exists raises VersionConflict.
-        """
-        source = Path(path)
-        digest = await self._sender.driver.run_steps(sha256_of(source))
-        address = f"/v1/drafter/{_LABEL.validate_python(version)}"
-        call = file_request(address, source, digest, read_timeout=timeout, is_idempotent=False)
-        return (await self._sender.send(call)).read(DrafterAnswer)

@@ -15,8 +15,6 @@ from coppice.transport.messages import HttpRequest, HttpResponse
 from coppice.transport.redirects import MAX_REDIRECTS, RedirectPolicy
 
 T = TypeVar("T")
-CHUNK_BYTES = 4 * 2**20
-"""Bytes read, hashed, written or sent per step; cancellation takes effect between two steps."""
 
 
 class Clock(Protocol):

@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 import httpx
 
 from coppice.errors import BadAnswer, ConnectionFailed, StreamBroken, TimedOut
-from coppice.transport.driver import CHUNK_BYTES
-from coppice.transport.messages import FileBody, HttpRequest, HttpResponse
+from coppice.transport.messages import Chunk, HttpRequest, HttpResponse, StreamedBody
 from coppice.transport.redirects import parse_address
 
 # A trainer may wait for any number of rollouts at once, so the pool has no connection limit. Idle
@@ -38,7 +37,7 @@ def to_httpx_request(
     client: httpx.Client | httpx.AsyncClient, call: HttpRequest, content: Any
 ) -> httpx.Request:
     headers = {"Accept": "application/json", **call.headers}
-    if isinstance(call.body, FileBody):
+    if isinstance(call.body, StreamedBody):
         # With a length httpx does not use chunked encoding, and the server can reject it early.
         headers["Content-Length"] = str(call.body.num_bytes)
     return client.build_request(
@@ -172,17 +171,17 @@ async def _off_loop(function: Callable[[], T]) -> T:
 @asynccontextmanager
 async def _async_content(
     call: HttpRequest,
-) -> AsyncIterator[bytes | AsyncGenerator[bytes, None] | None]:
-    if not isinstance(call.body, FileBody):
+) -> AsyncIterator[bytes | AsyncGenerator[Chunk, None] | None]:
+    if not isinstance(call.body, StreamedBody):
         yield call.body
         return
     async with aclosing(_async_chunks(call.body)) as chunks:
         yield chunks
 
 
-async def _async_chunks(body: FileBody) -> AsyncGenerator[bytes, None]:
-    with body.path.open("rb") as file:
-        while chunk := await _off_loop(lambda: file.read(CHUNK_BYTES)):
+async def _async_chunks(body: StreamedBody) -> AsyncGenerator[Chunk, None]:
+    with closing(body.chunks()) as chunks:
+        while (chunk := await _off_loop(lambda: next(chunks, None))) is not None:
             yield chunk
 
 
@@ -270,15 +269,9 @@ async def _close(items: AsyncGenerator[T, None]) -> None:
 
 
 @contextmanager
-def _content(call: HttpRequest) -> Iterator[bytes | Generator[bytes, None, None] | None]:
-    if not isinstance(call.body, FileBody):
+def _content(call: HttpRequest) -> Iterator[bytes | Generator[Chunk, None, None] | None]:
+    if not isinstance(call.body, StreamedBody):
         yield call.body
         return
-    with closing(_chunks(call.body)) as chunks:
+    with closing(call.body.chunks()) as chunks:
         yield chunks
-
-
-def _chunks(body: FileBody) -> Generator[bytes, None, None]:
-    with body.path.open("rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            yield chunk

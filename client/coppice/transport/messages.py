@@ -1,8 +1,9 @@
 """HTTP requests and responses, independent of the HTTP library."""
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -14,15 +15,23 @@ from coppice.wire.problem_catalogue import Problem
 A = TypeVar("A", bound=BaseModel)
 
 OCTET_STREAM = "application/octet-stream"
+CHUNK_BYTES = 2**20
+"""Bytes read, hashed, written or sent per step; cancellation takes effect between two steps."""
 _GATEWAY_STATUSES = (502, 503, 504)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileBody:
-    """HTTP request body that is read from a file, for bodies too large for memory."""
+Chunk = bytes | memoryview
 
-    path: Path
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamedBody:
+    """HTTP request body that is produced in chunks, for bodies too large for memory.
+
+    `chunks` is called once per attempt to send the body.
+    """
+
     num_bytes: int
+    chunks: Callable[[], Generator[Chunk, None, None]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +44,7 @@ class HttpRequest:
     """Base URL after a redirect; None means the client's own."""
     params: Mapping[str, str] = field(default_factory=dict)
     headers: Mapping[str, str] = field(default_factory=dict)
-    body: bytes | FileBody | None = None
+    body: bytes | StreamedBody | None = None
     read_timeout: float | Literal["usual"] | None = "usual"
     """Longest silence of the server in seconds; None means no limit."""
     server_wait_seconds: float = 0.0
@@ -73,16 +82,42 @@ def file_request(
     is_idempotent: bool = True,
 ) -> HttpRequest:
     """Builds a PUT request that uploads a file with the file's SHA-256."""
+    body = StreamedBody(num_bytes=file.stat().st_size, chunks=partial(file_chunks, file))
+    return upload_request(
+        path,
+        body,
+        digest,
+        params=params,
+        read_timeout=read_timeout,
+        is_idempotent=is_idempotent,
+    )
+
+
+def file_chunks(file: Path) -> Generator[Chunk, None, None]:
+    with file.open("rb") as stream:
+        while chunk := stream.read(CHUNK_BYTES):
+            yield chunk
+
+
+def upload_request(
+    path: str,
+    body: StreamedBody,
+    digest: bytes | None,
+    *,
+    params: Mapping[str, str] | None = None,
+    read_timeout: float | None = None,
+    is_idempotent: bool = True,
+) -> HttpRequest:
+    """Builds a PUT request of a streamed body, with its SHA-256 if that is known already."""
+    headers = {"Content-Type": OCTET_STREAM}
+    if digest is not None:  # RFC 9530
+        headers["Content-Digest"] = f"sha-256=:{base64.b64encode(digest).decode()}:"
     return HttpRequest(
         method="PUT",
         path=path,
         params=params or {},
-        headers={
-            "Content-Type": OCTET_STREAM,
-            # RFC 9530
-            "Content-Digest": f"sha-256=:{base64.b64encode(digest).decode()}:",
-        },
-        body=FileBody(path=file, num_bytes=file.stat().st_size),
+        headers=headers,
+        body=body,
         read_timeout=read_timeout,
         is_idempotent=is_idempotent,
     )

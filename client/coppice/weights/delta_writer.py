@@ -22,6 +22,7 @@ from coppice.weights.delta import (
     encode_block,
     map_in_order,
 )
+from coppice.weights.image import write_safetensors
 from coppice.weights.safetensors_index import (
     ByteSpan,
     SafetensorsFile,
@@ -30,7 +31,7 @@ from coppice.weights.safetensors_index import (
     read_exactly,
     read_safetensors_index,
 )
-from coppice.weights.safetensors_writer import Tensor, write_safetensors
+from coppice.weights.safetensors_writer import Tensor
 
 MAX_DELTA_RATIO = 0.9
 """Largest size of a difference relative to its tensor; coding costs time on both sides."""

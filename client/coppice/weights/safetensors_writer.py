@@ -1,18 +1,18 @@
-"""Writer of safetensors files from numpy or torch state dicts.
+"""Tensors of numpy or torch state dicts, and the header of a safetensors file that has them.
 
 torch is never imported: a caller with torch tensors has already imported it. numpy lacks bfloat16
 and the 8-bit floats, so torch tensors are read as bytes.
 
-Files are written with one tensor in memory at a time; the library's own serializer needs all of
-them at once. File format: eight bytes with the length of the header, a JSON header, then the
-tensors' bytes without gaps.
+The bytes of one tensor are loaded at a time; the library's own serializer needs all of them at
+once. File format: eight bytes with the length of the header, a JSON header, then the tensors' bytes
+without gaps.
 """
 
 import hashlib
 import json
 import math
 import sys
-from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coppice.transport.driver import CHUNK_BYTES
+from coppice.transport.messages import CHUNK_BYTES
 from coppice.weights.safetensors_index import (
     ByteSpan,
     TensorEntry,
@@ -166,30 +166,8 @@ def _code(name: str, dtype: str) -> str:
     return _CODES[dtype]
 
 
-def write_safetensors(
-    path: Path, tensors: Iterable[Tensor], metadata: Mapping[str, str] = FROM_TORCH
-) -> Generator[None, None, bytes]:
-    """Writes a safetensors file, one chunk per generator step; returns the file's SHA-256."""
-    # Widest dtype first, as in the library: readers map the file and need aligned elements.
-    ordered = sorted(tensors, key=lambda tensor: -tensor.item_bytes)
-    digest = hashlib.sha256()
-    with path.open("wb") as file:
-        for chunk in _chunks(ordered, metadata):
-            digest.update(chunk)
-            file.write(chunk)
-            yield
-    return digest.digest()
-
-
-def _chunks(tensors: list[Tensor], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
-    yield _header(tensors, metadata)
-    for tensor in tensors:
-        data = tensor.load().data
-        for start in range(0, tensor.num_bytes, CHUNK_BYTES):
-            yield data[start : start + CHUNK_BYTES]
-
-
-def _header(tensors: list[Tensor], metadata: Mapping[str, str]) -> bytes:
+def safetensors_header(tensors: Iterable[Tensor], metadata: Mapping[str, str]) -> bytes:
+    """Bytes of a safetensors file before its first tensor; the tensors follow in this order."""
     entries: dict[str, object] = {"__metadata__": dict(metadata)}
     offset = 0
     for tensor in tensors:

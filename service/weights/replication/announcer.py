@@ -41,6 +41,11 @@ class Announcer:
         self._synced_at = 0
         cluster.view_listeners.append(self._on_view)
 
+    @property
+    def publishes(self) -> bool:
+        """True if versions are published in a cluster registry, with the digests of their files."""
+        return not self._cluster.is_standalone
+
     async def announce(self, version: Version) -> bool:
         """Publish a version in the cluster registry; returns False if that is unavailable.
 

@@ -10,7 +10,8 @@ from typing import Any, Self
 
 from coppice.client import AsyncRollouts
 from coppice.integrations.version_labels import VersionLabels
-from coppice.weights.safetensors_writer import tensors_of, write_safetensors
+from coppice.weights.image import write_safetensors
+from coppice.weights.safetensors_writer import tensors_of
 
 MERGE_ADAPTER = (
     "adapters are not sent separately: set actor_rollout_ref.model.lora.merge=True, which sends the"

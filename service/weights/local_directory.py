@@ -1,0 +1,103 @@
+"""Directory in which publishers on the same host hand weights files over.
+
+A file is moved to the checkpoint store, without a copy. Before it is used, the server makes sure
+that nobody can change it any more: it must be a regular file of the server's user, with one link,
+and no process may have it open for writing. The kernel grants a read lease only on such a file.
+After the move its name is in a directory that only this user can read.
+"""
+
+import fcntl
+import os
+import secrets
+import signal
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from coppice.weights.local_upload import TOKEN_FILE
+from coppice.wire.weights import LocalDirectory
+from service.http.errors import BodyTooLarge, PathRefused
+
+ABANDONED_SECONDS = 60.0
+"""Age after which a file that no process writes, and that nobody has published, is deleted."""
+
+
+class LocalUploads:
+    """Files that publishers write in a private directory below `root`; blocking methods."""
+
+    def __init__(self, root: Path, *, clock: Callable[[], float] = time.time) -> None:
+        self._path = Path(tempfile.mkdtemp(prefix="local-", dir=root))  # mode 0700
+        self._token = secrets.token_hex(16)
+        self._clock = clock
+        (self._path / TOKEN_FILE).write_text(self._token)
+
+    @property
+    def directory(self) -> LocalDirectory:
+        return LocalDirectory(path=str(self._path.absolute()), token=self._token)
+
+    def take(self, name: str, target: Path, *, max_bytes: int) -> int:
+        """Move a complete file to `target` and seal it; returns its size.
+
+        Raises PathRefused unless it can no longer be changed by anybody.
+        """
+        self._delete_abandoned()
+        try:
+            if not stat.S_ISREG((self._path / name).lstat().st_mode):
+                raise PathRefused("the local file is not a regular file")
+            (self._path / name).rename(target)
+        except OSError as error:
+            raise PathRefused("no such file in the local directory") from error
+        try:
+            return _seal(target, max_bytes)
+        except BaseException:
+            target.unlink()
+            raise
+
+    def _delete_abandoned(self) -> None:
+        """Delete files of publishers that ended while they wrote."""
+        for path in self._path.glob("*.safetensors"):
+            with suppress(OSError, PathRefused):
+                if path.lstat().st_mtime < self._clock() - ABANDONED_SECONDS:
+                    with _open(path) as file:
+                        _check_no_writer(file)
+                    path.unlink()
+
+
+def _seal(path: Path, max_bytes: int) -> int:
+    with _open(path) as file:
+        status = os.fstat(file)
+        if status.st_uid != os.geteuid() or status.st_nlink != 1:
+            raise PathRefused("the local file belongs to another user or has several links")
+        if status.st_size > max_bytes:
+            raise BodyTooLarge(f"the file exceeds the limit of {max_bytes} bytes")
+        os.fchmod(file, 0o400)
+        _check_no_writer(file)
+    return status.st_size
+
+
+@contextmanager
+def _open(path: Path) -> Iterator[int]:
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise PathRefused("the local file cannot be read") from error
+    try:
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            raise PathRefused("the local file is not a regular file")
+        yield file
+    finally:
+        os.close(file)
+
+
+def _check_no_writer(file: int) -> None:
+    """Raise PathRefused if a process has the file open, or mapped, for writing."""
+    try:
+        # The signal of a lease that is broken; the default one, SIGIO, would end the process.
+        fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)
+        fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+        fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    except OSError as error:
+        raise PathRefused("the local file is open for writing, or cannot be leased") from error

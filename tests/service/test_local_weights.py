@@ -1,0 +1,151 @@
+"""Weights that a publisher on the server's host hands over in the local directory."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from coppice import AsyncRollouts, WeightsRefused
+from service.http.errors import PathRefused
+from service.weights.local_directory import ABANDONED_SECONDS, LocalUploads
+from tests.fake_engine import FakeEngine
+from tests.serving import Served, serving
+
+WEIGHT = np.arange(2**18, dtype=np.float32)
+STATE = {"w": WEIGHT, "b": np.ones(3)}
+
+
+def client_of(served: Served) -> AsyncRollouts:
+    return AsyncRollouts(served.url)
+
+
+async def directory_of(served: Served) -> Path:
+    listed = (await served.http.get("/v1/weights")).json()["local_directory"]
+    return Path(listed["path"])
+
+
+async def stage(served: Served, name: str, version: str = "v1") -> Any:
+    return await served.http.post(f"/v1/weights/{version}", json={"local_file": name})
+
+
+async def test_publisher_on_the_same_host_sends_no_bytes(tmp_path: Path) -> None:
+    sent: list[tuple[str, int]] = []
+
+    async def note(request: httpx.Request) -> None:
+        sent.append((request.method, int(request.headers.get("content-length", 0))))
+
+    engine = FakeEngine()
+    async with serving(engine, tmp_path) as served, client_of(served) as client:
+        client._sender.driver._driver._client.event_hooks = {"request": [note]}  # type: ignore
+        answer = await client.publish_weights("v1", STATE)
+        assert answer.version == "v1"
+        assert [method for method, _ in sent] == ["GET", "POST", "POST"]
+        assert max(num_bytes for _, num_bytes in sent) < 200
+        assert (engine.loaded[0] / "model.safetensors").stat().st_size > WEIGHT.nbytes
+        assert not list((await directory_of(served)).glob("*.safetensors"))
+
+
+async def test_file_in_the_store_is_sealed(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    async with serving(engine, tmp_path) as served, client_of(served) as client:
+        await client.publish_weights("v1", STATE)
+        status = (engine.loaded[0] / "model.safetensors").stat()
+        assert (status.st_mode & 0o777, status.st_nlink) == (0o400, 1)
+
+
+async def test_repeated_upload_of_weights_that_were_handed_over_is_accepted(
+    tmp_path: Path,
+) -> None:
+    async with serving(FakeEngine(), tmp_path) as served, client_of(served) as client:
+        assert (await client.upload_weights("v1", STATE)).sha256 is None
+        again = await client.upload_weights("v1", STATE)
+        assert (again.version, again.state) == ("v1", "staged")
+        assert again.sha256 is not None
+        conflict = await served.http.put("/v1/weights/v1", content=b"other")
+        assert conflict.status_code == 409
+
+
+async def test_handed_over_weights_are_a_base_of_deltas(tmp_path: Path) -> None:
+    async with serving(FakeEngine(), tmp_path) as served, client_of(served) as client:
+        await client.upload_weights("v1", STATE)
+        remote = client_of(served)
+        remote._is_loopback = False
+        async with remote:
+            await remote.upload_weights("v0-again", STATE, delta=True)
+            assert remote._base_file is not None
+            remote._base_file.version = "v1"  # the same content
+            changed = STATE | {"w": WEIGHT + 1}
+            answer = await remote.upload_weights("v2", changed, delta=True)
+            assert answer.base == "v1"
+
+
+async def test_refused_weights_are_reported_and_deleted(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    engine.refused_weights["v1"] = "w holds NaN"
+    async with serving(engine, tmp_path) as served, client_of(served) as client:
+        with pytest.raises(WeightsRefused, match="NaN"):
+            await client.upload_weights("v1", STATE)
+        assert not served.server.checkpoints.folder("v1").exists()
+        assert not list((await directory_of(served)).glob("*.safetensors"))
+
+
+async def test_client_uploads_if_the_server_does_not_take_the_file(tmp_path: Path) -> None:
+    async with serving(FakeEngine(), tmp_path) as served, client_of(served) as client:
+        await client.upload_weights("v1", STATE)
+        for path in (await directory_of(served)).iterdir():
+            path.unlink()
+        (await directory_of(served)).rmdir()
+        answer = await client.upload_weights("v2", STATE)
+        assert (answer.state, answer.received_bytes) == ("staged", answer.num_bytes)
+
+
+async def test_directory_with_another_token_is_not_used(tmp_path: Path) -> None:
+    async with serving(FakeEngine(), tmp_path) as served, client_of(served) as client:
+        (await directory_of(served) / ".token").write_text("another")
+        assert (await client.upload_weights("v1", STATE)).sha256 is not None
+
+
+async def test_only_names_of_closed_private_files_are_accepted(tmp_path: Path) -> None:
+    async with serving(FakeEngine(), tmp_path) as served:
+        local, outside = await directory_of(served), tmp_path / "secret.safetensors"
+        outside.write_bytes(b"secret")
+        (local / "link.safetensors").symlink_to(outside)
+        (local / "hard.safetensors").hardlink_to(outside)
+        os.mkfifo(local / "fifo.safetensors")
+        (local / "folder.safetensors").mkdir()
+        with (local / "open.safetensors").open("wb"):
+            for name in ("link", "hard", "fifo", "folder", "open", "missing"):
+                refused = await stage(served, f"{name}.safetensors")
+                assert (refused.status_code, refused.json()["code"]) == (422, "path_refused"), name
+                assert str(tmp_path) not in refused.text
+        for name in ("../secret.safetensors", ".token", "a/b.safetensors", ""):
+            assert (await stage(served, name)).status_code == 422, name
+        for body in ({}, {"path": "/x", "local_file": "a.safetensors"}):
+            assert (await served.http.post("/v1/weights/v1", json=body)).status_code == 422
+        assert outside.read_bytes() == b"secret"
+        assert len((await served.http.get("/v1/weights")).json()["versions"]) == 1
+
+
+async def test_file_beyond_the_size_limit_is_refused_and_deleted(tmp_path: Path) -> None:
+    weights = {"max_upload_bytes": 8}
+    async with serving(FakeEngine(), tmp_path, weights=weights) as served:
+        local = await directory_of(served)
+        (local / "large.safetensors").write_bytes(bytes(9))
+        assert (await stage(served, "large.safetensors")).status_code == 413
+        assert not (local / "large.safetensors").exists()
+        assert not list(local.parent.glob(".incoming-*"))
+
+
+def test_files_of_publishers_that_ended_are_deleted(tmp_path: Path) -> None:
+    now = 0.0
+    uploads = LocalUploads(tmp_path, clock=lambda: now)
+    local = Path(uploads.directory.path)
+    (local / "abandoned.safetensors").write_bytes(b"part")
+    with (local / "written.safetensors").open("wb"):
+        now = (local / "written.safetensors").stat().st_mtime + ABANDONED_SECONDS + 1
+        with pytest.raises(PathRefused):
+            uploads.take("missing.safetensors", tmp_path / "taken", max_bytes=1)
+        assert [path.name for path in local.glob("*.safetensors")] == ["written.safetensors"]
