@@ -4,6 +4,7 @@
 # A NAME with requirements/NAME/package-lock.json is installed with npm.
 #   clients   third-party clients that tests use
 #   verl      verl and Ray, which `make soak` uses
+#   verifiers verifiers, which `make soak` uses
 #   miles     miles, which `make soak` uses
 #   agent_sdk Claude's agent SDK, which `make soak` uses
 #   codex_cli OpenAI's Codex CLI, which `make soak` uses

@@ -5,6 +5,7 @@ python -m tests.compat.record       writes the table of docs/migrate/index.md
 
 import datetime
 import importlib.metadata
+import json
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "migrate" / "index.md"
 BEGIN = "<!-- tested: written by python -m tests.compat.record -->"
 END = "<!-- end -->"
+ENVIRONMENTS = ("clients", "verl", "miles", "agent_sdk")
 HEAD = "| client | version | tested | by |\n|---|---|---|---|\n"
 
 
@@ -26,14 +28,42 @@ class Client:
 
     @property
     def version(self) -> str:
-        """The installed version, searched beside .venv first."""
-        beside = [str(ROOT / name) for name in (".clients", ".verl", ".miles", ".agent_sdk")]
-        found = importlib.metadata.distributions(path=[*beside, *sys.path])
+        """The installed version. `@` begins the name of an npm package.
+
+        Searched beside .venv first; in .verifiers last, which has other versions of some clients.
+        """
+        if self.name.startswith("@"):
+            package = ROOT / ".codex_cli" / "node_modules" / self.name / "package.json"
+            return str(json.loads(package.read_text())["version"])
+        beside = [str(ROOT / f".{name}") for name in ENVIRONMENTS]
+        paths = [*beside, *sys.path, str(ROOT / ".verifiers")]
+        found = importlib.metadata.distributions(path=paths)
         return next(part.version for part in found if part.name == self.name)
 
 
+SESSIONS = "tests/service/sessions"
 CLIENTS = (
-    Client(name="anthropic", tests=("tests/compat/test_anthropic_client.py",)),
+    Client(
+        name="@openai/codex",
+        tests=(f"{SESSIONS}/with_agent_programs.py::test_codex_runs_commands",),
+    ),
+    Client(
+        name="anthropic",
+        tests=(
+            "tests/compat/test_anthropic_client.py",
+            f"{SESSIONS}/test_harnesses.py::test_anthropic_tool_runner",
+        ),
+    ),
+    Client(
+        name="claude-agent-sdk",
+        tests=(
+            f"{SESSIONS}/with_agent_programs.py::test_claude_code_calls_tools",
+            f"{SESSIONS}/with_agent_programs.py::test_claude_code_runs_sub_agents",
+        ),
+    ),
+    Client(name="langchain-openai", tests=(f"{SESSIONS}/test_harnesses.py::test_langgraph",)),
+    Client(name="langgraph", tests=(f"{SESSIONS}/test_harnesses.py::test_langgraph",)),
+    Client(name="mcp", tests=(f"{SESSIONS}/test_harnesses.py::test_tool_loop_over_mcp",)),
     Client(
         name="miles-rl",
         tests=(
@@ -49,11 +79,19 @@ CLIENTS = (
         ),
     ),
     Client(
+        name="openai-agents",
+        tests=(
+            f"{SESSIONS}/test_harnesses.py::test_openai_agents",
+            f"{SESSIONS}/test_delegating_harnesses.py::test_openai_agents_over_responses",
+        ),
+    ),
+    Client(
         name="renderers",
         tests=(
             "tests/compat/test_clients.py::test_renderers_samples_two_turns_without_retokenizing",
         ),
     ),
+    Client(name="rllm-model-gateway", tests=(f"{SESSIONS}/test_harnesses.py::test_rllm_gateway",)),
     Client(
         name="trl",
         tests=(
@@ -65,6 +103,7 @@ CLIENTS = (
             "tests/examples/test_trainers.py::test_trl_trains_and_every_step_is_served",
         ),
     ),
+    Client(name="verifiers", tests=(f"{SESSIONS}/with_agent_programs.py::test_verifiers",)),
     Client(
         name="verl",
         tests=(

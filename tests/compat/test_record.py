@@ -1,5 +1,6 @@
 """The table of docs/migrate/index.md has the pinned versions, and names existing tests."""
 
+import json
 import re
 from pathlib import Path
 
@@ -7,11 +8,15 @@ import pytest
 
 from tests.compat.record import CLIENTS, PAGE, ROOT, named, written
 
-PINS = ("clients", "cpu", "miles", "verl")
+PINS = ("agent_sdk", "clients", "cpu", "miles", "verl")
 
 
 def pinned(name: str) -> str:
-    texts = [(ROOT / "requirements" / f"{file}.txt").read_text() for file in PINS]
+    if name.startswith("@"):
+        lock = json.loads((ROOT / "requirements" / "codex_cli" / "package-lock.json").read_text())
+        return str(lock["packages"][f"node_modules/{name}"]["version"])
+    files = ("verifiers",) if name == "verifiers" else PINS
+    texts = [(ROOT / "requirements" / f"{file}.txt").read_text() for file in files]
     [version] = {found[1] for t in texts for found in re.finditer(rf"(?m)^{name}==(\S+)", t)}
     return version
 

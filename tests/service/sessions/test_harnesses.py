@@ -130,3 +130,21 @@ async def test_rllm_gateway(tmp_path: Path, family: FamilyEngine) -> None:
             assert trace["logprobs"] == pytest.approx(call.logprobs)
         for each in found:
             await each.check()
+
+
+async def test_langgraph(tmp_path: Path, family: FamilyEngine) -> None:
+    install("clients")
+    scenarios = ("chat", "chat_streamed", "responses", "responses_streamed")
+    async with harnesses(tmp_path, family, by_results, n=len(scenarios)) as found:
+        arguments = [
+            f"{name},{each.agent.url}/v1,{each.agent.key}"
+            for name, each in zip(scenarios, found, strict=True)
+        ]
+        printed = await asyncio.to_thread(
+            run_client_program, ["clients"], "langgraph_loop", *arguments
+        )
+        assert {name: printed[name].strip() for name in printed} == dict.fromkeys(
+            scenarios, "It is 14."
+        )
+        for each in found:
+            await each.check()

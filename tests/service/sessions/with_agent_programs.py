@@ -1,10 +1,11 @@
-"""Agents that are programs of hundreds of megabytes: run by `make soak`, not by `make test`.
+"""Agents that are large programs or start many processes: run by `make soak`, not by `make test`.
 
 python -m pytest tests/service/sessions/with_agent_programs.py
 """
 
 import asyncio
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from tests.service.sessions.harness import (
     by_results,
     called,
     harness,
+    harnesses,
     thought,
 )
 from tests.service.sessions.template_families import FAMILIES, FamilyEngine, make_engine
@@ -28,7 +30,7 @@ SUB_AGENT = "You add two numbers."
 
 @pytest.fixture(scope="module", autouse=True)
 def installed() -> None:
-    install("agent_sdk", "codex_cli")
+    install("agent_sdk", "codex_cli", "verifiers")
 
 
 @pytest.fixture(scope="module")
@@ -88,11 +90,13 @@ async def run_codex(found: Harness, folder: Path) -> str:
     return output.read_text().strip()
 
 
-async def test_claude_code_calls_tools(tmp_path: Path, family: FamilyEngine) -> None:
-    def script(prompt: str) -> str:
-        return by_results(prompt).replace('"add"', f'"{ADD}"')
+def by_results_with(tool: str) -> Callable[[str], str]:
+    """Samples of a tool loop whose tool has the given name."""
+    return lambda prompt: by_results(prompt).replace('"add"', f'"{tool}"')
 
-    async with harness(tmp_path, family, script) as found:
+
+async def test_claude_code_calls_tools(tmp_path: Path, family: FamilyEngine) -> None:
+    async with harness(tmp_path, family, by_results_with(ADD)) as found:
         assert await run_claude(found, tmp_path) == "It is 14."
         await found.check()
 
@@ -128,3 +132,22 @@ async def test_codex_runs_commands(tmp_path: Path, family: FamilyEngine) -> None
         assert await run_codex(found, tmp_path) == "It is 14."
         assert sorted((tmp_path / "sums").read_text().split()) == ["14", "5", "9"]
         await found.check()
+
+
+async def test_verifiers(tmp_path: Path, family: FamilyEngine) -> None:
+    """Rollouts that run at the same time, each with a tool server of its own."""
+    async with harnesses(tmp_path, family, by_results_with("calculator_add"), n=2) as found:
+        sessions = [f"{each.agent.url}/v1,{each.agent.key}" for each in found]
+        printed = await asyncio.to_thread(
+            run_client_program,
+            ["verifiers"],
+            "verifiers_rollout",
+            ASKED,
+            *sessions,
+            variables={"HOME": str(tmp_path)},
+        )
+        for rollout in printed:
+            assert rollout == {**rollout, "reward": 1, "num_branches": 1, "errors": []}
+            assert rollout["output"].strip() == "It is 14."
+        for each in found:
+            await each.check()
