@@ -1,10 +1,11 @@
-"""Dashboard panels of the detail rows. Other rows: helm/overview.py, helm/speculation_panels.py.
+"""Dashboard panels of the detail rows. Other rows: helm/overview.py, helm/*_panels.py.
 
 A test checks every series named here against the server's and vLLM's metrics.
 """
 
 from helm.overview import OVERVIEW, TRAINER
 from helm.panel import Panel, level, quantiles, rate, share
+from helm.session_panels import SESSIONS
 from helm.speculation_panels import DRAFTER, GRAPHS, SPECULATION
 
 ROWS: dict[str, list[Panel]] = {
@@ -57,6 +58,7 @@ ROWS: dict[str, list[Panel]] = {
             {"{{instance}}": level("vllm:num_requests_waiting")},
         ),
     ],
+    "Agent sessions": SESSIONS,
     "Weights versions": [
         Panel(
             "Active weights version",

@@ -49,6 +49,13 @@ def groups(done: float, failed: float) -> Series:
     }
 
 
+def sessions(finished: float, expired: float) -> Series:
+    return {
+        **counts("coppice_sessions_ended_total", finished, f'{A},reason="finished"'),
+        **counts("coppice_sessions_ended_total", expired, f'{A},reason="expired"'),
+    }
+
+
 def exports(handle: float, **reasons: float) -> Series:
     found = [
         counts("coppice_kv_exports_total", a_minute, f'{A},outcome="{outcome}"')
@@ -125,6 +132,13 @@ CASES = [
         {**levels("coppice_samples_admitted", 85), **levels("coppice_samples_limit", 100)},
     ),
     Case("CoppiceRequestsRefused", "warning", problems("overloaded", 2), problems("draining", 9)),
+    Case(
+        "CoppiceSessionsDropped",
+        "warning",
+        counts("coppice_sessions_dropped_total", 1),
+        counts("coppice_sessions_dropped_total", 0),
+    ),
+    Case("CoppiceSessionsExpiring", "warning", sessions(7, 3), sessions(0.2, 0.4)),
     Case("CoppiceQueueWaitHigh", "warning", waits(100), waits(30)),
     Case(
         "CoppiceCachePressure",
@@ -273,6 +287,7 @@ def test_no_alert_fires_on_an_idle_replica(tmp_path: Path) -> None:
     idle = {
         **{name: v for case in CASES[:4] for name, v in case.quiet.items()},
         **groups(0, 0),
+        **sessions(0, 0),
         **requests(0),
         **problems("internal", 0),
         **levels("coppice_ready", 1),
