@@ -14,6 +14,7 @@ import yaml
 
 from service.observability.logs import JsonFormatter
 from tests.fake_engine import FakeEngine
+from tests.service.sessions.agents import Agent, training
 from tests.serving import Served, serving
 
 ROOT = Path(__file__).parents[1]
@@ -181,6 +182,67 @@ async def test_engine_failure_reveals_no_prompt(
     assert CANARY not in answer.text
     assert "Traceback" not in answer.text
     assert not [line for line in logged if CANARY in line]
+
+
+AGENT_ROUTES = {
+    "/v1/chat/completions": "messages",
+    "/v1/completions": "prompt",
+    "/v1/responses": "input",
+    "/v1/messages": "messages",
+    "/v1/messages/count_tokens": "messages",
+}
+
+
+def agent_bodies(path: str) -> Iterator[Any]:
+    """Requests of agents, valid and not, with the canary in texts, tools and values of fields."""
+    field = AGENT_ROUTES[path]
+    text: Any = CANARY if field == "prompt" else [{"role": "user", "content": CANARY}]
+    tool = {"name": CANARY, "description": CANARY, "parameters": {"type": CANARY}}
+    base: dict[str, Any] = {"model": CANARY, "max_tokens": 2, field: text}
+    yield from (base, {**base, "stream": True})
+    for wrong in (CANARY, [{"role": CANARY, "content": CANARY}], {"role": CANARY}, [[CANARY]], 5):
+        yield {**base, field: wrong}
+    yield {**base, "tools": [{"type": "function", "function": tool, **tool}]}
+    yield {**base, "tools": CANARY, "tool_choice": {"type": CANARY}}
+    for name in ("n", "stop", "system", "temperature", "response_format"):
+        yield {**base, name: [{"text": CANARY}]}
+    yield {**base, field: CANARY * 400 if field == "prompt" else [*text, *text * 400]}
+
+
+async def agent_answers(agent: Agent) -> list[httpx.Response]:
+    bodies = [(path, body) for path in AGENT_ROUTES for body in agent_bodies(path)]
+    answers = [await agent.post(path, body) for path, body in bodies]
+    headers = {"authorization": f"Bearer {agent.key}", "content-type": "application/json"}
+    for path, body in bodies[:: len(bodies) // 20]:
+        cut = json.dumps(body)[:-3]
+        answers.append(await agent.http.post(agent.url + path, content=cut, headers=headers))
+        wrong = {"authorization": f"Bearer {CANARY}", "x-api-key": CANARY}
+        answers.append(await agent.http.post(agent.url + path, json=body, headers=wrong))
+    return answers
+
+
+@pytest.mark.parametrize("engine", [FakeEngine, Clumsy, Dying], ids=["well", "failing", "dying"])
+async def test_texts_and_keys_of_sessions_are_in_no_log_and_no_error(
+    tmp_path: Path, logged: list[str], engine: type[FakeEngine]
+) -> None:
+    async with training(tmp_path, engine()) as trainer:
+        options: dict[str, Any] = {"metadata": {"task": CANARY}, "max_turns": 1000}
+        ended, agent = await trainer.create(**options, **SHORT, n=2)
+        assert (await agent.http.get(f"{ended.url}/v1/models")).status_code == 401
+        await trainer.cancel(ended)
+        answers = [*(await agent_answers(agent)), await ended.chat([{"role": CANARY}])]
+        native = f"/v1/sessions/{agent.id}"
+        finish = {"reward": CANARY, "metadata": CANARY}
+        answers.append(await trainer.served.http.post(f"{native}/finish", json=finish))
+        answers.append(await trainer.served.http.post("/v1/sessions", json={"sampling": CANARY}))
+        if engine is FakeEngine:
+            assert CANARY in json.dumps(await trainer.finish(agent, reward=1.0))
+    found = {answer.status_code for answer in answers}
+    assert {401, 422} <= found and (engine is Dying or {400, 410} <= found)
+    errors = [answer.text for answer in answers if answer.status_code >= 400]
+    assert not [text for text in errors if CANARY in text or "Traceback" in text]
+    assert len(logged) > 5
+    assert not [line for line in logged for text in (CANARY, agent.key, ended.key) if text in line]
 
 
 async def test_problem_documents_contain_no_path_and_no_address(tmp_path: Path) -> None:
