@@ -44,6 +44,7 @@ from service.compat.openai_completions import CompletionBody
 from service.compat.openai_response_bodies import ResponsesBody
 from service.compat.sglang_generate import SglangBody, SglangSampling
 from service.compat.vllm_tokens import DetokenizeBody, GenerateBody, GenerateSampling, TokenizeBody
+from tests.compat.test_sampling_fields import VALUES
 from tests.compat.third_party import foreign
 
 pytestmark = pytest.mark.slow
@@ -134,6 +135,10 @@ def test_every_field_of_other_servers_is_in_a_table(name: str) -> None:
     theirs, ours = REQUESTS[name]
     of_route = ours.refused if issubclass(ours, CompatModel) else {}
     assert set(theirs) - {*ours.model_fields, *REFUSED, *NEUTRAL, *of_route} == set()
+
+
+def test_every_sampling_field_of_vllm_is_tried_on_every_route() -> None:
+    assert VALUES.keys() == set(REQUESTS["generate sampling"][0])
 
 
 def test_no_field_is_both_neutral_and_refused() -> None:
