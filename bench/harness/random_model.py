@@ -75,6 +75,24 @@ SHAPES: Final[Mapping[str, Mapping[str, Any]]] = {
         "num_key_value_heads": 1,
         "head_dim": 32,
     },
+} | {
+    # Small layers with the bundled tokenizer, of which publication benchmarks need any number.
+    name: _QWEN3
+    | {
+        "vocab_size": 512,
+        "hidden_size": hidden,
+        "intermediate_size": 3 * hidden,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": hidden // 64,
+        "num_key_value_heads": hidden // 128,
+        "head_dim": 64,
+    }
+    for name, hidden, num_layers in (
+        ("2m", 256, 3),
+        ("25m", 512, 8),
+        ("100m", 512, 32),
+        ("600m", 1024, 48),
+    )
 }
 
 

@@ -7,6 +7,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import httpx
 
@@ -14,9 +15,12 @@ START_SECONDS, STOP_SECONDS = 300.0, 60.0
 
 
 @asynccontextmanager
-async def coppice_server(options: Mapping[str, object]) -> AsyncIterator[str]:
-    """URL of this service, started with these options."""
-    async with _server([sys.executable, "-m", "service", "serve"], options, {}) as url:
+async def coppice_server(
+    options: Mapping[str, object], *, log: Path | None = None
+) -> AsyncIterator[str]:
+    """URL of this service, started with these options; its output goes to `log`, if given."""
+    command = [sys.executable, "-m", "service", "serve"]
+    async with _server(command, options, {}, log=log) as url:
         yield url
 
 
@@ -33,7 +37,11 @@ async def vllm_server(options: Mapping[str, object]) -> AsyncIterator[str]:
 
 @asynccontextmanager
 async def _server(
-    command: list[str], options: Mapping[str, object], environment: Mapping[str, str]
+    command: list[str],
+    options: Mapping[str, object],
+    environment: Mapping[str, str],
+    *,
+    log: Path | None = None,
 ) -> AsyncIterator[str]:
     """A server process on a free port; it is ended, with its children, on exit.
 
@@ -42,9 +50,16 @@ async def _server(
     port = _free_port()
     named = {"--port": port, **options}.items()
     texts = [str(text) for option in named for text in option if text is not None]
-    server = await asyncio.create_subprocess_exec(
-        *command, *texts, env={**os.environ, **environment}, start_new_session=True
-    )
+    with open(os.devnull if log is None else log, "wb") as output:
+        written = None if log is None else output
+        server = await asyncio.create_subprocess_exec(
+            *command,
+            *texts,
+            env={**os.environ, **environment},
+            start_new_session=True,
+            stdout=written,
+            stderr=written,
+        )
     try:
         url = f"http://127.0.0.1:{port}"
         await _ready(server, url)

@@ -47,6 +47,8 @@ class ServedWeights:
             raise LoadFailed("loading failed; the previous weights are still served")
         await self._processes.set_version(version)
         self._path = path
+        loaded_seconds = max(result["seconds"] for result in results if result["ok"])
+        log.info("loaded the weights of %s in %.3f s", version, loaded_seconds)
         self._heartbeat.set_stage("serving")
 
 

@@ -1,0 +1,280 @@
+"""Benchmark: time from weights in a trainer's memory to the first token that they sample.
+
+The server is a process of its own, with a model of random weights: bfloat16 in the trainer, float32
+in the engine. The arms alternate. The engine's load is the time that its worker reports. The limits
+are measured in the same rounds with as many bytes: a copy in memory, and a bare socket over
+loopback whose receiver keeps the bytes in memory.
+
+    python -m bench.weight_publish [--sizes 2m 25m 100m 600m] [--rounds 5]
+"""
+
+import argparse
+import asyncio
+import re
+import shutil
+import socket
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+from bench.harness.random_model import write_model
+from bench.harness.record import Record, Row, add_out
+from bench.harness.server_process import coppice_server
+from coppice import Rollouts, WeightsConstraint
+
+SIZES = ("2m", "25m", "100m", "600m")
+MODEL_OPTIONS = {
+    "--engine.dtype": "float32",
+    "--engine.cache-bytes": 2**28,
+    "--engine.max-context-tokens": 512,
+    "--weights.retain-superseded": 1,
+}
+CHANGED_SHARE = 0.05  # values that an optimizer step moves by one unit in the last place
+LOADED = re.compile(r"loaded the weights of (\S+) in ([0-9.]+) s")
+DELTA = "HTTP, delta"
+State = Mapping[str, torch.Tensor]
+Upload = Callable[[str, State], object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Publication:
+    """Seconds of one publication by phase; `load` is a part of `paused`, that of `activate`."""
+
+    upload: float
+    activate: float
+    paused: float
+    load: float
+    first_token: float
+
+    @property
+    def total(self) -> float:
+        return self.upload + self.activate + self.first_token
+
+
+class Bench:
+    """Publications to one server, and the limits of the machine for as many bytes."""
+
+    def __init__(self, url: str, log: Path, folder: Path) -> None:
+        self._log = log
+        self._folder = folder
+        self._num_published = 0
+        self._local = Rollouts(url)
+        # The client takes only loopback addresses for the same host; 0.0.0.0 reaches it, too.
+        self._remote = Rollouts(url.replace("127.0.0.1", "0.0.0.0"))
+        self.arms: dict[str, Upload] = {
+            "same host": self._local.upload_weights,
+            "HTTP": self._remote.upload_weights,
+            DELTA: partial(self._remote.upload_weights, delta=True),
+            "shared directory": self._stage,
+        }
+
+    def close(self) -> None:
+        self._local.close()
+        self._remote.close()
+
+    def publish_next(self, arm: str, state: State, previous: State) -> Publication:
+        """Publish weights after others; a delta has the version just before as its base."""
+        if arm == DELTA:
+            self.publish(arm, previous)
+        return self.publish(arm, state)
+
+    def publish(self, arm: str, state: State) -> Publication:
+        self._num_published += 1
+        label = f"step-{self._num_published}"
+        began = time.perf_counter()
+        self.arms[arm](label, state)
+        uploaded = time.perf_counter()
+        answer = self._local.activate_weights(label)
+        activated = time.perf_counter()
+        self._sample(label)
+        return Publication(
+            upload=uploaded - began,
+            activate=activated - uploaded,
+            paused=answer.paused_seconds,
+            load=self._load_seconds(label),
+            first_token=time.perf_counter() - activated,
+        )
+
+    def _stage(self, label: str, state: State) -> None:
+        """Without an upload: the safetensors library writes a file that the server reads."""
+        path = self._folder / label
+        path.mkdir()
+        self._delete_directories(path)
+        save_file(dict(state), path / "model.safetensors", metadata={"format": "pt"})
+        self._local.stage_weights(label, path)
+
+    def _delete_directories(self, keep: Path) -> None:
+        """Delete the directories of earlier versions, which are not active any more."""
+        for path in self._folder.glob("step-*"):
+            if path != keep:
+                shutil.rmtree(path)
+
+    def _sample(self, label: str) -> None:
+        result = self._local.rollout(
+            ["Compute 12+34.\n"],
+            max_tokens=1,
+            weights=WeightsConstraint(min_version=label),
+        )
+        assert result.groups[0].samples[0].versions[0].version == label
+
+    def _load_seconds(self, label: str) -> float:
+        found = dict(LOADED.findall(self._log.read_text()))
+        return float(found[label])
+
+
+def copy_seconds(num_bytes: int) -> float:
+    source = np.ones(num_bytes, np.uint8)
+    began = time.perf_counter()
+    np.empty_like(source)[:] = source
+    return time.perf_counter() - began
+
+
+def socket_seconds(num_bytes: int) -> float:
+    source, target = memoryview(bytearray(num_bytes)), memoryview(bytearray(num_bytes))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        receiver = threading.Thread(target=_receive, args=(listener, target))
+        receiver.start()
+        with socket.create_connection(listener.getsockname()) as connection:
+            began = time.perf_counter()
+            connection.sendall(source)
+            connection.recv(1)
+            seconds = time.perf_counter() - began
+        receiver.join()
+    return seconds
+
+
+def _receive(listener: socket.socket, target: memoryview) -> None:
+    connection, _ = listener.accept()
+    with connection:
+        received = 0
+        while received < len(target):
+            received += connection.recv_into(target[received:])
+        connection.sendall(b".")
+
+
+def step(state: State, seed: int) -> State:
+    """Weights after a step that moves a share of the values by one unit in the last place."""
+    generator = torch.Generator().manual_seed(seed)
+    moved = {}
+    for name, tensor in state.items():
+        mask = torch.rand(tensor.shape, generator=generator) < CHANGED_SHARE
+        moved[name] = (tensor.view(torch.int16) + mask.short()).view(tensor.dtype)
+    return moved
+
+
+async def measure(size: str, rounds: int, folder: Path) -> dict[str, object]:
+    model = write_model(folder / size, size)
+    state = load_file(model / "model.safetensors")
+    num_bytes = sum(tensor.nbytes for tensor in state.values())
+    options = {
+        **MODEL_OPTIONS,
+        "--engine.model": model,
+        "--weights.directory": folder / "store",
+        "--weights.source-directories": folder,
+    }
+    log = folder / "log"
+    async with coppice_server(options, log=log) as url:
+        arms, limits = await asyncio.to_thread(_measure_all, url, log, folder, state, rounds)
+    shutil.rmtree(model)
+    return {"num_bytes": num_bytes, "arms": arms, "limits": limits}
+
+
+def _measure_all(
+    url: str, log: Path, folder: Path, state: State, rounds: int
+) -> tuple[dict[str, list[dict[str, float]]], dict[str, list[float]]]:
+    num_bytes = sum(tensor.nbytes for tensor in state.values())
+    bench = Bench(url, log, folder)
+    measured: dict[str, list[dict[str, float]]] = {arm: [] for arm in bench.arms}
+    limits: dict[str, list[float]] = {"copy": [], "socket": []}
+    states = [state, step(state, 1)]
+    try:
+        for number in range(rounds + 1):  # the first round warms up
+            for arm in bench.arms:
+                found = bench.publish_next(arm, states[number % 2], states[1 - number % 2])
+                if number:
+                    measured[arm].append(_as_dict(found))
+            if number:
+                limits["copy"].append(copy_seconds(num_bytes))
+                limits["socket"].append(socket_seconds(num_bytes))
+    finally:
+        bench.close()
+    return measured, limits
+
+
+def _as_dict(found: Publication) -> dict[str, float]:
+    phases = {field.name: getattr(found, field.name) for field in fields(found)}
+    return {"total": found.total, **phases}
+
+
+def rows(size: str, raw: dict[str, object]) -> list[Row]:
+    arms, limits = raw["arms"], raw["limits"]
+    assert isinstance(arms, dict) and isinstance(limits, dict)
+    assert isinstance(raw["num_bytes"], int)
+    label = f"{size.upper()}, {raw['num_bytes'] / 1e6:,.0f} MB"
+
+    def median(arm: str, phase: str) -> float:
+        return float(statistics.median(found[phase] for found in arms[arm]))
+
+    found = [
+        Row(
+            what=f"{label}: {arm}",
+            value=f"{median(arm, 'total'):.3f} s: upload {median(arm, 'upload'):.3f}, "
+            f"paused {median(arm, 'paused'):.3f} (load {median(arm, 'load'):.3f}), "
+            f"first token {median(arm, 'first_token'):.3f}",
+        )
+        for arm in arms
+    ]
+    copy, raw_socket = (statistics.median(limits[name]) for name in ("copy", "socket"))
+    found.append(Row(what=f"{label}: memory copy", value=f"{copy:.3f} s"))
+    found.append(Row(what=f"{label}: bare socket", value=f"{raw_socket:.3f} s"))
+    for arm, limit, goal in (("same host", 2 * copy, 1.0), ("HTTP", raw_socket, 1.3)):
+        load = median(arm, "load")
+        ratio = (median(arm, "upload") + median(arm, "activate")) / (limit + load)
+        what = "two copies" if arm == "same host" else "bare socket"
+        found.append(_ratio(f"{label}: {arm} / ({what} + load)", ratio, goal))
+        pause = median(arm, "paused") / load
+        found.append(_ratio(f"{label}: {arm}, pause / load", pause, 1.2))
+    return found
+
+
+def _ratio(what: str, value: float, goal: float) -> Row:
+    verdict = "met" if value <= goal else "not met"
+    return Row(what=what, value=f"{value:.2f}", goal=f"at most {goal}", verdict=verdict)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=SIZES)
+    parser.add_argument("--rounds", type=int, default=5)
+    add_out(parser)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    raw: dict[str, object] = {}
+    found: list[Row] = []
+    for size in options.sizes:
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+            result = asyncio.run(measure(size, options.rounds, Path(folder)))
+        raw[size] = result
+        found += rows(size, result)
+    record = Record(
+        name="weight_publish",
+        claim="Time from bfloat16 weights in a trainer's memory to the first token that a float32 "
+        "engine on the same machine samples with them; the server's store is on tmpfs.",
+        rows=found,
+        raw=raw,
+    )
+    record.show()
+    record.write(options.out)
+
+
+if __name__ == "__main__":
+    main()
