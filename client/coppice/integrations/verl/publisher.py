@@ -1,8 +1,6 @@
-"""Publication of a verl trainer's weights: written to one file, uploaded to every server."""
+"""Publication of a verl trainer's weights to every server."""
 
 import asyncio
-import tempfile
-from collections import deque
 from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +8,6 @@ from typing import Any, Self
 
 from coppice.client import AsyncRollouts
 from coppice.integrations.version_labels import VersionLabels
-from coppice.weights.image import write_safetensors
-from coppice.weights.safetensors_writer import tensors_of
 
 MERGE_ADAPTER = (
     "adapters are not sent separately: set actor_rollout_ref.model.lora.merge=True, which sends the"
@@ -74,19 +70,16 @@ class Publisher:
             # Gathered parameters are freed after their iteration.
             state[name] = tensor.detach().to("cpu", copy=True)
         label = self._labels.next(global_steps)
-        with tempfile.TemporaryDirectory(prefix="coppice-") as folder:
-            path = Path(folder) / "model.safetensors"
-            await asyncio.to_thread(deque, write_safetensors(path, tensors_of(state)), 0)
-            sending = (self._send(url, label, path) for url in self._server_list.urls)
-            # If one upload fails, the others still complete.
-            for failed in await asyncio.gather(*sending, return_exceptions=True):
-                if isinstance(failed, BaseException):
-                    raise failed
+        sending = (self._send(url, label, state) for url in self._server_list.urls)
+        # If one upload fails, the others still complete.
+        for failed in await asyncio.gather(*sending, return_exceptions=True):
+            if isinstance(failed, BaseException):
+                raise failed
         return label
 
-    async def _send(self, url: str, label: str, path: Path) -> None:
+    async def _send(self, url: str, label: str, state: Mapping[str, Any]) -> None:
         async with AsyncRollouts(url, api_key=self._server_list.key()) as rollouts:
-            await rollouts.publish_weights(label, path)
+            await rollouts.publish_weights(label, state)
 
 
 async def consume(weights: Weights) -> None:
