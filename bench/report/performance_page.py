@@ -8,11 +8,11 @@ Both are drawn from bench/records/. tests/bench/test_report.py checks that they 
 from pathlib import Path
 from textwrap import fill
 
-from bench.report import generation, serving, training
+from bench.report import agents, generation, serving, training
 from bench.report.drawing import svg
 from bench.report.records import Chart, record
 
-CHARTS = (serving.HEADLINE, *training.CHARTS, *generation.CHARTS, *serving.CHARTS)
+CHARTS = (serving.HEADLINE, *training.CHARTS, *generation.CHARTS, *agents.CHARTS, *serving.CHARTS)
 
 FOLDER = Path(__file__).parents[2] / "docs" / "performance"
 WIDTH = 100
