@@ -14,6 +14,7 @@ from engine.launch import core_methods, sampling_hooks
 from engine.launch.environment import attention_settings, speculation_settings, started_by_coppice
 from engine.patches import (
     chunked_seed,
+    cpu_amx_permission,
     cpu_moe_reload,
     cpu_sampling_expansion,
     graph_candidates,
@@ -49,6 +50,12 @@ PATCHES = (
         install=cpu_sampling_expansion.install,
         platform="cpu",
         processes=("",),
+    ),
+    Patch(
+        name="amx_permission",
+        install=cpu_amx_permission.install,
+        platform="cpu",
+        processes=MODEL_PROCESSES,
     ),
     Patch(
         name="chunked_seed",

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+import platform
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -24,6 +25,8 @@ from tests.engine.upstream_defects import (
     draw_with_drafts,
     draw_with_seed,
 )
+
+ROOT = Path(__file__).parents[2]
 
 # Imports of vLLM and its draft methods emit unrelated warnings.
 vllm_warns = pytest.mark.filterwarnings("ignore")
@@ -72,6 +75,29 @@ def test_upstream_expand_writes_nothing() -> None:
         assert (expanded(original, values, 0, 1) == -9).all()
 
 
+AMX_PERMISSION = """
+import ctypes
+from engine.patches import cpu_amx_permission
+
+def has_permission():
+    mask = ctypes.c_ulong()
+    assert ctypes.CDLL(None).syscall(158, 0x1022, ctypes.byref(mask)) == 0  # ARCH_GET_XCOMP_PERM
+    return bool(mask.value >> 18 & 1)
+
+before = has_permission()
+cpu_amx_permission.install()
+print(before, has_permission())
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="AMX is an extension of x86-64")
+@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="the processor has no AMX")
+def test_process_may_use_amx_only_with_the_patch() -> None:
+    command = [sys.executable, "-c", AMX_PERMISSION]
+    ran = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    assert ran.stdout == "False True\n"
+
+
 @pytest.mark.engine
 @vllm_warns
 def test_process_gets_the_patches_it_needs() -> None:
@@ -79,6 +105,7 @@ def test_process_gets_the_patches_it_needs() -> None:
         assert install_patches(name) == (
             *(
                 "expand_kernel",
+                "amx_permission",
                 "chunked_seed",
                 "adapter_rows",
                 "moe_reload",
@@ -98,8 +125,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def unpatched(model: Path) -> dict[str, Any]:
     command = [sys.executable, "-m", "tests.engine.upstream_defects", str(model)]
-    root = Path(__file__).parents[2]
-    result = subprocess.run(command, cwd=root, stdout=subprocess.PIPE, check=True, timeout=600)
+    result = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True, timeout=600)
     answer: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
     return answer
 
