@@ -33,14 +33,21 @@ class ResponseStream(Protocol):
     """Incremental conversion of one sample's tokens to text. Use it from one thread at a time.
 
     `add` takes the next tokens and returns the text that they complete, never a part of a
-    character. `is_parsed`: a reasoning parser is applied, which may take milliseconds per call. A
-    parser's failure is logged and never raised; no text is returned after it.
+    character. `finish` takes the last tokens of a sample that has ended, and returns what remains
+    of its tool calls. `is_parsed`: parsers are applied, which may take milliseconds per call.
+    `has_tool_calls`: tool calls are returned in parts; otherwise their text is not separated. A
+    parser's failure is logged and never raised; nothing is returned after it.
     """
 
     @property
     def is_parsed(self) -> bool: ...
 
+    @property
+    def has_tool_calls(self) -> bool: ...
+
     def add(self, token_ids: Sequence[int]) -> ChatResponse: ...
+
+    def finish(self, token_ids: Sequence[int], stop_reason: int | str | None) -> ChatResponse: ...
 
 
 class Engine(Protocol):

@@ -492,6 +492,7 @@ class FakeStream:
     sampling: Sampling = DEFAULT_SAMPLING
     is_parsed: bool = False
     held_back: str = ""
+    has_tool_calls: bool = False
 
     def add(self, token_ids: Sequence[int]) -> ChatResponse:
         text = self.held_back + self.engine.decode(token_ids)
@@ -499,6 +500,9 @@ class FakeStream:
         end = max(len(text) - max(map(len, excluded), default=1) + 1, 0)
         self.held_back = text[end:]
         return ChatResponse(content=text[:end])
+
+    def finish(self, token_ids: Sequence[int], stop_reason: int | str | None) -> ChatResponse:
+        return ChatResponse(content=None)
 
 
 def _supports(places: range) -> list[bytes]:

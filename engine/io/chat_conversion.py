@@ -3,7 +3,6 @@
 import copy
 import logging
 import traceback
-import uuid
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -15,19 +14,24 @@ from vllm.entrypoints.openai.chat_completion.protocol import (
     ChatCompletionToolsParam,
 )
 from vllm.exceptions import VLLMValidationError
-from vllm.parser.parser_manager import ParserManager
 from vllm.renderers.hf import HfRenderer
 from vllm.renderers.params import ChatParams, TokenizeParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from engine.errors import ConversationRefused, NoTurnEnd, PromptTooLong, RequestRefused, StartFailed
+from engine.errors import ConversationRefused, NoTurnEnd, PromptTooLong, RequestRefused
 from engine.io.chat_template_options import load_template, template_options, template_variables
+from engine.io.response_parsers import (
+    STREAMING_TOOL_PARSERS,
+    num_reasoning_tokens,
+    response_parser,
+    tool_calls,
+)
 from engine.io.response_stream import ParsedStream, TextStream
 from engine.io.turn_ends import Mark, Tail, TurnEnds, special_tokens
 from engine.protocol import DEFAULT_SAMPLING, ResponseStream
 from engine.settings import EngineSettings
 from engine.stop_text import response_text
-from engine.types import ChatRequest, ChatResponse, Sampling, ToolCall, truncated
+from engine.types import ChatRequest, ChatResponse, Sampling, truncated
 
 log = logging.getLogger(__name__)
 MAX_ARGUMENTS_CHARACTERS = 2**20
@@ -49,7 +53,8 @@ class ChatProcessor:
     ) -> None:
         self._renderer: Any = llm.renderer
         self._model_config = llm.vllm_config.model_config
-        self._parser = _parser(self._tokenizer, settings)
+        self._parser = response_parser(self._tokenizer, settings)
+        self._streams_tool_calls = settings.tool_parser in STREAMING_TOOL_PARSERS
         self._bounds = TokenizeParams(
             max_total_tokens=self._model_config.max_model_len, add_special_tokens=False
         )
@@ -146,16 +151,7 @@ class ChatProcessor:
         stop_reason: int | str | None = None,
         sampling: Sampling = DEFAULT_SAMPLING,
     ) -> ChatResponse:
-        decode = partial(self._decode, sampling=sampling)
-
-        def text(*, skip_special: bool) -> str:
-            return response_text(
-                partial(decode, skip_special=skip_special),
-                token_ids,
-                stop_reason,
-                include_stop_str=sampling.include_stop_str_in_output,
-            )
-
+        text = partial(self._response_text, token_ids, stop_reason, sampling=sampling)
         if self._parser is None:
             return ChatResponse(content=text(skip_special=True))
         try:
@@ -180,7 +176,29 @@ class ChatProcessor:
         if self._parser is None or chat_request is None:
             return TextStream(self._tokenizer, sampling)
         parser, request = self._parser_of(_checked_request(chat_request), chat_request)
-        return ParsedStream(self._tokenizer, sampling, parser, request, prompt)
+        decode = partial(
+            self._response_text, sampling=sampling, skip_special=request.skip_special_tokens
+        )
+        has_tool_calls = bool(chat_request.tools) and self._streams_tool_calls
+        return ParsedStream(
+            *(self._tokenizer, sampling, parser, request, prompt, decode),
+            has_tool_calls=has_tool_calls,
+        )
+
+    def _response_text(
+        self,
+        token_ids: Sequence[int],
+        stop_reason: int | str | None,
+        *,
+        sampling: Sampling,
+        skip_special: bool,
+    ) -> str:
+        return response_text(
+            partial(self._decode, sampling=sampling, skip_special=skip_special),
+            token_ids,
+            stop_reason,
+            include_stop_str=sampling.include_stop_str_in_output,
+        )
 
     def _parsed(
         self, text: Callable[..., str], token_ids: Sequence[int], chat_request: ChatRequest
@@ -192,7 +210,12 @@ class ChatProcessor:
             enable_auto_tools=bool(chat_request.tools),
             model_output_token_ids=list(token_ids),
         )
-        return ChatResponse(content=content, reasoning=reasoning, tool_calls=_tool_calls(calls))
+        return ChatResponse(
+            content=content,
+            reasoning=reasoning,
+            tool_calls=tool_calls(calls),
+            num_reasoning_tokens=num_reasoning_tokens(parser, token_ids) if reasoning else 0,
+        )
 
     def _parser_of(
         self, request: ChatCompletionRequest, chat_request: ChatRequest
@@ -229,21 +252,6 @@ class ChatProcessor:
         if ids and not skip_special and ids[-1] == self._renderer.get_eos_token_id():
             ids.pop()
         return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special))
-
-
-def _parser(tokenizer: Any, settings: EngineSettings) -> Any:
-    try:
-        return ParserManager.get_parser(
-            tool_parser_name=settings.tool_parser,
-            reasoning_parser_name=settings.reasoning_parser,
-            enable_auto_tools=settings.tool_parser is not None,
-            model_name=settings.model,
-            tokenizer=tokenizer,
-        )
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise StartFailed(
-            f"engine.tool_parser or engine.reasoning_parser cannot be used: {error}"
-        ) from error
 
 
 def _openai_request(chat_request: ChatRequest) -> ChatCompletionRequest:
@@ -290,19 +298,3 @@ def _checked_request(chat_request: ChatRequest) -> ChatCompletionRequest:
         tools=tools or None,
         tool_choice="auto" if tools else "none",
     )
-
-
-def _tool_calls(calls: Any) -> tuple[ToolCall, ...]:
-    return tuple(
-        ToolCall(
-            id=call.id or f"call_{uuid.uuid4().hex}",
-            name=_encodable(call.name),
-            arguments=_encodable(call.arguments),
-        )
-        for call in calls or ()
-    )
-
-
-def _encodable(text: str) -> str:
-    """The text with U+FFFD for the lone surrogates that parsers decode from a call's JSON."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

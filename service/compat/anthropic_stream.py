@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ from pydantic_core import from_json, to_json
 from coppice.wire.problem_catalogue import Problem
 from coppice.wire.result_formats import EndRecord
 from coppice.wire.rollouts import RolloutAnswer, SampleAnswer
-from engine.types import ChatResponse, ToolCall
+from engine.types import ChatResponse, ToolCall, ToolCallPart
 from service.compat.anthropic_errors import anthropic_error
 from service.compat.chat_samples import ChatSamples, MessageParts
 from service.compat.compat_request import support_field, usage, weight_version_spans
@@ -133,9 +133,13 @@ class _BlockEvents:
     """Events that open, extend and close the blocks of one message, in their order."""
 
     signature: str
-    num_calls: int = 0
+    _calls: dict[int, int] = field(default_factory=dict)
     _index: int = -1
     _open: str | None = None
+
+    @property
+    def num_calls(self) -> int:
+        return len(self._calls)
 
     def of_response(self, response: ChatResponse) -> list[bytes]:
         """Encoded events of a part of a response."""
@@ -146,10 +150,20 @@ class _BlockEvents:
             yield from self._text("thinking", response.reasoning)
         if response.content:
             yield from self._text("text", response.content)
-        for call in response.tool_calls:
-            self.num_calls += 1
+        for part in response.tool_call_parts:
+            yield from self._call(part)
+
+    def _call(self, part: ToolCallPart) -> Iterator[Event]:
+        """Events of a part of a tool call. Only a whole call is checked for valid arguments."""
+        text = part.arguments
+        if part.name is not None:
+            call = ToolCall(id=part.id or "", name=part.name, arguments=part.arguments)
             yield from self._start({**_tool_use(call), "input": {}})
-            yield self._delta({"type": "input_json_delta", "partial_json": _input_text(call)})
+            self._calls[part.index] = self._index
+            text = _input_text(call) if part.is_whole else part.arguments
+        if text:
+            delta = {"type": "input_json_delta", "partial_json": text}
+            yield {**self._delta(delta), "index": self._calls[part.index]}
 
     def end(self) -> Iterator[Event]:
         """Events that close the last block; a message has at least one."""

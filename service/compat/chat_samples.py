@@ -4,15 +4,16 @@ The chat routes of all APIs share them. A route module defines only its wire for
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from coppice.wire.rollouts import SampleAnswer
+from coppice.wire.rollouts import RolloutAnswer, SampleAnswer
 from engine.types import ChatRequest, ChatResponse, Sampling
-from service.compat.compat_request import CompatRequest
+from service.compat.compat_request import CompatRequest, usage
 from service.compat.forced_tools import ToolChoice, forced_response, is_forced
-from service.compat.sample_stream import SamplePart, StreamedMessage
+from service.compat.sample_stream import SamplePart
+from service.compat.streamed_message import StreamedMessage
 from service.http.errors import Internal, Overloaded
 from service.rollouts.rollout import Rollout
 from service.server import Server
@@ -31,6 +32,8 @@ class ChatSamples:
     prompt: list[int]
     rollout: Rollout
     parallel_tool_calls: bool = True
+    _call_ids: dict[tuple[int, int], str] = field(default_factory=dict)
+    _num_reasoning_tokens: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.call.set_parser(self._parse)
@@ -45,6 +48,16 @@ class ChatSamples:
         if self.tool_choice == "none":
             return replace(self.chat_request, tools=())
         return self.chat_request
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Number of reasoning tokens of the samples that are parsed."""
+        return sum(self._num_reasoning_tokens.values())
+
+    def usage(self, answer: RolloutAnswer) -> dict[str, Any]:
+        """Token counts of a response whose samples are parsed."""
+        details = {"reasoning_tokens": self.num_reasoning_tokens}
+        return {**usage(answer), "completion_tokens_details": details}
 
     def check_ended(self, sample: SampleAnswer) -> None:
         """Raise a ServiceError for a sample that was aborted or failed.
@@ -66,9 +79,25 @@ class ChatSamples:
 
     async def _parse(self, sample: SampleAnswer) -> ChatResponse:
         response = await self._parse_all(sample)
-        if self.parallel_tool_calls or len(response.tool_calls) < 2:
-            return response
-        return replace(response, tool_calls=response.tool_calls[:1])
+        self._num_reasoning_tokens[sample.index] = response.num_reasoning_tokens
+        num_calls = len(response.tool_calls) if self.parallel_tool_calls else 1
+        calls = enumerate(response.tool_calls[:num_calls])
+        return replace(
+            response,
+            tool_calls=tuple(replace(c, id=self._id(sample.index, at, c.id)) for at, c in calls),
+        )
+
+    def identified(self, index: int, part: ChatResponse) -> ChatResponse:
+        """A part of the message of a sample with the ids of its tool calls."""
+        parts = tuple(
+            replace(each, id=each.id and self._id(index, each.index, each.id))
+            for each in part.tool_call_parts
+        )
+        return replace(part, tool_call_parts=parts)
+
+    def _id(self, sample: int, call: int, given: str) -> str:
+        """Id of a tool call: the first that was given to it, in a part or in the whole message."""
+        return self._call_ids.setdefault((sample, call), given)
 
     async def _parse_all(self, sample: SampleAnswer) -> ChatResponse:
         tokenizer = self.call.server.tokenizer
@@ -108,14 +137,13 @@ def count_ignored_options(
 class MessageParts:
     """Parts of the messages of streamed samples.
 
-    A message that may contain tool calls is returned as a whole when its sample has ended: the
-    parsers of tool calls give the result of the whole text only then.
+    A message with a forced tool call is returned as a whole when its sample has ended, and so is
+    one that may call tools if the parser of the tool calls has no parts that agree with the whole.
     """
 
     def __init__(self, samples: ChatSamples) -> None:
         self._samples = samples
         self._messages: dict[int, StreamedMessage] = {}
-        self._is_buffered = False
 
     def is_first(self, part: SamplePart) -> bool:
         """True if no part of the sample was passed to `next` yet."""
@@ -124,19 +152,21 @@ class MessageParts:
     async def next(self, part: SamplePart) -> ChatResponse:
         """Reasoning, content and tool calls that a part of a sample adds to its message."""
         message = self._messages.get(part.index) or await self._start(part)
-        if part.sample is not None:
-            del self._messages[part.index]
-            whole = await self._samples.parse(part.sample)
-            return self._samples.counted(message.rest(whole))
-        if self._is_buffered:
-            return ChatResponse(content=None)
-        return await message.next(part)
+        if part.sample is None:
+            return self._samples.identified(part.index, await message.next(part))
+        del self._messages[part.index]
+        whole = await self._samples.parse(part.sample)
+        return self._samples.counted(await message.last(part, whole))
 
     async def _start(self, part: SamplePart) -> StreamedMessage:
-        samples, server = self._samples, self._samples.call.server
+        samples, tokenizer = self._samples, self._samples.call.server.tokenizer
         request = samples.parsed_request
-        stream = await server.tokenizer.response_stream(samples.prompt, request, samples.sampling)
-        may_call = stream.is_parsed and bool(request.tools)
-        self._is_buffered = is_forced(samples.tool_choice) or may_call
-        message = self._messages[part.index] = StreamedMessage(server, stream)
+        stream = await tokenizer.response_stream(samples.prompt, request, samples.sampling)
+        has_text_of_calls = stream.is_parsed and request.tools and not stream.has_tool_calls
+        message = self._messages[part.index] = StreamedMessage(
+            tokenizer,
+            stream,
+            is_buffered=is_forced(samples.tool_choice) or bool(has_text_of_calls),
+            parallel=samples.parallel_tool_calls,
+        )
         return message

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Response
 from pydantic import Field
 
 from coppice.wire.rollouts import RolloutAnswer, SampleAnswer
-from engine.types import ChatRequest, ChatResponse, EngineInfo
+from engine.types import ChatRequest, ChatResponse, EngineInfo, ToolCallPart
 from service.auth.access import requires_role
 from service.compat import logprobs
 from service.compat.bodies import (
@@ -31,7 +31,6 @@ from service.compat.compat_request import (
     large_json_response,
     name_of,
     support_field,
-    usage,
     weight_version_spans,
 )
 from service.compat.echo import check_echo
@@ -211,7 +210,7 @@ class ChatResponseBuilder:
         return {
             **self._head("chat.completion", answer.id),
             "choices": choices,
-            "usage": usage(answer),
+            "usage": self._samples.usage(answer),
             **self._prompt_ids(),
         }
 
@@ -259,7 +258,14 @@ class ChatResponseBuilder:
             to_message=_delta,
         )
         head = self._head("chat.completion.chunk", rollout.id)
-        return stream_response(self._server, rollout, head, chunks.of_part, body.stream_options)
+        return stream_response(
+            self._server,
+            rollout,
+            head,
+            chunks.of_part,
+            body.stream_options,
+            to_usage=self._samples.usage,
+        )
 
     def _prompt_ids(self) -> dict[str, Any]:
         """Top-level response field with the prompt token ids; empty if they are not requested."""
@@ -311,8 +317,15 @@ def _message(chat_response: ChatResponse) -> dict[str, Any]:
 
 
 def _delta(chat_response: ChatResponse) -> dict[str, Any]:
-    """Fields of a streamed message, with the index of each tool call, which the format requires."""
-    delta = _message(chat_response)
-    for index, call in enumerate(delta.get("tool_calls", [])):
-        call["index"] = index
+    """Fields of a streamed message, with the parts of its tool calls."""
+    delta = _message(replace(chat_response, tool_calls=()))
+    if chat_response.tool_call_parts:
+        delta["tool_calls"] = list(map(_call_delta, chat_response.tool_call_parts))
     return delta
+
+
+def _call_delta(part: ToolCallPart) -> dict[str, Any]:
+    if part.name is None:
+        return {"index": part.index, "function": {"arguments": part.arguments}}
+    function = {"name": part.name, "arguments": part.arguments}
+    return {"index": part.index, "id": part.id, "type": "function", "function": function}

@@ -11,7 +11,7 @@ from pydantic_core import to_json
 from coppice.wire.problem_catalogue import Problem
 from coppice.wire.result_formats import EndRecord
 from coppice.wire.rollouts import SampleAnswer
-from engine.types import ChatResponse, ToolCall
+from engine.types import ChatResponse, ToolCallPart
 from service.compat.chat_samples import ChatSamples, MessageParts
 from service.compat.openai_errors import problem_message
 from service.compat.openai_response_items import custom_input, encoded_reasoning
@@ -37,6 +37,7 @@ class OutputItems:
     logprobs: Logprobs = field(default_factory=list)
     items: list[Item] = field(default_factory=list)
     _text: str = ""
+    _calls: dict[int, int] = field(default_factory=dict)
 
     def add(self, part: ChatResponse) -> list[Event]:
         """Events of the next part of the response."""
@@ -52,8 +53,7 @@ class OutputItems:
             yield from self._add_text("reasoning", part.reasoning)
         if part.content:
             yield from self._add_text("message", part.content)
-        for call in part.tool_calls:
-            yield from self._close("completed")
+        for call in part.tool_call_parts:
             yield from self._add_call(call)
 
     @property
@@ -83,6 +83,9 @@ class OutputItems:
         item = self._last
         if item is None:
             return
+        if item["type"] in _CALLS:
+            yield from self._close_call(item, status)
+            return
         kind, part = item["type"], self._part(self._text)
         more = {"logprobs": part["logprobs"]} if kind == "message" else {}
         yield self._of_part(f"{_TEXTS[kind]}.done", {"text": self._text, **more})
@@ -98,19 +101,39 @@ class OutputItems:
         logprobs = self.logprobs if text else []
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
-    def _add_call(self, call: ToolCall) -> Iterator[Event]:
-        custom = call.name in self.custom_tools
-        kind = "custom_tool_call" if custom else "function_call"
-        name, text = ("input", custom_input(call.arguments)) if custom else _arguments(call)
-        item = {"type": kind, "id": self._id(kind), "call_id": call.id, "name": call.name}
-        done = {**item, name: text, "status": "completed"}
-        self.items.append(done)
-        yield self._of_item("response.output_item.added", {**done, name: "", "status": _RUNNING})
-        event = _TEXTS[kind]
-        place = {"item_id": item["id"], "output_index": len(self.items) - 1}
-        yield {"type": f"{event}.delta", **place, "delta": text}
-        yield {"type": f"{event}.done", **place, name: text, "name": call.name}
-        yield self._of_item("response.output_item.done", done)
+    def _add_call(self, part: ToolCallPart) -> Iterator[Event]:
+        """Events of a part of a call. The input of a custom tool is sent when it is complete."""
+        if part.name is not None:
+            yield from self._close("completed")
+            yield from self._open_call(part)
+        at = self._calls[part.index]
+        item = self.items[at]
+        item[_field(item)] += part.arguments
+        if part.arguments and item["type"] == "function_call":
+            yield self._of_call("delta", at, {"delta": part.arguments})
+        if part.is_whole:
+            yield from self._close("completed")
+
+    def _open_call(self, part: ToolCallPart) -> Iterator[Event]:
+        kind = "custom_tool_call" if part.name in self.custom_tools else "function_call"
+        item = {"type": kind, "id": self._id(kind), "call_id": part.id, "name": part.name}
+        self._calls[part.index] = len(self.items)
+        self.items.append({**item, _field(item): "", "status": "in_progress"})
+        yield self._of_item("response.output_item.added", self.items[-1])
+
+    def _close_call(self, item: Item, status: str) -> Iterator[Event]:
+        at, name = len(self.items) - 1, _field(item)
+        if item["type"] == "custom_tool_call":
+            item[name] = custom_input(item[name])
+            yield self._of_call("delta", at, {"delta": item[name]})
+        yield self._of_call("done", at, {name: item[name], "name": item["name"]})
+        item["status"] = status
+        yield self._of_item("response.output_item.done", item)
+
+    def _of_call(self, kind: str, at: int, fields: dict[str, Any]) -> Event:
+        item = self.items[at]
+        event = f"{_TEXTS[item['type']]}.{kind}"
+        return {"type": event, "item_id": item["id"], "output_index": at, **fields}
 
     def _id(self, kind: str) -> str:
         return f"{_IDS[kind]}_{self.name}_{len(self.items)}"
@@ -123,7 +146,7 @@ class OutputItems:
         return {"type": kind, "item_id": self.items[-1]["id"], **place, **fields}
 
 
-_RUNNING = "in_progress"
+_CALLS = ("function_call", "custom_tool_call")
 _IDS = {
     "message": "msg",
     "reasoning": "rs",
@@ -138,8 +161,9 @@ _TEXTS = {
 }
 
 
-def _arguments(call: ToolCall) -> tuple[str, str]:
-    return "arguments", call.arguments
+def _field(item: Item) -> str:
+    """Field of a call with the text that the model has generated."""
+    return "input" if item["type"] == "custom_tool_call" else "arguments"
 
 
 @dataclass(slots=True, kw_only=True)

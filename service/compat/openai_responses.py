@@ -34,6 +34,7 @@ from service.compat.openai_response_store import (
     StoredResponse,
 )
 from service.compat.openai_stream import STREAM_RESPONSES, event_response, unix_time
+from service.compat.streamed_message import with_whole_calls
 from service.http.errors import InvalidRequest, NotFound
 from service.http.responses import (
     AUTH_ERRORS,
@@ -172,7 +173,9 @@ class _ResponseBuilder:
         self._samples.check_ended(sample)
         parsed, items = await self._samples.message(sample), self._items()
         items.logprobs = await self._logprobs(sample)
-        await asyncio.to_thread(lambda: [items.add(parsed), items.end(item_status(sample))])
+        await asyncio.to_thread(
+            lambda: [items.add(with_whole_calls(parsed)), items.end(item_status(sample))]
+        )
         response = await self._finish(sample, items.items)
         return await large_json_response(lambda: response)
 
@@ -270,7 +273,7 @@ class _ResponseBuilder:
             "status": status,
             "incomplete_details": incomplete,
             "output": items,
-            "usage": _usage(answer),
+            "usage": _usage(answer, self._samples.num_reasoning_tokens),
             "weight_versions": weight_version_spans(sample),
             **(support_field(sample) if self._body.return_support else {}),
             **ids,
@@ -281,14 +284,13 @@ def _plain(value: Any) -> Any:
     return value.model_dump(exclude_unset=True) if hasattr(value, "model_dump") else value
 
 
-def _usage(answer: RolloutAnswer) -> dict[str, Any]:
-    """Token counts; those of reasoning are not counted apart."""
+def _usage(answer: RolloutAnswer, num_reasoning_tokens: int) -> dict[str, Any]:
     counts = usage(answer)
     cached = counts["prompt_tokens_details"]["cached_tokens"]
     return {
         "input_tokens": counts["prompt_tokens"],
         "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
         "output_tokens": counts["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": num_reasoning_tokens},
         "total_tokens": counts["total_tokens"],
     }

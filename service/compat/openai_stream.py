@@ -15,6 +15,7 @@ from starlette.types import Message, Send
 
 from coppice.wire.problem_catalogue import Problem
 from coppice.wire.result_formats import EndRecord
+from coppice.wire.rollouts import RolloutAnswer
 from service.compat.bodies import CompatModel, Flag
 from service.compat.compat_request import ROLLOUT_ERRORS, token_counts, usage
 from service.compat.openai_errors import as_openai, with_openai_error
@@ -74,9 +75,11 @@ def stream_response(
     head: dict[str, Any],
     to_chunks: ToChunks,
     options: StreamOptions | None,
+    *,
+    to_usage: Callable[[RolloutAnswer], dict[str, Any]] = usage,
 ) -> Response:
     """Response that streams a rollout as server-sent events; a disconnect cancels the rollout."""
-    stream = _Chunks(server, rollout, head, to_chunks, options or StreamOptions())
+    stream = _Chunks(server, rollout, head, to_chunks, options or StreamOptions(), to_usage)
     return event_response(server, rollout, stream.events())
 
 
@@ -155,6 +158,7 @@ class _Chunks:
     head: dict[str, Any]
     to_chunks: ToChunks
     options: StreamOptions
+    to_usage: Callable[[RolloutAnswer], dict[str, Any]]
 
     async def events(self) -> AsyncIterator[bytes]:
         async for part in sample_parts(self.rollout):
@@ -166,7 +170,7 @@ class _Chunks:
                 case EndRecord(problem=problem) if problem is not None:
                     yield error_event(self.server, problem)
                 case EndRecord() if self.options.include_usage:
-                    total = usage(await self.rollout.answer())
+                    total = self.to_usage(await self.rollout.answer())
                     yield sse_event({**self.head, "choices": [], "usage": total})
 
     def _usage(self, part: SamplePart) -> dict[str, Any]:

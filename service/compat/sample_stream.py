@@ -12,8 +12,7 @@ from typing import Any, TypeVar
 
 from coppice.wire.result_formats import EndRecord, SampleRecord, TokensRecord
 from coppice.wire.rollouts import SampleAnswer
-from engine.protocol import ResponseStream
-from engine.types import ChatResponse, Sampling, TopLogprobs
+from engine.types import Sampling, TopLogprobs
 from service.compat.logprobs import sample_logprobs
 from service.rollouts.record_reader import SampleKey
 from service.rollouts.rollout import Rollout
@@ -141,40 +140,6 @@ class StreamedText:
             text = remainder(whole, "".join(self._sent)) or ""
         self._sent.append(text)
         return text
-
-
-class StreamedMessage:
-    """Reasoning and content of one sample's parts, of a chat response without tool calls."""
-
-    def __init__(self, server: Server, stream: ResponseStream) -> None:
-        self._tokenizer = server.tokenizer
-        self._stream = stream
-        self._content: list[str] = []
-        self._reasoning: list[str] = []
-
-    async def next(self, part: SamplePart) -> ChatResponse:
-        """Reasoning and content that the tokens of a running sample complete."""
-        new = await self._tokenizer.add(self._stream, part.token_ids)
-        self._content.append(new.content or "")
-        self._reasoning.append(new.reasoning or "")
-        return new
-
-    def rest(self, whole: ChatResponse) -> ChatResponse:
-        """Parts of the whole response that were not sent.
-
-        Empty if the response does not begin with what was sent, since text that was sent cannot be
-        withdrawn.
-        """
-        content = remainder(whole.content or "", "".join(self._content))
-        reasoning = remainder(whole.reasoning or "", "".join(self._reasoning))
-        if content is None or reasoning is None:
-            return ChatResponse(content=None, tool_calls=whole.tool_calls, parsed=False)
-        return ChatResponse(
-            content=content or None,
-            reasoning=reasoning or None,
-            tool_calls=whole.tool_calls,
-            parsed=whole.parsed,
-        )
 
 
 def remainder(whole: str, sent: str) -> str | None:

@@ -206,6 +206,12 @@ class Tokenizer:
             return await self._decoded(lambda: stream.add(token_ids))
         return stream.add(token_ids)
 
+    async def finish(
+        self, stream: ResponseStream, token_ids: Sequence[int], stop_reason: int | str | None
+    ) -> ChatResponse:
+        """What remains of the tool calls of a sample that ends with the given tokens."""
+        return await self._decoded(lambda: stream.finish(token_ids, stop_reason))
+
     def check_token_ids(self, tokens: list[int]) -> list[int]:
         """Return the tokens of a prompt; raises an error if they are invalid or too many."""
         info = self._engine.info

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from openai import AsyncOpenAI
 from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateTokensStreamResponse
 
 from engine.protocol import DEFAULT_SAMPLING
-from engine.types import ChatRequest, ChatResponse, Sampling, ToolCall
+from engine.types import ChatRequest, ChatResponse, Sampling, ToolCall, ToolCallPart
 from service.compat import (
     anthropic_stream,
     openai_response_events,
@@ -246,6 +247,107 @@ async def test_tool_calls_are_sent_when_they_can_be_parsed(tmp_path: Path) -> No
     assert last["delta"]["reasoning_content"] == "\x06\x07\x08"
     tokens = [token for part in (*parts, last) for token in part["token_ids"]]
     assert tokens == [6, 7, 8, 9, 10, 11]
+
+
+ARGUMENTS = '{"a": 12}'
+
+
+class CallingStream(FakeStream):
+    """The first token names a function, and each other token is a character of its arguments."""
+
+    num_tokens = 0
+
+    def add(self, token_ids: Sequence[int]) -> ChatResponse:
+        start, self.num_tokens = self.num_tokens, self.num_tokens + len(token_ids)
+        text = ARGUMENTS[max(start - 1, 0) : self.num_tokens - 1]
+        part = ToolCallPart(index=0, arguments=text)
+        if start == 0:
+            part = replace(part, id="call-of-stream", name="add")
+        return ChatResponse(content=None, tool_call_parts=(part,))
+
+    def finish(self, token_ids: Sequence[int], stop_reason: int | str | None) -> ChatResponse:
+        return self.add(token_ids)
+
+
+class CallingEngine(FakeEngine):
+    """Parsers write the arguments of a whole call with other spaces than the model."""
+
+    stream: CallingStream | None = None
+
+    def response_stream(
+        self,
+        sampling: Sampling = DEFAULT_SAMPLING,
+        prompt: Sequence[int] = (),
+        chat_request: ChatRequest | None = None,
+    ) -> FakeStream:
+        self.stream = CallingStream(self, sampling, is_parsed=True, has_tool_calls=True)
+        return self.stream
+
+    async def sample(self, num_tokens: int) -> None:
+        """Sample tokens one by one, each when the stream has read the one before."""
+        while not self.running:
+            await asyncio.sleep(0.001)
+        for number in range(1, num_tokens + 1):
+            self.step(1)
+            while number < num_tokens and (self.stream is None or self.stream.num_tokens < number):
+                await asyncio.sleep(0.001)
+
+    def chat_response(
+        self, token_ids: Sequence[int], chat_request: ChatRequest, **_: Any
+    ) -> ChatResponse:
+        call = ToolCall(id="call-of-whole", name="add", arguments='{"a":12}')
+        return ChatResponse(content=None, tool_calls=(call,), num_reasoning_tokens=3)
+
+
+def function_parts(path: str, events: list[dict[str, Any]]) -> list[tuple[Any, Any, str]]:
+    """Id, name and arguments of each part of the tool call in the events of a route."""
+    if path == "/v1/chat/completions":
+        choices = [choice for event in events for choice in event["choices"]]
+        calls = [call for choice in choices for call in choice["delta"].get("tool_calls", ())]
+        return [
+            (call.get("id"), call["function"].get("name"), call["function"]["arguments"])
+            for call in calls
+        ]
+    if path == "/v1/responses":
+        [item] = [each["item"] for each in events if each["type"].endswith("item.added")]
+        texts = [each["delta"] for each in events if each["type"].endswith("arguments.delta")]
+        assert events[-1]["response"]["output"][0]["arguments"] == "".join(texts)
+        head = [(item["call_id"], item["name"], item["arguments"])]
+        return head + [(None, None, text) for text in texts]
+    [block] = [each["content_block"] for each in events if "content_block" in each]
+    texts = [each["delta"]["partial_json"] for each in events if "partial_json" in str(each)]
+    return [(block["id"], block["name"], "")] + [(None, None, text) for text in texts]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+async def test_tool_calls_are_sent_in_parts(tmp_path: Path, path: str) -> None:
+    given, tool, _ = KEEP_ALIVES[path]
+    limit = {"max_output_tokens" if path == "/v1/responses" else "max_tokens": 10}
+    body = {**given, **limit, "tools": [tool], "stream": True}
+    engine = CallingEngine(instant=False)
+    engine.finish = "stop"
+    async with foreign(tmp_path, engine=engine) as served, asyncio.timeout(60):
+        sampling = asyncio.create_task(engine.sample(10))
+        lines = (await served.http.post(path, json=body)).text.split("\n")
+        await sampling
+    data = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+    parts = function_parts(path, [json.loads(event) for event in data if event != "[DONE]"])
+    assert "".join(text for _, _, text in parts) == ARGUMENTS
+    assert [name for _, name, _ in parts if name] == ["add"]
+    assert [call_id for call_id, _, _ in parts if call_id] == ["call-of-stream"]
+    assert len(parts) > 3
+    assert "tool_calls" in "".join(data) or path != "/v1/chat/completions"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_usage_counts_reasoning_tokens(tmp_path: Path, stream: bool) -> None:
+    options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    async with foreign(tmp_path, engine=CallingEngine()) as served:
+        chat = await served.http.post("/v1/chat/completions", json={**CHAT, **options})
+        given = KEEP_ALIVES["/v1/responses"][0]
+        response = await served.http.post("/v1/responses", json={**given, "stream": stream})
+    assert '"completion_tokens_details":{"reasoning_tokens":3}' in chat.text.replace(" ", "")
+    assert '"output_tokens_details":{"reasoning_tokens":3}' in response.text.replace(" ", "")
 
 
 KEEP_ALIVES: dict[str, tuple[dict[str, Any], Any, str]] = {

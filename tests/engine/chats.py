@@ -74,7 +74,7 @@ def write_tokenizer(model: Path, template: str | dict[str, str]) -> Path:
     (model / "tokenizer_config.json").write_text(json.dumps(config))
     tokenizer = json.loads((model / "tokenizer.json").read_text())
     plain = dict(tokenizer["added_tokens"][0], special=False)
-    marks = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+    marks = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>")
     start = len(tokenizer["model"]["vocab"])
     tokenizer["added_tokens"] += [
         {**plain, "id": start + i, "content": mark} for i, mark in enumerate(marks)

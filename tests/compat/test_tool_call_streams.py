@@ -1,0 +1,234 @@
+"""Streams of responses that call tools: the joined parts are the message of the whole response."""
+
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from coppice.wire.rollouts import SampleAnswer
+from engine.io.response_parsers import STREAMING_TOOL_PARSERS
+from engine.io.response_stream import ParsedStream
+from engine.protocol import DEFAULT_SAMPLING, ResponseStream
+from engine.types import ChatRequest, ChatResponse
+from service.compat.sample_stream import SamplePart
+from service.compat.streamed_message import StreamedMessage
+from tests.engine.chats import TemplateChat, make_chat
+
+Arguments = dict[str, Any]
+Format = Callable[[str, Arguments], str]
+
+PROPERTIES = {
+    "text": {"type": "string"},
+    "number": {"type": "integer"},
+    "list": {"type": "array", "items": {"type": "integer"}},
+    "flag": {"type": "boolean"},
+}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": name, "parameters": {"type": "object", "properties": PROPERTIES}},
+    }
+    for name in ("add", "search_files")
+]
+REQUEST = ChatRequest(messages=[{"role": "user", "content": "go"}], tools=TOOLS)
+TEXTS = ('a "quoted" word', "two\nlines", "é€ 好", "{}[]", "<b>", "", "1", "true", "a=b, c(d)")
+
+
+def compact(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+
+
+def plain(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def hermes(name: str, arguments: Arguments) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
+
+
+def hermes_compact(name: str, arguments: Arguments) -> str:
+    return f"<tool_call>{compact({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def qwen3_xml(name: str, arguments: Arguments) -> str:
+    parameters = "".join(
+        f"<parameter={key}>\n{plain(value)}\n</parameter>\n" for key, value in arguments.items()
+    )
+    return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
+
+
+def glm45(name: str, arguments: Arguments) -> str:
+    pairs = "".join(
+        f"<arg_key>{key}</arg_key>\n<arg_value>{plain(value)}</arg_value>\n"
+        for key, value in arguments.items()
+    )
+    return f"<tool_call>{name}\n{pairs}</tool_call>"
+
+
+FORMATS: list[tuple[str, Format, str]] = [
+    ("hermes", hermes, "\n"),
+    ("hermes", hermes_compact, ""),
+    ("qwen3_json", hermes, "\n"),
+    ("qwen3_coder", qwen3_xml, "\n"),
+    ("qwen3_xml", qwen3_xml, "\n"),
+    ("glm45", glm45, "\n"),
+    ("glm47", glm45, ""),
+]
+
+
+class InlineTokenizer:
+    """Runs a stream without a thread."""
+
+    async def add(self, stream: ResponseStream, token_ids: Sequence[int]) -> ChatResponse:
+        return stream.add(token_ids)
+
+    async def finish(
+        self, stream: ResponseStream, token_ids: Sequence[int], stop_reason: int | str | None
+    ) -> ChatResponse:
+        return stream.finish(token_ids, stop_reason)
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, TemplateChat]]:
+    yield {
+        name: make_chat(tmp_path_factory.mktemp("chat"), tool_parser=name, reasoning_parser="qwen3")
+        for name in STREAMING_TOOL_PARSERS
+    }
+
+
+def arguments_of(rng: random.Random) -> Arguments:
+    given = {
+        "text": rng.choice(TEXTS) * rng.choice((1, 1, 40)),
+        "number": rng.randrange(-9, 10**6),
+        "list": [rng.randrange(99) for _ in range(rng.randrange(4))],
+        "flag": rng.random() < 0.5,
+    }
+    return {key: given[key] for key in rng.sample(sorted(given), rng.randrange(5))}
+
+
+def response_text(rng: random.Random, to_text: Format, between: str) -> str:
+    given = [
+        (rng.choice(("add", "search_files")), arguments_of(rng)) for _ in range(rng.randrange(4))
+    ]
+    before = rng.choice(("", "I call a tool.\n", "ok"))
+    reasoning = rng.choice(("", "<think>\nlet me see\n</think>\n\n"))
+    calls = between.join(to_text(*call) for call in given)
+    return reasoning + before + (calls or "no call")
+
+
+def sample_parts(token_ids: list[int], rng: random.Random) -> Iterator[SamplePart]:
+    sample = SampleAnswer(
+        index=0, token_ids=token_ids, logprobs=[], finish_reason="stop", versions=[]
+    )
+    longest, start = rng.choice((1, 3, 20)), 0
+    while start < len(token_ids):
+        end = start + rng.randint(1, longest)
+        is_last = end >= len(token_ids)
+        yield SamplePart(
+            group=0,
+            index=0,
+            start=start,
+            token_ids=token_ids[start:end],
+            logprobs=(),
+            top_logprobs=(),
+            version=None,
+            sample=sample if is_last else None,
+        )
+        start = end
+
+
+async def streamed(
+    chat: TemplateChat, token_ids: list[int], whole: ChatResponse, rng: random.Random
+) -> list[ChatResponse]:
+    stream = chat.chat.response_stream(prompt=[1], chat_request=REQUEST)
+    assert stream.has_tool_calls
+    tokenizer: Any = InlineTokenizer()
+    message = StreamedMessage(tokenizer, stream)
+    return [
+        await message.next(part) if part.sample is None else await message.last(part, whole)
+        for part in sample_parts(token_ids, rng)
+    ]
+
+
+def joined(parts: list[ChatResponse]) -> list[tuple[str | None, Any]]:
+    """Name and arguments of each call."""
+    names, texts = dict[int, str | None](), dict[int, str]()
+    for call in (call for part in parts for call in part.tool_call_parts):
+        if call.name is not None:
+            assert call.index == len(names) and call.id
+            names[call.index] = call.name
+        texts[call.index] = texts.get(call.index, "") + call.arguments
+    return [(names[index], json.loads(text)) for index, text in texts.items()]
+
+
+def text_of(parts: list[ChatResponse], kind: str) -> str:
+    return "".join(getattr(part, kind) or "" for part in parts)
+
+
+def content_of(parts: list[ChatResponse], whole: ChatResponse) -> str:
+    """Parsers may drop white space before content that a tool call follows."""
+    text = text_of(parts, "content")
+    kept = len(whole.content or "") if whole.tool_calls else len(text)
+    assert not text[: len(text) - kept].strip()
+    return text[len(text) - kept :]
+
+
+@pytest.mark.parametrize(("name", "to_text", "between"), FORMATS)
+async def test_joined_parts_are_the_whole_message(
+    chats: dict[str, TemplateChat], name: str, to_text: Format, between: str
+) -> None:
+    chat, num_early = chats[name], 0
+    for seed in range(60):
+        rng = random.Random(seed)
+        text = response_text(rng, to_text, between)
+        token_ids = chat.tokenizer.encode(text)
+        whole = chat.chat.chat_response(token_ids, REQUEST)
+        parts = await streamed(chat, token_ids, whole, rng)
+        expected = [(call.name, json.loads(call.arguments)) for call in whole.tool_calls]
+        assert (joined(parts), parts[-1].parsed) == (expected, True), text
+        assert content_of(parts, whole) == (whole.content or ""), text
+        assert text_of(parts, "reasoning") == (whole.reasoning or ""), text
+        num_early += any(part.tool_call_parts for part in parts[:-1])
+    assert num_early > 10, "calls are sent before the end"
+
+
+@pytest.mark.parametrize(("name", "to_text", "between"), FORMATS)
+async def test_response_that_is_cut_is_streamed_up_to_its_end(
+    chats: dict[str, TemplateChat], name: str, to_text: Format, between: str
+) -> None:
+    """A call that is cut may be content of the whole message; what was sent cannot be withdrawn."""
+    chat = chats[name]
+    for seed in range(40):
+        rng = random.Random(seed)
+        token_ids = chat.tokenizer.encode(response_text(rng, to_text, between))
+        token_ids = token_ids[: rng.randint(1, len(token_ids))]
+        whole = chat.chat.chat_response(token_ids, REQUEST)
+        parts = await streamed(chat, token_ids, whole, rng)
+        if parts[-1].parsed:
+            calls = [(call.name, json.loads(call.arguments)) for call in whole.tool_calls]
+            assert joined(parts) == calls
+            assert content_of(parts, whole) == (whole.content or "")
+
+
+def test_every_streaming_parser_is_compared() -> None:
+    assert {name for name, *_ in FORMATS} == STREAMING_TOOL_PARSERS
+
+
+def test_long_message_is_parsed_in_growing_steps(chats: dict[str, TemplateChat]) -> None:
+    class CountingParser:
+        num_calls = 0
+
+        def parse_delta(self, *_: Any, **__: Any) -> None:
+            self.num_calls += 1
+
+    parser, request = CountingParser(), ChatRequest(messages=[])
+    tokenizer = chats["hermes"].tokenizer
+    checked: Any = type("Request", (), {"skip_special_tokens": True, "chat": request})
+    stream = ParsedStream(
+        tokenizer, DEFAULT_SAMPLING, parser, checked, [], lambda *_: "", has_tool_calls=True
+    )
+    for _ in range(20_000):
+        stream.add([5])
+    assert 1_000 < parser.num_calls < 2_000
