@@ -2,6 +2,7 @@
 
 import re
 from enum import StrEnum
+from typing import NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 from starlette.datastructures import QueryParams
@@ -70,12 +71,27 @@ def wait_seconds(query: QueryParams) -> float:
     return float(text)
 
 
-def stream_position(query: QueryParams) -> tuple[str | None, int]:
-    """Query parameters of a stream of sessions: group, and the sequence after which it begins."""
-    after = _single_param(query, "after", "group")
+class StreamPosition(NamedTuple):
+    """Query parameters of a stream of sessions.
+
+    `group`, or the id of the `replica` whose sessions are streamed, and the sequence after which
+    the stream begins.
+    """
+
+    group: str | None
+    replica: str | None
+    after: int
+
+
+def stream_position(query: QueryParams) -> StreamPosition:
+    group = _single_param(query, "group", "after", "replica")
+    replica = _single_param(query, "replica", "after", "group")
+    after = _single_param(query, "after", "group", "replica")
     if after is not None and not (_INTEGER.fullmatch(after) and 0 <= int(after) < 2**53):
         raise InvalidRequest.of_parameter("after", "must be an integer from 0 to 2^53 - 1")
-    return _single_param(query, "group", "after"), int(after or 0)
+    if group is not None and replica is not None:
+        raise InvalidRequest.of_parameter("replica", "not allowed with group, which is on one")
+    return StreamPosition(group, replica, int(after or 0))
 
 
 def expected_version(query: QueryParams) -> str | None:

@@ -85,10 +85,12 @@ async def create(request: Request, server: AnyServer, caller: Caller) -> Respons
 @requires_role("rollout")
 async def stream(request: Request, server: AnyServer, caller: Caller) -> Response:
     """Stream ended sessions as NDJSON, from the one after the sequence `after` on."""
-    group, after = stream_position(request.query_params)
-    if group is not None:
-        await check_local(group, server)
-    items = server.sessions.stream(caller.name, group, after)
+    position = stream_position(request.query_params)
+    if position.group is not None:
+        await check_local(position.group, server)
+    if position.replica is not None:
+        await server.cluster.check_local(position.replica)
+    items = server.sessions.stream(caller.name, position.group, position.after)
     return StreamingResponse(_lines(items), media_type=ResponseFormat.NDJSON)
 
 

@@ -12,7 +12,7 @@ from coppice import Retry, SessionClosed, StreamBroken
 from coppice.client import Sessions
 from coppice.operations.sessions import AsyncSessions
 from coppice.wire.sessions import SessionAnswer, SessionRecord, SessionsEndRecord, SessionUsage
-from tests.client.app import App, Body, streaming
+from tests.client.app import App, Body, refusing, streaming
 from tests.client.conftest import Connect
 from tests.client.fake_clock import FakePace
 from tests.fake_engine import FakeEngine
@@ -47,9 +47,9 @@ def test_session_from_creation_to_result(connect: Connect, tmp_path: Path) -> No
     assert group_result.tree.segments[0].token_ids.tolist() == [5, 6, 7]
 
 
-def line(sequence: int) -> bytes:
+def line(sequence: int, replica: str = "") -> bytes:
     answer = SessionAnswer(
-        id=f"s{sequence}",
+        id=f"{replica}s{sequence}",
         group="g",
         state="finished",
         sequence=sequence,
@@ -70,6 +70,23 @@ def test_broken_stream_is_resumed_after_the_last_session(connect: Connect) -> No
     client = connect(app, retry=Retry(), clock=FakePace())
     assert [session.id for session in client.sessions.stream("g")] == ["s3", "s4"]
     assert [request.url.params["after"] for request in app.requests] == ["0", "3"]
+
+
+def test_stream_without_a_group_is_resumed_on_its_replica(connect: Connect) -> None:
+    """A balancer may send each connection to another replica, whose sequences are others."""
+    reset = httpx.ReadError("reset")
+    app = App(
+        streaming(Body([line(3, "one.")], reset)),
+        streaming(Body([line(4, "one.")], reset)),
+        refusing("replica_gone", 404),
+        streaming(Body([line(5, "two.")])),
+    )
+    client = connect(app, retry=Retry(), clock=FakePace())
+    assert [session.id for session in client.sessions.stream()] == ["one.s3", "one.s4", "two.s5"]
+    assert [request.url.params.get("replica") for request in app.requests] == [
+        *(None, "one", "one", None)
+    ]
+    assert [request.url.params["after"] for request in app.requests] == ["0", "3", "4", "4"]
 
 
 def test_stream_of_a_group_without_its_end_has_failed(connect: Connect) -> None:

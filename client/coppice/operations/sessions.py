@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 from pydantic import ValidationError
 
-from coppice.errors import BadAnswer, CoppiceError, StreamBroken
+from coppice.errors import BadAnswer, CoppiceError, ReplicaGone, StreamBroken
 from coppice.operations.record_stream import NDJSON
 from coppice.sessions import AgentSession, SessionGroup, SessionResult, session_result_of
 from coppice.transport.messages import HttpRequest, json_request
@@ -139,23 +139,32 @@ class AsyncSessions:
         """Yields each ended session once, in the order of `sequence`, from `after` on.
 
         A broken connection is resumed. The stream of a group ends when all of its sessions have
-        ended. Without a group it has the sessions of the replica that answers, and ends when the
-        server stops; with several replicas, stream each group.
+        ended. Without a group it has the sessions of the replica that answers first, and ends when
+        this server stops; with several replicas, stream each group. If the replica has left the
+        cluster while the connection was broken, the stream goes on with the replica that answers.
         """
-        retry_state = self._sender.retry_state(_stream_request(group, after))
+        replica: str | None = None
+        retry_state = self._sender.retry_state(_stream_request(group, replica, after))
         while True:
             try:
-                async with aclosing(self._records(_stream_request(group, after))) as records:
+                request = _stream_request(group, replica, after)
+                async with aclosing(self._records(request)) as records:
                     async for record in records:
                         retry_state.reset()
                         if isinstance(record, SessionRecord):
                             yield session_result_of(record.session)
                             after = record.session.sequence or after
+                            if group is None:
+                                replica = _replica_of(record.session.id)
                         elif isinstance(record, SessionsEndRecord):
                             return
                 if group is None:
                     return
                 raise StreamBroken("the stream ended without its end record")
+            except ReplicaGone:
+                if replica is None:
+                    raise
+                replica = None
             except CoppiceError as error:
                 if not await retry_state.wait_before_retry(error):
                     raise
@@ -177,11 +186,18 @@ def _path(session_id: str) -> str:
     return f"/v1/sessions/{quote(session_id, safe='')}"
 
 
-def _stream_request(group: str | None, after: int) -> HttpRequest:
+def _replica_of(session_id: str) -> str | None:
+    """Id of the replica that has a session; None if the id does not begin with one."""
+    replica, dot, _ = session_id.partition(".")
+    return replica if dot else None
+
+
+def _stream_request(group: str | None, replica: str | None, after: int) -> HttpRequest:
+    place = {"group": group, "replica": replica}
     return HttpRequest(
         method="GET",
         path="/v1/sessions",
-        params={"after": str(after)} | ({} if group is None else {"group": group}),
+        params={"after": str(after)} | {key: value for key, value in place.items() if value},
         headers={"Accept": NDJSON},
         is_idempotent=True,
     )

@@ -460,6 +460,28 @@ async def test_sessions_of_another_replica_are_redirected(tmp_path: Path) -> Non
     assert unknown.status_code == 401
 
 
+async def test_stream_of_another_replica_is_redirected(tmp_path: Path) -> None:
+    shared, url = InMemoryRegistry(), "http://owner.example:8000"
+    async with (
+        training(tmp_path / "a", shared=shared, server={"advertised_url": url}) as one,
+        training(tmp_path / "b", shared=shared) as other,
+    ):
+        await other.served.server.cluster.refresh()
+        [agent] = await one.create(**LIMITED)
+        replica = agent.id.partition(".")[0]
+        path = f"{other.served.url}/v1/sessions"
+        found = await one.http.get(path, params={"replica": replica, "after": "7"})
+        gone = await one.http.get(path, params={"replica": "0" * 12})
+        both = await one.http.get(path, params={"replica": replica, "group": f"{replica}.g"})
+        own = other.served.server.cluster.own_id
+        async with one.http.stream("GET", path, params={"replica": own}) as answer:
+            assert answer.status_code == 200
+    assert found.status_code == 307
+    assert found.headers["location"] == f"{url}/v1/sessions?replica={replica}&after=7"
+    assert gone.json()["code"] == "replica_gone"
+    assert both.status_code == 422
+
+
 async def test_base_url_is_that_of_the_replica(tmp_path: Path) -> None:
     url = "http://owner.example:8000"
     async with training(tmp_path, server={"advertised_url": url}) as trainer:
