@@ -171,8 +171,10 @@ class Server:
             self.rollouts,
             self.prompt_kv,
             announcer,
+            max_pause_lease_seconds=settings.limits.max_pause_lease_seconds,
             run_to_completion=self.run_to_completion,
             on_activated=self._record_activation,
+            on_lease_ended=self.metrics.server.pause_leases_ended.inc,
         )
         downloader = WeightsDownloader(
             self.stager,
@@ -221,6 +223,7 @@ class Server:
                 self.cluster.running(),
                 self.rollouts.running(),
                 self.sessions.running(),
+                self.activation.running(),
                 self.coordinator.running(),
             ):
                 yield

@@ -6,6 +6,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from coppice.wire.base import Label
+from coppice.wire.control import DEFAULT_PAUSE_LEASE_SECONDS, PauseLease
 from engine.types import PauseMode
 from service.auth.access import Caller, allow_any_key, public, requires_role
 from service.compat.bodies import CompatModel, Directory, EmptyBody, read_compat_body, request_body
@@ -34,7 +35,10 @@ _MODES: dict[str, PauseMode] = {"abort": "abort", "retract": "keep", "in_place":
 
 
 class PauseBody(CompatModel):
+    """Request body of SGLang's /pause_generation, with the addition of `lease_seconds`."""
+
     mode: Literal["abort", "retract", "in_place"] = "abort"
+    lease_seconds: PauseLease = DEFAULT_PAUSE_LEASE_SECONDS
 
 
 class AbortBody(CompatModel):
@@ -53,9 +57,11 @@ class DiskBody(CompatModel):
     openapi_extra=request_body(PauseBody),
 )
 @requires_role("admin")
-async def pause(request: Request, server: ReadyServer) -> Response:
+async def pause(request: Request, server: ReadyServer, caller: Caller) -> Response:
     body = await read_compat_body(request, PauseBody, server)
-    await server.run_to_completion(server.activation.pause(_MODES[body.mode]))
+    await server.run_to_completion(
+        server.activation.pause(caller.name, _MODES[body.mode], body.lease_seconds)
+    )
     return json_response({"message": "paused", "status": "ok"})
 
 
@@ -65,9 +71,9 @@ async def pause(request: Request, server: ReadyServer) -> Response:
     openapi_extra=request_body(EmptyBody),
 )
 @requires_role("admin")
-async def resume(request: Request, server: ServingServer) -> Response:
+async def resume(request: Request, server: ServingServer, caller: Caller) -> Response:
     await read_compat_body(request, EmptyBody, server)
-    await server.run_to_completion(server.activation.resume())
+    await server.run_to_completion(server.activation.resume(caller.name))
     return json_response({"message": "continued", "status": "ok"})
 
 

@@ -4,11 +4,12 @@ from fastapi import APIRouter, Request, Response
 
 from coppice.wire.base import Label
 from engine.types import PauseMode
-from service.auth.access import allow_any_key, public, requires_role
+from service.auth.access import Caller, allow_any_key, public, requires_role
 from service.compat.bodies import CompatModel, Directory, EmptyBody, read_compat_body, request_body
 from service.compat.unsupported import NCCL
 from service.compat.weight_updates import UPDATE_RESPONSES, Updates
 from service.http.errors import EngineGone, InvalidRequest, Unsupported
+from service.http.params import pause_lease
 from service.http.responses import ADMIN_ERRORS, JSON, declare_responses, json_response
 from service.routes.dependencies import AnyServer, ReadyServer, ServingServer
 
@@ -35,22 +36,24 @@ class FinishBody(CompatModel):
 
 @router.post("/pause", responses=declare_responses({200: JSON}, *ADMIN_ERRORS, InvalidRequest))
 @requires_role("admin")
-async def pause(request: Request, server: ReadyServer) -> Response:
+async def pause(request: Request, server: ReadyServer, caller: Caller) -> Response:
     """Pause generation, in one of vLLM's modes: abort, wait or keep.
 
     The parameter `clear_cache` has no effect: a prefix is never reused across weights versions.
+    `lease_seconds` is an addition to vLLM's protocol.
     """
     mode = request.query_params.get("mode", "abort")
     if mode not in MODES:
         raise InvalidRequest.of_parameter("mode", f"must be one of {', '.join(MODES)}")
-    await server.run_to_completion(server.activation.pause(mode))
+    lease_seconds = pause_lease(request.query_params)
+    await server.run_to_completion(server.activation.pause(caller.name, mode, lease_seconds))
     return json_response({"status": "paused"})
 
 
 @router.post("/resume", responses=ADMIN_RESPONSES)
 @requires_role("admin")
-async def resume(server: ServingServer) -> Response:
-    await server.run_to_completion(server.activation.resume())
+async def resume(server: ServingServer, caller: Caller) -> Response:
+    await server.run_to_completion(server.activation.resume(caller.name))
     return json_response({"status": "resumed"})
 
 

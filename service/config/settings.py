@@ -256,6 +256,11 @@ class LimitsSettings(Section):
         description="maximum lease of an open rollout tree, in seconds; each call on the tree "
         "renews it; increase it if callers need longer between two calls",
     )
+    max_pause_lease_seconds: Seconds = Field(
+        3600.0,
+        description="maximum lease of a pause of sampling, in seconds; longer leases in requests "
+        "are shortened to it; increase it if a trainer cannot renew a longer pause",
+    )
     max_header_bytes: AtLeast1024 = Field(
         64 * 2**10,
         description="maximum size of a request's URL and headers, in bytes; increase it if a "

@@ -9,11 +9,13 @@ from starlette.datastructures import QueryParams
 
 from coppice.wire import result_formats
 from coppice.wire.base import Label
+from coppice.wire.control import DEFAULT_PAUSE_LEASE_SECONDS, PauseLease
 from coppice.wire.weights import Sequence
 from service.http.errors import InvalidRequest, NotAcceptable
 
 _LABEL: TypeAdapter[str] = TypeAdapter(Label)
 _SEQUENCE: TypeAdapter[int] = TypeAdapter(Sequence)
+_LEASE: TypeAdapter[float] = TypeAdapter(PauseLease)
 _INTEGER = re.compile(r"-?(0|[1-9][0-9]*)")
 _NUMBER = re.compile(r"(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _BOOT_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
@@ -49,6 +51,19 @@ def _sequence(text: str | None) -> int | None:
     except ValidationError as error:
         raise InvalidRequest.of_parameter(
             "sequence", "must be an integer from 0 to 2^53 - 1"
+        ) from error
+
+
+def pause_lease(query: QueryParams) -> float:
+    """Lease of a pause in vLLM's protocol, in seconds."""
+    text = query.get("lease_seconds")
+    if text is None:
+        return DEFAULT_PAUSE_LEASE_SECONDS
+    try:
+        return _LEASE.validate_strings(text if _NUMBER.fullmatch(text) else "")
+    except ValidationError as error:
+        raise InvalidRequest.of_parameter(
+            "lease_seconds", "must be a number of seconds above 0 and below 2^31"
         ) from error
 
 

@@ -44,6 +44,9 @@ class ServerMetrics(MetricTable):
     live = gauge("live", "1 while /livez answers 200")
     draining = gauge("draining", "1 once the server refuses new work because it shuts down")
     paused = gauge("paused", "1 while sampling is paused by request")
+    pause_leases_ended = counter(
+        "pause_leases_ended", "Pauses that ended because their lease was not renewed"
+    )
     engine_up = gauge("engine_up", "1 while the engine makes progress")
     heartbeat_age = gauge("engine_heartbeat_age_seconds", "Time since the engine's last heartbeat")
     event_loop_lag = histogram(

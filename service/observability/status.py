@@ -17,6 +17,7 @@ def status(server: Server) -> StatusAnswer:
         version=__version__,
         stage=server.engine.health().stage,
         paused=server.activation.paused,
+        pause_lease_seconds=server.activation.pause_seconds_left,
         weights_version=active.label,
         weights_sequence=active.sequence,
         num_rollouts_running=server.rollouts.num_running,

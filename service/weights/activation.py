@@ -2,14 +2,15 @@
 
 One activation runs at a time. The gate that admits rollouts is closed from before the engine is
 paused until the new version is active, so no rollout is admitted under one version and started
-under another. Once started, an activation completes even if its caller disconnects. An operator's
-pause is preserved.
+under another. Once started, an activation completes even if its caller disconnects. A pause
+outlasts activations, and ends with its lease, but never during an activation.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any
 
 from coppice.wire.weights import ActivationAnswer, ActivationMode
@@ -19,6 +20,7 @@ from engine.types import PauseMode
 from service.http.errors import ActivationFailed, EngineGone, ServiceError, VersionConflict
 from service.prompt_kv.manager import PromptKvManager
 from service.rollouts.manager import RolloutManager
+from service.weights.pauses import Pauses
 from service.weights.replication.announcer import Announcer
 from service.weights.stager import WeightStager
 from service.weights.versions import Version, Versions
@@ -41,8 +43,10 @@ class Activation:
         prompt_kv: PromptKvManager,
         announcer: Announcer,
         *,
+        max_pause_lease_seconds: float,
         run_to_completion: RunToCompletion,
         on_activated: Callable[[ActivationAnswer], None],
+        on_lease_ended: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
@@ -53,23 +57,58 @@ class Activation:
         self._announcer = announcer
         self._run_to_completion = run_to_completion
         self._on_activated = on_activated
+        self._on_lease_ended = on_lease_ended
         self._clock = clock
         self._lock = asyncio.Lock()
-        self._paused = False
+        self._pauses = Pauses(max_pause_lease_seconds, clock=clock)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Context manager of the task that ends pauses whose leases have ended."""
+        task = asyncio.create_task(self._end_leases())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
     @property
     def paused(self) -> bool:
-        return self._paused
+        return len(self._pauses) > 0
 
-    async def pause(self, mode: PauseMode) -> None:
+    @property
+    def pause_seconds_left(self) -> float | None:
+        return self._pauses.seconds_left
+
+    async def pause(self, owner: str, mode: PauseMode, lease_seconds: float | None) -> None:
+        """Start or renew the pause of an API key; None: without a lease."""
         async with self._lock:
             await self._engine.pause(mode)
-            self._paused = True
+            self._pauses.start(owner, lease_seconds)
 
-    async def resume(self) -> None:
+    async def resume(self, owner: str, *, is_for_all: bool = False) -> None:
+        """End the pause of an API key, or of all; sampling resumes with the end of the last one."""
         async with self._lock:
-            await self._engine.resume()
-            self._paused = False
+            if is_for_all:
+                self._pauses.end_all()
+            else:
+                self._pauses.end(owner)
+            await self._resume_unless_paused()
+
+    async def _end_leases(self) -> None:
+        while True:
+            await self._pauses.wait_until_one_ends()
+            async with self._lock:
+                await self._end_due_pauses()
+
+    async def _end_due_pauses(self) -> None:
+        for pause in self._pauses.remove_ended():
+            log.warning("the pause by %s has ended: its lease was not renewed", pause.owner)
+            self._on_lease_ended()
+        try:
+            await self._resume_unless_paused()
+        except EngineError as error:
+            log.error("sampling was not resumed at the end of a pause: %s", error)
 
     async def reset_prefix_cache(self) -> None:
         """Reset the engine's prefix cache; running samples keep their KV blocks."""
@@ -78,7 +117,7 @@ class Activation:
             try:
                 await self._engine.reset_prefix_cache()
             finally:
-                await self._resume_unless_operator_paused()
+                await self._resume_unless_paused()
 
     async def apply(
         self, label: str, mode: ActivationMode, *, allow_rollback: bool
@@ -105,12 +144,12 @@ class Activation:
         return answer
 
     def _check_can_wait(self, mode: ActivationMode) -> None:
-        """Refuse activation mode `wait` if an operator's pause would keep rollouts from ending.
+        """Refuse activation mode `wait` if a pause would keep rollouts from ending.
 
         Call it while the gate is closed. It counts rollouts, because an admitted rollout may not
         have started its samples yet.
         """
-        if mode == "wait" and self._paused and not self._rollouts.is_idle:
+        if mode == "wait" and self.paused and not self._rollouts.is_idle:
             raise VersionConflict(
                 "sampling is paused, and running samples cannot end: resume it first"
             )
@@ -130,9 +169,9 @@ class Activation:
         except EngineGone:
             raise  # the engine stays paused: partially loaded weights must not be used
         except (ServiceError, EngineError):
-            await self._resume_unless_operator_paused()
+            await self._resume_unless_paused()
             raise
-        await self._resume_unless_operator_paused()
+        await self._resume_unless_paused()
         seconds = self._clock() - began
         log.info("activated %s in %.3f s", version.label, seconds)
         return _answer(version, previous, mode, paused_seconds=seconds, samples_ended=samples_ended)
@@ -147,8 +186,8 @@ class Activation:
         self._versions.activated(version.label)
         self._prompt_kv.after_weights_update(version.label)
 
-    async def _resume_unless_operator_paused(self) -> None:
-        if not self._paused:
+    async def _resume_unless_paused(self) -> None:
+        if not self.paused:
             await self._engine.resume()
 
 

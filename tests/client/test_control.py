@@ -27,8 +27,23 @@ def test_pause_sends_its_mode(connect: Connect) -> None:
     app = App(answering(PauseAnswer(paused=True)))
     assert connect(app).pause("wait", timeout=5).paused
     assert (app.request.method, app.request.url.path) == ("POST", "/v1/pause")
-    assert json.loads(app.request.content) == {"mode": "wait"}
+    assert json.loads(app.request.content) == {"mode": "wait", "lease_seconds": 120.0}
     assert app.request.extensions["timeout"]["read"] == 5
+
+
+@pytest.mark.parametrize("lease_seconds", [5.0, None])
+def test_pause_can_have_another_lease_or_none(
+    connect: Connect, lease_seconds: float | None
+) -> None:
+    app = App(answering(PauseAnswer(paused=True)))
+    connect(app).pause(lease_seconds=lease_seconds)
+    assert json.loads(app.request.content) == {"mode": "keep", "lease_seconds": lease_seconds}
+
+
+def test_resume_can_end_the_pauses_of_all_keys(connect: Connect) -> None:
+    app = App(answering(PauseAnswer(paused=False)))
+    connect(app).resume(all=True)
+    assert json.loads(app.request.content) == {"all": True}
 
 
 def test_resume_returns_whether_the_server_is_paused(connect: Connect) -> None:

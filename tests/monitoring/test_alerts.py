@@ -209,6 +209,13 @@ CASES = [
         {"instance": "a:8000"},
     ),
     Case(
+        "CoppicePauseLeaseEnded",
+        "warning",
+        {f"coppice_pause_leases_ended_total{{{A}}}": f"0x50 1x{MINUTES}"},
+        {f"coppice_pause_leases_ended_total{{{A}}}": "3x60"},
+        {"instance": "a:8000"},
+    ),
+    Case(
         "CoppiceDrainStuck",
         "warning",
         levels("coppice_draining", 1),
@@ -274,7 +281,7 @@ def test_every_alert_is_quiet_in_its_quiet_case(tmp_path: Path) -> None:
 
 def test_cases_distinguish_firing_from_quiet(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="CoppicePausedLong"):
-        check(tmp_path, [one_test(CASES[-2].fires, {"CoppicePausedLong": []})])
+        check(tmp_path, [one_test(levels("coppice_paused", 1), {"CoppicePausedLong": []})])
 
 
 def test_every_alert_has_its_case() -> None:

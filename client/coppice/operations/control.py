@@ -3,7 +3,15 @@
 from coppice.errors import CoppiceError, EngineUnavailable, TimedOut, TransportError
 from coppice.transport.messages import HttpRequest, json_request
 from coppice.transport.retry import RequestSender
-from coppice.wire.control import HealthAnswer, PauseAnswer, PauseMode, PauseRequest, StatusAnswer
+from coppice.wire.control import (
+    DEFAULT_PAUSE_LEASE_SECONDS,
+    HealthAnswer,
+    PauseAnswer,
+    PauseMode,
+    PauseRequest,
+    ResumeRequest,
+    StatusAnswer,
+)
 
 _FIRST_WAIT_SECONDS = 0.05
 _LONGEST_WAIT_SECONDS = 2.0
@@ -15,19 +23,35 @@ class ControlOperations:
 
     _sender: RequestSender
 
-    async def pause(self, mode: PauseMode = "keep", *, timeout: float | None = None) -> PauseAnswer:
-        """Pauses the engine; running samples end (abort), finish (wait) or freeze (keep)."""
+    async def pause(
+        self,
+        mode: PauseMode = "keep",
+        *,
+        lease_seconds: float | None = DEFAULT_PAUSE_LEASE_SECONDS,
+        timeout: float | None = None,
+    ) -> PauseAnswer:
+        """Pauses the engine; running samples end (abort), finish (wait) or freeze (keep).
+
+        The pause ends after `lease_seconds` unless the call is repeated. None: only by `resume`.
+        """
+        request = PauseRequest(mode=mode, lease_seconds=lease_seconds)
         call = json_request(
-            "POST", "/v1/pause", PauseRequest(mode=mode), read_timeout=timeout, is_idempotent=True
+            "POST",
+            "/v1/pause",
+            request,
+            read_timeout=timeout,
+            is_idempotent=True,
+            sends_none=True,
         )
         return (await self._sender.send(call)).read(PauseAnswer)
 
-    async def resume(self) -> PauseAnswer:
-        """Resumes paused samples. It has no effect if the server is not paused."""
-        reply = await self._sender.send(
-            HttpRequest(method="POST", path="/v1/resume", is_idempotent=True)
-        )
-        return reply.read(PauseAnswer)
+    async def resume(self, *, all: bool = False) -> PauseAnswer:
+        """Ends the pause of this API key, or those of `all` keys.
+
+        It has no effect if the server is not paused.
+        """
+        call = json_request("POST", "/v1/resume", ResumeRequest(all=all), is_idempotent=True)
+        return (await self._sender.send(call)).read(PauseAnswer)
 
     async def status(self) -> StatusAnswer:
         """Returns the engine's properties, the active weights version and rollout counts."""

@@ -61,12 +61,14 @@ def json_request(
     headers: Mapping[str, str] | None = None,
     read_timeout: float | Literal["usual"] | None = "usual",
     is_idempotent: bool = False,
+    sends_none: bool = False,
 ) -> HttpRequest:
+    """Request with a JSON body, in which fields that are None are null if `sends_none`."""
     return HttpRequest(
         method=method,
         path=path,
         headers={"Content-Type": "application/json", **(headers or {})},
-        body=body.model_dump_json(exclude_none=True).encode(),
+        body=body.model_dump_json(exclude_none=not sends_none).encode(),
         read_timeout=read_timeout,
         is_idempotent=is_idempotent,
     )

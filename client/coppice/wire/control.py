@@ -1,26 +1,44 @@
 """Wire types of pause, resume, status and health."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from coppice.wire.base import AnswerModel, RequestModel
 from coppice.wire.kv import KvReason
 
+DEFAULT_PAUSE_LEASE_SECONDS = 120.0
+
 PauseMode = Literal["abort", "wait", "keep"]
+PauseLease = Annotated[float, Field(gt=0, lt=2**31, allow_inf_nan=False)]
 Stage = Literal["starting", "serving", "activating", "stopping", "dead"]
 
 
 class PauseRequest(RequestModel):
-    """Body of POST /v1/pause: running samples end (abort), finish (wait) or freeze (keep)."""
+    """Body of POST /v1/pause: running samples end (abort), finish (wait) or freeze (keep).
+
+    The pause ends after `lease_seconds` unless it is repeated; None: only by a resume.
+    """
 
     mode: PauseMode = "keep"
+    lease_seconds: PauseLease | None = DEFAULT_PAUSE_LEASE_SECONDS
+
+
+class ResumeRequest(RequestModel):
+    """Body of POST /v1/resume; `all` also ends the pauses of other API keys."""
+
+    all: bool = False
 
 
 class PauseAnswer(AnswerModel):
-    """Answer of POST /v1/pause and /v1/resume: the new state of sampling."""
+    """Answer of POST /v1/pause and /v1/resume: the new state of sampling.
+
+    `paused` is true while any API key pauses. `lease_seconds` is the time until the last pause ends
+    by itself; None if sampling is not paused or a pause has no lease.
+    """
 
     paused: bool
+    lease_seconds: float | None = None
 
 
 class HealthAnswer(AnswerModel):
@@ -82,6 +100,7 @@ class StatusAnswer(AnswerModel):
     version: str
     stage: Stage
     paused: bool
+    pause_lease_seconds: float | None = None
     weights_version: str
     weights_sequence: int
     num_rollouts_running: int

@@ -1,0 +1,81 @@
+"""Pauses of sampling, with leases: a caller that died does not stop sampling for ever.
+
+Each API key has at most one pause, which only the same key resumes. So the pause of an operator is
+not ended by a trainer, and a trainer's is not by another one.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pause:
+    """A pause of one API key. Without `ends_at` only a resume ends it."""
+
+    owner: str
+    ends_at: float | None
+
+
+class Pauses:
+    """Table of the pauses in force; all methods are synchronous, on one event loop.
+
+    A lease that has ended counts until `remove_ended` removes it, so that the table always agrees
+    with the engine.
+    """
+
+    def __init__(
+        self, max_lease_seconds: float, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._max_lease_seconds = max_lease_seconds
+        self._clock = clock
+        self._pauses: dict[str, Pause] = {}
+        self._changed = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._pauses)
+
+    def start(self, owner: str, lease_seconds: float | None) -> None:
+        """Start or renew the pause of an API key; longer leases are shortened to the maximum."""
+        ends_at = None
+        if lease_seconds is not None:
+            ends_at = self._clock() + min(lease_seconds, self._max_lease_seconds)
+        self._pauses[owner] = Pause(owner=owner, ends_at=ends_at)
+        self._changed.set()
+
+    def end(self, owner: str) -> None:
+        self._pauses.pop(owner, None)
+
+    def end_all(self) -> None:
+        self._pauses.clear()
+
+    def remove_ended(self) -> list[Pause]:
+        """Remove and return the pauses whose leases have ended."""
+        now = self._clock()
+        ended = [p for p in self._pauses.values() if p.ends_at is not None and p.ends_at <= now]
+        for pause in ended:
+            del self._pauses[pause.owner]
+        return ended
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Seconds until the last lease ends; None without a pause, or if one has no lease."""
+        ends = [pause.ends_at for pause in self._pauses.values()]
+        leases = [end for end in ends if end is not None]
+        if not leases or len(leases) < len(ends):
+            return None
+        return max(0.0, max(leases) - self._clock())
+
+    async def wait_until_one_ends(self) -> None:
+        """Return once a lease has ended that has not been removed yet."""
+        while (seconds := self._seconds_to_next_end()) is None or seconds > 0:
+            self._changed.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self._changed.wait()
+
+    def _seconds_to_next_end(self) -> float | None:
+        leases = [p.ends_at for p in self._pauses.values() if p.ends_at is not None]
+        return min(leases) - self._clock() if leases else None
