@@ -70,6 +70,14 @@ good because the trainer process exited too often.
 """
 
 
+KeptKvDropReason = Literal["reset", "lag"]
+"""Reason why the cached KV of a chain was dropped.
+
+reset: an activation or a reset of the prefix cache did not keep it. lag: it was older than the
+request's `max_lag`. KV that is evicted because memory is needed does not count.
+"""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureStatus:
     """An optional feature: whether it is on, why, and the setting that changes that.
@@ -91,6 +99,19 @@ class SharedPrefixStats:
     rows_grouped: int = 0
     prefix_bytes_not_read: int = 0
     steps_skipped: Mapping[AttentionFallbackReason, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptKvStats:
+    """KV of chains, which stays in the prefix cache across weights updates, in tokens.
+
+    `num_kept_tokens` are cached now. The others count since the engine started: tokens found in the
+    prefix cache with KV that is older than the weights, and cached tokens that were dropped.
+    """
+
+    num_kept_tokens: int = 0
+    num_reused_tokens: int = 0
+    num_dropped_tokens: Mapping[KeptKvDropReason, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,13 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.feature_stats import CudaGraphStats, DrafterStatus, SharedPrefixStats, SpeculationStats
+from engine.feature_stats import (
+    CudaGraphStats,
+    DrafterStatus,
+    KeptKvStats,
+    SharedPrefixStats,
+    SpeculationStats,
+)
 from engine.types import (
     AdapterInfo,
     ChatRequest,
@@ -56,7 +62,8 @@ class Engine(Protocol):
     start/stop: once each. start stamps `version` on every token. It raises StartFailed with the
         reason, which `health` reports too. stop is idempotent and leaves no process and no shared
         memory behind.
-    shared_prefix, speculation, graphs: counters of the last heartbeat, at most two seconds old.
+    shared_prefix, speculation, graphs, kept_kv: counters of the last heartbeat, at most two seconds
+        old.
     kill: ends the engine's processes at once; all pending calls raise EngineDead. stop follows.
     token_texts: the text of each token alone, special tokens included.
     token_pieces: each token as written in the tokenizer's vocabulary.
@@ -110,9 +117,10 @@ class Engine(Protocol):
     check_weights: raises CheckpointRefused if the files could not be served. Changes nothing. May
         block for seconds, so call it outside the event loop.
     update_weights: call while paused; the caller resumes. Loads validated files, resets the prefix
-        cache and stamps `version` on every token sampled from then on. LoadFailed: the previous
-        weights are restored. EngineDead: they are not, and the engine must not be resumed. Adapters
-        stay loaded and apply to the new weights.
+        cache and stamps `version` on every token sampled from then on. With `keep_kv`, the prefixes
+        of requests with `kept_kv` stay in the cache, and the number of their tokens is returned;
+        else 0. LoadFailed: the previous weights are restored. EngineDead: they are not, and the
+        engine must not be resumed. Adapters stay loaded and apply to the new weights.
     drafter: None without a draft model; then the drafter methods below must not be called.
     drafter_file: all tensors of the serving drafter. The file may be replaced at any later time.
     check_drafter: as check_weights, against the drafter.
@@ -136,6 +144,8 @@ class Engine(Protocol):
     def speculation(self) -> SpeculationStats: ...
 
     def graphs(self) -> CudaGraphStats: ...
+
+    def kept_kv(self) -> KeptKvStats: ...
 
     async def start(self, version: str) -> None: ...
 
@@ -205,7 +215,7 @@ class Engine(Protocol):
 
     def check_weights(self, path: Path) -> None: ...
 
-    async def update_weights(self, path: Path, version: str) -> None: ...
+    async def update_weights(self, path: Path, version: str, *, keep_kv: bool = False) -> int: ...
 
     def drafter(self) -> DrafterStatus | None: ...
 

@@ -17,6 +17,12 @@ EngineStage = Literal["starting", "serving", "activating", "stopping", "dead"]
 TruncationSide = Literal["left", "right"]
 EngineFinishReason = Literal["stop", "length", "abort", "error"]
 KvReason = Literal["disabled", "unsupported_cache"]
+KeptKvReason = Literal["prefix_caching_off", "kv_offloading", "unsupported_cache"]
+"""Reason why no KV can be kept across weights updates.
+
+prefix_caching_off: KV is kept in the prefix cache. kv_offloading: the versions of offloaded KV are
+not known. unsupported_cache: the model has states of many positions, such as those of Mamba layers.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +140,33 @@ class VersionSpan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KvVersionSpan:
+    """Positions `start` to `end` (excluded) of a prompt and response, and their KV's version.
+
+    The tokens from `first_token` on were conditioned on it, up to the next larger `first_token`:
+    from there, the KV of the earlier positions had been computed again. Spans with the same
+    `first_token` cover all positions from 0.
+    """
+
+    version: str
+    start: int
+    end: int
+    first_token: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptKv:
+    """KV that the requests of a chain keep across weights updates.
+
+    `chain` is the private salt of the chain's blocks. KV is read for at most `max_lag` updates
+    after that of the version that computed it; None: without a limit.
+    """
+
+    chain: str
+    max_lag: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TokenDelta:
     """Tokens that a running sample has generated since its last delta.
 
@@ -164,7 +197,9 @@ class SampleRequest:
     sampled token's logprob under it is returned, too. With `support`, the set of token ids that
     each token was sampled from is returned. Prefixes are shared among samples with the same
     `cache_salt`, and among samples without one. Samples of the same `group` may be drafted from
-    each other's text, unless `speculation` is false. `adapter` is the label of a loaded adapter.
+    each other's text, unless `speculation` is false. Samples with the same chain in `kept_kv` share
+    prefixes among themselves only; it replaces `cache_salt`, and excludes exports and loads.
+    `adapter` is the label of a loaded adapter.
     `on_tokens` receives the tokens while the sample runs. The routed experts are returned from
     position `experts_from` on.
 
@@ -186,6 +221,7 @@ class SampleRequest:
     support: bool = False
     experts_from: int | None = None
     cache_salt: str | None = None
+    kept_kv: KeptKv | None = None
     group: str | None = None
     speculation: bool = True
     load: KvLoad | None = None
@@ -290,6 +326,8 @@ class Completion:
     """Logprobs of `logprob_token_ids`, if requested; minus infinity for excluded tokens."""
     raw_logprobs: list[float] | None = None
     support: list[bytes] | None = None
+    kv_versions: tuple[KvVersionSpan, ...] = ()
+    """Versions of the KV that the tokens were conditioned on; the last token has no KV."""
     routed_experts: NDArray[np.integer[Any]] | None = None
     """Experts [positions, layers, experts per token] from `experts_from` on, without the last
     token, which the model has not read."""
@@ -322,6 +360,8 @@ class EngineInfo:
     kv_reason: KvReason | None = None
     kv_gpu_memory: tuple[GpuMemory, ...] = ()
     """GPU memory in which exported KV can stay, of every rank that exports, if there is any."""
+    kept_kv_reason: KeptKvReason | None = None
+    """Reason why requests cannot have `kept_kv`; None if they can."""
     max_adapters: int = 0
     """Maximum number of loaded adapters. 0 disables adapters."""
     max_adapter_rank: int = 0

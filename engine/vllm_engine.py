@@ -13,14 +13,26 @@ from engine.drafter.service.checkpoint_dir import DrafterDir
 from engine.drafter.service.drafter import Drafter
 from engine.drafter.service.initial_model import open_drafter_dir
 from engine.errors import EngineDead, StartFailed
-from engine.feature_stats import CudaGraphStats, DrafterStatus, SharedPrefixStats, SpeculationStats
+from engine.feature_stats import (
+    CudaGraphStats,
+    DrafterStatus,
+    KeptKvStats,
+    SharedPrefixStats,
+    SpeculationStats,
+)
 from engine.io import logprobs
 from engine.io.chat_conversion import ChatProcessor
 from engine.io.sampling_checks import SamplingChecks
 from engine.io.vllm_requests import Generation
 from engine.launch.arguments import WORKER_EXTENSION
 from engine.launch.features import GPU_DEVICE, with_prediction
-from engine.launch.info import collect_features, collect_info, eos_token_ids, kv_support
+from engine.launch.info import (
+    collect_features,
+    collect_info,
+    eos_token_ids,
+    kept_kv_reason,
+    kv_support,
+)
 from engine.launch.model_files import resolve_model
 from engine.launch.processes import SHUTDOWN_SECONDS, VllmProcesses, kill_processes
 from engine.launch.vllm_args import check_vllm_args
@@ -117,6 +129,9 @@ class VllmEngine:
     def graphs(self) -> CudaGraphStats:
         return self._monitor.graphs
 
+    def kept_kv(self) -> KeptKvStats:
+        return self._monitor.kept_kv
+
     # Start and stop
 
     async def start(self, version: str) -> None:
@@ -147,7 +162,13 @@ class VllmEngine:
         )
         features = await collect_features(self._processes, self._settings, *self._requested, kv)
         self._info = collect_info(
-            self.llm, self._settings, model, kv, self._chat.template_variables, features
+            self.llm,
+            self._settings,
+            model,
+            kv,
+            await kept_kv_reason(self._processes, self._settings),
+            self._chat.template_variables,
+            features,
         )
         await self._generation.warm_up(self._info.eos_token_ids)
         await self._start_drafting()
@@ -320,8 +341,8 @@ class VllmEngine:
     def check_weights(self, path: Path) -> None:
         self._served_weights.check(path, dtype=self.info.dtype)
 
-    async def update_weights(self, path: Path, version: str) -> None:
-        await self._served_weights.update(path, version)
+    async def update_weights(self, path: Path, version: str, *, keep_kv: bool = False) -> int:
+        return await self._served_weights.update(path, version, keep_kv=keep_kv)
 
     def check_adapter(self, path: Path) -> AdapterInfo:
         base, max_rank = self._served_weights.checkpoint, self.info.max_adapter_rank

@@ -22,7 +22,13 @@ from engine.errors import (
     EngineError,
     RequestRefused,
 )
-from engine.feature_stats import CudaGraphStats, DrafterStatus, SharedPrefixStats, SpeculationStats
+from engine.feature_stats import (
+    CudaGraphStats,
+    DrafterStatus,
+    KeptKvStats,
+    SharedPrefixStats,
+    SpeculationStats,
+)
 from engine.kv_types import ExportStatus
 from engine.protocol import DEFAULT_SAMPLING
 from engine.sampling_support.rows import ALL, encode_mask
@@ -36,6 +42,8 @@ from engine.types import (
     EngineHealth,
     EngineInfo,
     EngineStage,
+    KeptKvReason,
+    KvVersionSpan,
     PauseMode,
     SampleRequest,
     Sampling,
@@ -62,6 +70,7 @@ class Running:
     num_cached: int = 0
     ends: EngineFinishReason | None = None
     token_versions: list[str] = field(default_factory=list)
+    kv_versions: list[str] = field(default_factory=list)
     stop_reason: str | None = None
     num_delivered: int = 0
 
@@ -112,6 +121,9 @@ class FakeEngine:
         self.counted = SharedPrefixStats()
         self.speculated = SpeculationStats()
         self.update_graphs = CudaGraphStats()
+        self.kept_stats = KeptKvStats()
+        self.kept_kv_reason: KeptKvReason | None = None
+        self.chains: dict[tuple[str, tuple[int, ...]], str] = {}
         self.drafting: DrafterStatus | None = None
         self.drafter_path = Path("/nowhere")
         self.refused_drafter: EngineError | None = None
@@ -139,6 +151,7 @@ class FakeEngine:
             vllm_version="0",
             kv_format=FORMAT if self.prompt_kv else None,
             kv_reason=None if self.prompt_kv else "disabled",
+            kept_kv_reason=self.kept_kv_reason,
             max_logprobs=20,
             returns_routed_experts=True,
             template_variables=frozenset({"enable_thinking"}),
@@ -159,6 +172,9 @@ class FakeEngine:
 
     def graphs(self) -> CudaGraphStats:
         return self.update_graphs
+
+    def kept_kv(self) -> KeptKvStats:
+        return self.kept_stats
 
     async def start(self, version: str) -> None:
         if self.start_gate is not None:
@@ -306,6 +322,12 @@ class FakeEngine:
             self._compute_prompt(sample)
             room = sample.limit - len(sample.token_versions)
             sample.token_versions += [self.version] * min(num_tokens, room)
+            sample.kv_versions += [self.version] * (
+                len(sample.request.prompt_token_ids)
+                + len(sample.token_versions)
+                - 1
+                - len(sample.kv_versions)
+            )
             if _stop(sample):
                 self._finish(sample, "stop")
             elif len(sample.token_versions) == sample.limit:
@@ -343,20 +365,24 @@ class FakeEngine:
     async def reset_prefix_cache(self) -> None:
         assert self.paused, "prefixes are forgotten under a pause"
         self.calls.append("forget")
+        self.chains.clear()
 
     def check_weights(self, path: Path) -> None:
         if path.name in self.refused_weights:
             raise CheckpointRefused(self.refused_weights[path.name])
 
-    async def update_weights(self, path: Path, version: str) -> None:
+    async def update_weights(self, path: Path, version: str, *, keep_kv: bool = False) -> int:
         assert self.paused, "weights are swapped under a pause"
-        self.calls.append(f"swap {version}")
+        self.calls.append(f"swap {version}{' keep_kv' if keep_kv else ''}")
         if isinstance(self.load_error, EngineDead):
             self._stage = "dead"
         if self.load_error is not None:
             raise self.load_error
         self.loaded.append(path)
         self.version = version
+        if not keep_kv:
+            self.chains.clear()
+        return BLOCK_SIZE * len(self.chains)
 
     def drafter(self) -> DrafterStatus | None:
         return self.drafting
@@ -407,8 +433,29 @@ class FakeEngine:
         """
         if not sample.computed:
             self._load(sample)
+            self._read_chain(sample)
             self._export(sample.request)
         sample.computed = True
+
+    def _read_chain(self, sample: Running) -> None:
+        """Finds the blocks of the sample's chain."""
+        kept, prompt = sample.request.kept_kv, sample.request.prompt_token_ids
+        if kept is None:
+            return
+        for end in range(BLOCK_SIZE, len(prompt), BLOCK_SIZE):
+            version = self.chains.get((kept.chain, tuple(prompt[:end])))
+            if version is None or (kept.max_lag == 0 and version != self.version):
+                break
+            sample.kv_versions += [version] * BLOCK_SIZE
+        sample.num_cached = len(sample.kv_versions)
+
+    def _write_chain(self, sample: Running, token_ids: list[int]) -> None:
+        """Caches the full blocks of a finished sample for its chain; each counts as its oldest."""
+        kept, versions = sample.request.kept_kv, sample.kv_versions
+        tokens = (*sample.request.prompt_token_ids, *token_ids)
+        for end in range(BLOCK_SIZE, len(versions) + 1, BLOCK_SIZE):
+            if kept is not None:
+                self.chains[kept.chain, tokens[:end]] = versions[end - BLOCK_SIZE]
 
     def _export(self, request: SampleRequest) -> None:
         if request.export is None:
@@ -442,12 +489,17 @@ class FakeEngine:
             return
         length = len(sample.request.prompt_token_ids)
         count, k = len(sample.token_versions), sample.request.num_top_logprobs
+        self._write_chain(sample, [(length + i) % VOCAB_SIZE for i in range(count)])
         places = range(length, length + count)
         completion = Completion(
             token_ids=[place % VOCAB_SIZE for place in places],
             logprobs=[-0.5] * count,
             finish=finish,
             versions=_spans(sample.token_versions),
+            kv_versions=tuple(
+                KvVersionSpan(version=span.version, start=span.start, end=span.end)
+                for span in _spans(sample.kv_versions[: max(length + count - 1, 0) if count else 0])
+            ),
             num_cached_tokens=sample.num_cached,
             stop_reason=sample.stop_reason,
             entropy=[self.entropy(p) for p in places] if sample.request.entropy_top_k else None,

@@ -139,7 +139,7 @@ async def activation(run: Run, size: Size, models: Path) -> dict[str, Any]:
         running = await run.submit(size.reloaded)
         await asyncio.sleep(0.5)
         seconds: dict[str, float] = {}
-        steps: tuple[tuple[str, Callable[[], Awaitable[None]]], ...] = (
+        steps: tuple[tuple[str, Callable[[], Awaitable[object]]], ...] = (
             ("pause", lambda: engine.pause("keep")),
             ("load", lambda p=path, n=number: engine.update_weights(p, f"v{n}")),  # type: ignore[misc]
             ("reset", engine.reset_prefix_cache),

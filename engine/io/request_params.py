@@ -11,6 +11,7 @@ from engine.errors import RequestRefused
 from engine.io.sampling_checks import XGRAMMAR, bad_word_ids
 from engine.io.stop_strings import PRIOR_TEXT_ARG
 from engine.kv_types import KvTransferParams
+from engine.kv_versions.request_option import KEEP_KV_ARG, KeepOption
 from engine.launch.sampling_hooks import PRIOR_TOKENS_ARG
 from engine.runner.routed_experts import ROUTED_EXPERTS_ARG
 from engine.sampling_support.further_logprobs import FurtherLogprobs
@@ -147,6 +148,9 @@ def _extra_args(sample: SampleRequest) -> dict[str, Any] | None:
     if sample.export is not None or sample.load is not None:
         params = KvTransferParams(export=sample.export, load=sample.load)
         carried["kv_transfer_params"] = params.to_dict()
+    if sample.kept_kv is not None:
+        assert sample.load is None and sample.export is None, "kept KV is not transferred"
+        carried[KEEP_KV_ARG] = KeepOption(max_lag=sample.kept_kv.max_lag)
     if sample.experts_from is not None:
         carried[ROUTED_EXPERTS_ARG] = True
     return carried or None

@@ -30,6 +30,7 @@ from engine.io.logprobs import (
     top_k_entropies,
 )
 from engine.io.request_params import further_logprobs, sampling_params
+from engine.kv_versions import spans as kv_versions
 from engine.launch.processes import VllmProcesses
 from engine.sampling_support.step import rows_of
 from engine.types import (
@@ -102,6 +103,10 @@ class PendingSample:
         self._sample.on_tokens(delta)
 
 
+def _salt(sample: SampleRequest) -> str | None:
+    return sample.cache_salt if sample.kept_kv is None else sample.kept_kv.chain
+
+
 def _recorded_rows(logprobs: Any) -> TopLogprobRows | None:
     """Top logprobs of a sample, if vLLM returned any for whatever purpose."""
     return logprobs.rows() if isinstance(logprobs, logprob_arrays.LogprobChunks) else None
@@ -116,13 +121,17 @@ def _top_logprobs(logprobs: Any, request: SampleRequest) -> TopLogprobRows | Non
 def to_completion(output: RequestOutput, request: SampleRequest) -> Completion:
     sample, k = output.outputs[0], request.entropy_top_k
     rows = _recorded_rows(sample.logprobs)
+    versions = tuple(
+        VersionSpan(version=span.version, start=span.start, end=span.end)
+        for span in sample.weight_versions or ()
+    )
     completion = Completion(
         token_ids=list(sample.token_ids),
         logprobs=sampled_logprobs(sample.logprobs),
         finish=sample.finish_reason,
-        versions=tuple(
-            VersionSpan(version=span.version, start=span.start, end=span.end)
-            for span in sample.weight_versions or ()
+        versions=versions,
+        kv_versions=kv_versions.kv_version_spans(
+            kv_versions.reports_of(output), versions, len(request.prompt_token_ids)
         ),
         num_cached_tokens=output.num_cached_tokens or 0,
         stop_reason=sample.stop_reason,
@@ -130,7 +139,8 @@ def to_completion(output: RequestOutput, request: SampleRequest) -> Completion:
         top_logprobs=_top_logprobs(sample.logprobs, request),
         routed_experts=sample.routed_experts,
     )
-    return _possible_part(replace(completion, **_replayed(sample, request)))
+    replayed = replace(completion, **_replayed(sample, request))
+    return _possible_part(replayed, len(request.prompt_token_ids))
 
 
 def _num_possible(logprobs: Sequence[float]) -> int:
@@ -140,7 +150,7 @@ def _num_possible(logprobs: Sequence[float]) -> int:
     return next(n for n, logprob in enumerate(logprobs) if math.isnan(logprob))
 
 
-def _possible_part(found: Completion) -> Completion:
+def _possible_part(found: Completion, num_prompt_tokens: int) -> Completion:
     """The completion up to the position where its constraints exclude all tokens.
 
     vLLM samples an arbitrary token there, with the logprob NaN.
@@ -156,6 +166,7 @@ def _possible_part(found: Completion) -> Completion:
         finish="error",
         stop_reason=None,
         versions=_spans_between(found.versions, 0, end),
+        kv_versions=kv_versions.cut_kv_versions(found.kv_versions, num_prompt_tokens, end),
         entropy=found.entropy and found.entropy[:end],
         top_logprobs=found.top_logprobs and found.top_logprobs[:end],
         given_logprobs=found.given_logprobs and found.given_logprobs[:end],
@@ -224,6 +235,7 @@ class Generation:
 
     def __init__(self, processes: VllmProcesses, adapters: LoadedAdapters) -> None:
         logprob_arrays.install()
+        kv_versions.install()
         self._processes = processes
         self._adapters = adapters
         stop_strings.install()
@@ -263,7 +275,7 @@ class Generation:
     ) -> PendingSample:
         queue = await self._processes.llm.add_request(
             sample.id,
-            tokens_input(list(sample.prompt_token_ids), cache_salt=sample.cache_salt),
+            tokens_input(list(sample.prompt_token_ids), cache_salt=_salt(sample)),
             sampling_params(sample, max_context_tokens),
             lora_request=self._adapters.request(sample.adapter),
             priority=sample.priority,

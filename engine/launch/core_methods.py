@@ -12,6 +12,9 @@ from engine.attention import counters as attention
 from engine.cudagraphs.counters import Snapshot as CudaGraphSnapshot
 from engine.drafter.acceptance_by_version import Snapshot as DrafterSnapshot
 from engine.drafter.core import engine_core_methods as drafter
+from engine.kv_versions.core import hooks as kv_versions
+from engine.kv_versions.core.kept_blocks import Snapshot as KeptKvSnapshot
+from engine.kv_versions.request_option import keep_option
 from engine.launch.environment import graph_plan
 from engine.speculation import counters as speculation
 from engine.speculation.core import baseline_methods as baseline
@@ -35,10 +38,12 @@ class Ping(TypedDict):
     speculation: list[speculation.Snapshot]
     graphs: list[CudaGraphSnapshot | None]
     drafter: DrafterSnapshot | None
+    kept_kv: KeptKvSnapshot
 
 
 class PrefixCacheReset(TypedDict):
     num_hashes: int
+    num_kept_tokens: int
     num_running_requests: int
     connector: bool
 
@@ -103,26 +108,37 @@ def coppice_ping(self: "EngineCore") -> Ping:
         speculation=[sibling_drafts or rank["speculation"] for rank in counted],
         graphs=[rank["graphs"] for rank in counted] if graph_plan() else [],
         drafter=drafter.counted(self),
+        kept_kv=kv_versions.kept_blocks(self).snapshot(),
     )
 
 
-def coppice_reset_prefix_cache(self: "EngineCore") -> PrefixCacheReset:
+def coppice_reset_prefix_cache(self: "EngineCore", keep_chains: bool = False) -> PrefixCacheReset:
     """Prevent prefix cache hits on blocks computed, even in part, before this call.
 
-    Call it while paused, after the weights changed. Running requests keep their blocks, and no
-    reference count changes. Waiting requests need no handling, because they look up their hashes
-    when they are scheduled. The connector is reset too, by its `reset_cache`.
+    Call it while paused, after the weights changed and before their version is set. Running
+    requests keep their blocks, and no reference count changes. Waiting requests need no handling,
+    because they look up their hashes when they are scheduled. The connector is reset too, by its
+    `reset_cache`. With `keep_chains`, blocks of requests that keep their KV remain in the cache.
     """
     assert self.is_scheduler_paused(), (
         "the prefix cache is reset between two weights versions, while paused"
     )
-    num_running_requests = _stop_caching_running(self.scheduler)
-    num_hashes = _clear_block_hashes(self.scheduler.kv_cache_manager.block_pool)
+    kept = kv_versions.kept_blocks(self)
+    kept.before_update(map(_progress, self.scheduler.requests.values()))
+    num_running_requests = _stop_caching_running(self.scheduler, keep_chains=keep_chains)
+    blocks = kept.blocks_to_keep(keep=keep_chains)
+    num_hashes = _clear_block_hashes(self.scheduler.kv_cache_manager.block_pool, blocks)
     return PrefixCacheReset(
         num_hashes=num_hashes,
+        num_kept_tokens=kept.num_kept_tokens(),
         num_running_requests=num_running_requests,
         connector=self.scheduler.reset_connector_cache(),
     )
+
+
+def coppice_can_keep_kv(self: "EngineCore") -> bool:
+    """True if blocks of the model's KV cache can be kept across weights updates."""
+    return kv_versions.can_keep(self.scheduler.kv_cache_manager.kv_cache_config)
 
 
 def coppice_check_pool(self: "EngineCore") -> PoolState:
@@ -145,8 +161,15 @@ def coppice_check_pool(self: "EngineCore") -> PoolState:
 def install() -> None:
     from vllm.v1.engine.core import EngineCore
 
-    methods = (coppice_ping, coppice_reset_prefix_cache, coppice_check_pool)
-    for method in (*methods, *drafter.METHODS, *siblings.METHODS, *baseline.METHODS):
+    kv_versions.install()
+    methods = (coppice_ping, coppice_reset_prefix_cache, coppice_can_keep_kv)
+    for method in (
+        *methods,
+        coppice_check_pool,
+        *drafter.METHODS,
+        *siblings.METHODS,
+        *baseline.METHODS,
+    ):
         setattr(EngineCore, method.__name__, method)
 
 
@@ -154,14 +177,25 @@ def _num_usable_blocks(pool: Any) -> int:
     return int(pool.num_gpu_blocks) - 1  # the null block is never allocated
 
 
-def _clear_block_hashes(pool: Any) -> int:
-    """Empty the prefix cache by clearing all block hashes, even while blocks are in use.
+def _progress(request: Any) -> tuple[str, int, bool]:
+    """Id and number of computed tokens of a request; true if it has lost KV that it had."""
+    is_preempted = request.num_computed_tokens == 0 and request.num_output_tokens > 0
+    return request.request_id, request.num_computed_tokens, is_preempted
 
-    The pool's `reset_prefix_cache` does the same, but fails while blocks are in use. The pool
-    supports blocks without a hash: they are freed to the front of the queue, evicted without an
-    event, and may get a hash again.
+
+def _clear_block_hashes(pool: Any, kept: set[int]) -> int:
+    """Clear the hashes of all blocks but the kept ones, even while blocks are in use.
+
+    The pool's `reset_prefix_cache` clears all, but fails while blocks are in use. The pool supports
+    blocks without a hash: they are freed to the front of the queue, evicted without an event, and
+    may get a hash again.
     """
     num_hashes = len(pool.cached_block_hash_to_block)
+    if kept:
+        for block in pool.blocks:
+            if block.block_id not in kept:
+                pool._emit_block_removed_events(pool._remove_cached_block_hashes(block))
+        return num_hashes - len(pool.cached_block_hash_to_block)
     pool.cached_block_hash_to_block = type(pool.cached_block_hash_to_block)()
     pool.cached_block_hashes_by_block.clear()
     for block in pool.blocks:
@@ -175,7 +209,7 @@ def _clear_block_hashes(pool: Any) -> int:
     return num_hashes
 
 
-def _stop_caching_running(scheduler: Any) -> int:
+def _stop_caching_running(scheduler: Any, *, keep_chains: bool) -> int:
     """Stop running requests from adding blocks to the prefix cache.
 
     They would add the blocks that they fill from now on under hashes of the tokens alone. Once the
@@ -185,9 +219,15 @@ def _stop_caching_running(scheduler: Any) -> int:
     count, is prefilled again under the new weights, and adds its blocks again.
 
     A request that has not filled a block yet has no count, so running requests are added by id.
+    With `keep_chains`, requests that keep their KV go on: only their chain matches their blocks.
     """
     running = {request.request_id for request in scheduler.running}
+    chains = {
+        request.request_id
+        for request in scheduler.requests.values()
+        if keep_chains and keep_option(request) is not None
+    }
     for single in scheduler.kv_cache_manager.coordinator.single_type_managers:
-        counted = running | single.num_cached_block.keys()
+        counted = (running | single.num_cached_block.keys()) - chains
         single.num_cached_block.update(dict.fromkeys(counted, ALL_BLOCKS_CACHED))
     return len(running)

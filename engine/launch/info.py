@@ -17,7 +17,7 @@ from engine.launch.features import GPU_DEVICE, engine_features
 from engine.launch.processes import VllmProcesses
 from engine.settings import AttentionSettings, EngineSettings, SpeculationSettings
 from engine.speculation.startup import why_off
-from engine.types import EngineInfo, KvReason
+from engine.types import EngineInfo, KeptKvReason, KvReason
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +43,7 @@ def collect_info(
     settings: EngineSettings,
     model_path: Path,
     kv: KvSupport,
+    kept_kv_reason: KeptKvReason | None,
     template_variables: frozenset[str],
     features: tuple[FeatureStatus, ...],
 ) -> EngineInfo:
@@ -72,6 +73,7 @@ def collect_info(
         kv_format=kv.format,
         kv_reason=kv.reason,
         kv_gpu_memory=kv.gpu_memory,
+        kept_kv_reason=kept_kv_reason,
         max_logprobs=settings.max_logprobs,
         returns_routed_experts=settings.return_routed_experts,
         max_token_chars=llm.get_tokenizer().max_chars_per_token,
@@ -129,6 +131,15 @@ async def kv_support(processes: VllmProcesses, settings: EngineSettings) -> KvSu
         gpu_memory=() if any(failures) else tuple(map(GpuMemory.from_dict, filter(None, memory))),
         gpu_reason=_gpu_reason(settings, failures),
     )
+
+
+async def kept_kv_reason(processes: VllmProcesses, settings: EngineSettings) -> KeptKvReason | None:
+    """Reason why no KV can be kept across weights updates; None if it can."""
+    if not processes.llm.vllm_config.cache_config.enable_prefix_caching:
+        return "prefix_caching_off"
+    if settings.kv_offload_bytes is not None:
+        return "kv_offloading"
+    return None if await processes.call_core("coppice_can_keep_kv") else "unsupported_cache"
 
 
 def _gpu_reason(settings: EngineSettings, failures: Sequence[str | None]) -> str:

@@ -130,9 +130,10 @@ class VllmProcesses:
             worker_extension=self._worker_extension,
         )
 
-    async def call_core(self, method: str) -> Any:
+    async def call_core(self, method: str, *args: Any) -> Any:
         """Call a method of EngineCore between two steps. Raises EngineDead."""
-        return await await_engine(self.llm, self.llm.engine_core.call_utility_async(method))
+        call = self.llm.engine_core.call_utility_async(method, *args)
+        return await await_engine(self.llm, call)
 
     async def call_workers(self, method: str, *args: Any) -> list[Any]:
         """Call a method of every worker between two steps. Raises EngineDead."""

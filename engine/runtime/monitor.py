@@ -7,7 +7,7 @@ from engine.attention.counters import aggregate_ranks
 from engine.cudagraphs.counters import aggregate_ranks as aggregate_graph_ranks
 from engine.drafter.service.drafter import Drafter
 from engine.errors import EngineDead, StartFailed
-from engine.feature_stats import CudaGraphStats, SharedPrefixStats, SpeculationStats
+from engine.feature_stats import CudaGraphStats, KeptKvStats, SharedPrefixStats, SpeculationStats
 from engine.launch.processes import VllmProcesses, engine_processes, kill_processes
 from engine.runtime.heartbeat import Heartbeat
 from engine.speculation.counters import to_speculation_stats
@@ -25,6 +25,7 @@ class EngineMonitor:
         self.shared_prefix = SharedPrefixStats()
         self.speculation = SpeculationStats()
         self.graphs = CudaGraphStats()
+        self.kept_kv = KeptKvStats()
 
     async def start_graph_counters(self) -> None:
         """Reset the counters of planned CUDA graphs after the warm-up steps."""
@@ -65,6 +66,7 @@ class EngineMonitor:
         if self._drafter is not None:
             self._drafter.on_ping(drafter, ping["num_running"])
         self.graphs = aggregate_graph_ranks(ping["graphs"])
+        self.kept_kv = KeptKvStats(**ping["kept_kv"])
 
     async def _kill_if_hung(self, hang_seconds: float) -> None:
         """Kill an engine that hangs for too long, so that all pending calls fail."""

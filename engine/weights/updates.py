@@ -31,7 +31,8 @@ class ServedWeights:
     def check(self, candidate: Path, *, dtype: str) -> None:
         check_checkpoint(self.checkpoint, candidate, dtype=dtype)
 
-    async def update(self, path: Path, version: str) -> None:
+    async def update(self, path: Path, version: str, *, keep_kv: bool) -> int:
+        """Load the weights; returns the number of tokens whose KV is kept with `keep_kv`."""
         self._heartbeat.set_stage("activating")
         results = await self._processes.call_workers(
             "coppice_load_weights", str(path), str(self._path)
@@ -41,7 +42,7 @@ class ServedWeights:
             self._heartbeat.mark_dead("the weights are partly loaded")
             raise EngineDead("loading failed and the previous weights could not be restored")
         # Also after a restore: no prefix may match KV of the failed weights.
-        await self._processes.call_core("coppice_reset_prefix_cache")
+        reset = await self._processes.call_core("coppice_reset_prefix_cache", keep_kv)
         if failed:
             self._heartbeat.set_stage("serving")
             raise LoadFailed("loading failed; the previous weights are still served")
@@ -50,6 +51,7 @@ class ServedWeights:
         loaded_seconds = max(result["seconds"] for result in results if result["ok"])
         log.info("loaded the weights of %s in %.3f s", version, loaded_seconds)
         self._heartbeat.set_stage("serving")
+        return int(reset["num_kept_tokens"])
 
 
 class LoadedAdapters:

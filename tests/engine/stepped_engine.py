@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 
 from engine.kv_types import ExportSlot, KvLoad, KvTransferParams
+from engine.kv_versions import spans as kv_versions
+from engine.kv_versions.request_option import KEEP_KV_ARG
 from engine.launch import core_methods
 from engine.launch.plugin import install_patches
 from engine.sampling_support import hooks
 from engine.sampling_support.step import rows_of
-from engine.types import VersionSpan
+from engine.types import KvVersionSpan, VersionSpan
 
 EXTENSION = "engine.launch.worker.WorkerExtension"
 FAULTY = "tests.engine.faulty_worker.FaultyExtension"
@@ -37,11 +39,13 @@ class Answer:
     finish: str | None = None
     stop_reason: int | str | None = None
     experts: Any = None
+    kv_versions: tuple[KvVersionSpan, ...] = ()
 
 
 def install_hooks() -> None:
     """Install the hooks of all processes. They change only steps with a request for supports."""
     hooks.install_in_service()
+    kv_versions.install()
     hooks.install_in_engine_core()
     hooks.install_in_worker()
 
@@ -90,11 +94,14 @@ class LiveEngine:
         load: KvLoad | None = None,
         salt: str | None = None,
         adapter: Any = None,
+        chain: str | None = None,
+        max_lag: int | None = None,
         **sampling: Any,
     ) -> str:
         """Adds a request: by default greedy, without stop tokens.
 
-        An adapter is one that `load_adapter_request` has loaded.
+        An adapter is one that `load_adapter_request` has loaded. The requests of a chain keep their
+        KV across weights updates.
         """
         from engine.io.request_params import RequestParams
 
@@ -105,10 +112,12 @@ class LiveEngine:
         if export is not None or load is not None:
             transfer = KvTransferParams(export=export, load=load)
             params.extra_args = {"kv_transfer_params": transfer.to_dict()}
+        if chain is not None:
+            params.extra_args = {KEEP_KV_ARG: {"max_lag": max_lag}}
         name = next(self._ids)
         tokens: dict[str, Any] = {"prompt_token_ids": list(prompt)}
-        if salt is not None:
-            tokens["cache_salt"] = salt
+        if salt is not None or chain is not None:
+            tokens["cache_salt"] = salt or chain
         self._llm.llm_engine.add_request(name, tokens, params, lora_request=adapter)
         return name
 
@@ -150,14 +159,18 @@ class LiveEngine:
     def load(self, path: Path) -> list[Any]:
         return self.rpc("coppice_load_weights", str(path), str(self.serving))
 
-    def swap(self, path: Path, *, recompute: bool = False) -> None:
-        """Updates the weights as the service does; the version is the directory's name."""
+    def swap(self, path: Path, *, recompute: bool = False, keep_kv: bool = False) -> Any:
+        """Updates the weights as the service does; the version is the directory's name.
+
+        Returns what EngineCore answers to the reset of the prefix cache.
+        """
         with self.paused(recompute=recompute):
             answers = self.load(path)
             assert all(answer["ok"] for answer in answers), answers
-            self.core.coppice_reset_prefix_cache()
+            reset = self.core.coppice_reset_prefix_cache(keep_kv)
             self.core.set_weight_version(path.name)
         self.serving = path
+        return reset
 
     def load_adapter_request(self, request: Any) -> Any:
         """Loads an adapter; returns the LoRA request that samples name."""
@@ -200,11 +213,17 @@ def _answer(output: Any) -> Answer:
     completion = output.outputs[0]
     logprobs = completion.logprobs or [{}] * len(completion.token_ids)  # without logprobs
     pairs = zip(completion.token_ids, logprobs, strict=True)
-    spans = completion.weight_versions
+    versions = [
+        VersionSpan(version=span.version, start=span.start, end=span.end)
+        for span in completion.weight_versions
+    ]
     return Answer(
         token_ids=list(completion.token_ids),
         logprobs=[entry[token].logprob for token, entry in pairs if entry],
-        versions=[VersionSpan(version=s.version, start=s.start, end=s.end) for s in spans],
+        versions=versions,
+        kv_versions=kv_versions.kv_version_spans(
+            kv_versions.reports_of(output), versions, len(output.prompt_token_ids)
+        ),
         num_cached_tokens=output.num_cached_tokens,
         support=rows_of(completion.sampling_mask or ()),
         finish=completion.finish_reason,

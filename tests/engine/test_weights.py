@@ -196,7 +196,12 @@ def test_reset_reports_what_it_did(engine: LiveEngine) -> None:
         forgotten = engine.core.coppice_reset_prefix_cache()
         pool = engine.core.coppice_check_pool()
     engine.finish(straddler)
-    assert forgotten == {"num_hashes": 3, "num_running_requests": 1, "connector": True}
+    assert forgotten == {
+        "num_hashes": 3,
+        "num_kept_tokens": 0,
+        "num_running_requests": 1,
+        "connector": True,
+    }
     assert (pool["num_hashes"], pool["num_hashed_blocks"], pool["num_references"]) == (0, 0, 1)
 
 

@@ -353,10 +353,10 @@ class SlowLoad(FakeEngine):
         super().__init__()
         self.loading, self.can_load = asyncio.Event(), asyncio.Event()
 
-    async def update_weights(self, path: Path, version: str) -> None:
+    async def update_weights(self, path: Path, version: str, *, keep_kv: bool = False) -> int:
         self.loading.set()
         await self.can_load.wait()
-        await super().update_weights(path, version)
+        return await super().update_weights(path, version, keep_kv=keep_kv)
 
 
 @pytest.mark.parametrize("is_standalone", [True, False])

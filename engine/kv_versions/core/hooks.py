@@ -1,0 +1,120 @@
+"""Hooks in vLLM's EngineCore that record the weights versions of KV."""
+
+import functools
+from typing import Any
+
+from engine.kv_versions.core.kept_blocks import KeptBlocks
+from engine.kv_versions.request_option import KV_VERSIONS
+
+
+def kept_blocks(core: Any) -> KeptBlocks:
+    """The versions of the KV of an EngineCore's requests and chains."""
+    kept: KeptBlocks = core.scheduler.kv_cache_manager.coppice_kept_blocks
+    return kept
+
+
+@functools.cache
+def install() -> None:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.core import EngineCore
+
+    KVCacheManager.__init__ = _with_kept_blocks(KVCacheManager.__init__)
+    KVCacheManager.get_computed_blocks = _within_lag(KVCacheManager.get_computed_blocks)
+    BlockPool.cache_full_blocks = _recording(BlockPool.cache_full_blocks)
+    Scheduler._free_blocks = _ending(Scheduler._free_blocks)
+    EngineCore.set_weight_version = _announced(EngineCore.set_weight_version)
+    EngineCore._attach_weight_version = _with_reports(EngineCore._attach_weight_version)
+
+
+def can_keep(kv_cache_config: Any) -> bool:
+    """True if all KV cache groups consist of blocks that hold the KV of their positions alone."""
+    from vllm.v1.kv_cache_interface import AttentionSpec
+
+    return all(isinstance(g.kv_cache_spec, AttentionSpec) for g in kv_cache_config.kv_cache_groups)
+
+
+def _with_kept_blocks(upstream: Any) -> Any:
+    @functools.wraps(upstream)
+    def init(self: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
+        from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+        upstream(self, kv_cache_config, *args, **kwargs)
+        specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        is_full = len(specs) == 1 and isinstance(specs[0], FullAttentionSpec)
+        kept = KeptBlocks(self.block_pool, can_truncate=is_full)
+        self.coppice_kept_blocks = self.block_pool.coppice_kept_blocks = kept
+
+    return init
+
+
+def _within_lag(upstream: Any) -> Any:
+    @functools.wraps(upstream)
+    def get_computed_blocks(self: Any, request: Any) -> tuple[Any, int, int]:
+        blocks, num_tokens, boundary = upstream(self, request)
+        managers = self.coordinator.single_type_managers
+        sizes = [manager.block_size for manager in managers]
+        groups = list(zip(blocks.blocks, sizes, strict=True))
+        num_allowed = self.coppice_kept_blocks.on_lookup(request, groups, num_tokens)
+        if num_allowed == num_tokens:
+            return blocks, num_tokens, boundary
+        if num_allowed == 0:
+            return self.empty_kv_cache_blocks, 0, 0
+        return self.truncate_computed_blocks(blocks, num_allowed), num_allowed, boundary
+
+    return get_computed_blocks
+
+
+def _recording(upstream: Any) -> Any:
+    @functools.wraps(upstream)
+    def cache_full_blocks(
+        self: Any,
+        request: Any,
+        blocks: list[Any],
+        num_cached_blocks: int,
+        num_full_blocks: int,
+        block_size: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        upstream(
+            self, request, blocks, num_cached_blocks, num_full_blocks, block_size, *args, **kwargs
+        )
+        new = blocks[num_cached_blocks:num_full_blocks]
+        self.coppice_kept_blocks.on_cached(request, new, num_cached_blocks, block_size)
+
+    return cache_full_blocks
+
+
+def _ending(upstream: Any) -> Any:
+    @functools.wraps(upstream)
+    def free_blocks(self: Any, request: Any) -> None:
+        upstream(self, request)
+        self.kv_cache_manager.coppice_kept_blocks.on_finished(request.request_id)
+
+    return free_blocks
+
+
+def _announced(upstream: Any) -> Any:
+    @functools.wraps(upstream)
+    def set_weight_version(self: Any, weight_version: str) -> None:
+        upstream(self, weight_version)
+        kept_blocks(self).set_version(weight_version)
+
+    return set_weight_version
+
+
+def _with_reports(upstream: Any) -> Any:
+    @functools.wraps(upstream)
+    def attach_weight_version(self: Any, outputs: dict[int, Any]) -> None:
+        upstream(self, outputs)
+        if reports := kept_blocks(self).reports:
+            for output in (output for each in outputs.values() for output in each.outputs):
+                if (report := reports.pop(output.request_id, None)) is not None:
+                    given = output.kv_transfer_params or {}
+                    output.kv_transfer_params = given | {KV_VERSIONS: report}
+            for request_id in reports.keys() - self.scheduler.requests.keys():
+                del reports[request_id]
+
+    return attach_weight_version

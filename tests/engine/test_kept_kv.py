@@ -1,0 +1,178 @@
+"""KV that chains keep across weights updates, on the real engine, compared with running samples."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engine.types import KvVersionSpan
+from tests.engine.random_models import make_models
+from tests.engine.stepped_engine import LiveEngine, live_engine
+
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
+
+BLOCK = 32
+NUM_STEPS = 29
+PROMPT = [(7 * i) % 500 for i in range(4 * BLOCK + 1 - NUM_STEPS)]
+"""With the tokens of NUM_STEPS steps it is one token longer than four blocks."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    made = make_models(tmp_path_factory.mktemp("models"), tied=True)
+    return made | {"v9": Path(shutil.copytree(made["v8"], made["v8"].with_name("v9")))}
+
+
+@pytest.fixture(scope="module")
+def shared_engine(models: dict[str, Path]) -> Iterator[LiveEngine]:
+    with live_engine(models["v7"]) as engine:
+        yield engine
+
+
+@pytest.fixture
+def engine(shared_engine: LiveEngine, models: dict[str, Path]) -> LiveEngine:
+    """Serves v7, with an empty prefix cache."""
+    shared_engine.swap(models["v7"])
+    return shared_engine
+
+
+def kv(*spans: tuple[str, int, int], first_token: int = 0) -> tuple[KvVersionSpan, ...]:
+    return tuple(
+        KvVersionSpan(version=version, start=start, end=end, first_token=first_token)
+        for version, start, end in spans
+    )
+
+
+def first_turn(engine: LiveEngine, chain: str = "a", max_lag: int | None = None) -> list[int]:
+    """Tokens of a chain after its first request: its cached blocks are four."""
+    [answer] = engine.ask(PROMPT, max_tokens=NUM_STEPS, chain=chain, max_lag=max_lag)
+    return PROMPT + answer.token_ids
+
+
+def test_chain_continues_as_a_sample_that_kept_its_kv(
+    engine: LiveEngine, models: dict[str, Path]
+) -> None:
+    running = engine.submit(PROMPT, max_tokens=80)
+    tokens = first_turn(engine)  # in the same steps
+    engine.swap(models["v8"], keep_kv=True)
+    [expected] = engine.finish(running)
+    [continued] = engine.ask(tokens, max_tokens=80 - NUM_STEPS, chain="a")
+    assert expected.versions[0].end == NUM_STEPS
+    assert continued.token_ids == expected.token_ids[NUM_STEPS:]
+    assert continued.logprobs == pytest.approx(expected.logprobs[NUM_STEPS:], abs=1e-4)
+    assert continued.num_cached_tokens == 4 * BLOCK
+    num_positions = len(PROMPT) + 80 - 1
+    spans = kv(("v7", 0, 4 * BLOCK), ("v8", 4 * BLOCK, num_positions))
+    assert continued.kv_versions == expected.kv_versions == spans
+
+
+def test_kept_kv_differs_from_that_of_the_new_weights(
+    engine: LiveEngine, models: dict[str, Path]
+) -> None:
+    tokens = first_turn(engine)
+    engine.swap(models["v8"], keep_kv=True)
+    [continued] = engine.ask(tokens, max_tokens=20, chain="a")
+    [exact] = engine.ask(tokens, max_tokens=20)
+    assert continued.logprobs != pytest.approx(exact.logprobs, abs=1e-3)
+    assert exact.kv_versions == kv(("v8", 0, len(tokens) + 19))
+
+
+def test_kept_kv_is_hit_by_its_chain_alone(engine: LiveEngine, models: dict[str, Path]) -> None:
+    tokens = first_turn(engine)
+    first_turn(engine, chain="b")
+    engine.ask(tokens, max_tokens=1)
+    reset = engine.swap(models["v8"], keep_kv=True)
+    assert reset["num_kept_tokens"] == 8 * BLOCK
+    others = [dict[str, str](), {"salt": "a."}, {"chain": "c"}]
+    for other in others:
+        [answer] = engine.finish(engine.submit(tokens, max_tokens=1, **other))  # type: ignore[arg-type]
+        assert answer.num_cached_tokens == 0
+        assert answer.kv_versions == kv(("v8", 0, len(tokens)))
+    [own] = engine.ask(tokens, max_tokens=1, chain="a")
+    assert own.num_cached_tokens == 4 * BLOCK
+
+
+def test_other_resets_drop_kept_kv(engine: LiveEngine, models: dict[str, Path]) -> None:
+    tokens = first_turn(engine)
+    engine.swap(models["v8"], keep_kv=True)
+    assert engine.swap(models["v9"])["num_kept_tokens"] == 0
+    [answer] = engine.ask(tokens, max_tokens=2, chain="a")
+    assert answer.num_cached_tokens == 0
+    assert answer.kv_versions == kv(("v9", 0, len(tokens) + 1))
+    pool = engine.core.coppice_check_pool()
+    assert pool["num_references"] == 0 and pool["num_free_blocks"] == pool["num_blocks"]
+
+
+def test_blocks_that_exceed_the_lag_are_computed_again(
+    engine: LiveEngine, models: dict[str, Path]
+) -> None:
+    first = first_turn(engine, max_lag=1)
+    engine.swap(models["v8"], keep_kv=True)
+    [second] = engine.ask(first, max_tokens=40, chain="a", max_lag=1)
+    tokens = first + second.token_ids
+    num_v8 = (len(tokens) - 1) // BLOCK * BLOCK
+    assert second.kv_versions == kv(("v7", 0, 4 * BLOCK), ("v8", 4 * BLOCK, len(tokens) - 1))
+    before = engine.core.coppice_ping()["kept_kv"]["num_dropped_tokens"].get("lag", 0)
+    reset = engine.swap(models["v9"], keep_kv=True)
+    dropped = engine.core.coppice_ping()["kept_kv"]["num_dropped_tokens"]["lag"] - before
+    assert (reset["num_kept_tokens"], dropped) == (num_v8 - 4 * BLOCK, 4 * BLOCK)
+    [third] = engine.ask(tokens, max_tokens=2, chain="a", max_lag=1)
+    [exact] = engine.ask(tokens, max_tokens=2)
+    assert third.num_cached_tokens == 0  # its older blocks are missing
+    assert third.kv_versions == kv(("v9", 0, len(tokens) + 1))
+    assert third.logprobs == pytest.approx(exact.logprobs, abs=1e-4)
+
+
+def test_forks_of_a_chain_share_its_kept_blocks(
+    engine: LiveEngine, models: dict[str, Path]
+) -> None:
+    """Like the paths of a tree, which end inside a block."""
+    tokens = first_turn(engine)
+    engine.swap(models["v8"], keep_kv=True)
+    forks = [engine.submit([*tokens, 7 * i], max_tokens=3, chain="a") for i in range(3)]
+    for answer in engine.finish(*forks):
+        assert answer.kv_versions == kv(("v7", 0, 4 * BLOCK), ("v8", 4 * BLOCK, len(tokens) + 3))
+
+
+def test_block_that_straddles_an_update_counts_as_older(
+    engine: LiveEngine, models: dict[str, Path]
+) -> None:
+    running = engine.submit(PROMPT, max_tokens=60, chain="a")
+    engine.step(10)
+    engine.swap(models["v8"], keep_kv=True)
+    [answer] = engine.finish(running)
+    [span, _] = answer.kv_versions
+    assert span.end == len(PROMPT) + answer.versions[0].end - 1 and span.end % BLOCK
+    tokens = PROMPT + answer.token_ids
+    [later] = engine.ask(tokens, max_tokens=1, chain="a")
+    end = (span.end // BLOCK + 1) * BLOCK
+    assert later.kv_versions == kv(("v7", 0, end), ("v8", end, len(tokens)))
+
+
+def test_recomputed_sample_reports_the_kv_of_its_earlier_tokens(
+    engine: LiveEngine, models: dict[str, Path]
+) -> None:
+    running = engine.submit(PROMPT, max_tokens=40)
+    engine.step(10)
+    engine.swap(models["v8"], recompute=True)
+    [answer] = engine.finish(running)
+    num = answer.versions[0].end
+    first = kv(("v7", 0, len(PROMPT) + num - 1))
+    assert answer.kv_versions == first + kv(("v8", 0, len(PROMPT) + 39), first_token=num)
+
+
+def test_aborted_requests_leave_their_blocks_to_the_chain(
+    engine: LiveEngine, models: dict[str, Path]
+) -> None:
+    tokens = first_turn(engine)
+    engine.swap(models["v8"], keep_kv=True)
+    engine.abort(engine.submit(tokens, max_tokens=50, chain="a"))
+    running = engine.submit(tokens, max_tokens=50, chain="a")
+    engine.step(5)
+    engine.abort(running)
+    engine.step()
+    [answer] = engine.ask(tokens, max_tokens=2, chain="a")
+    assert answer.kv_versions == kv(("v7", 0, 4 * BLOCK), ("v8", 4 * BLOCK, len(tokens) + 1))
+    pool = engine.core.coppice_check_pool()
+    assert (pool["num_references"], pool["num_requests"], pool["num_tables"]) == (0, 0, 0)
