@@ -65,6 +65,7 @@ from coppice.wire.chat import Message, ParsedMessage, ParsedToolCall, Tool, Tool
 from coppice.wire.control import PauseAnswer, StatusAnswer
 from coppice.wire.kv import Kv, KvHandle, KvLayout, KvLocator
 from coppice.wire.kv_reuse import KvReuse, KvReuseAnswer
+from coppice.wire.kv_versions import ChainKeepKv, KeepKv, KvVersionSpan
 from coppice.wire.problem_catalogue import Problem
 from coppice.wire.result_formats import (
     EndRecord,
@@ -111,6 +112,7 @@ __all__ = [
     "BaseUnavailable",
     "BranchRequest",
     "Branching",
+    "ChainKeepKv",
     "ClusterUnavailable",
     "ConnectionFailed",
     "CoppiceError",
@@ -129,6 +131,7 @@ __all__ = [
     "IdempotencyMismatch",
     "Incomplete",
     "InvalidRequest",
+    "KeepKv",
     "Kv",
     "KvHandle",
     "KvLayout",
@@ -139,6 +142,7 @@ __all__ = [
     "KvReuseAnswer",
     "KvSource",
     "KvUnavailable",
+    "KvVersionSpan",
     "Message",
     "NotFound",
     "Overloaded",

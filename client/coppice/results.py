@@ -14,6 +14,7 @@ from coppice.support import Support, joined_support
 from coppice.wire.chat import ParsedMessage
 from coppice.wire.kv import KvHandle, KvReason
 from coppice.wire.kv_reuse import KvReuseAnswer
+from coppice.wire.kv_versions import KvVersionSpan, joined_kv_versions
 from coppice.wire.logprobs import PromptLogprobs, TokenLogprobs, joined_logprobs
 from coppice.wire.result_formats import Packed, Part, parts_of
 from coppice.wire.rollouts import (
@@ -40,8 +41,10 @@ class Sample:
     """One finished sample (response) of a prompt.
 
     logprobs[i] belongs to token_ids[i]. `versions` gives the weights version of each token, as
-    ranges of token indices. `stop_reason` is the stop string or stop token that ended the sample.
-    support[i] are the ids that token i was sampled from, if `return_support` was set.
+    ranges of token indices, `kv_versions` that of the KV that the tokens were conditioned on, as
+    ranges of positions in prompt and response. `stop_reason` is the stop string or stop token that
+    ended the sample. support[i] are the ids that token i was sampled from, if `return_support` was
+    set.
     """
 
     index: int
@@ -50,6 +53,7 @@ class Sample:
     text: str | None
     finish_reason: FinishReason
     versions: tuple[VersionSpan, ...]
+    kv_versions: tuple[KvVersionSpan, ...] = ()
     stop_reason: int | str | None = None
     top_logprobs: TokenLogprobs | None = None
     """Most probable tokens at each token, if they were requested.
@@ -79,7 +83,8 @@ class Segment:
 
     logprobs[i] belongs to token_ids[i]. `parent` is None for a segment that starts at the prompt.
     Token indices in `versions` start at the segment's own first token, as do those of `support`,
-    the ids that each token was sampled from. `depth` is the number of branch points above the
+    the ids that each token was sampled from. Positions in `kv_versions` start with the prompt.
+    `depth` is the number of branch points above the
     segment, `num_leaves` the number of paths through it. `kv` is a handle to the KV of the path up
     to the segment's last token, if it was requested and is available. A segment that is not
     `sampled` has context of an agent session, such as a tool's result, and no logprobs or versions.
@@ -94,6 +99,7 @@ class Segment:
     finish_reason: SegmentFinish
     num_leaves: int
     versions: tuple[VersionSpan, ...]
+    kv_versions: tuple[KvVersionSpan, ...] = ()
     stop_reason: int | str | None = None
     support: Support | None = None
     kv: KvHandle | None = None
@@ -156,6 +162,7 @@ class Tree:
             text=None,
             finish_reason="length" if finish == "cut" or finish == "budget" else finish,
             versions=tuple(joined_spans((s.versions, len(s.token_ids)) for s in path)),
+            kv_versions=tuple(joined_kv_versions((s.kv_versions, len(s.token_ids)) for s in path)),
             stop_reason=path[-1].stop_reason,
             top_logprobs=joined_logprobs(segment.top_logprobs for segment in path),
             given_logprobs=joined_logprobs(segment.given_logprobs for segment in path),
@@ -375,6 +382,7 @@ def _segment_of(
         finish_reason=answer.finish_reason,
         num_leaves=answer.num_leaves or 0,
         versions=tuple(answer.versions),
+        kv_versions=tuple(answer.kv_versions),
         stop_reason=answer.stop_reason,
         support=support,
         kv=answer.kv,
@@ -396,6 +404,7 @@ def _sample_of(
         text=answer.text,
         finish_reason=answer.finish_reason,
         versions=tuple(answer.versions),
+        kv_versions=tuple(answer.kv_versions),
         stop_reason=answer.stop_reason,
         top_logprobs=answer.top_logprobs,
         given_logprobs=answer.given_logprobs,

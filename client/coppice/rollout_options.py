@@ -8,6 +8,7 @@ from coppice.results import Sample
 from coppice.wire.branching import Branching
 from coppice.wire.kv import Kv
 from coppice.wire.kv_reuse import KvReuse
+from coppice.wire.kv_versions import ChainKeepKv, GivenKvSpan
 from coppice.wire.rollouts import (
     ContinueFrom,
     Finish,
@@ -52,6 +53,15 @@ def _unfinished(sample: Sample, group: int) -> UnfinishedSample:
             GivenSpan(version=span.version, start=span.start, end=span.end, adapter=span.adapter)
             for span in sample.versions
         ],
+        kv_versions=[
+            GivenKvSpan(
+                version=span.version,
+                start=span.start,
+                end=span.end,
+                first_token=span.first_token,
+            )
+            for span in sample.kv_versions
+        ],
     )
 
 
@@ -87,6 +97,8 @@ class RolloutOptions(TypedDict, total=False):
         branching: samples as a tree.
         continue_from: per prompt, unfinished samples to resume, see `Group.unfinished`.
         kv_reuse: KV reuse for prompts given as spans.
+        keep_kv: reads KV of the rollout's chain that older weights computed. To resume samples of
+            an earlier rollout on their KV, set `chain` to the id of the first one.
         priority: lower values are scheduled first.
         speculation: False disables speculative decoding; the distribution is the same.
         return_support: returns with each token the token ids that it was sampled from.
@@ -133,6 +145,7 @@ class RolloutOptions(TypedDict, total=False):
     branching: Branching | None
     continue_from: Iterable[Iterable[Sample]]
     kv_reuse: KvReuse | None
+    keep_kv: ChainKeepKv | None
     priority: int
     speculation: bool
     return_support: bool
@@ -162,7 +175,7 @@ def rollout_request(
     started = to_continue_from(given.pop("continue_from", ()))
     groups = groups_of(prompts, **_only(given, {"n", "seed", "seeds"}))
     sampling = Sampling(**_only(given, Sampling.model_fields.keys()))
-    rest = _only(given, {"kv", "weights", "finish", "branching", "kv_reuse", *_PLAIN})
+    rest = _only(given, {"kv", "weights", "finish", "branching", "kv_reuse", "keep_kv", *_PLAIN})
     return RolloutRequest(
         groups=groups, sampling=sampling, continue_from=started, stream=True, **rest
     )

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from coppice.results import Group, Segment, Tree
 from coppice.sessions import SessionResult
+from coppice.wire.kv_versions import KvVersionSpan, joined_kv_versions
 from coppice.wire.rollouts import VersionSpan
 from coppice.wire.version_span_slicing import joined_spans
 
@@ -26,9 +27,10 @@ class SessionRow:
 
     The prompt ends before the first sampled token. `loss_mask` and `logprobs` have one value per
     response token. The mask is true for tokens to train on. Context has the logprob 0. Token
-    indices in `versions` are those of the response. `num_turns` counts the turns of the path.
-    `is_hidden_end`: the leaf is the end of a turn that is not in its text, a stop token or a stop
-    string, and another row continues the turn without it.
+    indices in `versions` are those of the response; positions in `kv_versions` start with the
+    prompt. `num_turns` counts the turns of the path. `is_hidden_end`: the leaf is the end of a turn
+    that is not in its text, a stop token or a stop string, and another row continues the turn
+    without it.
     """
 
     session: str
@@ -38,6 +40,7 @@ class SessionRow:
     loss_mask: NDArray[np.bool_]
     logprobs: NDArray[np.float32]
     versions: tuple[VersionSpan, ...]
+    kv_versions: tuple[KvVersionSpan, ...]
     reward: float | None
     num_turns: int = 0
     is_hidden_end: bool = False
@@ -189,6 +192,7 @@ def _row(
         loss_mask=np.concatenate([_NO_TOKENS.astype(bool), *masks]),
         logprobs=np.concatenate([_NO_TOKENS.astype(np.float32), *logprobs]),
         versions=tuple(joined_spans((s.versions, len(s.token_ids)) for s in response)),
+        kv_versions=tuple(joined_kv_versions((s.kv_versions, len(s.token_ids)) for s in response)),
         reward=(result.rewards or {}).get(path[-1].id, result.reward),
     )
 

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from coppice.wire.kv_versions import ActivationKv
 from coppice.wire.weights import ActivationMode
 
 ReplicaState = Literal["starting", "serving", "draining"]
@@ -83,6 +84,7 @@ class ActivationTarget:
     version: str
     mode: ActivationMode = "keep"
     allow_rollback: bool = False
+    kv: ActivationKv = "reset"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,8 @@ from engine.feature_stats import (
     DrafterOutcome,
     DrafterStatus,
     DraftScope,
+    KeptKvDropReason,
+    KeptKvStats,
     SharedPrefixStats,
     SpeculationDecision,
     SpeculationSkipReason,
@@ -77,6 +79,27 @@ class GraphMetrics(MetricTable):
         self.steps.update_all({"hit": stats.hits, "mixed": stats.mixed, "miss": misses})
         for (samples, tokens), steps in stats.misses.items():
             self.misses.labels(str(samples), str(tokens) if tokens else "uneven").update(steps)
+
+
+class KeptKvMetrics(MetricTable):
+    """Metrics of KV that sessions and rollouts keep across weights updates."""
+
+    tokens = gauge("kept_kv_tokens", "Cached tokens of sessions and rollouts that keep their KV")
+    reused_tokens = cumulative_counter(
+        "kept_kv_reused_tokens",
+        "Prompt tokens found in the prefix cache with KV of older weights",
+    )
+    dropped_tokens = cumulative_counter(
+        "kept_kv_dropped_tokens",
+        "Cached tokens of sessions and rollouts that keep their KV, by the reason why they were "
+        "dropped",
+        reason=get_args(KeptKvDropReason),
+    )
+
+    def update(self, stats: KeptKvStats) -> None:
+        self.tokens.set(stats.num_kept_tokens)
+        self.reused_tokens.update(stats.num_reused_tokens)
+        self.dropped_tokens.update_all(stats.num_dropped_tokens)
 
 
 class SpeculationMetrics(MetricTable):

@@ -22,6 +22,7 @@ from service.observability.engine_metrics import (
     AttentionMetrics,
     DrafterMetrics,
     GraphMetrics,
+    KeptKvMetrics,
     SpeculationMetrics,
 )
 from service.observability.kv_metrics import KvReuseMetrics, PromptKvMetrics
@@ -241,6 +242,7 @@ class Metrics:
         self.sessions = SessionMetrics(self.registry)
         self.cluster = ClusterMetrics(self.registry)
         self.attention = AttentionMetrics(self.registry)
+        self.kept_kv = KeptKvMetrics(self.registry)
         self.graphs = GraphMetrics(self.registry)
         self.speculation = SpeculationMetrics(self.registry)
         self.drafter = DrafterMetrics(self.registry)

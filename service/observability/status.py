@@ -59,6 +59,7 @@ def update_gauges(server: Server) -> None:
     metrics.kv_reuse.update(server.kv_reuse.cache, server.kv_reuse.anchors)
     metrics.cluster.update(server.cluster)
     metrics.attention.update(server.engine.shared_prefix())
+    metrics.kept_kv.update(server.engine.kept_kv())
     metrics.graphs.update(server.engine.graphs())
     metrics.speculation.update(server.engine.speculation())
     metrics.drafter.update(server.engine.drafter())

@@ -187,6 +187,7 @@ class Group:
             seed=sample_seed(options, index, len(prior_tokens)),
             priority=options.priority,
             cache_salt=options.cache_salt,
+            kept_kv=options.kept_kv,
             group=self.name,
             speculation=options.speculation,
             load=load,

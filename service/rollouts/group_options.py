@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from coppice.wire.rollouts import UnfinishedSample
-from engine.types import ChatResponse, Sampling
+from engine.types import ChatResponse, KeptKv, Sampling
 from service.rollouts.supports import Supports
 
 Decode = Callable[[Sequence[int], int | str | None, Sampling], Awaitable[str]]
@@ -19,23 +19,24 @@ Parse = Callable[[Sequence[int], int | str | None, Sampling], Awaitable[ChatResp
 class GroupOptions:
     """Prompt, sampling parameters and limits of one group (one prompt and its samples).
 
-    The compat routes set `cache_salt`, the rollout manager `owner`, `exact_version` and `adapter`,
-    and `GroupFactory` the options that follow from the request. `owner` to `returns_routed_experts`
-    are the same in all groups of a rollout. With `stream_tokens`, tokens are received while samples
-    run. `num_returned_top_logprobs` are in the responses of compat routes; None: all of them. With
-    `answers_top_logprobs`, the top logprobs are part of the samples' answers.
-    `logprob_token_ids` and `raw_logprobs` are those of `engine.types.SampleRequest`. With
-    `support_vocab_size`, the size of the vocabulary, supports are returned. After
-    `deadline_seconds` the group ends with the samples as they are. Its first samples resume those
-    in `continued`, whose supports are `given_supports`. `num_required` is the number of samples
-    after which the finish policy ends the group. `seeds` has one seed per sample. With `echo` the
-    answer has the prompt's token ids.
+    The compat routes set `cache_salt`, sessions and the rollout manager `kept_kv`, the rollout
+    manager `owner`, `exact_version` and `adapter`, and `GroupFactory` the options that follow from
+    the request. `owner` to `returns_routed_experts` are the same in all groups of a rollout. With
+    `stream_tokens`, tokens are received while samples run. `num_returned_top_logprobs` are in the
+    responses of compat routes; None: all of them. With `answers_top_logprobs`, the top logprobs are
+    part of the samples' answers. `logprob_token_ids` and `raw_logprobs` are those of
+    `engine.types.SampleRequest`. With `support_vocab_size`, the size of the vocabulary, supports
+    are returned. After `deadline_seconds` the group ends with the samples as they are. Its first
+    samples resume those in `continued`, whose supports are `given_supports`. `num_required` is the
+    number of samples after which the finish policy ends the group. `seeds` has one seed per sample.
+    With `echo` the answer has the prompt's token ids.
     """
 
     owner: str = ""
     exact_version: str | None = None
     adapter: str | None = None
     cache_salt: str | None = None
+    kept_kv: KeptKv | None = None
     num_top_logprobs: int = 0
     num_returned_top_logprobs: int | None = None
     stream_tokens: bool = False

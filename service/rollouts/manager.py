@@ -12,8 +12,9 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+from coppice.wire.kv_versions import KeepKv
 from coppice.wire.logprobs import PromptLogprobs
-from coppice.wire.rollouts import RolloutRequest
+from coppice.wire.rollouts import RolloutRequest, WeightsConstraint
 from engine.protocol import Engine
 from service.adapters.manager import AdapterManager
 from service.cluster.membership import ClusterMembership
@@ -26,6 +27,7 @@ from service.rollouts.group import Group
 from service.rollouts.group_factory import GroupFactory
 from service.rollouts.group_options import GroupOptions
 from service.rollouts.idempotency import IdempotencyClaim, IdempotencyKeys
+from service.rollouts.kept_kv import rollout_chain
 from service.rollouts.result_cache import ResultCache
 from service.rollouts.rollout import GroupEnded, Rollout
 from service.rollouts.sampling import check_sampling
@@ -157,6 +159,7 @@ class RolloutManager:
         num_samples = validation.check(
             request, max_samples=self._max_samples, is_blocking=not (detached or request.stream)
         )
+        self.check_kept_kv(request.keep_kv, request.weights)
         await check_sampling(self._engine, request.sampling)
         prompts = await self._tokenizer.all_token_ids([group.prompt for group in request.groups])
         wanted = options.num_top_logprobs
@@ -183,11 +186,15 @@ class RolloutManager:
             support_bytes=support_bytes,
         )
         try:
+            new_id = new_rollout_id(self._fleet.own_id)
+            if request.keep_kv is not None:
+                keep = request.keep_kv
+                chain = rollout_chain(options.owner, keep, keep.chain or new_id)
+                options = replace(options, kept_kv=chain)
             scored = await _score_prompts(request, prompts, prompt_scorer)
             groups = await self._create_groups(request, prompts, options, given_supports)
             for group, prompt_logprobs in zip(groups, scored, strict=True):
                 group.prompt_logprobs = prompt_logprobs
-            new_id = new_rollout_id(self._fleet.own_id)
             rollout = Rollout(new_id, groups, detached=detached, claim=claim)
             return self._run(rollout, reservation)
         except BaseException:
@@ -220,6 +227,10 @@ class RolloutManager:
             exact_version=self._versions.admit(request.weights),
             adapter=self._adapters.resolve(request.adapter),
         )
+
+    def check_kept_kv(self, keep: KeepKv | None, weights: WeightsConstraint | None) -> None:
+        """Refuse an option to keep KV across weights updates that cannot be met."""
+        validation.check_kept_kv(keep, weights, self._engine.info)
 
     def get(self, rollout_id: str, *, owner: str) -> Rollout:
         """Find a running or retained rollout of `owner`; RolloutNotFound if there is none."""

@@ -325,7 +325,7 @@ def _num_message_bytes(message: ParsedMessage) -> int:
 
 def _num_bytes(part: SampleAnswer | SegmentAnswer) -> int:
     """Estimated memory of a log record in bytes; a number in a list takes about 36 bytes."""
-    num_bytes = PART_BYTES + SPAN_BYTES * len(part.versions)
+    num_bytes = PART_BYTES + SPAN_BYTES * (len(part.versions) + len(part.kv_versions))
     for table in (part.top_logprobs, part.given_logprobs):
         num_bytes += 0 if table is None else table.num_bytes
     num_bytes += 36 * len(part.raw_logprobs or ())

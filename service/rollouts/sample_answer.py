@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from itertools import chain
 from typing import TypedDict
 
+from coppice.wire.kv_versions import KvVersionSpan, cut_kv_versions, joined_kv_versions
 from coppice.wire.logprobs import TokenLogprobs
 from coppice.wire.rollouts import FinishReason, SampleAnswer, VersionSpan
 from coppice.wire.routed_experts import RoutedExperts
@@ -37,6 +38,7 @@ async def create(
         finish_reason=finish_reason,
         stop_reason=stop_reason,
         versions=joined_spans([(prior_spans, len(prior)), (spans, num_tokens)]),
+        kv_versions=_kv_versions(options, index, result, num_tokens),
         **await tables_of(options, result, len(prior), num_tokens),
         raw_logprobs=_raw_logprobs(options, index, result, num_tokens),
         message=await parsed_message(options, token_ids, stop_reason),
@@ -82,6 +84,25 @@ def wire_spans(versions: Iterable[EngineVersionSpan], adapter: str | None) -> li
         VersionSpan(version=span.version, start=span.start, end=span.end, adapter=adapter)
         for span in versions
     ]
+
+
+def wire_kv_versions(result: Completion) -> list[KvVersionSpan]:
+    return [
+        KvVersionSpan(
+            version=span.version, start=span.start, end=span.end, first_token=span.first_token
+        )
+        for span in result.kv_versions
+    ]
+
+
+def _kv_versions(
+    options: GroupOptions, index: int, result: Completion, num_tokens: int
+) -> list[KvVersionSpan]:
+    """KV versions of a sample; those of the tokens that it already has are as they were given."""
+    new = cut_kv_versions(wire_kv_versions(result), len(result.token_ids), 0, num_tokens)
+    continued = options.continued[index : index + 1]
+    prior = [KvVersionSpan(**span.model_dump()) for each in continued for span in each.kv_versions]
+    return joined_kv_versions([(prior, len(prior_tokens(options, index))), (new, num_tokens)])
 
 
 def _prior(options: GroupOptions, index: int) -> tuple[list[float], list[VersionSpan]]:

@@ -3,13 +3,25 @@
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from coppice.wire.rollouts import GroupRequest, RolloutRequest, UnfinishedSample
-from engine.types import EngineInfo
+from coppice.wire.kv_versions import KeepKv
+from coppice.wire.rollouts import (
+    GroupRequest,
+    RolloutRequest,
+    UnfinishedSample,
+    WeightsConstraint,
+)
+from engine.types import EngineInfo, KeptKvReason
 from service.http.errors import InvalidRequest, PromptTooLong
 from service.kv_reuse.prompt_sections import check as check_reuse
 from service.rollouts.fairness import TimeSlice
 from service.rollouts.supports import Supports, given_support
 from service.trees.plan import check as check_branching
+
+KEPT_KV_REASONS: Mapping[KeptKvReason, str] = {
+    "prefix_caching_off": "needs engine.enable_prefix_caching",
+    "kv_offloading": "cannot be combined with engine.kv_offload_bytes",
+    "unsupported_cache": "the model has states of many positions, such as those of Mamba layers",
+}
 
 
 def check(request: RolloutRequest, *, max_samples: int, is_blocking: bool) -> int:
@@ -32,6 +44,7 @@ def check(request: RolloutRequest, *, max_samples: int, is_blocking: bool) -> in
             raise InvalidRequest("with branching, finish.select must be first")
     if request.adapter is not None and request.kv is not None:
         raise InvalidRequest("prompt KV is that of the base model: leave out kv or adapter")
+    _check_keep_kv(request)
     num_finish_samples = (request.finish and request.finish.num_samples) or 1
     num_samples = [num_samples_of(request, group) for group in request.groups]
     if min(num_samples) < num_finish_samples:
@@ -43,6 +56,30 @@ def check(request: RolloutRequest, *, max_samples: int, is_blocking: bool) -> in
             f"{sum(num_samples)} samples; a request may have at most {max_samples}"
         )
     return sum(num_samples)
+
+
+def _check_keep_kv(request: RolloutRequest) -> None:
+    """Reject options that need KV of one weights version alone."""
+    if request.keep_kv is None:
+        return
+    if request.kv is not None:
+        raise InvalidRequest.of_parameter(
+            "keep_kv", "a handle has KV of one weights version: leave out kv or keep_kv"
+        )
+    if request.kv_reuse is not None and request.kv_reuse.mode != "off":
+        raise InvalidRequest.of_parameter("keep_kv", "cannot be combined with kv_reuse")
+
+
+def check_kept_kv(keep: KeepKv | None, weights: WeightsConstraint | None, info: EngineInfo) -> None:
+    """Refuse to keep KV across weights updates if the engine cannot, or for an exact version."""
+    if keep is None:
+        return
+    if info.kept_kv_reason is not None:
+        raise InvalidRequest.of_parameter("keep_kv", KEPT_KV_REASONS[info.kept_kv_reason])
+    if weights is not None and weights.exact_version is not None:
+        raise InvalidRequest.of_parameter(
+            "keep_kv", "weights.exact_version needs KV of that version: leave out one of them"
+        )
 
 
 def _check_message(request: RolloutRequest) -> None:
@@ -116,6 +153,7 @@ def _check_sample(
             "and none otherwise"
         )
     _check_versions(sample, request)
+    _check_kv_versions(sample, num_prompt_tokens)
     if max(sample.token_ids) >= info.vocab_size:
         raise InvalidRequest(f"token ids must be below {info.vocab_size}")
     if num_tokens >= (request.sampling.max_tokens or info.max_context_tokens):
@@ -138,3 +176,17 @@ def _check_versions(sample: UnfinishedSample, request: RolloutRequest) -> None:
     exact_version = request.weights and request.weights.exact_version
     if exact_version is not None and any(span.version != exact_version for span in sample.versions):
         raise InvalidRequest(f"continue_from has tokens of other versions than {exact_version!r}")
+
+
+def _check_kv_versions(sample: UnfinishedSample, num_prompt_tokens: int) -> None:
+    """Validate the spans of a sample's KV; those of one `first_token` begin at position 0."""
+    first, at = -1, 0
+    for span in sample.kv_versions:
+        begins = span.first_token > first
+        at, first = (0, span.first_token) if begins else (at, first)
+        if span.first_token < first or span.start != at or span.end <= at:
+            raise InvalidRequest("the KV version spans of continue_from must be consecutive")
+        at = span.end
+    num_tokens = len(sample.token_ids)
+    if sample.kv_versions and (first >= num_tokens or at != num_prompt_tokens + num_tokens - 1):
+        raise InvalidRequest("the KV version spans of continue_from must cover its tokens")

@@ -128,7 +128,7 @@ async def stage(version: str, request: Request, server: ReadyServer) -> Response
 async def activate(version: str, request: Request, server: ReadyServer) -> Response:
     body = await read_small_json(request, ActivateRequest)
     answer = await server.coordinator.activate(
-        label(version), body.mode, allow_rollback=body.allow_rollback
+        label(version), body.mode, allow_rollback=body.allow_rollback, kv=body.kv
     )
     return json_response(answer)
 

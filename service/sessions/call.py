@@ -9,6 +9,7 @@ from coppice.wire.sessions import AgentApi
 from engine.types import ChatRequest, ChatResponse
 from service.http.errors import InvalidRequest
 from service.rollouts.group_options import GroupOptions
+from service.rollouts.kept_kv import session_chain
 from service.rollouts.rollout import Rollout
 from service.sessions.history import TextMatch
 from service.sessions.prompts import chat_prompt, continued_text
@@ -115,6 +116,7 @@ class SessionCall:
         session = self.session
         options = GroupOptions(
             cache_salt=session.cache_salt,
+            kept_kv=session_chain(session.cache_salt, session.options.keep_kv),
             num_top_logprobs=max(num_top_logprobs, session.options.top_logprobs or 0),
             num_returned_top_logprobs=num_top_logprobs,
             stream_tokens=stream_tokens,

@@ -150,6 +150,7 @@ class SessionManager:
         self, request: SessionsRequest, owner: str, claim: IdempotencyClaim | None
     ) -> SessionsAnswer:
         self._admission.check_open()
+        self._rollouts.check_kept_kv(request.keep_kv, request.weights)
         self._check_capacity(owner, request.n)
         self._store.check_memory()
         group = self._new_group(request, owner, claim)

@@ -118,6 +118,7 @@ class CallRecorder:
             top_logprobs=top_logprobs,
             finish=sample.finish_reason,
             stop_reason=sample.stop_reason,
+            kv_versions=sample.kv_versions,
             num_cached_tokens=rollout.groups[0].cached_tokens.get(sample.index, 0),
         )
         if segment is not None:

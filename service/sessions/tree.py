@@ -12,6 +12,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from coppice.wire.kv_versions import KvVersionSpan
 from coppice.wire.logprobs import TokenLogprobs
 from coppice.wire.rollouts import GroupAnswer, Outcome, SegmentAnswer, SegmentFinish, VersionSpan
 from service.rollouts.supports import Supports
@@ -141,6 +142,7 @@ class SessionTree:
         finish: SegmentFinish = "stop",
         stop_reason: int | str | None = None,
         *,
+        kv_versions: Sequence[KvVersionSpan] = (),
         num_cached_tokens: int = 0,
     ) -> Segment | None:
         """Add the tokens that a call has sampled, and end the call; None if there are no tokens."""
@@ -154,6 +156,7 @@ class SessionTree:
             logprobs=list(logprobs),
             entropy=None,
             versions=list(versions),
+            kv_versions=list(kv_versions),
             support=support,
             top_logprobs=top_logprobs,
         )
@@ -338,6 +341,7 @@ def _answer(segment: Segment, root: Segment, depth: int, num_leaves: int | None)
         stop_reason=segment.stop_reason,
         num_leaves=num_leaves,
         versions=sample.versions if sample else [],
+        kv_versions=sample.kv_versions if sample else [],
         top_logprobs=sample.top_logprobs if sample else None,
         sampled=sample is not None,
     )

@@ -5,8 +5,9 @@ Owned by the tree group. Parents precede their children. Segments are immutable 
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from coppice.wire.kv_versions import KvVersionSpan, cut_kv_versions, joined_kv_versions
 from coppice.wire.logprobs import TokenLogprobs, joined_logprobs
 from coppice.wire.rollouts import Outcome, SampleAnswer, SegmentAnswer, SegmentFinish, VersionSpan
 from coppice.wire.support import SupportAnswer
@@ -14,7 +15,7 @@ from coppice.wire.version_span_slicing import cut_spans, joined_spans
 from engine.types import Completion
 from service.http.errors import SegmentNotFound
 from service.rollouts.group_options import GroupOptions
-from service.rollouts.sample_answer import AnswerTables, wire_spans
+from service.rollouts.sample_answer import AnswerTables, wire_kv_versions, wire_spans
 from service.rollouts.sampling import parsed_message
 from service.rollouts.supports import Supports, joined, support_of
 from service.trees.plan import Plan
@@ -32,6 +33,7 @@ class GeneratedTokens:
     entropy: list[float] | None
     versions: list[VersionSpan]
     support: Supports | None
+    kv_versions: list[KvVersionSpan] = field(default_factory=list)
     top_logprobs: TokenLogprobs | None = None
     given_logprobs: TokenLogprobs | None = None
     raw_logprobs: list[float] | None = None
@@ -42,6 +44,7 @@ class GeneratedTokens:
             logprobs=self.logprobs[start:end],
             entropy=None if self.entropy is None else self.entropy[start:end],
             versions=cut_spans(self.versions, start, end),
+            kv_versions=cut_kv_versions(self.kv_versions, len(self.token_ids), start, end),
             top_logprobs=self.top_logprobs and self.top_logprobs.part(start, end),
             given_logprobs=self.given_logprobs and self.given_logprobs.part(start, end),
             raw_logprobs=None if self.raw_logprobs is None else self.raw_logprobs[start:end],
@@ -65,6 +68,7 @@ def tokens_from_completion(
         logprobs=result.logprobs,
         entropy=_entropy(plan, result),
         versions=wire_spans(result.versions, options.adapter),
+        kv_versions=wire_kv_versions(result),
         support=support_of(result.support, options.support_vocab_size),
         raw_logprobs=result.raw_logprobs,
         **tables,
@@ -108,6 +112,7 @@ class Segment:
             stop_reason=self.stop_reason,
             num_leaves=num_leaves,
             versions=self.tokens.versions,
+            kv_versions=self.tokens.kv_versions,
             top_logprobs=self.tokens.top_logprobs,
             given_logprobs=self.tokens.given_logprobs,
             raw_logprobs=self.tokens.raw_logprobs,
@@ -122,6 +127,7 @@ class LeafPath:
     token_ids: list[int]
     logprobs: list[float]
     versions: list[VersionSpan]
+    kv_versions: list[KvVersionSpan]
     top_logprobs: TokenLogprobs | None
     given_logprobs: TokenLogprobs | None
     raw_logprobs: list[float] | None
@@ -224,6 +230,9 @@ class Tree:
             token_ids=[token for part in parts for token in part.token_ids],
             logprobs=[logprob for part in parts for logprob in part.logprobs],
             versions=joined_spans((part.versions, len(part.token_ids)) for part in parts),
+            kv_versions=joined_kv_versions(
+                (part.kv_versions, len(part.token_ids)) for part in parts
+            ),
             top_logprobs=joined_logprobs(part.top_logprobs for part in parts),
             given_logprobs=joined_logprobs(part.given_logprobs for part in parts),
             raw_logprobs=None
@@ -245,6 +254,7 @@ async def row_answer(index: int, row: LeafPath, options: GroupOptions) -> Sample
         finish_reason="length" if finish == "cut" or finish == "budget" else finish,
         stop_reason=stop_reason,
         versions=row.versions,
+        kv_versions=row.kv_versions,
         top_logprobs=row.top_logprobs,
         given_logprobs=row.given_logprobs,
         raw_logprobs=row.raw_logprobs,

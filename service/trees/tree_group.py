@@ -156,6 +156,7 @@ class TreeGroup(Group):
             seed=seed,
             priority=self.options.priority,
             cache_salt=self.options.cache_salt,
+            kept_kv=self.options.kept_kv,
             entropy_top_k=self.plan.entropy.k if topk else 0,
             export=self._export_place(path, prompt),
             group=self.name,

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
+from coppice.wire.kv_versions import ActivationKv
 from coppice.wire.weights import ActivationAnswer, ActivationMode
 from engine.errors import EngineDead, EngineError, LoadFailed
 from engine.protocol import Engine
@@ -120,14 +121,19 @@ class Activation:
                 await self._resume_unless_paused()
 
     async def apply(
-        self, label: str, mode: ActivationMode, *, allow_rollback: bool
+        self,
+        label: str,
+        mode: ActivationMode,
+        *,
+        allow_rollback: bool,
+        kv: ActivationKv = "reset",
     ) -> ActivationAnswer:
         """Activate a weights version on this replica; completes even if its caller disconnects."""
         await self._announcer.check_unchanged(label)
-        return await self._run_to_completion(self._apply(label, mode, allow_rollback))
+        return await self._run_to_completion(self._apply(label, mode, allow_rollback, kv))
 
     async def _apply(
-        self, label: str, mode: ActivationMode, allow_rollback: bool
+        self, label: str, mode: ActivationMode, allow_rollback: bool, kv: ActivationKv
     ) -> ActivationAnswer:
         async with self._lock:
             version = self._versions.check_activation(label, allow_rollback=allow_rollback)
@@ -138,7 +144,7 @@ class Activation:
                 await self._stager.revalidate(version)
                 async with self._rollouts.close_gate():
                     self._check_can_wait(mode)
-                    answer = await self._switch(version, previous, mode)
+                    answer = await self._switch(version, previous, mode, kv)
         await self._stager.trim()
         self._on_activated(answer)
         return answer
@@ -155,7 +161,7 @@ class Activation:
             )
 
     async def _switch(
-        self, version: Version, previous: Version, mode: ActivationMode
+        self, version: Version, previous: Version, mode: ActivationMode, kv: ActivationKv
     ) -> ActivationAnswer:
         if mode == "wait":
             await self._rollouts.wait_until_idle()
@@ -165,7 +171,7 @@ class Activation:
         try:
             await self._prompt_kv.before_weights_update()
             samples_ended = await self._rollouts.end_groups_bound_to_other_versions(version.label)
-            await self._load(version)
+            num_kept_tokens = await self._load(version, kv)
         except EngineGone:
             raise  # the engine stays paused: partially loaded weights must not be used
         except (ServiceError, EngineError):
@@ -174,17 +180,29 @@ class Activation:
         await self._resume_unless_paused()
         seconds = self._clock() - began
         log.info("activated %s in %.3f s", version.label, seconds)
-        return _answer(version, previous, mode, paused_seconds=seconds, samples_ended=samples_ended)
+        return _answer(
+            version,
+            previous,
+            mode,
+            paused_seconds=seconds,
+            samples_ended=samples_ended,
+            num_kept_tokens=num_kept_tokens,
+        )
 
-    async def _load(self, version: Version) -> None:
+    async def _load(self, version: Version, kv: ActivationKv) -> int:
+        """Load a version; returns the number of tokens whose KV stays in the prefix cache."""
+        keep_kv = kv == "keep_running"
         try:
-            await self._engine.update_weights(version.path, version.label)
+            num_kept = await self._engine.update_weights(
+                version.path, version.label, keep_kv=keep_kv
+            )
         except LoadFailed as error:
             raise ActivationFailed(str(error)) from error
         except EngineDead as error:
             raise EngineGone(str(error)) from error
         self._versions.activated(version.label)
         self._prompt_kv.after_weights_update(version.label)
+        return num_kept
 
     async def _resume_unless_paused(self) -> None:
         if not self.paused:
@@ -198,6 +216,7 @@ def _answer(
     *,
     paused_seconds: float,
     samples_ended: int,
+    num_kept_tokens: int = 0,
 ) -> ActivationAnswer:
     return ActivationAnswer(
         version=version.label,
@@ -206,4 +225,5 @@ def _answer(
         mode=mode,
         paused_seconds=paused_seconds,
         samples_ended=samples_ended,
+        num_kept_tokens=num_kept_tokens,
     )

@@ -16,6 +16,7 @@ from tests.serving import settings_for
 
 # Components without a model: shared types, the union of records, and a file.
 NO_MODELS = {
+    "KvVersions",
     *("TokenId", "Label", "AdapterName", "FinishReason", "SegmentFinish", "Outcome", "Stage"),
     *("SessionState", "SessionEndReason", "AttachReason", "SessionsRecord"),
     *("Record", "PackedAnswer", "KvReason", "KvReuseReason"),

@@ -13,6 +13,7 @@ from coppice.operations.record_stream import NDJSON
 from coppice.sessions import AgentSession, SessionGroup, SessionResult, session_result_of
 from coppice.transport.messages import HttpRequest, json_request
 from coppice.transport.retry import RequestSender
+from coppice.wire.kv_versions import KeepKv
 from coppice.wire.rollouts import WeightsConstraint
 from coppice.wire.sampling import Sampling
 from coppice.wire.sessions import (
@@ -42,6 +43,7 @@ class SessionOptions(TypedDict, total=False):
         overrides: names of sampling parameters that the agent may set (max_tokens and stop). Others
             that it sends are replaced.
         weights: exact or minimum weights version.
+        keep_kv: reads KV of the session that older weights computed, if the activation kept it.
         ttl_seconds: time after the last call after which the session expires (3600).
         max_tokens_total: maximum number of tokens of the trees, context included.
         max_turns: maximum number of answered calls (256).
@@ -62,6 +64,7 @@ class SessionOptions(TypedDict, total=False):
     sampling: Sampling | Mapping[str, object]
     overrides: Sequence[OverridableField]
     weights: WeightsConstraint | None
+    keep_kv: KeepKv | None
     ttl_seconds: float
     max_tokens_total: int | None
     max_turns: int

@@ -38,6 +38,7 @@ from coppice.weights.safetensors_writer import (
     tensors_of,
 )
 from coppice.wire.base import Label
+from coppice.wire.kv_versions import ActivationKv
 from coppice.wire.weights import (
     ActivateRequest,
     ActivationAnswer,
@@ -119,14 +120,17 @@ class WeightsOperations:
         version: str,
         *,
         mode: ActivationMode = "keep",
+        kv: ActivationKv = "reset",
         allow_rollback: bool = False,
         timeout: float | None = None,
     ) -> ActivationAnswer:
         """Activates a weights version; `mode` determines how running samples are handled.
 
+        With `kv="keep_running"`, sessions and rollouts with `keep_kv` keep their cached KV.
+
         With allow_rollback the call is not retried after a lost connection.
         """
-        request = ActivateRequest(mode=mode, allow_rollback=allow_rollback)
+        request = ActivateRequest(mode=mode, kv=kv, allow_rollback=allow_rollback)
         call = json_request(
             "POST",
             _address(version) + "/activate",
@@ -145,6 +149,7 @@ class WeightsOperations:
         *,
         sequence: int | None = None,
         mode: ActivationMode = "keep",
+        kv: ActivationKv = "reset",
         allow_rollback: bool = False,
         delta: bool = False,
         timeout: float | None = None,
@@ -152,7 +157,7 @@ class WeightsOperations:
         """Uploads and activates weights: calls upload_weights, then activate_weights."""
         await self.upload_weights(version, source, sequence=sequence, delta=delta, timeout=timeout)
         return await self.activate_weights(
-            version, mode=mode, allow_rollback=allow_rollback, timeout=timeout
+            version, mode=mode, kv=kv, allow_rollback=allow_rollback, timeout=timeout
         )
 
     async def weights(self) -> VersionsAnswer:

@@ -19,6 +19,7 @@ from coppice.wire.branching import Branching
 from coppice.wire.chat import Message, ParsedMessage, Tool
 from coppice.wire.kv import Kv, KvHandle, KvReason
 from coppice.wire.kv_reuse import KvReuse, KvReuseAnswer
+from coppice.wire.kv_versions import ChainKeepKv, GivenKvSpan, KvVersions
 from coppice.wire.logprobs import (
     NumTopLogprobs,
     OptionalLogprobs,
@@ -161,6 +162,7 @@ class UnfinishedSample(RequestModel):
         Annotated[list[Logprob], Field(min_length=1, max_length=MAX_TOKENS, fail_fast=True)] | None
     ) = None
     versions: Annotated[list[GivenSpan], Field(min_length=1, max_length=4096, fail_fast=True)]
+    kv_versions: Annotated[list[GivenKvSpan], Field(max_length=16_384, fail_fast=True), UNUSED] = []
     support: GivenSupport | None = None
 
 
@@ -181,7 +183,8 @@ class RolloutRequest(RequestModel):
     With `return_support`, each token is returned with the set of token ids that it was sampled
     from. `logprob_token_ids` are tokens whose logprobs are returned at each sampled token. With
     `logprobs_mode: raw_logprobs`, their logprobs and those of `top_logprobs` are the model's own,
-    and the samples have `raw_logprobs`, too.
+    and the samples have `raw_logprobs`, too. With `keep_kv`, the rollout may read KV of its chain
+    that older weights computed, if the activation kept it.
     """
 
     groups: Annotated[
@@ -194,6 +197,7 @@ class RolloutRequest(RequestModel):
     branching: Branching | None = None
     continue_from: ContinueFrom | None = None
     kv_reuse: KvReuse | None = None
+    keep_kv: Annotated[ChainKeepKv | None, UNUSED] = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31), JsonInteger()] = 0
     speculation: bool = True
     return_support: Option = False
@@ -234,6 +238,7 @@ class SampleAnswer(AnswerModel):
     finish_reason: FinishReason
     stop_reason: StopReason = None
     versions: list[VersionSpan]
+    kv_versions: KvVersions = []
     top_logprobs: OptionalLogprobs = None
     """Most probable tokens of the sampling distribution at each token."""
     given_logprobs: OptionalLogprobs = None
@@ -248,10 +253,11 @@ class SegmentAnswer(AnswerModel):
     """One segment of a tree, between two branch points. logprobs[i] belongs to token_ids[i].
 
     Without a parent a segment starts at the prompt. Token indices in `versions` start at its
-    first token. `num_leaves`, the number of leaves below, is known only when the tree is complete.
-    `kv`, a handle to the KV of the whole path to its end, is available once a child segment starts.
-    If `sampled` is false, the tokens are context of an agent session, such as a tool's result: they
-    have neither logprobs nor versions and are not trained.
+    first token; positions in `kv_versions` start with the prompt. `num_leaves`, the number of
+    leaves below, is known only when the tree is complete. `kv`, a handle to the KV of the whole
+    path to its end, is available once a child segment starts. If `sampled` is false, the tokens are
+    context of an agent session, such as a tool's result: they have neither logprobs nor versions
+    and are not trained.
     """
 
     id: str
@@ -265,6 +271,7 @@ class SegmentAnswer(AnswerModel):
     stop_reason: StopReason = None
     num_leaves: int | None = None
     versions: list[VersionSpan]
+    kv_versions: KvVersions = []
     kv: KvHandle | None = None
     kv_reason: KvReason | None = None
     top_logprobs: OptionalLogprobs = None

@@ -5,9 +5,11 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter
 
 from coppice.wire.base import AdapterName, AnswerModel, JsonInteger, RequestModel
+from coppice.wire.kv_versions import KeepKv
 from coppice.wire.logprobs import NumTopLogprobs
 from coppice.wire.rollouts import (
     ABSENT,
+    UNUSED,
     GroupAnswer,
     Option,
     SegmentFinish,
@@ -80,7 +82,8 @@ class SessionsRequest(RequestModel):
     `ttl_seconds` counts from the last call. With the history `sampled`, tokens that the policy has
     sampled stay in the context as they were sampled; with `template`, the chat template renders
     every turn again. Prefixes in the prefix cache are shared by the calls of one session, or with
-    the cache scope `group` by those of all its sessions.
+    the cache scope `group` by those of all its sessions. With `keep_kv`, the calls may read
+    their KV that older weights computed, if the activation kept it.
     """
 
     n: Annotated[int, Field(ge=1, le=MAX_SESSIONS), JsonInteger()] = 1
@@ -92,6 +95,7 @@ class SessionsRequest(RequestModel):
         "stop",
     ]
     weights: WeightsConstraint | None = None
+    keep_kv: Annotated[KeepKv | None, UNUSED] = None
     ttl_seconds: Annotated[float, Field(gt=0, le=MAX_TTL_SECONDS, allow_inf_nan=False)] = 3600.0
     max_tokens_total: Annotated[int, Field(ge=1, le=2**40), JsonInteger()] | None = None
     max_turns: Annotated[int, Field(ge=1, le=MAX_TURNS), JsonInteger()] = 256

@@ -9,6 +9,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from coppice.wire.base import AnswerModel, JsonInteger, Label, RequestModel
+from coppice.wire.kv_versions import ActivationKv
 
 VersionState = Literal["incomplete", "staged", "active", "superseded"]
 ActivationMode = Literal["keep", "recompute", "wait", "abort"]
@@ -38,11 +39,19 @@ class ActivateRequest(RequestModel):
     """Body of a request to activate a weights version.
 
     `mode` decides about running samples: keep them, recompute their KV, wait for them, or abort
-    them.
+    them. With `kv: keep_running`, the KV of sessions and rollouts with `keep_kv` stays in the
+    prefix cache, where only they find it; the rest of the prefix cache is reset in either case.
     """
 
     mode: ActivationMode = "keep"
+    kv: Annotated[ActivationKv, Field(exclude_if=lambda kv: kv == "reset")] = "reset"
     allow_rollback: bool = False
+
+    @model_validator(mode="after")
+    def _keeps_what_it_does_not_recompute(self) -> Self:
+        if self.mode == "recompute" and self.kv != "reset":
+            raise ValueError("mode recompute drops all KV: leave out kv")
+        return self
 
 
 class VersionAnswer(AnswerModel):
@@ -66,7 +75,8 @@ class ActivationAnswer(AnswerModel):
     """Result of the activation of a weights version on this server.
 
     `paused_seconds` is the time for which samples were paused. `pending_replicas` are
-    replicas that do not serve the version yet.
+    replicas that do not serve the version yet. `num_kept_tokens` is the number of tokens whose KV
+    stayed in the prefix cache, with `kv: keep_running`.
     """
 
     version: str
@@ -75,6 +85,7 @@ class ActivationAnswer(AnswerModel):
     mode: ActivationMode
     paused_seconds: float
     samples_ended: int
+    num_kept_tokens: int = 0
     pending_replicas: list[str] = []
 
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+from coppice.wire.kv_versions import ActivationKv
 from coppice.wire.weights import ActivationAnswer, ActivationMode
 from service.cluster.membership import ClusterMembership
 from service.cluster.registry import ActivationTarget, ClusterView, RegistryUnavailable, Replica
@@ -70,18 +71,23 @@ class ActivationCoordinator:
                 timeout.reschedule(0)
 
     async def activate(
-        self, label: str, mode: ActivationMode, *, allow_rollback: bool
+        self,
+        label: str,
+        mode: ActivationMode,
+        *,
+        allow_rollback: bool,
+        kv: ActivationKv = "reset",
     ) -> ActivationAnswer:
         """Activate a version on all replicas; the answer lists replicas that do not serve it yet.
 
         Once started, it does not stop half-way.
         """
         if self._cluster.is_standalone:
-            return await self._activation.apply(label, mode, allow_rollback=allow_rollback)
-        return await self._run_to_completion(self._activate_on_all(label, mode, allow_rollback))
+            return await self._activation.apply(label, mode, allow_rollback=allow_rollback, kv=kv)
+        return await self._run_to_completion(self._activate_on_all(label, mode, allow_rollback, kv))
 
     async def _activate_on_all(
-        self, label: str, mode: ActivationMode, allow_rollback: bool
+        self, label: str, mode: ActivationMode, allow_rollback: bool, kv: ActivationKv
     ) -> ActivationAnswer:
         deadline = self._clock() + self._seconds
         await self._wait_until(lambda replica: True, deadline)
@@ -90,8 +96,8 @@ class ActivationCoordinator:
         await self._wait_until(
             lambda replica: label in replica.staged, deadline, failed_version=label
         )
-        answer = await self._activation.apply(label, mode, allow_rollback=allow_rollback)
-        target = await self._set_target(label, mode, allow_rollback)
+        answer = await self._activation.apply(label, mode, allow_rollback=allow_rollback, kv=kv)
+        target = await self._set_target(label, mode, allow_rollback, kv)
         self._follower.on_target_applied(target)
         pending = await self._wait_until(
             lambda replica: replica.epoch >= target.epoch, deadline, failed_version=label
@@ -113,7 +119,7 @@ class ActivationCoordinator:
             self._timeouts.discard(timeout)
 
     async def _set_target(
-        self, label: str, mode: ActivationMode, allow_rollback: bool
+        self, label: str, mode: ActivationMode, allow_rollback: bool, kv: ActivationKv
     ) -> ActivationTarget:
         """Make a version the cluster's activation target, unless it is already; returns the target.
 
@@ -124,7 +130,7 @@ class ActivationCoordinator:
             return before
         epoch = max(self._follower.replica_status.epoch, 0 if before is None else before.epoch) + 1
         target = ActivationTarget(
-            epoch=epoch, version=label, mode=mode, allow_rollback=allow_rollback
+            epoch=epoch, version=label, mode=mode, allow_rollback=allow_rollback, kv=kv
         )
         try:
             current_target = await self._cluster.registry.set_target(target)

@@ -170,7 +170,9 @@ class Follower:
             self._on_failure(target.version, "other replicas have different weights")
             return
         try:
-            await self._activation.apply(target.version, target.mode, allow_rollback=True)
+            await self._activation.apply(
+                target.version, target.mode, allow_rollback=True, kv=target.kv
+            )
         except ServiceError as error:
             self._on_failure(target.version, str(error))
         else:

@@ -171,7 +171,9 @@ async def test_version_keeps_its_content_and_its_sequence(
 
 async def test_later_of_two_activation_targets_wins(directory: ClusterRegistry) -> None:
     first = ActivationTarget(epoch=1, version="v1")
-    second = ActivationTarget(epoch=2, version="v0", mode="wait", allow_rollback=True)
+    second = ActivationTarget(
+        epoch=2, version="v0", mode="wait", allow_rollback=True, kv="keep_running"
+    )
     rival = ActivationTarget(epoch=2, version="v9")
     stood = [await directory.set_target(target) for target in (first, second, rival, first)]
     assert stood == [first, second, second, second]

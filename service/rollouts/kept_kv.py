@@ -1,0 +1,22 @@
+"""Chains of requests whose KV is kept across weights updates."""
+
+import uuid
+from typing import Final
+
+from coppice.wire.kv_versions import KeepKv
+from engine.types import KeptKv
+
+_NAMESPACE: Final = uuid.uuid4().hex
+"""Prefix of the salts of chains, so that no caller's `cache_salt` equals one."""
+
+
+def rollout_chain(owner: str, keep: KeepKv, name: str) -> KeptKv:
+    """Chain of the rollouts of one API key under one name, or under the id of the first one."""
+    return KeptKv(chain=f"{_NAMESPACE}:{len(owner)}:{owner}:{name}", max_lag=keep.max_lag)
+
+
+def session_chain(cache_salt: str, keep: KeepKv | None) -> KeptKv | None:
+    """Chain of the calls that share the cache salt of a session."""
+    if keep is None:
+        return None
+    return KeptKv(chain=f"{_NAMESPACE}:{cache_salt}", max_lag=keep.max_lag)
