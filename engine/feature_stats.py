@@ -69,6 +69,14 @@ off: not enabled. running: enabled. paused: suspended while the engine is busy. 
 good because the trainer process exited too often.
 """
 
+KvReleaseReason = Literal["returned", "allocation", "limit", "expired", "ended", "reset"]
+"""Reason why a block of a paused session is not retained any more.
+
+returned: the session's next call uses it. allocation: another request needs it. limit: sessions
+would retain more than engine.session_kv_fraction. expired: engine.session_kv_seconds have passed.
+ended: the session has ended. reset: the prefix cache was reset, as by an activation of weights.
+"""
+
 
 KeptKvDropReason = Literal["reset", "lag"]
 """Reason why the cached KV of a chain was dropped.
@@ -192,3 +200,16 @@ class CudaGraphStats:
     hits: int = 0
     mixed: int = 0
     misses: Mapping[tuple[int, int], int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvRetentionStats:
+    """Retained KV of paused agent sessions; zeros if nothing is retained.
+
+    `num_released` counts the blocks that are not retained any more: those that the session's next
+    call has found, and those that were released for another reason.
+    """
+
+    num_blocks: int = 0
+    num_sessions: int = 0
+    num_released: Mapping[KvReleaseReason, int] = field(default_factory=dict)

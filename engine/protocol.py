@@ -15,6 +15,7 @@ from engine.feature_stats import (
     CudaGraphStats,
     DrafterStatus,
     KeptKvStats,
+    KvRetentionStats,
     SharedPrefixStats,
     SpeculationStats,
 )
@@ -62,8 +63,8 @@ class Engine(Protocol):
     start/stop: once each. start stamps `version` on every token. It raises StartFailed with the
         reason, which `health` reports too. stop is idempotent and leaves no process and no shared
         memory behind.
-    shared_prefix, speculation, graphs, kept_kv: counters of the last heartbeat, at most two seconds
-        old.
+    shared_prefix, speculation, graphs, kept_kv, session_kv: counters of the last heartbeat, at most
+        two seconds old.
     kill: ends the engine's processes at once; all pending calls raise EngineDead. stop follows.
     token_texts: the text of each token alone, special tokens included.
     token_pieces: each token as written in the tokenizer's vocabulary.
@@ -111,6 +112,9 @@ class Engine(Protocol):
         workers unregister the arena from a GPU's driver, which holds the memory until then. Slots
         of this epoch may be written before, too.
     reset_prefix_cache: call while paused. No prefix that was prefilled earlier is found again.
+    release_session_kv: call when sessions have ended, whose KV is then evicted like all other. Each
+        sample with a `session_id` retains its KV when it ends, until the session's next sample.
+        Unknown sessions are ignored.
     pause/resume: idempotent. After pause no token is sampled. submit still accepts samples, which
         wait. `recompute` drops the KV cache of frozen samples, which is prefilled again after
         resume.
@@ -146,6 +150,8 @@ class Engine(Protocol):
     def graphs(self) -> CudaGraphStats: ...
 
     def kept_kv(self) -> KeptKvStats: ...
+    @property
+    def session_kv(self) -> KvRetentionStats: ...
 
     async def start(self, version: str) -> None: ...
 
@@ -212,6 +218,8 @@ class Engine(Protocol):
     async def resume(self) -> None: ...
 
     async def reset_prefix_cache(self) -> None: ...
+
+    async def release_session_kv(self, session_ids: Sequence[str]) -> None: ...
 
     def check_weights(self, path: Path) -> None: ...
 

@@ -305,6 +305,17 @@ class EngineSettings(VllmSettings):
         description="maximum rank of a LoRA adapter; a larger one takes more memory; increase it "
         "to the highest rank of the adapters",
     )
+    session_kv_fraction: Ratio = Field(
+        0.5,
+        description="maximum share of the KV cache in which KV of paused agent sessions is evicted "
+        "after all other cached KV; no request waits for it; 0: it is evicted like all other; "
+        "reduce it if other callers' prompts share long prefixes",
+    )
+    session_kv_seconds: Seconds = Field(
+        300.0,
+        description="time after a session's call in which its KV is retained, in seconds; increase "
+        "it if tools of agents run longer",
+    )
     weight_transfer: Literal["nccl", "ipc"] | None = Field(
         None,
         description="backend of vLLM's own weight transfer, which no route of this server uses; "

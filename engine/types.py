@@ -196,7 +196,8 @@ class SampleRequest:
     tokens. With `raw_logprobs`, the last two are those of the model's own distribution, and the
     sampled token's logprob under it is returned, too. With `support`, the set of token ids that
     each token was sampled from is returned. Prefixes are shared among samples with the same
-    `cache_salt`, and among samples without one. Samples of the same `group` may be drafted from
+    `cache_salt`, and among samples without one. KV of samples with a `session_id` is evicted after
+    other cached KV while the session is paused. Samples of the same `group` may be drafted from
     each other's text, unless `speculation` is false. Samples with the same chain in `kept_kv` share
     prefixes among themselves only; it replaces `cache_salt`, and excludes exports and loads.
     `adapter` is the label of a loaded adapter.
@@ -222,6 +223,7 @@ class SampleRequest:
     experts_from: int | None = None
     cache_salt: str | None = None
     kept_kv: KeptKv | None = None
+    session_id: str | None = None
     group: str | None = None
     speculation: bool = True
     load: KvLoad | None = None

@@ -17,6 +17,7 @@ from engine.feature_stats import (
     CudaGraphStats,
     DrafterStatus,
     KeptKvStats,
+    KvRetentionStats,
     SharedPrefixStats,
     SpeculationStats,
 )
@@ -132,6 +133,10 @@ class VllmEngine:
     def kept_kv(self) -> KeptKvStats:
         return self._monitor.kept_kv
 
+    @property
+    def session_kv(self) -> KvRetentionStats:
+        return self._monitor.session_kv
+
     # Start and stop
 
     async def start(self, version: str) -> None:
@@ -172,6 +177,7 @@ class VllmEngine:
         )
         await self._generation.warm_up(self._info.eos_token_ids)
         await self._start_drafting()
+        await self._start_session_kv_retention()
         await self._monitor.start_graph_counters()
         await self._processes.set_version(version)
         self._heartbeat.set_stage("serving")
@@ -203,6 +209,12 @@ class VllmEngine:
             await self._drafter.start_drafting()
         prediction = await speculation_lifecycle.predict_gain(self.llm, settings)
         self._info = with_prediction(self.info, settings.mode, prediction)
+
+    async def _start_session_kv_retention(self) -> None:
+        fraction, seconds = self._settings.session_kv_fraction, self._settings.session_kv_seconds
+        if fraction:
+            method = "coppice_start_session_kv_retention"
+            await self._processes.call_core(method, fraction, seconds)
 
     async def stop(self) -> None:
         self._heartbeat.set_stage("stopping")
@@ -330,6 +342,9 @@ class VllmEngine:
 
     async def reset_prefix_cache(self) -> None:
         await self._processes.call_core("coppice_reset_prefix_cache")
+
+    async def release_session_kv(self, session_ids: Sequence[str]) -> None:
+        await self._processes.call_core("coppice_release_session_kv", list(session_ids))
 
     # Weights and adapters
 

@@ -26,6 +26,7 @@ from engine.feature_stats import (
     CudaGraphStats,
     DrafterStatus,
     KeptKvStats,
+    KvRetentionStats,
     SharedPrefixStats,
     SpeculationStats,
 )
@@ -124,6 +125,9 @@ class FakeEngine:
         self.kept_stats = KeptKvStats()
         self.kept_kv_reason: KeptKvReason | None = None
         self.chains: dict[tuple[str, tuple[int, ...]], str] = {}
+        self.retained = KvRetentionStats()
+        self.released_sessions: list[list[str]] = []
+        self.release_gate: asyncio.Event | None = None
         self.drafting: DrafterStatus | None = None
         self.drafter_path = Path("/nowhere")
         self.refused_drafter: EngineError | None = None
@@ -175,6 +179,10 @@ class FakeEngine:
 
     def kept_kv(self) -> KeptKvStats:
         return self.kept_stats
+
+    @property
+    def session_kv(self) -> KvRetentionStats:
+        return self.retained
 
     async def start(self, version: str) -> None:
         if self.start_gate is not None:
@@ -366,6 +374,13 @@ class FakeEngine:
         assert self.paused, "prefixes are forgotten under a pause"
         self.calls.append("forget")
         self.chains.clear()
+
+    async def release_session_kv(self, session_ids: Sequence[str]) -> None:
+        if not self.alive:
+            raise EngineDead("dead")
+        self.released_sessions.append(list(session_ids))
+        if self.release_gate is not None:
+            await self.release_gate.wait()
 
     def check_weights(self, path: Path) -> None:
         if path.name in self.refused_weights:

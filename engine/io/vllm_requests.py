@@ -279,6 +279,7 @@ class Generation:
             sampling_params(sample, max_context_tokens),
             lora_request=self._adapters.request(sample.adapter),
             priority=sample.priority,
+            session_id=sample.session_id,
         )
         return PendingSample(
             queue,

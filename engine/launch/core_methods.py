@@ -4,6 +4,7 @@ They run in EngineCore's busy loop, between two steps. Exceptions are returned t
 no harm. Results are sent as msgpack.
 """
 
+import itertools
 import os
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Final, TypedDict
@@ -12,6 +13,7 @@ from engine.attention import counters as attention
 from engine.cudagraphs.counters import Snapshot as CudaGraphSnapshot
 from engine.drafter.acceptance_by_version import Snapshot as DrafterSnapshot
 from engine.drafter.core import engine_core_methods as drafter
+from engine.kv_retention.core import engine_core_methods as session_kv
 from engine.kv_versions.core import hooks as kv_versions
 from engine.kv_versions.core.kept_blocks import Snapshot as KeptKvSnapshot
 from engine.kv_versions.request_option import keep_option
@@ -39,6 +41,7 @@ class Ping(TypedDict):
     graphs: list[CudaGraphSnapshot | None]
     drafter: DrafterSnapshot | None
     kept_kv: KeptKvSnapshot
+    session_kv: session_kv.Snapshot | None
 
 
 class PrefixCacheReset(TypedDict):
@@ -109,6 +112,7 @@ def coppice_ping(self: "EngineCore") -> Ping:
         graphs=[rank["graphs"] for rank in counted] if graph_plan() else [],
         drafter=drafter.counted(self),
         kept_kv=kv_versions.kept_blocks(self).snapshot(),
+        session_kv=session_kv.counted(self),
     )
 
 
@@ -127,6 +131,7 @@ def coppice_reset_prefix_cache(self: "EngineCore", keep_chains: bool = False) ->
     kept.before_update(map(_progress, self.scheduler.requests.values()))
     num_running_requests = _stop_caching_running(self.scheduler, keep_chains=keep_chains)
     blocks = kept.blocks_to_keep(keep=keep_chains)
+    session_kv.release_all(self, except_blocks=blocks)
     num_hashes = _clear_block_hashes(self.scheduler.kv_cache_manager.block_pool, blocks)
     return PrefixCacheReset(
         num_hashes=num_hashes,
@@ -162,14 +167,14 @@ def install() -> None:
     from vllm.v1.engine.core import EngineCore
 
     kv_versions.install()
-    methods = (coppice_ping, coppice_reset_prefix_cache, coppice_can_keep_kv)
-    for method in (
-        *methods,
+    methods = (
+        coppice_ping,
+        coppice_reset_prefix_cache,
+        coppice_can_keep_kv,
         coppice_check_pool,
-        *drafter.METHODS,
-        *siblings.METHODS,
-        *baseline.METHODS,
-    ):
+    )
+    added = (drafter.METHODS, siblings.METHODS, baseline.METHODS, session_kv.METHODS)
+    for method in itertools.chain(methods, *added):
         setattr(EngineCore, method.__name__, method)
 
 

@@ -73,6 +73,7 @@ def engine_features(
         _direct_kv_copies(indirect_kv),
         _gpu_kv(settings, gpu_kv),
         _kv_offloading(settings),
+        _session_kv_retention(settings),
         _quantization(config, settings),
         _quantized_kv(settings),
         _expert_parallel(settings),
@@ -166,6 +167,13 @@ def _kv_offloading(settings: EngineSettings) -> FeatureStatus:
     num_bytes = settings.kv_offload_bytes
     reason = "engine.kv_offload_bytes is " + ("none" if num_bytes is None else f"{num_bytes}")
     return _feature("kv_offloading", num_bytes is not None, reason, "engine.kv_offload_bytes")
+
+
+def _session_kv_retention(settings: EngineSettings) -> FeatureStatus:
+    fraction, how = settings.session_kv_fraction, "engine.session_kv_fraction"
+    reason = f"up to {fraction:.0%} of the KV cache, for {settings.session_kv_seconds:g} s"
+    reason = reason if fraction else f"{how} is 0"
+    return _feature("session_kv_retention", fraction, reason, how)
 
 
 def _quantization(config: Any, settings: EngineSettings) -> FeatureStatus:

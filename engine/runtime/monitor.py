@@ -7,7 +7,13 @@ from engine.attention.counters import aggregate_ranks
 from engine.cudagraphs.counters import aggregate_ranks as aggregate_graph_ranks
 from engine.drafter.service.drafter import Drafter
 from engine.errors import EngineDead, StartFailed
-from engine.feature_stats import CudaGraphStats, KeptKvStats, SharedPrefixStats, SpeculationStats
+from engine.feature_stats import (
+    CudaGraphStats,
+    KeptKvStats,
+    KvRetentionStats,
+    SharedPrefixStats,
+    SpeculationStats,
+)
 from engine.launch.processes import VllmProcesses, engine_processes, kill_processes
 from engine.runtime.heartbeat import Heartbeat
 from engine.speculation.counters import to_speculation_stats
@@ -26,6 +32,7 @@ class EngineMonitor:
         self.speculation = SpeculationStats()
         self.graphs = CudaGraphStats()
         self.kept_kv = KeptKvStats()
+        self.session_kv = KvRetentionStats()
 
     async def start_graph_counters(self) -> None:
         """Reset the counters of planned CUDA graphs after the warm-up steps."""
@@ -67,6 +74,7 @@ class EngineMonitor:
             self._drafter.on_ping(drafter, ping["num_running"])
         self.graphs = aggregate_graph_ranks(ping["graphs"])
         self.kept_kv = KeptKvStats(**ping["kept_kv"])
+        self.session_kv = KvRetentionStats(**(ping["session_kv"] or {}))
 
     async def _kill_if_hung(self, hang_seconds: float) -> None:
         """Kill an engine that hangs for too long, so that all pending calls fail."""

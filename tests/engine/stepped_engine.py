@@ -96,6 +96,7 @@ class LiveEngine:
         adapter: Any = None,
         chain: str | None = None,
         max_lag: int | None = None,
+        session_id: str | None = None,
         **sampling: Any,
     ) -> str:
         """Adds a request: by default greedy, without stop tokens.
@@ -118,7 +119,9 @@ class LiveEngine:
         tokens: dict[str, Any] = {"prompt_token_ids": list(prompt)}
         if salt is not None or chain is not None:
             tokens["cache_salt"] = salt or chain
-        self._llm.llm_engine.add_request(name, tokens, params, lora_request=adapter)
+        self._llm.llm_engine.add_request(
+            name, tokens, params, lora_request=adapter, session_id=session_id
+        )
         return name
 
     def step(self, num_steps: int = 1) -> None:

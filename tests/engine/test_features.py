@@ -105,6 +105,13 @@ def test_settings_enable_features() -> None:
     assert on["expert_parallel"].enabled and on["tool_parser"].enabled
 
 
+def test_kv_of_sessions_is_retained_unless_the_fraction_is_zero() -> None:
+    found = listed()["session_kv_retention"]
+    assert (found.enabled, found.reason) == (True, "up to 50% of the KV cache, for 300 s")
+    off = listed(session_kv_fraction=0)["session_kv_retention"]
+    assert (off.enabled, off.reason) == (False, "engine.session_kv_fraction is 0")
+
+
 def test_gpu_that_cannot_copy_into_shared_memory_is_reported() -> None:
     assert listed()["direct_kv_copies"].enabled
     found = listed(indirect_kv="cudaHostRegister failed: 2")["direct_kv_copies"]
