@@ -144,6 +144,7 @@ class Server:
             admission=self.admission,
             advertised_url=settings.server.advertised_url,
             keep_seconds=settings.limits.keep_answers_seconds,
+            release_kv=engine.release_session_kv,
         )
         self.scoring = Scoring(
             engine,

@@ -11,6 +11,7 @@ from service.observability.engine_metrics import (
     AttentionMetrics,
     DrafterMetrics,
     GraphMetrics,
+    SessionKvMetrics,
     SpeculationMetrics,
 )
 from service.observability.kv_metrics import KvReuseMetrics, PromptKvMetrics
@@ -37,6 +38,7 @@ TITLES: dict[type[MetricTable], str] = {
     PromptKvMetrics: "Prompt KV",
     KvReuseMetrics: "KV reuse",
     SessionMetrics: "Agent sessions",
+    SessionKvMetrics: "Retained KV of agent sessions",
     ClusterMetrics: "Cluster",
     AttentionMetrics: "Shared-prefix attention",
     GraphMetrics: "CUDA graphs",

@@ -15,6 +15,8 @@ from engine.feature_stats import (
     DraftScope,
     KeptKvDropReason,
     KeptKvStats,
+    KvReleaseReason,
+    KvRetentionStats,
     SharedPrefixStats,
     SpeculationDecision,
     SpeculationSkipReason,
@@ -100,6 +102,24 @@ class KeptKvMetrics(MetricTable):
         self.tokens.set(stats.num_kept_tokens)
         self.reused_tokens.update(stats.num_reused_tokens)
         self.dropped_tokens.update_all(stats.num_dropped_tokens)
+
+
+class SessionKvMetrics(MetricTable):
+    """Metrics of KV that is retained while agent sessions are paused."""
+
+    blocks = gauge("session_kv_retained_blocks", "KV cache blocks retained for paused sessions")
+    sessions = gauge("session_kv_retained_sessions", "Agent sessions with retained KV")
+    released = cumulative_counter(
+        "session_kv_released_blocks",
+        "KV cache blocks that were retained for a paused session, by the reason for their release; "
+        "returned: the session's next call used them",
+        reason=get_args(KvReleaseReason),
+    )
+
+    def update(self, stats: KvRetentionStats) -> None:
+        self.blocks.set(stats.num_blocks)
+        self.sessions.set(stats.num_sessions)
+        self.released.update_all(stats.num_released)
 
 
 class SpeculationMetrics(MetricTable):

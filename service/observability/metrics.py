@@ -23,6 +23,7 @@ from service.observability.engine_metrics import (
     DrafterMetrics,
     GraphMetrics,
     KeptKvMetrics,
+    SessionKvMetrics,
     SpeculationMetrics,
 )
 from service.observability.kv_metrics import KvReuseMetrics, PromptKvMetrics
@@ -244,6 +245,7 @@ class Metrics:
         self.attention = AttentionMetrics(self.registry)
         self.kept_kv = KeptKvMetrics(self.registry)
         self.graphs = GraphMetrics(self.registry)
+        self.session_kv = SessionKvMetrics(self.registry)
         self.speculation = SpeculationMetrics(self.registry)
         self.drafter = DrafterMetrics(self.registry)
         self.server.build.labels(__version__).set(1)

@@ -61,6 +61,7 @@ def update_gauges(server: Server) -> None:
     metrics.attention.update(server.engine.shared_prefix())
     metrics.kept_kv.update(server.engine.kept_kv())
     metrics.graphs.update(server.engine.graphs())
+    metrics.session_kv.update(server.engine.session_kv())
     metrics.speculation.update(server.engine.speculation())
     metrics.drafter.update(server.engine.drafter())
 

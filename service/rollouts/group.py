@@ -188,6 +188,7 @@ class Group:
             priority=options.priority,
             cache_salt=options.cache_salt,
             kept_kv=options.kept_kv,
+            session_id=options.session_id,
             group=self.name,
             speculation=options.speculation,
             load=load,

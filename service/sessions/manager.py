@@ -39,6 +39,7 @@ from service.rollouts.idempotency import IdempotencyClaim, IdempotencyKeys
 from service.rollouts.manager import RolloutManager
 from service.rollouts.tokenizer import Tokenizer
 from service.sessions.call import SessionCall
+from service.sessions.kv_release import KvReleaseQueue, Release
 from service.sessions.recording import CallServices
 from service.sessions.session import Session
 from service.sessions.settings import SessionsSettings
@@ -55,7 +56,8 @@ class SessionManager:
     """Agent sessions of this replica. Runs on one event loop.
 
     The key of a session is derived from its id and a secret of this process, so it is stored
-    nowhere. On exit, the context manager `running` cancels all open sessions.
+    nowhere. On exit, the context manager `running` cancels all open sessions. `release_kv` releases
+    the KV that the engine retains for sessions.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class SessionManager:
         admission: Admission,
         advertised_url: str | None,
         keep_seconds: float,
+        release_kv: Release,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings
@@ -88,13 +91,14 @@ class SessionManager:
             on_drop=metrics.dropped.inc,
             clock=clock,
         )
+        self._kv_releases = KvReleaseQueue(release_kv, track=self._track)
         self._tasks: asyncio.TaskGroup | None = None
         self._services = CallServices(
             rollouts=rollouts,
             tokenizer=tokenizer,
             metrics=metrics,
             on_call=self._renew,
-            on_growth=self._store.measure,
+            on_growth=self._on_growth,
             check_memory=self._store.check_memory,
             track=self._track,
         )
@@ -319,6 +323,7 @@ class SessionManager:
         await session.wait_until_idle()
 
     def _end(self, session: Session, reason: SessionEndReason) -> None:
+        self._kv_releases.add(session.id)
         group = self._store.end(session)
         if not group.num_open and group.claim is not None:
             self._keys.ended(group.claim)
@@ -356,6 +361,11 @@ class SessionManager:
         """Run a coroutine in the manager's task group, which outlives all sessions."""
         assert self._tasks is not None, "calls and sessions exist inside running()"
         self._tasks.create_task(_logged(work))
+
+    def _on_growth(self, session: Session) -> None:
+        self._store.measure(session)
+        if session.is_exhausted and not session.calls:
+            self._kv_releases.add(session.id)
 
     def _renew(self, session: Session) -> None:
         session.expires_at = self._clock() + session.options.ttl_seconds

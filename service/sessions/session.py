@@ -90,6 +90,12 @@ class Session:
         return self.state == "open"
 
     @property
+    def is_exhausted(self) -> bool:
+        """True if the session may make no further call, because of its turns or tokens."""
+        max_turns = self.options.max_turns
+        return len(self.turns) >= max_turns or self.tree.num_tokens >= self.max_tokens
+
+    @property
     def num_bytes(self) -> int:
         """Estimated memory of the session, in bytes."""
         return (

@@ -1,5 +1,6 @@
 """A tool loop of OpenAI's client on the real engine: the tree has exactly what was sampled."""
 
+import asyncio
 import shutil
 from collections.abc import AsyncIterator
 from typing import Any
@@ -140,6 +141,28 @@ async def test_logprobs_of_a_session_are_those_of_the_model(served: Served) -> N
             allowed[torch.from_numpy(ids).long()] = logits[place][torch.from_numpy(ids).long()]
             expected = allowed.log_softmax(-1)[segment.token_ids[place]]
             assert abs(float(expected) - segment.logprobs[place]) < TOLERANCE
+
+
+async def until_retained(served: Served, num_sessions: int) -> None:
+    """Wait until a heartbeat has reported KV of so many paused sessions."""
+    async with asyncio.timeout(30):
+        while served.server.engine.session_kv().num_sessions != num_sessions:
+            await asyncio.sleep(0.05)
+
+
+async def test_kv_of_a_paused_session_is_retained_until_it_ends(served: Served) -> None:
+    async with AsyncRollouts(served.url) as client:
+        group = await client.sessions.create(
+            sampling={"max_tokens": 64}, overrides=["structured_outputs"]
+        )
+        [session] = group.sessions
+        await run_loop(served, session)
+        await until_retained(served, 1)
+        counted = served.server.engine.session_kv()
+        assert counted.num_blocks >= 2 and counted.num_released["returned"] >= 2
+        await client.sessions.finish(session.id)
+        await until_retained(served, 0)
+        assert served.server.engine.session_kv().num_blocks == 0
 
 
 def _path(result: SessionResult, segment_id: str) -> list[int]:
