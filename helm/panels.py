@@ -92,6 +92,12 @@ ROWS: dict[str, list[Panel]] = {
             "Samples per second whose KV cache was freed for other samples.",
             {"{{instance}}": rate("vllm:num_preemptions_total", "instance")},
         ),
+        Panel(
+            "Retained KV of paused sessions",
+            "suffix: blocks/s",
+            "Blocks per second that a session's next call used (returned), or that were released.",
+            {"{{reason}}": f"{rate('coppice_session_kv_released_blocks_total', 'reason')} > 0"},
+        ),
     ],
     "Speculation": SPECULATION,
     "Drafter": DRAFTER,
