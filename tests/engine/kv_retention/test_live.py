@@ -16,8 +16,7 @@ from tests.engine.stepped_engine import Answer, LiveEngine, live_engine
 # Imports of vLLM emit unrelated warnings.
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
-FAMILIES = ("dense", "sliding_window", "alternating_windows", "gated_delta_net")
-CACHE_BYTES = {"gated_delta_net": 2**23}
+FAMILIES = ("dense", "sliding_window", "alternating_windows")
 TURN = {"max_tokens": 40, "salt": "session", "session_id": "session"}
 ONE_TOKEN = {"max_tokens": 1}
 
@@ -29,9 +28,8 @@ def tokens(seed: int, length: int) -> list[int]:
 
 @contextmanager
 def engine_of(folder: Path, family: str, fraction: float) -> Iterator[LiveEngine]:
-    num_bytes = CACHE_BYTES.get(family, 2**20)
     model = folder if (folder / "config.json").exists() else save_family(folder, family)
-    with live_engine(model, kv_cache_memory_bytes=num_bytes) as engine:
+    with live_engine(model, kv_cache_memory_bytes=2**20) as engine:
         if fraction:
             engine.core.coppice_start_session_kv_retention(fraction, 300.0)
         yield engine
