@@ -15,6 +15,11 @@ Result = TypeVar("Result")
 RETRY_SECONDS = 2.0
 SESSION_SHARE = 4
 """The part of a key's limit that one of its agent sessions may have, as a divisor."""
+AGENTS_SHARE = 2
+"""The part of the limit over all keys that the agent sessions of all keys may have, as a divisor.
+
+So agents, which a trainer starts by the thousands, leave room for the requests of the keys.
+"""
 
 
 class QueueName(NamedTuple):
@@ -34,7 +39,8 @@ class QueueName(NamedTuple):
 class QueueLimits:
     """Maximum queued work of a `FairExecutor` in bytes, per API key and over all keys.
 
-    The work of a key includes that of its agent sessions. One session may have a quarter of it.
+    The work of a key includes that of its agent sessions. One session may have a quarter of it,
+    and the sessions of all keys half of the total.
     """
 
     key_bytes: int
@@ -45,6 +51,7 @@ class QueueLimits:
 class _Job:
     function: Callable[[], Any]
     num_bytes: int
+    is_of_agent: bool
     done: asyncio.Future[Any]
 
 
@@ -96,7 +103,14 @@ class FairExecutor:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
         self._queues: dict[str, _KeyQueue] = {}
         self._waiting_bytes = 0
+        self._agent_bytes = 0
         self._running = False
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of queued jobs, without the running one."""
+        jobs = (queue.sessions.values() for queue in self._queues.values())
+        return sum(len(each) for of_key in jobs for each in of_key)
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -109,9 +123,10 @@ class FairExecutor:
         """
         if self._running:
             self._check_room(queue, num_bytes)
-        job = _Job(function, num_bytes, asyncio.get_running_loop().create_future())
+        done = asyncio.get_running_loop().create_future()
+        job = _Job(function, num_bytes, bool(queue.session), done)
         self._queues.setdefault(queue.key, _KeyQueue()).append(queue.session, job)
-        self._waiting_bytes += num_bytes
+        self._count(job, num_bytes)
         if not self._running:
             self._start_next()
         try:
@@ -130,11 +145,18 @@ class FairExecutor:
         if name.session:
             of_session = queue.session_bytes(name.session)
             _check_share(of_session, num_bytes, self._limits.key_bytes // SESSION_SHARE)
-        if self._waiting_bytes + num_bytes > self._limits.total_bytes:
+        total = self._limits.total_bytes
+        of_agents = self._agent_bytes + num_bytes if name.session else 0
+        if self._waiting_bytes + num_bytes > total or of_agents > total // AGENTS_SHARE:
             raise Overloaded(
                 "too many bytes of requests are queued: repeat the request later",
                 retry_after_seconds=RETRY_SECONDS,
             )
+
+    def _count(self, job: _Job, num_bytes: int) -> None:
+        """Add to the size of the queued work; a negative number when a job leaves its queue."""
+        self._waiting_bytes += num_bytes
+        self._agent_bytes += num_bytes if job.is_of_agent else 0
 
     def _start_next(self) -> None:
         """Start the first job of the next key in round-robin order."""
@@ -143,7 +165,7 @@ class FairExecutor:
             return
         queue = self._queues.pop(key)
         job = queue.take()
-        self._waiting_bytes -= job.num_bytes
+        self._count(job, -job.num_bytes)
         if queue.sessions:
             self._queues[key] = queue
         self._running = True
@@ -167,7 +189,7 @@ class FairExecutor:
         queue = self._queues.get(name.key)
         if queue is None or not queue.drop(name.session, job):
             return
-        self._waiting_bytes -= job.num_bytes
+        self._count(job, -job.num_bytes)
         if not queue.sessions:
             del self._queues[name.key]
 

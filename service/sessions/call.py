@@ -1,13 +1,14 @@
 """One call of an agent: its prompt and its rollout."""
 
-import asyncio
 from collections.abc import Sequence
+from functools import partial
 
 from coppice.wire.rollouts import GroupRequest, Prompt, RolloutRequest, SampleAnswer
 from coppice.wire.sampling import Sampling
 from coppice.wire.sessions import AgentApi
 from engine.types import ChatRequest, ChatResponse
 from service.http.errors import InvalidRequest
+from service.http.fair_executor import QueueName
 from service.rollouts.group_options import GroupOptions
 from service.rollouts.kept_kv import session_chain
 from service.rollouts.rollout import Rollout
@@ -37,6 +38,7 @@ class SessionCall:
         session, tokenizer = self.session, self._services.tokenizer
         prompt = await chat_prompt(
             tokenizer,
+            self._services.matching,
             session.tree,
             session.conversations,
             chat_request,
@@ -60,8 +62,11 @@ class SessionCall:
         self._recorder.text = prompt.text
         match = None
         if prompt.text is not None and prompt.truncate_prompt_tokens is None:
-            match_text = self.session.conversations.match_text
-            match = await asyncio.to_thread(match_text, prompt.text)
+            match = await self._services.matching.run(
+                QueueName.of_caller("conversations"),
+                len(prompt.text),
+                partial(self.session.conversations.match_text, prompt.text),
+            )
         if match is None:
             return await self._services.tokenizer.all_token_ids(prompts)
         self._recorder.match = match

@@ -40,6 +40,7 @@ from service.rollouts.manager import RolloutManager
 from service.rollouts.tokenizer import Tokenizer
 from service.sessions.call import SessionCall
 from service.sessions.kv_release import KvReleaseQueue, Release
+from service.sessions.prompts import matching_executor
 from service.sessions.recording import CallServices
 from service.sessions.session import Session
 from service.sessions.settings import SessionsSettings
@@ -93,9 +94,11 @@ class SessionManager:
         )
         self._kv_releases = KvReleaseQueue(release_kv, track=self._track)
         self._tasks: asyncio.TaskGroup | None = None
+        self._matching = matching_executor()
         self._services = CallServices(
             rollouts=rollouts,
             tokenizer=tokenizer,
+            matching=self._matching,
             metrics=metrics,
             on_call=self._renew,
             on_growth=self._on_growth,
@@ -120,15 +123,18 @@ class SessionManager:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Context manager that ends sessions when they are due, and all of them on exit."""
-        async with asyncio.TaskGroup() as tasks:
-            self._tasks = tasks
-            checks = tasks.create_task(self._check_regularly())
-            try:
-                yield
-            finally:
-                await self.close()
-                checks.cancel()
-                self._tasks = None
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                self._tasks = tasks
+                checks = tasks.create_task(self._check_regularly())
+                try:
+                    yield
+                finally:
+                    await self.close()
+                    checks.cancel()
+                    self._tasks = None
+        finally:
+            self._matching.close()
 
     async def create(
         self, request: SessionsRequest, *, owner: str, claim: IdempotencyClaim | None = None

@@ -4,17 +4,20 @@ A conversation is rendered whole if it continues no recorded call, if the sessio
 of the template, or if the template does not mark where a message ends.
 """
 
-import asyncio
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 from engine.types import ChatRequest
+from service.http.fair_executor import FairExecutor, QueueLimits, QueueName
 from service.rollouts.tokenizer import Tokenizer
 from service.sessions.history import Conversations, Match, RecordedCall
 from service.sessions.tree import SessionTree
 
 History = Literal["sampled", "template"]
 Fallback = Literal["template", "no_turn_end"]
+MATCHING = QueueLimits(key_bytes=64 * 2**20, total_bytes=128 * 2**20)
+"""Limits of queued conversations in characters; 1 MiB is hashed in milliseconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +32,17 @@ class ChatPrompt:
     fallback: Fallback | None = None
 
 
+def matching_executor() -> FairExecutor:
+    """Worker thread that hashes the conversations of all sessions, with fair turns.
+
+    Hashing takes time proportional to a conversation, and agents send theirs with each call.
+    """
+    return FairExecutor("conversations", MATCHING)
+
+
 async def chat_prompt(
     tokenizer: Tokenizer,
+    matching: FairExecutor,
     tree: SessionTree,
     conversations: Conversations,
     chat_request: ChatRequest,
@@ -41,7 +53,11 @@ async def chat_prompt(
     With the history `sampled`, the policy reads the tokens of its last turn and of all turns before
     it as it sampled them, with its reasoning. The chat template applies to later messages only.
     """
-    match = await asyncio.to_thread(conversations.match, chat_request)
+    match = await matching.run(
+        QueueName.of_caller("conversations"),
+        _num_chars(chat_request),
+        partial(conversations.match, chat_request),
+    )
     if match is None:
         return ChatPrompt(token_ids=await tokenizer.rendered(chat_request))
     fallback: Fallback = "template"
@@ -64,6 +80,12 @@ async def _continued(
     last_token = int(segment.token_ids[-1])
     after = await tokenizer.rendered_after(chat_request, match.index, last_token)
     return None if after is None else [*tree.token_ids(segment), *after]
+
+
+def _num_chars(chat_request: ChatRequest) -> int:
+    """Size of the contents of a conversation, which are most of what is hashed."""
+    contents = (message.get("content") for message in chat_request.messages)
+    return sum(map(len, filter(None, contents)))
 
 
 async def continued_text(

@@ -7,12 +7,14 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from coppice.wire.rollouts import SampleAnswer
 from coppice.wire.sessions import AgentApi, AttachReason, Turn
 from coppice.wire.support import rows_of
 from engine.types import ChatRequest, ChatResponse, Sampling, TopLogprobRows
+from service.http.fair_executor import FairExecutor, QueueName
 from service.observability.session_metrics import SessionMetrics
 from service.rollouts.logprob_tables import to_sample_table
 from service.rollouts.manager import RolloutManager
@@ -35,11 +37,12 @@ class CallServices:
 
     `on_call` is called at the beginning and at the end of each call, `on_growth` after a session's
     memory has changed. `check_memory` refuses a call if there is no memory for more tokens. `track`
-    runs a coroutine in the background.
+    runs a coroutine in the background. `matching` hashes conversations.
     """
 
     rollouts: RolloutManager
     tokenizer: Tokenizer
+    matching: FairExecutor
     metrics: SessionMetrics
     on_call: Callable[[Session], None]
     on_growth: Callable[[Session], None]
@@ -176,7 +179,7 @@ class CallRecorder:
             call = replace(received[1], reasoning=response.reasoning)
         self._mark_hidden(call)
         conversations = self.session.conversations
-        await asyncio.to_thread(conversations.record, chat_request, _message(response), call)
+        await self._hashed(partial(conversations.record, chat_request, _message(response), call))
 
     async def _remember_text(
         self, prompt: str, sampling: Sampling, sample: SampleAnswer, segment: Segment
@@ -191,12 +194,16 @@ class CallRecorder:
         text, call = received
         self._mark_hidden(call)
         record = self.session.conversations.record_text
-        await asyncio.to_thread(record, prompt + text, call)
+        await self._hashed(partial(record, prompt + text, call))
         if isinstance(sample.stop_reason, str):
             include = not sampling.include_stop_str_in_output
             other = replace(sampling, include_stop_str_in_output=include)
             if (received := await self._received(other, sample, segment)) is not None:
-                await asyncio.to_thread(record, prompt + received[0], received[1])
+                await self._hashed(partial(record, prompt + received[0], received[1]))
+
+    async def _hashed(self, record: Callable[[], None]) -> None:
+        """Run the recording of a conversation in the thread that hashes; it is never refused."""
+        await self.services.matching.run(QueueName.of_caller("conversations"), 0, record)
 
     async def _received(
         self, sampling: Sampling, sample: SampleAnswer, segment: Segment

@@ -155,6 +155,25 @@ async def test_sessions_cannot_queue_more_than_their_key() -> None:
     executor.close()
 
 
+async def test_sessions_of_all_keys_leave_room_for_other_requests() -> None:
+    executor = FairExecutor("test", QueueLimits(key_bytes=12, total_bytes=24))
+    go = threading.Event()
+
+    def run(key: str, session: str, num_bytes: int) -> asyncio.Task[bool]:
+        name = QueueName(key, session)
+        return asyncio.create_task(executor.run(name, num_bytes, lambda: go.wait(30)))
+
+    accepted = [run("a", "0", 9), run("a", "1", 9), run("b", "2", 3)]
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded):
+        await run("c", "3", 1)
+    accepted.append(run("c", "", 12))
+    go.set()
+    assert all(await asyncio.gather(*accepted))
+    await run("c", "3", 12)
+    executor.close()
+
+
 async def test_options_of_the_chat_template_count_toward_the_limit() -> None:
     engine = SlowTokenizer()
     prompts = Tokenizer(engine)

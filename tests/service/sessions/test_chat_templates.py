@@ -10,7 +10,7 @@ from coppice.wire.rollouts import SegmentFinish
 from engine.types import ChatRequest
 from service.rollouts.tokenizer import Tokenizer
 from service.sessions.history import Conversations, RecordedCall
-from service.sessions.prompts import ChatPrompt, History, chat_prompt
+from service.sessions.prompts import ChatPrompt, History, chat_prompt, matching_executor
 from service.sessions.tree import Segment, SessionTree
 from tests.service.sessions.template_families import FAMILIES, FamilyEngine, make_engine
 
@@ -111,13 +111,14 @@ class AgentSession:
     conversations: Conversations = field(default_factory=Conversations)
 
     async def prompt(self, chat_request: ChatRequest, history: History = "sampled") -> ChatPrompt:
-        tokenizer = Tokenizer(cast(Any, self.engine))
+        tokenizer, matching = Tokenizer(cast(Any, self.engine)), matching_executor()
         try:
             return await chat_prompt(
-                tokenizer, self.tree, self.conversations, chat_request, history
+                tokenizer, matching, self.tree, self.conversations, chat_request, history
             )
         finally:
             tokenizer.close()
+            matching.close()
 
     async def call(
         self,

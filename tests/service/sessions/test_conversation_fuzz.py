@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 from coppice.wire.rollouts import GroupAnswer, SegmentAnswer, SegmentFinish, VersionSpan
 from engine.types import ChatRequest
 from service.http.errors import ServiceError
+from service.http.fair_executor import FairExecutor
 from service.rollouts.supports import Supports
 from service.rollouts.tokenizer import Tokenizer
 from service.sessions.history import Conversations, RecordedCall
-from service.sessions.prompts import ChatPrompt, History, chat_prompt
+from service.sessions.prompts import ChatPrompt, History, chat_prompt, matching_executor
 from service.sessions.tree import Attachment, Segment, SessionTree
 from tests.service.sessions.template_families import FAMILIES, FamilyEngine, make_engine
 
@@ -73,6 +74,7 @@ class Agent:
     engine: FamilyEngine
     data: st.DataObject
     tokenizer: Tokenizer
+    matching: FairExecutor
     tree: SessionTree = field(
         default_factory=lambda: SessionTree("s", min_shared_tokens=MIN_SHARED_TOKENS)
     )
@@ -146,7 +148,12 @@ class Agent:
         history: History = self.draw(st.sampled_from(["sampled", "sampled", "template"]))
         try:
             prompt = await chat_prompt(
-                self.tokenizer, self.tree, self.conversations, request, history
+                self.tokenizer,
+                self.matching,
+                self.tree,
+                self.conversations,
+                request,
+                history,
             )
         except ServiceError:  # the template refuses the conversation
             return None
@@ -323,11 +330,13 @@ def _arguments(call: Mapping[str, Any]) -> Any:
 def fuzz(engine: FamilyEngine, data: st.DataObject) -> None:
     async def run() -> None:
         tokenizer = Tokenizer(cast(Any, engine))
-        agent = Agent(engine, data, tokenizer)
+        matching = matching_executor()
+        agent = Agent(engine, data, tokenizer, matching)
         try:
             await agent.run()
         finally:
             tokenizer.close()
+            matching.close()
         agent.check_tree()
 
     asyncio.run(run())
