@@ -6,8 +6,8 @@ from itertools import islice
 from typing import Any
 
 from engine.protocol import Engine
+from service.sessions.segment import Segment
 from service.sessions.session import RunningCall, Session
-from service.sessions.tree import Segment
 
 MAX_SESSIONS = 12
 MAX_SEGMENTS = 256  # of one session, running calls included

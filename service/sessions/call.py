@@ -16,8 +16,8 @@ from service.sessions.history import TextMatch
 from service.sessions.prompts import chat_prompt, continued_text
 from service.sessions.recording import CallRecorder, CallServices, ParseSample
 from service.sessions.sampling import limited, merge_sampling
+from service.sessions.segment import Attachment
 from service.sessions.session import RunningCall, Session
-from service.sessions.tree import Attachment
 
 
 class SessionCall:

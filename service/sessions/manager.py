@@ -1,11 +1,7 @@
 """Session manager: creates, finds, ends and expires agent sessions."""
 
 import asyncio
-import base64
-import hashlib
-import hmac
 import logging
-import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -13,20 +9,16 @@ from typing import Any
 
 from coppice.wire.sessions import (
     AgentApi,
-    CacheScope,
     SessionEndReason,
     SessionFinishRequest,
     SessionsAnswer,
-    SessionsFinish,
     SessionsRequest,
     SessionStart,
     SessionState,
 )
 from service.cluster.membership import ClusterMembership
-from service.cluster.registry import new_rollout_id
 from service.http.errors import (
     Draining,
-    InvalidRequest,
     Overloaded,
     QuotaExceeded,
     ServiceError,
@@ -39,26 +31,24 @@ from service.rollouts.idempotency import IdempotencyClaim, IdempotencyKeys
 from service.rollouts.manager import RolloutManager
 from service.rollouts.tokenizer import Tokenizer
 from service.sessions.call import SessionCall
+from service.sessions.factory import SessionFactory, SessionKeys
 from service.sessions.kv_release import KvReleaseQueue, Release
 from service.sessions.prompts import matching_executor
 from service.sessions.recording import CallServices
 from service.sessions.session import Session
 from service.sessions.settings import SessionsSettings
 from service.sessions.store import RETRY_SECONDS, SessionGroup, SessionStore, StreamItem
-from service.sessions.tree import SessionTree
 
 log = logging.getLogger(__name__)
 
-KEY_PREFIX = "coppice_session_"
 CHECK_SECONDS = 1.0
 
 
 class SessionManager:
     """Agent sessions of this replica. Runs on one event loop.
 
-    The key of a session is derived from its id and a secret of this process, so it is stored
-    nowhere. On exit, the context manager `running` cancels all open sessions. `release_kv` releases
-    the KV that the engine retains for sessions.
+    On exit, the context manager `running` cancels all open sessions. `release_kv` releases the KV
+    that the engine retains for sessions.
     """
 
     def __init__(
@@ -82,7 +72,7 @@ class SessionManager:
         self._admission = admission
         self._base_url = advertised_url
         self._clock = clock
-        self._secret = secrets.token_bytes(32)
+        self._session_keys = SessionKeys()
         self._keys = IdempotencyKeys(
             max_seconds=keep_seconds, on_released=cluster.release, clock=clock
         )
@@ -93,6 +83,7 @@ class SessionManager:
             clock=clock,
         )
         self._kv_releases = KvReleaseQueue(release_kv, track=self._track)
+        self._factory = SessionFactory(settings, self._store, cluster.own_id, clock)
         self._tasks: asyncio.TaskGroup | None = None
         self._matching = matching_executor()
         self._services = CallServices(
@@ -163,13 +154,8 @@ class SessionManager:
         self._rollouts.check_kept_kv(request.keep_kv, request.weights)
         self._check_capacity(owner, request.n)
         self._store.check_memory()
-        group = self._new_group(request, owner, claim)
-        num_bytes = len(request.model_dump_json(exclude_unset=True)) // request.n
-        sessions = [
-            self._new_session(session_id, index, group, request, num_bytes)
-            for index, session_id in enumerate(group.session_ids)
-        ]
-        self._store.add(group, sessions)
+        group = self._factory.group(request, owner, claim)
+        self._store.add(group, self._factory.sessions(group, request))
         if claim is not None:
             self._keys.bind(claim, group.id)
         return self._answer(group)
@@ -190,66 +176,18 @@ class SessionManager:
                 retry_after_seconds=RETRY_SECONDS,
             )
 
-    def _new_group(
-        self, request: SessionsRequest, owner: str, claim: IdempotencyClaim | None
-    ) -> SessionGroup:
-        replica = self._cluster.own_id
-        group_id = f"{replica}.{request.group}" if request.group else new_rollout_id(replica)
-        if self._store.find_group(owner, group_id) is not None:
-            raise InvalidRequest.of_parameter("group", "a group of this label has sessions")
-        finish = request.finish or SessionsFinish()
-        if (finish.num_sessions or 1) > request.n:
-            raise InvalidRequest.of_parameter("finish.num_sessions", "must not exceed n")
-        seconds = finish.deadline_seconds
-        return SessionGroup(
-            id=group_id,
-            owner=owner,
-            session_ids=[new_rollout_id(replica) for _ in range(request.n)],
-            finish=finish,
-            deadline=None if seconds is None else self._clock() + seconds,
-            claim=claim,
-            num_open=request.n,
-            num_kept=request.n,
-        )
-
-    def _new_session(
-        self,
-        session_id: str,
-        index: int,
-        group: SessionGroup,
-        request: SessionsRequest,
-        num_option_bytes: int,
-    ) -> Session:
-        max_tokens = self._settings.max_tokens
-        return Session(
-            id=session_id,
-            owner=group.owner,
-            group_id=group.id,
-            options=request,
-            cache_salt=_cache_salt(request.cache_scope, session_id, group),
-            expires_at=self._clock() + request.ttl_seconds,
-            max_tokens=min(request.max_tokens_total or max_tokens, max_tokens),
-            max_calls=self._settings.max_running_calls,
-            num_option_bytes=num_option_bytes,
-            tree=SessionTree(str(index)),
-        )
-
     def _answer(self, group: SessionGroup) -> SessionsAnswer:
         return SessionsAnswer(group=group.id, sessions=[self._start(i) for i in group.session_ids])
 
     def _start(self, session_id: str) -> SessionStart:
         path = f"/sessions/{session_id}"
         base_url = None if self._base_url is None else self._base_url.rstrip("/") + path
-        key = self._key_of(session_id)
+        key = self._session_keys.key_of(session_id)
         return SessionStart(id=session_id, key=key, path=path, base_url=base_url)
-
-    def _key_of(self, session_id: str) -> str:
-        digest = hmac.digest(self._secret, session_id.encode(), hashlib.sha256)
-        return KEY_PREFIX + base64.urlsafe_b64encode(digest).decode().rstrip("=")
 
     def has_key(self, session_id: str, key: str) -> bool:
         """True if the key is that of the session, which may have ended."""
-        return hmac.compare_digest(self._key_of(session_id).encode(), key.encode())
+        return self._session_keys.has_key(session_id, key)
 
     def call(self, session_id: str, api: AgentApi) -> SessionCall:
         """A new call of the agent, whose key was checked."""
@@ -279,7 +217,7 @@ class SessionManager:
     async def finish(self, session: Session, outcome: SessionFinishRequest) -> None:
         """Finish a session with its rewards; a repetition with the same rewards has no effect."""
         if session.is_open:
-            await _check_leaves(session, outcome)
+            await session.check_leaves(outcome)
         if session.is_open:
             session.outcome = outcome
             self._close_session(session, "finished", "finished")
@@ -377,32 +315,9 @@ class SessionManager:
         session.expires_at = self._clock() + session.options.ttl_seconds
 
 
-def _cache_salt(scope: CacheScope, session_id: str, group: SessionGroup) -> str:
-    """Salt of a session's prefixes; the id of a group may be reused, those of sessions are not."""
-    return session_id if scope == "session" else group.session_ids[0]
-
-
 async def _logged(work: Coroutine[Any, Any, None]) -> None:
     """Run a coroutine; an error ends only it. Messages of errors may have prompts: not logged."""
     try:
         await work
     except Exception as error:
         log.error("work of a session failed: %s", type(error).__name__)
-
-
-async def _check_leaves(session: Session, outcome: SessionFinishRequest) -> None:
-    """Refuse rewards of segments that are not leaves of the session's trees.
-
-    The leaves are final if no call runs: nothing is awaited between this check and the end.
-    """
-    if not outcome.rewards:
-        return
-    await session.wait_until_recorded()
-    answer = await session.answer()
-    if session.calls:
-        raise InvalidRequest.of_parameter(
-            "rewards", "calls of the session are running: wait until they have ended"
-        )
-    leaves = {leaf for group in answer.groups for leaf in group.leaves or ()}
-    if unknown := sorted(outcome.rewards.keys() - leaves):
-        raise InvalidRequest.of_parameter("rewards", f"{unknown[0][:64]} is not a leaf")

@@ -23,8 +23,8 @@ from service.rollouts.supports import Supports
 from service.rollouts.tokenizer import Tokenizer
 from service.sessions.history import ASSISTANT, Match, RecordedCall, TextMatch, attachment_reason
 from service.sessions.prompts import Fallback
+from service.sessions.segment import Attachment, Segment
 from service.sessions.session import RunningCall, Session
-from service.sessions.tree import Attachment, Segment
 
 log = logging.getLogger(__name__)
 

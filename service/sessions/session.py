@@ -16,10 +16,11 @@ from coppice.wire.sessions import (
     SessionUsage,
     Turn,
 )
-from service.http.errors import QuotaExceeded, SessionClosed, SessionExhausted
+from service.http.errors import InvalidRequest, QuotaExceeded, SessionClosed, SessionExhausted
 from service.rollouts.rollout import Rollout
 from service.sessions.history import Conversations
-from service.sessions.tree import Attachment, SessionTree
+from service.sessions.segment import Attachment
+from service.sessions.tree import SessionTree
 
 RETRY_SECONDS = 1.0
 SESSION_BYTES = 8192
@@ -156,6 +157,23 @@ class Session:
     async def wait_until_idle(self) -> None:
         for call in list(self.calls):
             await call.recorded.wait()
+
+    async def check_leaves(self, outcome: SessionFinishRequest) -> None:
+        """Refuse rewards of segments that are not leaves of the session's trees.
+
+        The leaves are final if no call runs: nothing is awaited between this check and the end.
+        """
+        if not outcome.rewards:
+            return
+        await self.wait_until_recorded()
+        answer = await self.answer()
+        if self.calls:
+            raise InvalidRequest.of_parameter(
+                "rewards", "calls of the session are running: wait until they have ended"
+            )
+        leaves = {leaf for group in answer.groups for leaf in group.leaves or ()}
+        if unknown := sorted(outcome.rewards.keys() - leaves):
+            raise InvalidRequest.of_parameter("rewards", f"{unknown[0][:64]} is not a leaf")
 
     def usage(self) -> SessionUsage:
         num_prompt = sum(turn.num_prompt_tokens for turn in self.turns)

@@ -6,72 +6,27 @@ begin with it. Samples are never merged, even if they have the same tokens.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from coppice.wire.kv_versions import KvVersionSpan
 from coppice.wire.logprobs import TokenLogprobs
 from coppice.wire.rollouts import GroupAnswer, Outcome, SegmentAnswer, SegmentFinish, VersionSpan
 from service.rollouts.supports import Supports
+from service.sessions.segment import (
+    Attached,
+    Attachment,
+    Segment,
+    TokenArray,
+    descendants,
+    num_common,
+    start_after,
+)
 from service.trees.segment_tree import COMPLETE_FINISHES, GeneratedTokens
 
 MIN_SHARED_TOKENS = 64
 """Tokens that a prompt must share with the start of a tree, to be a branch of it."""
-
-TokenArray = NDArray[np.int32]
-Attached = Literal["extended", "branched", "root"]
-
-
-@dataclass(eq=False, slots=True, kw_only=True)
-class Segment:
-    """Node of a session's tree. Its end never moves: a split moves its first tokens to a parent.
-
-    `sample` is None for context. `num_prompts` is the number of prompts that end with the segment,
-    and `num_calls` the number of them whose calls run.
-    """
-
-    id: str
-    token_ids: TokenArray
-    parent: "Segment | None" = None
-    children: "list[Segment]" = field(default_factory=list)
-    sample: GeneratedTokens | None = None
-    finish: SegmentFinish = "cut"
-    stop_reason: int | str | None = None
-    num_cached_tokens: int = 0
-    num_prompts: int = 0
-    num_calls: int = 0
-
-    @property
-    def is_leaf(self) -> bool:
-        return not self.children and not self.num_calls
-
-    def path(self) -> "list[Segment]":
-        """Segments from the root to this one, inclusive."""
-        path: list[Segment] = []
-        segment: Segment | None = self
-        while segment is not None:
-            path.append(segment)
-            segment = segment.parent
-        return path[::-1]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Attachment:
-    """Place of a call's prompt in the tree: `parent` ends where the prompt ends.
-
-    `attached`: extended after a leaf, branched from an inner token, or the root of a new tree.
-    `is_repeated`: another call had the same prompt. Of the prompt's tokens `num_new_context_tokens`
-    were not in the tree.
-    """
-
-    parent: Segment
-    attached: Attached
-    is_repeated: bool
-    num_prompt_tokens: int
-    num_new_context_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +133,7 @@ class SessionTree:
 
     def segments(self) -> Iterator[Segment]:
         """All segments; parents precede their children."""
-        return _descendants(self._roots)
+        return descendants(self._roots)
 
     def answer(self, *, is_complete: bool = True) -> list[GroupAnswer]:
         """One tree per root, in the order of `attach`, without the prompts of running calls.
@@ -195,7 +150,7 @@ class SessionTree:
     def _group(
         self, index: int, root: Segment, leaves: dict[Segment, int], *, is_complete: bool
     ) -> GroupAnswer:
-        kept = [each for each in _descendants(root.children) if leaves[each]]
+        kept = [each for each in descendants(root.children) if leaves[each]]
         ends = [each for each in kept if not any(leaves[child] for child in each.children)]
         depths = {root: -1}
         for each in kept:
@@ -227,12 +182,12 @@ class SessionTree:
 
     def _longest_match(self, prompt: TokenArray, preferred: Segment | None) -> _Match:
         waiting = [(root, 0) for root in self._roots]
-        if preferred is not None and (start := _start_after(preferred, prompt)) is not None:
+        if preferred is not None and (start := start_after(preferred, prompt)) is not None:
             waiting = [(preferred, start)]
         best = _Match()
         while waiting:
             segment, start = waiting.pop()
-            num = _num_common(segment.token_ids, prompt[start:])
+            num = num_common(segment.token_ids, prompt[start:])
             if start + num > best.total:
                 best = _Match(segment, num, start + num)
             if num == len(segment.token_ids):
@@ -285,36 +240,10 @@ class SessionTree:
         return f"{self._prefix}.{self._num_ids - 1}"
 
 
-def _descendants(segments: Sequence[Segment]) -> Iterator[Segment]:
-    """The given segments and all below them, in the order of a depth-first search."""
-    waiting = list(reversed(segments))
-    while waiting:
-        segment = waiting.pop()
-        yield segment
-        waiting += reversed(segment.children)
-
-
-def _num_common(one: TokenArray, other: TokenArray) -> int:
-    """Length of the longest common prefix."""
-    length = min(len(one), len(other))
-    differs = one[:length] != other[:length]
-    return int(differs.argmax()) if differs.any() else length
-
-
-def _start_after(segment: Segment, prompt: TokenArray) -> int | None:
-    """Index of the segment's first token in the prompt; None if it does not begin with the path."""
-    start = total = 0
-    for each in segment.path():
-        start, total = total, total + len(each.token_ids)
-        if not np.array_equal(each.token_ids, prompt[start:total]):
-            return None
-    return start
-
-
 def _num_leaves(root: Segment) -> dict[Segment, int]:
     """Number of leaves at and below each segment; a leaf is a sample that no sample follows."""
     found: dict[Segment, int] = {}
-    for segment in reversed(list(_descendants([root]))):
+    for segment in reversed(list(descendants([root]))):
         below = sum(found[child] for child in segment.children)
         found[segment] = below or int(segment.sample is not None)
     return found

@@ -11,7 +11,8 @@ from engine.types import ChatRequest
 from service.rollouts.tokenizer import Tokenizer
 from service.sessions.history import Conversations, RecordedCall
 from service.sessions.prompts import ChatPrompt, History, chat_prompt, matching_executor
-from service.sessions.tree import Segment, SessionTree
+from service.sessions.segment import Segment
+from service.sessions.tree import SessionTree
 from tests.service.sessions.template_families import FAMILIES, FamilyEngine, make_engine
 
 pytestmark = pytest.mark.slow

@@ -23,7 +23,8 @@ from service.rollouts.supports import Supports
 from service.rollouts.tokenizer import Tokenizer
 from service.sessions.history import Conversations, RecordedCall
 from service.sessions.prompts import ChatPrompt, History, chat_prompt, matching_executor
-from service.sessions.tree import Attachment, Segment, SessionTree
+from service.sessions.segment import Attachment, Segment
+from service.sessions.tree import SessionTree
 from tests.service.sessions.template_families import FAMILIES, FamilyEngine, make_engine
 
 Message = dict[str, Any]

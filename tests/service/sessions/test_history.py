@@ -8,7 +8,7 @@ import pytest
 
 from engine.types import ChatRequest
 from service.sessions.history import Conversations, Match, RecordedCall
-from service.sessions.tree import Segment
+from service.sessions.segment import Segment
 
 ASKED: list[dict[str, Any]] = [
     {"role": "system", "content": "be brief"},

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from coppice.wire.rollouts import GroupAnswer, SegmentFinish, VersionSpan
 from service.rollouts.supports import Supports
-from service.sessions.tree import Segment, SessionTree
+from service.sessions.segment import Segment
+from service.sessions.tree import SessionTree
 
 PROMPT = list(range(100, 110))
 
