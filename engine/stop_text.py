@@ -2,6 +2,7 @@
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from functools import cache
 
 
 def response_text(
@@ -39,8 +40,12 @@ def tokens_of_text(
     tokens near the end of the text have a text that it begins with.
     """
 
+    @cache
+    def text_of(num_tokens: int) -> str:
+        return decode(token_ids[:num_tokens])
+
     def num_chars(num_tokens: int) -> int:
-        return len(decode(token_ids[:num_tokens]))
+        return len(text_of(num_tokens))
 
     low, size = len(token_ids), 1
     while low and num_chars(low) > len(text):
@@ -48,7 +53,7 @@ def tokens_of_text(
     longer = bisect_right(range(low, len(token_ids) + 1), len(text), key=num_chars)
     last = low + longer - 1
     for number in range(last, max(last - MAX_INCOMPLETE_TOKENS, -1), -1):
-        known = decode(token_ids[:number])
+        known = text_of(number)
         if text.startswith(known):
             return number, text[len(known) :]
     return None
