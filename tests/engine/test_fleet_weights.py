@@ -19,7 +19,7 @@ from tests.engine.greedy import assert_greedy
 from tests.engine.random_models import make_models, write_model
 from tests.engine.seedling import MODEL as SEEDLING
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.exhaustive]
 
 PROMPT = [5, 7, 11, 13, 17, 19]
 SECTIONS: dict[str, dict[str, Any]] = {

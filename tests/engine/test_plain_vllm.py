@@ -209,14 +209,8 @@ def test_greedy_samples_are_those_of_plain_vllm(
             assert (answer.finish, answer.stop_reason) == (wanted.finish, wanted.stop_reason)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "group",
-        "tree of drafts",
-        *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ("tree", "drafts")),
-    ],
-)
+@pytest.mark.exhaustive
+@every_kind
 @every_control
 def test_samples_have_the_distribution_of_plain_vllm(
     request: pytest.FixtureRequest,
@@ -238,6 +232,7 @@ def test_samples_have_the_distribution_of_plain_vllm(
     assert_same_logprobs(answers, wanted, len(head))
 
 
+@pytest.mark.exhaustive
 @every_control
 def test_samples_without_a_control_would_be_detected(
     plain: dict[str, list[PlainSample]], control: str

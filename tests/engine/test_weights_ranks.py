@@ -9,7 +9,11 @@ import pytest
 from tests.engine.random_models import make_models
 from tests.engine.stepped_engine import FAULTY, LiveEngine, assert_same, live_engine
 
-pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.exhaustive,
+    pytest.mark.filterwarnings("ignore"),
+]
 
 PROMPTS = (list(range(5, 8)), list(range(10, 110)))
 

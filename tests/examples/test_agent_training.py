@@ -60,6 +60,7 @@ def test_too_few_steps_are_refused_before_the_first(
 
 @pytest.mark.slow
 @pytest.mark.engine
+@pytest.mark.exhaustive
 def test_steps_train_and_publish_weights(tmp_path: Path) -> None:
     async def run(url: str) -> tuple[list[AgentStep], list[str]]:
         async with AsyncRollouts(url) as rollouts, AsyncOpenAI(base_url=url, api_key="-") as client:

@@ -107,6 +107,7 @@ async def test_retry_reaches_the_replica_of_the_first_try(front: Front) -> None:
 
 
 @pytest.mark.engine
+@pytest.mark.exhaustive
 def test_second_turn_of_a_session_hits_the_cache_of_the_first(tmp_path: Path) -> None:
     port = free_port()
     with ExitStack() as stack:

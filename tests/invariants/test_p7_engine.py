@@ -49,7 +49,11 @@ async def test_engine_death_during_an_activation_fails_it_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks"), [("EngineCore", {}), ("Worker", {"tensor_parallel_size": 2})]
+    ("name", "ranks"),
+    [
+        ("EngineCore", {}),
+        pytest.param("Worker", {"tensor_parallel_size": 2}, marks=pytest.mark.exhaustive),
+    ],
 )
 async def test_persistent_hang_is_treated_as_death(name: str, ranks: dict[str, Any]) -> None:
     async with started(hang_seconds=2.0, cpu_threads=1, **ranks) as engine:

@@ -38,7 +38,7 @@ from tests.engine.speculation.test_lossless_sequences import (
 from tests.engine.speculation.test_lossless_tokens import acceptance_chi_square, transitions
 from tests.engine.stepped_engine import LiveEngine
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.exhaustive]
 
 
 @pytest.fixture(scope="module")
