@@ -165,6 +165,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.exhaustive
 async def test_ctrl_c_finishes_running_samples_and_leaves_nothing() -> None:
     with alone(max_tokens=900) as process:
         children = read_line_of(process.stdout)["children"]

@@ -64,6 +64,7 @@ async def samples(engine: VllmEngine, seed: int | None) -> list[list[int]]:
 
 
 @pytest.mark.engine
+@pytest.mark.exhaustive
 async def test_starts_share_samples_only_with_the_same_seed(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -21,7 +21,7 @@ from tests.engine.greedy import assert_greedy
 from tests.engine.seedling import MODEL, reference, settings
 from tests.serving import Served, serving
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.exhaustive]
 
 MAX_TOKENS = 120
 CALLERS = 4

@@ -109,6 +109,7 @@ def test_second_ctrl_c_ends_everything_at_once(place: ServerHome) -> None:
     assert place.leftover_files() == []
 
 
+@pytest.mark.exhaustive
 def test_killed_service_leaves_no_orphan_and_the_next_start_cleans_up(place: ServerHome) -> None:
     with service(place, *FRUGAL) as server:
         upload = httpx.put(f"{server.url}/v1/weights/v1/files/a.safetensors", content=b"w")

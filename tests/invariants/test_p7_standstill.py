@@ -9,7 +9,7 @@ import pytest
 
 from tests.invariants.service_process import ServerHome, ServiceProcess, home, service
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.exhaustive]
 
 STEP_SECONDS = 5
 HANG_SECONDS = 2
