@@ -14,12 +14,11 @@ SEED ?= 1
 
 setup := DEVICE='$(DEVICE)' PYTHON='$(PYTHON)' scripts/setup.sh
 python := .venv/bin/python
+# Statistical tests draw a tenth of their samples by default (CONTRIBUTING.md).
+more_samples := COPPICE_DRAWS=0.3
 # Each of the two processes may run an engine; more would exceed a laptop's memory. With two threads
 # each, they would block each other. An engine that does not compile its sampler starts two seconds
 # faster; servers that tests start do compile it, as in production.
-# A test that passes only when rerun has a race. It is listed, and must be fixed (CONTRIBUTING.md).
-once_more := --reruns 1 -raR
-more_samples := COPPICE_DRAWS=0.3
 pytest_in_two := OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 $(python) -m pytest \
 	--numprocesses 2 --dist loadfile --no-loadscope-reorder
 
@@ -37,12 +36,12 @@ demo-agent: ## train the small model to call a tool, through agent sessions; wri
 	@PYTHONPATH=.:client $(python) -m examples.agent_training --seed '$(SEED)' --out build/demo-agent
 
 test: check ## the checks and all tests that are not exhaustive
-	$(pytest_in_two) $(once_more) -m 'not engine and not alone and not gpu and not exhaustive'
-	$(pytest_in_two) $(once_more) -m 'engine and not alone and not gpu and not exhaustive'
+	$(pytest_in_two) -m 'not engine and not alone and not gpu and not exhaustive'
+	$(pytest_in_two) -m 'engine and not alone and not gpu and not exhaustive'
 
 test-full: check coverage ## the checks and all tests, with more samples; what CI runs
-	$(more_samples) $(pytest_in_two) $(once_more) -m 'engine and not alone and not gpu'
-	$(python) -m pytest $(once_more) -m 'alone or gpu'
+	$(more_samples) $(pytest_in_two) -m 'engine and not alone and not gpu'
+	$(python) -m pytest -m 'alone or gpu'
 
 test-fast: ## fast tests without an engine; takes a minute
 	@$(setup) dev
@@ -50,7 +49,7 @@ test-fast: ## fast tests without an engine; takes a minute
 
 coverage: ## tests without an engine; fails below 95 % line coverage of service/
 	@$(setup) dev
-	$(more_samples) $(pytest_in_two) $(once_more) -m 'not engine and not gpu' \
+	$(more_samples) $(pytest_in_two) -m 'not engine and not gpu' \
 		--cov=service --cov-report=term-missing:skip-covered --cov-fail-under=95
 
 check: ## check format, lint, types and the OpenAPI document
