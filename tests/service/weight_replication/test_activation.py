@@ -53,6 +53,14 @@ async def test_version_uploaded_once_is_served_by_all(tmp_path: Path) -> None:
             assert (await served.http.post("/v1/rollouts", json=asked)).status_code == 200
 
 
+async def test_all_replicas_keep_the_kv_of_sessions_if_the_activation_does(tmp_path: Path) -> None:
+    async with several(tmp_path, 2) as (replicas, engines):
+        await put(replicas[0], "v1", OLD)
+        answer = await activate(replicas[0], "v1", kv="keep_running")
+        assert (answer.status_code, answer.json()["pending_replicas"]) == (200, [])
+        assert [engine.calls.count("swap v1 keep_kv") for engine in engines] == [1, 1]
+
+
 class Recording(InMemoryRegistry):
     """Records which replicas had the files of each version when it was published."""
 
