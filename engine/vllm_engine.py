@@ -133,7 +133,6 @@ class VllmEngine:
     def kept_kv(self) -> KeptKvStats:
         return self._monitor.kept_kv
 
-    @property
     def session_kv(self) -> KvRetentionStats:
         return self._monitor.session_kv
 

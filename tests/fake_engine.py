@@ -180,7 +180,6 @@ class FakeEngine:
     def kept_kv(self) -> KeptKvStats:
         return self.kept_stats
 
-    @property
     def session_kv(self) -> KvRetentionStats:
         return self.retained
 

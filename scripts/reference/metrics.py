@@ -11,6 +11,7 @@ from service.observability.engine_metrics import (
     AttentionMetrics,
     DrafterMetrics,
     GraphMetrics,
+    KeptKvMetrics,
     SessionKvMetrics,
     SpeculationMetrics,
 )
@@ -41,6 +42,7 @@ TITLES: dict[type[MetricTable], str] = {
     SessionKvMetrics: "Retained KV of agent sessions",
     ClusterMetrics: "Cluster",
     AttentionMetrics: "Shared-prefix attention",
+    KeptKvMetrics: "KV across weights updates",
     GraphMetrics: "CUDA graphs",
     SpeculationMetrics: "Speculative decoding",
     DrafterMetrics: "Drafter",

@@ -21,15 +21,15 @@ class GroupOptions:
 
     The compat routes set `cache_salt`, calls of agent sessions also `session_id`, sessions and the
     rollout manager `kept_kv`, the rollout manager `owner`, `exact_version` and `adapter`, and
-    `GroupFactory` the options that follow from the request. `owner` to `returns_routed_experts` are the same in all groups of a rollout. With
-    `stream_tokens`, tokens are received while samples run. `num_returned_top_logprobs` are in the
-    responses of compat routes; None: all of them. With `answers_top_logprobs`, the top logprobs are
-    part of the samples' answers. `logprob_token_ids` and `raw_logprobs` are those of
-    `engine.types.SampleRequest`. With `support_vocab_size`, the size of the vocabulary, supports
-    are returned. After `deadline_seconds` the group ends with the samples as they are. Its first
-    samples resume those in `continued`, whose supports are `given_supports`. `num_required` is the
-    number of samples after which the finish policy ends the group. `seeds` has one seed per sample.
-    With `echo` the answer has the prompt's token ids.
+    `GroupFactory` the options that follow from the request. `owner` to `returns_routed_experts` are
+    the same in all groups of a rollout. With `stream_tokens`, tokens are received while samples
+    run. `num_returned_top_logprobs` are in the responses of compat routes; None: all of them. With
+    `answers_top_logprobs`, the top logprobs are part of the samples' answers. `logprob_token_ids`
+    and `raw_logprobs` are those of `engine.types.SampleRequest`. With `support_vocab_size`, the
+    size of the vocabulary, supports are returned. After `deadline_seconds` the group ends with the
+    samples as they are. Its first samples resume those in `continued`, whose supports are
+    `given_supports`. `num_required` is the number of samples after which the finish policy ends the
+    group. `seeds` has one seed per sample. With `echo` the answer has the prompt's token ids.
     """
 
     owner: str = ""

@@ -166,5 +166,5 @@ def test_session_that_has_ended_is_evicted_like_all_others() -> None:
 def test_engine_without_retention_has_nothing_to_release() -> None:
     _, core = scheduler_of("full", 0.0)
     methods.coppice_release_session_kv(core, ["a"])
-    methods.release_all(core)
+    methods.release_all(core, except_blocks=set())
     assert methods.counted(core) is None

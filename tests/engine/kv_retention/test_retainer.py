@@ -278,6 +278,19 @@ def test_reset_releases_all_blocks() -> None:
     cache.check()
 
 
+def test_blocks_that_a_reset_leaves_cached_remain_retained() -> None:
+    cache = Cache()
+    cache.run("a", 4)
+    [path] = cache.retainer._paths
+    left = set(list(path.blocks)[:3])
+    cache.retainer.release_all(except_blocks=left)
+    assert path.blocks.keys() == left
+    assert cache.retainer.num_retained_blocks == 3
+    cache.retainer.release("a")
+    assert cache.retainer.num_retained_blocks == 0
+    cache.check()
+
+
 def test_pool_without_used_blocks_can_be_reset() -> None:
     cache = Cache()
     cache.run("a", 4)
