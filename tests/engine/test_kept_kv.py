@@ -124,6 +124,16 @@ def test_blocks_that_exceed_the_lag_are_computed_again(
     assert third.logprobs == pytest.approx(exact.logprobs, abs=1e-4)
 
 
+def test_smaller_lag_of_a_later_request_holds(engine: LiveEngine, models: dict[str, Path]) -> None:
+    tokens = first_turn(engine)
+    engine.swap(models["v8"], keep_kv=True)
+    for _ in range(2):  # the second one finds the blocks of the first
+        [answer] = engine.ask(tokens, max_tokens=2, chain="a", max_lag=0)
+        assert answer.kv_versions == kv(("v8", 0, len(tokens) + 1))
+    [answer] = engine.ask(tokens, max_tokens=2, chain="a")
+    assert answer.kv_versions == kv(("v8", 0, len(tokens) + 1))  # the older blocks are gone
+
+
 def test_forks_of_a_chain_share_its_kept_blocks(
     engine: LiveEngine, models: dict[str, Path]
 ) -> None:
@@ -176,3 +186,48 @@ def test_aborted_requests_leave_their_blocks_to_the_chain(
     assert answer.kv_versions == kv(("v7", 0, 4 * BLOCK), ("v8", 4 * BLOCK, len(tokens) + 1))
     pool = engine.core.coppice_check_pool()
     assert (pool["num_references"], pool["num_requests"], pool["num_tables"]) == (0, 0, 0)
+
+
+# The scenarios of sglang's test/registered/rl/test_weight_version_{spans,kv_isolation}.py.
+
+
+def test_sample_over_two_updates_has_kv_of_three_versions(
+    engine: LiveEngine, models: dict[str, Path]
+) -> None:
+    running = engine.submit(PROMPT, max_tokens=40)
+    for version in ("v8", "v9"):
+        engine.step(10)
+        engine.swap(models[version])
+    [answer] = engine.finish(running)
+    ends = [len(PROMPT) + span.end - 1 for span in answer.versions]
+    assert [span.version for span in answer.versions] == ["v7", "v8", "v9"]
+    assert answer.kv_versions == kv(
+        ("v7", 0, ends[0]), ("v8", ends[0], ends[1]), ("v9", ends[1], ends[2])
+    )
+
+
+def test_activation_of_the_same_version_splits_nothing(
+    engine: LiveEngine, models: dict[str, Path]
+) -> None:
+    running = engine.submit(PROMPT, max_tokens=30)
+    engine.step(10)
+    engine.swap(models["v7"], keep_kv=True)
+    [answer] = engine.finish(running)
+    assert answer.kv_versions == kv(("v7", 0, len(PROMPT) + 29))
+
+
+def test_new_requests_miss_the_prefixes_of_earlier_weights_and_hit_their_own(
+    engine: LiveEngine, models: dict[str, Path]
+) -> None:
+    found = []
+    for version in (None, "v8"):
+        running = engine.submit(PROMPT, max_tokens=40)
+        engine.step(5)
+        if version is not None:
+            engine.swap(models[version], keep_kv=True)
+        for _ in range(2):
+            [answer] = engine.ask([*PROMPT, 3], max_tokens=1)
+            found.append((answer.num_cached_tokens, answer.kv_versions[0].version))
+        engine.finish(running)
+    num = len(PROMPT) // BLOCK * BLOCK
+    assert found == [(num, "v7"), (num, "v7"), (0, "v8"), (num, "v8")]
