@@ -1,19 +1,29 @@
-"""A tool loop of OpenAI's client on the real engine: the tree has exactly what was sampled."""
+"""Agents with OpenAI's and Anthropic's clients on the real engine, and training on their trees."""
 
 import asyncio
 import shutil
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import pytest_asyncio
 import torch
+from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
 from coppice import AsyncRollouts
 from coppice.sessions import AgentSession, SessionResult
+from coppice.train import (
+    RowLogprobs,
+    SessionTree,
+    advantages,
+    grouped_backward,
+    session_trees,
+)
 from tests.engine.seedling import BLOCK, MODEL, reference, settings
 from tests.serving import Served, serving
+from tests.train.models import Gradients, error, gradients
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
 
@@ -163,6 +173,156 @@ async def test_kv_of_a_paused_session_is_retained_until_it_ends(served: Served) 
         await client.sessions.finish(session.id)
         await until_retained(served, 0)
         assert served.server.engine.session_kv().num_blocks == 0
+
+
+TEMPERATURE = 0.8
+Turns = list[tuple[list[int], list[int]]]
+
+
+async def converse_as_openai(session: AgentSession, number: int) -> Turns:
+    """Two turns, and another continuation of the first one."""
+    turns: Turns = []
+    async with AsyncOpenAI(base_url=session.openai_url, api_key=session.key) as agent:
+
+        async def reply(messages: list[Any]) -> Any:
+            answer: Any = await agent.chat.completions.create(
+                model="any", messages=messages, extra_body=WITH_IDS
+            )
+            [choice] = answer.choices
+            turns.append((answer.prompt_token_ids, choice.token_ids))
+            return {"role": "assistant", "content": choice.message.content}
+
+        first = await reply(TASK)
+        for text in (f"the result is {number}", f"the other result is {number}"):
+            await reply([*TASK, first, {"role": "user", "content": text}])
+    return turns
+
+
+async def converse_as_anthropic(session: AgentSession) -> Turns:
+    """Two turns of a sub-agent with other instructions."""
+    turns: Turns = []
+    messages: list[Any] = [{"role": "user", "content": "Another agent solves 7*8. " * 4}]
+    async with AsyncAnthropic(base_url=session.base_url, api_key=session.key) as agent:
+        for text in ("check it", "go on"):
+            answer = await agent.messages.create(
+                model="any", max_tokens=24, messages=messages, extra_body=WITH_IDS
+            )
+            found: Any = answer.model_extra
+            turns.append((found["prompt_token_ids"], found["token_ids"]))
+            messages.append({"role": "assistant", "content": answer.content})
+            messages.append({"role": "user", "content": text})
+    return turns
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def episodes(served: Served) -> list[tuple[SessionResult, Turns]]:
+    """Two sessions of one task, with what their clients received."""
+    found = []
+    async with AsyncRollouts(served.url) as client:
+        group = await client.sessions.create(
+            2,
+            sampling={"max_tokens": 24, "temperature": TEMPERATURE, "top_p": 0.97},
+            return_support=True,
+        )
+        for number, session in enumerate(group.sessions):
+            turns = await converse_as_openai(session, number)
+            turns += await converse_as_anthropic(session)
+            found.append((await client.sessions.finish(session.id, reward=float(number)), turns))
+    return found
+
+
+async def test_every_token_of_both_apis_is_in_the_trees_as_sampled(
+    episodes: list[tuple[SessionResult, Turns]],
+) -> None:
+    for result, turns in episodes:
+        assert [turn.api for turn in result.turns] == ["chat"] * 3 + ["messages"] * 2
+        for turn, (prompt, sampled) in zip(result.turns, turns, strict=True):
+            paths = [path for path in paths_of(result) if turn.segment in path.ids]
+            assert paths and all(path.starts_with(prompt + sampled) for path in paths)
+        trees = [group.tree for group in result.groups if group.tree]
+        num_sampled = sum(len(sampled) for _, sampled in turns)
+        assert sum(tree.num_tokens for tree in trees) == num_sampled
+
+
+@dataclass(frozen=True)
+class Path:
+    """The path to a leaf, with the support and logprob of each sampled token."""
+
+    ids: list[str]
+    tokens: list[int]
+    sampled: list[tuple[int, Any, float]]
+
+    def starts_with(self, tokens: list[int]) -> bool:
+        return self.tokens[: len(tokens)] == tokens
+
+
+def paths_of(result: SessionResult) -> list[Path]:
+    found = []
+    for group in result.groups:
+        assert group.tree is not None and group.prompt_token_ids is not None
+        for leaf in group.tree.leaves:
+            segments, tokens = group.tree.path(leaf), group.prompt_token_ids.tolist()
+            sampled: list[tuple[int, Any, float]] = []
+            for segment in segments:
+                places = range(len(tokens), len(tokens) + len(segment.token_ids))
+                tokens = [*tokens, *segment.token_ids.tolist()]
+                if segment.sampled:
+                    assert segment.support is not None
+                    logprobs = segment.logprobs.tolist()
+                    sampled += zip(places, segment.support, logprobs, strict=True)
+            found.append(Path([segment.id for segment in segments], tokens, sampled))
+    return found
+
+
+async def test_gradient_of_the_sessions_is_the_sum_over_their_rows(
+    episodes: list[tuple[SessionResult, Turns]],
+) -> None:
+    """Each row in a forward of its own; each token of the trees in one forward."""
+    results = [result for result, _ in episodes]
+    trees = session_trees(results)
+    assert [len(each.leaves) for each in trees] == [4, 2]
+    by_tree, num_embedded = tree_gradients(trees)
+    assert error(by_tree, row_gradients(results)) < 1e-4
+    unique = sum(len(each.tree.prompt) + each.tree.num_tokens for each in trees)
+    assert num_embedded <= 1.05 * unique
+
+
+def row_gradients(results: list[SessionResult]) -> Gradients:
+    """Sum over the rows by transformers alone; each logprob is compared with the engine's."""
+    model = reference()
+    rewards = torch.tensor([result.reward for result in results], dtype=torch.float64)
+    for result, gain in zip(results, advantages(rewards).tolist(), strict=True):
+        for path in paths_of(result):
+            logits, ratios = model(torch.tensor([path.tokens])).logits[0] / TEMPERATURE, []
+            for place, ids, served in path.sampled:
+                allowed = torch.from_numpy(ids).long()
+                at = (allowed == path.tokens[place]).nonzero()[0, 0]
+                logprob = logits[place - 1][allowed].log_softmax(-1)[at]
+                assert abs(logprob.item() - served) < TOLERANCE
+                ratios.append((logprob - served).exp())
+            (-gain * torch.stack(ratios).sum()).backward()
+    return gradients(model)
+
+
+def tree_gradients(trees: list[SessionTree]) -> tuple[Gradients, int]:
+    """Gradient of the loss over all paths, and the number of embedded tokens."""
+    model, num_embedded = reference(), 0
+
+    def count(module: object, inputs: tuple[torch.Tensor, ...]) -> None:
+        nonlocal num_embedded
+        num_embedded += inputs[0].numel()
+
+    model.model.embed_tokens.register_forward_pre_hook(count)
+    for each in trees:
+
+        def loss(segments: RowLogprobs, each: SessionTree = each) -> torch.Tensor:
+            rows, flat = each.tree.by_leaf(segments), each.tree.flattened()
+            assert flat.logprobs is not None
+            ratios = (rows.logprobs - rows.pick(flat.logprobs)).exp()
+            return -(ratios * rows.spread(each.leaf_advantages)).sum()
+
+        grouped_backward(model, each.tree, loss, schedule="kept", temperature=TEMPERATURE)
+    return gradients(model), num_embedded
 
 
 def _path(result: SessionResult, segment_id: str) -> list[int]:
