@@ -1,15 +1,18 @@
 """Agents with OpenAI's and Anthropic's clients on the real engine, and training on their trees."""
 
 import asyncio
+import json
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import pytest_asyncio
 import torch
-from anthropic import AsyncAnthropic
+from anthropic import AsyncAnthropic, beta_async_tool
+from mcp import Client
+from mcp.server.mcpserver import MCPServer
 from openai import AsyncOpenAI
 
 from coppice import AsyncRollouts
@@ -21,7 +24,11 @@ from coppice.train import (
     grouped_backward,
     session_trees,
 )
+from engine.types import Completion, SampleRequest
 from tests.engine.seedling import BLOCK, MODEL, reference, settings
+from tests.service.sessions.agents import Trainer
+from tests.service.sessions.harness import Harness
+from tests.service.sessions.scripted_engine import Sampled
 from tests.serving import Served, serving
 from tests.train.models import Gradients, error, gradients
 
@@ -52,12 +59,36 @@ TOLERANCE = 1e-3
 async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
     from engine.vllm_engine import VllmEngine
 
+    class RecordedEngine(VllmEngine):
+        async def submit(self, samples: Sequence[SampleRequest]) -> list[Awaitable[Completion]]:
+            completions = await super().submit(samples)
+            return [_record(*each) for each in zip(samples, completions, strict=True)]
+
     folder = tmp_path_factory.mktemp("sessions")
     model = shutil.copytree(MODEL, folder / "model")
     (model / "chat_template.jinja").write_text(TEMPLATE)
-    engine = VllmEngine(settings(model, vllm_args={"structured_outputs_config": WITHOUT_SPACES}))
+    engine = RecordedEngine(
+        settings(model, vllm_args={"structured_outputs_config": WITHOUT_SPACES})
+    )
     async with serving(engine, folder) as served:
         yield served
+
+
+SAMPLED: list[Sampled] = []
+"""All calls of the engine."""
+
+
+async def _record(sample: SampleRequest, waiting: Awaitable[Completion]) -> Completion:
+    completion = await waiting
+    SAMPLED.append(
+        Sampled(
+            session=sample.cache_salt,
+            prompt=list(sample.prompt_token_ids),
+            token_ids=list(completion.token_ids),
+            logprobs=list(completion.logprobs),
+        )
+    )
+    return completion
 
 
 class Loop:
@@ -331,3 +362,62 @@ def _path(result: SessionResult, segment_id: str) -> list[int]:
     assert group.tree is not None and group.prompt_token_ids is not None
     path = group.tree.path(segment_id)
     return [*group.prompt_token_ids.tolist(), *(t for s in path for t in s.token_ids.tolist())]
+
+
+@beta_async_tool
+async def add(a: Literal[1, 2, 3]) -> str:
+    """Adds a number."""
+    return f"the sum is {a}"
+
+
+async def run_anthropic_agent(harness: Harness) -> None:
+    """Two tool calls of Anthropic's tool runner."""
+    agent = harness.agent
+    async with AsyncAnthropic(base_url=agent.url, api_key=agent.key, max_retries=0) as client:
+        runner: Any = client.beta.messages.tool_runner(
+            model="any",
+            max_tokens=64,
+            messages=TASK,
+            tools=[add],
+            tool_choice={"type": "tool", "name": "add"},
+            max_iterations=2,
+        )
+        responses = [response async for response in runner]
+    assert [response.content[-1].name for response in responses] == ["add", "add"]
+
+
+async def run_mcp_agent(harness: Harness) -> None:
+    """Two calls of an MCP server's tool and a streamed text, over OpenAI's Responses API."""
+    server = MCPServer("calculator")
+    server.tool()(add.func)
+    async with harness.agent.openai() as client, Client(server) as tools:
+        [tool] = (await tools.list_tools()).tools
+        offered = [{"type": "function", "name": tool.name, "parameters": tool.input_schema}]
+        asked: dict[str, Any] = {"model": "any", "tools": offered, "store": False}
+        items: list[Any] = list(TASK)
+        for _ in range(2):
+            choice: Any = {"type": "function", "name": tool.name}
+            response: Any = await client.responses.create(input=items, tool_choice=choice, **asked)
+            [call] = response.output
+            result: Any = await tools.call_tool(call.name, json.loads(call.arguments))
+            text = result.content[0].text
+            assert text.startswith("the sum is")
+            output = {"type": "function_call_output", "call_id": call.call_id, "output": text}
+            items += [call.to_dict(), output]
+        async with client.responses.stream(input=items, **asked) as stream:
+            assert (await stream.get_final_response()).output
+
+
+async def test_agents_of_both_vendors_run_at_the_same_time(served: Served) -> None:
+    trainer = Trainer(served, served.server.engine, served.http)
+    sampling = {"max_tokens": 64, "temperature": 0.8}
+    agents = await trainer.create(n=4, sampling=sampling, overrides=["structured_outputs"])
+    harnesses = [Harness(trainer, agent, SAMPLED) for agent in agents]
+    async with asyncio.TaskGroup() as tasks:
+        for one, other in zip(harnesses[:2], harnesses[2:], strict=True):
+            tasks.create_task(run_anthropic_agent(one))
+            tasks.create_task(run_mcp_agent(other))
+    for harness in harnesses[:2]:
+        await harness.check(num_calls=2)
+    for harness in harnesses[2:]:
+        await harness.check(num_calls=3)

@@ -48,7 +48,7 @@ class Trainer:
     """The owner of sessions. Its answers are compared with the contract."""
 
     served: Served
-    engine: FakeEngine
+    engine: Any
     http: httpx.AsyncClient
 
     async def create(self, headers: Any = None, **fields: Any) -> list[Agent]:

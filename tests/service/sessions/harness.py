@@ -47,11 +47,11 @@ def by_results(prompt: str) -> str:
 
 @dataclass(frozen=True)
 class Harness:
-    """A session of the agent under test, and the engine that records what was sampled."""
+    """A session of the agent under test, and all calls of the engine, which it records."""
 
     trainer: Trainer
     agent: Agent
-    engine: ScriptedEngine
+    sampled: Sequence[Sampled]
 
     async def check(self, num_calls: int = len(TEXTS)) -> None:
         """All samples are on one path, with the tokens and logprobs that the engine returned."""
@@ -59,7 +59,7 @@ class Harness:
         [group] = answer["groups"]
         assert len(group["leaves"]) == 1
         path = [token for part in group["segments"] for token in part["token_ids"]]
-        last = self._sampled()[-1]
+        last = self.own_sampled()[-1]
         assert group["prompt_token_ids"] + path == last.prompt + last.token_ids
 
     async def check_samples(self, reasons: Sequence[str]) -> dict[str, Any]:
@@ -69,15 +69,15 @@ class Harness:
         """
         answer = await self.trainer.finish(self.agent, reward=1.0)
         assert sorted(turn["reason"] for turn in answer["turns"]) == sorted(reasons)
-        found, sampled = sorted(samples(answer)), sorted(map(_as_sample, self._sampled()))
+        found, sampled = sorted(samples(answer)), sorted(map(_as_sample, self.own_sampled()))
         assert [each[:2] for each in found] == [each[:2] for each in sampled]
         for one, other in zip(found, sampled, strict=True):
             assert one[2] == pytest.approx(other[2])
         assert answer["usage"]["num_sampled_tokens"] == sum(len(each[1]) for each in sampled)
         return answer
 
-    def _sampled(self) -> list[Sampled]:
-        return [each for each in self.engine.sampled if each.session == self.agent.id]
+    def own_sampled(self) -> list[Sampled]:
+        return [each for each in self.sampled if each.session == self.agent.id]
 
 
 def samples(answer: dict[str, Any]) -> list[Sample]:
@@ -117,7 +117,7 @@ async def harnesses(
     engine = ScriptedEngine(family, script)
     async with training(tmp_path, engine) as trainer:
         agents = await trainer.create(n=n, **{"sampling": {"max_tokens": 200}, **options})
-        yield [Harness(trainer, agent, engine) for agent in agents]
+        yield [Harness(trainer, agent, engine.sampled) for agent in agents]
 
 
 @asynccontextmanager

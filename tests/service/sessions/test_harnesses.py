@@ -123,7 +123,7 @@ async def test_rllm_gateway(tmp_path: Path, family: FamilyEngine) -> None:
             paths, "It is 14."
         )
         traces = [trace for name in paths for trace in printed[name]["traces"]]
-        sampled = found[0].engine.sampled
+        sampled = found[0].sampled
         assert len(traces) == len(sampled) == 3 * len(paths)
         for trace, call in zip(traces, sampled, strict=True):
             assert (trace["prompt"], trace["token_ids"]) == (call.prompt, call.token_ids)
