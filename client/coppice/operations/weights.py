@@ -82,17 +82,15 @@ class WeightsOperations:
 
         With `delta` the weights are written to a temporary file, which is kept until the next
         upload or until the client is closed. The next upload then sends only the changes,
-        bit-exactly, or the full weights if the server no longer has the base. A server on the same
-        host gets full weights, since nothing is sent.
+        bit-exactly, or the full weights if the server no longer has the base.
         """
-        address = _address(version)
-        image = _one_file(source)
+        if delta:
+            return await self._upload_changes(version, source, sequence, timeout)
+        address, image = _address(version), _one_file(source)
         if image is not None and self._is_loopback:
             answer = await self._hand_over(address, image, sequence, timeout)
             if answer is not None:
                 return answer
-        if delta:
-            return await self._upload_changes(version, source, sequence, timeout)
         if isinstance(image, SafetensorsImage):
             return await self._stream(address, image, sequence, timeout)
         assert not isinstance(source, Mapping), "it has an image"
