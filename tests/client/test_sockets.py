@@ -71,6 +71,11 @@ def checkpoint(path: Path, num_bytes: int) -> bytes:
     return path.read_bytes()
 
 
+def remote(address: str) -> str:
+    """URL of the same server that is not a loopback address, so that weights are uploaded."""
+    return address.replace("127.0.0.1", "0.0.0.0")
+
+
 def test_large_file_arrives_unchanged(connect: Connect, tmp_path: Path) -> None:
     expected = checkpoint(tmp_path / "model.safetensors", 24 * 2**20)
     received: list[bytes] = []
@@ -82,7 +87,7 @@ def test_large_file_arrives_unchanged(connect: Connect, tmp_path: Path) -> None:
         connection.sendall(answer.encode())
 
     with serving(script) as address:
-        assert connect(base_url=address).upload_weights("v7", tmp_path) == VERSION
+        assert connect(base_url=remote(address)).upload_weights("v7", tmp_path) == VERSION
     assert received == [expected]
 
 
@@ -101,4 +106,4 @@ def test_refusal_is_read_before_the_upload_ends(connect: Connect, tmp_path: Path
             pass
 
     with serving(script) as address, pytest.raises(WeightsRefused):
-        connect(base_url=address, timeout=30).upload_weights("v7", tmp_path)
+        connect(base_url=remote(address), timeout=30).upload_weights("v7", tmp_path)
