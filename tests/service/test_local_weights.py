@@ -12,6 +12,7 @@ from coppice import AsyncRollouts, WeightsRefused
 from service.http.errors import PathRefused
 from service.weights.local_directory import ABANDONED_SECONDS, LocalUploads
 from tests.fake_engine import FakeEngine
+from tests.service.weight_replication.replicas import eventually, serves, several
 from tests.serving import Served, serving
 
 WEIGHT = np.arange(2**18, dtype=np.float32)
@@ -143,3 +144,15 @@ def test_files_of_publishers_that_ended_are_deleted(tmp_path: Path) -> None:
         with pytest.raises(PathRefused):
             uploads.take("missing.safetensors", tmp_path / "taken", max_bytes=1)
         assert [path.name for path in local.glob("*.safetensors")] == ["written.safetensors"]
+
+
+async def test_version_that_was_handed_over_is_fetched_by_other_replicas(tmp_path: Path) -> None:
+    async with several(tmp_path, 2) as (replicas, engines):
+        async with AsyncRollouts(replicas[0].url) as client:
+            staged = await client.upload_weights("v1", STATE)
+            activated = await client.activate_weights("v1")
+        assert staged.sha256 is not None
+        assert not activated.pending_replicas
+        await eventually(lambda: serves(replicas[1], "v1"))
+        files = [engine.loaded[0] / "model.safetensors" for engine in engines]
+        assert files[0].read_bytes() == files[1].read_bytes()
