@@ -139,7 +139,8 @@ class WeightsSettings(Section):
     directory: Path = Field(
         default_factory=lambda: cache_directory("weights"),
         description="directory that uploads are stored in; needs room for "
-        "weights.retain_superseded + 3 versions; change it if the default has too little room",
+        "weights.retain_superseded + 3 versions; change it if the default has too little room, or "
+        "to a directory on tmpfs for trainers on the same host",
     )
     source_directories: Paths = Field(
         (),
