@@ -213,7 +213,8 @@ async def test_upload_is_equivalent_to_a_directory(tmp_path: Path) -> None:
         for nothing in (b"", b"\xff" * 16, tensors_file()):
             refused = await put("/v1/adapters/policy/2", content=nothing)
             assert refusal(refused) == (422, "weights_refused")
-        assert [path for path in home.parent.iterdir() if path != home and path.is_dir()] == []
+        local = Path(served.server.checkpoints.local_directory.path)
+        assert {path for path in home.parent.iterdir() if path.is_dir()} == {home, local}
 
 
 async def test_refused_adapter_leaves_nothing(tmp_path: Path) -> None:
@@ -227,7 +228,8 @@ async def test_refused_adapter_leaves_nothing(tmp_path: Path) -> None:
         assert refusal(failed) == (500, "activation_failed")
         assert await listed(served) == []
         home = served.server.checkpoints.make_temp_dir(".seen-")
-        assert [path for path in home.parent.iterdir() if path.is_dir()] == [home]
+        local = Path(served.server.checkpoints.local_directory.path)
+        assert {path for path in home.parent.iterdir() if path.is_dir()} == {home, local}
         value = served.server.metrics.registry.get_sample_value
         for outcome in ("refused", "failed"):
             assert value("coppice_adapter_loads_total", {"outcome": outcome}) == 1
