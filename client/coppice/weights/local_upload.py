@@ -34,11 +34,12 @@ def is_shared(directory: LocalDirectory) -> bool:
     path = Path(directory.path)
     try:
         status = path.lstat()
-        token = (path / TOKEN_FILE).read_text()
-    except (OSError, ValueError):
+        is_private = status.st_uid == os.geteuid() and not status.st_mode & 0o077
+        if not (stat.S_ISDIR(status.st_mode) and is_private):
+            return False
+        return (path / TOKEN_FILE).read_text() == directory.token
+    except (OSError, ValueError):  # none, or a NUL in the path
         return False
-    is_private = status.st_uid == os.geteuid() and not status.st_mode & 0o077
-    return stat.S_ISDIR(status.st_mode) and is_private and token == directory.token
 
 
 class LocalFile:
