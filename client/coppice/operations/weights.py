@@ -27,15 +27,17 @@ from coppice.transport.messages import (
 )
 from coppice.transport.retry import RequestSender
 from coppice.weights.delta_writer import BaseFile
-from coppice.weights.image import HashedChunks, SafetensorsImage
+from coppice.weights.image import (
+    HashedChunks,
+    SafetensorsImage,
+    one_file,
+    tensors_of_source,
+)
 from coppice.weights.local_upload import LocalFile, is_shared
 from coppice.weights.safetensors_index import checkpoint_files
 from coppice.weights.safetensors_writer import (
     StateDict,
-    Tensor,
     sha256_of,
-    tensors_from_files,
-    tensors_of,
 )
 from coppice.wire.base import Label
 from coppice.wire.kv_versions import ActivationKv
@@ -86,7 +88,7 @@ class WeightsOperations:
         """
         if delta:
             return await self._upload_changes(version, source, sequence, timeout)
-        address, image = _address(version), _one_file(source)
+        address, image = _address(version), one_file(source)
         if image is not None and self._is_loopback:
             answer = await self._hand_over(address, image, sequence, timeout)
             if answer is not None:
@@ -232,7 +234,7 @@ class WeightsOperations:
         timeout: float | None,
     ) -> VersionAnswer:
         base, new_file = self._base_file, BaseFile(version)
-        await self._sender.driver.run_steps(new_file.write(_tensors(source)))
+        await self._sender.driver.run_steps(new_file.write(tensors_of_source(source)))
         answer = None
         if base is not None:
             answer = await self._put_delta(base, new_file, sequence, timeout)
@@ -289,21 +291,6 @@ class WeightsOperations:
 def _params(sequence: int | None, base: str | None) -> dict[str, str]:
     params = {"sequence": None if sequence is None else str(sequence), "base": base}
     return {name: value for name, value in params.items() if value is not None}
-
-
-def _one_file(source: StateDict | str | PathLike[str]) -> SafetensorsImage | Path | None:
-    """Weights as one file: an image of a state dict, or a path; None for a sharded checkpoint."""
-    if isinstance(source, Mapping):
-        return SafetensorsImage(tensors_of(source))
-    checkpoint = checkpoint_files(Path(source))
-    return None if checkpoint.sharded else checkpoint.files[0]
-
-
-def _tensors(source: StateDict | str | PathLike[str]) -> list[Tensor]:
-    if isinstance(source, Mapping):
-        return tensors_of(source)
-    checkpoint = checkpoint_files(Path(source))
-    return tensors_from_files(checkpoint.files[1:] if checkpoint.sharded else checkpoint.files)
 
 
 def _address(version: str) -> str:

@@ -7,10 +7,19 @@ contiguous. The SHA-256 is computed in a thread, so it overlaps with sending and
 import hashlib
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from os import PathLike
 from pathlib import Path
 
 from coppice.transport.messages import CHUNK_BYTES, Chunk
-from coppice.weights.safetensors_writer import FROM_TORCH, Tensor, safetensors_header
+from coppice.weights.safetensors_index import checkpoint_files
+from coppice.weights.safetensors_writer import (
+    FROM_TORCH,
+    StateDict,
+    Tensor,
+    safetensors_header,
+    tensors_from_files,
+    tensors_of,
+)
 
 
 class HashedChunks:
@@ -62,3 +71,19 @@ def write_safetensors(
             file.write(chunk)
             yield
     return hashed.digest
+
+
+def one_file(source: StateDict | str | PathLike[str]) -> SafetensorsImage | Path | None:
+    """Weights as one file: an image of a state dict, or a path; None for a sharded checkpoint."""
+    if isinstance(source, Mapping):
+        return SafetensorsImage(tensors_of(source))
+    checkpoint = checkpoint_files(Path(source))
+    return None if checkpoint.sharded else checkpoint.files[0]
+
+
+def tensors_of_source(source: StateDict | str | PathLike[str]) -> list[Tensor]:
+    """Tensors of a state dict, or of all files of a checkpoint."""
+    if isinstance(source, Mapping):
+        return tensors_of(source)
+    checkpoint = checkpoint_files(Path(source))
+    return tensors_from_files(checkpoint.files[1:] if checkpoint.sharded else checkpoint.files)
