@@ -2,7 +2,8 @@
 
 Scripted agents talk to this server through sessions, and to vLLM's server through a recorder. The
 rows count the tokens that the engines prefill and that a trainer forwards. Two further parts
-measure the time to first token after a tool pause, and the throughput of the session route.
+measure the time to first token after a tool pause, with and without retained KV, and the throughput
+of the session route.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from typing import Any
 import httpx
 
 from bench.harness.conversations import SCRIPTS
-from bench.harness.paired_runs import Pairs, alternate
+from bench.harness.paired_runs import Pairs, Ratio, alternate
 from bench.harness.random_model import enlarged_seedling
 from bench.harness.record import Record, Row, add_out
 from bench.harness.server_process import coppice_server, vllm_server
@@ -81,21 +82,32 @@ class Results:
 
 async def measure(model: str, rounds: int) -> Results:
     async with AsyncExitStack() as stack:
-        url = await stack.enter_async_context(coppice_server(coppice_options(model)))
         http = await stack.enter_async_context(httpx.AsyncClient(timeout=300))
-        rollouts = await stack.enter_async_context(AsyncRollouts(url))
-        bench = Bench(model=model, http=http, url=url, rollouts=rollouts)
+        bench, plain = [
+            await start_server(stack, http, model, **changes)
+            for changes in ({}, {"--engine.session-kv-fraction": 0})
+        ]
         sessions = {script: await count_session_tokens(bench, script) for script in SCRIPTS}
-        pauses, routes = Pauses(bench), Routes(bench)
+        pauses, routes = Pauses(bench, plain), Routes(bench)
         await pauses.start()
-        await alternate([pauses.after_kept, pauses.after_eviction], rounds=rounds)
+        arms = [pauses.after_kept, pauses.after_retention, pauses.after_eviction]
+        await alternate(arms, rounds=rounds)
         await alternate([routes.over_sessions, routes.over_chat], rounds=rounds)
-    for values in (pauses.kept, pauses.evicted, routes.sessions, routes.chat):
-        del values[0]  # the warm-up
+    for values in (*vars(pauses).values(), routes.sessions, routes.chat):
+        if isinstance(values, list):
+            del values[0]  # the warm-up
     async with vllm_server(vllm_options(model)) as url, httpx.AsyncClient(timeout=300) as http:
         bench.http = http
         proxy = {script: await count_proxy_tokens(bench, url, script) for script in SCRIPTS}
     return Results(sessions, proxy, pauses, routes)
+
+
+async def start_server(
+    stack: AsyncExitStack, http: httpx.AsyncClient, model: str, **changes: object
+) -> Bench:
+    url = await stack.enter_async_context(coppice_server(coppice_options(model) | changes))
+    rollouts = await stack.enter_async_context(AsyncRollouts(url))
+    return Bench(model=model, http=http, url=url, rollouts=rollouts)
 
 
 def coppice_options(model: str) -> dict[str, object]:
@@ -125,21 +137,12 @@ def vllm_options(model: str) -> dict[str, object]:
 def record(results: Results) -> Record:
     pauses, routes = results.pauses, results.routes
     rows = [row for script in SCRIPTS for row in token_rows(results, script)]
-    first_token = Pairs(a=pauses.evicted, b=pauses.kept).ratio()
     throughput = Pairs(a=routes.sessions, b=routes.chat).ratio()
-    medians = [1000 * statistics.median(values) for values in (pauses.kept, pauses.evicted)]
     rows += [
-        Row(
-            what="TTFT after a tool pause, KV evicted / kept",
-            value=f"{first_token.median:.2f} [{first_token.low:.2f}, {first_token.high:.2f}]",
-        ),
-        Row(
-            what="TTFT after a tool pause",
-            value=f"kept {medians[0]:.0f}, evicted {medians[1]:.0f} ms",
-        ),
+        *pause_rows(pauses),
         Row(
             what="throughput, sessions / chat route",
-            value=f"{throughput.median:.3f} [{throughput.low:.3f}, {throughput.high:.3f}]",
+            value=text(throughput),
             goal=f">= {GOAL}",
             verdict=throughput.verdict(GOAL),
         ),
@@ -153,11 +156,42 @@ def record(results: Results) -> Record:
             "sessions": {script: asdict(counts) for script, counts in results.sessions.items()},
             "proxy": {script: asdict(counts) for script, counts in results.proxy.items()},
             "kept": pauses.kept,
+            "retained": pauses.retained,
             "evicted": pauses.evicted,
+            "retaining_throughput": pauses.retaining_throughput,
+            "plain_throughput": pauses.plain_throughput,
             "session_route": routes.sessions,
             "chat_route": routes.chat,
         },
     )
+
+
+def pause_rows(pauses: Pauses) -> list[Row]:
+    loss = Pairs(a=pauses.evicted, b=pauses.kept).ratio()
+    gain = Pairs(a=pauses.evicted, b=pauses.retained).ratio()
+    others = Pairs(a=pauses.retaining_throughput, b=pauses.plain_throughput).ratio()
+    kept, retained, evicted = (
+        f"{1000 * statistics.median(values):.0f}"
+        for values in (pauses.kept, pauses.retained, pauses.evicted)
+    )
+    return [
+        Row(what="TTFT after a tool pause, KV evicted / kept", value=text(loss)),
+        Row(what="TTFT after a tool pause, KV evicted / retained", value=text(gain)),
+        Row(
+            what="TTFT after a tool pause",
+            value=f"kept {kept}, retained {retained}, evicted {evicted} ms",
+        ),
+        Row(
+            what="throughput of other callers, retention / none",
+            value=text(others),
+            goal=f">= {GOAL}",
+            verdict=others.verdict(GOAL),
+        ),
+    ]
+
+
+def text(ratio: Ratio) -> str:
+    return f"{ratio.median:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
 
 
 def token_rows(results: Results, script: str) -> list[Row]:
@@ -193,7 +227,7 @@ def token_rows(results: Results, script: str) -> list[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", help="default: the seedling, enlarged to 25M parameters")
-    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=8)
     add_out(parser)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

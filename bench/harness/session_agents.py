@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+import math
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -16,8 +17,9 @@ from coppice import AsyncRollouts, SessionResult
 TOKENS, CONCURRENT, TURNS = 64, 12, 4
 # Digits only, each of which is one token: all servers see prompts of equal lengths.
 SAMPLING = {"max_tokens": TOKENS, "allowed_token_ids": list(range(17, 27))}
-# The evicting prompts do not fit into the KV cache together.
-PAUSE_CONTEXT, EVICTING_PROMPTS, EVICTING_TOKENS = 2000, 5, 3840
+PAUSE_CONTEXT = 2000
+# Other callers send one prompt each at a time. All prompts need this multiple of the KV cache.
+TRAFFIC_CALLERS, TRAFFIC_TOKENS, TRAFFIC_SHARE = 3, 1920, 1.25
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,18 +55,14 @@ class Bench:
         return await self.rollouts.sessions.finish(session.id, reward=1.0)
 
 
-class Pauses:
-    """Times to first token of a turn after a tool pause, in seconds.
-
-    Other load evicts the session's KV during every second pause.
-    """
+class PausedAgent:
+    """An agent with a long conversation, whose turns after a tool pause are timed."""
 
     def __init__(self, bench: Bench) -> None:
         self._bench = bench
-        self.kept: list[float] = []
-        self.evicted: list[float] = []
         self._chat: Chat | None = None
         self._url, self._key = "", ""
+        self._num_prompts = 0
 
     async def start(self) -> None:
         [session] = (await self._bench.rollouts.sessions.create(sampling=SAMPLING)).sessions
@@ -73,15 +71,11 @@ class Pauses:
         self._chat = Chat.started(ask, f"pause {next(self._bench.keys)}")
         self._chat.add("user", PAUSE_CONTEXT)
         await self._chat.turn()
+        engine = (await self._bench.http.get(f"{self._bench.url}/v1/status")).json()["engine"]
+        num_tokens = TRAFFIC_SHARE * engine["num_blocks"] * engine["block_size"]
+        self._num_prompts = math.ceil(num_tokens / (TRAFFIC_CALLERS * TRAFFIC_TOKENS))
 
-    async def after_kept(self) -> None:
-        self.kept.append(await self._first_token())
-
-    async def after_eviction(self) -> None:
-        await self._evict()
-        self.evicted.append(await self._first_token())
-
-    async def _first_token(self) -> float:
+    async def first_token(self) -> float:
         """Streams a turn; it is not sent back, so that all turns have prompts of equal length."""
         assert self._chat is not None
         messages = [*self._chat.messages[:-1], {"role": "user", "content": self._result()}]
@@ -101,17 +95,53 @@ class Pauses:
     def _result(self) -> str:
         return f"{next(self._bench.keys):08d}" * (RESULT // 8)
 
-    async def _evict(self) -> None:
-        """Fills the KV cache with prompts of other callers."""
-        numbers = [next(self._bench.keys) for _ in range(EVICTING_PROMPTS)]
-        prompts = [
-            [17 + int(digit) for digit in f"{n:08d}" * (EVICTING_TOKENS // 8)] for n in numbers
-        ]
-        groups = [{"prompt": {"token_ids": prompt}} for prompt in prompts]
-        body = {"groups": groups, "sampling": {"max_tokens": 1}}
-        (
-            await self._bench.http.post(f"{self._bench.url}/v1/rollouts", json=body)
-        ).raise_for_status()
+    async def other_traffic(self) -> float:
+        """Tokens per second of other callers, whose prompts need more than the whole KV cache."""
+        began = time.perf_counter()
+        await asyncio.gather(*(self._call() for _ in range(TRAFFIC_CALLERS)))
+        num_tokens = TRAFFIC_CALLERS * self._num_prompts * TRAFFIC_TOKENS
+        return num_tokens / (time.perf_counter() - began)
+
+    async def _call(self) -> None:
+        """Sends prompts of one caller in turn."""
+        for _ in range(self._num_prompts):
+            digits = f"{next(self._bench.keys):08d}" * (TRAFFIC_TOKENS // 8)
+            prompt = {"token_ids": [17 + int(digit) for digit in digits]}
+            body = {"groups": [{"prompt": prompt}], "sampling": {"max_tokens": 1}}
+            answer = await self._bench.http.post(f"{self._bench.url}/v1/rollouts", json=body)
+            answer.raise_for_status()
+
+
+class Pauses:
+    """Times to first token of turns after a tool pause, in seconds.
+
+    `kept`: there are no other requests during the pause. During the others, other callers need the
+    whole KV cache: on the server that retains KV of sessions, and on one that does not. Throughputs
+    are those of the other callers, in tokens per second.
+    """
+
+    def __init__(self, retaining: Bench, plain: Bench) -> None:
+        self._retaining, self._plain = PausedAgent(retaining), PausedAgent(plain)
+        self.kept: list[float] = []
+        self.retained: list[float] = []
+        self.evicted: list[float] = []
+        self.retaining_throughput: list[float] = []
+        self.plain_throughput: list[float] = []
+
+    async def start(self) -> None:
+        await self._retaining.start()
+        await self._plain.start()
+
+    async def after_kept(self) -> None:
+        self.kept.append(await self._retaining.first_token())
+
+    async def after_retention(self) -> None:
+        self.retaining_throughput.append(await self._retaining.other_traffic())
+        self.retained.append(await self._retaining.first_token())
+
+    async def after_eviction(self) -> None:
+        self.plain_throughput.append(await self._plain.other_traffic())
+        self.evicted.append(await self._plain.first_token())
 
 
 class Routes:

@@ -58,8 +58,10 @@ EXPLANATIONS = {
         "Tokens and times of agent sessions",
         "`linear`, `branches`, `compaction` and `sub-agents` are scripted conversations, which "
         "share no prefix with each other. The recorder is a proxy in front of vLLM's server that "
-        "keeps one row per turn. `unique` tokens are those of the trees. `evicted`: other requests "
-        "filled the KV cache during the pause. `chat route` is `/v1/chat/completions`.",
+        "keeps one row per turn. `unique` tokens are those of the trees. `evicted`: other callers "
+        "filled the KV cache during the pause. `retained`: they did so on a server that retains "
+        "the KV of paused sessions. `kept`: there were no other callers. `chat route` is "
+        "`/v1/chat/completions`.",
     ),
     "shared_prefix_decode": (
         "Decode steps with shared-prefix attention",

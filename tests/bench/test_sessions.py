@@ -1,15 +1,20 @@
 """Scripts of agents, and the rows that the benchmark of sessions makes of its counts."""
 
 import asyncio
+from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from bench.harness.conversations import SCRIPTS, Message
-from bench.harness.session_agents import Pauses, Routes, has_content
+from bench.harness.paired_runs import alternate
+from bench.harness.session_agents import Bench, Pauses, Routes, has_content
 from bench.harness.session_trees import num_forwarded_tokens, num_sampled_of_longest
 from bench.sessions import Counts, Results, record
-from coppice import Group, Segment, Tree
+from coppice import AsyncRollouts, Group, Segment, Tree
+from tests.fake_engine import FakeEngine
+from tests.service.sessions.agents import training
 
 
 def played(script: str, key: str = "a") -> list[list[Message]]:
@@ -99,7 +104,8 @@ def test_only_chunks_with_text_are_first_tokens() -> None:
 
 def test_goals_have_verdicts() -> None:
     pauses, routes = Pauses.__new__(Pauses), Routes.__new__(Routes)
-    pauses.kept, pauses.evicted = [0.1, 0.1], [0.2, 0.3]
+    pauses.kept, pauses.retained, pauses.evicted = [0.1, 0.1], [0.1, 0.2], [0.2, 0.6]
+    pauses.retaining_throughput, pauses.plain_throughput = [99.0, 99.0], [100.0, 100.0]
     routes.sessions, routes.chat = [95.0, 95.0], [100.0, 100.0]
     counts = Counts(prefilled=10, rows=400, unique=100, forwarded=110, sampled=50, longest=20)
     every = dict.fromkeys(SCRIPTS, counts)
@@ -107,4 +113,32 @@ def test_goals_have_verdicts() -> None:
     assert rows["throughput, sessions / chat route"].verdict == "missed"
     assert rows["linear: tokens forwarded by the trainer / unique tokens"].verdict == "missed"
     assert rows["linear: sampled tokens lost by the longest trajectory only"].value == "60.0%"
-    assert rows["TTFT after a tool pause, KV evicted / kept"].value.startswith("2.50")
+    assert rows["TTFT after a tool pause, KV evicted / kept"].value.startswith("4.000")
+    assert rows["TTFT after a tool pause, KV evicted / retained"].value.startswith("2.500")
+    pause = rows["TTFT after a tool pause"].value
+    assert pause == "kept 100, retained 150, evicted 400 ms"
+    assert rows["throughput of other callers, retention / none"].verdict == "met"
+
+
+class Digits(FakeEngine):
+    """Samples digits only, as the benchmark's agents request."""
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return "1" * len(token_ids)
+
+
+async def test_paused_agents_are_timed_under_other_traffic(tmp_path: Path) -> None:
+    engine = Digits(max_context_tokens=4096)
+    async with training(tmp_path, engine) as trainer, AsyncRollouts(trainer.served.url) as rollouts:
+        url = trainer.served.url
+        bench = Bench(model="fake", http=trainer.http, url=url, rollouts=rollouts)
+        pauses = Pauses(bench, bench)
+        await pauses.start()
+        await alternate(
+            [pauses.after_kept, pauses.after_retention, pauses.after_eviction], rounds=1, warm_up=0
+        )
+    measured = (pauses.kept, pauses.retained, pauses.evicted)
+    assert all(len(values) == 1 and values[0] > 0 for values in measured)
+    others = [sample for sample in engine.submitted if sample.session_id is None]
+    num_tokens = sum(len(sample.prompt_token_ids) for sample in others)
+    assert num_tokens >= 2 * 1.25 * engine.info.num_blocks * engine.info.block_size
