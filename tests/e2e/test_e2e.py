@@ -25,6 +25,7 @@ from tests.e2e.drafter_checks import (
     check_opted_out_samples,
     submit_drafter,
 )
+from tests.e2e.kept_kv_checks import check_kept_kv
 from tests.e2e.kv_reuse_checks import (
     check_predicted_prompts,
     check_shared_prefix,
@@ -125,6 +126,7 @@ async def run_everything(system: Scene, tmp_path: Path) -> None:
     await check_spliced_prompts(system.served, system.rollouts, "v8", v8)
     await check_predicted_prompts(system.served, system.rollouts, "v8", v8)
     await check_shared_prefix(system.served, system.rollouts)
+    await check_kept_kv(system, {"v7": v7, "v8": v8})
 
 
 async def check_groups_and_preemption(system: Scene, v7: Any) -> None:
