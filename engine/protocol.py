@@ -5,6 +5,7 @@ tests and the vLLM engine pass the same contract tests.
 """
 
 from collections.abc import Awaitable, Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Protocol
 
@@ -29,6 +30,8 @@ from engine.types import (
     PauseMode,
     SampleRequest,
     Sampling,
+    SleepLevel,
+    SleepTag,
     TopLogprobRows,
     VersionSpan,
 )
@@ -118,6 +121,14 @@ class Engine(Protocol):
     pause/resume: idempotent. After pause no token is sampled. submit still accepts samples, which
         wait. `recompute` drops the KV cache of frozen samples, which is prefilled again after
         resume.
+    sleep: call while awake, and paused with `recompute`, with exports flushed. Releases the memory
+        of the KV cache, and of the weights if `tags` has them: level 1 keeps them in host memory,
+        level 2 drops them. LoadFailed: the weights could not be loaded again, and nothing was
+        released. Only while `info.can_sleep`. Do not resume, load weights or load adapters before
+        wake.
+    wake: allocates the memory with these tags. As soon as everything is awake, dropped weights and
+        adapters are loaded again, unless update_weights has loaded others since the weights are
+        awake. EngineDead: the engine must not be resumed. Tags that are awake are ignored.
     check_weights: raises CheckpointRefused if the files could not be served. Changes nothing. May
         block for seconds, so call it outside the event loop.
     update_weights: call while paused; the caller resumes. Loads validated files, resets the prefix
@@ -219,6 +230,10 @@ class Engine(Protocol):
     async def reset_prefix_cache(self) -> None: ...
 
     async def release_session_kv(self, session_ids: Sequence[str]) -> None: ...
+
+    async def sleep(self, level: SleepLevel, tags: AbstractSet[SleepTag]) -> None: ...
+
+    async def wake(self, tags: AbstractSet[SleepTag]) -> None: ...
 
     def check_weights(self, path: Path) -> None: ...
 

@@ -316,10 +316,11 @@ class EngineSettings(VllmSettings):
         description="time after a session's call in which its KV is retained, in seconds; increase "
         "it if tools of agents run longer",
     )
-    weight_transfer: Literal["nccl", "ipc"] | None = Field(
+    enable_sleep_mode: bool | None = Field(
         None,
-        description="backend of vLLM's own weight transfer, which no route of this server uses; "
-        "leave it unset",
+        description="lets callers release the engine's memory while it sleeps, through vLLM's "
+        "allocator of sleep mode; none: true on CPU, false on a GPU; set it to true if a trainer "
+        "uses the same GPU",
     )
     start_seconds: Seconds = Field(
         1800.0,

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Final, Literal, NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +13,13 @@ from engine.kv_types import ExportSlot, GpuMemory, KvFormat, KvLoad
 
 PauseMode = Literal["abort", "wait", "keep"]
 ActivationMode = Literal["keep", "recompute", "wait", "abort"]
-EngineStage = Literal["starting", "serving", "activating", "stopping", "dead"]
+EngineStage = Literal["starting", "serving", "activating", "sleeping", "stopping", "dead"]
+SleepLevel = Literal[1, 2]
+"""Level of vLLM's sleep mode: 1 keeps the weights in host memory, 2 drops them."""
+SleepTag = Literal["weights", "kv_cache"]
+"""Part of the engine's memory, with vLLM's name."""
+WEIGHTS: Final[SleepTag] = "weights"
+KV_CACHE: Final[SleepTag] = "kv_cache"
 TruncationSide = Literal["left", "right"]
 EngineFinishReason = Literal["stop", "length", "abort", "error"]
 KvReason = Literal["disabled", "unsupported_cache"]
@@ -364,6 +370,7 @@ class EngineInfo:
     """GPU memory in which exported KV can stay, of every rank that exports, if there is any."""
     kept_kv_reason: KeptKvReason | None = None
     """Reason why requests cannot have `kept_kv`; None if they can."""
+    can_sleep: bool = False
     max_adapters: int = 0
     """Maximum number of loaded adapters. 0 disables adapters."""
     max_adapter_rank: int = 0

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from pathlib import Path
 
@@ -54,10 +55,13 @@ from engine.types import (
     PauseMode,
     SampleRequest,
     Sampling,
+    SleepLevel,
+    SleepTag,
     TopLogprobRows,
     VersionSpan,
 )
 from engine.weights.checkpoint import Checkpoint, read_base_checkpoint
+from engine.weights.sleep_mode import SleepMode
 from engine.weights.updates import LoadedAdapters, ServedWeights
 from engine.weights.validation import check_adapter, check_checkpoint
 
@@ -88,6 +92,7 @@ class VllmEngine:
                 "starting": settings.start_seconds,
                 "serving": settings.step_seconds,
                 "activating": settings.activation_seconds,
+                "sleeping": settings.step_seconds,
             }
         )
         self._processes = VllmProcesses(
@@ -104,6 +109,7 @@ class VllmEngine:
         self._info: EngineInfo | None = None
         self._chat: ChatProcessor
         self._weights: ServedWeights | None = None
+        self._sleep_mode: SleepMode | None = None
         self._drafter_dir: DrafterDir | None = None
         self._drafter_checkpoint: Checkpoint | None = None
         self._drafter: Drafter | None = None
@@ -157,6 +163,9 @@ class VllmEngine:
         )
         checkpoint = await asyncio.to_thread(read_base_checkpoint, model)
         self._weights = ServedWeights(self._processes, self._heartbeat, model, checkpoint)
+        self._sleep_mode = SleepMode(
+            self._processes, self._heartbeat, self._weights, self._adapters
+        )
         await asyncio.to_thread(self._open_drafter_dir, model, checkpoint)
         self._speculation_settings = await self._processes.start(model, self._speculation_settings)
         await self._processes.verify_plugin()
@@ -356,7 +365,18 @@ class VllmEngine:
         self._served_weights.check(path, dtype=self.info.dtype)
 
     async def update_weights(self, path: Path, version: str, *, keep_kv: bool = False) -> int:
-        return await self._served_weights.update(path, version, keep_kv=keep_kv)
+        assert self._sleep_mode is not None, "the engine has not started"
+        num_kept_tokens = await self._served_weights.update(path, version, keep_kv=keep_kv)
+        self._sleep_mode.on_weights_loaded()
+        return num_kept_tokens
+
+    async def sleep(self, level: SleepLevel, tags: AbstractSet[SleepTag]) -> None:
+        assert self._sleep_mode is not None, "the engine has not started"
+        await self._sleep_mode.sleep(level, tags)
+
+    async def wake(self, tags: AbstractSet[SleepTag]) -> None:
+        assert self._sleep_mode is not None, "the engine has not started"
+        await self._sleep_mode.wake(tags)
 
     def check_adapter(self, path: Path) -> AdapterInfo:
         base, max_rank = self._served_weights.checkpoint, self.info.max_adapter_rank

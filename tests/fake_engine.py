@@ -9,6 +9,7 @@ import asyncio
 import json
 import math
 from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -48,6 +49,8 @@ from engine.types import (
     PauseMode,
     SampleRequest,
     Sampling,
+    SleepLevel,
+    SleepTag,
     TokenDelta,
     ToolCall,
     TopLogprobRows,
@@ -119,6 +122,9 @@ class FakeEngine:
         self.version = ""
         self.entropy: Callable[[int], float] = lambda place: float(place % 7)
         self.paused = False
+        self.can_sleep = True
+        self.sleeping: frozenset[SleepTag] = frozenset()
+        self.sleep_error: EngineError | None = None
         self.counted = SharedPrefixStats()
         self.speculated = SpeculationStats()
         self.update_graphs = CudaGraphStats()
@@ -160,6 +166,7 @@ class FakeEngine:
             returns_routed_experts=True,
             template_variables=frozenset({"enable_thinking"}),
             max_token_chars=1,
+            can_sleep=self.can_sleep,
             max_adapters=self.max_adapters,
             max_adapter_rank=16 if self.max_adapters else 0,
         )
@@ -364,10 +371,27 @@ class FakeEngine:
         self.paused = True
 
     async def resume(self) -> None:
+        assert not self.sleeping, "the engine is resumed after it is awake"
         self.calls.append("resume")
         self.paused = False
         if self.instant:
             self.step(VOCAB_SIZE)
+
+    async def sleep(self, level: SleepLevel, tags: AbstractSet[SleepTag]) -> None:
+        assert self.paused and not self.sleeping
+        if self.sleep_error is not None:
+            raise self.sleep_error
+        self.calls.append(f"sleep {level} {' '.join(sorted(tags))}")
+        self.sleeping = frozenset(tags)
+        self._stage = "sleeping"
+
+    async def wake(self, tags: AbstractSet[SleepTag]) -> None:
+        assert self.paused
+        if self.sleep_error is not None:
+            raise self.sleep_error
+        self.calls.append(f"wake {' '.join(sorted(tags))}")
+        self.sleeping -= tags
+        self._stage = "sleeping" if self.sleeping else "serving"
 
     async def reset_prefix_cache(self) -> None:
         assert self.paused, "prefixes are forgotten under a pause"
@@ -387,6 +411,7 @@ class FakeEngine:
 
     async def update_weights(self, path: Path, version: str, *, keep_kv: bool = False) -> int:
         assert self.paused, "weights are swapped under a pause"
+        assert "weights" not in self.sleeping, "weights are written to memory"
         self.calls.append(f"swap {version}{' keep_kv' if keep_kv else ''}")
         if isinstance(self.load_error, EngineDead):
             self._stage = "dead"
@@ -424,6 +449,7 @@ class FakeEngine:
 
     async def load_adapter(self, label: str, path: Path) -> None:
         assert label not in self.adapters and len(self.adapters) < self.max_adapters
+        assert "weights" not in self.sleeping, "adapters are written to memory"
         self.calls.append(f"load {label}")
         if self.adapter_error is not None:
             raise self.adapter_error

@@ -62,7 +62,7 @@ from coppice.support import Support
 from coppice.transport.retry import Retry
 from coppice.wire.branching import Branching, BranchRequest, Entropy
 from coppice.wire.chat import Message, ParsedMessage, ParsedToolCall, Tool, ToolFunction
-from coppice.wire.control import PauseAnswer, StatusAnswer
+from coppice.wire.control import PauseAnswer, SleepAnswer, StatusAnswer
 from coppice.wire.kv import Kv, KvHandle, KvLayout, KvLocator
 from coppice.wire.kv_reuse import KvReuse, KvReuseAnswer
 from coppice.wire.kv_versions import ChainKeepKv, KeepKv, KvVersionSpan
@@ -179,6 +179,7 @@ __all__ = [
     "SessionResult",
     "Sessions",
     "SessionsFinish",
+    "SleepAnswer",
     "StartRecord",
     "StatusAnswer",
     "StreamBroken",

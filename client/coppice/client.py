@@ -229,6 +229,8 @@ class Rollouts(SyncWrapper[Operations]):
 
     pause = sync_method(Operations.pause)
     resume = sync_method(Operations.resume)
+    sleep = sync_method(Operations.sleep)
+    wake = sync_method(Operations.wake)
     status = sync_method(Operations.status)
     wait_until_ready = sync_method(Operations.wait_until_ready)
 

@@ -262,6 +262,7 @@ PROBLEM_CLASSES: dict[str, type[ProblemError]] = {
     "tree_closed": TreeClosed,
     "version_superseded": VersionSuperseded,
     "version_conflict": VersionConflict,
+    "asleep": VersionConflict,
     "base_unavailable": BaseUnavailable,
     "rollback_refused": VersionConflict,
     "kv_version_conflict": KvUnavailable,

@@ -143,7 +143,7 @@ def engine_arguments(
         disable_log_stats=False,
         use_tqdm_on_load=False,
         **_memory_arguments(settings, on_cpu=on_cpu),
-        **_weight_transfer_arguments(settings),
+        **_sleep_mode_arguments(settings, on_cpu=on_cpu),
         **_kv_transfer_arguments(settings, on_cpu=on_cpu),
         **adapters(settings.max_adapters, settings.max_adapter_rank),
     )
@@ -171,12 +171,14 @@ def _memory_arguments(settings: EngineSettings, *, on_cpu: bool) -> dict[str, An
     return memory
 
 
-def _weight_transfer_arguments(settings: EngineSettings) -> dict[str, Any]:
-    if settings.weight_transfer is None:
-        return {}
-    from vllm.config import WeightTransferConfig
+def _sleep_mode_arguments(settings: EngineSettings, *, on_cpu: bool) -> dict[str, Any]:
+    """vLLM's sleep mode, which it does not have on CPU.
 
-    return {"weight_transfer_config": WeightTransferConfig(backend=settings.weight_transfer)}
+    The weights of a draft model stay in host memory at each level.
+    """
+    if on_cpu or not settings.enable_sleep_mode:
+        return {}
+    return {"enable_sleep_mode": True, "sleep_preserve_parameter_names": ["draft.*"]}
 
 
 def _set_capture_sizes(arguments: AsyncEngineArgs, plan: Plan) -> None:

@@ -77,6 +77,7 @@ def collect_info(
         max_logprobs=settings.max_logprobs,
         returns_routed_experts=settings.return_routed_experts,
         max_token_chars=llm.get_tokenizer().max_chars_per_token,
+        can_sleep=on_cpu if settings.enable_sleep_mode is None else settings.enable_sleep_mode,
         max_adapters=settings.max_adapters,
         max_adapter_rank=settings.max_adapter_rank if settings.max_adapters else 0,
         template_variables=template_variables,

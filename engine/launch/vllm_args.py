@@ -28,7 +28,7 @@ COVERED: Final = {
     "max_num_batched_tokens": "engine.max_batched_tokens",
     "enforce_eager": "engine.eager",
     "kv_cache_memory_bytes": "engine.cache_bytes",
-    "weight_transfer_config": "engine.weight_transfer",
+    "enable_sleep_mode": "engine.enable_sleep_mode",
     "enable_return_routed_experts": "engine.return_routed_experts",
     "enable_lora": "engine.max_adapters",
     "max_loras": "engine.max_adapters",
@@ -88,7 +88,9 @@ OWNED: Final = {
     "elastic_ep_max_dp_size": _RESTART,
     "enable_fault_tolerance": _RESTART,
     "fault_tolerance_config": _RESTART,
-    "enable_sleep_mode": "weights updates write into the memory that sleep mode would release",
+    "sleep_preserve_parameter_names": "dropped weights are loaded from the active version's files",
+    "weight_transfer_config": "weights versions are loaded from files; publish them over HTTP, or "
+    "by path",
 }
 """Arguments of vLLM that the server sets, with the reason."""
 DATA_PARALLEL: Final = "data_parallel_"

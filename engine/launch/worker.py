@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, Final, Literal, TypedDict
 
 import torch
 from vllm.distributed.parallel_state import get_world_group
@@ -25,8 +25,11 @@ from engine.kv_transfer.worker import rpc
 from engine.kv_transfer.worker.rpc import KvExportInfo
 from engine.runtime.feature_guard import Failure, attempt
 from engine.speculation import counters as speculation
-from engine.weights import worker_reload
+from engine.types import SleepLevel, SleepTag
+from engine.weights import worker_reload, worker_sleep
 from engine.weights.checkpoint import LM_HEAD, Checkpoint, check_same_tensors, read_checkpoint
+
+ASLEEP: Final = "the engine sleeps"
 
 
 class WorkerInfo(TypedDict):
@@ -70,6 +73,7 @@ class WorkerExtension:
     model_config: Any
     vllm_config: Any
     device: torch.device
+    coppice_sleeping: frozenset[SleepTag] = frozenset()
 
     def coppice_info(self) -> WorkerInfo:
         return WorkerInfo(
@@ -121,8 +125,10 @@ class WorkerExtension:
     def coppice_load_drafter(self, path: str, previous_path: str) -> LoadSuccess | LoadFailure:
         """Load weights into the drafter, on every rank or on none.
 
-        No pause is needed, because drafts are verified.
+        No pause is needed, because drafts are verified. Refused while the engine sleeps.
         """
+        if self.coppice_sleeping:
+            return LoadFailure(ok=False, error=ASLEEP, restored=True)
         return self.coppice_load_or_restore(path, previous_path, drafter=True)
 
     def coppice_load_or_restore(
@@ -145,11 +151,24 @@ class WorkerExtension:
 
     def coppice_load_adapter(self, name: str, number: int, path: str) -> str | None:
         """Load an adapter on every rank or on none. Returns None, or the reason of the failure."""
+        if self.coppice_sleeping:
+            return ASLEEP
         loaded = attempt(self.model_runner.add_lora, LoRARequest(name, number, path))
         if failed := _failed_ranks(isinstance(loaded, Failure)):
             attempt(self.model_runner.remove_lora, number)
             return loaded.message if isinstance(loaded, Failure) else f"failed on ranks {failed}"
         return None
+
+    def coppice_sleep(self, level: SleepLevel, tags: list[SleepTag]) -> str | None:
+        """Release memory with these tags. Returns None, or the reason of a failure."""
+        self.coppice_sleeping = self.coppice_sleeping | set(tags)
+        return _reason(attempt(worker_sleep.sleep, self, level, set(tags)))
+
+    def coppice_wake(self, tags: list[SleepTag]) -> str | None:
+        """Allocate memory with these tags again. Returns None, or the reason of a failure."""
+        outcome = attempt(worker_sleep.wake, self, set(tags))
+        self.coppice_sleeping = self.coppice_sleeping - set(tags)
+        return _reason(outcome)
 
     def coppice_unload_adapter(self, number: int) -> bool:
         return not isinstance(attempt(self.model_runner.remove_lora, number), Failure)
@@ -234,6 +253,10 @@ class WorkerExtension:
         self, checkpoint: Checkpoint, *, drafter: bool
     ) -> AbstractContextManager[Iterator[tuple[str, torch.Tensor]]]:
         return worker_reload.open_tensors(self, checkpoint, drafter=drafter)
+
+
+def _reason(outcome: object) -> str | None:
+    return outcome.message if isinstance(outcome, Failure) else None
 
 
 def _load_failure(outcome: object, failed_ranks: list[int], *, restored: bool) -> LoadFailure:

@@ -1,5 +1,6 @@
 """Weights versions and LoRA adapters of the running engine, updated from the service's process."""
 
+import asyncio
 import logging
 from pathlib import Path
 
@@ -26,6 +27,8 @@ class ServedWeights:
         self._processes = processes
         self._heartbeat = heartbeat
         self._path = path
+        self._fingerprint = _fingerprint(path)
+        self._were_reloaded = False
         self.checkpoint = checkpoint
 
     def check(self, candidate: Path, *, dtype: str) -> None:
@@ -34,6 +37,7 @@ class ServedWeights:
     async def update(self, path: Path, version: str, *, keep_kv: bool) -> int:
         """Load the weights; returns the number of tokens whose KV is kept with `keep_kv`."""
         self._heartbeat.set_stage("activating")
+        fingerprint = await asyncio.to_thread(_fingerprint, path)
         results = await self._processes.call_workers(
             "coppice_load_weights", str(path), str(self._path)
         )
@@ -47,11 +51,55 @@ class ServedWeights:
             self._heartbeat.set_stage("serving")
             raise LoadFailed("loading failed; the previous weights are still served")
         await self._processes.set_version(version)
-        self._path = path
+        self._path, self._fingerprint, self._were_reloaded = path, fingerprint, True
         loaded_seconds = max(result["seconds"] for result in results if result["ok"])
         log.info("loaded the weights of %s in %.3f s", version, loaded_seconds)
         self._heartbeat.set_stage("serving")
         return int(reset["num_kept_tokens"])
+
+    async def check_reload(self) -> None:
+        """Check that the served files can be loaded again, by loading them once.
+
+        Raises LoadFailed if the files have changed, or if vLLM cannot reload this model; then the
+        weights are as before. Call it while paused.
+        """
+        if await asyncio.to_thread(_fingerprint, self._path) != self._fingerprint:
+            raise LoadFailed("the files of the served weights have changed since they were loaded")
+        if not self._were_reloaded:
+            await self._load_served_files()
+            self._were_reloaded = True
+
+    async def reload(self) -> None:
+        """Load the served files after the weights were dropped; EngineDead if that fails."""
+        try:
+            if await asyncio.to_thread(_fingerprint, self._path) != self._fingerprint:
+                raise LoadFailed("the files of the served weights have changed")
+            await self._load_served_files()
+        except LoadFailed as error:
+            self._heartbeat.mark_dead(f"the dropped weights cannot be loaded: {error}")
+            raise EngineDead("the dropped weights cannot be loaded again") from error
+
+    async def _load_served_files(self) -> None:
+        path = str(self._path)
+        results = await self._processes.call_workers("coppice_load_weights", path, path)
+        failed = [result for result in results if not result["ok"]]
+        if not all(result["restored"] for result in failed):
+            self._heartbeat.mark_dead("the weights are partly loaded")
+            raise EngineDead("loading failed and the previous weights could not be restored")
+        if failed:
+            raise LoadFailed(f"vLLM cannot load the served weights again: {failed[0]['error']}")
+
+
+Fingerprint = tuple[tuple[str, int, int], ...]
+
+
+def _fingerprint(path: Path) -> Fingerprint:
+    """Names, sizes and modification times of weight files; empty if they are being replaced."""
+    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    try:
+        return tuple((f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files)
+    except OSError:
+        return ()
 
 
 class LoadedAdapters:
@@ -94,6 +142,17 @@ class LoadedAdapters:
                 "the engine could not load the adapter; the server's log has the reason"
             )
         self._requests[label] = request
+
+    async def reload(self, processes: VllmProcesses) -> bool:
+        """Load all adapters again, after the weights were dropped; returns False if one fails."""
+        for request in self._requests.values():
+            await processes.call_workers("coppice_unload_adapter", request.lora_int_id)
+            results = await processes.call_workers(
+                "coppice_load_adapter", request.lora_name, request.lora_int_id, request.lora_path
+            )
+            if any(reason is not None for reason in results):
+                return False
+        return True
 
     async def unload(self, processes: VllmProcesses, label: str) -> None:
         """Unload an adapter that no running sample uses."""

@@ -7,13 +7,13 @@ from pydantic import Field
 
 from coppice.wire.base import Label
 from coppice.wire.control import DEFAULT_PAUSE_LEASE_SECONDS, PauseLease
-from engine.types import PauseMode
+from engine.types import KV_CACHE, WEIGHTS, PauseMode, SleepTag
 from service.auth.access import Caller, allow_any_key, public, requires_role
 from service.compat.bodies import CompatModel, Directory, EmptyBody, read_compat_body, request_body
 from service.compat.compat_request import RunningRequests
 from service.compat.weight_updates import UPDATE_RESPONSES, Updates
 from service.http.cross_site import refuse_browsers
-from service.http.errors import InvalidRequest
+from service.http.errors import Asleep, InvalidRequest, Unsupported
 from service.http.responses import (
     ADMIN_ERRORS,
     AUTH_ERRORS,
@@ -24,10 +24,17 @@ from service.http.responses import (
     json_response,
 )
 from service.routes.dependencies import AnyServer, ReadyServer, ServingServer
+from service.routes.pause import check_can_sleep
 
 router = APIRouter()
 
+MemoryTags = Annotated[
+    list[Literal["weights", "kv_cache", "cuda_graph"]], Field(min_length=1, max_length=3)
+]
 CONTROL_RESPONSES = declare_responses({200: JSON}, *ADMIN_ERRORS, *BODY_ERRORS)
+MEMORY_RESPONSES = declare_responses(
+    {200: JSON}, *ADMIN_ERRORS, *BODY_ERRORS, InvalidRequest, Asleep, Unsupported
+)
 ADMIN_RESPONSES = declare_responses({200: JSON}, *ADMIN_ERRORS)
 # SGLang's pause modes. With in_place, running samples keep their KV; with retract, SGLang
 # recomputes it.
@@ -39,6 +46,19 @@ class PauseBody(CompatModel):
 
     mode: Literal["abort", "retract", "in_place"] = "abort"
     lease_seconds: PauseLease = DEFAULT_PAUSE_LEASE_SECONDS
+
+
+class ReleaseBody(CompatModel):
+    """Request body of SGLang's /release_memory_occupation, with the addition of `lease_seconds`."""
+
+    tags: MemoryTags | None = None
+    lease_seconds: PauseLease = DEFAULT_PAUSE_LEASE_SECONDS
+
+
+class MemoryBody(CompatModel):
+    """Request body of SGLang's /resume_memory_occupation."""
+
+    tags: MemoryTags | None = None
 
 
 class AbortBody(CompatModel):
@@ -75,6 +95,51 @@ async def resume(request: Request, server: ServingServer, caller: Caller) -> Res
     await read_compat_body(request, EmptyBody, server)
     await server.run_to_completion(server.activation.resume(caller.name))
     return json_response({"message": "continued", "status": "ok"})
+
+
+@router.post(
+    "/release_memory_occupation",
+    responses=MEMORY_RESPONSES,
+    openapi_extra=request_body(ReleaseBody),
+)
+@requires_role("admin")
+async def release_memory(request: Request, server: ReadyServer, caller: Caller) -> Response:
+    """Release the KV cache, and the weights if they are named or nothing is.
+
+    Released weights are dropped, as in SGLang. In SGLang a trainer must send them again; here they
+    are loaded from the active version unless it does.
+    """
+    body = await read_compat_body(request, ReleaseBody, server)
+    check_can_sleep(server)
+    tags = _sleep_tags(body.tags)
+    if KV_CACHE not in tags:
+        raise InvalidRequest.of_parameter("tags", "must include kv_cache")
+    work = server.activation.sleep(
+        caller.name, 2 if WEIGHTS in tags else 1, tags, "keep", body.lease_seconds
+    )
+    await server.run_to_completion(work)
+    return json_response({"status": "ok"})
+
+
+@router.post(
+    "/resume_memory_occupation",
+    responses=MEMORY_RESPONSES,
+    openapi_extra=request_body(MemoryBody),
+)
+@requires_role("admin")
+async def resume_memory(request: Request, server: ServingServer, caller: Caller) -> Response:
+    body = await read_compat_body(request, MemoryBody, server)
+    work = server.activation.wake(caller.name, _sleep_tags(body.tags))
+    await server.run_to_completion(work)
+    return json_response({"status": "ok"})
+
+
+def _sleep_tags(
+    tags: list[Literal["weights", "kv_cache", "cuda_graph"]] | None,
+) -> frozenset[SleepTag]:
+    """Tags of the engine's memory; CUDA graphs sleep with the KV cache."""
+    named = {"weights", "kv_cache"} if tags is None else set(tags)
+    return frozenset(tag for tag in (WEIGHTS, KV_CACHE) if tag in named)
 
 
 @router.post(

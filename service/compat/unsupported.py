@@ -22,7 +22,6 @@ _ADAPTER_TENSORS = (
     "adapters as pickled tensors are not supported: send the path of a directory to POST "
     "/load_lora_adapter, or upload the adapter with PUT /v1/adapters"
 )
-_MEMORY = "the engine does not release its GPU memory: run the trainer on another device"
 _RPC = (
     "calls of worker methods are not supported: publish weights with PUT /v1/weights, or send the "
     "path of a directory to POST /update_weights"
@@ -39,8 +38,6 @@ _RENDER = "not supported: use /tokenize with messages, and send its token ids to
 VLLM_ROUTES = {
     "/init_weight_transfer_engine": NCCL,
     "/init_broadcaster": NCCL,
-    "/sleep": _MEMORY,
-    "/wake_up": _MEMORY,
     "/collective_rpc": _RPC,
     "/v1/chat/completions/render": _RENDER,
 }
@@ -51,8 +48,6 @@ SGLANG_ROUTES = {
     "/update_weights_from_ipc": _TENSORS,
     "/pull_weights": _TENSORS,
     "/load_lora_adapter_from_tensors": _ADAPTER_TENSORS,
-    "/release_memory_occupation": _MEMORY,
-    "/resume_memory_occupation": _MEMORY,
 }
 OPENAI_ROUTES = {
     **dict.fromkeys(("/v1/embeddings", "/v1/rerank", "/pooling", "/classify"), _GENERATIVE),

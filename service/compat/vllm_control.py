@@ -3,18 +3,25 @@
 from fastapi import APIRouter, Request, Response
 
 from coppice.wire.base import Label
-from engine.types import PauseMode
+from engine.types import KV_CACHE, WEIGHTS, PauseMode, SleepLevel, SleepTag
 from service.auth.access import Caller, allow_any_key, public, requires_role
 from service.compat.bodies import CompatModel, Directory, EmptyBody, read_compat_body, request_body
 from service.compat.unsupported import NCCL
 from service.compat.weight_updates import UPDATE_RESPONSES, Updates
-from service.http.errors import EngineGone, InvalidRequest, Unsupported
+from service.http.errors import Asleep, EngineGone, InvalidRequest, Unsupported
 from service.http.params import pause_lease
 from service.http.responses import ADMIN_ERRORS, JSON, declare_responses, json_response
 from service.routes.dependencies import AnyServer, ReadyServer, ServingServer
+from service.routes.pause import check_can_sleep
+from service.server import Server
 
 router = APIRouter()
 
+LEVELS: dict[str, SleepLevel] = {"1": 1, "2": 2}
+ALL_TAGS: frozenset[SleepTag] = frozenset((WEIGHTS, KV_CACHE))
+SCHEDULING = "scheduling"
+"""vLLM's tag of level 0, which is only a pause."""
+SLEEP_RESPONSES = declare_responses({200: JSON}, *ADMIN_ERRORS, InvalidRequest, Asleep, Unsupported)
 MODES: tuple[PauseMode, ...] = ("abort", "wait", "keep")
 ADMIN_RESPONSES = declare_responses({200: JSON}, *ADMIN_ERRORS)
 
@@ -34,6 +41,13 @@ class FinishBody(CompatModel):
     weight_version: Label | None = None
 
 
+def _mode(request: Request) -> PauseMode:
+    mode = request.query_params.get("mode", "abort")
+    if mode not in MODES:
+        raise InvalidRequest.of_parameter("mode", f"must be one of {', '.join(MODES)}")
+    return mode
+
+
 @router.post("/pause", responses=declare_responses({200: JSON}, *ADMIN_ERRORS, InvalidRequest))
 @requires_role("admin")
 async def pause(request: Request, server: ReadyServer, caller: Caller) -> Response:
@@ -42,9 +56,7 @@ async def pause(request: Request, server: ReadyServer, caller: Caller) -> Respon
     The parameter `clear_cache` has no effect: a prefix is never reused across weights versions.
     `lease_seconds` is an addition to vLLM's protocol.
     """
-    mode = request.query_params.get("mode", "abort")
-    if mode not in MODES:
-        raise InvalidRequest.of_parameter("mode", f"must be one of {', '.join(MODES)}")
+    mode = _mode(request)
     lease_seconds = pause_lease(request.query_params)
     await server.run_to_completion(server.activation.pause(caller.name, mode, lease_seconds))
     return json_response({"status": "paused"})
@@ -61,6 +73,52 @@ async def resume(server: ServingServer, caller: Caller) -> Response:
 @allow_any_key
 async def is_paused(server: ReadyServer) -> Response:
     return json_response({"is_paused": server.activation.paused})
+
+
+@router.post("/sleep", responses=SLEEP_RESPONSES)
+@requires_role("admin")
+async def sleep(request: Request, server: ReadyServer, caller: Caller) -> Response:
+    """Release the engine's memory at vLLM's level 1 or 2; level 0 is a pause.
+
+    `lease_seconds` is an addition to vLLM's protocol.
+    """
+    mode, lease_seconds = _mode(request), pause_lease(request.query_params)
+    level = request.query_params.get("level", "1")
+    if level == "0":
+        work = server.activation.pause(caller.name, mode, lease_seconds)
+    elif level in LEVELS:
+        check_can_sleep(server)
+        work = server.activation.sleep(caller.name, LEVELS[level], ALL_TAGS, mode, lease_seconds)
+    else:
+        raise InvalidRequest.of_parameter("level", "must be 0, 1 or 2")
+    await server.run_to_completion(work)
+    return json_response({"status": "sleeping", "level": int(level)})
+
+
+@router.post("/wake_up", responses=SLEEP_RESPONSES)
+@requires_role("admin")
+async def wake_up(request: Request, server: ServingServer, caller: Caller) -> Response:
+    """Allocate the memory with the given tags again, or all of it; end a pause of level 0."""
+    tags = request.query_params.getlist("tags")
+    if not set(tags) <= {*ALL_TAGS, SCHEDULING}:
+        raise InvalidRequest.of_parameter("tags", "must be weights, kv_cache or scheduling")
+    woken = ALL_TAGS & set(tags) if tags else ALL_TAGS
+    await server.run_to_completion(_wake_up(server, caller.name, woken))
+    is_awake = not server.activation.sleeping
+    return json_response({"status": "awake" if is_awake else "sleeping", "tags": tags or None})
+
+
+async def _wake_up(server: Server, owner: str, tags: frozenset[SleepTag]) -> None:
+    await server.activation.wake(owner, tags)
+    if not server.activation.sleeping:
+        await server.activation.resume(owner)
+
+
+@router.get("/is_sleeping", responses=ADMIN_RESPONSES)
+@allow_any_key
+async def is_sleeping(server: ReadyServer) -> Response:
+    """State of the engine: as in vLLM, a pause counts as sleep."""
+    return json_response({"is_sleeping": server.activation.paused})
 
 
 @router.post(

@@ -14,6 +14,7 @@ from fastapi import Depends, Request
 from coppice.wire.weights import ActivationAnswer
 from service.http.errors import (
     ActivationFailed,
+    Asleep,
     PathRefused,
     RollbackRefused,
     Unsupported,
@@ -29,7 +30,7 @@ Fingerprint = tuple[tuple[str, int, int], ...]
 UPDATE_RESPONSES = declare_responses(
     {200: JSON},
     *(*ADMIN_ERRORS, *BODY_ERRORS, PathRefused, WeightsRefused, ActivationFailed, Unsupported),
-    *(VersionConflict, VersionNotFound, RollbackRefused),
+    *(VersionConflict, VersionNotFound, RollbackRefused, Asleep),
 )
 
 

@@ -46,6 +46,9 @@ class ServerMetrics(MetricTable):
     live = gauge("live", "1 while /livez answers 200")
     draining = gauge("draining", "1 once the server refuses new work because it shuts down")
     paused = gauge("paused", "1 while sampling is paused by request")
+    sleep_level = gauge(
+        "sleep_level", "Level at which the engine sleeps, with memory released; 0 if it is awake"
+    )
     pause_leases_ended = counter(
         "pause_leases_ended", "Pauses that ended because their lease was not renewed"
     )

@@ -18,6 +18,8 @@ def status(server: Server) -> StatusAnswer:
         stage=server.engine.health().stage,
         paused=server.activation.paused,
         pause_lease_seconds=server.activation.pause_seconds_left,
+        sleep_level=server.activation.sleep_level,
+        sleeping_tags=sorted(server.activation.sleeping),
         weights_version=active.label,
         weights_sequence=active.sequence,
         num_rollouts_running=server.rollouts.num_running,
@@ -40,6 +42,7 @@ def update_gauges(server: Server) -> None:
     metrics.server.live.set(_succeeds(readiness.check_alive))
     metrics.server.draining.set(readiness.draining)
     metrics.server.paused.set(server.activation.paused)
+    metrics.server.sleep_level.set(server.activation.sleep_level)
     metrics.server.engine_up.set(readiness.started and health.alive)
     metrics.server.heartbeat_age.set(health.age_seconds)
     metrics.http.update(server.callers, server.operators)

@@ -9,6 +9,7 @@ from service.http.errors import (
     ActivationFailed,
     AdapterNotFound,
     AdaptersFull,
+    Asleep,
     InvalidRequest,
     PathRefused,
     Unsupported,
@@ -28,7 +29,7 @@ from service.routes.dependencies import ReadyServer, UploadedFile
 
 router = APIRouter(prefix="/v1/adapters")
 
-LOAD_ERRORS = (*ADMIN_ERRORS, *FILE_ERRORS, Unsupported, ActivationFailed, AdaptersFull)
+LOAD_ERRORS = (*ADMIN_ERRORS, *FILE_ERRORS, Unsupported, ActivationFailed, AdaptersFull, Asleep)
 LOAD_RESPONSES = declare_responses({200: JSON, 201: JSON}, *BODY_ERRORS, *LOAD_ERRORS, PathRefused)
 UPLOAD_RESPONSES = declare_responses({200: JSON, 201: JSON}, *UPLOAD_ERRORS, *LOAD_ERRORS)
 UNLOAD_RESPONSES = declare_responses(
@@ -46,6 +47,7 @@ async def list_adapters(server: ReadyServer) -> Response:
 @requires_role("admin")
 async def load(name: str, request: Request, server: ReadyServer) -> Response:
     body = await read_small_json(request, LoadAdapterRequest)
+    server.activation.check_weights_awake()
     work = server.adapters.load(label(name, "name"), body.version, body.path)
     adapter, is_new = await server.run_to_completion(work)
     return json_response(server.adapters.answer_of(adapter), 201 if is_new else 200)
@@ -55,6 +57,7 @@ async def load(name: str, request: Request, server: ReadyServer) -> Response:
 @requires_role("admin")
 async def upload(name: str, version: str, server: ReadyServer, file: UploadedFile) -> Response:
     name, version = label(name, "name"), label(version)
+    server.activation.check_weights_awake()
     received = await server.adapters.receive(name, file.chunks, file.digest)
     work = server.adapters.add(name, version, received)
     adapter, is_new = await server.run_to_completion(work)

@@ -1,15 +1,24 @@
-"""Routes that pause and resume sampling."""
+"""Routes that pause and resume sampling, and release and allocate the engine's memory."""
 
 from fastapi import APIRouter, Request, Response
 
-from coppice.wire.control import PauseAnswer, PauseRequest, ResumeRequest
+from coppice.wire.control import (
+    PauseAnswer,
+    PauseRequest,
+    ResumeRequest,
+    SleepAnswer,
+    SleepRequest,
+    WakeRequest,
+)
 from service.auth.access import Caller, requires_role
 from service.http.bodies import read_small_json
+from service.http.errors import Asleep, Unsupported
 from service.http.responses import ADMIN_ERRORS, BODY_ERRORS, JSON, declare_responses, json_response
 from service.routes.dependencies import ReadyServer, ServingServer
 from service.server import Server
 
 router = APIRouter(prefix="/v1")
+SLEEP_RESPONSES = declare_responses({200: JSON}, *ADMIN_ERRORS, *BODY_ERRORS, Asleep, Unsupported)
 
 
 @router.post("/pause", responses=declare_responses({200: JSON}, *ADMIN_ERRORS, *BODY_ERRORS))
@@ -33,6 +42,47 @@ async def resume(request: Request, server: ServingServer, caller: Caller) -> Res
     body = await read_small_json(request, ResumeRequest)
     await server.run_to_completion(server.activation.resume(caller.name, is_for_all=body.all))
     return json_response(_answer(server))
+
+
+@router.post("/sleep", responses=SLEEP_RESPONSES)
+@requires_role("admin")
+async def sleep(request: Request, server: ReadyServer, caller: Caller) -> Response:
+    body = await read_small_json(request, SleepRequest)
+    check_can_sleep(server)
+    work = server.activation.sleep(
+        caller.name, body.level, frozenset(body.tags), body.mode, body.lease_seconds
+    )
+    await server.run_to_completion(work)
+    return json_response(_sleep_answer(server))
+
+
+@router.post("/wake", responses=SLEEP_RESPONSES)
+@requires_role("admin")
+async def wake(request: Request, server: ServingServer, caller: Caller) -> Response:
+    """Allocate the engine's memory again; allowed while draining, as is a resume."""
+    body = await read_small_json(request, WakeRequest)
+    work = server.activation.wake(caller.name, frozenset(body.tags), is_for_all=body.all)
+    await server.run_to_completion(work)
+    return json_response(_sleep_answer(server))
+
+
+def check_can_sleep(server: Server) -> None:
+    if not server.engine.info.can_sleep:
+        raise Unsupported(
+            "the engine was started without sleep mode: set engine.enable_sleep_mode to true"
+        )
+
+
+def _sleep_answer(server: Server) -> SleepAnswer:
+    activation = server.activation
+    return SleepAnswer.model_validate(
+        {
+            "level": activation.sleep_level,
+            "sleeping_tags": sorted(activation.sleeping),
+            "paused": activation.paused,
+            "lease_seconds": activation.pause_seconds_left,
+        }
+    )
 
 
 def _answer(server: Server) -> PauseAnswer:

@@ -15,6 +15,7 @@ from service.auth.access import requires_role
 from service.http.bodies import read_small_json
 from service.http.errors import (
     ActivationFailed,
+    Asleep,
     BaseUnavailable,
     InvalidRequest,
     PathRefused,
@@ -54,7 +55,7 @@ STAGE_RESPONSES = declare_responses(
 ACTIVATE_RESPONSES = declare_responses(
     {200: JSON},
     *(*ADMIN_ERRORS, *BODY_ERRORS, VersionNotFound, VersionConflict, RollbackRefused),
-    *(WeightsRefused, ActivationFailed),
+    *(WeightsRefused, ActivationFailed, Asleep),
 )
 DELETE_RESPONSES = declare_responses(
     {204: NO_CONTENT}, *ADMIN_ERRORS, InvalidRequest, VersionNotFound, VersionConflict

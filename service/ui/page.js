@@ -123,6 +123,7 @@ function showAgents(data) {
 const STAGES = {
   starting: ["loading", "", "The model is loading."],
   activating: ["activating", "", ""],
+  sleeping: ["sleeping", "", "The engine has released memory for a trainer."],
   dead: ["engine failed", "bad", "The engine has stopped and does not serve requests."],
   stopping: ["stopping", "bad", "The server is shutting down."],
 };

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import Set as AbstractSet
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -17,8 +18,8 @@ from coppice.wire.kv_versions import ActivationKv
 from coppice.wire.weights import ActivationAnswer, ActivationMode
 from engine.errors import EngineDead, EngineError, LoadFailed
 from engine.protocol import Engine
-from engine.types import PauseMode
-from service.http.errors import ActivationFailed, EngineGone, ServiceError, VersionConflict
+from engine.types import WEIGHTS, PauseMode, SleepLevel, SleepTag
+from service.http.errors import ActivationFailed, Asleep, EngineGone, ServiceError, VersionConflict
 from service.prompt_kv.manager import PromptKvManager
 from service.rollouts.manager import RolloutManager
 from service.weights.pauses import Pauses
@@ -61,6 +62,8 @@ class Activation:
         self._on_lease_ended = on_lease_ended
         self._clock = clock
         self._lock = asyncio.Lock()
+        self._sleep_level: SleepLevel = 1
+        self._sleeping: frozenset[SleepTag] = frozenset()
         self._pauses = Pauses(max_pause_lease_seconds, clock=clock)
 
     @asynccontextmanager
@@ -96,6 +99,82 @@ class Activation:
                 self._pauses.end(owner)
             await self._resume_unless_paused()
 
+    @property
+    def sleep_level(self) -> int:
+        """Level at which the engine sleeps; 0 if it is awake."""
+        return self._sleep_level if self._sleeping else 0
+
+    @property
+    def sleeping(self) -> frozenset[SleepTag]:
+        """Parts of the engine's memory that are released."""
+        return self._sleeping
+
+    async def sleep(
+        self,
+        owner: str,
+        level: SleepLevel,
+        tags: AbstractSet[SleepTag],
+        mode: PauseMode,
+        lease_seconds: float | None,
+    ) -> None:
+        """Pause sampling and release the engine's memory, or renew the lease of the same sleep."""
+        async with self._lock:
+            if self._sleeping:
+                self._check_same_sleep(owner, level, tags)
+            else:
+                await self._fall_asleep(level, tags, mode)
+            self._pauses.start(owner, lease_seconds, kind="sleep")
+
+    def _check_same_sleep(self, owner: str, level: SleepLevel, tags: AbstractSet[SleepTag]) -> None:
+        if not self._pauses.has(owner, "sleep"):
+            raise Asleep("the engine sleeps for another API key")
+        if (level, tags) != (self._sleep_level, self._sleeping):
+            raise Asleep(
+                f"the engine sleeps at level {self._sleep_level}, with {_names(self._sleeping)} "
+                "released: wake it before another sleep"
+            )
+
+    async def _fall_asleep(
+        self, level: SleepLevel, tags: AbstractSet[SleepTag], mode: PauseMode
+    ) -> None:
+        began = self._clock()
+        await self._engine.pause(mode, recompute=True)
+        try:
+            await self._prompt_kv.before_weights_update()
+            await self._engine.sleep(level, tags)
+        except LoadFailed as error:
+            await self._resume_unless_paused()
+            raise Asleep(f"level 2 is not possible: {error}") from error
+        except ServiceError:
+            await self._resume_unless_paused()
+            raise
+        self._sleep_level, self._sleeping = level, frozenset(tags)
+        seconds = self._clock() - began
+        log.info("asleep at level %s without %s in %.3f s", level, _names(tags), seconds)
+
+    async def wake(
+        self, owner: str, tags: AbstractSet[SleepTag], *, is_for_all: bool = False
+    ) -> None:
+        """Allocate memory with these tags again; once everything is awake, the sleep has ended."""
+        async with self._lock:
+            if self._sleeping and not (is_for_all or self._pauses.has(owner, "sleep")):
+                raise Asleep("the engine sleeps for another API key")
+            await self._wake(tags)
+            if not self._sleeping:
+                self._pauses.end_all("sleep")
+                await self._resume_unless_paused()
+
+    async def _wake(self, tags: AbstractSet[SleepTag]) -> None:
+        began, woken = self._clock(), self._sleeping & tags
+        if woken:
+            await self._engine.wake(woken)
+            self._sleeping -= woken
+            log.info("woke %s in %.3f s", _names(woken), self._clock() - began)
+
+    def check_weights_awake(self) -> None:
+        if WEIGHTS in self._sleeping:
+            raise Asleep("the memory of the weights is released: wake the weights first")
+
     async def _end_leases(self) -> None:
         while True:
             await self._pauses.wait_until_one_ends()
@@ -103,10 +182,15 @@ class Activation:
                 await self._end_due_pauses()
 
     async def _end_due_pauses(self) -> None:
-        for pause in self._pauses.remove_ended():
-            log.warning("the pause by %s has ended: its lease was not renewed", pause.owner)
+        ended = self._pauses.remove_ended()
+        for pause in ended:
+            log.warning(
+                "the %s by %s has ended: its lease was not renewed", pause.kind, pause.owner
+            )
             self._on_lease_ended()
         try:
+            if any(pause.kind == "sleep" for pause in ended):
+                await self._wake(self._sleeping)
             await self._resume_unless_paused()
         except EngineError as error:
             log.error("sampling was not resumed at the end of a pause: %s", error)
@@ -141,6 +225,7 @@ class Activation:
             if version == previous:
                 answer = _answer(version, previous, mode, paused_seconds=0.0, samples_ended=0)
             else:
+                self.check_weights_awake()
                 await self._stager.revalidate(version)
                 async with self._rollouts.close_gate():
                     self._check_can_wait(mode)
@@ -207,6 +292,10 @@ class Activation:
     async def _resume_unless_paused(self) -> None:
         if not self.paused:
             await self._engine.resume()
+
+
+def _names(tags: AbstractSet[SleepTag]) -> str:
+    return " and ".join(sorted(tags))
 
 
 def _answer(

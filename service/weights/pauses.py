@@ -1,7 +1,8 @@
 """Pauses of sampling, with leases: a caller that died does not stop sampling for ever.
 
 Each API key has at most one pause, which only the same key resumes. So the pause of an operator is
-not ended by a trainer, and a trainer's is not by another one.
+not ended by a trainer, and a trainer's is not by another one. While the engine sleeps, the sleep is
+a further pause of the key that has requested it.
 """
 
 import asyncio
@@ -9,6 +10,9 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Literal
+
+PauseKind = Literal["pause", "sleep"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,6 +20,7 @@ class Pause:
     """A pause of one API key. Without `ends_at` only a resume ends it."""
 
     owner: str
+    kind: PauseKind
     ends_at: float | None
 
 
@@ -31,32 +36,35 @@ class Pauses:
     ) -> None:
         self._max_lease_seconds = max_lease_seconds
         self._clock = clock
-        self._pauses: dict[str, Pause] = {}
+        self._pauses: dict[tuple[str, PauseKind], Pause] = {}
         self._changed = asyncio.Event()
 
     def __len__(self) -> int:
         return len(self._pauses)
 
-    def start(self, owner: str, lease_seconds: float | None) -> None:
+    def start(self, owner: str, lease_seconds: float | None, *, kind: PauseKind = "pause") -> None:
         """Start or renew the pause of an API key; longer leases are shortened to the maximum."""
         ends_at = None
         if lease_seconds is not None:
             ends_at = self._clock() + min(lease_seconds, self._max_lease_seconds)
-        self._pauses[owner] = Pause(owner=owner, ends_at=ends_at)
+        self._pauses[owner, kind] = Pause(owner=owner, kind=kind, ends_at=ends_at)
         self._changed.set()
 
-    def end(self, owner: str) -> None:
-        self._pauses.pop(owner, None)
+    def end(self, owner: str, kind: PauseKind = "pause") -> None:
+        self._pauses.pop((owner, kind), None)
 
-    def end_all(self) -> None:
-        self._pauses.clear()
+    def end_all(self, kind: PauseKind = "pause") -> None:
+        self._pauses = {key: pause for key, pause in self._pauses.items() if pause.kind != kind}
+
+    def has(self, owner: str, kind: PauseKind) -> bool:
+        return (owner, kind) in self._pauses
 
     def remove_ended(self) -> list[Pause]:
         """Remove and return the pauses whose leases have ended."""
         now = self._clock()
         ended = [p for p in self._pauses.values() if p.ends_at is not None and p.ends_at <= now]
         for pause in ended:
-            del self._pauses[pause.owner]
+            del self._pauses[pause.owner, pause.kind]
         return ended
 
     @property

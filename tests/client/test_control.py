@@ -4,7 +4,7 @@ import time
 import httpx
 import pytest
 
-from coppice import PauseAnswer, StatusAnswer, TimedOut, Unauthorized
+from coppice import PauseAnswer, SleepAnswer, StatusAnswer, TimedOut, Unauthorized
 from coppice.wire.control import HealthAnswer
 from tests.client.app import App, answering, failing, refusing
 from tests.client.conftest import Connect
@@ -44,6 +44,29 @@ def test_resume_can_end_the_pauses_of_all_keys(connect: Connect) -> None:
     app = App(answering(PauseAnswer(paused=False)))
     connect(app).resume(all=True)
     assert json.loads(app.request.content) == {"all": True}
+
+
+SLEEPING = SleepAnswer(level=2, sleeping_tags=["kv_cache", "weights"], paused=True)
+
+
+def test_sleep_sends_its_level_tags_and_lease(connect: Connect) -> None:
+    app = App(answering(SLEEPING))
+    assert connect(app).sleep(2, mode="abort", lease_seconds=None, timeout=5) == SLEEPING
+    assert (app.request.method, app.request.url.path) == ("POST", "/v1/sleep")
+    assert json.loads(app.request.content) == {
+        "level": 2,
+        "tags": ["kv_cache", "weights"],
+        "mode": "abort",
+        "lease_seconds": None,
+    }
+    assert app.request.extensions["timeout"]["read"] == 5
+
+
+def test_wake_sends_its_tags(connect: Connect) -> None:
+    app = App(answering(SLEEPING))
+    connect(app).wake(tags=["weights"], all=True)
+    assert (app.request.method, app.request.url.path) == ("POST", "/v1/wake")
+    assert json.loads(app.request.content) == {"tags": ["weights"], "all": True}
 
 
 def test_resume_returns_whether_the_server_is_paused(connect: Connect) -> None:

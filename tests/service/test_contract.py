@@ -18,6 +18,7 @@ from tests.serving import settings_for
 NO_MODELS = {
     "KvVersions",
     *("TokenId", "Label", "AdapterName", "FinishReason", "SegmentFinish", "Outcome", "Stage"),
+    "SleepTag",
     *("SessionState", "SessionEndReason", "AttachReason", "SessionsRecord"),
     *("Record", "PackedAnswer", "KvReason", "KvReuseReason"),
 }

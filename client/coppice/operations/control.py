@@ -1,5 +1,7 @@
 """Client operations that pause and resume a server and query its status and readiness."""
 
+from collections.abc import Sequence
+
 from coppice.errors import CoppiceError, EngineUnavailable, TimedOut, TransportError
 from coppice.transport.messages import HttpRequest, json_request
 from coppice.transport.retry import RequestSender
@@ -10,7 +12,12 @@ from coppice.wire.control import (
     PauseMode,
     PauseRequest,
     ResumeRequest,
+    SleepAnswer,
+    SleepLevel,
+    SleepRequest,
+    SleepTag,
     StatusAnswer,
+    WakeRequest,
 )
 
 _FIRST_WAIT_SECONDS = 0.05
@@ -52,6 +59,51 @@ class ControlOperations:
         """
         call = json_request("POST", "/v1/resume", ResumeRequest(all=all), is_idempotent=True)
         return (await self._sender.send(call)).read(PauseAnswer)
+
+    async def sleep(
+        self,
+        level: SleepLevel = 1,
+        *,
+        tags: Sequence[SleepTag] = ("kv_cache", "weights"),
+        mode: PauseMode = "keep",
+        lease_seconds: float | None = DEFAULT_PAUSE_LEASE_SECONDS,
+        timeout: float | None = None,
+    ) -> SleepAnswer:
+        """Pauses the engine and releases its memory, so that a trainer can use the device.
+
+        Level 1 keeps the weights in host memory, level 2 drops them. The engine wakes after
+        `lease_seconds` unless the call is repeated. None: only by `wake`.
+        """
+        request = SleepRequest(level=level, tags=list(tags), mode=mode, lease_seconds=lease_seconds)
+        call = json_request(
+            "POST",
+            "/v1/sleep",
+            request,
+            read_timeout=timeout,
+            is_idempotent=True,
+            sends_none=True,
+        )
+        return (await self._sender.send(call)).read(SleepAnswer)
+
+    async def wake(
+        self,
+        *,
+        tags: Sequence[SleepTag] = ("kv_cache", "weights"),
+        all: bool = False,
+        timeout: float | None = None,
+    ) -> SleepAnswer:
+        """Allocates the engine's memory again; once everything is awake, sampling resumes.
+
+        To send new weights first, wake `weights`, publish them, and wake the rest.
+        """
+        call = json_request(
+            "POST",
+            "/v1/wake",
+            WakeRequest(tags=list(tags), all=all),
+            read_timeout=timeout,
+            is_idempotent=True,
+        )
+        return (await self._sender.send(call)).read(SleepAnswer)
 
     async def status(self) -> StatusAnswer:
         """Returns the engine's properties, the active weights version and rollout counts."""

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from coppice.wire.base import AnswerModel, RequestModel
 from coppice.wire.kv import KvReason
@@ -10,8 +10,11 @@ from coppice.wire.kv import KvReason
 DEFAULT_PAUSE_LEASE_SECONDS = 120.0
 
 PauseMode = Literal["abort", "wait", "keep"]
+SleepLevel = Literal[1, 2]
+SleepTag = Literal["kv_cache", "weights"]
+SleepTags = Annotated[list[SleepTag], Field(min_length=1, max_length=2)]
 PauseLease = Annotated[float, Field(gt=0, lt=2**31, allow_inf_nan=False)]
-Stage = Literal["starting", "serving", "activating", "stopping", "dead"]
+Stage = Literal["starting", "serving", "activating", "sleeping", "stopping", "dead"]
 
 
 class PauseRequest(RequestModel):
@@ -37,6 +40,44 @@ class PauseAnswer(AnswerModel):
     by itself; None if sampling is not paused or a pause has no lease.
     """
 
+    paused: bool
+    lease_seconds: float | None = None
+
+
+class SleepRequest(RequestModel):
+    """Body of POST /v1/sleep: the memory to release, and the handling of running samples.
+
+    Level 1 keeps the weights in host memory, level 2 drops them. The lease is that of a pause.
+    """
+
+    level: SleepLevel = 1
+    tags: SleepTags = ["kv_cache", "weights"]
+    mode: PauseMode = "keep"
+    lease_seconds: PauseLease | None = DEFAULT_PAUSE_LEASE_SECONDS
+
+    @field_validator("tags")
+    @classmethod
+    def _require_kv_cache(cls, tags: list[SleepTag]) -> list[SleepTag]:
+        if "kv_cache" not in tags:
+            raise ValueError("must include kv_cache, whose content depends on the weights")
+        return tags
+
+
+class WakeRequest(RequestModel):
+    """Body of POST /v1/wake: the memory to allocate; `all`: also for a sleep of another API key."""
+
+    tags: SleepTags = ["kv_cache", "weights"]
+    all: bool = False
+
+
+class SleepAnswer(AnswerModel):
+    """Answer of POST /v1/sleep and /v1/wake: the new state of the engine.
+
+    `level` is 0 if nothing is released. `paused` and `lease_seconds` are those of PauseAnswer.
+    """
+
+    level: Literal[0, 1, 2]
+    sleeping_tags: list[SleepTag]
     paused: bool
     lease_seconds: float | None = None
 
@@ -101,6 +142,8 @@ class StatusAnswer(AnswerModel):
     stage: Stage
     paused: bool
     pause_lease_seconds: float | None = None
+    sleep_level: Literal[0, 1, 2] = 0
+    sleeping_tags: list[SleepTag] = Field(default_factory=list)
     weights_version: str
     weights_sequence: int
     num_rollouts_running: int

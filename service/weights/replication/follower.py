@@ -8,6 +8,7 @@ import asyncio
 import logging
 from contextlib import suppress
 
+from engine.types import WEIGHTS
 from service.cluster.membership import ClusterMembership
 from service.cluster.registry import ActivationTarget, ClusterView, RegistryUnavailable
 from service.http.errors import ServiceError, VersionConflict
@@ -156,6 +157,8 @@ class Follower:
                 self.replica_status.on_success(label)  # its failure concerned the deleted files
 
     async def _apply_target(self, target: ActivationTarget, view: ClusterView) -> None:
+        if WEIGHTS in self._activation.sleeping:
+            return  # a trainer uses the memory: a later view is applied after the wake
         version = self._versions.find(target.version)
         if target.version in self.fetcher.in_progress or not self.replica_status.is_due(
             target.version

@@ -238,3 +238,18 @@ async def test_replication_works_over_redis(tmp_path: Path) -> None:
             async with replica(tmp_path / "late", late, None, **shared) as third:
                 await eventually(lambda: serves(third, "v2"))
                 assert loaded(late) == NEW
+
+
+async def test_sleeping_replica_follows_once_its_weights_are_awake(tmp_path: Path) -> None:
+    async with several(tmp_path, 2, fleet_seconds=1.0) as (replicas, engines):
+        first, second = replicas
+        assert (await second.http.post("/v1/sleep", json={})).status_code == 200
+        await first.http.put("/v1/weights/v1", content=OLD)
+        answer = (await activate(first, "v1")).json()
+        assert answer["pending_replicas"] == [second.server.cluster.own_id]
+        (behind,) = (one for one in (await listed(first))["replicas"] if one["version"] == "v0")
+        assert behind["failed"] is None
+        await second.http.post("/v1/wake", json={"tags": ["weights"]})
+        await eventually(lambda: engines[1].version == "v1")
+        assert engines[1].sleeping == {"kv_cache"}
+        assert (await second.http.post("/v1/wake", json={})).json()["paused"] is False
