@@ -93,6 +93,19 @@ def test_tests_named_by_the_threat_model_exist() -> None:
         assert not function or re.search(rf"^(async )?def {function}\(", text, re.MULTILINE), file
 
 
+def test_page_states_every_invariant_with_its_tests() -> None:
+    page = (ROOT / "docs/operate/reliability.md").read_text()
+    rows = re.findall(r"^\| (P\d+) \| ([^|]+) \| ([^|]+) \|$", page, re.MULTILINE)
+    assert [name for name, _, _ in rows] == [f"P{number}" for number in range(1, 11)]
+    tests = {name: re.findall(r"`(tests/[\w/]+\.py)`", named) for name, _, named in rows}
+    assert all(tests.values())
+    assert [file for files in tests.values() for file in files if not (ROOT / file).exists()] == []
+    for file in (ROOT / "tests" / "invariants").glob("test_p*.py"):
+        path = str(file.relative_to(ROOT))
+        for number in re.findall(r"p(\d+)_", file.name):
+            assert path in tests[f"P{number}"]
+
+
 def test_every_advisory_class_names_its_test() -> None:
     section = (ROOT / "SECURITY.md").read_text().partition("## Known classes of vulnerability")[2]
     rows = [line for line in section.splitlines() if line.startswith("| ")][1:]
