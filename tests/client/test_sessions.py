@@ -73,20 +73,27 @@ def test_broken_stream_is_resumed_after_the_last_session(connect: Connect) -> No
 
 
 def test_stream_without_a_group_is_resumed_on_its_replica(connect: Connect) -> None:
-    """A balancer may send each connection to another replica, whose sequences are others."""
-    reset = httpx.ReadError("reset")
+    """A balancer may send each connection to another replica, whose sequences are others.
+
+    Sequences begin at the start of a replica, in microseconds; the second one started earlier.
+    """
+    reset, late, early = httpx.ReadError("reset"), 1_800_000_000_000_000, 1_700_000_000_000_000
     app = App(
-        streaming(Body([line(3, "one.")], reset)),
-        streaming(Body([line(4, "one.")], reset)),
-        refusing("replica_gone", 404),
-        streaming(Body([line(5, "two.")])),
+        streaming(Body([line(late + 1, "one.")], reset)),
+        streaming(Body([line(late + 2, "one.")], reset)),
+        refusing("replica_gone", 410),
+        streaming(Body([line(early + 1, "two.")], reset)),
+        streaming(Body([line(early + 2, "two.")])),
     )
     client = connect(app, retry=Retry(), clock=FakePace())
-    assert [session.id for session in client.sessions.stream()] == ["one.s3", "one.s4", "two.s5"]
+    sequences = [late + 1, late + 2, early + 1, early + 2]
+    assert [session.sequence for session in client.sessions.stream()] == sequences
     assert [request.url.params.get("replica") for request in app.requests] == [
-        *(None, "one", "one", None)
+        *(None, "one", "one", None, "two")
     ]
-    assert [request.url.params["after"] for request in app.requests] == ["0", "3", "4", "4"]
+    assert [int(request.url.params["after"]) for request in app.requests] == [
+        *(0, late + 1, late + 2, 0, early + 1)
+    ]
 
 
 def test_stream_of_a_group_without_its_end_has_failed(connect: Connect) -> None:

@@ -144,7 +144,8 @@ class AsyncSessions:
         A broken connection is resumed. The stream of a group ends when all of its sessions have
         ended. Without a group it has the sessions of the replica that answers first, and ends when
         this server stops; with several replicas, stream each group. If the replica has left the
-        cluster while the connection was broken, the stream goes on with the replica that answers.
+        cluster while the connection was broken, the stream goes on with all kept sessions of the
+        replica that answers.
         """
         replica: str | None = None
         retry_state = self._sender.retry_state(_stream_request(group, replica, after))
@@ -167,7 +168,7 @@ class AsyncSessions:
             except ReplicaGone:
                 if replica is None:
                     raise
-                replica = None
+                replica, after = None, 0  # the sequences of another replica may be lower
             except CoppiceError as error:
                 if not await retry_state.wait_before_retry(error):
                     raise
