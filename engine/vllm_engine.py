@@ -213,7 +213,15 @@ class VllmEngine:
         settings = self._speculation_settings
         await speculation_lifecycle.start_drafting(self.llm, settings, self.info)
         if self._drafter_dir is not None:
-            self._drafter = Drafter(settings, self._drafter_dir, self.llm, self.info)
+            sleep_mode = self._sleep_mode
+            assert sleep_mode is not None, "created before"
+            self._drafter = Drafter(
+                settings,
+                self._drafter_dir,
+                self.llm,
+                self.info,
+                lambda: sleep_mode.is_asleep,
+            )
             await self._drafter.start_drafting()
         prediction = await speculation_lifecycle.predict_gain(self.llm, settings)
         self._info = with_prediction(self.info, settings.mode, prediction)

@@ -34,6 +34,11 @@ class SleepMode:
         self._are_weights_dropped = False
         self._are_adapters_dropped = False
 
+    @property
+    def is_asleep(self) -> bool:
+        """True while any memory is released."""
+        return bool(self._sleeping)
+
     async def sleep(self, level: SleepLevel, tags: AbstractSet[SleepTag]) -> None:
         assert not self._sleeping, "wake the engine first"
         drops = level == 2 and WEIGHTS in tags

@@ -6,6 +6,7 @@ EngineCore and the trainer. A failure here costs drafts or training, never a sam
 
 import asyncio
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,12 +37,13 @@ class Drafter:
         drafter_dir: DrafterDir,
         llm: AsyncLLM,
         info: EngineInfo,
+        is_asleep: Callable[[], bool],
     ) -> None:
         self._settings = settings
         self._drafter_dir = drafter_dir
         self._llm = llm
         self._info = info
-        self._promotion = DrafterPromotion(drafter_dir, self._load, self._on_adopted)
+        self._promotion = DrafterPromotion(drafter_dir, self._load, self._on_adopted, is_asleep)
         self._trainer: TrainerProcess | None = None
         if settings.drafter_training:
             self._trainer = TrainerProcess(

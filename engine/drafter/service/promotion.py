@@ -85,15 +85,21 @@ class DrafterPromotion:
     """Queues new drafter versions, runs their A/B tests, and promotes or deletes them.
 
     It owns the drafter files. `on_adopted` is called with the file of each external version that is
-    promoted. The file of the loaded version exists until another is loaded.
+    promoted. The file of the loaded version exists until another is loaded. While `is_asleep`,
+    workers load no drafter, so tests neither start nor continue.
     """
 
     def __init__(
-        self, drafter_dir: DrafterDir, load: LoadDrafter, on_adopted: Callable[[Path], None]
+        self,
+        drafter_dir: DrafterDir,
+        load: LoadDrafter,
+        on_adopted: Callable[[Path], None],
+        is_asleep: Callable[[], bool],
     ) -> None:
         self._drafter_dir = drafter_dir
         self._load = load
         self._on_adopted = on_adopted
+        self._is_asleep = is_asleep
         self._queued: Candidate | None = None
         self._candidate: Candidate | None = None
         self._is_importing = False
@@ -143,6 +149,8 @@ class DrafterPromotion:
             self._queue_candidate(Candidate(version=version, is_external=False))
 
     async def poll(self, snapshot: Snapshot | None) -> None:
+        if self._is_asleep():
+            return
         self._snapshot = snapshot
         if self._test is not None:
             await self._advance_test(self._test)

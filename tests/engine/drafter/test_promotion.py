@@ -32,9 +32,10 @@ class Workers:
     loaded: list[str] = field(default_factory=list)
     broken: set[str] = field(default_factory=set)
     adopted: list[Path] = field(default_factory=list)
+    asleep: bool = False
 
     async def load(self, version: str, previous: str, on_trial: bool) -> bool:
-        if version in self.broken:
+        if self.asleep or version in self.broken:
             return False
         self.loaded.append(version)
         return True
@@ -60,7 +61,7 @@ def workers() -> Workers:
 
 @pytest.fixture
 def promotion(folder: SlowDisk, workers: Workers) -> DrafterPromotion:
-    return DrafterPromotion(folder, workers.load, workers.adopted.append)
+    return DrafterPromotion(folder, workers.load, workers.adopted.append, lambda: workers.asleep)
 
 
 @pytest.fixture
@@ -136,6 +137,23 @@ async def test_drafter_that_fails_to_load_is_dropped(
     await promotion.poll(None)
     assert (promotion.candidate_version, promotion.outcomes) == (None, {"failed": 1})
     assert not folder.file("mine").exists()
+
+
+async def test_drafters_wait_while_the_engine_sleeps(
+    promotion: DrafterPromotion, workers: Workers, folder: DrafterDir, imported: Path
+) -> None:
+    """Workers refuse to load a drafter then; the version must not count as one that failed."""
+    await promotion.submit(imported, "mine")
+    workers.asleep = True
+    await promotion.poll(None)
+    workers.asleep = False
+    await promotion.poll(None)
+    traffic = Traffic(mine=0.6, **{INITIAL_VERSION: 0.5})
+    workers.asleep = True
+    await promotion.poll(traffic.window("mine"))
+    workers.asleep = False
+    await tried(promotion, workers, traffic)
+    assert (promotion.serving, promotion.outcomes) == ("mine", {"promoted": 1})
 
 
 @pytest.mark.parametrize("version", [INITIAL_VERSION, "training", "trained-3", "published-3"])
