@@ -38,8 +38,9 @@ class VllmSettings(Section):
 
     quantization: str | None = Field(
         None,
-        description="vLLM's quantization method, such as fp8; none: the method of the model's "
-        "config.json; set it to quantize 16-bit weights when they are loaded",
+        description="vLLM's quantization method, such as fp8_per_channel; none: the method of the "
+        "model's config.json; set it to quantize 16-bit weights whenever they are loaded, at the "
+        "start and with each weights version",
     )
     kv_cache_dtype: str = Field(
         "auto",

@@ -178,7 +178,9 @@ def _session_kv_retention(settings: EngineSettings) -> FeatureStatus:
 
 def _quantization(config: Any, settings: EngineSettings) -> FeatureStatus:
     method = config.model_config.quantization
-    origin = "engine.quantization" if settings.quantization else "the model's config.json"
+    origin = "the model's config.json: its weights cannot be updated"
+    if settings.quantization:
+        origin = "engine.quantization"
     reason = f"{method}, from {origin}" if method else "weights are not quantized"
     return _feature("quantization", method, reason, "engine.quantization")
 

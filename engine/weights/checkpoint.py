@@ -143,9 +143,17 @@ def read_base_checkpoint(path: Path) -> Checkpoint:
 def check_same_tensors(served: Checkpoint, candidate: Checkpoint) -> None:
     """Check that a candidate has the tensor names and shapes of the served checkpoint.
 
-    Any of the dtypes BF16, F16 and F32 is allowed and converted on loading.
+    Any of the dtypes BF16, F16 and F32 is allowed and converted on loading. A served checkpoint
+    with other dtypes is quantized, and has scales that no candidate has.
     """
     ours, theirs = served.tensors, candidate.tensors
+    for name in sorted(ours):
+        if ours[name].dtype not in DTYPE_BYTES:
+            raise CheckpointRefused(
+                f"the served checkpoint is quantized ({printable(name)} has dtype "
+                f"{ours[name].dtype}), so its weights cannot be updated; start with an unquantized "
+                "checkpoint and engine.quantization to quantize every weights version on loading"
+            )
     shapes = [n for n in sorted(ours.keys() & theirs.keys()) if ours[n].shape != theirs[n].shape]
     dtypes = [n for n in sorted(theirs) if theirs[n].dtype not in DTYPE_BYTES]
     differences = [

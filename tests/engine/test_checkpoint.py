@@ -195,6 +195,15 @@ def test_checkpoint_of_another_model_is_refused_with_its_differences(
         check_checkpoint(served, write(tmp_path / "candidate", tensors))
 
 
+def test_weights_of_a_quantized_checkpoint_cannot_be_replaced(tmp_path: Path) -> None:
+    """Neither by weights in other dtypes, whose names would all differ, nor by its own."""
+    quantized = small() | {"model.layers.0.mlp.up_proj.weight": np.ones((3, 4), np.int8)}
+    path = write(tmp_path / "served", quantized)
+    for candidate in (path, write(tmp_path / "candidate", small())):
+        with pytest.raises(CheckpointRefused, match=r"quantized \(model.layers.0.*dtype I8\)"):
+            check_checkpoint(read_base_checkpoint(path), candidate)
+
+
 def test_float_dtypes_may_replace_each_other(tmp_path: Path, served: Checkpoint) -> None:
     other = {
         n: v.astype(np.float32 if v.dtype == np.float16 else np.float16) for n, v in small().items()

@@ -101,7 +101,8 @@ def test_settings_enable_features() -> None:
     )
     for name in ("lora_adapters", "kv_offloading", "quantization", "quantized_kv_cache"):
         assert on[name].enabled, name
-    assert on["quantization"].reason == "fp8, from the model's config.json"
+    reason = "fp8, from the model's config.json: its weights cannot be updated"
+    assert on["quantization"].reason == reason
     assert on["expert_parallel"].enabled and on["tool_parser"].enabled
 
 

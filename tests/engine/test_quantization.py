@@ -1,0 +1,157 @@
+"""Quantized engines: weights in bfloat16 that are quantized on loading, and quantized checkpoints.
+
+A weights version gives exactly the samples of an engine that started from it, because each layer is
+quantized again from the same values.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.errors import CheckpointRefused
+from engine.weights.checkpoint import read_base_checkpoint
+from engine.weights.validation import check_checkpoint
+from tests.engine.model_families import save_family
+from tests.engine.random_models import in_bfloat16, make_models
+from tests.engine.stepped_engine import Answer, LiveEngine, live_engine
+
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
+
+PROMPTS = ([5, 6, 7], [5 + i * 7 % 200 for i in range(100)])
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+needs_amx = pytest.mark.skipif(
+    not torch.cpu._is_amx_tile_supported(), reason="vLLM's kernel of this method needs AMX"
+)
+
+
+def models_of(folder: Path, family: str) -> dict[str, Path]:
+    if family == "dense":
+        made = make_models(folder / "float32", tied=True)
+    else:
+        made = {
+            f"v{seed}": save_family(folder / "float32" / f"v{seed}", family, seed=seed)
+            for seed in (7, 8)
+        }
+    return {name: in_bfloat16(path, folder / name) for name, path in made.items()}
+
+
+def answers(engine: LiveEngine) -> list[tuple[list[int], list[float]]]:
+    """Tokens and logprobs, without prefixes of an earlier call."""
+    found: list[Answer] = []
+    with engine.paused(recompute=True):
+        pass
+    for prompt in PROMPTS:
+        found += engine.ask(prompt, max_tokens=24)
+    return [(answer.token_ids, answer.logprobs) for answer in found]
+
+
+def dtypes(engine: LiveEngine) -> set[torch.dtype]:
+    runner = engine.core.model_executor.driver_worker.worker.model_runner
+    return {parameter.dtype for parameter in runner.get_model().parameters()}
+
+
+def fall_asleep_and_wake(engine: LiveEngine) -> None:
+    """Sleep at level 2; the weights are loaded again."""
+    tags = ["kv_cache", "weights"]
+    with engine.paused(recompute=True):
+        assert engine.rpc("coppice_sleep", 2, tags) == [None]
+        assert engine.rpc("coppice_wake", tags) == [None]
+        (loaded,) = engine.load(engine.serving)
+        assert loaded["ok"], loaded
+
+
+@pytest.mark.parametrize(
+    ("family", "method", "dtype"),
+    [
+        ("dense", "fp8_per_channel", torch.float8_e4m3fn),
+        pytest.param("dense", "fp8_per_block", torch.float8_e4m3fn, marks=needs_amx),
+        pytest.param(
+            "mixture_of_experts", "int8_per_channel_weight_only", torch.int8, marks=needs_amx
+        ),
+    ],
+)
+def test_versions_are_quantized_as_by_an_engine_that_starts_from_them(
+    family: str, method: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    models = models_of(tmp_path, family)
+    settings: dict[str, Any] = {"dtype": "bfloat16", "quantization": method}
+    with live_engine(models["v8"], **settings) as engine:
+        expected = answers(engine)
+    with live_engine(models["v7"], **settings) as engine:
+        first = answers(engine)
+        for name in ("v8", "v7"):
+            check_checkpoint(read_base_checkpoint(models["v7"]), models[name], dtype="bfloat16")
+        engine.swap(models["v8"])
+        assert dtype in dtypes(engine)
+        assert answers(engine) == expected != first
+        fall_asleep_and_wake(engine)
+        assert answers(engine) == expected
+        engine.swap(models["v7"])
+        assert answers(engine) == first
+
+
+def test_quantized_samples_differ_from_those_of_bfloat16(tmp_path: Path) -> None:
+    """The other test would pass if vLLM quantized nothing."""
+    model = models_of(tmp_path, "dense")["v7"]
+    found = []
+    for method in (None, "fp8_per_channel"):
+        with live_engine(model, dtype="bfloat16", quantization=method) as engine:
+            found.append(answers(engine))
+    assert found[0] != found[1]
+
+
+def quantized_checkpoint(model: Path, directory: Path) -> Path:
+    """A checkpoint in the format compressed-tensors: int8 weights with a scale per channel."""
+    in_bfloat16(model, directory)
+    tensors = dict(_quantized(load_file(directory / "model.safetensors")))
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    common = {"num_bits": 8, "type": "int", "symmetric": True}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {**common, "strategy": "channel", "dynamic": False},
+                "input_activations": {**common, "strategy": "token", "dynamic": True},
+            }
+        },
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def _quantized(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, values in tensors.items():
+        if name.split(".")[-2] in PROJECTIONS:
+            scale = values.float().abs().amax(dim=1, keepdim=True) / 127
+            yield name, (values.float() / scale).round().to(torch.int8)
+            yield f"{name}_scale", scale.bfloat16()
+        else:
+            yield name, values
+
+
+def test_quantized_checkpoint_is_served_and_cannot_be_updated(tmp_path: Path) -> None:
+    models = make_models(tmp_path, tied=True)
+    served = quantized_checkpoint(models["v7"], tmp_path / "int8")
+    candidates = in_bfloat16(models["v8"], tmp_path / "v8-bf16"), served
+    for candidate in candidates:
+        with pytest.raises(CheckpointRefused, match="the served checkpoint is quantized"):
+            check_checkpoint(read_base_checkpoint(served), candidate, dtype="bfloat16")
+    with live_engine(served, dtype="bfloat16") as engine:
+        before = answers(engine)
+        assert torch.int8 in dtypes(engine)
+        with engine.paused():
+            for candidate in candidates:
+                (answer,) = engine.load(candidate)
+                assert (answer["ok"], answer["restored"]) == (False, True)
+                assert "is quantized (model.layers.0" in answer["error"]
+        assert answers(engine) == before
