@@ -116,10 +116,22 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Tree:
-    """Rollout tree: its segments, each after its parent, and the ids of its leaf segments."""
+    """Rollout tree: its segments, each after its parent, and the ids of its leaf segments.
+
+    `is_session`: the tree of an agent session. All sampled children of a cut sample continue it in
+    other trees, and only the first one in this.
+    """
 
     segments: tuple[Segment, ...]
     leaves: tuple[str, ...]
+    is_session: bool = False
+
+    def continuations(self) -> frozenset[str]:
+        """Ids of the segments with the further tokens of a sample that their parent begins."""
+        cut = {each.id for each in self.segments if each.sampled and each.finish_reason == "cut"}
+        below = [each for each in self.segments if each.parent in cut]
+        first = {each.parent: each.id for each in reversed(below)}
+        return frozenset(first.values() if self.is_session else (each.id for each in below))
 
     def segment(self, segment_id: str) -> Segment:
         """Returns the segment with this id. Raises KeyError if there is none."""

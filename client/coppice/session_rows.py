@@ -4,7 +4,6 @@ A row is the path from the root of a tree to one leaf. Its methods return the fi
 prime-rl and rLLM; `trl_output` returns those of TRL. None of these packages is imported.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
@@ -14,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coppice.results import Group, Segment, Tree
-from coppice.sessions import SessionResult
+from coppice.sessions import SessionResult, hidden_ends
 from coppice.wire.kv_versions import KvVersionSpan, joined_kv_versions
 from coppice.wire.rollouts import VersionSpan
 from coppice.wire.version_span_slicing import joined_spans
@@ -110,9 +109,9 @@ def session_rows(result: SessionResult, *, train_once: bool = True) -> list[Sess
     trained: set[str] = set()
     rows = []
     for group in result.groups:
-        tree = Tree(segments=(), leaves=()) if group.tree is None else group.tree
-        ends = _ends_of_samples(tree)
-        hidden = _hidden_ends(result, tree, ends)
+        tree = group.tree or Tree(segments=(), leaves=(), is_session=True)
+        ends = tree.continuations()
+        hidden = hidden_ends(result, tree)
         for leaf in sorted(tree.leaves, key=lambda leaf: leaf in hidden):
             path = tree.path(leaf)
             row = _row(result, group, path, trained if train_once else set())
@@ -147,33 +146,6 @@ def _only_row(result: SessionResult, *, longest: bool) -> SessionRow:
     if not rows or (len(rows) > 1 and not longest):
         raise ValueError(f"session {result.id} has {len(rows)} rows, and TRL needs one per prompt")
     return max(rows, key=lambda row: row.num_trained)
-
-
-def _ends_of_samples(tree: Tree) -> frozenset[str]:
-    """Ids of segments with the further tokens of a sample that a later prompt has split.
-
-    They are the first children of the sampled segments that are `cut`.
-    """
-    cut = {each.id for each in tree.segments if each.sampled and each.finish_reason == "cut"}
-    ends: dict[str | None, str] = {}
-    for segment in tree.segments:
-        if segment.parent in cut:
-            ends.setdefault(segment.parent, segment.id)
-    return frozenset(ends.values())
-
-
-def _hidden_ends(result: SessionResult, tree: Tree, ends: frozenset[str]) -> frozenset[str]:
-    """Ids of leaves with hidden tokens of a sample, of which a prompt continues the others."""
-    num_hidden = {turn.segment: turn.num_hidden_tokens for turn in result.turns}
-    leaves = ends.intersection(tree.leaves)
-    num_children = Counter(segment.parent for segment in tree.segments)
-    return frozenset(
-        each.id
-        for each in tree.segments
-        if each.id in leaves
-        and len(each.token_ids) <= num_hidden.get(each.id, 0)
-        and num_children[each.parent] > 1
-    )
 
 
 def _row(

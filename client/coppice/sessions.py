@@ -1,9 +1,10 @@
 """Results of agent sessions: the sessions of a group, and the trees of an ended one."""
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from coppice.results import Group, group_of, sample_of, segment_of
+from coppice.results import Group, Tree, group_of, sample_of, segment_of
 from coppice.wire.rollouts import GroupAnswer
 from coppice.wire.sessions import (
     SessionAnswer,
@@ -61,6 +62,20 @@ class SessionResult:
     usage: SessionUsage
 
 
+def hidden_ends(session: SessionResult, tree: Tree) -> frozenset[str]:
+    """Ids of leaves with hidden tokens of a sample, of which a prompt continues the others."""
+    num_hidden = {turn.segment: turn.num_hidden_tokens for turn in session.turns}
+    ends = tree.continuations().intersection(tree.leaves)
+    num_children = Counter(segment.parent for segment in tree.segments)
+    return frozenset(
+        each.id
+        for each in tree.segments
+        if each.id in ends
+        and len(each.token_ids) <= num_hidden.get(each.id, 0)
+        and num_children[each.parent] > 1
+    )
+
+
 def session_result_of(answer: SessionAnswer) -> SessionResult:
     return SessionResult(
         id=answer.id,
@@ -79,4 +94,5 @@ def session_result_of(answer: SessionAnswer) -> SessionResult:
 
 def _group_of(answer: GroupAnswer) -> Group:
     segments = map(segment_of, answer.segments or ())
-    return group_of(answer, map(sample_of, answer.samples), segments)
+    group = group_of(answer, map(sample_of, answer.samples), segments)
+    return replace(group, tree=group.tree and replace(group.tree, is_session=True))

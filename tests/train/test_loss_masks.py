@@ -185,6 +185,50 @@ def test_penalties_of_adjacent_samples_are_refused() -> None:
         TrainingTree.of([7, 8, 9], group_with_tree(given), adjustments=adjustments)
 
 
+def session_tree() -> Tree:
+    """A sample split before its hidden end, and two samples to a prompt that continues it."""
+    parts = (
+        replace(segment("a", None, [1, 2]), finish_reason="cut"),
+        segment("end", "a", [2]),
+        replace(segment("b", "a", [1, 1]), finish_reason="cut"),
+        segment("b-end", "b", [1]),
+        segment("c", "b", [1, 2, 1]),
+        segment("d", "a", [2, 2]),
+    )
+    return Tree(segments=parts, leaves=("end", "b-end", "c", "d"), is_session=True)
+
+
+def test_each_request_of_a_session_has_penalties_of_its_own() -> None:
+    """Logprobs as if each sample were the response to a prompt with all tokens before it."""
+    model = tiny_model()
+    tree = TrainingTree.of([7, 8, 9], group_with_tree(session_tree()), adjustments=ADJUSTED)
+    requests = {
+        (0, 1): ([7, 8, 9], [1, 2, 2]),
+        (2, 3): ([7, 8, 9, 1, 2], [1, 1, 1]),
+        (4,): ([7, 8, 9, 1, 2, 1, 1], [1, 2, 1]),
+        (5,): ([7, 8, 9, 1, 2], [2, 2]),
+    }
+    found = naive_logprobs(model, tree).split()
+    for segments, (prompt, response) in requests.items():
+        alone = TrainingGroup(
+            prompt=torch.tensor(prompt),
+            responses=(torch.tensor(response),),
+            adjustments=ADJUSTED,
+        )
+        expected = naive_logprobs(model, alone).logprobs
+        torch.testing.assert_close(torch.cat([found[at] for at in segments]), expected)
+    fast = group_logprobs(model, tree)
+    torch.testing.assert_close(fast.logprobs, torch.cat(found), atol=3e-5, rtol=0)
+    rows = group_logprobs(model, tree.flattened())
+    by_leaf = tree.by_leaf(fast)
+    torch.testing.assert_close(rows.logprobs, by_leaf.logprobs, atol=3e-5, rtol=0)
+
+
+def test_request_starts_of_other_responses_are_refused() -> None:
+    with pytest.raises(ValueError, match="request starts"):
+        replace(random_group((4, 3)), request_starts=((1,),))
+
+
 def test_logprobs_without_context_are_not_copied() -> None:
     answer = Tree(segments=(segment("a", None, [1, 2]),), leaves=("a",))
     [sample] = answer.rows()

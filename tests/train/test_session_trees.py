@@ -63,7 +63,11 @@ def group_of(prompt: list[int], segments: tuple[Segment, ...]) -> Group:
         num_prompt_tokens=len(prompt),
         num_cached_tokens=0,
         samples=(),
-        tree=Tree(segments=segments, leaves=tuple(s.id for s in segments if s.id not in parents)),
+        tree=Tree(
+            segments=segments,
+            leaves=tuple(s.id for s in segments if s.id not in parents),
+            is_session=True,
+        ),
         prompt_token_ids=np.array(prompt),
     )
 

@@ -77,7 +77,8 @@ def _token_logprob(
 ) -> Tensor:
     given, mask = group.adjustments, _mask(group, row)
     first = at  # first token of the request that sampled this one
-    while first and mask[first - 1]:
+    starts = () if group.request_starts is None else group.request_starts[row]
+    while first and mask[first - 1] and first not in starts:
         first -= 1
     earlier = group.responses[row][first:at].tolist()
     read = {*group.prompt.tolist(), *group.responses[row][:at].tolist()}
@@ -126,6 +127,7 @@ def _naive_segments(model: Any, tree: TrainingTree, temperature: float) -> RowLo
         adjustments=tree.adjustments,
         loss_masks=tree.loss_masks
         and tuple(torch.cat([_mask(tree, at) for at in path]) for path in paths),
+        request_starts=tree.request_starts and tuple(map(tree.path_starts, range(len(paths)))),
     )
     rows = naive_logprobs(model, flat, temperature=temperature).split()
     lengths = tree.target_lengths

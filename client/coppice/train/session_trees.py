@@ -190,7 +190,7 @@ def _session_tree(
     root: _Node, gains: Mapping[LeafId, float], adjustments: LogitAdjustments
 ) -> SessionTree:
     segments, leaves = _segments(root)
-    tree = Tree(segments=tuple(segments), leaves=tuple(leaves))
+    tree = Tree(segments=tuple(segments), leaves=tuple(leaves), is_session=True)
     training = TrainingTree.of(root.tokens, _group(root, tree), adjustments=adjustments)
     if training.support is None and any(s.support is not None for s in segments if s.sampled):
         raise ValueError("only some of the sessions have supports")

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from coppice.results import Group, Sample, Segment
+from coppice.results import Group, Sample, Segment, Tree
 from coppice.support import Support, joined_support
 from coppice.train.logit_adjustments import NO_ADJUSTMENTS, LogitAdjustments
 from coppice.train.sampled_distribution import sampled_logprobs
@@ -117,7 +117,8 @@ class TrainingGroup:
 
     `loss_masks`, if given, are one boolean per response token. A token with False is context, such
     as the result of a tool: the model reads it, but it has no logprob. `logprobs` and `support`
-    then have one entry per token with True, a target. Adjacent targets are those of one request.
+    then have one entry per token with True, a target. Adjacent targets are those of one request,
+    except that one begins at each index of `request_starts` in a response.
     """
 
     prompt: Tensor
@@ -127,6 +128,7 @@ class TrainingGroup:
     adjustments: LogitAdjustments = NO_ADJUSTMENTS
     routed_experts: tuple[Tensor, ...] | None = None
     loss_masks: tuple[Tensor, ...] | None = None
+    request_starts: tuple[tuple[int, ...], ...] | None = None
 
     def __post_init__(self) -> None:
         if not len(self.prompt):
@@ -151,6 +153,8 @@ class TrainingGroup:
             num_rows = [len(self.prompt) + length - 1 for length in self.lengths]
             if list(map(len, self.routed_experts)) != num_rows:
                 raise ValueError("routed_experts needs one row per token except for the last")
+        if self.request_starts is not None and len(self.request_starts) != len(self.responses):
+            raise ValueError("the number of request starts differs from the number of responses")
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -274,14 +278,16 @@ class TrainingTree(TrainingGroup):
     ) -> "TrainingTree":
         """Builds a training tree from prompt token ids and the tree of a rollout result.
 
-        Raises ValueError for penalties if a sample of an agent session follows another one without
-        context in between: the penalties of the second do not count the tokens of the first.
+        In the tree of an agent session, a sample that follows another one without context in
+        between is that of another request. In other trees ValueError is raised for penalties, as it
+        is not known which tokens they count.
         """
         if group.tree is None:
             raise ValueError("the group is not a tree")
         segments = group.tree.segments
         places = {segment.id: place for place, segment in enumerate(segments)}
-        if adjustments.has_penalties and _has_adjacent_samples(segments):
+        adjacent = _adjacent_samples(group.tree)
+        if adjacent and adjustments.has_penalties and not group.tree.is_session:
             raise ValueError("penalties cannot be replayed for samples without context in between")
         masks = [torch.full((len(s.token_ids),), s.sampled) for s in segments]
         return cls(
@@ -293,6 +299,9 @@ class TrainingTree(TrainingGroup):
             parents=tuple(None if s.parent is None else places[s.parent] for s in segments),
             leaves=tuple(places[leaf] for leaf in group.tree.leaves),
             loss_masks=None if all(s.sampled for s in segments) else tuple(masks),
+            request_starts=tuple((0,) if s.id in adjacent else () for s in segments)
+            if adjacent
+            else None,
         )
 
     def path(self, segment: int) -> tuple[int, ...]:
@@ -316,7 +325,16 @@ class TrainingTree(TrainingGroup):
             support=self._path_supports(),
             adjustments=self.adjustments,
             loss_masks=None if self.loss_masks is None else rows(self.loss_masks),
+            request_starts=self.request_starts and tuple(map(self.path_starts, self.leaves)),
         )
+
+    def path_starts(self, segment: int) -> tuple[int, ...]:
+        """The `request_starts` of the path to a segment, as one response."""
+        found, length = list[int](), 0
+        for at in self.path(segment):
+            found += [length + start for start in _request_starts(self, at)]
+            length += len(self.responses[at])
+        return tuple(found)
 
     def _path_supports(self) -> tuple[Support, ...] | None:
         if self.support is None:
@@ -341,10 +359,11 @@ class TrainingTree(TrainingGroup):
         )
 
 
-def _has_adjacent_samples(segments: Sequence[Segment]) -> bool:
-    """True if a sample that has ended is continued by another one; a cut sample is one sample."""
-    ended = {s.id for s in segments if s.sampled and s.finish_reason != "cut"}
-    return any(segment.sampled and segment.parent in ended for segment in segments)
+def _adjacent_samples(tree: Tree) -> frozenset[str]:
+    """Ids of the segments with which a sample begins, directly after tokens of another one."""
+    sampled = {segment.id: segment for segment in tree.segments if segment.sampled}
+    below = {each.id for each in sampled.values() if each.parent in sampled}
+    return frozenset(below - tree.continuations())
 
 
 def parents_of(group: TrainingGroup) -> tuple[int | None, ...]:
@@ -372,7 +391,7 @@ def subtrees_of(group: TrainingGroup) -> list[tuple[int, ...]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SampledRun:
-    """Adjacent targets of a response, the earlier targets of the same request, and its prompt."""
+    """Adjacent targets of one request, the request's earlier targets, and its prompt."""
 
     tokens: Tensor
     earlier: Tensor
@@ -387,13 +406,21 @@ def sampled_runs(group: TrainingGroup, row: int) -> Iterator[SampledRun]:
     is_target = torch.cat([torch.zeros(len(group.prompt), dtype=torch.bool), *masks])
     own = len(tokens) - len(group.responses[row])
     edges = (is_target[1:] != is_target[:-1]).nonzero().flatten() + 1
-    borders = [0, *edges.tolist(), len(tokens)]
+    found = (
+        group.path_starts(row) if isinstance(group, TrainingTree) else _request_starts(group, row)
+    )
+    starts = [len(group.prompt) + start for start in found]
+    borders = sorted({0, *edges.tolist(), *starts, len(tokens)})
     for start, stop in zip(borders, borders[1:], strict=False):
         if is_target[start] and stop > own:
             first = max(start, own)
             yield SampledRun(
                 tokens=tokens[first:stop], earlier=tokens[start:first], prompt=tokens[:start]
             )
+
+
+def _request_starts(group: TrainingGroup, row: int) -> tuple[int, ...]:
+    return () if group.request_starts is None else group.request_starts[row]
 
 
 def _loss_mask(group: TrainingGroup, row: int) -> Tensor:
