@@ -21,8 +21,9 @@ from coppice.train import (
     grouped_backward,
     session_trees,
 )
-from coppice.wire.rollouts import VersionSpan
-from coppice.wire.sessions import SessionUsage
+from coppice.train.session_trees import Baseline
+from coppice.wire.rollouts import SegmentFinish, VersionSpan
+from coppice.wire.sessions import SessionUsage, Turn
 from tests.fake_engine import VOCAB_SIZE, FakeEngine
 from tests.serving_thread import serving_in_thread
 from tests.train.models import Gradients, error, gradients, tiny_model
@@ -37,6 +38,7 @@ def segment(
     *,
     sampled: bool = True,
     support: Support | None = None,
+    finish: SegmentFinish = "stop",
 ) -> Segment:
     return Segment(
         id=name,
@@ -45,7 +47,7 @@ def segment(
         token_ids=np.array(tokens),
         logprobs=np.full(len(tokens) if sampled else 0, -1.0, dtype=np.float32),
         entropy=None,
-        finish_reason="stop" if sampled else "cut",
+        finish_reason=finish if sampled else "cut",
         num_leaves=1,
         versions=(VersionSpan(version="v1", start=0, end=len(tokens)),) if sampled else (),
         sampled=sampled,
@@ -73,7 +75,11 @@ def group_of(prompt: list[int], segments: tuple[Segment, ...]) -> Group:
 
 
 def session(
-    name: str, reward: float | None, *groups: Group, rewards: dict[str, float] | None = None
+    name: str,
+    reward: float | None,
+    *groups: Group,
+    rewards: dict[str, float] | None = None,
+    turns: tuple[Turn, ...] = (),
 ) -> SessionResult:
     return SessionResult(
         id=name,
@@ -85,7 +91,7 @@ def session(
         reward=reward,
         rewards=rewards,
         groups=groups,
-        turns=(),
+        turns=turns,
         usage=SessionUsage(),
     )
 
@@ -198,6 +204,54 @@ def test_session_without_calls_counts_in_the_baseline_only() -> None:
     assert session_trees([session("s", 1.0)]) == session_trees([]) == []
 
 
+def stopped(
+    name: str, reward: float | None, *, rewards: dict[str, float] | None = None
+) -> SessionResult:
+    """Four turns with a hidden stop token each, which the prompt of the next one leaves out."""
+    segments: list[Segment] = []
+    parent = None
+    for number in range(4):
+        segments += [
+            segment(f"t{number}", parent, [20 + number], finish="cut"),
+            segment(f"h{number}", f"t{number}", [9]),
+        ]
+        parent = f"t{number}"
+    segments.append(segment("last", parent, [30]))
+    counts = {"num_prompt_tokens": 3, "num_cached_tokens": 0, "num_new_context_tokens": 0}
+    turns = tuple(
+        Turn(
+            segment=each.id,
+            attached="branched",
+            reason="extended",
+            finish_reason="stop",
+            api="completions",
+            num_hidden_tokens=1,
+            **counts,
+        )
+        for each in segments
+        if each.finish_reason == "stop"
+    )
+    return session(name, reward, group_of(PROMPT, tuple(segments)), rewards=rewards, turns=turns)
+
+
+@pytest.mark.parametrize("baseline", ["session", "leaf"])
+def test_hidden_ends_of_turns_do_not_count_as_leaves(baseline: Baseline) -> None:
+    results = [stopped("s", 1.0), session("t", 0.0, direct())]
+    [found] = session_trees(results, baseline=baseline, by_deviation=False)
+    assert [(leaf.session, leaf.leaf) for leaf in found.leaves] == [("s", "last"), ("t", "a")]
+    assert found.leaf_advantages.tolist() == [0.5, -0.5]
+    assert found.advantages.tolist() == [0.5] * 9 + [-0.5]
+    targets = [found.tree.flattened().targets(row).tolist() for row in range(2)]
+    assert targets == [[20, 21, 22, 23, 30], [23, 24]]
+
+
+def test_hidden_ends_of_turns_need_no_reward() -> None:
+    by_leaf = {"last": 1.0}
+    for one in (stopped("s", 0.0, rewards=by_leaf), stopped("s", None, rewards=by_leaf)):
+        [found] = session_trees([one, session("t", 0.0, direct())], by_deviation=False)
+        assert found.advantages.tolist() == [0.5] * 9 + [-0.5]
+
+
 def test_groups_that_cannot_be_trained_are_refused() -> None:
     with pytest.raises(ValueError, match="leaf a of session s has no reward"):
         session_trees([session("s", None, direct())])
@@ -207,8 +261,9 @@ def test_groups_that_cannot_be_trained_are_refused() -> None:
         session_trees([], baseline="group")  # type: ignore[arg-type]
     support = Support((b"\x00",), VOCAB_SIZE)
     supported = group_of(PROMPT, (segment("a", None, [1], support=support),))
-    with pytest.raises(ValueError, match="only some of the sessions have supports"):
-        session_trees([session("s", 1.0, supported), session("t", 0.0, direct())])
+    for other in (direct(), direct([200, 201, 202])):
+        with pytest.raises(ValueError, match="only some of the samples have supports"):
+            session_trees([session("s", 1.0, supported), session("t", 0.0, other)])
 
 
 def test_logprobs_of_joined_trees_equal_those_of_each_session() -> None:

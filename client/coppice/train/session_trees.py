@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coppice.results import Group, Segment, Tree
-from coppice.sessions import SessionResult
+from coppice.sessions import SessionResult, hidden_ends
 from coppice.train.logit_adjustments import NO_ADJUSTMENTS, LogitAdjustments
 from coppice.train.training_group import TrainingTree
 from coppice.wire.rollouts import VersionSpan
@@ -41,6 +41,9 @@ class SessionTree:
     tree's leaves. `leaf_advantages` has one value per leaf, for a loss over paths
     (`TrainingTree.by_leaf`). `advantages` has one value per segment, the mean over its leaves, for
     a loss that trains each sampled token once.
+
+    A hidden end of a turn, such as a stop string that a later prompt leaves out, is no leaf. It has
+    the advantage of its sample, and a loss over paths does not train it.
     """
 
     tree: TrainingTree
@@ -63,8 +66,9 @@ def session_trees(
     Samples remain apart, even if their tokens are equal. Prompts with fewer than 64 tokens in
     common, of which none is the beginning of the other, are different trees.
 
-    A leaf without a reward of its own has that of its session. ValueError is raised if it has
-    neither, and if only some of the sessions have supports.
+    A leaf without a reward of its own has that of its session. Rewards of hidden ends of turns are
+    not used. ValueError is raised if a leaf has no reward, and if only some of the samples have
+    supports.
 
     Args:
         sessions: results of sessions that the same task was given to.
@@ -76,13 +80,21 @@ def session_trees(
         raise ValueError(f"unknown baseline: {baseline}")
     if len({session.id for session in sessions}) < len(sessions):
         raise ValueError("a session occurs twice")
+    _check_supports(sessions)
     gains = _leaf_advantages(sessions, baseline, by_deviation=by_deviation)
     roots: list[_Node] = []
     for session in sessions:
         for group in session.groups:
             if group.tree is not None and group.tree.leaves:
-                _join(roots, _node_of(session.id, group, group.tree))
+                _join(roots, _node_of(session, group, group.tree))
     return [_session_tree(root, gains, adjustments) for root in roots]
+
+
+def _check_supports(sessions: Sequence[SessionResult]) -> None:
+    groups = (group for session in sessions for group in session.groups)
+    segments = (segment for group in groups if group.tree for segment in group.tree.segments)
+    if len({segment.support is None for segment in segments if segment.sampled}) > 1:
+        raise ValueError("only some of the samples have supports")
 
 
 def _leaf_advantages(
@@ -108,7 +120,10 @@ def _normalization(known: Sequence[float], *, by_deviation: bool) -> Callable[[f
 
 def _leaf_rewards(session: SessionResult) -> Iterator[tuple[LeafId, float]]:
     for group in session.groups:
+        hidden = hidden_ends(session, group.tree) if group.tree else ()
         for leaf in group.tree.leaves if group.tree else ():
+            if leaf in hidden:
+                continue
             reward = (session.rewards or {}).get(leaf, session.reward)
             if reward is None:
                 raise ValueError(f"leaf {leaf} of session {session.id} has no reward")
@@ -129,6 +144,7 @@ class _Node:
     tokens: NDArray[np.int64]
     session: str
     segment: Segment | None = None
+    is_hidden_end: bool = False
     children: list["_Node"]
 
     @property
@@ -136,13 +152,20 @@ class _Node:
         return self.segment is None or not self.segment.sampled
 
 
-def _node_of(session: str, group: Group, tree: Tree) -> _Node:
+def _node_of(session: SessionResult, group: Group, tree: Tree) -> _Node:
     """The prompt of a session's group, with its tree."""
     assert group.prompt_token_ids is not None, "groups of sessions have their prompt"
-    root = _Node(tokens=group.prompt_token_ids, session=session, children=[])
+    hidden = hidden_ends(session, tree)
+    root = _Node(tokens=group.prompt_token_ids, session=session.id, children=[])
     by_id: dict[str | None, _Node] = {None: root}
     for segment in tree.segments:
-        node = _Node(tokens=segment.token_ids, session=session, segment=segment, children=[])
+        node = _Node(
+            tokens=segment.token_ids,
+            session=session.id,
+            segment=segment,
+            is_hidden_end=segment.id in hidden,
+            children=[],
+        )
         by_id[segment.id] = node
         by_id[segment.parent].children.append(node)
     return root
@@ -192,21 +215,30 @@ def _session_tree(
     segments, leaves = _segments(root)
     tree = Tree(segments=tuple(segments), leaves=tuple(leaves), is_session=True)
     training = TrainingTree.of(root.tokens, _group(root, tree), adjustments=adjustments)
-    if training.support is None and any(s.support is not None for s in segments if s.sampled):
-        raise ValueError("only some of the sessions have supports")
     leaf_gains = [gains[leaf] for leaf in leaves.values()]
-    by_segment: defaultdict[int, list[float]] = defaultdict(list)
-    for leaf, gain in zip(training.leaves, leaf_gains, strict=True):
-        for at in training.path(leaf):
-            by_segment[at].append(gain)
-    means = [sum(by_segment[at]) / len(by_segment[at]) for at in range(len(segments))]
     return SessionTree(
         tree=training,
         versions=tuple(segment.versions for segment in segments),
         leaves=tuple(leaves.values()),
         leaf_advantages=torch.tensor(leaf_gains),
-        advantages=torch.tensor(means),
+        advantages=torch.tensor(_segment_means(training, leaf_gains)),
     )
+
+
+def _segment_means(tree: TrainingTree, leaf_gains: Sequence[float]) -> list[float]:
+    """The mean over the leaves below each segment; without leaves, that of the parent."""
+    by_segment: defaultdict[int, list[float]] = defaultdict(list)
+    for leaf, gain in zip(tree.leaves, leaf_gains, strict=True):
+        for at in tree.path(leaf):
+            by_segment[at].append(gain)
+    means: list[float] = []
+    for at, parent in enumerate(tree.parents):
+        if at not in by_segment:
+            assert parent is not None, "a hidden end has a parent, which has leaves"
+            means.append(means[parent])
+        else:
+            means.append(sum(by_segment[at]) / len(by_segment[at]))
+    return means
 
 
 def _segments(root: _Node) -> tuple[list[Segment], dict[str, LeafId]]:
@@ -218,7 +250,7 @@ def _segments(root: _Node) -> tuple[list[Segment], dict[str, LeafId]]:
         node, parent = waiting.pop()
         name = str(len(segments))
         segments.append(_segment(node, name, parent))
-        if not node.children and node.segment is not None:
+        if not node.children and node.segment is not None and not node.is_hidden_end:
             leaves[name] = LeafId(session=node.session, leaf=node.segment.id)
         waiting += [(child, name) for child in reversed(node.children)]
     return segments, leaves
