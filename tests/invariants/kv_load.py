@@ -54,15 +54,8 @@ def latencies(url: str, num_rounds: int) -> Latencies:
 
 
 @contextmanager
-def readers(
-    url: str, handle: KvHandle, count: int, *, after: str = "fetched"
-) -> Iterator[list[str]]:
-    """Processes that each fetch the handle in a loop.
-
-    The context begins after each has begun or fetched once. At its end, the list has what they
-    reported meanwhile.
-    """
-    reports: list[str] = []
+def readers(url: str, handle: KvHandle, count: int) -> Iterator[None]:
+    """Processes that each fetch the handle in a loop; the context begins once each has it."""
     command = [sys.executable, "-m", "tests.invariants.kv_load", url]
     processes = [Popen(command, cwd=ROOT, stdin=PIPE, stdout=PIPE, text=True) for _ in range(count)]
     try:
@@ -70,13 +63,12 @@ def readers(
             assert process.stdin and process.stdout
             process.stdin.write(handle.model_dump_json() + "\n")
             process.stdin.flush()
-            while (line := process.stdout.readline()) != f"{after}\n":
-                assert line, "the reader has ended"
-        yield reports
+            assert process.stdout.readline() == "fetched\n", "the reader has ended"
+        yield
     finally:
         for process in processes:
             process.kill()
-            reports.append(process.communicate()[0])
+            process.communicate()
 
 
 def loopback_bytes_per_second(num_bytes: int = 2**29) -> float:
@@ -111,17 +103,11 @@ def _timed(call: Callable[[], Any]) -> float:
 def _read_for_ever(url: str) -> None:
     handle = KvHandle.model_validate_json(sys.stdin.readline())
     source = KvSource(url, transports=["http"])
-    buffer, words = bytearray(handle.num_bytes), iter(["begun", "fetched"])
-    while (kv := PromptKV.fetch(handle, source, buffer=buffer, wait=False)) is not None:
-        _print_next(words)
-        kv.wait()
-        _print_next(words)
+    buffer = bytearray(handle.num_bytes)
+    assert PromptKV.fetch(handle, source, buffer=buffer) is not None
+    print("fetched", flush=True)
+    while PromptKV.fetch(handle, source, buffer=buffer) is not None:
         source.renew(handle.handle)
-
-
-def _print_next(words: Iterator[str]) -> None:
-    if (word := next(words, None)) is not None:
-        print(word, flush=True)
 
 
 if __name__ == "__main__":

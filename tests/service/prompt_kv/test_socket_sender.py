@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,38 @@ async def test_connection_is_reusable_after_a_transfer(tmp_path: Path) -> None:
             assert (await served.http.get("/readyz")).status_code == 200
         assert len(first.content) > NUM_BYTES
         assert len(served.connections) == 1
+
+
+class BlockedSends:
+    """Callback of a sender that keeps the sending threads in their first send, until `go`."""
+
+    def __init__(self) -> None:
+        self.threads = set[int]()
+        self.go = threading.Event()
+
+    def __call__(self, num_bytes: int) -> None:
+        self.threads.add(threading.get_ident())
+        if threading.get_ident() != threading.main_thread().ident:
+            assert self.go.wait(60)
+
+
+async def test_requests_are_answered_while_all_threads_are_in_a_send(tmp_path: Path) -> None:
+    sends = BlockedSends()
+    async with serving(exporting(), tmp_path, kv=CAPACITY) as served:
+        known = await large_handle(served)
+        served.server.socket_sender.close()
+        settings = KvSettings(max_transfers=4)
+        served.server.socket_sender = SocketSender(settings, on_sent=sends, on_ended=lambda _: None)
+        reads = [asyncio.create_task(served.http.get(f"/v1/kv/{known}/data")) for _ in range(4)]
+        await wait_until(lambda: len(sends.threads) == 4 or any(read.done() for read in reads))
+        assert len(sends.threads) == 4 and threading.get_ident() not in sends.threads
+        body = {"groups": [{"prompt": {"token_ids": [1, 2, 3]}}], "sampling": {"max_tokens": 4}}
+        assert (await served.http.get("/readyz")).status_code == 200
+        assert (await served.http.post("/v1/rollouts", json=body)).status_code == 200
+        assert not any(read.done() for read in reads)
+        sends.go.set()
+        assert {answer.status_code for answer in await asyncio.gather(*reads)} == {200}
+    assert threading.get_ident() not in sends.threads
 
 
 async def test_disconnected_reader_leaves_no_pin(tmp_path: Path) -> None:
