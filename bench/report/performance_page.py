@@ -5,6 +5,8 @@
 Both are drawn from bench/records/. tests/bench/test_report.py checks that they are up to date.
 """
 
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from textwrap import fill
 
@@ -24,7 +26,7 @@ Read it before you enable a feature for its speed.
 **Everything was measured on a CPU.** Expect other ratios on a GPU: there, arithmetic is cheaper
 compared with memory access and fixed overhead.
 
-- The machine has {machine}.
+- {machines}
 - Models are small: 25 or 100 million parameters, unless the text names another.
 - A capability and its baseline run in turn on the same machine, in the same process layout.
 - A ratio is the median over pairs of runs, with a 95 % bootstrap interval. Above 1x is a gain.
@@ -64,8 +66,17 @@ def section(chart: Chart) -> str:
 
 
 def page() -> str:
-    [everywhere] = {machine(chart) for chart in CHARTS}
-    return "\n".join([HEAD.format(machine=everywhere), *map(section, CHARTS)])
+    head = HEAD.format(machines=machines([machine(chart) for chart in CHARTS]))
+    return "\n".join([head, *map(section, CHARTS)])
+
+
+def machines(of_charts: Sequence[str]) -> str:
+    """Sentence about the machines of all charts, the most frequent one first."""
+    if len(set(of_charts)) == 1:
+        return f"The machine has {of_charts[0]}."
+    found = [name for name, _ in Counter(of_charts).most_common()]
+    listed = fill("; or ".join(found), WIDTH - 2, subsequent_indent="  ")
+    return f"Each section names its machine. The machines have\n  {listed}."
 
 
 def files() -> dict[Path, str]:

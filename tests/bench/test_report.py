@@ -25,6 +25,11 @@ def test_charts_and_their_page_are_generated_from_the_records() -> None:
     assert not stale, "python -m bench.report.performance_page"
 
 
+def test_every_machine_of_the_charts_is_listed_on_their_page() -> None:
+    assert performance_page.machines(["a", "a"]) == "The machine has a."
+    assert performance_page.machines(["a", "b", "b"]).endswith("\n  b; or a.")
+
+
 def test_folder_has_no_chart_that_is_not_generated() -> None:
     drawn = {path.name for path in performance_page.files() if path.suffix == ".svg"}
     assert {path.name for path in performance_page.FOLDER.glob("*.svg")} == drawn
