@@ -101,7 +101,7 @@ lock: ## resolve requirements/*.txt again, and write their hashes
 	@scripts/lock.sh $(python)
 
 clean: ## remove the environments and all build outputs
-	rm -rf .venv .clients .verl .miles .arctic .verifiers .agent_sdk .codex_cli build dist client/build client/dist *.egg-info client/*.egg-info
+	rm -rf .venv .clients .routers .verl .miles .arctic .verifiers .agent_sdk .codex_cli build dist client/build client/dist *.egg-info client/*.egg-info
 	rm -f kernels/shared_prefix_attention/libshared_prefix_attention.so kernels/draft_index/libdraft_index.so
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

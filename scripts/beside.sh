@@ -3,6 +3,7 @@
 # is separate from .venv and can import its packages, so it does not change .venv's locked versions.
 # A NAME with requirements/NAME/package-lock.json is installed with npm.
 #   clients   third-party clients that tests use
+#   routers   third-party routers that tests put in front of replicas
 #   verl      verl and Ray, which `make soak` uses
 #   verifiers verifiers, which `make soak` uses
 #   miles     miles, which `make soak` uses

@@ -12,6 +12,7 @@ import pytest
 
 from coppice import AsyncRollouts, Rollouts
 from service.cluster.in_memory import InMemoryRegistry
+from tests.cluster import sees
 from tests.examples.nginx import nginx
 from tests.fake_engine import FakeEngine
 from tests.invariants.service_process import home, service
@@ -23,6 +24,8 @@ from tests.serving import Served, serving
 pytestmark = pytest.mark.slow
 
 NUM_SESSIONS = 24
+CHAT_PATH = "/v1/chat/completions"
+CHAT = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 
 
 class Front:
@@ -51,6 +54,8 @@ async def front(tmp_path: Path) -> AsyncIterator[Front]:
             replicas[name] = await stack.enter_async_context(
                 serving(FakeEngine(), tmp_path / name, shared=shared, **settings)
             )
+        for served in replicas.values():
+            await sees(served, 2)
         places = {f"coppice-{n}": urlsplit(r.url).netloc for n, r in replicas.items()}
         yield Front(stack.enter_context(nginx(tmp_path, places, port=port)), replicas)
 
@@ -62,6 +67,16 @@ async def places(front: Front, sessions: range) -> list[str]:
             for session in sessions
         ]
     return [front.place_of(result.id) for result in results]
+
+
+async def new_session(http: httpx.AsyncClient) -> dict[str, Any]:
+    created = await http.post("/v1/sessions", json={"n": 1})
+    session: dict[str, Any] = created.json()["sessions"][0]
+    return session
+
+
+def key_of(session: dict[str, Any]) -> dict[str, str]:
+    return {"authorization": f"Bearer {session['key']}"}
 
 
 async def test_session_stays_with_its_replica_and_sessions_are_spread(front: Front) -> None:
@@ -104,6 +119,28 @@ async def test_retry_reaches_the_replica_of_the_first_try(front: Front) -> None:
                 await http.post("/v1/rollouts", json=body(group(1)), headers=key) for _ in "abc"
             ]
             assert len({answer.json()["id"] for answer in answers}) == 1
+
+
+async def test_agent_reaches_its_session_through_the_one_address(front: Front) -> None:
+    async with httpx.AsyncClient(base_url=front.url, follow_redirects=True) as http:
+        for _ in range(NUM_SESSIONS):
+            session = await new_session(http)
+            assert session["base_url"].startswith(f"{front.url}/replica/")
+            for url in (session["base_url"], front.url + session["path"]):
+                answer = await http.post(f"{url}{CHAT_PATH}", json=CHAT, headers=key_of(session))
+                assert answer.status_code == 200, answer.text
+
+
+async def test_calls_with_one_id_in_the_path_reach_one_replica(front: Front) -> None:
+    found = set()
+    async with httpx.AsyncClient(base_url=front.url) as http:
+        for _ in range(NUM_SESSIONS):
+            session = await new_session(http)
+            url, headers = session["path"] + CHAT_PATH, key_of(session)
+            answers = [await http.post(url, json=CHAT, headers=headers) for _ in range(4)]
+            (status,) = {answer.status_code for answer in answers}
+            found.add(status)
+    assert found == {200, 307}, "some ids belong to the replica that is chosen by their hash"
 
 
 @pytest.mark.engine
