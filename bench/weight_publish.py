@@ -3,33 +3,39 @@
 The server is a process of its own, with a model of random weights: bfloat16 in the trainer, float32
 in the engine. The arms alternate. The engine's load is the time that its worker reports. The limits
 are measured in the same rounds with as many bytes: a copy in memory, and a bare socket over
-loopback whose receiver keeps the bytes in memory.
+loopback whose receiver keeps the bytes in memory. In two arms samples run during the publication,
+and continue after it. LoRA adapters of rank 16 over every projection are published to a server of
+their own, since support for adapters changes the engine; no sample is paused.
 
     python -m bench.weight_publish [--sizes 2m 25m 100m 600m] [--rounds 5]
 """
 
 import argparse
 import asyncio
-import re
 import shutil
 import socket
 import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
-from functools import partial
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
+from bench.adapter_cost import RANK, saved
+from bench.harness.publications import (
+    RUNNING,
+    AdapterPublisher,
+    Publication,
+    State,
+    WeightsPublisher,
+)
 from bench.harness.random_model import write_model
 from bench.harness.record import Record, Row, add_out
 from bench.harness.server_process import coppice_server
-from coppice import Rollouts, WeightsConstraint
 
 SIZES = ("2m", "25m", "100m", "600m")
 MODEL_OPTIONS = {
@@ -39,96 +45,6 @@ MODEL_OPTIONS = {
     "--weights.retain-superseded": 1,
 }
 CHANGED_SHARE = 0.05  # values that an optimizer step moves by one unit in the last place
-LOADED = re.compile(r"loaded the weights of (\S+) in ([0-9.]+) s")
-DELTA = "HTTP, delta"
-State = Mapping[str, torch.Tensor]
-Upload = Callable[[str, State], object]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Publication:
-    """Seconds of one publication by phase; `load` is a part of `paused`, that of `activate`."""
-
-    upload: float
-    activate: float
-    paused: float
-    load: float
-    first_token: float
-
-    @property
-    def total(self) -> float:
-        return self.upload + self.activate + self.first_token
-
-
-class Bench:
-    """Publications to one server, and the limits of the machine for as many bytes."""
-
-    def __init__(self, url: str, log: Path, folder: Path) -> None:
-        self._log = log
-        self._folder = folder
-        self._num_published = 0
-        self._local = Rollouts(url)
-        # The client takes only loopback addresses for the same host; 0.0.0.0 reaches it, too.
-        self._remote = Rollouts(url.replace("127.0.0.1", "0.0.0.0"))
-        self.arms: dict[str, Upload] = {
-            "same host": self._local.upload_weights,
-            "HTTP": self._remote.upload_weights,
-            DELTA: partial(self._remote.upload_weights, delta=True),
-            "shared directory": self._stage,
-        }
-
-    def close(self) -> None:
-        self._local.close()
-        self._remote.close()
-
-    def publish_next(self, arm: str, state: State, previous: State) -> Publication:
-        """Publish weights after others; a delta has the version just before as its base."""
-        if arm == DELTA:
-            self.publish(arm, previous)
-        return self.publish(arm, state)
-
-    def publish(self, arm: str, state: State) -> Publication:
-        self._num_published += 1
-        label = f"step-{self._num_published}"
-        began = time.perf_counter()
-        self.arms[arm](label, state)
-        uploaded = time.perf_counter()
-        answer = self._local.activate_weights(label)
-        activated = time.perf_counter()
-        self._sample(label)
-        return Publication(
-            upload=uploaded - began,
-            activate=activated - uploaded,
-            paused=answer.paused_seconds,
-            load=self._load_seconds(label),
-            first_token=time.perf_counter() - activated,
-        )
-
-    def _stage(self, label: str, state: State) -> None:
-        """Without an upload: the safetensors library writes a file that the server reads."""
-        path = self._folder / label
-        path.mkdir()
-        self._delete_directories(path)
-        save_file(dict(state), path / "model.safetensors", metadata={"format": "pt"})
-        self._local.stage_weights(label, path)
-
-    def _delete_directories(self, keep: Path) -> None:
-        """Delete the directories of earlier versions, which are not active any more."""
-        for path in self._folder.glob("step-*"):
-            if path != keep:
-                shutil.rmtree(path)
-
-    def _sample(self, label: str) -> None:
-        result = self._local.rollout(
-            ["Compute 12+34.\n"],
-            max_tokens=1,
-            weights=WeightsConstraint(min_version=label),
-        )
-        assert result.groups[0].samples[0].versions[0].version == label
-
-    def _load_seconds(self, label: str) -> float:
-        found = dict(LOADED.findall(self._log.read_text()))
-        return float(found[label])
 
 
 def copy_seconds(num_bytes: int) -> float:
@@ -184,29 +100,60 @@ async def measure(size: str, rounds: int, folder: Path) -> dict[str, object]:
     log = folder / "log"
     async with coppice_server(options, log=log) as url:
         arms, limits = await asyncio.to_thread(_measure_all, url, log, folder, state, rounds)
+    adapters = await measure_adapters(model, folder, rounds)
     shutil.rmtree(model)
-    return {"num_bytes": num_bytes, "arms": arms, "limits": limits}
+    return {"num_bytes": num_bytes, "arms": arms, "limits": limits, "adapters": adapters}
+
+
+async def measure_adapters(
+    model: Path, folder: Path, rounds: int
+) -> dict[str, list[dict[str, float]]]:
+    options = {
+        **MODEL_OPTIONS,
+        "--engine.model": model,
+        "--engine.max-adapters": 2,
+        "--engine.max-adapter-rank": RANK,
+        "--weights.directory": folder / "adapters",
+        "--weights.source-directories": folder,
+    }
+    adapter = saved(model, folder / "adapter")
+    async with coppice_server(options, log=folder / "log") as url:
+        return await asyncio.to_thread(_publish_adapters, url, adapter, rounds)
+
+
+def _publish_adapters(url: str, adapter: Path, rounds: int) -> dict[str, list[dict[str, float]]]:
+    publisher = AdapterPublisher(url, adapter)
+    measured: dict[str, list[dict[str, float]]] = {arm: [] for arm in publisher.arms}
+    try:
+        for number in range(rounds + 1):  # the first round warms up
+            for arm, seconds in measured.items():
+                found = asdict(publisher.publish(arm))
+                if number:
+                    seconds.append(found)
+    finally:
+        publisher.close()
+    return measured
 
 
 def _measure_all(
     url: str, log: Path, folder: Path, state: State, rounds: int
 ) -> tuple[dict[str, list[dict[str, float]]], dict[str, list[float]]]:
     num_bytes = sum(tensor.nbytes for tensor in state.values())
-    bench = Bench(url, log, folder)
-    measured: dict[str, list[dict[str, float]]] = {arm: [] for arm in bench.arms}
+    publisher = WeightsPublisher(url, log, folder)
+    measured: dict[str, list[dict[str, float]]] = {arm: [] for arm in publisher.arms}
     limits: dict[str, list[float]] = {"copy": [], "socket": []}
     states = [state, step(state, 1)]
     try:
         for number in range(rounds + 1):  # the first round warms up
-            for arm in bench.arms:
-                found = bench.publish_next(arm, states[number % 2], states[1 - number % 2])
+            for arm in publisher.arms:
+                found = publisher.publish_next(arm, states[number % 2], states[1 - number % 2])
                 if number:
                     measured[arm].append(_as_dict(found))
             if number:
                 limits["copy"].append(copy_seconds(num_bytes))
                 limits["socket"].append(socket_seconds(num_bytes))
     finally:
-        bench.close()
+        publisher.close()
     return measured, limits
 
 
@@ -229,13 +176,18 @@ def rows(size: str, raw: dict[str, object]) -> list[Row]:
             what=f"{label}: {arm}",
             value=f"{median(arm, 'total'):.3f} s: upload {median(arm, 'upload'):.3f}, "
             f"paused {median(arm, 'paused'):.3f} (load {median(arm, 'load'):.3f}), "
-            f"first token {median(arm, 'first_token'):.3f}",
+            f"first token {median(arm, 'first_token'):.3f}"
+            + (f", {median(arm, 'num_continued'):g} continued" if arm in RUNNING else ""),
         )
         for arm in arms
     ]
     copy, raw_socket = (statistics.median(limits[name]) for name in ("copy", "socket"))
     found.append(Row(what=f"{label}: memory copy", value=f"{copy:.3f} s"))
     found.append(Row(what=f"{label}: bare socket", value=f"{raw_socket:.3f} s"))
+    found += _adapter_rows(label, raw["adapters"])
+    for arm in RUNNING:
+        ratio = median(arm, "paused") / median("same host", "paused")
+        found.append(Row(what=f"{label}: {arm}, pause / without samples", value=f"{ratio:.2f}"))
     for arm, limit, goal in (("same host", 2 * copy, 1.0), ("HTTP", raw_socket, 1.3)):
         load = median(arm, "load")
         ratio = (median(arm, "upload") + median(arm, "activate")) / (limit + load)
@@ -243,6 +195,18 @@ def rows(size: str, raw: dict[str, object]) -> list[Row]:
         found.append(_ratio(f"{label}: {arm} / ({what} + load)", ratio, goal))
         pause = median(arm, "paused") / load
         found.append(_ratio(f"{label}: {arm}, pause / load", pause, 1.2))
+    return found
+
+
+def _adapter_rows(label: str, arms: object) -> list[Row]:
+    assert isinstance(arms, dict)
+    found = []
+    for arm, seconds in arms.items():
+        load, first = (
+            statistics.median(each[phase] for each in seconds) for phase in ("load", "first_token")
+        )
+        value = f"{load + first:.3f} s: load {load:.3f}, first token {first:.3f}"
+        found.append(Row(what=f"{label}: {arm}", value=value))
     return found
 
 

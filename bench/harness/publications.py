@@ -1,0 +1,176 @@
+"""Publications of weights and of adapters to a server, measured by phase."""
+
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from coppice import Rollouts, WeightsConstraint
+from coppice.wire.weights import ActivationMode
+
+LOADED = re.compile(r"loaded the weights of (\S+) in ([0-9.]+) s")
+DELTA = "HTTP, delta"
+NUM_RUNNING = 8
+RUNNING: Mapping[str, ActivationMode] = {
+    f"same host, {NUM_RUNNING} samples running": "keep",
+    f"same host, {NUM_RUNNING} samples running, recompute": "recompute",
+}
+"""Mode of the activation, by the arm whose samples run meanwhile."""
+PROMPT = "Compute 12+34.\n"
+MAX_RUNNING_TOKENS = 480
+State = Mapping[str, torch.Tensor]
+Upload = Callable[[str, State], object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Publication:
+    """Seconds of one publication by phase; `load` is a part of `paused`, that of `activate`.
+
+    `num_continued` is the number of running samples with tokens of both versions.
+    """
+
+    upload: float
+    activate: float
+    paused: float
+    load: float
+    first_token: float
+    num_continued: int = 0
+
+    @property
+    def total(self) -> float:
+        return self.upload + self.activate + self.first_token
+
+
+class WeightsPublisher:
+    """Publisher of weights to one server, with several ways of upload."""
+
+    def __init__(self, url: str, log: Path, folder: Path) -> None:
+        self._log = log
+        self._folder = folder
+        self._num_published = 0
+        self._local = Rollouts(url)
+        # The client takes only loopback addresses for the same host; 0.0.0.0 reaches it, too.
+        self._remote = Rollouts(url.replace("127.0.0.1", "0.0.0.0"))
+        self.arms: dict[str, Upload] = {
+            "same host": self._local.upload_weights,
+            "HTTP": self._remote.upload_weights,
+            DELTA: partial(self._remote.upload_weights, delta=True),
+            "shared directory": self._stage,
+            **dict.fromkeys(RUNNING, self._local.upload_weights),
+        }
+
+    def close(self) -> None:
+        self._local.close()
+        self._remote.close()
+
+    def publish_next(self, arm: str, state: State, previous: State) -> Publication:
+        """Publish weights after others; a delta has the version just before as its base."""
+        if arm == DELTA:
+            self.publish(arm, previous)
+        if arm not in RUNNING:
+            return self.publish(arm, state)
+        with self._running_samples() as num_continued:
+            found = self.publish(arm, state, RUNNING[arm])
+        return replace(found, num_continued=sum(num_continued))
+
+    def publish(self, arm: str, state: State, mode: ActivationMode = "keep") -> Publication:
+        self._num_published += 1
+        label = f"step-{self._num_published}"
+        began = time.perf_counter()
+        self.arms[arm](label, state)
+        uploaded = time.perf_counter()
+        answer = self._local.activate_weights(label, mode=mode)
+        activated = time.perf_counter()
+        self._sample(label)
+        return Publication(
+            upload=uploaded - began,
+            activate=activated - uploaded,
+            paused=answer.paused_seconds,
+            load=self._load_seconds(label),
+            first_token=time.perf_counter() - activated,
+        )
+
+    @contextmanager
+    def _running_samples(self) -> Iterator[list[int]]:
+        """Samples that run meanwhile. The list then has the number of those with two versions."""
+        num_continued: list[int] = []
+        pending = self._local.submit(
+            [PROMPT], n=NUM_RUNNING, max_tokens=MAX_RUNNING_TOKENS, ignore_eos=True
+        )
+        try:
+            while self._local.status().num_samples_running < NUM_RUNNING:
+                time.sleep(0.001)
+            yield num_continued
+        finally:
+            result = pending.abort()
+        samples = result.groups[0].samples
+        num_continued.append(sum(len(sample.versions) > 1 for sample in samples))
+
+    def _stage(self, label: str, state: State) -> None:
+        """Without an upload: the safetensors library writes a file that the server reads."""
+        path = self._folder / label
+        path.mkdir()
+        self._delete_directories(path)
+        save_file(dict(state), path / "model.safetensors", metadata={"format": "pt"})
+        self._local.stage_weights(label, path)
+
+    def _delete_directories(self, keep: Path) -> None:
+        """Delete the directories of earlier versions, which are not active any more."""
+        for path in self._folder.glob("step-*"):
+            if path != keep:
+                shutil.rmtree(path)
+
+    def _sample(self, label: str) -> None:
+        result = self._local.rollout(
+            [PROMPT],
+            max_tokens=1,
+            weights=WeightsConstraint(min_version=label),
+        )
+        assert result.groups[0].samples[0].versions[0].version == label
+
+    def _load_seconds(self, label: str) -> float:
+        found = dict(LOADED.findall(self._log.read_text()))
+        return float(found[label])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterPublication:
+    """Seconds until a LoRA adapter is loaded, and until a sample has used it. Nothing is paused."""
+
+    load: float
+    first_token: float
+
+
+class AdapterPublisher:
+    """Publisher of a LoRA adapter's versions, by an upload or from a directory."""
+
+    def __init__(self, url: str, adapter: Path) -> None:
+        self._client = Rollouts(url)
+        self._num_published = 0
+        self.arms: dict[str, Callable[[str], object]] = {
+            "adapter, HTTP": lambda version: self._client.publish_adapter(
+                "bench", version, adapter
+            ),
+            "adapter, shared directory": lambda version: self._client.load_adapter(
+                "bench", adapter, version=version
+            ),
+        }
+
+    def close(self) -> None:
+        self._client.close()
+
+    def publish(self, arm: str) -> AdapterPublication:
+        self._num_published += 1
+        version = f"{self._num_published}"
+        began = time.perf_counter()
+        self.arms[arm](version)
+        loaded = time.perf_counter()
+        self._client.rollout([PROMPT], max_tokens=1, adapter=f"bench@{version}")
+        return AdapterPublication(load=loaded - began, first_token=time.perf_counter() - loaded)
