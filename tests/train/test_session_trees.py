@@ -1,6 +1,7 @@
 """Trees of a group of sessions: what they share, their advantages, and their gradient."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -295,8 +296,34 @@ TASK = {"role": "user", "content": "The task of the agent, with a text of some l
 OTHER = {"role": "user", "content": "A sub-agent begins with other instructions than the task. "}
 
 
+CONTINUED = "This text is continued by completions. "
+
+
+def stop_string(text: str) -> list[str]:
+    """The third token that is sampled after a text, as a stop string."""
+    return [chr(len(text) + 2)]
+
+
+def complete(client: OpenAI) -> None:
+    """Completions that continue the text before a stop string, and the same in a chat."""
+    text = CONTINUED
+    for _ in range(3):
+        found = client.completions.create(model="any", prompt=text, stop=stop_string(text))
+        text += found.choices[0].text
+    asked: list[Any] = [{"role": "user", "content": CONTINUED}]
+    for more in ({}, {"continue_final_message": True, "add_generation_prompt": False}):
+        stop = stop_string("".join(message["content"] for message in asked))
+        answer: Any = client.chat.completions.create(
+            model="any", messages=asked, stop=stop, extra_body=more
+        )
+        asked.append({"role": "assistant", "content": answer.choices[0].message.content})
+
+
 def converse(url: str, key: str, number: int) -> None:
-    """Turns, two samples of one of them, an edited result, and a sub-agent in some sessions."""
+    """Turns, two samples of one of them, an edited result, and a sub-agent in some sessions.
+
+    All sessions also continue texts without the stop strings of their turns.
+    """
     with OpenAI(base_url=url, api_key=key, max_retries=0) as client:
 
         def reply(*messages: dict[str, str], n: int = 1) -> dict[str, str]:
@@ -312,6 +339,7 @@ def converse(url: str, key: str, number: int) -> None:
             reply(TASK, first, {"role": "user", "content": "another result"})
             other = reply(OTHER)
             reply(OTHER, other, {"role": "user", "content": "go on"})
+        complete(client)
 
 
 @pytest.fixture(scope="module")
@@ -331,16 +359,25 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[SessionResult]:
     return found
 
 
-def row_logprobs(model: object, group: Group, path: tuple[Segment, ...]) -> Tensor:
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """The path to a leaf, and the length of the prompt with which each segment was sampled."""
+
+    name: str
+    group: Group
+    path: tuple[Segment, ...]
+    num_prompt_tokens: dict[str, int]
+
+
+def row_logprobs(model: object, each: Row) -> Tensor:
     """Logprobs of a row's sampled tokens by transformers, and the sampling steps one by one."""
+    group, path = each.group, each.path
     assert callable(model) and group.prompt_token_ids is not None
     row = [*group.prompt_token_ids.tolist(), *(t for s in path for t in s.token_ids.tolist())]
     logits_TV = model(input_ids=torch.tensor([row])).logits[0]
-    at, request, found = len(group.prompt_token_ids), len(group.prompt_token_ids), []
-    for before, part in pairwise((None, *path)):
-        assert part is not None
-        if before is not None and not before.sampled:
-            request = at  # the tokens of a request begin after context
+    at, found = len(group.prompt_token_ids), []
+    for part in path:
+        request = each.num_prompt_tokens.get(part.id, at)
         for index, token in enumerate(part.token_ids.tolist()):
             if part.sampled:
                 assert part.support is not None
@@ -365,22 +402,42 @@ def adjusted(logits_V: Tensor, prompt: list[int], response: list[int]) -> Tensor
     return torch.stack(values)
 
 
-def rows_of(results: list[SessionResult]) -> Iterator[tuple[str, Group, tuple[Segment, ...]]]:
+def num_prompt_tokens(result: SessionResult, group: Group) -> dict[str, int]:
+    """Length of the prompt of the turn that sampled each segment."""
+    assert group.tree is not None
+    ids, found = {segment.id for segment in group.tree.segments}, {}
+    for turn in result.turns:
+        at = group.num_prompt_tokens
+        for segment in group.tree.path(turn.segment or "") if turn.segment in ids else ():
+            if at >= turn.num_prompt_tokens:
+                found[segment.id] = turn.num_prompt_tokens
+            at += len(segment.token_ids)
+    return found
+
+
+def rows_of(results: list[SessionResult]) -> Iterator[Row]:
+    """Rows of all leaves, without those of stop strings that a prompt has left out."""
     for result in results:
+        ends = {turn.segment for turn in result.turns if turn.num_hidden_tokens}
         for group in result.groups:
             assert group.tree is not None
+            starts = num_prompt_tokens(result, group)
             for leaf in group.tree.leaves:
-                yield f"{result.id}/{leaf}", group, group.tree.path(leaf)
+                path = group.tree.path(leaf)
+                name = f"{result.id}/{leaf}"
+                is_split = len(path) > 1 and starts.get(path[-2].id) == starts[leaf]
+                if not (is_split and leaf in ends):
+                    yield Row(name=name, group=group, path=path, num_prompt_tokens=starts)
 
 
 def row_gradients(results: list[SessionResult], gains: dict[str, float]) -> Gradients:
     """Sum of the gradients of all rows, each in a pass of its own."""
     model = tiny_model(vocab_size=VOCAB_SIZE)
-    for name, group, path in rows_of(results):
-        logprobs = row_logprobs(model, group, path)
-        sampled = torch.from_numpy(np.concatenate([s.logprobs for s in path if s.sampled]))
+    for row in rows_of(results):
+        logprobs = row_logprobs(model, row)
+        sampled = torch.from_numpy(np.concatenate([s.logprobs for s in row.path if s.sampled]))
         ratios = (logprobs - sampled).clamp(max=3).exp()
-        (-gains[name] * ratios.sum()).backward()  # type: ignore[no-untyped-call]
+        (-gains[row.name] * ratios.sum()).backward()  # type: ignore[no-untyped-call]
     return gradients(model)
 
 
@@ -410,7 +467,7 @@ def test_gradient_of_a_group_of_sessions_is_the_sum_over_rows(
     results: list[SessionResult],
 ) -> None:
     trees = session_trees(results, adjustments=ADJUSTMENTS)
-    assert len(trees) == 2 and all(each.tree.support for each in trees)
+    assert len(trees) == 3 and all(each.tree.support for each in trees)
     gains = {
         f"{leaf.session}/{leaf.leaf}": gain
         for each in trees
@@ -429,8 +486,30 @@ def test_gradient_of_a_group_of_sessions_is_the_sum_over_rows(
 
 
 @pytest.mark.slow
+def test_logprobs_of_turns_that_continue_a_response_are_those_of_their_requests(
+    results: list[SessionResult],
+) -> None:
+    model, num_continued = tiny_model(vocab_size=VOCAB_SIZE), 0
+    found = {
+        f"{leaf.session}/{leaf.leaf}": row
+        for each in session_trees(results, adjustments=ADJUSTMENTS)
+        for leaf, row in zip(
+            each.leaves,
+            each.tree.by_leaf(group_logprobs(model, each.tree, temperature=0.8)).split(),
+            strict=True,
+        )
+    }
+    rows = list(rows_of(results))
+    assert {row.name for row in rows} == found.keys()
+    for row in rows:
+        torch.testing.assert_close(found[row.name], row_logprobs(model, row), atol=1e-4, rtol=0)
+        num_continued += sum(one.sampled and other.sampled for one, other in pairwise(row.path))
+    assert num_continued == 3 * len(results)
+
+
+@pytest.mark.slow
 def test_tokens_keep_their_logprobs_supports_and_versions(results: list[SessionResult]) -> None:
-    by_leaf = {name: path for name, _, path in rows_of(results)}
+    by_leaf = {row.name: row.path for row in rows_of(results)}
     for each in session_trees(results, adjustments=ADJUSTMENTS):
         flat = each.tree.flattened()
         assert flat.logprobs is not None and flat.support is not None
