@@ -6,7 +6,7 @@ prime-rl and rLLM; `trl_output` returns those of TRL. None of these packages is 
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise, takewhile
+from itertools import compress, dropwhile, pairwise, takewhile
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,10 @@ from numpy.typing import NDArray
 
 from coppice.results import Group, Segment, Tree
 from coppice.sessions import SessionResult, hidden_ends
+from coppice.support import Support, joined_support
 from coppice.wire.kv_versions import KvVersionSpan, joined_kv_versions
 from coppice.wire.rollouts import VersionSpan
+from coppice.wire.support import ALL
 from coppice.wire.version_span_slicing import joined_spans
 
 
@@ -27,9 +29,10 @@ class SessionRow:
     The prompt ends before the first sampled token. `loss_mask` and `logprobs` have one value per
     response token. The mask is true for tokens to train on. Context has the logprob 0. Token
     indices in `versions` are those of the response; positions in `kv_versions` start with the
-    prompt. `num_turns` counts the turns of the path. `is_hidden_end`: the leaf is the end of a turn
-    that is not in its text, a stop token or a stop string, and another row continues the turn
-    without it.
+    prompt. `turn_starts` are the response indices at which the turns of the path begin. `support`,
+    if it was requested, has the sets of token ids that the response tokens were sampled from, and
+    the whole vocabulary for context. `is_hidden_end`: the leaf is the end of a turn that is not in
+    its text, a stop token or a stop string, and another row continues the turn without it.
     """
 
     session: str
@@ -41,8 +44,14 @@ class SessionRow:
     versions: tuple[VersionSpan, ...]
     kv_versions: tuple[KvVersionSpan, ...]
     reward: float | None
-    num_turns: int = 0
+    turn_starts: tuple[int, ...] = ()
+    support: Support | None = None
     is_hidden_end: bool = False
+
+    @property
+    def num_turns(self) -> int:
+        """Number of turns of the path."""
+        return len(self.turn_starts)
 
     @property
     def num_trained(self) -> int:
@@ -50,7 +59,11 @@ class SessionRow:
         return int(self.loss_mask.sum())
 
     def verl_output(self) -> dict[str, Any]:
-        """Arguments of verl's `AgentLoopOutput`."""
+        """Arguments of verl's `AgentLoopOutput`.
+
+        ValueError is raised for tokens that were sampled from a part of the vocabulary.
+        """
+        self._check_support("verl")
         return {
             "prompt_ids": self.prompt_ids.tolist(),
             "response_ids": self.response_ids.tolist(),
@@ -65,8 +78,10 @@ class SessionRow:
     def prime_rl_sample(self, *, env_name: str, temperature: float = 1.0) -> dict[str, Any]:
         """Arguments of prime-rl's `TrainingSample`; give the temperature of the session.
 
-        The arrays contain the prompt. prime-rl computes the advantages from the rewards.
+        The arrays contain the prompt. prime-rl computes the advantages from the rewards. ValueError
+        is raised for tokens that were sampled from a part of the vocabulary.
         """
+        self._check_support("prime-rl")
         num_prompt, num_tokens = len(self.prompt_ids), len(self.prompt_ids) + len(self.response_ids)
         return {
             "token_ids": [*self.prompt_ids.tolist(), *self.response_ids.tolist()],
@@ -77,11 +92,13 @@ class SessionRow:
         }
 
     def rllm_trajectory(self, *, name: str = "agent") -> dict[str, Any]:
-        """Arguments of rLLM's `Trajectory`, with one `Step` per run of trained tokens.
+        """Arguments of rLLM's `Trajectory`, with one `Step` per turn with trained tokens.
 
-        A step's prompt has all tokens before the run.
+        A step's prompt has all tokens before its trained ones. ValueError is raised for tokens that
+        were sampled from a part of the vocabulary.
         """
-        steps = [self._step(start, stop) for start, stop in _runs(self.loss_mask)]
+        self._check_support("rLLM")
+        steps = [self._step(*run) for run in _runs(self.loss_mask, self.turn_starts)]
         steps[-1]["done"] = True
         return {"name": name, "steps": steps, "reward": self.reward, "metadata": self._origin()}
 
@@ -93,6 +110,16 @@ class SessionRow:
             "logprobs": self.logprobs[start:stop].tolist(),
             "done": False,
         }
+
+    def _check_support(self, target: str) -> None:
+        """Raises ValueError if a trained token was sampled from a part of the vocabulary."""
+        rows = () if self.support is None else compress(self.support.rows, self.loss_mask)
+        if any(row[0] != ALL for row in rows):
+            raise ValueError(
+                f"tokens of row {self.leaf} of session {self.session} were sampled from a part of "
+                f"the vocabulary, and {target} computes logprobs over all of it: sample without "
+                "top_k, top_p and min_p, or train with coppice.train"
+            )
 
     def _origin(self) -> dict[str, Any]:
         versions = [span.model_dump() for span in self.versions]
@@ -110,15 +137,14 @@ def session_rows(result: SessionResult, *, train_once: bool = True) -> list[Sess
     rows = []
     for group in result.groups:
         tree = group.tree or Tree(segments=(), leaves=(), is_session=True)
-        ends = tree.continuations()
         hidden = hidden_ends(result, tree)
         for leaf in sorted(tree.leaves, key=lambda leaf: leaf in hidden):
             path = tree.path(leaf)
             row = _row(result, group, path, trained if train_once else set())
             trained.update(segment.id for segment in path)
             if row.num_trained:
-                num_turns = sum(part.sampled and part.id not in ends for part in path)
-                rows.append(replace(row, num_turns=num_turns, is_hidden_end=leaf in hidden))
+                starts = tuple(_turn_starts(path, tree.continuations()))
+                rows.append(replace(row, turn_starts=starts, is_hidden_end=leaf in hidden))
     return rows
 
 
@@ -127,10 +153,13 @@ def trl_output(results: Iterable[SessionResult], *, longest: bool = False) -> di
 
     TRL needs exactly one row per prompt. Hidden ends of turns are left out, and not trained.
     ValueError is raised for a session with several other rows, or, with `longest`, the row with the
-    most sampled tokens is used and the others are not trained. `reward` is an extra field, which
-    TRL passes to reward functions.
+    most sampled tokens is used and the others are not trained. ValueError is also raised for tokens
+    that were sampled from a part of the vocabulary. `reward` is an extra field, which TRL passes to
+    reward functions.
     """
     rows = [_only_row(result, longest=longest) for result in results]
+    for row in rows:
+        row._check_support("TRL")
     return {
         "prompt_ids": [row.prompt_ids.tolist() for row in rows],
         "completion_ids": [row.response_ids.tolist() for row in rows],
@@ -166,7 +195,31 @@ def _row(
         versions=tuple(joined_spans((s.versions, len(s.token_ids)) for s in response)),
         kv_versions=tuple(joined_kv_versions((s.kv_versions, len(s.token_ids)) for s in response)),
         reward=(result.rewards or {}).get(path[-1].id, result.reward),
+        support=_support(response),
     )
+
+
+def _support(response: Sequence[Segment]) -> Support | None:
+    """Supports of all tokens; context has the whole vocabulary."""
+    known = [s.support for s in response if s.sampled and s.support is not None]
+    if not known:
+        return None
+    size = known[0].vocab_size
+    return joined_support(
+        [s.support if s.sampled else Support(_WHOLE * len(s.token_ids), size) for s in response]
+    )
+
+
+_WHOLE = (bytes([ALL]),)
+
+
+def _turn_starts(path: Sequence[Segment], continuations: frozenset[str]) -> Iterator[int]:
+    """Indices in the response of a path at which its turns begin."""
+    at = 0
+    for segment in dropwhile(lambda segment: not segment.sampled, path):
+        if segment.sampled and segment.id not in continuations:
+            yield at
+        at += len(segment.token_ids)
 
 
 _NO_TOKENS = np.zeros(0, np.int64)
@@ -180,9 +233,9 @@ def _constant(segment: Segment, value: bool) -> NDArray[np.bool_]:
     return np.full(len(segment.token_ids), value)
 
 
-def _runs(mask: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
-    """Ranges of adjacent true values."""
+def _runs(mask: NDArray[np.bool_], starts: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Ranges of adjacent true values that contain no start except at their beginning."""
     edges = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0)).tolist()
-    for at, (start, stop) in enumerate(pairwise(edges)):
-        if at % 2 == 0:
+    for start, stop in pairwise(sorted({*edges, *starts})):
+        if mask[start]:
             yield start, stop

@@ -1,6 +1,7 @@
 """Rows of sessions, in the field names of trainers."""
 
 import ast
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -13,7 +14,12 @@ from coppice.session_rows import SessionRow, session_rows, trl_output
 from coppice.sessions import session_result_of
 from coppice.wire.rollouts import GroupAnswer, SegmentAnswer, SegmentFinish, VersionSpan
 from coppice.wire.sessions import SessionAnswer, SessionUsage, Turn
+from coppice.wire.support import support_answer
+from engine.sampling_support.rows import encode_mask
 from tests.compat.programs import ROOT, install
+
+VOCAB_SIZE = 16
+EVERY = range(VOCAB_SIZE)
 
 
 def segment(
@@ -24,6 +30,7 @@ def segment(
     sampled: bool = True,
     finish: SegmentFinish = "stop",
     version: str = "v0",
+    support: Sequence[Sequence[int]] | None = None,
 ) -> SegmentAnswer:
     spans = [VersionSpan(version=version, start=0, end=len(tokens))]
     return SegmentAnswer(
@@ -37,7 +44,14 @@ def segment(
         num_leaves=None,
         versions=spans if sampled else [],
         sampled=sampled,
+        support=None if support is None else support_answer(map(encoded, support), VOCAB_SIZE),
     )
+
+
+def encoded(ids: Sequence[int]) -> bytes:
+    mask = np.zeros(VOCAB_SIZE, np.bool_)
+    mask[list(ids)] = True
+    return encode_mask(mask)
 
 
 def session(
@@ -288,3 +302,58 @@ def test_sample_that_another_prompt_has_split_is_one_step() -> None:
     assert [step["response_ids"] for step in first.rllm_trajectory()["steps"]] == [[3, 4, 5]]
     assert (first.num_turns, second.num_turns) == (1, 2)
     assert masks([first, second]) == [[1, 1, 1], [0, 0, 0, 1]]
+
+
+def test_turns_without_context_in_between_are_steps_of_their_own() -> None:
+    """The second turn continues the first one without its stop token."""
+    segments = [
+        segment("a", None, [3, 4], finish="cut"),
+        segment("b", "a", [9]),
+        segment("c", "a", [5, 9]),
+    ]
+    result = session(segments, ["b", "c"], num_hidden=1)
+    for train_once in (False, True):
+        row, end = session_rows(result, train_once=train_once)
+        assert (row.turn_starts, row.num_turns, end.turn_starts) == ((0, 2), 2, (0,))
+        steps = Trajectory(**row.rllm_trajectory()).steps
+        assert [(step.prompt_ids, step.response_ids, step.done) for step in steps] == [
+            ([1, 2], [3, 4], False),
+            ([1, 2, 3, 4], [5, 9], True),
+        ]
+    [step] = Trajectory(**end.rllm_trajectory()).steps
+    assert (step.prompt_ids, step.response_ids) == ([1, 2, 3, 4], [9])
+
+
+def supported(*supports: Sequence[int]) -> SessionResult:
+    """Two turns of two tokens and one, with a support for each token."""
+    segments = [
+        segment("a", None, [3, 4], support=supports[:2]),
+        segment("b", "a", [6], sampled=False),
+        segment("c", "b", [7], support=supports[2:]),
+    ]
+    return session(segments, ["c"], reward=1.0)
+
+
+def test_rows_have_the_supports_of_their_tokens() -> None:
+    [row] = session_rows(supported([3, 5], [4], EVERY))
+    assert row.support is not None and len(row.support) == len(row.response_ids)
+    assert [ids.tolist() for ids in row.support] == [[3, 5], [4], [*EVERY], [*EVERY]]
+    [without] = session_rows(straight())
+    assert without.support is None
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [
+        lambda result: trl_output([result]),
+        lambda result: session_rows(result)[0].verl_output(),
+        lambda result: session_rows(result)[0].prime_rl_sample(env_name="sums"),
+        lambda result: session_rows(result)[0].rllm_trajectory(),
+    ],
+)
+def test_trainers_without_supports_refuse_tokens_of_truncated_distributions(
+    convert: Callable[[SessionResult], object],
+) -> None:
+    with pytest.raises(ValueError, match="sampled from a part of the vocabulary"):
+        convert(supported([3, 5], EVERY, EVERY))
+    assert convert(supported(EVERY, EVERY, EVERY))
