@@ -18,6 +18,7 @@ from openai import AsyncOpenAI
 from coppice import AsyncRollouts
 from coppice.sessions import AgentSession, SessionResult
 from coppice.train import (
+    LogitAdjustments,
     RowLogprobs,
     SessionTree,
     advantages,
@@ -31,6 +32,7 @@ from tests.service.sessions.harness import Harness
 from tests.service.sessions.scripted_engine import Sampled
 from tests.serving import Served, serving
 from tests.train.models import Gradients, error, gradients
+from tests.train.test_session_trees import num_prompt_tokens
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
 
@@ -207,6 +209,10 @@ async def test_kv_of_a_paused_session_is_retained_until_it_ends(served: Served) 
 
 
 TEMPERATURE = 0.8
+PENALTIES = LogitAdjustments(presence_penalty=0.5, frequency_penalty=0.25)
+STOP: dict[str, Any] = {"stop": [*"0123456789"], "max_tokens": 24}
+"""Ends a sample of arithmetic at a digit, but after the first tokens."""
+WITH_STOP = WITH_IDS | {"min_tokens": 3}
 Turns = list[tuple[list[int], list[int]]]
 
 
@@ -245,6 +251,29 @@ async def converse_as_anthropic(session: AgentSession) -> Turns:
     return turns
 
 
+async def continue_texts(session: AgentSession) -> Turns:
+    """Completions that continue the text before a stop string, and the same in a chat."""
+    turns: Turns = []
+    text, messages = "Numbers: 3+4=7, 10+2=12, 5+5=10, ", list[Any]()
+    messages.append({"role": "user", "content": "Write sums like 20+21=41. " * 4})
+    async with AsyncOpenAI(base_url=session.openai_url, api_key=session.key) as agent:
+        for _ in range(3):
+            completion: Any = await agent.completions.create(
+                model="any", prompt=text, extra_body=WITH_STOP, **STOP
+            )
+            [choice] = completion.choices
+            turns.append((choice.prompt_token_ids, choice.token_ids))
+            text += choice.text
+        for more in ({}, {"continue_final_message": True, "add_generation_prompt": False}):
+            answer: Any = await agent.chat.completions.create(
+                model="any", messages=messages, extra_body=WITH_STOP | more, **STOP
+            )
+            [choice] = answer.choices
+            turns.append((answer.prompt_token_ids, choice.token_ids))
+            messages.append({"role": "assistant", "content": choice.message.content})
+    return turns
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def episodes(served: Served) -> list[tuple[SessionResult, Turns]]:
     """Two sessions of one task, with what their clients received."""
@@ -252,12 +281,20 @@ async def episodes(served: Served) -> list[tuple[SessionResult, Turns]]:
     async with AsyncRollouts(served.url) as client:
         group = await client.sessions.create(
             2,
-            sampling={"max_tokens": 24, "temperature": TEMPERATURE, "top_p": 0.97},
+            sampling={
+                "max_tokens": 24,
+                "temperature": TEMPERATURE,
+                "top_p": 0.97,
+                "presence_penalty": PENALTIES.presence_penalty,
+                "frequency_penalty": PENALTIES.frequency_penalty,
+            },
+            overrides=["max_tokens", "min_tokens", "stop"],
             return_support=True,
         )
         for number, session in enumerate(group.sessions):
             turns = await converse_as_openai(session, number)
             turns += await converse_as_anthropic(session)
+            turns += await continue_texts(session)
             found.append((await client.sessions.finish(session.id, reward=float(number)), turns))
     return found
 
@@ -266,7 +303,9 @@ async def test_every_token_of_both_apis_is_in_the_trees_as_sampled(
     episodes: list[tuple[SessionResult, Turns]],
 ) -> None:
     for result, turns in episodes:
-        assert [turn.api for turn in result.turns] == ["chat"] * 3 + ["messages"] * 2
+        assert [turn.api for turn in result.turns] == [
+            *(["chat"] * 3 + ["messages"] * 2 + ["completions"] * 3 + ["chat"] * 2)
+        ]
         for turn, (prompt, sampled) in zip(result.turns, turns, strict=True):
             paths = [path for path in paths_of(result) if turn.segment in path.ids]
             assert paths and all(path.starts_with(prompt + sampled) for path in paths)
@@ -277,11 +316,14 @@ async def test_every_token_of_both_apis_is_in_the_trees_as_sampled(
 
 @dataclass(frozen=True)
 class Path:
-    """The path to a leaf, with the support and logprob of each sampled token."""
+    """The path to a leaf, with the request, the support and the logprob of each sampled token.
+
+    A request is the number of tokens in its prompt.
+    """
 
     ids: list[str]
     tokens: list[int]
-    sampled: list[tuple[int, Any, float]]
+    sampled: list[tuple[int, int, Any, float]]
 
     def starts_with(self, tokens: list[int]) -> bool:
         return self.tokens[: len(tokens)] == tokens
@@ -291,16 +333,18 @@ def paths_of(result: SessionResult) -> list[Path]:
     found = []
     for group in result.groups:
         assert group.tree is not None and group.prompt_token_ids is not None
+        requests = num_prompt_tokens(result, group)
         for leaf in group.tree.leaves:
             segments, tokens = group.tree.path(leaf), group.prompt_token_ids.tolist()
-            sampled: list[tuple[int, Any, float]] = []
+            sampled: list[tuple[int, int, Any, float]] = []
             for segment in segments:
                 places = range(len(tokens), len(tokens) + len(segment.token_ids))
                 tokens = [*tokens, *segment.token_ids.tolist()]
                 if segment.sampled:
                     assert segment.support is not None
                     logprobs = segment.logprobs.tolist()
-                    sampled += zip(places, segment.support, logprobs, strict=True)
+                    request = [requests[segment.id]] * len(places)
+                    sampled += zip(places, request, segment.support, logprobs, strict=True)
             found.append(Path([segment.id for segment in segments], tokens, sampled))
     return found
 
@@ -310,29 +354,42 @@ async def test_gradient_of_the_sessions_is_the_sum_over_their_rows(
 ) -> None:
     """Each row in a forward of its own; each token of the trees in one forward."""
     results = [result for result, _ in episodes]
-    trees = session_trees(results)
-    assert [len(each.leaves) for each in trees] == [4, 2]
+    trees = session_trees(results, adjustments=PENALTIES)
+    assert [len(each.leaves) for each in trees] == [4, 2, 2, 2]
+    assert sum(turn.num_hidden_tokens > 0 for result in results for turn in result.turns) > 4
+    leaves = {leaf.leaf for each in trees for leaf in each.leaves}
     by_tree, num_embedded = tree_gradients(trees)
-    assert error(by_tree, row_gradients(results)) < 1e-4
+    assert error(by_tree, row_gradients(results, leaves)) < 1e-4
     unique = sum(len(each.tree.prompt) + each.tree.num_tokens for each in trees)
     assert num_embedded <= 1.05 * unique
 
 
-def row_gradients(results: list[SessionResult]) -> Gradients:
-    """Sum over the rows by transformers alone; each logprob is compared with the engine's."""
+def row_gradients(results: list[SessionResult], leaves: set[str]) -> Gradients:
+    """Sum over the rows by transformers alone; each logprob is compared with the engine's.
+
+    Rows of stop strings that a prompt has left out have no gradient.
+    """
     model = reference()
     rewards = torch.tensor([result.reward for result in results], dtype=torch.float64)
     for result, gain in zip(results, advantages(rewards).tolist(), strict=True):
         for path in paths_of(result):
-            logits, ratios = model(torch.tensor([path.tokens])).logits[0] / TEMPERATURE, []
-            for place, ids, served in path.sampled:
+            logits, ratios = model(torch.tensor([path.tokens])).logits[0], []
+            for place, request, ids, served in path.sampled:
+                penalized = _penalized(logits[place - 1], path.tokens[request:place])
                 allowed = torch.from_numpy(ids).long()
                 at = (allowed == path.tokens[place]).nonzero()[0, 0]
-                logprob = logits[place - 1][allowed].log_softmax(-1)[at]
+                logprob = (penalized[allowed] / TEMPERATURE).log_softmax(-1)[at]
                 assert abs(logprob.item() - served) < TOLERANCE
                 ratios.append((logprob - served).exp())
-            (-gain * torch.stack(ratios).sum()).backward()
+            if path.ids[-1] in leaves:
+                (-gain * torch.stack(ratios).sum()).backward()
     return gradients(model)
+
+
+def _penalized(logits: torch.Tensor, earlier: list[int]) -> torch.Tensor:
+    counts = torch.bincount(torch.tensor(earlier, dtype=torch.int64), minlength=len(logits))
+    penalties = PENALTIES.frequency_penalty * counts + PENALTIES.presence_penalty * (counts > 0)
+    return logits - penalties
 
 
 def tree_gradients(trees: list[SessionTree]) -> tuple[Gradients, int]:
