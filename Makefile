@@ -63,9 +63,10 @@ bench: ## run all benchmarks and write docs/performance; takes hours
 	@$(setup) dev
 	@scripts/bench.sh '$(python)'
 
-soak: ## long tests: clients with Ray, vLLM's wheel and kernels for GPUs, 10,000 groups, malformed requests, cluster faults; writes docs/operate/reliability.md
+soak: ## long tests: clients with Ray, agent programs, vLLM's wheel and kernels for GPUs, 10,000 groups, malformed requests, cluster faults; writes docs/operate/reliability.md
 	@$(setup) dev
-	$(python) -m pytest -q tests/compat/with_ray.py tests/service/sessions/with_agent_programs.py
+	$(python) -m pytest -q tests/compat/with_ray.py
+	$(python) -m pytest -q tests/service/sessions/with_agent_programs.py
 	$(python) -m pytest -q tests/soak/cuda_wheel.py tests/soak/compiled_kernels.py
 	COPPICE_DRAWS=1 $(pytest_in_two) -m 'not engine and not gpu'
 	COPPICE_DRAWS=1 $(python) -m pytest -q tests/engine/speculation tests/engine/drafter

@@ -5,6 +5,7 @@ python -m pytest tests/service/sessions/with_agent_programs.py
 
 import asyncio
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,9 +29,21 @@ ADD, RESULT = "mcp__calculator__add", "<tool_response>\n"
 SUB_AGENT = "You add two numbers."
 
 
-@pytest.fixture(scope="module", autouse=True)
-def installed() -> None:
-    install("agent_sdk", "codex_cli", "verifiers")
+@pytest.fixture
+def agent_sdk() -> None:
+    install("agent_sdk")
+
+
+@pytest.fixture
+def codex_cli() -> None:
+    if shutil.which("npm") is None:
+        pytest.skip("no npm, which installs the Codex CLI: install Node.js")
+    install("codex_cli")
+
+
+@pytest.fixture
+def verifiers() -> None:
+    install("verifiers")
 
 
 @pytest.fixture(scope="module")
@@ -95,12 +108,14 @@ def by_results_with(tool: str) -> Callable[[str], str]:
     return lambda prompt: by_results(prompt).replace('"add"', f'"{tool}"')
 
 
+@pytest.mark.usefixtures("agent_sdk")
 async def test_claude_code_calls_tools(tmp_path: Path, family: FamilyEngine) -> None:
     async with harness(tmp_path, family, by_results_with(ADD)) as found:
         assert await run_claude(found, tmp_path) == "It is 14."
         await found.check()
 
 
+@pytest.mark.usefixtures("agent_sdk")
 async def test_claude_code_runs_sub_agents(tmp_path: Path, family: FamilyEngine) -> None:
     def task(numbers: str) -> str:
         arguments = f'{{"subagent_type": "adder",  "description": "Add", "prompt": "{numbers}"}}'
@@ -119,6 +134,7 @@ async def test_claude_code_runs_sub_agents(tmp_path: Path, family: FamilyEngine)
         assert sum(len(group["leaves"]) for group in answer["groups"]) == 3
 
 
+@pytest.mark.usefixtures("codex_cli")
 async def test_codex_runs_commands(tmp_path: Path, family: FamilyEngine) -> None:
     def script(prompt: str) -> str:
         """The program adds the time to the results, so they are counted."""
@@ -134,6 +150,7 @@ async def test_codex_runs_commands(tmp_path: Path, family: FamilyEngine) -> None
         await found.check()
 
 
+@pytest.mark.usefixtures("verifiers")
 async def test_verifiers(tmp_path: Path, family: FamilyEngine) -> None:
     """Rollouts that run at the same time, each with a tool server of its own."""
     async with harnesses(tmp_path, family, by_results_with("calculator_add"), n=2) as found:
