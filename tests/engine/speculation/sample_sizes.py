@@ -9,6 +9,8 @@ from tests.engine.speculation.distributions import SETTINGS
 TIMES = float(os.environ.get("COPPICE_DRAWS", "0.1"))
 """Factor of all sample sizes: 0.1 in `make test`, 0.3 in `make test-full`, 1 in `make soak`."""
 NUM_DRAWS = int(100_000 * TIMES)
+DETECTABLE = 0.01 * TIMES**-0.5
+"""Total variation that this number of draws detects: 0.032, 0.018 and 0.01."""
 NUM_SEQUENCES = int(20_000 * TIMES)
 CONTEXTS = 5
 NUM_TESTS = 62

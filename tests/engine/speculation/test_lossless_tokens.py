@@ -25,6 +25,7 @@ from tests.engine.speculation.distributions import (
 from tests.engine.speculation.drafting_engine import Recording, drafting_engine, in_group
 from tests.engine.speculation.sample_sizes import (
     CONTEXTS,
+    DETECTABLE,
     MIN_P_VALUE,
     NUM_DRAWS,
     ROWS,
@@ -79,13 +80,13 @@ def test_next_tokens_follow_the_distribution_of_the_model(
 @all_settings
 @pytest.mark.parametrize("rule", ["right", "accept_always", "resample_from_all"])
 def test_broken_acceptance_rule_would_be_detected(rule: str, setting: Setting) -> None:
-    """Broken only as often as gives a total variation of 0.01 in each of five contexts."""
+    """Broken only as often as gives the total variation DETECTABLE in each of five contexts."""
     chance = np.random.default_rng(11)
     laws = setting.distribution(chance.normal(scale=2.0, size=(CONTEXTS, VOCAB)))
     tried, hits = np.zeros((2, CONTEXTS, VOCAB), np.int64)
     for context, distribution in enumerate(laws):
         for draft in chance.choice(VOCAB, size=8, p=distribution).tolist():
-            drawn = drawn_with(rule, distribution, draft, 100_000 // CONTEXTS // 8, chance)
+            drawn = drawn_with(rule, distribution, draft, NUM_DRAWS // CONTEXTS // 8, chance)
             tried[context, draft] += drawn.sum()
             hits[context, draft] += drawn[draft]
     assert (p_value(acceptance_chi_square(tried, hits, laws)) < MIN_P_VALUE) == (rule != "right")
@@ -124,14 +125,14 @@ def acceptance_chi_square(tried: Ints, hits: Ints, laws: Floats) -> tuple[float,
 def drawn_with(
     rule: str, distribution: Floats, draft: int, number: int, chance: np.random.Generator
 ) -> Ints:
-    """Samples under an acceptance rule of one draft, broken as often as gives 0.01."""
+    """Samples under an acceptance rule of one draft, broken as often as gives DETECTABLE."""
     right = chance.choice(VOCAB, size=number, p=distribution)
     off = {
         "right": 0.0,
         "accept_always": 1 - distribution[draft],
         "resample_from_all": distribution[draft] * (1 - distribution[draft]),
     }[rule]
-    broken = chance.random(number) < (0.01 / off if off else 0.0)
+    broken = chance.random(number) < (DETECTABLE / off if off else 0.0)
     accepted = (chance.random(number) < distribution[draft]) | (rule == "accept_always")
     wrong = np.where(accepted, draft, chance.choice(VOCAB, size=number, p=distribution))
     return np.bincount(np.where(broken, wrong, right), minlength=VOCAB)
