@@ -35,13 +35,14 @@ demo-agent: ## train the small model to call a tool, through agent sessions; wri
 	@$(setup) dev
 	@PYTHONPATH=.:client $(python) -m examples.agent_training --seed '$(SEED)' --out build/demo-agent
 
-test: check ## the checks and all tests that are not exhaustive
+test: check ## the checks and all tests that are not exhaustive and need no GPU
 	$(pytest_in_two) -m 'not engine and not alone and not gpu and not exhaustive'
 	$(pytest_in_two) -m 'engine and not alone and not gpu and not exhaustive'
+	$(python) -m pytest -m 'alone and not gpu and not exhaustive'
 
 test-full: check coverage ## the checks and all tests, with more samples; what CI runs
 	$(more_samples) $(pytest_in_two) -m 'engine and not alone and not gpu'
-	$(python) -m pytest -m 'alone or gpu'
+	$(more_samples) $(python) -m pytest -m 'alone or gpu'
 
 test-fast: ## fast tests without an engine; takes a minute
 	@$(setup) dev
