@@ -135,7 +135,7 @@ def coppice_reset_prefix_cache(self: "EngineCore", keep_chains: bool = False) ->
     num_hashes = _clear_block_hashes(self.scheduler.kv_cache_manager.block_pool, blocks)
     return PrefixCacheReset(
         num_hashes=num_hashes,
-        num_kept_tokens=kept.num_kept_tokens(),
+        num_kept_tokens=kept.snapshot()["num_kept_tokens"],
         num_running_requests=num_running_requests,
         connector=self.scheduler.reset_connector_cache(),
     )

@@ -1,5 +1,6 @@
 """Versions of kept KV blocks, with a pool of plain objects."""
 
+import itertools
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -35,9 +36,9 @@ def request(name: str, *, keep: bool = True, max_lag: int | None = None) -> Any:
     return SimpleNamespace(request_id=name, sampling_params=SimpleNamespace(extra_args=extra_args))
 
 
-def kept_blocks(*, can_truncate: bool = True) -> tuple[KeptBlocks, Pool]:
+def kept_blocks() -> tuple[KeptBlocks, Pool]:
     pool = Pool()
-    kept = KeptBlocks(pool, can_truncate=can_truncate)
+    kept = KeptBlocks(pool)
     kept.set_version("v1")
     return kept, pool
 
@@ -59,6 +60,15 @@ def update(
     return blocks
 
 
+def hit(kept: KeptBlocks, asked: Any, blocks: list[Block]) -> int:
+    """Number of blocks that the request finds, where no hash has two blocks."""
+    found = list(itertools.takewhile(lambda block: block.block_hash is not None, blocks))
+    if kept.drop_too_old(asked, [(found, BLOCK)]):
+        return hit(kept, asked, blocks)
+    kept.on_lookup(asked, [(found, BLOCK)], len(found) * BLOCK)
+    return len(found)
+
+
 def test_hit_reports_the_versions_of_its_older_blocks() -> None:
     kept, pool = kept_blocks()
     blocks = cache(kept, pool, request("a"), 0, 1)
@@ -66,8 +76,11 @@ def test_hit_reports_the_versions_of_its_older_blocks() -> None:
     blocks += cache(kept, pool, request("b"), 2)
     assert update(kept, "v3") == {0, 1, 2}
     blocks += cache(kept, pool, request("c"), 3)
-    assert kept.on_lookup(request("d"), [(blocks, BLOCK)], 16) == 16
+    for _ in range(2):  # the first time, the request cannot be scheduled
+        assert hit(kept, request("d"), blocks) == 4
     assert kept.reports == {"d": [("v1", 8), ("v2", 12)]}
+    assert kept.snapshot()["num_reused_tokens"] == 0
+    kept.on_allocated("d")
     assert kept.snapshot()["num_reused_tokens"] == 12
 
 
@@ -84,8 +97,8 @@ def test_block_filled_across_an_update_counts_as_its_oldest_position() -> None:
     update(kept, "v2", ("a", 6, False))
     blocks += cache(kept, pool, running, 1, 2)
     assert kept.reports.pop("a") == [("v1", 6)]
-    kept.on_lookup(request("b"), [(blocks, BLOCK)], 12)
-    assert kept.reports == {"b": [("v1", 8)]}
+    hit(kept, request("b"), blocks)
+    assert kept.reports == {"b": [("v1", 8), ("v2", 12)]}
 
 
 def test_evicted_block_is_not_kept_under_its_next_hash() -> None:
@@ -95,33 +108,51 @@ def test_evicted_block_is_not_kept_under_its_next_hash() -> None:
     assert update(kept, "v2") == {1}
 
 
-def test_activation_of_an_earlier_version_renews_its_kv() -> None:
+def test_kv_of_a_version_that_is_activated_again_is_not_renewed() -> None:
+    """Its label may be that of other weights by now."""
     kept, pool = kept_blocks()
     blocks = cache(kept, pool, request("a"), 0)
     update(kept, "v2")
-    blocks += cache(kept, pool, request("a"), 1)
+    blocks += cache(kept, pool, request("b"), 1)
     update(kept, "v1")
-    assert kept.on_lookup(request("b"), [(blocks, BLOCK)], 8) == 8
-    assert kept.reports == {"b": [("v1", 4), ("v2", 8)]}
-    assert [kept.lag(version) for version in ("v1", "v2")] == [0, 1]
+    assert hit(kept, request("c"), blocks) == 2
+    assert kept.reports == {"c": [("v1", 4), ("v2", 8)]}
+    assert hit(kept, request("d", max_lag=2), blocks) == 2
+    assert hit(kept, request("e", max_lag=1), blocks) == 0
 
 
 def test_hit_ends_before_a_block_beyond_the_lag_and_drops_it() -> None:
     kept, pool = kept_blocks()
     first = cache(kept, pool, request("a"), 1)
     update(kept, "v2")
-    blocks = [*cache(kept, pool, request("a"), 0), *first]
-    assert kept.on_lookup(request("b", max_lag=0), [(blocks, BLOCK)], 8) == 4
+    blocks = [*cache(kept, pool, request("b"), 0), *first]
+    assert hit(kept, request("c", max_lag=0), blocks) == 1
     assert pool.removed == ["hash-1"] and pool.blocks[1].block_hash is None
     assert kept.snapshot()["num_dropped_tokens"] == {"lag": 4}
 
 
-def test_part_of_a_hit_is_no_hit_with_sliding_windows() -> None:
-    kept, pool = kept_blocks(can_truncate=False)
-    first = cache(kept, pool, request("a"), 1)
-    update(kept, "v2")
-    blocks = [*cache(kept, pool, request("a"), 0), *first]
-    assert kept.on_lookup(request("b", max_lag=0), [(blocks, BLOCK)], 8) == 0
+def test_block_is_as_old_as_the_oldest_kv_that_it_attended_to() -> None:
+    kept, pool = kept_blocks()
+    running = request("a")
+    prefix = cache(kept, pool, running, 0)
+    update(kept, "v2", ("a", 5, False))
+    suffix = cache(kept, pool, running, 1, 2)
+    kept.reports.clear()
+    assert hit(kept, request("b"), [*prefix, *suffix]) == 3
+    assert kept.reports == {"b": [("v1", 8), ("v2", 12)]}
+    suffix += cache(kept, pool, request("b"), 3)  # after a hit of such blocks
+    assert hit(kept, request("c", max_lag=0), suffix[2:]) == 0
+    assert hit(kept, request("d", max_lag=0), suffix[1:]) == 0
+    assert pool.removed == ["hash-3", "hash-2"]
+
+
+def test_update_drops_the_blocks_that_attended_to_kv_that_it_makes_too_old() -> None:
+    kept, pool = kept_blocks()
+    running = request("a", max_lag=1)
+    cache(kept, pool, running, 0)
+    update(kept, "v2", ("a", 4, False))
+    cache(kept, pool, running, 1)
+    assert update(kept, "v3") == set()
 
 
 def test_update_drops_blocks_that_it_makes_too_old() -> None:
@@ -137,7 +168,7 @@ def test_preempted_request_reports_that_its_kv_is_computed_again() -> None:
     update(kept, "v2", ("a", 6, False), ("b", 0, True))
     assert kept.reports == {"a": [("v1", 6)], "b": []}
     kept.reports.clear()
-    kept.on_lookup(request("a", keep=False), [((), BLOCK)], 0)
+    hit(kept, request("a", keep=False), [])
     assert kept.reports == {"a": []}
 
 
@@ -146,7 +177,20 @@ def test_nothing_is_remembered_of_ended_requests_and_unused_versions() -> None:
     update(kept, "v2", ("a", 6, False))
     kept.on_finished("a")
     update(kept, "v3")
-    assert (kept.reports, kept._older_kv, list(kept._updates)) == ({}, {}, ["v2", "v3"])
+    known = sorted(kept._labels.values())
+    assert (kept.reports, kept._older_kv, known) == ({}, {}, ["v2", "v3"])
     cache(kept, pool, request("b"), 0)
     update(kept, "v4", keep=False)
-    assert kept.num_kept_tokens() == 0
+    assert kept.snapshot()["num_kept_tokens"] == 0
+
+
+def test_number_of_kept_tokens_follows_the_cache() -> None:
+    kept, pool = kept_blocks()
+    cache(kept, pool, request("a"), 0, 1, 2)
+    cache(kept, pool, request("a"), 2)
+    kept.on_removed(pool.blocks[0])
+    kept.on_removed(pool.blocks[7])
+    assert kept.snapshot()["num_kept_tokens"] == 2 * BLOCK
+    kept.on_reset()
+    assert kept.snapshot()["num_kept_tokens"] == 0
+    assert kept.snapshot()["num_dropped_tokens"] == {"reset": 2 * BLOCK}

@@ -111,17 +111,38 @@ def test_blocks_that_exceed_the_lag_are_computed_again(
     engine.swap(models["v8"], keep_kv=True)
     [second] = engine.ask(first, max_tokens=40, chain="a", max_lag=1)
     tokens = first + second.token_ids
-    num_v8 = (len(tokens) - 1) // BLOCK * BLOCK
+    num_cached = (len(tokens) - 1) // BLOCK * BLOCK
     assert second.kv_versions == kv(("v7", 0, 4 * BLOCK), ("v8", 4 * BLOCK, len(tokens) - 1))
     before = engine.core.coppice_ping()["kept_kv"]["num_dropped_tokens"].get("lag", 0)
     reset = engine.swap(models["v9"], keep_kv=True)
     dropped = engine.core.coppice_ping()["kept_kv"]["num_dropped_tokens"]["lag"] - before
-    assert (reset["num_kept_tokens"], dropped) == (num_v8 - 4 * BLOCK, 4 * BLOCK)
-    [third] = engine.ask(tokens, max_tokens=2, chain="a", max_lag=1)
+    # The blocks of v8 were computed with those of v7 in context.
+    assert (reset["num_kept_tokens"], dropped) == (0, num_cached)
     [exact] = engine.ask(tokens, max_tokens=2)
-    assert third.num_cached_tokens == 0  # its older blocks are missing
-    assert third.kv_versions == kv(("v9", 0, len(tokens) + 1))
-    assert third.logprobs == pytest.approx(exact.logprobs, abs=1e-4)
+    for num_found in (0, num_cached):
+        [later] = engine.ask(tokens, max_tokens=2, chain="a", max_lag=1)
+        assert later.num_cached_tokens == num_found
+        assert later.kv_versions == kv(("v9", 0, len(tokens) + 1))
+        assert later.logprobs == pytest.approx(exact.logprobs, abs=1e-4)
+
+
+def test_lag_counts_from_the_oldest_kv_in_context(
+    engine: LiveEngine, models: dict[str, Path]
+) -> None:
+    """A sample caches blocks after an update that attended to the KV before it."""
+    running = engine.submit(PROMPT, max_tokens=80, chain="a", max_lag=0)
+    engine.step(10)
+    engine.swap(models["v8"], keep_kv=True)
+    [answer] = engine.finish(running)
+    tokens = PROMPT + answer.token_ids
+    [exact] = engine.ask(tokens, max_tokens=2)
+    num_cached = (len(tokens) - 1) // BLOCK * BLOCK
+    for num_found in (0, num_cached):
+        engine.ask(PROMPT, max_tokens=1, chain="a", max_lag=0)
+        [later] = engine.ask(tokens, max_tokens=2, chain="a", max_lag=0)
+        assert later.num_cached_tokens >= num_found
+        assert later.kv_versions == kv(("v8", 0, len(tokens) + 1))
+        assert later.logprobs == pytest.approx(exact.logprobs, abs=1e-4)
 
 
 def test_smaller_lag_of_a_later_request_holds(engine: LiveEngine, models: dict[str, Path]) -> None:

@@ -16,13 +16,19 @@ def kept_blocks(core: Any) -> KeptBlocks:
 @functools.cache
 def install() -> None:
     from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
 
     KVCacheManager.__init__ = _with_kept_blocks(KVCacheManager.__init__)
     KVCacheManager.get_computed_blocks = _within_lag(KVCacheManager.get_computed_blocks)
+    KVCacheCoordinator.allocate_new_computed_blocks = _counting(
+        KVCacheCoordinator.allocate_new_computed_blocks
+    )
     BlockPool.cache_full_blocks = _recording(BlockPool.cache_full_blocks)
+    BlockPool._remove_cached_block_hashes = _removing(BlockPool._remove_cached_block_hashes)
+    BlockPool.reset_prefix_cache = _resetting(BlockPool.reset_prefix_cache)
     Scheduler._free_blocks = _ending(Scheduler._free_blocks)
     EngineCore.set_weight_version = _announced(EngineCore.set_weight_version)
     EngineCore._attach_weight_version = _with_reports(EngineCore._attach_weight_version)
@@ -37,13 +43,9 @@ def can_keep(kv_cache_config: Any) -> bool:
 
 def _with_kept_blocks(upstream: Any) -> Any:
     @functools.wraps(upstream)
-    def init(self: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
-        from vllm.v1.kv_cache_interface import FullAttentionSpec
-
-        upstream(self, kv_cache_config, *args, **kwargs)
-        specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-        is_full = len(specs) == 1 and isinstance(specs[0], FullAttentionSpec)
-        kept = KeptBlocks(self.block_pool, can_truncate=is_full)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        upstream(self, *args, **kwargs)
+        kept = KeptBlocks(self.block_pool)
         self.coppice_kept_blocks = self.block_pool.coppice_kept_blocks = kept
 
     return init
@@ -52,18 +54,46 @@ def _with_kept_blocks(upstream: Any) -> Any:
 def _within_lag(upstream: Any) -> Any:
     @functools.wraps(upstream)
     def get_computed_blocks(self: Any, request: Any) -> tuple[Any, int, int]:
-        blocks, num_tokens, boundary = upstream(self, request)
-        managers = self.coordinator.single_type_managers
-        sizes = [manager.block_size for manager in managers]
-        groups = list(zip(blocks.blocks, sizes, strict=True))
-        num_allowed = self.coppice_kept_blocks.on_lookup(request, groups, num_tokens)
-        if num_allowed == num_tokens:
-            return blocks, num_tokens, boundary
-        if num_allowed == 0:
-            return self.empty_kv_cache_blocks, 0, 0
-        return self.truncate_computed_blocks(blocks, num_allowed), num_allowed, boundary
+        kept: KeptBlocks = self.coppice_kept_blocks
+        sizes = [manager.block_size for manager in self.coordinator.single_type_managers]
+        while True:  # every further lookup has fewer blocks to find
+            blocks, num_tokens, boundary = upstream(self, request)
+            groups = list(zip(blocks.blocks, sizes, strict=True))
+            if not kept.drop_too_old(request, groups):
+                kept.on_lookup(request, groups, num_tokens)
+                return blocks, num_tokens, boundary
 
     return get_computed_blocks
+
+
+def _counting(upstream: Any) -> Any:
+    @functools.wraps(upstream)
+    def allocate_new_computed_blocks(self: Any, request_id: str, *args: Any, **kwargs: Any) -> None:
+        upstream(self, request_id, *args, **kwargs)
+        self.block_pool.coppice_kept_blocks.on_allocated(request_id)
+
+    return allocate_new_computed_blocks
+
+
+def _removing(upstream: Any) -> Any:
+    @functools.wraps(upstream)
+    def remove_cached_block_hashes(self: Any, block: Any) -> list[Any]:
+        removed: list[Any] = upstream(self, block)
+        self.coppice_kept_blocks.on_removed(block)
+        return removed
+
+    return remove_cached_block_hashes
+
+
+def _resetting(upstream: Any) -> Any:
+    @functools.wraps(upstream)
+    def reset_prefix_cache(self: Any) -> bool:
+        is_reset: bool = upstream(self)
+        if is_reset:
+            self.coppice_kept_blocks.on_reset()
+        return is_reset
+
+    return reset_prefix_cache
 
 
 def _recording(upstream: Any) -> Any:

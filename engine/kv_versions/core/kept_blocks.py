@@ -2,16 +2,21 @@
 
 Runs in EngineCore. A chain is all requests with the same private `cache_salt` and the option to
 keep KV; nobody else's requests have the hashes of its blocks. Its cached blocks remain after an
-update that keeps them. The KV of a block counts as that of its oldest position.
+update that keeps them. Activations of weights are numbered, because a label may be used again for
+other weights. The KV of a block counts as that of its oldest position, and is as old as the oldest
+KV that it attended to.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from engine.feature_stats import KeptKvDropReason
 from engine.kv_versions.request_option import OlderKv, keep_option
+
+Groups = Sequence[tuple[Sequence[Any], int]]
+"""Blocks of a cache hit in each KV cache group, with the block size."""
 
 
 class Snapshot(TypedDict):
@@ -23,11 +28,25 @@ class Snapshot(TypedDict):
 
 
 @dataclass(frozen=True, slots=True)
+class KvSpan:
+    """KV at consecutive positions of a request up to `end`.
+
+    `activation` is the number of the activation whose weights computed it, `oldest` the lowest
+    number among this KV and the KV that it attended to.
+    """
+
+    activation: int
+    oldest: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
 class KeptBlock:
-    """Cached block of a chain. It is valid while the block has this hash."""
+    """Cached block of a chain, with the numbers of `KvSpan`. It is valid while it has this hash."""
 
     block_hash: Any
-    version: str
+    activation: int
+    oldest: int
     num_tokens: int
     max_lag: int | None
 
@@ -35,63 +54,86 @@ class KeptBlock:
 class KeptBlocks:
     """Versions of the KV of an engine's requests, and of the cached blocks of chains.
 
-    `older_kv` has the requests whose KV is not all of the served version; `reports` are those of
-    them that have changed since the request's last output. `can_truncate`: a prefix of a cache hit
-    is a cache hit, which holds for models with full attention only.
+    `reports` are the versions of the KV of requests that have changed since their last output.
     """
 
-    def __init__(self, pool: Any, *, can_truncate: bool) -> None:
-        self.version = ""
+    def __init__(self, pool: Any) -> None:
         self.reports: dict[str, OlderKv] = {}
         self._pool = pool
-        self._can_truncate = can_truncate
-        self._updates: dict[str, int] = {self.version: 0}
-        self._num_updates = 0
-        self._older_kv: dict[str, OlderKv] = {}
+        self._activation = 0
+        self._labels: dict[int, str] = {self._activation: ""}
+        self._older_kv: dict[str, list[KvSpan]] = {}
         self._blocks: dict[int, KeptBlock] = {}
+        self._num_kept_tokens = 0
         self._num_reused_tokens = 0
         self._num_dropped_tokens: Counter[KeptKvDropReason] = Counter()
 
     def set_version(self, version: str) -> None:
-        """Record the weights version under which the next steps run."""
-        if version != self.version:
-            self._num_updates += 1
-        self.version = version
-        self._updates[version] = self._num_updates
-
-    def lag(self, version: str) -> int:
-        """Number of weights updates since a version was served last."""
-        return self._num_updates - self._updates[version]
+        """Record the weights version under which the next steps run, as a new activation."""
+        self._activation += 1
+        self._labels[self._activation] = version
 
     def on_cached(self, request: Any, blocks: Sequence[Any], first: int, block_size: int) -> None:
         """Record the versions of blocks that a request has cached, the first of them at `first`."""
         option = keep_option(request)
         if option is None:
             return
-        older = self._older_kv.get(request.request_id, ())
         for index, block in enumerate(blocks, first):
             if not block.is_null and block.block_hash is not None:
-                version = self._oldest(older, index * block_size, (index + 1) * block_size)
+                start = index * block_size
+                activation, oldest = self._ages(request.request_id, start, start + block_size)
+                self.on_removed(block)
+                self._num_kept_tokens += block_size
                 self._blocks[block.block_id] = KeptBlock(
-                    block.block_hash, version, block_size, option["max_lag"]
+                    block.block_hash, activation, oldest, block_size, option["max_lag"]
                 )
 
-    def on_lookup(
-        self, request: Any, groups: Sequence[tuple[Sequence[Any], int]], num_tokens: int
-    ) -> int:
-        """Number of tokens of a cache hit that the request may read; records their versions.
+    def on_removed(self, block: Any) -> None:
+        """Record that a block is no longer in the prefix cache."""
+        if (kept := self._blocks.pop(block.block_id, None)) is not None:
+            self._num_kept_tokens -= kept.num_tokens
 
-        `groups` are the blocks of each KV cache group, with the block size.
+    def on_reset(self) -> None:
+        """Record that no block is in the prefix cache any more."""
+        if self._num_kept_tokens:
+            self._num_dropped_tokens["reset"] += self._num_kept_tokens
+        self._blocks.clear()
+        self._num_kept_tokens = 0
+
+    def drop_too_old(self, request: Any, groups: Groups) -> bool:
+        """Remove the blocks of a cache hit that the request may not read; true if there are any.
+
+        Blocks that other requests have cached under the same hashes are found instead.
         """
         option = keep_option(request)
-        if option is None:
-            self._set_older_kv(request.request_id, [])
-            return num_tokens
-        num_tokens = self._num_within_lag(groups, num_tokens, option["max_lag"])
-        versions = self._hit_versions(groups, num_tokens)
-        self._set_older_kv(request.request_id, versions)
-        self._num_reused_tokens += versions[-1][1] if versions else 0
-        return num_tokens
+        max_lag = None if option is None else option["max_lag"]
+        if max_lag is None:
+            return False
+        too_old = [b for b, kept, _ in self._older_blocks(groups) if self._lag(kept) > max_lag]
+        for block in too_old:
+            self._num_dropped_tokens["lag"] += self._blocks[block.block_id].num_tokens
+            self.on_removed(block)
+            removed = self._pool._remove_cached_block_hashes(block)
+            self._pool._emit_block_removed_events(removed)
+        return bool(too_old)
+
+    def on_lookup(self, request: Any, groups: Groups, num_tokens: int) -> None:
+        """Record the versions of the KV that a request has found in the prefix cache."""
+        keeps = keep_option(request) is not None
+        older = self._hit(groups, num_tokens) if keeps else []
+        request_id = request.request_id
+        if older == self._older_kv.get(request_id, []):
+            return
+        self.reports[request_id] = self._labelled(older)
+        if older:
+            self._older_kv[request_id] = older
+        else:
+            del self._older_kv[request_id]
+
+    def on_allocated(self, request_id: str) -> None:
+        """Count the older KV that the request reads, which it has found at its last lookup."""
+        older = self._older_kv.get(request_id)
+        self._num_reused_tokens += older[-1].end if older else 0
 
     def on_finished(self, request_id: str) -> None:
         self._older_kv.pop(request_id, None)
@@ -106,8 +148,11 @@ class KeptBlocks:
         for request_id, num_computed, is_preempted in requests:
             alive.add(request_id)
             if num_computed:
-                older = [*self._older_kv.get(request_id, ()), (self.version, num_computed)]
-                self._older_kv[request_id] = self.reports[request_id] = _merged(older)
+                _, oldest = self._ages(request_id, 0, num_computed)
+                computed = KvSpan(self._activation, oldest, num_computed)
+                older = _joined([*self._older_kv.get(request_id, ()), computed])
+                self._older_kv[request_id] = older
+                self.reports[request_id] = self._labelled(older)
             elif is_preempted:
                 self._older_kv.pop(request_id, None)
                 self.reports[request_id] = []
@@ -119,109 +164,93 @@ class KeptBlocks:
         """Ids of cached blocks that an update keeps; the others are no longer known."""
         valid = {i: kept for i, kept in self._blocks.items() if self._is_valid(i, kept)}
         kept = {i: each for i, each in valid.items() if keep and self._may_stay(each)}
-        reason: KeptKvDropReason = "lag" if keep else "reset"
-        for block_id in valid.keys() - kept.keys():
-            self._num_dropped_tokens[reason] += valid[block_id].num_tokens
+        self._num_kept_tokens = _num_tokens(kept)
+        if num_dropped := _num_tokens(valid) - self._num_kept_tokens:
+            self._num_dropped_tokens["lag" if keep else "reset"] += num_dropped
         self._blocks = kept
-        self._drop_unused_versions()
+        self._drop_unused_labels()
         return set(kept)
-
-    def num_kept_tokens(self) -> int:
-        """Number of cached tokens of chains, of any version."""
-        valid = (kept for i, kept in self._blocks.items() if self._is_valid(i, kept))
-        return sum(kept.num_tokens for kept in valid)
 
     def snapshot(self) -> Snapshot:
         return Snapshot(
-            num_kept_tokens=self.num_kept_tokens(),
+            num_kept_tokens=self._num_kept_tokens,
             num_reused_tokens=self._num_reused_tokens,
             num_dropped_tokens=dict(self._num_dropped_tokens),
         )
 
-    def _oldest(self, older: Sequence[tuple[str, int]], start: int, end: int) -> str:
-        """Oldest version of the KV at positions `start` to `end` of a request."""
-        found, begin = list[str](), 0
-        for version, stop in older:
-            if begin < end and stop > start:
-                found.append(version)
-            begin = stop
-        if begin < end:
-            found.append(self.version)
-        return max(found, key=self.lag)
+    def _ages(self, request_id: str, start: int, end: int) -> tuple[int, int]:
+        """The two numbers of `KvSpan` for the KV at positions `start` to `end` of a request."""
+        activation = oldest = self._activation
+        begin = 0
+        for span in self._older_kv.get(request_id, ()):
+            if begin < end:
+                oldest = min(oldest, span.oldest)
+                activation = min(activation, span.activation) if span.end > start else activation
+            begin = span.end
+        return activation, oldest
 
-    def _drop_unused_versions(self) -> None:
-        used = {self.version, *(kept.version for kept in self._blocks.values())}
-        used |= {version for older in self._older_kv.values() for version, _ in older}
-        self._updates = {version: self._updates[version] for version in used}
+    def _drop_unused_labels(self) -> None:
+        used = {self._activation, *(kept.activation for kept in self._blocks.values())}
+        used |= {span.activation for older in self._older_kv.values() for span in older}
+        self._labels = {number: self._labels[number] for number in used}
+
+    def _lag(self, kept: KeptBlock) -> int:
+        """Number of activations since the oldest KV that a block depends on was computed."""
+        return self._activation - kept.oldest
 
     def _may_stay(self, kept: KeptBlock) -> bool:
         """True if a chain may read a block after the next update."""
-        return kept.max_lag is None or self.lag(kept.version) + 1 <= kept.max_lag
+        return kept.max_lag is None or self._lag(kept) + 1 <= kept.max_lag
 
     def _is_valid(self, block_id: int, kept: KeptBlock) -> bool:
         return bool(self._pool.blocks[block_id].block_hash == kept.block_hash)
 
-    def _version_of(self, block: Any) -> str:
-        kept = self._blocks.get(block.block_id)
-        return kept.version if kept and kept.block_hash == block.block_hash else self.version
-
-    def _num_within_lag(
-        self, groups: Sequence[tuple[Sequence[Any], int]], num_tokens: int, max_lag: int | None
-    ) -> int:
-        """Tokens of a hit before the first block that is too old; such blocks are dropped."""
-        if max_lag is None:
-            return num_tokens
-        ends = [num_tokens]
+    def _older_blocks(self, groups: Groups) -> Iterator[tuple[Any, KeptBlock, int]]:
+        """Blocks of a hit that depend on older weights, with their start."""
         for blocks, block_size in groups:
             for index, block in enumerate(blocks):
-                if not block.is_null and self.lag(self._version_of(block)) > max_lag:
-                    ends.append(index * block_size)
-                    self._drop(block)
-        end = min(ends)
-        return end if self._can_truncate or end == num_tokens else 0
+                kept = self._blocks.get(block.block_id)
+                if kept is None or kept.block_hash != block.block_hash:
+                    continue
+                if kept.oldest < self._activation:
+                    yield block, kept, index * block_size
 
-    def _drop(self, block: Any) -> None:
-        """Remove a block from the prefix cache, so that its successor is found instead."""
-        kept = self._blocks.pop(block.block_id)
-        self._num_dropped_tokens["lag"] += kept.num_tokens
-        removed = self._pool._remove_cached_block_hashes(block)
-        self._pool._emit_block_removed_events(removed)
+    def _hit(self, groups: Groups, num_tokens: int) -> list[KvSpan]:
+        """KV of a hit, up to the last position that is not of the served weights alone."""
+        unit = min((block_size for _, block_size in groups), default=1)
+        now = (self._activation, self._activation)
+        ages: dict[int, tuple[int, int]] = {}
+        for _, kept, start in self._older_blocks(groups):
+            for position in range(start, min(start + kept.num_tokens, num_tokens), unit):
+                activation, oldest = ages.get(position, now)
+                ages[position] = min(activation, kept.activation), min(oldest, kept.oldest)
+        starts = range(0, max(ages, default=-unit) + unit, unit)
+        return _joined(
+            KvSpan(*ages.get(start, now), end=min(start + unit, num_tokens)) for start in starts
+        )
 
-    def _hit_versions(
-        self, groups: Sequence[tuple[Sequence[Any], int]], num_tokens: int
-    ) -> OlderKv:
-        """Versions of a hit's positions, up to the last one that is not of the served version."""
-        size = min((block_size for _, block_size in groups), default=1)
-        versions = [
-            (self._version_at(groups, start), min(start + size, num_tokens))
-            for start in range(0, num_tokens, size)
-        ]
-        while versions and versions[-1][0] == self.version:
-            versions.pop()
-        return _merged(versions)
-
-    def _version_at(self, groups: Sequence[tuple[Sequence[Any], int]], position: int) -> str:
-        found = [self.version]
-        for blocks, block_size in groups:
-            index = position // block_size
-            if index < len(blocks) and not blocks[index].is_null:
-                found.append(self._version_of(blocks[index]))
-        return max(found, key=self.lag)
-
-    def _set_older_kv(self, request_id: str, older: OlderKv) -> None:
-        if older == self._older_kv.get(request_id, []):
-            return
-        self.reports[request_id] = older
-        if older:
-            self._older_kv[request_id] = older
-        else:
-            del self._older_kv[request_id]
+    def _labelled(self, older: Sequence[KvSpan]) -> OlderKv:
+        labelled: OlderKv = []
+        for span in older:
+            label = self._labels[span.activation]
+            if labelled and labelled[-1][0] == label:
+                labelled.pop()
+            labelled.append((label, span.end))
+        return labelled
 
 
-def _merged(versions: Iterable[tuple[str, int]]) -> OlderKv:
-    merged: OlderKv = []
-    for version, end in versions:
-        if merged and (merged[-1][0] == version or merged[-1][1] >= end):
-            version, end = merged[-1][0], max(merged.pop()[1], end)
-        merged.append((version, end))
-    return merged
+def _num_tokens(blocks: Mapping[int, KeptBlock]) -> int:
+    return sum(kept.num_tokens for kept in blocks.values())
+
+
+def _joined(spans: Iterable[KvSpan]) -> list[KvSpan]:
+    """Spans without empty ones, and with equal neighbours as one."""
+    joined: list[KvSpan] = []
+    for span in spans:
+        if joined and joined[-1].end >= span.end:
+            continue
+        last = joined[-1] if joined else None
+        if last is not None and (last.activation, last.oldest) == (span.activation, span.oldest):
+            joined.pop()
+        joined.append(span)
+    return joined
