@@ -45,17 +45,25 @@ class ServedWeights:
         if not all(result["restored"] for result in failed):
             self._heartbeat.mark_dead("the weights are partly loaded")
             raise EngineDead("loading failed and the previous weights could not be restored")
-        # Also after a restore: no prefix may match KV of the failed weights.
-        reset = await self._processes.call_core("coppice_reset_prefix_cache", keep_kv)
         if failed:
-            self._heartbeat.set_stage("serving")
+            await self._on_restored()
             raise LoadFailed("loading failed; the previous weights are still served")
+        reset = await self._processes.call_core("coppice_reset_prefix_cache", keep_kv)
         await self._processes.set_version(version)
         self._path, self._fingerprint, self._were_reloaded = path, fingerprint, True
         loaded_seconds = max(result["seconds"] for result in results if result["ok"])
         log.info("loaded the weights of %s in %.3f s", version, loaded_seconds)
         self._heartbeat.set_stage("serving")
         return int(reset["num_kept_tokens"])
+
+    async def _on_restored(self) -> None:
+        """Keep the KV, which the restored weights computed: no step ran with other weights.
+
+        Files that have changed since they were loaded may have restored other weights.
+        """
+        if await asyncio.to_thread(_fingerprint, self._path) != self._fingerprint:
+            await self._processes.call_core("coppice_reset_prefix_cache")
+        self._heartbeat.set_stage("serving")
 
     async def check_reload(self) -> None:
         """Check that the served files can be loaded again, by loading them once.

@@ -1,14 +1,20 @@
 """KV that chains keep across weights updates, on the real engine, compared with running samples."""
 
+import asyncio
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from engine.errors import LoadFailed
+from engine.runtime.heartbeat import Heartbeat
 from engine.types import KvVersionSpan
+from engine.weights.checkpoint import read_base_checkpoint
+from engine.weights.updates import ServedWeights
 from tests.engine.random_models import make_models
-from tests.engine.stepped_engine import LiveEngine, live_engine
+from tests.engine.stepped_engine import FAULTY, LiveEngine, live_engine
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
@@ -26,7 +32,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def shared_engine(models: dict[str, Path]) -> Iterator[LiveEngine]:
-    with live_engine(models["v7"]) as engine:
+    with live_engine(models["v7"], extension=FAULTY) as engine:
         yield engine
 
 
@@ -102,6 +108,61 @@ def test_other_resets_drop_kept_kv(engine: LiveEngine, models: dict[str, Path]) 
     assert answer.kv_versions == kv(("v9", 0, len(tokens) + 1))
     pool = engine.core.coppice_check_pool()
     assert pool["num_references"] == 0 and pool["num_free_blocks"] == pool["num_blocks"]
+
+
+class CoreProcesses:
+    """The engine in this process, as `ServedWeights` calls one in other processes."""
+
+    def __init__(self, engine: LiveEngine) -> None:
+        self._engine = engine
+
+    async def call_workers(self, method: str, *args: Any) -> list[Any]:
+        return self._engine.rpc(method, *args)
+
+    async def call_core(self, method: str, *args: Any) -> Any:
+        return getattr(self._engine.core, method)(*args)
+
+
+def failed_update(engine: LiveEngine, served: ServedWeights, path: Path) -> None:
+    """Update that fails after some tensors, so that the previous weights are restored."""
+    engine.rpc("coppice_fail_next", 9)
+    with engine.paused(), pytest.raises(LoadFailed):
+        asyncio.run(served.update(path, path.name, keep_kv=True))
+
+
+def served_weights(engine: LiveEngine, path: Path) -> ServedWeights:
+    processes: Any = CoreProcesses(engine)
+    return ServedWeights(processes, Heartbeat(timeouts={}), path, read_base_checkpoint(path))
+
+
+def test_failed_update_keeps_all_kv(engine: LiveEngine, models: dict[str, Path]) -> None:
+    tokens = first_turn(engine, max_lag=0)
+    [other] = engine.ask(tokens, max_tokens=20)
+    running = engine.submit(PROMPT, max_tokens=NUM_STEPS, chain="b")
+    engine.step(5)
+    failed_update(engine, served_weights(engine, models["v7"]), models["v8"])
+    [straddler] = engine.finish(running)
+    assert straddler.kv_versions == kv(("v7", 0, len(tokens) - 1))
+    for chain in ({"chain": "a", "max_lag": 0}, {"chain": "b", "max_lag": 0}, {}):
+        [answer] = engine.finish(engine.submit(tokens, max_tokens=20, **chain))  # type: ignore[arg-type]
+        assert answer.num_cached_tokens == 4 * BLOCK
+        assert answer.kv_versions == kv(("v7", 0, len(tokens) + 19))
+        assert answer.token_ids == other.token_ids
+        assert answer.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+
+
+def test_failed_update_drops_all_kv_if_other_files_were_restored(
+    engine: LiveEngine, models: dict[str, Path], tmp_path: Path
+) -> None:
+    """The files of the served weights were replaced in place after they had been loaded."""
+    path = Path(shutil.copytree(models["v7"], tmp_path / "v7"))
+    engine.swap(path)
+    served = served_weights(engine, path)
+    tokens = first_turn(engine)
+    shutil.copyfile(models["v8"] / "model.safetensors", path / "model.safetensors")
+    failed_update(engine, served, models["v9"])
+    [answer] = engine.ask(tokens, max_tokens=1, chain="a")
+    assert answer.num_cached_tokens == 0
 
 
 def test_blocks_that_exceed_the_lag_are_computed_again(
