@@ -96,6 +96,16 @@ def test_stream_without_a_group_is_resumed_on_its_replica(connect: Connect) -> N
     ]
 
 
+def test_sessions_of_a_replica_that_has_joined_again_are_not_repeated(connect: Connect) -> None:
+    app = App(
+        streaming(Body([line(1, "one."), line(2, "one.")], httpx.ReadError("reset"))),
+        refusing("replica_gone", 410),
+        streaming(Body([line(1, "one."), line(2, "one."), line(3, "one.")])),
+    )
+    client = connect(app, retry=Retry(), clock=FakePace())
+    assert [session.id for session in client.sessions.stream()] == ["one.s1", "one.s2", "one.s3"]
+
+
 def test_stream_of_a_group_without_its_end_has_failed(connect: Connect) -> None:
     app = App(streaming(Body([line(1)])))
     with pytest.raises(StreamBroken):

@@ -148,6 +148,7 @@ class AsyncSessions:
         replica that answers.
         """
         replica: str | None = None
+        last_sequences: dict[str | None, int] = {}
         retry_state = self._sender.retry_state(_stream_request(group, replica, after))
         while True:
             try:
@@ -156,10 +157,13 @@ class AsyncSessions:
                     async for record in records:
                         retry_state.reset()
                         if isinstance(record, SessionRecord):
-                            yield session_result_of(record.session)
+                            place = _replica_of(record.session.id)
                             after = record.session.sequence or after
                             if group is None:
-                                replica = _replica_of(record.session.id)
+                                replica = place
+                            if after > last_sequences.get(place, -1):
+                                last_sequences[place] = after
+                                yield session_result_of(record.session)
                         elif isinstance(record, SessionsEndRecord):
                             return
                 if group is None:
