@@ -196,6 +196,19 @@ class LiveEngine:
             worker.__bases__ = tuple(b for b in worker.__bases__ if b is not extension)
 
 
+class Preemptions:
+    """Counter of the preempted requests of an engine."""
+
+    def __init__(self, engine: LiveEngine) -> None:
+        self.count = 0
+        self._preempt = engine.core.scheduler._preempt_request
+        engine.core.scheduler._preempt_request = self._on_preempted
+
+    def _on_preempted(self, *args: Any, **named: Any) -> None:
+        self.count += 1
+        self._preempt(*args, **named)
+
+
 @contextmanager
 def live_engine(model: Path, **settings: Any) -> Iterator[LiveEngine]:
     engine = LiveEngine(model, **settings)

@@ -4,14 +4,13 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from engine.kv_retention.core.retainer import FEATURE
 from tests.engine.model_families import VOCAB, save_family
-from tests.engine.stepped_engine import Answer, LiveEngine, live_engine
+from tests.engine.stepped_engine import Answer, LiveEngine, Preemptions, live_engine
 
 # Imports of vLLM emit unrelated warnings.
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
@@ -34,19 +33,6 @@ def engine_of(folder: Path, family: str, fraction: float) -> Iterator[LiveEngine
             engine.core.coppice_start_session_kv_retention(fraction, 300.0)
         yield engine
     gc.collect()
-
-
-class Preemptions:
-    """Counter of the preempted requests of an engine."""
-
-    def __init__(self, engine: LiveEngine) -> None:
-        self.count = 0
-        self._preempt = engine.core.scheduler._preempt_request
-        engine.core.scheduler._preempt_request = self._on_preempted
-
-    def _on_preempted(self, *args: Any, **named: Any) -> None:
-        self.count += 1
-        self._preempt(*args, **named)
 
 
 def first_turn(engine: LiveEngine) -> list[int]:
