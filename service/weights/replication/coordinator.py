@@ -96,7 +96,8 @@ class ActivationCoordinator:
         await self._wait_until(
             lambda replica: label in replica.staged, deadline, failed_version=label
         )
-        answer = await self._activation.apply(label, mode, allow_rollback=allow_rollback, kv=kv)
+        own_kv = self._follower.kv_of_activation(kv)
+        answer = await self._activation.apply(label, mode, allow_rollback=allow_rollback, kv=own_kv)
         target = await self._set_target(label, mode, allow_rollback, kv)
         self._follower.on_target_applied(target)
         pending = await self._wait_until(

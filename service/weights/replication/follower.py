@@ -8,6 +8,7 @@ import asyncio
 import logging
 from contextlib import suppress
 
+from coppice.wire.kv_versions import ActivationKv
 from engine.types import WEIGHTS
 from service.cluster.membership import ClusterMembership
 from service.cluster.registry import ActivationTarget, ClusterView, RegistryUnavailable
@@ -173,14 +174,25 @@ class Follower:
             self._on_failure(target.version, "other replicas have different weights")
             return
         try:
-            await self._activation.apply(
-                target.version, target.mode, allow_rollback=True, kv=target.kv
-            )
+            await self._activate(target, is_active=version == self._versions.active)
         except ServiceError as error:
             self._on_failure(target.version, str(error))
         else:
             self.replica_status.on_success(target.version)
             self.on_target_applied(target)
+
+    async def _activate(self, target: ActivationTarget, *, is_active: bool) -> None:
+        """Activate a target; an earlier one that was skipped may have reset the prefix cache."""
+        has_skipped = target.epoch != self.replica_status.epoch + 1
+        if has_skipped and is_active:
+            await self._activation.reset_prefix_cache()
+        kv: ActivationKv = "reset" if has_skipped else target.kv
+        await self._activation.apply(target.version, target.mode, allow_rollback=True, kv=kv)
+
+    def kv_of_activation(self, kv: ActivationKv) -> ActivationKv:
+        """Handling of KV here in an activation for all: `reset` if this replica lacks a target."""
+        target = self._cluster.view.target
+        return "reset" if target is not None and self._is_newer_target(target) else kv
 
     def _is_newer_target(self, target: ActivationTarget) -> bool:
         """Return True if this replica has not applied the activation target yet.

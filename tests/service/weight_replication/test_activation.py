@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.errors import LoadFailed
 from service.cluster.in_memory import InMemoryRegistry
 from service.cluster.registry import ClusterView, Manifest, Replica
 from service.weights.replication.status import RETRY_SECONDS
@@ -25,6 +26,7 @@ from tests.service.weight_replication.replicas import (
     serves,
     several,
 )
+from tests.serving import Served
 
 pytestmark = pytest.mark.slow
 
@@ -59,6 +61,44 @@ async def test_all_replicas_keep_the_kv_of_sessions_if_the_activation_does(tmp_p
         answer = await activate(replicas[0], "v1", kv="keep_running")
         assert (answer.status_code, answer.json()["pending_replicas"]) == (200, [])
         assert [engine.calls.count("swap v1 keep_kv") for engine in engines] == [1, 1]
+
+
+@pytest.mark.parametrize("last", ["v2", "v0"])
+async def test_replica_that_skipped_an_activation_resets_its_kv(tmp_path: Path, last: str) -> None:
+    """It may have been the one that reset the KV, also if it ends with the version that it had."""
+    async with several(tmp_path, 2, fleet_seconds=1.0) as (replicas, engines):
+        first, second = replicas
+        assert (await second.http.post("/v1/sleep", json={})).status_code == 200
+        for version, content in (("v1", OLD), ("v2", NEW)):
+            await put(first, version, content)
+        await activate(first, "v1")
+        assert (await activate(first, last, kv="keep_running", allow_rollback=True)).is_success
+        num_resets = engines[1].calls.count("forget")
+        assert (await second.http.post("/v1/wake", json={})).is_success
+        await eventually(lambda: second.server.cluster.view.replicas[_id(second)].epoch == 2)
+        assert f"swap {last} keep_kv" in engines[0].calls
+        swaps = [call for call in engines[1].calls if call.startswith("swap")]
+        num_resets = engines[1].calls.count("forget") - num_resets
+        assert (swaps, num_resets) == ((["swap v2"], 0) if last == "v2" else ([], 1))
+
+
+async def test_replica_that_failed_to_activate_resets_its_kv_at_the_next_activation(
+    tmp_path: Path,
+) -> None:
+    async with several(tmp_path, 2) as (replicas, engines):
+        engines[1].load_error = LoadFailed("no")
+        await put(replicas[0], "v1", OLD)
+        answer = await activate(replicas[0], "v1")
+        assert answer.json()["pending_replicas"] == [_id(replicas[1])]
+        engines[1].load_error = None
+        await put(replicas[1], "v2", NEW)
+        assert (await activate(replicas[1], "v2", kv="keep_running")).is_success
+        assert engines[0].calls.count("swap v2 keep_kv") == 1
+        assert engines[1].calls.count("swap v2") == 1
+
+
+def _id(served: Served) -> str:
+    return served.server.cluster.own_id
 
 
 class Recording(InMemoryRegistry):
