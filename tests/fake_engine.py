@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,10 +78,15 @@ class Running:
     kv_versions: list[str] = field(default_factory=list)
     stop_reason: str | None = None
     num_delivered: int = 0
+    is_held: bool = False
 
 
 class FakeEngine:
-    """Public attributes inject faults; `calls` and `loaded` record the engine calls received."""
+    """Public attributes inject faults; `calls` and `loaded` record the engine calls received.
+
+    The pause states are those of vLLM's scheduler: in `paused_new` running samples continue. A
+    pause in mode `wait` steps them to their end, unless `drains` is false.
+    """
 
     def __init__(
         self,
@@ -121,7 +127,8 @@ class FakeEngine:
         self.adapter_error: EngineError | None = None
         self.version = ""
         self.entropy: Callable[[int], float] = lambda place: float(place % 7)
-        self.paused = False
+        self.pause_state: Literal["unpaused", "paused_new", "paused_all"] = "unpaused"
+        self.drains = True
         self.can_sleep = True
         self.sleeping: frozenset[SleepTag] = frozenset()
         self.sleep_error: EngineError | None = None
@@ -282,7 +289,12 @@ class FakeEngine:
         self.submitted += samples
         loop = asyncio.get_running_loop()
         added = [
-            Running(request=sample, done=loop.create_future(), limit=sample.sampling.max_tokens)
+            Running(
+                request=sample,
+                done=loop.create_future(),
+                limit=sample.sampling.max_tokens,
+                is_held=self.paused,
+            )
             for sample in samples
         ]
         self.running |= {sample.request.id: sample for sample in added}
@@ -330,9 +342,7 @@ class FakeEngine:
 
     def step(self, num_tokens: int = 1) -> None:
         """Samples `num_tokens` tokens for every running sample, up to its limit."""
-        if self.paused:
-            return
-        for sample in list(self.running.values()):
+        for sample in self._steppable():
             self._compute_prompt(sample)
             room = sample.limit - len(sample.token_versions)
             sample.token_versions += [self.version] * min(num_tokens, room)
@@ -348,6 +358,11 @@ class FakeEngine:
                 self._finish(sample, sample.ends or self.finish)
             else:
                 _deliver(sample)
+
+    def _steppable(self) -> list[Running]:
+        if self.pause_state == "paused_all":
+            return []
+        return [sample for sample in self.running.values() if not sample.is_held]
 
     async def abort(self, sample_ids: Sequence[str]) -> None:
         for sample_id in sample_ids:
@@ -365,15 +380,22 @@ class FakeEngine:
         self.calls.append(f"pause {mode}{' recompute' if recompute else ''}")
         if mode == "abort":
             await self.abort(list(self.running))
-        while mode == "wait" and self.running:
-            self.step()
+        self.pause_state = "paused_all" if mode == "keep" else "paused_new"
+        while mode == "wait" and self._steppable():
+            if self.drains:
+                self.step()
             await asyncio.sleep(0)
-        self.paused = True
+
+    @property
+    def paused(self) -> bool:
+        return self.pause_state != "unpaused"
 
     async def resume(self) -> None:
         assert not self.sleeping, "the engine is resumed after it is awake"
         self.calls.append("resume")
-        self.paused = False
+        self.pause_state = "unpaused"
+        for sample in self.running.values():
+            sample.is_held = False
         if self.instant:
             self.step(VOCAB_SIZE)
 

@@ -8,7 +8,13 @@ from service.auth.access import Caller, allow_any_key, public, requires_role
 from service.compat.bodies import CompatModel, Directory, EmptyBody, read_compat_body, request_body
 from service.compat.unsupported import NCCL
 from service.compat.weight_updates import UPDATE_RESPONSES, Updates
-from service.http.errors import Asleep, EngineGone, InvalidRequest, Unsupported
+from service.http.errors import (
+    Asleep,
+    EngineGone,
+    InvalidRequest,
+    Unsupported,
+    VersionConflict,
+)
 from service.http.params import pause_lease
 from service.http.responses import ADMIN_ERRORS, JSON, declare_responses, json_response
 from service.routes.dependencies import AnyServer, ReadyServer, ServingServer
@@ -21,7 +27,10 @@ LEVELS: dict[str, SleepLevel] = {"1": 1, "2": 2}
 ALL_TAGS: frozenset[SleepTag] = frozenset((WEIGHTS, KV_CACHE))
 SCHEDULING = "scheduling"
 """vLLM's tag of level 0, which is only a pause."""
-SLEEP_RESPONSES = declare_responses({200: JSON}, *ADMIN_ERRORS, InvalidRequest, Asleep, Unsupported)
+SLEEP_RESPONSES = declare_responses(
+    {200: JSON}, *ADMIN_ERRORS, InvalidRequest, Asleep, Unsupported, VersionConflict
+)
+PAUSE_RESPONSES = declare_responses({200: JSON}, *ADMIN_ERRORS, InvalidRequest, VersionConflict)
 MODES: tuple[PauseMode, ...] = ("abort", "wait", "keep")
 ADMIN_RESPONSES = declare_responses({200: JSON}, *ADMIN_ERRORS)
 
@@ -48,7 +57,7 @@ def _mode(request: Request) -> PauseMode:
     return mode
 
 
-@router.post("/pause", responses=declare_responses({200: JSON}, *ADMIN_ERRORS, InvalidRequest))
+@router.post("/pause", responses=PAUSE_RESPONSES)
 @requires_role("admin")
 async def pause(request: Request, server: ReadyServer, caller: Caller) -> Response:
     """Pause generation, in one of vLLM's modes: abort, wait or keep.

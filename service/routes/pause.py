@@ -12,16 +12,20 @@ from coppice.wire.control import (
 )
 from service.auth.access import Caller, requires_role
 from service.http.bodies import read_small_json
-from service.http.errors import Asleep, Unsupported
+from service.http.errors import Asleep, Unsupported, VersionConflict
 from service.http.responses import ADMIN_ERRORS, BODY_ERRORS, JSON, declare_responses, json_response
 from service.routes.dependencies import ReadyServer, ServingServer
 from service.server import Server
 
 router = APIRouter(prefix="/v1")
-SLEEP_RESPONSES = declare_responses({200: JSON}, *ADMIN_ERRORS, *BODY_ERRORS, Asleep, Unsupported)
+PAUSE_RESPONSES = declare_responses({200: JSON}, *ADMIN_ERRORS, *BODY_ERRORS, VersionConflict)
+WAKE_RESPONSES = declare_responses({200: JSON}, *ADMIN_ERRORS, *BODY_ERRORS, Asleep, Unsupported)
+SLEEP_RESPONSES = declare_responses(
+    {200: JSON}, *ADMIN_ERRORS, *BODY_ERRORS, Asleep, Unsupported, VersionConflict
+)
 
 
-@router.post("/pause", responses=declare_responses({200: JSON}, *ADMIN_ERRORS, *BODY_ERRORS))
+@router.post("/pause", responses=PAUSE_RESPONSES)
 @requires_role("admin")
 async def pause(request: Request, server: ReadyServer, caller: Caller) -> Response:
     """Pause sampling, or renew the pause of this API key."""
@@ -56,7 +60,7 @@ async def sleep(request: Request, server: ReadyServer, caller: Caller) -> Respon
     return json_response(_sleep_answer(server))
 
 
-@router.post("/wake", responses=SLEEP_RESPONSES)
+@router.post("/wake", responses=WAKE_RESPONSES)
 @requires_role("admin")
 async def wake(request: Request, server: ServingServer, caller: Caller) -> Response:
     """Allocate the engine's memory again; allowed while draining, as is a resume."""

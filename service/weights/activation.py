@@ -22,7 +22,8 @@ from engine.types import WEIGHTS, PauseMode, SleepLevel, SleepTag
 from service.http.errors import ActivationFailed, Asleep, EngineGone, ServiceError, VersionConflict
 from service.prompt_kv.manager import PromptKvManager
 from service.rollouts.manager import RolloutManager
-from service.weights.pauses import Pauses
+from service.weights.engine_pauses import EnginePauses
+from service.weights.pauses import PauseKind, Pauses
 from service.weights.replication.announcer import Announcer
 from service.weights.stager import WeightStager
 from service.weights.versions import Version, Versions
@@ -65,6 +66,7 @@ class Activation:
         self._sleep_level: SleepLevel = 1
         self._sleeping: frozenset[SleepTag] = frozenset()
         self._pauses = Pauses(max_pause_lease_seconds, clock=clock)
+        self._engine_pauses = EnginePauses(engine, self._pauses)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -86,18 +88,25 @@ class Activation:
 
     async def pause(self, owner: str, mode: PauseMode, lease_seconds: float | None) -> None:
         """Start or renew the pause of an API key; None: without a lease."""
+        self._engine_pauses.renew(owner, "pause", lease_seconds)
         async with self._lock:
-            await self._engine.pause(mode)
-            self._pauses.start(owner, lease_seconds)
+            await self._engine_pauses.start(owner, "pause", mode, lease_seconds)
 
     async def resume(self, owner: str, *, is_for_all: bool = False) -> None:
-        """End the pause of an API key, or of all; sampling resumes with the end of the last one."""
+        """End the pause of an API key, or of all; sampling resumes with the end of the last one.
+
+        This also ends a pause in mode `wait` whose samples still run, and which holds the lock.
+        """
+        self._end("pause", None if is_for_all else owner)
         async with self._lock:
-            if is_for_all:
-                self._pauses.end_all()
-            else:
-                self._pauses.end(owner)
+            self._end("pause", None if is_for_all else owner)
             await self._resume_unless_paused()
+
+    def _end(self, kind: PauseKind, owner: str | None) -> None:
+        if owner is None:
+            self._pauses.end_all(kind)
+        else:
+            self._pauses.end(owner, kind)
 
     @property
     def sleep_level(self) -> int:
@@ -118,11 +127,13 @@ class Activation:
         lease_seconds: float | None,
     ) -> None:
         """Pause sampling and release the engine's memory, or renew the lease of the same sleep."""
+        self._engine_pauses.renew(owner, "sleep", lease_seconds)
         async with self._lock:
             if self._sleeping:
                 self._check_same_sleep(owner, level, tags)
             else:
-                await self._fall_asleep(level, tags, mode)
+                await self._engine_pauses.start(owner, "sleep", mode, lease_seconds, recompute=True)
+                await self._fall_asleep(owner, level, tags)
             self._pauses.start(owner, lease_seconds, kind="sleep")
 
     def _check_same_sleep(self, owner: str, level: SleepLevel, tags: AbstractSet[SleepTag]) -> None:
@@ -135,18 +146,17 @@ class Activation:
             )
 
     async def _fall_asleep(
-        self, level: SleepLevel, tags: AbstractSet[SleepTag], mode: PauseMode
+        self, owner: str, level: SleepLevel, tags: AbstractSet[SleepTag]
     ) -> None:
         began = self._clock()
-        await self._engine.pause(mode, recompute=True)
         try:
             await self._prompt_kv.before_weights_update()
             await self._engine.sleep(level, tags)
-        except LoadFailed as error:
+        except (LoadFailed, ServiceError) as error:
+            self._pauses.end(owner, "sleep")
             await self._resume_unless_paused()
-            raise Asleep(f"level 2 is not possible: {error}") from error
-        except ServiceError:
-            await self._resume_unless_paused()
+            if isinstance(error, LoadFailed):
+                raise Asleep(f"level 2 is not possible: {error}") from error
             raise
         self._sleep_level, self._sleeping = level, frozenset(tags)
         seconds = self._clock() - began
@@ -155,7 +165,12 @@ class Activation:
     async def wake(
         self, owner: str, tags: AbstractSet[SleepTag], *, is_for_all: bool = False
     ) -> None:
-        """Allocate memory with these tags again; once everything is awake, the sleep has ended."""
+        """Allocate memory with these tags again; once everything is awake, the sleep has ended.
+
+        This also ends a sleep in mode `wait` whose samples still run.
+        """
+        if not self._sleeping:
+            self._end("sleep", None if is_for_all else owner)
         async with self._lock:
             if self._sleeping and not (is_for_all or self._pauses.has(owner, "sleep")):
                 raise Asleep("the engine sleeps for another API key")
@@ -252,7 +267,7 @@ class Activation:
             await self._rollouts.wait_until_idle()
         began = self._clock()
         pause: PauseMode = "abort" if mode == "abort" else "keep"
-        await self._engine.pause(pause, recompute=mode == "recompute")
+        await self._engine_pauses.pause(pause, recompute=mode == "recompute")
         try:
             await self._prompt_kv.before_weights_update()
             samples_ended = await self._rollouts.end_groups_bound_to_other_versions(version.label)
@@ -290,8 +305,7 @@ class Activation:
         return num_kept
 
     async def _resume_unless_paused(self) -> None:
-        if not self.paused:
-            await self._engine.resume()
+        await self._engine_pauses.resume_unless_paused()
 
 
 def _names(tags: AbstractSet[SleepTag]) -> str:

@@ -52,12 +52,18 @@ class Pauses:
 
     def end(self, owner: str, kind: PauseKind = "pause") -> None:
         self._pauses.pop((owner, kind), None)
+        self._changed.set()
 
     def end_all(self, kind: PauseKind = "pause") -> None:
         self._pauses = {key: pause for key, pause in self._pauses.items() if pause.kind != kind}
+        self._changed.set()
 
     def has(self, owner: str, kind: PauseKind) -> bool:
         return (owner, kind) in self._pauses
+
+    def has_other(self, owner: str, kind: PauseKind) -> bool:
+        """True if there is a pause besides this one."""
+        return bool(self._pauses.keys() - {(owner, kind)})
 
     def remove_ended(self) -> list[Pause]:
         """Remove and return the pauses whose leases have ended."""
@@ -79,10 +85,21 @@ class Pauses:
     async def wait_until_one_ends(self) -> None:
         """Return once a lease has ended that has not been removed yet."""
         while (seconds := self._seconds_to_next_end()) is None or seconds > 0:
-            self._changed.clear()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(seconds):
-                    await self._changed.wait()
+            await self._wait_for_change(seconds)
+
+    async def wait_until_ended(self, owner: str, kind: PauseKind) -> None:
+        """Return once a pause was ended, or its lease has."""
+        while (pause := self._pauses.get((owner, kind))) is not None:
+            seconds = None if pause.ends_at is None else pause.ends_at - self._clock()
+            if seconds is not None and seconds <= 0:
+                return
+            await self._wait_for_change(seconds)
+
+    async def _wait_for_change(self, timeout_seconds: float | None) -> None:
+        self._changed.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_seconds):
+                await self._changed.wait()
 
     def _seconds_to_next_end(self) -> float | None:
         leases = [p.ends_at for p in self._pauses.values() if p.ends_at is not None]

@@ -203,8 +203,8 @@ async def test_vllm_calls(tmp_path: Path) -> None:
         await post(served, "/wake_up?tags=scheduling")
         assert not engine.paused
     assert engine.calls == [
-        *("pause wait recompute", "sleep 2 kv_cache weights", "wake weights", "wake kv_cache"),
-        *("resume", "resume", "pause keep", "resume"),
+        *("pause wait", "pause keep recompute", "sleep 2 kv_cache weights", "wake weights"),
+        *("wake kv_cache", "resume", "resume", "pause keep", "resume"),
     ]
 
 
