@@ -6,7 +6,11 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from coppice.wire.base import Label
-from coppice.wire.control import DEFAULT_PAUSE_LEASE_SECONDS, PauseLease
+from coppice.wire.control import (
+    DEFAULT_PAUSE_LEASE_SECONDS,
+    DEFAULT_SLEEP_LEASE_SECONDS,
+    PauseLease,
+)
 from engine.types import KV_CACHE, WEIGHTS, PauseMode, SleepTag
 from service.auth.access import Caller, allow_any_key, public, requires_role
 from service.compat.bodies import CompatModel, Directory, EmptyBody, read_compat_body, request_body
@@ -52,7 +56,7 @@ class ReleaseBody(CompatModel):
     """Request body of SGLang's /release_memory_occupation, with the addition of `lease_seconds`."""
 
     tags: MemoryTags | None = None
-    lease_seconds: PauseLease = DEFAULT_PAUSE_LEASE_SECONDS
+    lease_seconds: PauseLease = DEFAULT_SLEEP_LEASE_SECONDS
 
 
 class MemoryBody(CompatModel):

@@ -3,6 +3,7 @@
 from fastapi import APIRouter, Request, Response
 
 from coppice.wire.base import Label
+from coppice.wire.control import DEFAULT_SLEEP_LEASE_SECONDS
 from engine.types import KV_CACHE, WEIGHTS, PauseMode, SleepLevel, SleepTag
 from service.auth.access import Caller, allow_any_key, public, requires_role
 from service.compat.bodies import CompatModel, Directory, EmptyBody, read_compat_body, request_body
@@ -91,12 +92,14 @@ async def sleep(request: Request, server: ReadyServer, caller: Caller) -> Respon
 
     `lease_seconds` is an addition to vLLM's protocol.
     """
-    mode, lease_seconds = _mode(request), pause_lease(request.query_params)
+    mode = _mode(request)
     level = request.query_params.get("level", "1")
     if level == "0":
+        lease_seconds = pause_lease(request.query_params)
         work = server.activation.pause(caller.name, mode, lease_seconds)
     elif level in LEVELS:
         check_can_sleep(server)
+        lease_seconds = pause_lease(request.query_params, DEFAULT_SLEEP_LEASE_SECONDS)
         work = server.activation.sleep(caller.name, LEVELS[level], ALL_TAGS, mode, lease_seconds)
     else:
         raise InvalidRequest.of_parameter("level", "must be 0, 1 or 2")

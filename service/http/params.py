@@ -54,11 +54,11 @@ def _sequence(text: str | None) -> int | None:
         ) from error
 
 
-def pause_lease(query: QueryParams) -> float:
-    """Lease of a pause in vLLM's protocol, in seconds."""
+def pause_lease(query: QueryParams, default: float = DEFAULT_PAUSE_LEASE_SECONDS) -> float:
+    """Lease of a pause or sleep in vLLM's protocol, in seconds."""
     text = query.get("lease_seconds")
     if text is None:
-        return DEFAULT_PAUSE_LEASE_SECONDS
+        return default
     try:
         return _LEASE.validate_strings(text if _NUMBER.fullmatch(text) else "")
     except ValidationError as error:

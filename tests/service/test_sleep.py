@@ -37,7 +37,7 @@ async def test_engine_releases_its_memory_and_allocates_it_again(tmp_path: Path)
     engine = FakeEngine()
     async with serving(engine, tmp_path) as served:
         asleep = (await sleep(served, level=2)).json()
-        assert 100 < asleep.pop("lease_seconds") <= 120
+        assert 3000 < asleep.pop("lease_seconds") <= 3600
         assert asleep == {"level": 2, "sleeping_tags": ALL, "paused": True}
         status = (await served.http.get("/v1/status")).json()
         assert (status["sleep_level"], status["sleeping_tags"]) == (2, ALL)
@@ -96,6 +96,15 @@ async def test_engine_wakes_when_the_lease_ends(
         assert re.search(r"^coppice_pause_leases_ended_total 1.0$", text, re.MULTILINE)
     assert engine.calls[-2:] == WAKE
     assert "the sleep by local has ended: its lease was not renewed" in caplog.text
+
+
+@pytest.mark.parametrize("path", ["/v1/sleep", "/sleep?level=2", "/release_memory_occupation"])
+async def test_sleep_has_the_longest_lease_by_default(tmp_path: Path, path: str) -> None:
+    limits = {"max_pause_lease_seconds": 900}
+    async with serving(FakeEngine(), tmp_path, limits=limits) as served:
+        assert (await post(served, path, json={})).status_code == 200
+        left = (await served.http.get("/v1/status")).json()["pause_lease_seconds"]
+        assert 600 < left <= 900
 
 
 async def test_repeated_sleep_renews_its_lease_and_another_one_is_refused(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from coppice.transport.messages import HttpRequest, json_request
 from coppice.transport.retry import RequestSender
 from coppice.wire.control import (
     DEFAULT_PAUSE_LEASE_SECONDS,
+    DEFAULT_SLEEP_LEASE_SECONDS,
     HealthAnswer,
     PauseAnswer,
     PauseMode,
@@ -66,13 +67,14 @@ class ControlOperations:
         *,
         tags: Sequence[SleepTag] = ("kv_cache", "weights"),
         mode: PauseMode = "keep",
-        lease_seconds: float | None = DEFAULT_PAUSE_LEASE_SECONDS,
+        lease_seconds: float | None = DEFAULT_SLEEP_LEASE_SECONDS,
         timeout: float | None = None,
     ) -> SleepAnswer:
         """Pauses the engine and releases its memory, so that a trainer can use the device.
 
         Level 1 keeps the weights in host memory, level 2 drops them. The engine wakes after
-        `lease_seconds` unless the call is repeated. None: only by `wake`.
+        `lease_seconds` unless the call is repeated; by default, and at most, after the server's
+        `limits.max_pause_lease_seconds`. None: only by `wake`.
         """
         request = SleepRequest(level=level, tags=list(tags), mode=mode, lease_seconds=lease_seconds)
         call = json_request(

@@ -8,6 +8,8 @@ from coppice.wire.base import AnswerModel, RequestModel
 from coppice.wire.kv import KvReason
 
 DEFAULT_PAUSE_LEASE_SECONDS = 120.0
+DEFAULT_SLEEP_LEASE_SECONDS = 2.0**31 - 1
+"""Lease that the server shortens to its maximum: a wake while a trainer uses the memory fails."""
 
 PauseMode = Literal["abort", "wait", "keep"]
 SleepLevel = Literal[1, 2]
@@ -47,13 +49,14 @@ class PauseAnswer(AnswerModel):
 class SleepRequest(RequestModel):
     """Body of POST /v1/sleep: the memory to release, and the handling of running samples.
 
-    Level 1 keeps the weights in host memory, level 2 drops them. The lease is that of a pause.
+    Level 1 keeps the weights in host memory, level 2 drops them. The lease is that of a pause, but
+    by default the longest that the server allows.
     """
 
     level: SleepLevel = 1
     tags: SleepTags = ["kv_cache", "weights"]
     mode: PauseMode = "keep"
-    lease_seconds: PauseLease | None = DEFAULT_PAUSE_LEASE_SECONDS
+    lease_seconds: PauseLease | None = DEFAULT_SLEEP_LEASE_SECONDS
 
     @field_validator("tags")
     @classmethod
