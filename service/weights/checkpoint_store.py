@@ -98,6 +98,7 @@ class CheckpointStore:
         `content_digest` is the Content-Digest header. Raises DigestMismatch or InsufficientStorage.
         """
         expected = _expected_digest(content_digest)
+        await self._delete_abandoned()
         handle, name = tempfile.mkstemp(prefix=".incoming-", dir=self._root)
         path = Path(name)
         try:
@@ -107,11 +108,17 @@ class CheckpointStore:
                 raise DigestMismatch()
         except OSError as error:
             path.unlink()
+            await self._delete_abandoned()
             raise InsufficientStorage() from error
         except BaseException:
             path.unlink()
             raise
         return Upload(path=path, num_bytes=path.stat().st_size, sha256=digest.hex())
+
+    async def _delete_abandoned(self) -> None:
+        """Delete files that publishers on this host abandoned, which would fill the disk."""
+        assert self._local is not None, "open first"
+        await asyncio.to_thread(self._local.delete_abandoned)
 
     @property
     def local_directory(self) -> LocalDirectory:
@@ -148,6 +155,7 @@ class CheckpointStore:
             raise WeightsRefused(f"invalid delta: {refused}") from refused
         except OSError as error:
             path.unlink()
+            await self._delete_abandoned()
             raise InsufficientStorage() from error
         except BaseException:
             path.unlink()

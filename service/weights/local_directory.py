@@ -12,8 +12,7 @@ import secrets
 import signal
 import stat
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -28,10 +27,9 @@ ABANDONED_SECONDS = 60.0
 class LocalUploads:
     """Files that publishers write in a private directory below `root`; blocking methods."""
 
-    def __init__(self, root: Path, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, root: Path) -> None:
         self._path = Path(tempfile.mkdtemp(prefix="local-", dir=root))  # mode 0700
         self._token = secrets.token_hex(16)
-        self._clock = clock
         (self._path / TOKEN_FILE).write_text(self._token)
 
     @property
@@ -43,7 +41,12 @@ class LocalUploads:
 
         Raises PathRefused unless it can no longer be changed by anybody.
         """
-        self._delete_abandoned()
+        try:
+            return self._take(name, target, max_bytes)
+        finally:
+            self.delete_abandoned()
+
+    def _take(self, name: str, target: Path, max_bytes: int) -> int:
         try:
             if not stat.S_ISREG((self._path / name).lstat().st_mode):
                 raise PathRefused("the local file is not a regular file")
@@ -56,14 +59,25 @@ class LocalUploads:
             target.unlink()
             raise
 
-    def _delete_abandoned(self) -> None:
-        """Delete files of publishers that ended while they wrote."""
-        for path in self._path.glob("*.safetensors"):
-            with suppress(OSError, PathRefused):
-                if path.lstat().st_mtime < self._clock() - ABANDONED_SECONDS:
-                    with _open(path) as file:
-                        _check_no_writer(file)
-                    path.unlink()
+    def delete_abandoned(self) -> None:
+        """Delete files of publishers that ended before the server took them.
+
+        Ages are relative to the file system's time, which on a network is another host's.
+        """
+        token_file = self._path / TOKEN_FILE
+        with suppress(OSError):
+            os.utime(token_file)
+            oldest = token_file.stat().st_mtime - ABANDONED_SECONDS
+            for path in self._path.glob("*.safetensors"):
+                _delete_if_abandoned(path, oldest)
+
+
+def _delete_if_abandoned(path: Path, oldest: float) -> None:
+    with suppress(OSError, PathRefused):
+        if path.lstat().st_mtime < oldest:
+            with _open(path) as file:
+                _check_no_writer(file)
+            path.unlink()
 
 
 def _seal(path: Path, max_bytes: int) -> int:

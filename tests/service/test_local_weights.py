@@ -134,16 +134,38 @@ async def test_file_beyond_the_size_limit_is_refused_and_deleted(tmp_path: Path)
         assert not list(local.parent.glob(".incoming-*"))
 
 
+def abandoned_file(local: Path, name: str) -> Path:
+    """File whose last write is just old enough for its deletion."""
+    path = local / f"{name}.safetensors"
+    path.write_bytes(b"part")
+    last_write = path.stat().st_mtime - ABANDONED_SECONDS - 1
+    os.utime(path, (last_write, last_write))
+    return path
+
+
 def test_files_of_publishers_that_ended_are_deleted(tmp_path: Path) -> None:
-    now = 0.0
-    uploads = LocalUploads(tmp_path, clock=lambda: now)
+    uploads = LocalUploads(tmp_path)
     local = Path(uploads.directory.path)
-    (local / "abandoned.safetensors").write_bytes(b"part")
-    with (local / "written.safetensors").open("wb"):
-        now = (local / "written.safetensors").stat().st_mtime + ABANDONED_SECONDS + 1
+    abandoned_file(local, "abandoned")
+    (local / "complete.safetensors").write_bytes(b"recent")
+    with abandoned_file(local, "written").open("rb+"):
         with pytest.raises(PathRefused):
             uploads.take("missing.safetensors", tmp_path / "taken", max_bytes=1)
-        assert [path.name for path in local.glob("*.safetensors")] == ["written.safetensors"]
+        names = sorted(path.name for path in local.glob("*.safetensors"))
+        assert names == ["complete.safetensors", "written.safetensors"]
+
+
+def test_file_that_is_handed_over_late_is_taken(tmp_path: Path) -> None:
+    uploads = LocalUploads(tmp_path)
+    abandoned_file(Path(uploads.directory.path), "late")
+    assert uploads.take("late.safetensors", tmp_path / "taken", max_bytes=4) == 4
+
+
+async def test_upload_deletes_abandoned_files(tmp_path: Path) -> None:
+    async with serving(FakeEngine(), tmp_path) as served:
+        abandoned = abandoned_file(await directory_of(served), "abandoned")
+        assert (await served.http.put("/v1/weights/v1", content=b"w")).status_code == 201
+        assert not abandoned.exists()
 
 
 async def test_version_that_was_handed_over_is_fetched_by_other_replicas(tmp_path: Path) -> None:
