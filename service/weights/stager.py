@@ -5,7 +5,8 @@ not fail on invalid files. Refused weights are deleted.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -70,9 +71,10 @@ class WeightStager:
         upload = await self._checkpoints.receive(chunks, digest)
         try:
             async with self._change_lock:
-                return await self._add(
-                    label, name, upload, sequence=sequence, sharded=sharded, announced=announced
-                )
+                with self._delete_unless_listed(label):
+                    return await self._add(
+                        label, name, upload, sequence=sequence, sharded=sharded, announced=announced
+                    )
         finally:
             self._checkpoints.discard(upload)
 
@@ -98,7 +100,8 @@ class WeightStager:
         delta = await self._checkpoints.receive(chunks, digest)
         try:
             async with self._change_lock:
-                return await self._add_from_delta(label, base, delta, sequence, announced)
+                with self._delete_unless_listed(label):
+                    return await self._add_from_delta(label, base, delta, sequence, announced)
         finally:
             self._checkpoints.discard(delta)
 
@@ -107,9 +110,7 @@ class WeightStager:
     ) -> Version:
         directory = self._checkpoints.resolve_allowed(path)
         async with self._change_lock:
-            self._check_sequence(label, sequence)
-            if self._versions.find(label) is not None:
-                raise VersionConflict("the version already exists")
+            self._check_new(label, sequence)
             await self._check(directory)
             return await self._finish_staging(
                 Version(
@@ -127,16 +128,25 @@ class WeightStager:
         self, label: str, name: str, *, sequence: int | None, max_bytes: int
     ) -> Version:
         """Stage a file of a publisher on this host, which is moved to the checkpoint store."""
-        self._check_sequence(label, sequence)
+        self._check_new(label, sequence)  # before the publisher's file is consumed
         file = await self._checkpoints.take_local(name, max_bytes=max_bytes)
         try:
             async with self._change_lock:
-                self._check_sequence(label, sequence)
-                if self._versions.find(label) is not None:
-                    raise VersionConflict("the version already exists")
-                return await self._add_local(label, file, sequence)
+                self._check_new(label, sequence)
+                with self._delete_unless_listed(label):
+                    return await self._add_local(label, file, sequence)
         finally:
             self._checkpoints.discard(file)
+
+    @contextmanager
+    def _delete_unless_listed(self, label: str) -> Iterator[None]:
+        """Delete the files of a version whose addition fails before it is in the table."""
+        try:
+            yield
+        except BaseException:
+            if self._versions.find(label) is None:
+                self._checkpoints.delete(label)
+            raise
 
     async def _add_local(self, label: str, file: IncomingFile, sequence: int | None) -> Version:
         folder = self._checkpoints.keep(file, label, SINGLE_FILE)
@@ -276,7 +286,6 @@ class WeightStager:
         try:
             await self._check(version.path)
         except WeightsRefused:
-            self._checkpoints.delete(version.label)
             self._versions.forget(version.label)
             raise
         return await self._finish_staging(replace(version, state="staged"))
@@ -301,6 +310,11 @@ class WeightStager:
             await asyncio.to_thread(self._engine.check_weights, path)
         except CheckpointRefused as refused:
             raise WeightsRefused(str(refused)) from refused
+
+    def _check_new(self, label: str, sequence: int | None) -> None:
+        self._check_sequence(label, sequence)
+        if self._versions.find(label) is not None:
+            raise VersionConflict("the version already exists")
 
     def _check_sequence(self, label: str, sequence: int | None) -> None:
         """Refuse a sequence number that conflicts with the label or with another version."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import resource
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -33,6 +33,12 @@ def leftovers(served: Served) -> list[Path]:
     return list(served.server.checkpoints.folder("x").parent.glob(".incoming-*"))
 
 
+def local_directory(served: Served) -> Path:
+    directory = served.server.checkpoints.local_directory
+    assert directory is not None, "the file system has leases"
+    return Path(directory.path)
+
+
 async def versions(served: Served) -> list[str]:
     listed = (await served.http.get("/v1/weights")).json()["versions"]
     return [version["version"] for version in listed]
@@ -51,7 +57,7 @@ async def test_upload_to_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
 async def test_publisher_whose_hand_over_fails_leaves_nothing(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path) as served, AsyncRollouts(served.url) as client:
         state = {"w": np.zeros(3 * WRITE_BYTES // 8)}
-        local = Path(served.server.checkpoints.local_directory.path)
+        local = local_directory(served)
         with file_size_limit(WRITE_BYTES), pytest.raises(ServerFailed):
             await client.upload_weights("v1", state)
         assert not leftovers(served)
@@ -88,3 +94,25 @@ async def test_one_of_two_publishers_of_a_label_succeeds(tmp_path: Path) -> None
         assert len(refused) == 1
         assert await versions(served) == ["v0", "v1"]
         assert not leftovers(served)
+
+
+async def test_failed_check_leaves_nothing(tmp_path: Path) -> None:
+    class FailingCheck(FakeEngine):
+        def check_weights(self, path: Path) -> None:
+            raise OSError("the disk fails")
+
+    async def chunks() -> AsyncIterator[bytes]:
+        yield b"w"
+
+    async with serving(FailingCheck(), tmp_path) as served:
+        stager = served.server.stager
+        (local_directory(served) / "a.safetensors").write_bytes(b"w")
+        with pytest.raises(OSError, match="disk"):
+            await stager.stage_local("v1", "a.safetensors", sequence=None, max_bytes=1)
+        with pytest.raises(OSError, match="disk"):
+            await stager.upload(
+                *("v2", "model.safetensors", chunks()), sequence=None, digest=None, sharded=False
+            )
+        assert not any(served.server.checkpoints.folder(label).exists() for label in ("v1", "v2"))
+        assert not leftovers(served)
+        assert await versions(served) == ["v0"]
