@@ -121,7 +121,7 @@ class CheckpointStore:
         await asyncio.to_thread(self._local.delete_abandoned)
 
     @property
-    def local_directory(self) -> LocalDirectory:
+    def local_directory(self) -> LocalDirectory | None:
         assert self._local is not None, "open first"
         return self._local.directory
 

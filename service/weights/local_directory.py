@@ -7,18 +7,21 @@ After the move its name is in a directory that only this user can read.
 """
 
 import fcntl
+import logging
 import os
 import secrets
 import signal
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from coppice.weights.local_upload import TOKEN_FILE
 from coppice.wire.weights import LocalDirectory
 from service.http.errors import BodyTooLarge, PathRefused
+
+log = logging.getLogger(__name__)
 
 ABANDONED_SECONDS = 60.0
 """Age after which a file that no process writes, and that nobody has published, is deleted."""
@@ -27,13 +30,17 @@ ABANDONED_SECONDS = 60.0
 class LocalUploads:
     """Files that publishers write in a private directory below `root`; blocking methods."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, has_leases: Callable[[Path], bool] | None = None) -> None:
         self._path = Path(tempfile.mkdtemp(prefix="local-", dir=root))  # mode 0700
         self._token = secrets.token_hex(16)
         (self._path / TOKEN_FILE).write_text(self._token)
+        self._can_seal = (has_leases or _has_leases)(self._path / TOKEN_FILE)
 
     @property
-    def directory(self) -> LocalDirectory:
+    def directory(self) -> LocalDirectory | None:
+        """The directory; None if its file system has no leases, so that every file is refused."""
+        if not self._can_seal:
+            return None
         return LocalDirectory(path=str(self._path.absolute()), token=self._token)
 
     def take(self, name: str, target: Path, *, max_bytes: int) -> int:
@@ -70,6 +77,16 @@ class LocalUploads:
             oldest = token_file.stat().st_mtime - ABANDONED_SECONDS
             for path in self._path.glob("*.safetensors"):
                 _delete_if_abandoned(path, oldest)
+
+
+def _has_leases(path: Path) -> bool:
+    try:
+        with _open(path) as file:
+            _check_no_writer(file)
+    except PathRefused as error:
+        log.info("weights cannot be handed over in %s: %s", path.parent, error)
+        return False
+    return True
 
 
 def _delete_if_abandoned(path: Path, oldest: float) -> None:

@@ -8,7 +8,7 @@ import httpx
 import numpy as np
 import pytest
 
-from coppice import AsyncRollouts, WeightsRefused
+from coppice import AsyncRollouts, TimedOut, WeightsRefused
 from service.http.errors import PathRefused
 from service.weights.local_directory import ABANDONED_SECONDS, LocalUploads
 from tests.fake_engine import FakeEngine
@@ -134,6 +134,12 @@ async def test_file_beyond_the_size_limit_is_refused_and_deleted(tmp_path: Path)
         assert not list(local.parent.glob(".incoming-*"))
 
 
+def path_of(uploads: LocalUploads) -> Path:
+    directory = uploads.directory
+    assert directory is not None, "the file system has leases"
+    return Path(directory.path)
+
+
 def abandoned_file(local: Path, name: str) -> Path:
     """File whose last write is just old enough for its deletion."""
     path = local / f"{name}.safetensors"
@@ -145,7 +151,7 @@ def abandoned_file(local: Path, name: str) -> Path:
 
 def test_files_of_publishers_that_ended_are_deleted(tmp_path: Path) -> None:
     uploads = LocalUploads(tmp_path)
-    local = Path(uploads.directory.path)
+    local = path_of(uploads)
     abandoned_file(local, "abandoned")
     (local / "complete.safetensors").write_bytes(b"recent")
     with abandoned_file(local, "written").open("rb+"):
@@ -157,8 +163,52 @@ def test_files_of_publishers_that_ended_are_deleted(tmp_path: Path) -> None:
 
 def test_file_that_is_handed_over_late_is_taken(tmp_path: Path) -> None:
     uploads = LocalUploads(tmp_path)
-    abandoned_file(Path(uploads.directory.path), "late")
+    abandoned_file(path_of(uploads), "late")
     assert uploads.take("late.safetensors", tmp_path / "taken", max_bytes=4) == 4
+
+
+def test_directory_without_leases_is_not_offered(tmp_path: Path) -> None:
+    assert LocalUploads(tmp_path, has_leases=lambda path: False).directory is None
+
+
+async def test_client_whose_file_was_refused_writes_no_further_one(tmp_path: Path) -> None:
+    async with serving(FakeEngine(), tmp_path) as served, client_of(served) as client:
+        local = await directory_of(served)
+        staged: list[str] = []
+
+        async def delete_file(request: httpx.Request) -> None:
+            if request.method == "POST":
+                staged.append(request.url.path)
+                for path in local.glob("*.safetensors"):
+                    path.unlink()
+
+        client._sender.driver._driver._client.event_hooks = {"request": [delete_file]}  # type: ignore
+        for version in ("v1", "v2"):
+            answer = await client.upload_weights(version, STATE)
+            assert answer.received_bytes == answer.num_bytes
+        assert staged == ["/v1/weights/v1"]
+
+
+async def test_timeout_of_a_hand_over_is_raised(tmp_path: Path) -> None:
+    async def time_out(request: httpx.Request) -> None:
+        if request.method == "POST":
+            raise httpx.ReadTimeout("no answer", request=request)
+
+    async with serving(FakeEngine(), tmp_path) as served, client_of(served) as client:
+        client._sender.driver._driver._client.event_hooks = {"request": [time_out]}  # type: ignore
+        with pytest.raises(TimedOut):
+            await client.upload_weights("v1", STATE, timeout=1.0)
+        assert not list((await directory_of(served)).glob("*.safetensors"))
+        assert len((await served.http.get("/v1/weights")).json()["versions"]) == 1
+
+
+async def test_file_for_a_version_that_exists_is_left_to_its_publisher(tmp_path: Path) -> None:
+    async with serving(FakeEngine(), tmp_path) as served:
+        file = await directory_of(served) / "a.safetensors"
+        file.write_bytes(b"w")
+        refused = await stage(served, file.name, "v0")
+        assert (refused.status_code, refused.json()["code"]) == (409, "version_conflict")
+        assert file.read_bytes() == b"w"
 
 
 async def test_upload_deletes_abandoned_files(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 from coppice.errors import (
     BadAnswer,
     BaseUnavailable,
+    TimedOut,
     TransportError,
     VersionConflict,
     WeightsRefused,
@@ -179,7 +180,8 @@ class WeightsOperations:
         """Hands weights over in the server's local directory; returns None if it has none here.
 
         Also None if the server does not take the file: it may be another replica, or the answer to
-        an earlier attempt was lost. An upload then has the right outcome.
+        an earlier attempt was lost. An upload then has the right outcome. After a refusal of the
+        file, later weights are uploaded at once.
         """
         if self._local_directory is None:
             listed = (await self.weights()).local_directory
@@ -189,9 +191,13 @@ class WeightsOperations:
             return None
         try:
             return await self._stage_local(address, image, self._local_directory, sequence, timeout)
+        except TimedOut:
+            raise
         except (WeightsRefused, VersionConflict, TransportError, OSError) as error:
-            if isinstance(error, WeightsRefused) and error.code != "path_refused":
-                raise
+            if isinstance(error, WeightsRefused):
+                if error.code != "path_refused":
+                    raise
+                self._is_loopback = False  # the next file would be written for nothing, too
             log.info("the weights are uploaded, because they were not handed over: %s", error)
             self._local_directory = None
             return None
