@@ -162,8 +162,8 @@ class _BlockEvents:
             self._calls[part.index] = self._index
             text = _input_text(call) if part.is_whole else part.arguments
         if text:
-            delta = {"type": "input_json_delta", "partial_json": text}
-            yield {**self._delta(delta), "index": self._calls[part.index]}
+            assert self._calls[part.index] == self._index, "a part of a call that is closed"
+            yield self._delta({"type": "input_json_delta", "partial_json": text})
 
     def end(self) -> Iterator[Event]:
         """Events that close the last block; a message has at least one."""

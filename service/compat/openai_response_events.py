@@ -108,6 +108,7 @@ class OutputItems:
             yield from self._open_call(part)
         at = self._calls[part.index]
         item = self.items[at]
+        assert item is self._last, "a part of a call that is closed"
         item[_field(item)] += part.arguments
         if part.arguments and item["type"] == "function_call":
             yield self._of_call("delta", at, {"delta": part.arguments})

@@ -1,6 +1,7 @@
 """Message of one running sample, part by part: reasoning, content and tool calls.
 
-The joined parts are the message that the whole response is parsed to.
+The joined parts are the message that the whole response is parsed to, up to white space around its
+content if it calls tools. A part never adds to text or to a call that a later call follows.
 """
 
 import json
@@ -23,7 +24,7 @@ class StreamedMessage:
     """Parts of the message of one sample. With `is_buffered` it is one part, at the end.
 
     Without `parallel`, only the first tool call is returned. White space at the end of content is
-    held back, since parsers drop it before a tool call.
+    held back, since parsers drop it before a tool call. Text after a sent call is not sent.
     """
 
     def __init__(
@@ -50,52 +51,66 @@ class StreamedMessage:
         new = self._trimmed(await self._tokenizer.add(self._stream, part.token_ids))
         self._content.append(new.content or "")
         self._reasoning.append(new.reasoning or "")
-        for call in new.tool_call_parts:
-            self._record(call)
-        return new
+        calls = tuple(call for call in new.tool_call_parts if self._record(call))
+        return replace(new, tool_call_parts=calls)
 
     async def last(self, part: SamplePart, whole: ChatResponse) -> ChatResponse:
         """Parts of the whole response that were not sent.
 
-        Empty if the response contradicts what was sent, since that cannot be withdrawn.
+        Text or calls that contradict what was sent are omitted, since that cannot be withdrawn.
         """
-        content, reasoning = self._rest_of_text(whole)
+        text = self._rest_of_text(whole)
         calls = await self._rest_of_calls(part, whole.tool_calls)
-        if content is None or reasoning is None or calls is None:
-            return ChatResponse(content=None, tool_calls=whole.tool_calls, parsed=False)
+        content, reasoning = text or ("", "")
         return replace(
             whole,
             content=content or None,
             reasoning=reasoning or None,
-            tool_call_parts=tuple(calls),
+            tool_call_parts=tuple(calls or ()),
+            parsed=whole.parsed and text is not None and calls is not None,
         )
 
     def _trimmed(self, new: ChatResponse) -> ChatResponse:
-        """The part without the white space at its end and without further parallel calls."""
-        calls = [call for call in new.tool_call_parts if self._parallel or call.index == 0]
+        """The part without the white space at its end and without text after a sent call."""
         if not self._stream.has_tool_calls:
-            return replace(new, tool_call_parts=tuple(calls))
+            return new
+        if self._calls:
+            return replace(new, content=None, reasoning=None)
         text = self._space + (new.content or "")
         kept = text.rstrip()
         self._space = text[len(kept) :]
-        return replace(new, content=kept or None, tool_call_parts=tuple(calls))
+        return replace(new, content=kept or None)
 
-    def _record(self, call: ToolCallPart) -> None:
-        if call.name is not None:
+    def _record(self, call: ToolCallPart) -> bool:
+        """Record a part of a call; false if it cannot be sent.
+
+        It must begin the next call or continue the last one, since the calls before are complete.
+        """
+        if call.name is not None and call.index == len(self._calls):
+            if call.index > 0 and not self._parallel:
+                return False
             self._calls[call.index] = _SentCall(call.name)
-        if call.index in self._calls:
-            self._calls[call.index].arguments += call.arguments
+        elif call.name is not None or call.index != len(self._calls) - 1:
+            return False
+        self._calls[call.index].arguments += call.arguments
+        return True
 
-    def _rest_of_text(self, whole: ChatResponse) -> tuple[str | None, str | None]:
-        """Content and reasoning that were not sent; None if the response does not begin with it.
+    def _rest_of_text(self, whole: ChatResponse) -> tuple[str, str] | None:
+        """Content and reasoning that were not sent; None if the response contradicts what was sent.
 
-        Parsers may drop white space before content that a tool call follows.
+        Parsers may drop white space before content that a tool call follows. After a sent call
+        there is no place for text: white space is dropped.
         """
         content, sent = whole.content or "", "".join(self._content)
         if whole.tool_calls:
             content, sent = content.lstrip(), sent.lstrip()
         reasoning = remainder(whole.reasoning or "", "".join(self._reasoning))
-        return remainder(content, sent), reasoning
+        rest = remainder(content, sent)
+        if rest is None or reasoning is None:
+            return None
+        if not self._calls:
+            return rest, reasoning
+        return None if (rest + reasoning).strip() else ("", "")
 
     async def _rest_of_calls(
         self, part: SamplePart, calls: Sequence[ToolCall]
@@ -107,7 +122,9 @@ class StreamedMessage:
         rests = [self._rest_of_call(at, call, last.get(at, "")) for at, call in enumerate(calls)]
         if any(rest is None for rest in rests):
             return None
-        return [rest for rest in rests if rest is not None and (rest.name or rest.arguments)]
+        added = [rest for rest in rests if rest is not None and (rest.name or rest.arguments)]
+        is_closed = any(rest.index < len(self._calls) - 1 for rest in added)
+        return None if is_closed else added
 
     async def _last_arguments(self, part: SamplePart) -> Mapping[int, str]:
         """Arguments that the last tokens of the sample add, as the model has written them."""

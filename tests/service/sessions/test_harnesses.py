@@ -11,7 +11,7 @@ from mcp import Client
 from mcp.server.mcpserver import MCPServer
 
 from tests.compat.programs import install, run_client_program
-from tests.service.sessions.harness import ASKED, by_results, harness, harnesses
+from tests.service.sessions.harness import ASKED, added, by_results, harness, harnesses, thought
 from tests.service.sessions.template_families import FAMILIES, FamilyEngine, make_engine
 
 pytestmark = pytest.mark.slow
@@ -148,3 +148,26 @@ async def test_langgraph(tmp_path: Path, family: FamilyEngine) -> None:
         )
         for each in found:
             await each.check()
+
+
+async def test_streamed_response_with_text_before_a_call_is_continued(
+    tmp_path: Path, family: FamilyEngine
+) -> None:
+    texts = (thought(f"I begin.\n\n{added(2, 3)}"), thought("It is 5."))
+    tool: Any = {"type": "function", "name": "add", "parameters": {"type": "object"}}
+    async with harness(tmp_path, family, texts) as found, found.agent.openai() as speaker:
+        items: list[Any] = [{"role": "user", "content": ASKED}]
+        for _ in texts:
+            output: list[Any] = []
+            async for event in await speaker.responses.create(
+                model="any", input=items, tools=[tool], store=False, stream=True
+            ):
+                if event.type == "response.output_item.done":
+                    output.append(event.item.model_dump(exclude_none=True))
+            calls = [item for item in output if item["type"] == "function_call"]
+            items += output
+            items += [
+                {"type": "function_call_output", "call_id": call["call_id"], "output": "5"}
+                for call in calls
+            ]
+        await found.check(num_calls=2)
