@@ -29,6 +29,7 @@ from service.observability.engine_metrics import (
 from service.observability.kv_metrics import KvReuseMetrics, PromptKvMetrics
 from service.observability.metric_declaration import MetricTable, counter, gauge, histogram
 from service.observability.session_metrics import SessionMetrics
+from service.observability.vllm_metrics import VllmMetrics
 from service.weights.replication.downloader import FetchMethod
 from service.weights.replication.status import ReplicationStatus
 
@@ -264,7 +265,7 @@ class Metrics:
             self.kv_reuse.record(group.kv_reuse)
 
     def render(self) -> bytes:
-        return generate_latest(self.vllm_registry) + generate_latest(self.registry)
+        return generate_latest(VllmMetrics(self.vllm_registry)) + generate_latest(self.registry)
 
 
 async def watch_loop_lag(observe: Callable[[float], None]) -> None:

@@ -50,6 +50,11 @@ def pod(values: Object) -> Object:
     return spec
 
 
+def pod_labels(values: Object) -> dict[str, str]:
+    labels: dict[str, str] = one("Deployment", values)["spec"]["template"]["metadata"]["labels"]
+    return labels
+
+
 def container(values: Object) -> Object:
     [found] = pod(values)["containers"]
     return dict(found)

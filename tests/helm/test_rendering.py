@@ -21,6 +21,12 @@ VERSIONS = ("1.29", "1.31", "1.34")
 CUSTOM = {
     "ServiceMonitor": ("spec.selector.matchLabels", "spec.endpoints"),
     "PrometheusRule": ("spec.groups",),
+    "InferencePool": (
+        "spec.targetPorts",
+        "spec.selector.matchLabels",
+        "spec.endpointPickerRef.port.number",
+    ),
+    "HTTPRoute": ("spec.parentRefs", "spec.rules"),
     "ScaledObject": ("spec.scaleTargetRef.name", "spec.triggers", "spec.fallback.replicas"),
 }
 every_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
