@@ -102,7 +102,13 @@ async def measure(size: str, rounds: int, folder: Path) -> dict[str, object]:
         arms, limits = await asyncio.to_thread(_measure_all, url, log, folder, state, rounds)
     adapters = await measure_adapters(model, folder, rounds)
     shutil.rmtree(model)
-    return {"num_bytes": num_bytes, "arms": arms, "limits": limits, "adapters": adapters}
+    return {
+        "num_bytes": num_bytes,
+        "arms": {arm: found for arm, found in arms.items() if arm not in RUNNING},
+        "limits": limits,
+        "running": {arm: arms[arm] for arm in RUNNING},
+        "adapters": adapters,
+    }
 
 
 async def measure_adapters(
@@ -165,29 +171,15 @@ def _as_dict(found: Publication) -> dict[str, float]:
 def rows(size: str, raw: dict[str, object]) -> list[Row]:
     arms, limits = raw["arms"], raw["limits"]
     assert isinstance(arms, dict) and isinstance(limits, dict)
-    assert isinstance(raw["num_bytes"], int)
-    label = f"{size.upper()}, {raw['num_bytes'] / 1e6:,.0f} MB"
+    label = _label(size, raw)
 
     def median(arm: str, phase: str) -> float:
-        return float(statistics.median(found[phase] for found in arms[arm]))
+        return _median(arms[arm], phase)
 
-    found = [
-        Row(
-            what=f"{label}: {arm}",
-            value=f"{median(arm, 'total'):.3f} s: upload {median(arm, 'upload'):.3f}, "
-            f"paused {median(arm, 'paused'):.3f} (load {median(arm, 'load'):.3f}), "
-            f"first token {median(arm, 'first_token'):.3f}"
-            + (f", {median(arm, 'num_continued'):g} continued" if arm in RUNNING else ""),
-        )
-        for arm in arms
-    ]
+    found = [Row(what=f"{label}: {arm}", value=_phases(each)) for arm, each in arms.items()]
     copy, raw_socket = (statistics.median(limits[name]) for name in ("copy", "socket"))
     found.append(Row(what=f"{label}: memory copy", value=f"{copy:.3f} s"))
     found.append(Row(what=f"{label}: bare socket", value=f"{raw_socket:.3f} s"))
-    found += _adapter_rows(label, raw["adapters"])
-    for arm in RUNNING:
-        ratio = median(arm, "paused") / median("same host", "paused")
-        found.append(Row(what=f"{label}: {arm}, pause / without samples", value=f"{ratio:.2f}"))
     for arm, limit, goal in (("same host", 2 * copy, 1.0), ("HTTP", raw_socket, 1.3)):
         load = median(arm, "load")
         ratio = (median(arm, "upload") + median(arm, "activate")) / (limit + load)
@@ -198,16 +190,47 @@ def rows(size: str, raw: dict[str, object]) -> list[Row]:
     return found
 
 
-def _adapter_rows(label: str, arms: object) -> list[Row]:
+def running_rows(size: str, raw: dict[str, object]) -> list[Row]:
+    """Publications during which samples run, and their pauses against one without samples."""
+    idle, running, label = raw["arms"], raw["running"], _label(size, raw)
+    assert isinstance(idle, dict) and isinstance(running, dict)
+    found = []
+    for arm, each in running.items():
+        value = f"{_phases(each)}, {_median(each, 'num_continued'):g} continued"
+        found.append(Row(what=f"{label}: {arm}", value=value))
+        ratio = _median(each, "paused") / _median(idle["same host"], "paused")
+        found.append(Row(what=f"{label}: {arm}, pause / without samples", value=f"{ratio:.2f}"))
+    return found
+
+
+def adapter_rows(size: str, raw: dict[str, object]) -> list[Row]:
+    arms, label = raw["adapters"], _label(size, raw)
     assert isinstance(arms, dict)
     found = []
-    for arm, seconds in arms.items():
-        load, first = (
-            statistics.median(each[phase] for each in seconds) for phase in ("load", "first_token")
-        )
+    for arm, each in arms.items():
+        load, first = _median(each, "load"), _median(each, "first_token")
         value = f"{load + first:.3f} s: load {load:.3f}, first token {first:.3f}"
         found.append(Row(what=f"{label}: {arm}", value=value))
     return found
+
+
+def _label(size: str, raw: dict[str, object]) -> str:
+    assert isinstance(raw["num_bytes"], int)
+    return f"{size.upper()}, {raw['num_bytes'] / 1e6:,.0f} MB"
+
+
+def _phases(found: list[dict[str, float]]) -> str:
+    total, upload, paused, load, first = (
+        _median(found, phase) for phase in ("total", "upload", "paused", "load", "first_token")
+    )
+    return (
+        f"{total:.3f} s: upload {upload:.3f}, paused {paused:.3f} (load {load:.3f}), "
+        f"first token {first:.3f}"
+    )
+
+
+def _median(found: list[dict[str, float]], phase: str) -> float:
+    return float(statistics.median(each[phase] for each in found))
 
 
 def _ratio(what: str, value: float, goal: float) -> Row:
@@ -228,7 +251,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
             result = asyncio.run(measure(size, options.rounds, Path(folder)))
         raw[size] = result
-        found += rows(size, result)
+        for rows_of in (rows, running_rows, adapter_rows):
+            found += rows_of(size, result)
     record = Record(
         name="weight_publish",
         claim="Time from bfloat16 weights in a trainer's memory to the first token that a float32 "
