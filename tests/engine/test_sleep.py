@@ -13,13 +13,14 @@ import pytest_asyncio
 
 from engine.errors import LoadFailed
 from engine.launch.processes import engine_processes
-from engine.types import KV_CACHE, WEIGHTS, Completion, SampleRequest, Sampling, SleepTag
+from engine.types import KV_CACHE, WEIGHTS, Completion, KeptKv, SampleRequest, Sampling, SleepTag
 from engine.vllm_engine import VllmEngine
-from tests.engine.seedling import MODEL, settings
+from tests.engine.seedling import BLOCK, MODEL, settings
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 in_module = pytest.mark.asyncio(loop_scope="module")
 ALL: frozenset[SleepTag] = frozenset((WEIGHTS, KV_CACHE))
+CACHE: frozenset[SleepTag] = frozenset((KV_CACHE,))
 PROMPT_TOKENS, NUM_PROMPTS = 900, 24
 WEIGHT_BYTES = 2_000_000 * 4
 _IDS = itertools.count()
@@ -39,9 +40,10 @@ async def engine(model: Path) -> AsyncIterator[VllmEngine]:
     await engine.stop()
 
 
-def request(prompt: list[int], max_tokens: int = 8) -> SampleRequest:
+def request(prompt: list[int], max_tokens: int = 8, **options: Any) -> SampleRequest:
     sampling = Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-    return SampleRequest(id=f"s{next(_IDS)}", prompt_token_ids=prompt, sampling=sampling)
+    name = f"s{next(_IDS)}"
+    return SampleRequest(id=name, prompt_token_ids=prompt, sampling=sampling, **options)
 
 
 async def samples(engine: VllmEngine, *prompts: list[int]) -> list[Completion]:
@@ -114,6 +116,53 @@ async def test_weights_that_are_updated_while_the_cache_sleeps_are_served(
     await engine.resume()
     (after,) = await samples(engine, [5, 6, 7] * 20)
     assert [span.version for span in after.versions] == ["v1"]
+    await engine.pause("keep")
+    await engine.update_weights(model, "v0")
+    await engine.resume()
+
+
+async def turns(engine: VllmEngine, prompt: list[int]) -> list[Completion]:
+    """One turn of a chain that keeps its KV, of a session, and of a caller without either."""
+    requests = [
+        request(prompt, kept_kv=KeptKv(chain="chain")),
+        request(prompt, session_id="session", cache_salt="session"),
+        request(prompt, cache_salt=f"new {next(_IDS)}"),
+    ]
+    return list(await asyncio.gather(*await engine.submit(requests)))
+
+
+def check_equal(completions: list[Completion], expected: Completion) -> None:
+    for completion in completions:
+        assert completion.token_ids == expected.token_ids
+        assert completion.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+
+
+@in_module
+async def test_kv_of_chains_and_sessions_is_prefilled_again_after_a_sleep(
+    engine: VllmEngine, model: Path, tmp_path: Path
+) -> None:
+    """Its pages read as zeros, so a prefix found in the cache would change the samples."""
+    other = Path(shutil.copytree(model, tmp_path / "other"))
+    prompt = [5 + i * i % 200 for i in range(6 * BLOCK + 9)]
+    await turns(engine, prompt)
+    await engine.pause("keep")
+    assert await engine.update_weights(other, "v1", keep_kv=True) == 6 * BLOCK
+    await engine.resume()
+    await turns(engine, prompt)
+    chain, session, fresh = await turns(engine, prompt)
+    assert (chain.num_cached_tokens, session.num_cached_tokens) == (6 * BLOCK, 6 * BLOCK)
+    assert [span.version for span in chain.kv_versions] == ["v0", "v1"]
+    check_equal([chain, session], fresh)
+    running = request(prompt, max_tokens=60, kept_kv=KeptKv(chain="running"))
+    [late] = await engine.submit([running])
+    await fall_asleep(engine, 1, CACHE)
+    await engine.wake(CACHE)
+    await engine.resume()
+    after = await turns(engine, prompt)
+    assert [completion.num_cached_tokens for completion in after[:2]] == [0, 0]
+    assert {span.version for completion in after for span in completion.kv_versions} == {"v1"}
+    check_equal(after, fresh)
+    assert (await late).token_ids[:8] == fresh.token_ids
     await engine.pause("keep")
     await engine.update_weights(model, "v0")
     await engine.resume()
