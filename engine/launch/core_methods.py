@@ -7,7 +7,7 @@ no harm. Results are sent as msgpack.
 import itertools
 import os
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Final, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from engine.attention import counters as attention
 from engine.cudagraphs.counters import Snapshot as CudaGraphSnapshot
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore
 
     from engine.launch.worker import Snapshot
-
-ALL_BLOCKS_CACHED: Final = 1 << 60
 
 
 class Ping(TypedDict):
@@ -220,8 +218,9 @@ def _stop_caching_running(scheduler: Any, *, keep_chains: bool) -> int:
     They would add the blocks that they fill from now on under hashes of the tokens alone. Once the
     start of such a prompt is prefilled again, a longer prompt could match blocks that mix weights
     versions. A count of cached blocks larger than any length prevents this. vLLM's other readers
-    of the count only test that there is one, or that it has grown. A preempted request loses the
-    count, is prefilled again under the new weights, and adds its blocks again.
+    of the count only test that there is one, or that it has grown; `_cache_partial_tail_block`,
+    which does not read it, is patched in `engine.kv_versions.core.hooks`. A preempted request loses
+    the count, is prefilled again under the new weights, and adds its blocks again.
 
     A request that has not filled a block yet has no count, so running requests are added by id.
     With `keep_chains`, requests that keep their KV go on: only their chain matches their blocks.
@@ -234,5 +233,5 @@ def _stop_caching_running(scheduler: Any, *, keep_chains: bool) -> int:
     }
     for single in scheduler.kv_cache_manager.coordinator.single_type_managers:
         counted = (running | single.num_cached_block.keys()) - chains
-        single.num_cached_block.update(dict.fromkeys(counted, ALL_BLOCKS_CACHED))
+        single.num_cached_block.update(dict.fromkeys(counted, kv_versions.ALL_BLOCKS_CACHED))
     return len(running)

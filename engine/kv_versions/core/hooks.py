@@ -1,10 +1,13 @@
 """Hooks in vLLM's EngineCore that record the weights versions of KV."""
 
 import functools
-from typing import Any
+from typing import Any, Final
 
 from engine.kv_versions.core.kept_blocks import KeptBlocks
-from engine.kv_versions.request_option import KV_VERSIONS
+from engine.kv_versions.request_option import KV_VERSIONS, keep_option
+
+ALL_BLOCKS_CACHED: Final = 1 << 60
+"""Count of cached blocks of a running request that must not add blocks to the prefix cache."""
 
 
 def kept_blocks(core: Any) -> KeptBlocks:
@@ -19,6 +22,7 @@ def install() -> None:
     from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, MambaManager
     from vllm.v1.engine.core import EngineCore
 
     KVCacheManager.__init__ = _with_kept_blocks(KVCacheManager.__init__)
@@ -26,6 +30,8 @@ def install() -> None:
     KVCacheCoordinator.allocate_new_computed_blocks = _counting(
         KVCacheCoordinator.allocate_new_computed_blocks
     )
+    for manager in (FullAttentionManager, MambaManager):
+        manager._cache_partial_tail_block = _unless_stopped(manager._cache_partial_tail_block)
     BlockPool.cache_full_blocks = _recording(BlockPool.cache_full_blocks)
     BlockPool._remove_cached_block_hashes = _removing(BlockPool._remove_cached_block_hashes)
     BlockPool.reset_prefix_cache = _resetting(BlockPool.reset_prefix_cache)
@@ -73,6 +79,23 @@ def _counting(upstream: Any) -> Any:
         self.block_pool.coppice_kept_blocks.on_allocated(request_id)
 
     return allocate_new_computed_blocks
+
+
+def _unless_stopped(upstream: Any) -> Any:
+    """Patch that caches the part of a block at a prompt's end only if its request may cache blocks.
+
+    vLLM does so whatever the count of cached blocks is. A chain caches whole blocks only, because
+    versions are recorded per block.
+    """
+
+    @functools.wraps(upstream)
+    def cache_partial_tail_block(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        num_cached_blocks = self.num_cached_block.get(request.request_id)
+        if num_cached_blocks == ALL_BLOCKS_CACHED or keep_option(request) is not None:
+            return None
+        return upstream(self, request, *args, **kwargs)
+
+    return cache_partial_tail_block
 
 
 def _removing(upstream: Any) -> Any:
