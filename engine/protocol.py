@@ -120,7 +120,8 @@ class Engine(Protocol):
         Unknown sessions are ignored.
     pause/resume: idempotent. After pause no token is sampled. submit still accepts samples, which
         wait. `recompute` drops the KV cache of frozen samples, which is prefilled again after
-        resume.
+        resume. `wait` and `abort` let samples continue that `keep` has frozen. A pause in mode
+        `wait` may be cancelled; pause or resume next.
     sleep: call while awake, and paused with `recompute`, with exports flushed. Releases the memory
         of the KV cache, and of the weights if `tags` has them: level 1 keeps them in host memory,
         level 2 drops them. LoadFailed: the weights could not be loaded again, and nothing was

@@ -290,6 +290,29 @@ async def test_pause_aborts_running_samples_or_lets_them_finish(
     await under_test.engine.resume()
 
 
+async def test_cancelled_wait_for_running_samples_is_followed_by_other_pauses(
+    under_test: EngineUnderTest,
+) -> None:
+    engine = under_test.engine
+    running = await submitted(under_test, sample(400))
+    await under_test.advance()
+    draining = asyncio.ensure_future(engine.pause("wait"))
+    await asyncio.sleep(0)
+    await under_test.advance()
+    assert not draining.done()
+    draining.cancel()
+    await asyncio.gather(draining, return_exceptions=True)
+    await engine.pause("keep")
+    held = await submitted(under_test, sample(3))
+    for _ in range(4):
+        await under_test.advance()
+    assert not running.done() and not held.done()
+    await engine.resume()
+    for gathered in (running, held):
+        (completion,) = await finished(under_test, gathered)
+        assert completion.finish == "length"
+
+
 async def test_pause_may_drop_the_cache_of_frozen_samples(under_test: EngineUnderTest) -> None:
     pending = await submitted(under_test, sample(40))
     await under_test.advance()
