@@ -10,12 +10,16 @@ Release = Callable[[Sequence[str]], Awaitable[None]]
 Track = Callable[[Coroutine[Any, Any, None]], None]
 
 
+MAX_WAITING = 2**16
+"""Maximum number of sessions whose release is repeated; the KV of older ones expires."""
+
+
 class KvReleaseQueue:
     """Sessions that make no further calls, whose KV is released in batches. Never blocks.
 
     `track` runs a coroutine in the background. One call of the engine is in progress at a time, so
-    thousands of sessions that end together take few calls. The sessions of an engine that has died
-    have no KV.
+    thousands of sessions that end together take few calls. After a failed call, its sessions are
+    released with the next session that ends. The sessions of an engine that has died have no KV.
     """
 
     def __init__(self, release: Release, *, track: Track) -> None:
@@ -32,9 +36,11 @@ class KvReleaseQueue:
 
     async def _send(self) -> None:
         try:
-            with suppress(EngineDead):
-                while self._session_ids:
-                    batch, self._session_ids = list(self._session_ids), {}
+            while batch := list(self._session_ids)[-MAX_WAITING:]:
+                self._session_ids = dict.fromkeys(batch)
+                with suppress(EngineDead):
                     await self._release(batch)
+                for session_id in batch:
+                    del self._session_ids[session_id]
         finally:
             self._is_sending = False

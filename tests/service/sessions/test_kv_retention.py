@@ -1,13 +1,14 @@
 """KV that the engine retains for paused sessions: which samples, and when it is released."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engine.feature_stats import KvRetentionStats
+from service.sessions.kv_release import KvReleaseQueue
 from tests.fake_engine import FakeEngine
 from tests.service.sessions.agents import Agent, training
 
@@ -88,3 +89,22 @@ async def test_retained_kv_is_counted(tmp_path: Path) -> None:
     assert "coppice_session_kv_retained_blocks 7.0" in text
     assert "coppice_session_kv_retained_sessions 2.0" in text
     assert 'coppice_session_kv_released_blocks_total{reason="returned"} 5.0' in text
+
+
+async def test_sessions_of_a_failed_release_are_released_with_the_next_one() -> None:
+    tasks, released = list[asyncio.Task[None]](), list[list[str]]()
+
+    async def release(session_ids: Sequence[str]) -> None:
+        released.append(list(session_ids))
+        if len(released) == 1:
+            raise TimeoutError
+
+    def track(sending: Coroutine[Any, Any, None]) -> None:
+        tasks.append(asyncio.create_task(sending))
+
+    queue = KvReleaseQueue(release, track=track)
+    queue.add("a")
+    await asyncio.gather(*tasks, return_exceptions=True)
+    queue.add("b")
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert released == [["a"], ["a", "b"]]
