@@ -269,8 +269,12 @@ def to_chat_request(prompt: Prompt) -> ChatRequest:
 
 def _measured(build: Callable[[], ChatRequest]) -> tuple[ChatRequest, int]:
     chat_request = build()
-    rendered = [chat_request.messages, chat_request.tools, chat_request.template_options]
-    return chat_request, _num_chars(rendered)
+    return chat_request, num_template_chars(chat_request)
+
+
+def num_template_chars(chat_request: ChatRequest) -> int:
+    """Total length of all strings that the chat template receives."""
+    return _num_chars([chat_request.messages, chat_request.tools, chat_request.template_options])
 
 
 def _num_chars(value: object) -> int:

@@ -21,6 +21,11 @@ Reason = Literal[
     "new_conversation", "extended", "edited_history", "template", "no_turn_end", "retry"
 ]
 ASSISTANT = "assistant"
+MAX_PARSED_CHARS = 2**16
+"""Length of arguments above which they must be the same text.
+
+Python's JSON parser holds the interpreter lock until it has read a whole text.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,6 +180,8 @@ def _arguments(given: Any) -> str:
     """Canonical arguments of a tool call. All numbers are floats, as JavaScript reads them."""
     try:
         text = given if isinstance(given, str) else _canonical(given)
+        if len(text) > MAX_PARSED_CHARS:
+            return text
         return _canonical(json.loads(text or "{}", parse_int=float))
     except (ValueError, RecursionError):
         return str(given)
@@ -195,8 +202,14 @@ def _chosen(same: Mapping[tuple[str, ...], RecordedCall], message: Message) -> R
 
 
 def _canonical(value: Any) -> str:
-    """JSON text that is equal for equal values. No text is the beginning of another."""
-    return json.dumps(value, sort_keys=True) + "\n"
+    """JSON text that is equal for equal values. No text is the beginning of another.
+
+    `iterencode` returns it in short pieces; `json.dumps` would hold the interpreter lock.
+    """
+    return "".join(_ENCODER.iterencode(value)) + "\n"
+
+
+_ENCODER = json.JSONEncoder(sort_keys=True)
 
 
 def _encoded(text: str) -> bytes:

@@ -4,13 +4,14 @@ A conversation is rendered whole if it continues no recorded call, if the sessio
 of the template, or if the template does not mark where a message ends.
 """
 
+import asyncio
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
 from engine.types import ChatRequest
 from service.http.fair_executor import FairExecutor, QueueLimits, QueueName
-from service.rollouts.tokenizer import Tokenizer
+from service.rollouts.tokenizer import Tokenizer, num_template_chars
 from service.sessions.history import Conversations, Match, RecordedCall
 from service.sessions.tree import SessionTree
 
@@ -53,9 +54,11 @@ async def chat_prompt(
     With the history `sampled`, the policy reads the tokens of its last turn and of all turns before
     it as it sampled them, with its reasoning. The chat template applies to later messages only.
     """
+    # In a thread: a request may hold millions of values.
+    num_chars = await asyncio.to_thread(num_template_chars, chat_request)
     match = await matching.run(
         QueueName.of_caller("conversations"),
-        _num_chars(chat_request),
+        num_chars,
         partial(conversations.match, chat_request),
     )
     if match is None:
@@ -80,12 +83,6 @@ async def _continued(
     last_token = int(segment.token_ids[-1])
     after = await tokenizer.rendered_after(chat_request, match.index, last_token)
     return None if after is None else [*tree.token_ids(segment), *after]
-
-
-def _num_chars(chat_request: ChatRequest) -> int:
-    """Size of the contents of a conversation, which are most of what is hashed."""
-    contents = (message.get("content") for message in chat_request.messages)
-    return sum(map(len, filter(None, contents)))
 
 
 async def continued_text(

@@ -1,14 +1,17 @@
 """Conversations that agents send back, matched to the calls that returned their messages."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 
 from engine.types import ChatRequest
-from service.sessions.history import Conversations, Match, RecordedCall
+from service.http.fair_executor import QueueName
+from service.sessions.history import MAX_PARSED_CHARS, Conversations, Match, RecordedCall
+from service.sessions.prompts import chat_prompt
 from service.sessions.segment import Segment
+from service.sessions.tree import SessionTree
 
 ASKED: list[dict[str, Any]] = [
     {"role": "system", "content": "be brief"},
@@ -164,3 +167,39 @@ def test_text_that_begins_with_recorded_text_is_found_with_its_rest() -> None:
     longest = conversations.match_text("abcd\ud800")
     assert longest is not None and (longest.call.segment.id, longest.rest) == ("2", "")
     assert conversations.match_text("bc") is None
+
+
+@pytest.mark.parametrize("spaces", ["", " "])
+def test_long_arguments_are_compared_as_text(spaces: str) -> None:
+    text = "x" * MAX_PARSED_CHARS
+    conversations = Conversations()
+    sent = called(function={"arguments": f'{{"x": "{text}"}}'})
+    conversations.record(chat(), sent, recorded())
+    sent_back = called(function={"arguments": f'{{"x":{spaces} "{text}"}}'})
+    assert (conversations.match(chat(sent_back)) is None) == bool(spaces)
+
+
+class MeasuringExecutor:
+    """Runs work at once; `sizes` are those that count toward the limits of its queues."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    async def run(self, queue: QueueName, num_bytes: int, function: Callable[[], Any]) -> Any:
+        self.sizes.append(num_bytes)
+        return function()
+
+
+class ConstantTokenizer:
+    async def rendered(self, chat_request: ChatRequest) -> list[int]:
+        return [1]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"tools": [{"name": "x" * 1000}]}, {"template_options": {"a": "x" * 1000}}]
+)
+async def test_all_texts_of_a_conversation_count_toward_the_queue(changes: dict[str, Any]) -> None:
+    matching: Any = MeasuringExecutor()
+    tokenizer: Any = ConstantTokenizer()
+    await chat_prompt(tokenizer, matching, SessionTree("s"), Conversations(), chat(**changes))
+    assert matching.sizes[0] > 1000
