@@ -25,6 +25,7 @@ from coppice.train import (
     grouped_backward,
     session_trees,
 )
+from engine.feature_stats import KvRetentionStats
 from engine.types import Completion, SampleRequest
 from tests.engine.seedling import BLOCK, MODEL, reference, settings
 from tests.service.sessions.agents import Trainer
@@ -186,26 +187,35 @@ async def test_logprobs_of_a_session_are_those_of_the_model(served: Served) -> N
             assert abs(float(expected) - segment.logprobs[place]) < TOLERANCE
 
 
-async def until_retained(served: Served, num_sessions: int) -> None:
-    """Wait until a heartbeat has reported KV of so many paused sessions."""
+async def until_retained(
+    served: Served, num_sessions: int, *, num_returned: int = 0
+) -> KvRetentionStats:
+    """Wait until a heartbeat has reported KV of so many paused sessions, and so many returns."""
     async with asyncio.timeout(30):
-        while served.server.engine.session_kv().num_sessions != num_sessions:
+        while not _has(served.server.engine.session_kv(), num_sessions, num_returned):
             await asyncio.sleep(0.05)
+    return served.server.engine.session_kv()
+
+
+def _has(counted: KvRetentionStats, num_sessions: int, num_returned: int) -> bool:
+    returned = counted.num_released.get("returned", 0)
+    return counted.num_sessions == num_sessions and returned >= num_returned
 
 
 async def test_kv_of_a_paused_session_is_retained_until_it_ends(served: Served) -> None:
+    await until_retained(served, 0)  # the sessions of other tests have ended
     async with AsyncRollouts(served.url) as client:
         group = await client.sessions.create(
             sampling={"max_tokens": 64}, overrides=["structured_outputs"]
         )
         [session] = group.sessions
         await run_loop(served, session)
-        await until_retained(served, 1)
-        counted = served.server.engine.session_kv()
-        assert counted.num_blocks >= 2 and counted.num_released["returned"] >= 2
+        before = (await until_retained(served, 1)).num_released.get("returned", 0)
+        await run_loop(served, session)
+        counted = await until_retained(served, 1, num_returned=before + 2)
+        assert counted.num_blocks >= 2
         await client.sessions.finish(session.id)
-        await until_retained(served, 0)
-        assert served.server.engine.session_kv().num_blocks == 0
+        assert (await until_retained(served, 0)).num_blocks == 0
 
 
 TEMPERATURE = 0.8
