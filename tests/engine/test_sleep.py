@@ -7,14 +7,17 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import pytest_asyncio
 
 from engine.errors import LoadFailed
+from engine.kv_types import ExportStatus
 from engine.launch.processes import engine_processes
 from engine.types import KV_CACHE, WEIGHTS, Completion, KeptKv, SampleRequest, Sampling, SleepTag
 from engine.vllm_engine import VllmEngine
+from tests.arena import TestArena
 from tests.engine.seedling import BLOCK, MODEL, settings
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
@@ -34,7 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(model: Path) -> AsyncIterator[VllmEngine]:
-    engine = VllmEngine(settings(model))
+    engine = VllmEngine(settings(model, prompt_kv=True))
     await engine.start("v0")
     yield engine
     await engine.stop()
@@ -166,6 +169,31 @@ async def test_kv_of_chains_and_sessions_is_prefilled_again_after_a_sleep(
     await engine.pause("keep")
     await engine.update_weights(model, "v0")
     await engine.resume()
+
+
+@in_module
+async def test_exported_kv_stays_and_is_exported_during_a_sleep(
+    engine: VllmEngine, tmp_path: Path
+) -> None:
+    assert engine.info.kv_format is not None
+    arena = TestArena(tmp_path / "arena", engine.info.kv_format, num_bytes=2**24)
+    prompt = [7 + i * i % 190 for i in range(5 * BLOCK)]
+    early, late = (arena.slot(len(prompt) - 1) for _ in range(2))
+    await asyncio.gather(*await engine.submit([request(prompt, export=early)]))
+    await engine.flush_exports()
+    before = arena.data(early)
+    await fall_asleep(engine, 1, CACHE)
+    assert arena.words(early) == [ExportStatus.COMMITTED]
+    submitted = await engine.submit([request(prompt, export=late)])
+    await engine.wake(CACHE)
+    await engine.resume()
+    await asyncio.gather(*submitted)
+    await engine.flush_exports()
+    assert arena.words(late) == [ExportStatus.COMMITTED]
+    assert (arena.data(early) == before).all()
+    exported, again = (data.view(np.float32) for data in (before, arena.data(late)))
+    assert again == pytest.approx(exported, abs=1e-4)
+    arena.check()
 
 
 @in_module
