@@ -12,7 +12,7 @@ ALL_BLOCKS_CACHED: Final = 1 << 60
 
 def kept_blocks(core: Any) -> KeptBlocks:
     """The versions of the KV of an EngineCore's requests and chains."""
-    kept: KeptBlocks = core.scheduler.kv_cache_manager.coppice_kept_blocks
+    kept: KeptBlocks = core.scheduler.kv_cache_manager.block_pool.coppice_kept_blocks
     return kept
 
 
@@ -25,7 +25,7 @@ def install() -> None:
     from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, MambaManager
     from vllm.v1.engine.core import EngineCore
 
-    KVCacheManager.__init__ = _with_kept_blocks(KVCacheManager.__init__)
+    BlockPool.__init__ = _with_kept_blocks(BlockPool.__init__)
     KVCacheManager.get_computed_blocks = _within_lag(KVCacheManager.get_computed_blocks)
     KVCacheCoordinator.allocate_new_computed_blocks = _counting(
         KVCacheCoordinator.allocate_new_computed_blocks
@@ -51,8 +51,7 @@ def _with_kept_blocks(upstream: Any) -> Any:
     @functools.wraps(upstream)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         upstream(self, *args, **kwargs)
-        kept = KeptBlocks(self.block_pool)
-        self.coppice_kept_blocks = self.block_pool.coppice_kept_blocks = kept
+        self.coppice_kept_blocks = KeptBlocks(self)
 
     return init
 
@@ -60,7 +59,7 @@ def _with_kept_blocks(upstream: Any) -> Any:
 def _within_lag(upstream: Any) -> Any:
     @functools.wraps(upstream)
     def get_computed_blocks(self: Any, request: Any) -> tuple[Any, int, int]:
-        kept: KeptBlocks = self.coppice_kept_blocks
+        kept: KeptBlocks = self.block_pool.coppice_kept_blocks
         sizes = [manager.block_size for manager in self.coordinator.single_type_managers]
         while True:  # every further lookup has fewer blocks to find
             blocks, num_tokens, boundary = upstream(self, request)
@@ -144,7 +143,7 @@ def _ending(upstream: Any) -> Any:
     @functools.wraps(upstream)
     def free_blocks(self: Any, request: Any) -> None:
         upstream(self, request)
-        self.kv_cache_manager.coppice_kept_blocks.on_finished(request.request_id)
+        self.kv_cache_manager.block_pool.coppice_kept_blocks.on_finished(request.request_id)
 
     return free_blocks
 
