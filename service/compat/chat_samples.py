@@ -138,11 +138,13 @@ class MessageParts:
     """Parts of the messages of streamed samples.
 
     A message with a forced tool call is returned as a whole when its sample has ended, and so is
-    one that may call tools if the parser of the tool calls has no parts that agree with the whole.
+    one that may call tools if the parser of the tool calls has no parts that agree with the whole,
+    or with `buffers_tool_calls`.
     """
 
-    def __init__(self, samples: ChatSamples) -> None:
+    def __init__(self, samples: ChatSamples, *, buffers_tool_calls: bool = False) -> None:
         self._samples = samples
+        self._buffers_tool_calls = buffers_tool_calls
         self._messages: dict[int, StreamedMessage] = {}
 
     def is_first(self, part: SamplePart) -> bool:
@@ -162,7 +164,8 @@ class MessageParts:
         samples, tokenizer = self._samples, self._samples.call.server.tokenizer
         request = samples.parsed_request
         stream = await tokenizer.response_stream(samples.prompt, request, samples.sampling)
-        has_text_of_calls = stream.is_parsed and request.tools and not stream.has_tool_calls
+        has_parts = stream.has_tool_calls and not self._buffers_tool_calls
+        has_text_of_calls = stream.is_parsed and request.tools and not has_parts
         message = self._messages[part.index] = StreamedMessage(
             tokenizer,
             stream,

@@ -171,7 +171,9 @@ def _field(item: Item) -> str:
 class ResponseStream:
     """Server-sent events of one streamed response, with their sequence numbers.
 
-    `head` is the response before its first token. `finish` returns it after the last one.
+    `head` is the response before its first token. `finish` returns it after the last one. With
+    `has_logprobs`, a message that may call tools is sent at its end, as its logprobs are those of
+    all tokens.
     """
 
     samples: ChatSamples
@@ -179,12 +181,14 @@ class ResponseStream:
     items: OutputItems
     to_logprobs: Callable[[SampleAnswer], Awaitable[Logprobs]]
     finish: ToResponse
+    has_logprobs: bool
     _number: int = 0
 
     async def events(self) -> AsyncIterator[bytes]:
         for kind in ("response.created", "response.in_progress"):
             yield await asyncio.to_thread(self._encoded, {"type": kind, "response": self.head})
-        parts, last = MessageParts(self.samples), None
+        parts = MessageParts(self.samples, buffers_tool_calls=self.has_logprobs)
+        last = None
         async for part in sample_parts(self.samples.rollout):
             match part:
                 case SamplePart(sample=sample):

@@ -163,6 +163,7 @@ class _ResponseBuilder:
             items=self._items(),
             to_logprobs=self._logprobs,
             finish=self._finish,
+            has_logprobs=self._body.includes(LOGPROBS),
         )
         server, rollout = self._samples.call.server, self._samples.rollout
         return event_response(server, rollout, stream.events(), to_error=stream.failed, end=b"")

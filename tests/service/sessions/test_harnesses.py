@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,19 @@ from anthropic import AsyncAnthropic, beta_async_tool
 from mcp import Client
 from mcp.server.mcpserver import MCPServer
 
+from engine.types import Completion, SampleRequest
 from tests.compat.programs import install, run_client_program
-from tests.service.sessions.harness import ASKED, added, by_results, harness, harnesses, thought
+from tests.service.sessions.agents import training
+from tests.service.sessions.harness import (
+    ASKED,
+    Harness,
+    added,
+    by_results,
+    harness,
+    harnesses,
+    thought,
+)
+from tests.service.sessions.scripted_engine import Script, ScriptedEngine
 from tests.service.sessions.template_families import FAMILIES, FamilyEngine, make_engine
 
 pytestmark = pytest.mark.slow
@@ -150,18 +162,40 @@ async def test_langgraph(tmp_path: Path, family: FamilyEngine) -> None:
             await each.check()
 
 
+class GatedEngine(ScriptedEngine):
+    """Samples whose tokens are delivered at once, and that end when `gate` is set."""
+
+    def __init__(self, family: FamilyEngine, script: Script) -> None:
+        super().__init__(family, script)
+        self.gate = asyncio.Event()
+
+    async def submit(self, samples: Sequence[SampleRequest]) -> list[Awaitable[Completion]]:
+        return [self._gated(each) for each in await super().submit(samples)]
+
+    async def _gated(self, completion: Awaitable[Completion]) -> Completion:
+        await self.gate.wait()
+        return await completion
+
+
+CALL_AFTER_TEXT = (thought(f"I begin.\n\n{added(2, 3)}"), thought("It is 5."))
+ADD: Any = {"type": "function", "name": "add", "parameters": {"type": "object"}}
+
+
 async def test_streamed_response_with_text_before_a_call_is_continued(
     tmp_path: Path, family: FamilyEngine
 ) -> None:
-    texts = (thought(f"I begin.\n\n{added(2, 3)}"), thought("It is 5."))
-    tool: Any = {"type": "function", "name": "add", "parameters": {"type": "object"}}
-    async with harness(tmp_path, family, texts) as found, found.agent.openai() as speaker:
+    engine = GatedEngine(family, CALL_AFTER_TEXT)
+    async with training(tmp_path, engine) as trainer:
+        [agent] = await trainer.create(sampling={"max_tokens": 200})
+        speaker = agent.openai()
         items: list[Any] = [{"role": "user", "content": ASKED}]
-        for _ in texts:
+        for _ in CALL_AFTER_TEXT:
             output: list[Any] = []
             async for event in await speaker.responses.create(
-                model="any", input=items, tools=[tool], store=False, stream=True
+                model="any", input=items, tools=[ADD], store=False, stream=True
             ):
+                if event.type == "response.function_call_arguments.delta":
+                    engine.gate.set()
                 if event.type == "response.output_item.done":
                     output.append(event.item.model_dump(exclude_none=True))
             calls = [item for item in output if item["type"] == "function_call"]
@@ -170,4 +204,29 @@ async def test_streamed_response_with_text_before_a_call_is_continued(
                 {"type": "function_call_output", "call_id": call["call_id"], "output": "5"}
                 for call in calls
             ]
-        await found.check(num_calls=2)
+        await speaker.close()
+        await Harness(trainer, agent, engine.sampled).check(num_calls=2)
+
+
+async def test_streamed_message_before_a_call_has_its_logprobs(
+    tmp_path: Path, family: FamilyEngine
+) -> None:
+    engine = GatedEngine(family, CALL_AFTER_TEXT)
+    async with training(tmp_path, engine) as trainer:
+        [agent] = await trainer.create(sampling={"max_tokens": 200})
+        speaker = agent.openai()
+        asyncio.get_running_loop().call_later(1, engine.gate.set)
+        events: list[Any] = [
+            event
+            async for event in await speaker.responses.create(
+                model="any",
+                input=ASKED,
+                tools=[ADD],
+                include=["message.output_text.logprobs"],
+                stream=True,
+            )
+        ]
+        await speaker.close()
+    [done] = [event for event in events if event.type == "response.output_text.done"]
+    assert len(done.logprobs) == len(engine.sampled[0].token_ids)
+    assert [item.type for item in events[-1].response.output][-1] == "function_call"
