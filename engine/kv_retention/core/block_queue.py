@@ -54,6 +54,14 @@ class RetainingBlockQueue(FreeKVCacheBlockQueue):  # type: ignore[misc]
         super().append_n(free)
         return len(free)
 
+    def release_everything(self) -> None:
+        """Evict all blocks like all others."""
+        free = list(self._beside.values())
+        self._retained.clear()
+        self._beside.clear()
+        self.num_free_blocks -= len(free)
+        super().append_n(free)
+
     def _put_beside(self, block: KVCacheBlock) -> None:
         self._beside[block.block_id] = block
         self.num_free_blocks += 1

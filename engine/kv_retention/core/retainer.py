@@ -71,6 +71,13 @@ class SessionKvRetainer:
     def num_retained_sessions(self) -> int:
         return len({path.session_id for path in self._paths})
 
+    def _release_everything(self, *_args: Any, **_named: Any) -> None:
+        """Return all retained blocks to the queue, whatever state an error has left."""
+        self._queue.release_everything()
+        self._sessions.clear()
+        self._paths.clear()
+        self._paths_of.clear()
+
     def attach(self, scheduler: Any) -> None:
         """Wrap the scheduler's methods that begin and end requests and reset the prefix cache."""
         add, free, reset = (
@@ -158,6 +165,7 @@ class SessionKvRetainer:
                 others.append(older)
         return others
 
+    @FEATURE.guarded(_release_everything)
     def enforce_limits(self) -> None:
         while (excess := self.num_retained_blocks - self._max_blocks) > 0 and self._paths:
             self._release(self._least_valuable(), "limit", excess)
@@ -177,12 +185,14 @@ class SessionKvRetainer:
         for path in list(session.paths) if session else ():
             self._release(path, "ended")
 
+    @FEATURE.guarded(_release_everything)
     def release_all(self, except_blocks: Set[int] = frozenset()) -> None:
         """Release all blocks that a reset of the prefix cache drops. Pauses remain known."""
         for path in list(self._paths):
             blocks = [each for i, each in path.blocks.items() if i not in except_blocks]
             self._release_blocks(path, blocks, "reset")
 
+    @FEATURE.guarded(_release_everything)
     def release_expired(self) -> None:
         oldest = self._clock() - self._max_seconds
         while self._paths and self._oldest().ended_at <= oldest:
@@ -190,6 +200,7 @@ class SessionKvRetainer:
 
     # Called by the queue of free blocks
 
+    @FEATURE.guarded(_release_everything)
     def _on_shortage(self, num_blocks: int) -> None:
         while num_blocks > 0 and self._paths:
             num_blocks -= self._release(self._least_valuable(), "allocation", num_blocks)

@@ -354,3 +354,23 @@ def test_random_requests_leave_the_queue_consistent() -> None:
     cache.check()
     assert cache.pool.get_num_free_blocks() == NUM_BLOCKS
     assert FEATURE.state.on
+
+
+@pytest.mark.parametrize("broken", ["_least_valuable", "_release_blocks", "_last_blocks"])
+def test_allocation_succeeds_after_an_error_in_the_retainer(
+    broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> None:
+        raise KeyError(broken)
+
+    monkeypatch.setattr(FEATURE, "state", FEATURE.state)
+    cache = Cache()
+    cache.run("a", 10)
+    cache.run("b", 10)
+    monkeypatch.setattr(module if broken == "_last_blocks" else cache.retainer, broken, fail)
+    cache.flood(NUM_BLOCKS)
+    assert not FEATURE.state.on
+    assert cache.retainer.num_retained_blocks == 0
+    assert cache.pool.get_num_free_blocks() == NUM_BLOCKS
+    cache.flood(NUM_BLOCKS)
+    cache.check()
