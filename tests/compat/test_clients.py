@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from openai import OpenAI
+from packaging.utils import canonicalize_name
 from transformers import AutoTokenizer
 
 from examples.agent.calculator import call_calculator
@@ -58,9 +59,9 @@ def test_pinned_versions_are_the_tested_ones(installed: None) -> None:
     lock = (ROOT / "requirements" / "clients.txt").read_text()
     pinned = re.findall(r"^([\w.-]+)==(\S+)", lock, re.MULTILINE)
     found = importlib.metadata.distributions(path=[str(ROOT / ".clients")])
-    present = {distribution.name: distribution.version for distribution in found}
+    present = {canonicalize_name(each.name): each.version for each in found}
     assert len(pinned) > 10
-    assert {name: present[name] for name, _ in pinned} == dict(pinned)
+    assert {name: present[canonicalize_name(name)] for name, _ in pinned} == dict(pinned)
 
 
 def test_renderers_samples_two_turns_without_retokenizing(url: str) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -187,35 +187,34 @@ async def test_logprobs_of_a_session_are_those_of_the_model(served: Served) -> N
             assert abs(float(expected) - segment.logprobs[place]) < TOLERANCE
 
 
-async def until_retained(
-    served: Served, num_sessions: int, *, num_returned: int = 0
-) -> KvRetentionStats:
-    """Wait until a heartbeat has reported KV of so many paused sessions, and so many returns."""
+async def until(served: Served, holds: Callable[[KvRetentionStats], bool]) -> KvRetentionStats:
+    """Wait until a heartbeat has reported counts for which a condition holds."""
     async with asyncio.timeout(30):
-        while not _has(served.server.engine.session_kv(), num_sessions, num_returned):
+        while not holds(counted := served.server.engine.session_kv()):
             await asyncio.sleep(0.05)
-    return served.server.engine.session_kv()
+    return counted
 
 
-def _has(counted: KvRetentionStats, num_sessions: int, num_returned: int) -> bool:
-    returned = counted.num_released.get("returned", 0)
-    return counted.num_sessions == num_sessions and returned >= num_returned
+def num_returned(counted: KvRetentionStats) -> int:
+    return counted.num_released.get("returned", 0)
 
 
 async def test_kv_of_a_paused_session_is_retained_until_it_ends(served: Served) -> None:
-    await until_retained(served, 0)  # the sessions of other tests have ended
+    await until(served, lambda counted: not counted.num_sessions)  # those of other tests have ended
     async with AsyncRollouts(served.url) as client:
         group = await client.sessions.create(
             sampling={"max_tokens": 64}, overrides=["structured_outputs"]
         )
         [session] = group.sessions
         await run_loop(served, session)
-        before = (await until_retained(served, 1)).num_released.get("returned", 0)
+        before = num_returned(await until(served, lambda counted: counted.num_blocks >= 2))
         await run_loop(served, session)
-        counted = await until_retained(served, 1, num_returned=before + 2)
-        assert counted.num_blocks >= 2
+        await until(
+            served,
+            lambda counted: counted.num_blocks >= 2 and num_returned(counted) >= before + 2,
+        )
         await client.sessions.finish(session.id)
-        assert (await until_retained(served, 0)).num_blocks == 0
+        await until(served, lambda counted: counted.num_blocks == counted.num_sessions == 0)
 
 
 TEMPERATURE = 0.8
