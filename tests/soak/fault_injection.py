@@ -69,8 +69,34 @@ class FaultInjector:
             "a replica suspended (SIGSTOP)": self._pause_replica,
             **(self._kinds_of_engine() if self._fleet[-1].processes("EngineCore") else {}),
             **({"shared memory full": self._fill_shared_memory} if self._own_memory else {}),
+            **self._kinds_of_trainer(),
             "all replicas restarted one by one (SIGTERM)": self._roll_all,
         }
+
+    def _kinds_of_trainer(self) -> dict[str, Callable[[], None]]:
+        """Trainers that die in a phase of an update, and a replica that dies in one."""
+        return {
+            "a trainer gone after a pause": lambda: self._abandon(("pause", {})),
+            "a trainer gone after a sleep": lambda: self._abandon(("sleep", {"level": 2})),
+            "a trainer gone after a wake of the weights": lambda: self._abandon(
+                ("sleep", {"level": 2}), ("wake", {"tags": ["weights"]})
+            ),
+            "a sleeping replica killed and restarted (SIGKILL)": self._kill_sleeping_replica,
+        }
+
+    def _abandon(self, *calls: tuple[str, dict[str, object]]) -> None:
+        """Makes a trainer's calls without those that would follow; the lease ends their effect."""
+        replica = self._random.choice(self._fleet)
+        for name, body in calls:
+            lease = {} if name == "wake" else {"lease_seconds": PAUSE_SECONDS}
+            _call(replica, name, {**body, **lease})
+        until(lambda: not replica.status()["paused"], seconds=60, what="the lease ends")
+
+    def _kill_sleeping_replica(self) -> None:
+        replica = self._random.choice(self._fleet)
+        _call(replica, "sleep", {"level": 2, "lease_seconds": None})
+        replica.kill()
+        replica.start()
 
     def _kinds_of_engine(self) -> dict[str, Callable[[], None]]:
         return {
@@ -157,11 +183,12 @@ class FaultInjector:
         """Sends a new version to one replica; groups with an exact version get an error."""
         self.num_versions += 1
         number = self.num_versions
-        place = f"{self._random.choice(self._fleet).url}/v1/weights/v{number}"
+        replica = self._random.choice(self._fleet)
+        place = f"{replica.url}/v1/weights/v{number}"
         put = httpx.put(place, content=self._model.weights(number), timeout=60)
-        assert put.status_code == 201, put.text
+        assert put.status_code == 201, put.text + replica.errors()
         activated = httpx.post(f"{place}/activate", json={}, timeout=120)
-        assert activated.status_code == 200, activated.text
+        assert activated.status_code == 200, activated.text + replica.errors()
         until(lambda: self._all_serve(f"v{number}"), seconds=60, what="all serve what was ordered")
         self._load.version = number
 
@@ -169,6 +196,11 @@ class FaultInjector:
         with suppress(httpx.TransportError):
             return all(one.status()["weights_version"] == label for one in self._fleet)
         return False
+
+
+def _call(replica: Replica, name: str, body: dict[str, object]) -> None:
+    answer = httpx.post(f"{replica.url}/v1/{name}", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text + replica.errors()
 
 
 def _capacity(replica: Replica) -> int:

@@ -146,6 +146,11 @@ class Replica:
         status: dict[str, object] = httpx.get(f"{self.url}/v1/status", timeout=10).json()
         return status
 
+    def errors(self) -> str:
+        """The last errors in its log, with their tracebacks."""
+        lines = self.place.log.read_text().splitlines()
+        return "\n".join(["", *[line for line in lines if '"level": "error"' in line][-3:]])
+
     def _ready(self) -> bool:
         assert self._process is not None
         assert self._process.poll() is None, self._log_tail()
