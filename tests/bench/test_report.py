@@ -5,7 +5,7 @@ import re
 import pytest
 
 from bench.harness.record import RECORDS
-from bench.report import generation, performance_page
+from bench.report import agents, generation, performance_page
 from bench.report.benchmarks_page import PAGE, page
 from bench.report.drawing import Ratio, parse_ratio, ratio_chart, svg
 from bench.report.records import cell, record
@@ -53,6 +53,15 @@ def test_ratios_of_the_reference_page_are_those_of_the_record() -> None:
             f"| {what} | {plain[1]}, {plain[2]} % out of band | {plain[3]}, {plain[4]} % "
             f"| {drafted[3]}, {drafted[4]} % | {plain[5]} |"
         ) in page
+
+
+def test_divergences_of_kept_kv_on_the_concept_page_are_those_of_the_record() -> None:
+    page = (RECORDS.parents[1] / "docs" / "concepts" / "weights-version.md").read_text()
+    for limit in agents.LIMITS:
+        share, kl = agents.prefilled(limit), agents.kl(limit)
+        name = "no limit" if limit == "keep all" else f"`{limit.replace(' ', ': ')}`"
+        ratio = agents.expected_ratio(limit)
+        assert f"| {name} | {share:.0f} % | {kl:.1e} | {ratio:.4f} |" in page
 
 
 def test_chart_depends_on_the_data_and_on_nothing_else() -> None:
