@@ -38,7 +38,8 @@ compared with memory access and fixed overhead.
 def machine(chart: Chart) -> str:
     machines = [record(name)["machine"] for name in chart.records]
     [found] = {
-        f"an {m['processor']} processor with {m['cores']} cores and {m['memory_gib']} GiB of memory"
+        f"an {m['processor'].removesuffix(' Processor')} processor with {m['cores']} cores and "
+        f"{m['memory_gib']} GiB of memory"
         for m in machines
     }
     return found

@@ -49,6 +49,9 @@ UNSERVABLE = {
     "uploadWeightsFile": ["422"],
     "loadAdapter": ["422"],
     "uploadAdapter": ["422"],
+    "createSessions": ["422"],
+    "streamSessions": ["410"],
+    "sleep": ["422"],
 }
 # A list beyond its `maxItems` may also exceed the number of JSON values that a body may hold.
 TOO_LARGE = {
@@ -170,9 +173,12 @@ def serving_target(folder: Path) -> Iterator[ServerList]:
 CONDITIONAL = {
     *("top_logprobs", "prompt_logprobs", "logprob_token_ids", "return_routed_experts"),
     *("return_message", "stream_tokens", "sampling.structured_outputs", "sampling.bad_words"),
-    *("sampling", "groups.*"),
+    *("sampling", "groups.*", "keep_kv", "tags", ""),
 }
-"""Fields whose use depends on the engine or on other fields, which the contract states in words."""
+"""Fields whose use depends on the engine or on other fields, which the contract states in words.
+
+An empty location is that of the whole body.
+"""
 
 
 @CONTRACT.parametrize()
