@@ -68,7 +68,7 @@ on the chat route.
 
 def _retention_text() -> str:
     if not has_row("sessions", RETAINED):
-        return ""
+        return "This server did not retain KV of paused sessions; retention is not measured yet."
     gain, others = median("sessions", RETAINED), median("sessions", OTHERS)
     return (
         f"A server that retains the KV of paused sessions returned the first token {gain} as fast "
