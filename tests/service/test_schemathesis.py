@@ -175,7 +175,7 @@ def serving_target(folder: Path) -> Iterator[ServerList]:
 CONDITIONAL = {
     *("top_logprobs", "prompt_logprobs", "logprob_token_ids", "return_routed_experts"),
     *("return_message", "stream_tokens", "sampling.structured_outputs", "sampling.bad_words"),
-    *("sampling", "groups.*", "keep_kv", "tags", ""),
+    *("sampling", "groups.*", "keep_kv", "tags", "group", ""),
 }
 """Fields whose use depends on the engine or on other fields, which the contract states in words.
 
