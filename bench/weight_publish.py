@@ -4,7 +4,8 @@ The server is a process of its own, with a model of random weights: bfloat16 in 
 in the engine. The arms alternate. The engine's load is the time that its worker reports. The limits
 are measured in the same rounds with as many bytes: a copy in memory, and a bare socket over
 loopback whose receiver keeps the bytes in memory. In two arms samples run during the publication,
-and continue after it. LoRA adapters of rank 16 over every projection are published to a server of
+and continue after it. vLLM's server loads files that the trainer writes, with its `reload_weights`.
+LoRA adapters of rank 16 over every projection are published to a server of
 their own, since support for adapters changes the engine; no sample is paused.
 
     python -m bench.weight_publish [--sizes 2m 25m 100m 600m] [--rounds 5]
@@ -18,6 +19,7 @@ import statistics
 import tempfile
 import threading
 import time
+from contextlib import closing
 from dataclasses import asdict, fields
 from pathlib import Path
 
@@ -28,14 +30,16 @@ from safetensors.torch import load_file
 from bench.adapter_cost import RANK, saved
 from bench.harness.publications import (
     RUNNING,
+    VLLM,
     AdapterPublisher,
     Publication,
     State,
+    VllmPublisher,
     WeightsPublisher,
 )
 from bench.harness.random_model import write_model
 from bench.harness.record import Record, Row, add_out
-from bench.harness.server_process import coppice_server
+from bench.harness.server_process import coppice_server, vllm_server
 
 SIZES = ("2m", "25m", "100m", "600m")
 MODEL_OPTIONS = {
@@ -97,17 +101,29 @@ async def measure(size: str, rounds: int, folder: Path) -> dict[str, object]:
         "--weights.directory": folder / "store",
         "--weights.source-directories": folder,
     }
-    log = folder / "log"
-    async with coppice_server(options, log=log) as url:
-        arms, limits = await asyncio.to_thread(_measure_all, url, log, folder, state, rounds)
+    log, reloaded = folder / "log", shutil.copytree(model, folder / "vllm")
+    async with coppice_server(options, log=log) as url, vllm_server(vllm_options(model)) as vllm:
+        publishers = WeightsPublisher(url, log, folder), VllmPublisher(vllm, reloaded)
+        arms, limits = await asyncio.to_thread(_measure_all, *publishers, state, rounds)
     adapters = await measure_adapters(model, folder, rounds)
-    shutil.rmtree(model)
+    for path in (model, reloaded):
+        shutil.rmtree(path)
     return {
         "num_bytes": num_bytes,
         "arms": {arm: found for arm, found in arms.items() if arm not in RUNNING},
         "limits": limits,
         "running": {arm: arms[arm] for arm in RUNNING},
         "adapters": adapters,
+    }
+
+
+def vllm_options(model: Path) -> dict[str, object]:
+    return {
+        "--model": model,
+        "--served-model-name": "model",
+        "--dtype": "float32",
+        "--kv-cache-memory-bytes": MODEL_OPTIONS["--engine.cache-bytes"],
+        "--max-model-len": MODEL_OPTIONS["--engine.max-context-tokens"],
     }
 
 
@@ -142,24 +158,25 @@ def _publish_adapters(url: str, adapter: Path, rounds: int) -> dict[str, list[di
 
 
 def _measure_all(
-    url: str, log: Path, folder: Path, state: State, rounds: int
+    publisher: WeightsPublisher, vllm: VllmPublisher, state: State, rounds: int
 ) -> tuple[dict[str, list[dict[str, float]]], dict[str, list[float]]]:
     num_bytes = sum(tensor.nbytes for tensor in state.values())
-    publisher = WeightsPublisher(url, log, folder)
-    measured: dict[str, list[dict[str, float]]] = {arm: [] for arm in publisher.arms}
+    measured: dict[str, list[dict[str, float]]] = {arm: [] for arm in (*publisher.arms, VLLM)}
     limits: dict[str, list[float]] = {"copy": [], "socket": []}
     states = [state, step(state, 1)]
-    try:
+    with closing(publisher), closing(vllm):
         for number in range(rounds + 1):  # the first round warms up
-            for arm in publisher.arms:
-                found = publisher.publish_next(arm, states[number % 2], states[1 - number % 2])
-                if number:
-                    measured[arm].append(_as_dict(found))
-            if number:
-                limits["copy"].append(copy_seconds(num_bytes))
-                limits["socket"].append(socket_seconds(num_bytes))
-    finally:
-        publisher.close()
+            new, previous = states[number % 2], states[1 - number % 2]
+            for arm, found in measured.items():
+                if arm == VLLM:
+                    each = vllm.publish(new)
+                else:
+                    each = publisher.publish_next(arm, new, previous)
+                found.append(_as_dict(each))
+            limits["copy"].append(copy_seconds(num_bytes))
+            limits["socket"].append(socket_seconds(num_bytes))
+    for values in (*measured.values(), *limits.values()):
+        del values[0]
     return measured, limits
 
 

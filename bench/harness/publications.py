@@ -8,7 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import httpx
 import torch
 from safetensors.torch import save_file
 
@@ -17,6 +19,7 @@ from coppice.wire.weights import ActivationMode
 
 LOADED = re.compile(r"loaded the weights of (\S+) in ([0-9.]+) s")
 DELTA = "HTTP, delta"
+VLLM = "vLLM's server, reload_weights"
 NUM_RUNNING = 8
 RUNNING: Mapping[str, ActivationMode] = {
     f"same host, {NUM_RUNNING} samples running": "keep",
@@ -138,6 +141,43 @@ class WeightsPublisher:
     def _load_seconds(self, label: str) -> float:
         found = dict(LOADED.findall(self._log.read_text()))
         return float(found[label])
+
+
+class VllmPublisher:
+    """Publisher to vLLM's server: a file of the safetensors library, and vLLM's `reload_weights`.
+
+    vLLM's transfer of weights between processes needs a GPU.
+    """
+
+    def __init__(self, url: str, model: Path) -> None:
+        self._model = model
+        self._http = httpx.Client(base_url=url, timeout=300)
+
+    def close(self) -> None:
+        self._http.close()
+
+    def publish(self, state: State) -> Publication:
+        began = time.perf_counter()
+        save_file(dict(state), self._model / "model.safetensors", metadata={"format": "pt"})
+        uploaded = time.perf_counter()
+        self._post("/pause", params={"mode": "wait"})  # clears the caches, too
+        paused = time.perf_counter()
+        call = {"method": "reload_weights", "kwargs": {"weights_path": str(self._model)}}
+        self._post("/collective_rpc", json=call)
+        loaded = time.perf_counter()
+        self._post("/resume")
+        activated = time.perf_counter()
+        self._post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 1})
+        return Publication(
+            upload=uploaded - began,
+            activate=activated - uploaded,
+            paused=activated - paused,
+            load=loaded - paused,
+            first_token=time.perf_counter() - activated,
+        )
+
+    def _post(self, route: str, **options: Any) -> None:
+        self._http.post(route, **options).raise_for_status()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,8 +30,13 @@ async def vllm_server(options: Mapping[str, object]) -> AsyncIterator[str]:
     # The command `vllm serve` needs a package named vllm, which CPU builds are not.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     rest = {"--disable-uvicorn-access-log": None, **options}
-    quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "VLLM_PLUGINS": ""}
-    async with _server(command, rest, quiet) as url:
+    environment = {
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_PLUGINS": "",
+        "VLLM_SERVER_DEV_MODE": "1",  # routes that replace the weights
+    }
+    async with _server(command, rest, environment) as url:
         yield url
 
 

@@ -1,6 +1,7 @@
 """Charts of what a trainer gains: policy updates, groups that finish early, weights deltas."""
 
 import re
+import statistics
 
 from matplotlib.figure import Figure
 
@@ -138,6 +139,48 @@ step.
 """
 
 
+PUBLISHED = "100m"
+VLLM = "vLLM's server, reload_weights"
+PUBLICATIONS = {
+    "same host": "same host",
+    "shared directory": "shared directory",
+    "HTTP": "HTTP",
+    "HTTP, delta": "HTTP, delta",
+    VLLM: "vLLM's server,\nreload_weights",
+}
+PUBLICATION_PHASES = {"upload": "upload", "paused": "paused", "first_token": "first token"}
+
+
+def weight_publish() -> Figure:
+    """Phases of a publication of the model with 100 million parameters, by way of transfer."""
+    series = {
+        label: [1000 * _publication_seconds(arm, phase) for arm in PUBLICATIONS]
+        for phase, label in PUBLICATION_PHASES.items()
+    }
+    return grouped_bars(list(PUBLICATIONS.values()), series, ylabel="milliseconds")
+
+
+def _publication_seconds(arm: str, phase: str) -> float:
+    found = record("weight_publish")["raw"][PUBLISHED]["arms"][arm]
+    return float(statistics.median(each[phase] for each in found))
+
+
+def weight_publish_text() -> str:
+    total = {arm: f"{_publication_seconds(arm, 'total'):.2f} s" for arm in PUBLICATIONS}
+    load = _publication_seconds("same host", "load")
+    return f"""
+A trainer published weights of 100 million parameters in bfloat16 to a server on the same machine,
+which serves them in float32, while no sample was running. From the call to the first token of the
+new version it took {total["same host"]} where the client handed a file over, and {total["HTTP"]}
+where it uploaded the weights over loopback. The safetensors library writing a directory that the
+server reads took {total["shared directory"]}; vLLM's server, which reads it without checks and
+keeps no version to go back to, took {total[VLLM]}. The load of the weights into the model took
+{load:.2f} s of the first one, during which sampling is paused. An upload is bounded by its SHA-256
+digest on both sides. A delta saves bytes, not time, on a connection that is as fast as this one: it
+took {total["HTTP, delta"]}.
+"""
+
+
 CONSTRAINTS = ("top_p 0.8", "top_k 5", "min_p 0.1", "allowed_token_ids", "structured_outputs")
 
 
@@ -180,4 +223,5 @@ CHARTS = (
         "support_replay",
     ),
     chart(weight_delta, weight_delta_text, "Size of a weights delta", "weight_delta"),
+    chart(weight_publish, weight_publish_text, "Publication of weights", "weight_publish"),
 )
