@@ -19,18 +19,20 @@ from kernels.draft_index.store_protocol import (
     NUM_CELLS,
     NUM_COARSE_CELLS,
     NUM_SCOPES,
+    TOO_MANY_TEXTS,
     DraftBatch,
     Int32Array,
     InvalidCall,
     Reliability,
     Scope,
+    check_add,
     check_begin,
     check_step,
     hash_key,
 )
 
 LIBRARY = Path(__file__).with_name("libdraft_index.so")
-VERSION = 1
+VERSION = 2
 
 
 class Params(ctypes.Structure):
@@ -129,6 +131,8 @@ def library() -> ctypes.CDLL | None:
     key = ctypes.c_uint64
     loaded.coppice_drafts_begin.argtypes = [store, key, key, data, number]
     loaded.coppice_drafts_end.argtypes = [store, number, number]
+    text = [data, number]
+    loaded.coppice_drafts_add.argtypes = [store, key, key, *text, *text, number]
     loaded.coppice_drafts_age.argtypes = [store]
     loaded.coppice_drafts_step.argtypes = [store, data]
     loaded.coppice_drafts_reliability.argtypes = [store, data, data, data]
@@ -188,10 +192,16 @@ class DraftStore:
             self._store, hash_key(group), key, prompt.ctypes.data, len(prompt)
         )
         if slot < 0:
-            raise InvalidCall(
-                f"a prompt has at most {store_protocol.MAX_TEXTS - 1} running responses"
-            )
+            raise InvalidCall(TOO_MANY_TEXTS)
         return slot
+
+    def add(self, group: bytes, prompt: Int32Array, response: Int32Array, *, age: int) -> None:
+        check_add(prompt, response, age)
+        prompt, response = np.ascontiguousarray(prompt), np.ascontiguousarray(response)
+        texts = (prompt.ctypes.data, len(prompt), response.ctypes.data, len(response))
+        keys = hash_key(group), hash_key(prompt.tobytes())
+        if self._library.coppice_drafts_add(self._store, *keys, *texts, age):
+            raise InvalidCall(TOO_MANY_TEXTS)
 
     def end(self, slot: int, *, keep: bool) -> None:
         if self._library.coppice_drafts_end(self._store, slot, keep):

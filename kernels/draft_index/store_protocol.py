@@ -2,7 +2,7 @@
 
 Parameters of drafting are passed to the compiled store when it is created. They were tuned on
 recorded rollouts: docs/decisions/2026-11-20-drafts.md. Both implementations check their arguments
-with `check_begin` and `check_step`.
+with `check_begin`, `check_add` and `check_step`.
 """
 
 from dataclasses import dataclass, fields
@@ -53,7 +53,10 @@ MAX_FINISHED_TEXTS = 128
 """Maximum number of finished responses stored per prompt."""
 MAX_TEXTS = 2048
 """Maximum number of texts per prompt, including the prompt itself."""
+TOO_MANY_TEXTS = f"a prompt has at most {MAX_TEXTS - 1} running responses"
 MAX_TEXT_TOKENS = 2**21
+MAX_AGE = 2**16
+"""Maximum age of a response that is added, in weights versions."""
 AGE_SHIFT = 2
 """A vote's weight is divided by 1 + age / 2**AGE_SHIFT."""
 # Cells of the acceptance estimate (csrc/acceptance_estimate.h): combinations of scope, match
@@ -191,6 +194,9 @@ class Store(Protocol):
     def end(self, slot: int, *, keep: bool) -> None:
         """End a request. With `keep` its response is stored as finished, otherwise deleted."""
 
+    def add(self, group: bytes, prompt: Int32Array, response: Int32Array, *, age: int) -> None:
+        """Add a finished response that was generated elsewhere, `age` weights versions ago."""
+
     def age(self) -> None:
         """Mark a weights update: all stored texts become older by one weights version."""
 
@@ -227,6 +233,16 @@ def check_begin(prompt: Int32Array) -> None:
     if not 0 < len(prompt) < MAX_TEXT_TOKENS:
         raise InvalidCall(f"prompt of {len(prompt)} tokens; must have 1 to {MAX_TEXT_TOKENS - 1}")
     _check_tokens(prompt)
+
+
+def check_add(prompt: Int32Array, response: Int32Array, age: int) -> None:
+    check_begin(prompt)
+    _check_array("response", response)
+    if not 0 < len(response) < MAX_TEXT_TOKENS - MAX_MATCH_LENGTH:
+        raise InvalidCall(f"response of {len(response)} tokens")
+    _check_tokens(response)
+    if not 0 <= age <= MAX_AGE:
+        raise InvalidCall(f"age of {age} weights versions; must be 0 to {MAX_AGE}")
 
 
 def check_step(

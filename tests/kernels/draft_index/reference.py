@@ -17,6 +17,7 @@ from kernels.draft_index.store_protocol import (
     InvalidCall,
     Reliability,
     Scope,
+    check_add,
     check_begin,
     check_step,
     hash_key,
@@ -58,9 +59,7 @@ class ReferenceStore:
         if len(record.texts) == store_protocol.MAX_TEXTS:
             record.compact()
         if len(record.texts) == store_protocol.MAX_TEXTS:
-            raise InvalidCall(
-                f"a prompt has at most {store_protocol.MAX_TEXTS - 1} running responses"
-            )
+            raise InvalidCall(store_protocol.TOO_MANY_TEXTS)
         tail = record.prompt.tokens[-store_protocol.MAX_MATCH_LENGTH :]
         text = Text(
             tokens=list(tail),
@@ -93,6 +92,14 @@ class ReferenceStore:
         record.finished.append(text)
         if len(record.finished) > store_protocol.MAX_FINISHED_TEXTS:
             record.delete(record.finished.pop(0))
+
+    def add(self, group: bytes, prompt: Int32Array, response: Int32Array, *, age: int) -> None:
+        check_add(prompt, response, age)
+        slot = self.begin(group, prompt)
+        row = self._rows[slot]
+        row.append(response.tolist(), self._version - age, self._estimate)
+        self.end(slot, keep=True)
+        self._evict_over_budget()
 
     def age(self) -> None:
         self._version += 1
