@@ -175,9 +175,10 @@ def _measure_all(
                 found.append(_as_dict(each))
             limits["copy"].append(copy_seconds(num_bytes))
             limits["socket"].append(socket_seconds(num_bytes))
-    for values in (*measured.values(), *limits.values()):
-        del values[0]
-    return measured, limits
+    return (
+        {arm: found[1:] for arm, found in measured.items()},
+        {name: seconds[1:] for name, seconds in limits.items()},
+    )
 
 
 def _as_dict(found: Publication) -> dict[str, float]:
