@@ -131,8 +131,7 @@ def library() -> ctypes.CDLL | None:
     key = ctypes.c_uint64
     loaded.coppice_drafts_begin.argtypes = [store, key, key, data, number]
     loaded.coppice_drafts_end.argtypes = [store, number, number]
-    text = [data, number]
-    loaded.coppice_drafts_add.argtypes = [store, key, key, *text, *text, number]
+    loaded.coppice_drafts_add.argtypes = [store, key, key, data, number, data, number, number]
     loaded.coppice_drafts_age.argtypes = [store]
     loaded.coppice_drafts_step.argtypes = [store, data]
     loaded.coppice_drafts_reliability.argtypes = [store, data, data, data]
