@@ -98,6 +98,7 @@ async def stream(request: Request, server: AnyServer, caller: Caller) -> Respons
 @requires_role("rollout")
 async def get_session(session_id: str, server: AnyServer, caller: Caller) -> Response:
     session = server.sessions.get(session_id, owner=caller.name)
+    await session.wait_until_recorded()
     return json_response(session.status(server.sessions.now()))
 
 
@@ -105,7 +106,9 @@ async def get_session(session_id: str, server: AnyServer, caller: Caller) -> Res
 @requires_role("rollout")
 async def get_tree(session_id: str, server: AnyServer, caller: Caller) -> Response:
     """Get the trees of a session so far."""
-    return await _answer(server.sessions.get(session_id, owner=caller.name))
+    session = server.sessions.get(session_id, owner=caller.name)
+    await session.wait_until_recorded()
+    return await _answer(session)
 
 
 @router.post("/{session_id}/finish", responses=FINISH_RESPONSES, dependencies=[SESSION_LOCAL])

@@ -432,6 +432,7 @@ async def test_memory_is_limited_and_ended_sessions_are_dropped_first(tmp_path: 
         await trainer.finish(first)
         [second] = await trainer.create(**LIMITED)
         await second.text()
+        await until_no_calls(trainer, second)
         gone = await trainer.served.http.get(f"/v1/sessions/{first.id}")
         assert gone.status_code == 404
         assert (await first.chat()).status_code == 410

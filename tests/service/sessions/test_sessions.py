@@ -10,6 +10,7 @@ import pytest
 from coppice.session_rows import trl_output
 from coppice.sessions import session_result_of
 from coppice.wire.sessions import SessionAnswer
+from service.sessions.recording import CallRecorder
 from tests.fake_engine import FakeEngine, Running
 from tests.service.sessions.agents import HELLO, tokens, training
 
@@ -189,11 +190,27 @@ async def test_tool_calls_keep_their_ids_between_answer_and_record(tmp_path: Pat
             result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"]}
             conversation = [*HELLO, message, {**result, "content": "3"}]
             await speaker.chat.completions.create(model="any", messages=conversation, tools=[TOOL])
-        conversations = trainer.session(agent).conversations
-        assert len(conversations._calls) == 2
         status = await trainer.status(agent)
+        assert len(trainer.session(agent).conversations._calls) == 2
     assert status["usage"]["num_turns"] == 2
     assert status["attached"] == {"new_conversation": 1, "extended": 1}
+
+
+async def test_status_and_tree_have_every_response_that_an_agent_has_received(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add = CallRecorder._add
+
+    async def slow(*args: Any) -> Any:
+        await asyncio.sleep(0.1)
+        return await add(*args)
+
+    monkeypatch.setattr(CallRecorder, "_add", slow)
+    async with training(tmp_path) as trainer:
+        one, other = await trainer.create(**LIMITED, n=2)
+        await asyncio.gather(one.text(), other.text())
+        assert (await trainer.status(one))["usage"]["num_turns"] == 1
+        assert tokens(await trainer.tree(other)) == [(True, [5, 6, 7])]
 
 
 async def test_streamed_call_is_recorded(tmp_path: Path) -> None:
