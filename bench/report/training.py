@@ -175,9 +175,8 @@ new version it took {total["same host"]} where the client handed a file over, an
 where it uploaded the weights over loopback. The safetensors library writing a directory that the
 server reads took {total["shared directory"]}; vLLM's server, which reads it without checks and
 keeps no version to go back to, took {total[VLLM]}. The load of the weights into the model took
-{load:.2f} s of the first one, during which sampling is paused. An upload is bounded by its SHA-256
-digest on both sides. A delta saves bytes, not time, on a connection that is as fast as this one: it
-took {total["HTTP, delta"]}.
+{load:.2f} s of the first one, during which sampling is paused. A delta saves bytes, not time, on a
+connection that is as fast as this one: it took {total["HTTP, delta"]}.
 """
 
 

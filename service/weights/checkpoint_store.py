@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Self
 
+import xxhash
 from pydantic_core import from_json
 
 from coppice.weights.delta import DeltaRefused, Lineage, apply_delta, lineage_of
@@ -40,15 +41,20 @@ DELTA = ".delta"
 """Name of the uploaded delta in a version's directory; sent to replicas with the base version."""
 INDEX = "model.safetensors.index.json"
 _FILE_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
+OnBlock = Callable[[bytearray], object]
 _DIGEST = re.compile(r"sha-256=:([A-Za-z0-9+/]{43}=):")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IncomingFile:
-    """Complete file under a temporary name, to be passed to `keep` or `discard`."""
+    """Complete file under a temporary name, to be passed to `keep` or `discard`.
+
+    `xxh3_128` is the checksum of a file that was received over HTTP.
+    """
 
     path: Path
     num_bytes: int
+    xxh3_128: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,15 +103,29 @@ class CheckpointStore:
 
         `content_digest` is the Content-Digest header. Raises DigestMismatch or InsufficientStorage.
         """
-        expected = _expected_digest(content_digest)
+        expected, sha256 = _expected_digest(content_digest), hashlib.sha256()
+        file = await self._receive(chunks, sha256.update)
+        if expected not in (None, sha256.digest()):
+            self.discard(file)
+            raise DigestMismatch()
+        return Upload(
+            path=file.path,
+            num_bytes=file.num_bytes,
+            xxh3_128=file.xxh3_128,
+            sha256=sha256.hexdigest(),
+        )
+
+    async def receive_unhashed(self, chunks: AsyncIterator[bytes]) -> IncomingFile:
+        """Stream an upload to disk without its SHA-256, which takes longer than a fast network."""
+        return await self._receive(chunks)
+
+    async def _receive(self, chunks: AsyncIterator[bytes], *observers: OnBlock) -> IncomingFile:
         await self._delete_abandoned()
         handle, name = tempfile.mkstemp(prefix=".incoming-", dir=self._root)
         path = Path(name)
         try:
             with os.fdopen(handle, "wb") as file:
-                digest = await _write(file, chunks)
-            if expected not in (None, digest):
-                raise DigestMismatch()
+                checksum = await _write(file, chunks, observers)
         except OSError as error:
             path.unlink()
             await self._delete_abandoned()
@@ -113,7 +133,7 @@ class CheckpointStore:
         except BaseException:
             path.unlink()
             raise
-        return Upload(path=path, num_bytes=path.stat().st_size, sha256=digest.hex())
+        return IncomingFile(path=path, num_bytes=path.stat().st_size, xxh3_128=checksum)
 
     async def _delete_abandoned(self) -> None:
         """Delete files that publishers on this host abandoned, which would fill the disk."""
@@ -198,12 +218,18 @@ def validate_file_name(name: str) -> str:
     return name
 
 
-async def _write(file: BinaryIO, chunks: AsyncIterator[bytes]) -> bytes:
-    """Write a stream to a file, `WRITE_BYTES` at a time; returns its SHA-256.
+async def _write(file: BinaryIO, chunks: AsyncIterator[bytes], observers: Sequence[OnBlock]) -> str:
+    """Write a stream to a file, `WRITE_BYTES` at a time; returns its XXH3 checksum of 128 bits.
 
-    A block is written and hashed in two threads while the next one is received.
+    A block is written, and passed to the observers, in threads while the next one is received.
     """
-    async with _HashingWriter(file) as writer:
+    checksum = xxhash.xxh3_128()
+
+    def write(block: bytearray) -> None:
+        checksum.update(block)
+        file.write(block)
+
+    async with _BlockWriter([write, *observers]) as writer:
         block = bytearray()
         async for chunk in chunks:
             block += chunk
@@ -211,18 +237,18 @@ async def _write(file: BinaryIO, chunks: AsyncIterator[bytes]) -> bytes:
                 await writer.write(block)
                 block = bytearray()
         await writer.write(block)
-        return await writer.digest()
+        await writer.finish()
+    return checksum.hexdigest()
 
 
-class _HashingWriter:
-    """Writes blocks to a file and hashes them, in two threads.
+class _BlockWriter:
+    """Passes blocks to functions, each of which runs in a thread.
 
     Leaving the context waits for the threads, even if the caller was cancelled.
     """
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._sha256 = hashlib.sha256()
-        self._steps: list[Callable[[bytearray], object]] = [file.write, self._sha256.update]
+    def __init__(self, steps: Sequence[OnBlock]) -> None:
+        self._steps = steps
         self._running = list[asyncio.Future[object]]()
 
     async def __aenter__(self) -> Self:
@@ -233,16 +259,12 @@ class _HashingWriter:
             await asyncio.wait(self._running)
 
     async def write(self, block: bytearray) -> None:
-        """Start to write a block after the previous one; the caller must not change it."""
-        await self._finish()
+        """Start with a block after the previous one; the caller must not change it."""
+        await self.finish()
         loop = asyncio.get_running_loop()
         self._running = [loop.run_in_executor(None, step, block) for step in self._steps]
 
-    async def digest(self) -> bytes:
-        await self._finish()
-        return self._sha256.digest()
-
-    async def _finish(self) -> None:
+    async def finish(self) -> None:
         if self._running:
             await asyncio.wait(self._running)
         running, self._running = self._running, []
@@ -288,6 +310,12 @@ def _named_shards(index: Path) -> set[str]:
 def sha256_of(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+async def hashed(file: IncomingFile) -> Upload:
+    """The same file with its SHA-256, which is computed in a thread."""
+    sha256 = await asyncio.to_thread(sha256_of, file.path)
+    return Upload(path=file.path, num_bytes=file.num_bytes, xxh3_128=file.xxh3_128, sha256=sha256)
 
 
 def num_bytes_of(path: Path) -> int:

@@ -20,6 +20,7 @@ from service.weights.checkpoint_store import (
     CheckpointStore,
     IncomingFile,
     Upload,
+    hashed,
     missing_files,
     num_bytes_of,
     sha256_of,
@@ -68,7 +69,11 @@ class WeightStager:
         `announced` is set if the version was fetched from another replica, which published it.
         """
         self._check_sequence(label, sequence)
-        upload = await self._checkpoints.receive(chunks, digest)
+        upload: IncomingFile
+        if digest is None and not sharded and not self._announcer.publishes:
+            upload = await self._checkpoints.receive_unhashed(chunks)
+        else:
+            upload = await self._checkpoints.receive(chunks, digest)
         try:
             async with self._change_lock:
                 with self._delete_unless_listed(label):
@@ -168,7 +173,7 @@ class WeightStager:
         )
 
     async def _compute_digest(self, label: str) -> None:
-        """Compute the digest of a version that was handed over on this host, if it has none yet.
+        """Compute the digest of a version that was received without one, if it has none yet.
 
         Call it with the lock held. An activation may change the version's state meanwhile.
         """
@@ -241,7 +246,7 @@ class WeightStager:
         self,
         label: str,
         name: str,
-        upload: Upload,
+        upload: IncomingFile,
         *,
         sequence: int | None,
         sharded: bool,
@@ -252,11 +257,16 @@ class WeightStager:
         self._check_sequence(label, sequence)
         await self._compute_digest(label)
         existing = self._versions.find(label)
-        if existing is not None and existing.digests.get(name) == upload.sha256:
+        if existing is not None and not isinstance(upload, Upload):
+            upload = await hashed(upload)
+        sha256 = upload.sha256 if isinstance(upload, Upload) else None
+        if existing is not None and existing.digests.get(name) == sha256:
             return existing, False
         if existing is not None and (existing.state != "incomplete" or name in existing.digests):
             raise VersionConflict("the version already exists with different content")
-        digests = {**(existing.digests if existing else {}), name: upload.sha256}
+        digests = dict(existing.digests) if existing else {}
+        if sha256 is not None:
+            digests[name] = sha256
         index = upload.path if name == INDEX else self._checkpoints.folder(label) / INDEX
         missing = await missing_files(index, digests) if sharded else ()
         folder = self._checkpoints.keep(upload, label, name)
@@ -275,6 +285,7 @@ class WeightStager:
             base=base,
             delta_sha256=None if delta is None else delta.sha256,
             announced=announced,
+            xxh3_128=None if sharded else upload.xxh3_128,
             digests=digests,
             missing_files=missing,
         )

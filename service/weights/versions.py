@@ -31,7 +31,8 @@ class Version:
 
     `owned` means that its files were uploaded, so the server may delete them. `delta_sha256` is the
     digest of the delta from which it was uploaded; the delta is stored too. `announced` means that
-    the version is published in the cluster registry.
+    the version is published in the cluster registry. `xxh3_128` is the checksum of a version that
+    was uploaded as one file. `digests` has the SHA-256 of each file, once it is needed.
     """
 
     label: str
@@ -44,6 +45,7 @@ class Version:
     base: str | None = None
     delta_sha256: str | None = None
     announced: bool = False
+    xxh3_128: str | None = None
     digests: Mapping[str, str] = field(default_factory=dict)
     missing_files: tuple[str, ...] = ()
 
@@ -56,6 +58,7 @@ class Version:
             received_bytes=self.received_bytes,
             base=self.base,
             sha256=next(iter(self.digests.values())) if len(self.digests) == 1 else None,
+            xxh3_128=self.xxh3_128,
             missing_files=list(self.missing_files),
         )
 

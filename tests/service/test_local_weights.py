@@ -100,7 +100,7 @@ async def test_client_uploads_if_the_server_does_not_take_the_file(tmp_path: Pat
 async def test_directory_with_another_token_is_not_used(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path) as served, client_of(served) as client:
         (await directory_of(served) / ".token").write_text("another")
-        assert (await client.upload_weights("v1", STATE)).sha256 is not None
+        assert (await client.upload_weights("v1", STATE)).xxh3_128 is not None
 
 
 async def test_only_names_of_closed_private_files_are_accepted(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 
 from coppice.wire.rollouts import RolloutRequest
 from engine.errors import EngineDead, LoadFailed
@@ -44,7 +45,7 @@ async def test_uploaded_version_is_staged_listed_and_served_once_active(tmp_path
         stored = await upload(served, "v7", b"weights")
         assert stored.status_code == 201
         assert stored.json()["state"] == "staged"
-        assert stored.json()["sha256"] == hashlib.sha256(b"weights").hexdigest()
+        assert stored.json()["xxh3_128"] == xxhash.xxh3_128_hexdigest(b"weights")
         assert (await sample(served)).json()["groups"][0]["samples"][0]["versions"] == [
             {"version": "v0", "start": 0, "end": 4}
         ]
@@ -63,10 +64,19 @@ async def test_uploaded_version_is_staged_listed_and_served_once_active(tmp_path
 
 async def test_identical_upload_is_accepted_and_another_refused(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
-        assert (await upload(served, "v1", b"a")).status_code == 201
-        assert (await upload(served, "v1", b"a")).status_code == 200
+        first = await upload(served, "v1", b"a")
+        assert (first.status_code, first.json()["sha256"]) == (201, None)
+        again = await upload(served, "v1", b"a")
+        assert (again.status_code, again.json()["xxh3_128"]) == (200, first.json()["xxh3_128"])
+        assert again.json()["sha256"] == hashlib.sha256(b"a").hexdigest(), "now it was needed"
         refused = await upload(served, "v1", b"b")
         assert (refused.status_code, refused.json()["code"]) == (409, "version_conflict")
+
+
+async def test_digest_of_an_upload_is_computed_if_it_has_one(tmp_path: Path) -> None:
+    async with serving(FakeEngine(), tmp_path) as served:
+        stored = await served.http.put("/v1/weights/v1", content=b"x", headers=digest_of(b"x"))
+        assert stored.json()["sha256"] == hashlib.sha256(b"x").hexdigest()
 
 
 async def test_digest_is_verified(tmp_path: Path) -> None:

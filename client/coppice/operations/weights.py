@@ -29,7 +29,7 @@ from coppice.transport.messages import (
 from coppice.transport.retry import RequestSender
 from coppice.weights.delta_writer import BaseFile
 from coppice.weights.image import (
-    HashedChunks,
+    ChecksummedChunks,
     SafetensorsImage,
     one_file,
     tensors_of_source,
@@ -94,10 +94,10 @@ class WeightsOperations:
             answer = await self._hand_over(address, image, sequence, timeout)
             if answer is not None:
                 return answer
-        if isinstance(image, SafetensorsImage):
+        if image is not None:
             return await self._stream(address, image, sequence, timeout)
-        assert not isinstance(source, Mapping), "it has an image"
-        return await self._upload_files(address, Path(source), sequence, timeout)
+        assert not isinstance(source, Mapping), "a state dict has an image"
+        return await self._upload_shards(address, Path(source), sequence, timeout)
 
     async def stage_weights(
         self,
@@ -218,16 +218,28 @@ class WeightsOperations:
             return (await self._sender.send(call)).read(VersionAnswer)
 
     async def _stream(
-        self, address: str, image: SafetensorsImage, sequence: int | None, timeout: float | None
+        self,
+        address: str,
+        image: SafetensorsImage | Path,
+        sequence: int | None,
+        timeout: float | None,
     ) -> VersionAnswer:
-        """Uploads weights that are hashed while they are sent, and compares the server's digest."""
-        hashed = HashedChunks()
-        body = StreamedBody(num_bytes=image.num_bytes, chunks=lambda: hashed.of(image.chunks()))
+        """Uploads weights and compares the server's checksum with that of the sent bytes.
+
+        It is computed while they are sent: a digest takes longer than a fast network.
+        """
+        chunks = ChecksummedChunks()
+        if isinstance(image, Path):
+            body = StreamedBody(
+                num_bytes=image.stat().st_size, chunks=lambda: chunks.of(file_chunks(image))
+            )
+        else:
+            body = StreamedBody(num_bytes=image.num_bytes, chunks=lambda: chunks.of(image.chunks()))
         call = upload_request(
             address, body, None, params=_params(sequence, None), read_timeout=timeout
         )
         answer = (await self._sender.send(call)).read(VersionAnswer)
-        if answer.sha256 is not None and answer.sha256 != hashed.digest.hex():
+        if answer.xxh3_128 is not None and answer.xxh3_128 != chunks.checksum:
             await self._sender.send_best_effort(HttpRequest(method="DELETE", path=address))
             raise BadAnswer("the server received other bytes than were sent")
         return answer
@@ -268,13 +280,13 @@ class WeightsOperations:
                 log.info("%s; sending the full weights of %s", error, new_file.version)
                 return None
 
-    async def _upload_files(
+    async def _upload_shards(
         self, address: str, source: Path, sequence: int | None, timeout: float | None
     ) -> VersionAnswer:
         checkpoint = checkpoint_files(source)
         for path in checkpoint.files:
-            target = f"{address}/files/{quote(path.name)}" if checkpoint.sharded else address
             digest = await self._sender.driver.run_steps(sha256_of(path))
+            target = f"{address}/files/{quote(path.name)}"
             answer = await self._put(target, path, digest, sequence, timeout)
             # The server may have assigned a sequence to the first file; all files share it.
             sequence = answer.sequence

@@ -1,7 +1,7 @@
 """Bytes of a safetensors file, produced from tensors while they are sent or written.
 
 No copy of the whole file exists: chunks are views of the tensors' own memory where that is
-contiguous. The SHA-256 is computed in a thread, so it overlaps with sending and writing.
+contiguous. The SHA-256 of a file is computed in a thread, so it overlaps with writing.
 """
 
 import hashlib
@@ -9,6 +9,8 @@ from collections.abc import Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from os import PathLike
 from pathlib import Path
+
+import xxhash
 
 from coppice.transport.messages import CHUNK_BYTES, Chunk
 from coppice.weights.safetensors_index import checkpoint_files
@@ -39,6 +41,20 @@ class HashedChunks:
                 yield chunk
             hashing.result()
         self.digest = sha256.digest()
+
+
+class ChecksummedChunks:
+    """Chunks whose XXH3 checksum is computed as they pass; `checksum` is that of the last pass."""
+
+    def __init__(self) -> None:
+        self.checksum = ""
+
+    def of(self, chunks: Iterable[Chunk]) -> Generator[Chunk, None, None]:
+        xxh3 = xxhash.xxh3_128()
+        for chunk in chunks:
+            xxh3.update(chunk)
+            yield chunk
+        self.checksum = xxh3.hexdigest()
 
 
 class SafetensorsImage:

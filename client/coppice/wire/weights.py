@@ -59,6 +59,8 @@ class VersionAnswer(AnswerModel):
 
     `base` is the version of which it was received as a delta.
     `received_bytes` is the number of bytes transferred for it.
+    `xxh3_128` is the checksum of a version that was uploaded as one file.
+    `sha256` is its digest, once it was needed.
     """
 
     version: str
@@ -68,6 +70,7 @@ class VersionAnswer(AnswerModel):
     received_bytes: int = 0
     base: str | None = None
     sha256: str | None = None
+    xxh3_128: str | None = None
     missing_files: list[str] = []
 
 
