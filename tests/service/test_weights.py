@@ -5,6 +5,7 @@ import base64
 import hashlib
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,12 @@ async def upload(served: Served, version: str, content: bytes = b"w", **query: A
 
 async def activate(served: Served, version: str, **asked: Any) -> Any:
     return await served.http.post(f"/v1/weights/{version}/activate", json=asked)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not holds():
+            await asyncio.sleep(0.001)
 
 
 async def sample(served: Served, **weights: str) -> Any:
@@ -262,9 +269,9 @@ async def test_mode_wait_finishes_running_samples_and_holds_new_ones(tmp_path: P
         early = asyncio.create_task(served.http.post("/v1/rollouts", json=asked))
         await running_samples(served, 1)
         change = asyncio.create_task(activate(served, "v1", mode="wait"))
-        await asyncio.sleep(0.05)
+        await until(lambda: not served.server.rollouts._gate.is_set())
         late = asyncio.create_task(served.http.post("/v1/rollouts", json=body(group(2))))
-        await asyncio.sleep(0.05)
+        await until(lambda: served.server.admission.num_samples == 2)
         assert not change.done() and len(engine.running) == 1
         engine.step(4)
         assert (await early).json()["outcome"] == "done"
