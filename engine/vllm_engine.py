@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -44,14 +45,17 @@ from engine.runtime.heartbeat import Heartbeat
 from engine.runtime.leftover_files import remove_leftover_shared_memory
 from engine.runtime.monitor import EngineMonitor
 from engine.settings import AttentionSettings, EngineSettings, GraphsSettings, SpeculationSettings
+from engine.speculation import shared_texts
 from engine.speculation import startup as speculation_lifecycle
 from engine.types import (
     AdapterInfo,
     ChatRequest,
     ChatResponse,
     Completion,
+    DraftTexts,
     EngineHealth,
     EngineInfo,
+    FinishedListener,
     PauseMode,
     SampleRequest,
     Sampling,
@@ -113,6 +117,7 @@ class VllmEngine:
         self._drafter_dir: DrafterDir | None = None
         self._drafter_checkpoint: Checkpoint | None = None
         self._drafter: Drafter | None = None
+        self._finished_listener: FinishedListener | None = None
 
     @property
     def info(self) -> EngineInfo:
@@ -225,6 +230,8 @@ class VllmEngine:
             await self._drafter.start_drafting()
         prediction = await speculation_lifecycle.predict_gain(self.llm, settings)
         self._info = with_prediction(self.info, settings.mode, prediction)
+        label = await shared_texts.store_label(self.llm, settings, self.info)
+        self._info = replace(self.info, draft_store_label=label)
 
     async def _start_session_kv_retention(self) -> None:
         fraction, seconds = self._settings.session_kv_fraction, self._settings.session_kv_seconds
@@ -315,8 +322,14 @@ class VllmEngine:
 
     async def submit(self, samples: Sequence[SampleRequest]) -> list[Awaitable[Completion]]:
         learner = self._drafter if self._drafter and self._drafter.is_training else None
-        on_finished = learner.on_sample_finished if learner else None
+        on_finished = learner.on_sample_finished if learner else self._finished_listener
         return await self._generation.submit(samples, self.info.max_context_tokens, on_finished)
+
+    def listen_finished(self, listener: FinishedListener | None) -> None:
+        self._finished_listener = listener
+
+    async def add_draft_texts(self, texts: Sequence[DraftTexts]) -> int:
+        return await shared_texts.add_texts(self.llm, texts)
 
     def progress(self, sample_ids: Sequence[str]) -> list[tuple[VersionSpan, ...]]:
         return self._generation.progress(sample_ids)

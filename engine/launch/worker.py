@@ -25,6 +25,7 @@ from engine.kv_transfer.worker import rpc
 from engine.kv_transfer.worker.rpc import KvExportInfo
 from engine.runtime.feature_guard import Failure, attempt
 from engine.speculation import counters as speculation
+from engine.speculation.drafting import CallTexts
 from engine.types import SleepLevel, SleepTag
 from engine.weights import worker_reload, worker_sleep
 from engine.weights.checkpoint import LM_HEAD, Checkpoint, check_same_tensors, read_checkpoint
@@ -104,6 +105,11 @@ class WorkerExtension:
 
     def coppice_save_drafts(self) -> bool:
         return not isinstance(attempt(self.coppice_write_drafts), Failure)
+
+    def coppice_add_drafts(self, texts: CallTexts) -> int:
+        """Add texts of other engines to the draft store; returns the number of responses added."""
+        added = attempt(self.coppice_store_texts, texts)
+        return 0 if isinstance(added, Failure) else added
 
     def coppice_reset_graph_counters(self) -> CudaGraphSnapshot | None:
         """Reset the CUDA graph counters, after the warm-up steps."""
@@ -213,6 +219,9 @@ class WorkerExtension:
     def coppice_write_drafts(self) -> None:
         if self.rank == 0:
             self.model_runner.drafter.save()
+
+    def coppice_store_texts(self, texts: CallTexts) -> int:
+        return self.model_runner.drafter.add_texts(texts) if self.rank == 0 else 0
 
     def coppice_on_weights_changed(self) -> None:
         """Notify the drafter that earlier text was sampled under other weights."""

@@ -7,7 +7,7 @@ engine with Model Runner V2.
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,8 +19,12 @@ from engine.speculation.counters import Counters
 from engine.speculation.process_settings import settings
 from engine.speculation.request_table import Batch, RequestTable, SentDrafts, TrackedRequest
 from kernels.draft_index.store import DraftStore
-from kernels.draft_index.store_protocol import DraftBatch, Store
+from kernels.draft_index.store_protocol import DraftBatch, InvalidCall, Store
 
+CallTexts = Sequence[tuple[bytes, bytes, int]]
+"""Texts of other engines in a call: prompt and response as int32, and the response's age."""
+OTHER_ENGINES: Final = b""
+"""Group of these texts. A group runs on one engine, so no request has siblings among them."""
 TIMING_INTERVAL = 4
 STORE_UPDATE_INTERVAL = 32
 """Steps between updates of the store while no drafts are wanted.
@@ -172,3 +176,20 @@ def open_store(file: Path | None, max_draft_tokens: int, vocabulary: int) -> Dra
         if not isinstance(loaded, Failure):
             return loaded
     return DraftStore(max_bytes=max_bytes, max_draft_tokens=max_draft_tokens)
+
+
+def add_texts(store: Store, texts: CallTexts) -> int:
+    """Add texts of other engines; returns the number of responses that the store has accepted.
+
+    A response is refused if its prompt has too many running ones.
+    """
+    return sum(_add_text(store, *text) for text in texts)
+
+
+def _add_text(store: Store, prompt: bytes, response: bytes, age: int) -> bool:
+    arrays = (np.frombuffer(tokens, np.int32) for tokens in (prompt, response))
+    try:
+        store.add(OTHER_ENGINES, *arrays, age=age)
+    except InvalidCall:
+        return False
+    return True
