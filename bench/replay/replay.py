@@ -6,7 +6,7 @@ draft. When a request ends, the next one starts.
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -130,9 +130,14 @@ class Replay:
 
     def epoch(self, number: int, groups: Iterable[Group]) -> None:
         """Replay all responses of one epoch of a trace, in the order of requests."""
+        for _ in self.steps(number, enumerate(groups)):
+            pass
+
+    def steps(self, number: int, groups: Iterable[tuple[int, Group]]) -> Iterator[None]:
+        """Replay one epoch as `epoch` does, and yield after each step; groups have their index."""
         waiting = deque(
             Request(b"%d/%d" % (number, index), group.prompt, response)
-            for index, group in enumerate(groups)
+            for index, group in groups
             for response in group.responses
         )
         running: list[Request] = []
@@ -154,6 +159,7 @@ class Replay:
                 else:
                     self.drafter.end(one.slot, tokens)
             running, came = [one for one, _ in left], [tokens for _, tokens in left]
+            yield
 
     def _verify(self, running: Sequence[Request], drafts: DraftBatch) -> list[tuple[int, ...]]:
         context = sum(len(one.prompt) + one.done for one in running)

@@ -21,6 +21,12 @@ EXPLANATIONS = {
         "`kv_reuse.max_entropy` 0.3. `reordered` moves shared texts to the front of the prompt. "
         "`prefilled / spliced` above 1 is a gain.",
     ),
+    "draft_history": (
+        "Accepted length of replicas that share their samples",
+        "`one store / own stores` are the limits: all replicas draft from one store, or each from "
+        "its own samples only. With `exchange every 16 steps`, each replica adds the finished "
+        "samples of the others to its own store at these intervals and between two epochs.",
+    ),
     "draft_store": ("Time of the draft store", "Sibling drafts are read from this store."),
     "drafter_recovery": ("Acceptance of the drafter after a policy update", ""),
     "drafter_replay": (

@@ -30,6 +30,7 @@ from engine.settings_base import (
     Section,
 )
 from service.cluster.settings import ClusterSettings
+from service.draft_history.settings import DraftHistorySettings
 from service.prompt_kv.settings import KvSettings
 from service.sessions.settings import SessionsSettings
 from service.weights.replication.allowed_peers import parse_allowed
@@ -333,6 +334,7 @@ class Settings(Section):
     kv: KvSettings = KvSettings()
     sessions: SessionsSettings = SessionsSettings()
     cluster: ClusterSettings = ClusterSettings()
+    draft_history: DraftHistorySettings = DraftHistorySettings()
     log: LogSettings = LogSettings()
     trace: TraceSettings = TraceSettings()
 
@@ -341,6 +343,10 @@ class Settings(Section):
         if self.cluster.redis_url is not None and self.server.advertised_url is None:
             raise ValueError(
                 "cluster.redis_url requires server.advertised_url, for redirects between replicas"
+            )
+        if self.draft_history.enabled and self.cluster.redis_url is None:
+            raise ValueError(
+                "draft_history.enabled requires cluster.redis_url, where replicas share samples"
             )
         return self
 

@@ -73,6 +73,15 @@ def _kv_reuse(server: "Server") -> FeatureStatus:
     return _feature("kv_reuse", False, off, "kv.spans_bytes" if reason == "disabled" else "")
 
 
+def _draft_history(server: "Server") -> FeatureStatus:
+    name, setting = "draft_history", "draft_history.enabled"
+    if server.settings.draft_history.enabled and server.engine.info.draft_store_label is None:
+        reason = "the engine drafts nothing from a draft store"
+        return _feature(name, False, reason, "speculation.mode: siblings")
+    reason = "drafts come from the finished samples of all replicas"
+    return _setting(name, setting, server.settings.draft_history.enabled, reason)
+
+
 def _of_the_service(server: "Server") -> list[FeatureStatus]:
     settings = server.settings
     shared, peers = settings.cluster.redis_url, settings.weights.peers
@@ -80,6 +89,7 @@ def _of_the_service(server: "Server") -> list[FeatureStatus]:
     traces, ui = settings.trace.endpoint, settings.server.ui
     return [
         _setting("cluster", "cluster.redis_url", shared, "replicas share a registry"),
+        _draft_history(server),
         _setting("weight_replication", "weights.peers", peers, "weights come from replicas"),
         _setting("authentication", "server.keys_file", keys, "requests need an API key"),
         _setting("operators_port", "server.operators_port", port, "operators have their own port"),

@@ -18,6 +18,7 @@ from service import __version__
 from service.adapters.manager import AdapterLoadOutcome
 from service.cluster.membership import ClusterMembership
 from service.http.connection_limit import Connections, ShedOutcome
+from service.observability.draft_history_metrics import DraftHistoryMetrics
 from service.observability.engine_metrics import (
     AttentionMetrics,
     DrafterMetrics,
@@ -251,6 +252,7 @@ class Metrics:
         self.graphs = GraphMetrics(self.registry)
         self.session_kv = SessionKvMetrics(self.registry)
         self.speculation = SpeculationMetrics(self.registry)
+        self.draft_history = DraftHistoryMetrics(self.registry)
         self.drafter = DrafterMetrics(self.registry)
         self.server.build.labels(__version__).set(1)
 
