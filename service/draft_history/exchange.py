@@ -225,16 +225,20 @@ class DraftHistory:
         self._on_failure()
 
     async def exchange(self, stream: HistoryStream) -> None:
-        """Write the samples that have finished, and read those of other replicas."""
+        """Read the samples of other replicas, then write those that have finished here.
+
+        A write that timed out may still be carried out later, and is repeated. While Redis does not
+        respond, the read before it fails, so that no entry is written once per exchange.
+        """
         self._ages.update()
         await self._outbox.encode()
+        while self._read_budget.is_available() and not await self._read(stream):
+            pass
         while (entry := self._outbox.first()) and self._write_budget.is_available():
             self._write_budget.spend(len(entry.data))
             await stream.append(entry.data)
             self._outbox.pop()
             self._on_exchange("sent", entry.num_responses, len(entry.data))
-        while self._read_budget.is_available() and not await self._read(stream):
-            pass
 
     async def _read(self, stream: HistoryStream) -> bool:
         """Read the next part of the stream; returns whether it was the last."""

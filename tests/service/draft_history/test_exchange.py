@@ -253,6 +253,25 @@ async def test_samples_wait_while_redis_is_away_and_are_written_later() -> None:
     assert [response for _, response, _ in other.received()] == [[0], [1], [2]]
 
 
+async def test_entry_is_not_written_again_and_again_while_redis_responds_too_late() -> None:
+    """A server that is suspended carries out what it was sent once it continues."""
+
+    class SuspendedStream(MemoryStream):
+        async def append(self, data: bytes) -> None:
+            self.entries.append(data)
+            self._check()
+
+    one = Replica()
+    one.stream = SuspendedStream(is_available=False)
+    one.finish([7])
+    for _ in range(5):
+        with pytest.raises(HistoryUnavailable):
+            await one.exchange()
+    one.stream.is_available = True
+    await one.exchange()
+    assert len(one.stream.entries) == 1
+
+
 async def test_responses_that_the_store_refuses_are_counted() -> None:
     one, other = pair()
 
