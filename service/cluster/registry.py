@@ -78,10 +78,14 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationTarget:
-    """Weights version that all replicas have to activate; the highest epoch wins."""
+    """Weights version that all replicas have to activate; the highest epoch wins.
+
+    `previous` is the version of the target that it replaced. Entries of other releases may lack it.
+    """
 
     epoch: int
     version: str
+    previous: str | None = None
     mode: ActivationMode = "keep"
     allow_rollback: bool = False
     kv: ActivationKv = "reset"

@@ -131,7 +131,12 @@ class ActivationCoordinator:
             return before
         epoch = max(self._follower.replica_status.epoch, 0 if before is None else before.epoch) + 1
         target = ActivationTarget(
-            epoch=epoch, version=label, mode=mode, allow_rollback=allow_rollback, kv=kv
+            epoch=epoch,
+            version=label,
+            previous=None if before is None else before.version,
+            mode=mode,
+            allow_rollback=allow_rollback,
+            kv=kv,
         )
         try:
             current_target = await self._cluster.registry.set_target(target)

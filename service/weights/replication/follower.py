@@ -183,11 +183,19 @@ class Follower:
 
     async def _activate(self, target: ActivationTarget, *, is_active: bool) -> None:
         """Activate a target; an earlier one that was skipped may have reset the prefix cache."""
-        has_skipped = target.epoch != self.replica_status.epoch + 1
+        has_skipped = not self._follows_last_target(target)
         if has_skipped and is_active:
             await self._activation.reset_prefix_cache()
         kv: ActivationKv = "reset" if has_skipped else target.kv
         await self._activation.apply(target.version, target.mode, allow_rollback=True, kv=kv)
+
+    def _follows_last_target(self, target: ActivationTarget) -> bool:
+        """True if this replica has applied the target that this one replaced.
+
+        While partitioned, a replica can apply a target of its own with the epoch of another one.
+        """
+        last = None if self._last_target is None else self._last_target.version
+        return target.epoch == self.replica_status.epoch + 1 and target.previous == last
 
     def kv_of_activation(self, kv: ActivationKv) -> ActivationKv:
         """Handling of KV here in an activation for all: `reset` if this replica lacks a target."""

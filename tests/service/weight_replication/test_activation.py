@@ -6,7 +6,7 @@ import pytest
 
 from engine.errors import LoadFailed
 from service.cluster.in_memory import InMemoryRegistry
-from service.cluster.registry import ClusterView, Manifest, Replica
+from service.cluster.registry import ClusterView, Manifest, RegistryUnavailable, Replica
 from service.weights.replication.status import RETRY_SECONDS
 from tests.cluster import fleet, replica
 from tests.fake_engine import FakeEngine
@@ -17,6 +17,7 @@ from tests.service.weight_replication.replicas import (
     DIRECTORY,
     NEW,
     OLD,
+    Faulty,
     activate,
     eventually,
     fetches,
@@ -95,6 +96,38 @@ async def test_replica_that_failed_to_activate_resets_its_kv_at_the_next_activat
         assert (await activate(replicas[1], "v2", kv="keep_running")).is_success
         assert engines[0].calls.count("swap v2 keep_kv") == 1
         assert engines[1].calls.count("swap v2") == 1
+
+
+async def test_replica_that_activated_during_a_partition_resets_its_kv_at_the_next_activation(
+    tmp_path: Path,
+) -> None:
+    """Its own target has the epoch of one that it has missed, and which was a reset."""
+    registry = Partitioned()
+    async with several(tmp_path, 2, registry, fleet_seconds=1.0) as (replicas, engines):
+        first, second = replicas
+        registry.silent = True
+        await put(second, "v1", OLD)
+        assert (await activate(second, "v1", kv="keep_running")).is_success
+        registry.silent, registry.cut = False, _id(second)
+        for version, kv in (("v2", "reset"), ("v3", "keep_running")):
+            await put(first, version, NEW)
+            assert (await activate(first, version, kv=kv)).is_success
+        registry.cut = ""
+        await eventually(lambda: serves(second, "v3"))
+        swaps = [call for call in engines[1].calls if call.startswith("swap")]
+        assert swaps == ["swap v1 keep_kv", "swap v3"]
+        assert engines[0].calls.count("swap v3 keep_kv") == 1
+
+
+class Partitioned(Faulty):
+    """Does not respond to the heartbeats of the replica `cut`."""
+
+    cut = ""
+
+    async def beat(self, replica: Replica, *, ttl_seconds: float) -> ClusterView:
+        if replica.id == self.cut:
+            raise RegistryUnavailable("cut")
+        return await super().beat(replica, ttl_seconds=ttl_seconds)
 
 
 def _id(served: Served) -> str:
