@@ -150,7 +150,12 @@ class CheckpointStore:
         assert self._local is not None, "open first"
         path = self.folder(f".incoming-{secrets.token_hex(8)}")
         take = partial(self._local.take, name, path, max_bytes=max_bytes)
-        return IncomingFile(path=path, num_bytes=await asyncio.to_thread(take))
+        taking = asyncio.ensure_future(asyncio.to_thread(take))
+        try:
+            return IncomingFile(path=path, num_bytes=await asyncio.shield(taking))
+        except asyncio.CancelledError:
+            taking.add_done_callback(partial(_delete_taken, path))  # the thread goes on
+            raise
 
     async def lineage(self, delta: Upload) -> Lineage:
         try:
@@ -316,6 +321,12 @@ async def hashed(file: IncomingFile) -> Upload:
     """The same file with its SHA-256, which is computed in a thread."""
     sha256 = await asyncio.to_thread(sha256_of, file.path)
     return Upload(path=file.path, num_bytes=file.num_bytes, xxh3_128=file.xxh3_128, sha256=sha256)
+
+
+def _delete_taken(path: Path, taking: asyncio.Future[int]) -> None:
+    """Delete a file that was taken over for a request which has been cancelled."""
+    if not taking.cancelled() and taking.exception() is None:
+        path.unlink(missing_ok=True)
 
 
 def num_bytes_of(path: Path) -> int:

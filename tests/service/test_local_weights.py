@@ -1,5 +1,6 @@
 """Weights that a publisher on the server's host hands over in the local directory."""
 
+import asyncio
 import os
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,20 @@ async def test_publisher_on_the_same_host_sends_no_bytes(tmp_path: Path) -> None
         assert max(num_bytes for _, num_bytes in sent) < 200
         assert (engine.loaded[0] / "model.safetensors").stat().st_size > WEIGHT.nbytes
         assert not list((await directory_of(served)).glob("*.safetensors"))
+
+
+async def test_file_whose_request_is_cancelled_is_deleted(tmp_path: Path) -> None:
+    async with serving(FakeEngine(), tmp_path) as served:
+        checkpoints = served.server.checkpoints
+        (await directory_of(served) / "a.safetensors").write_bytes(b"x")
+        taking = asyncio.create_task(checkpoints.take_local("a.safetensors", max_bytes=10))
+        await asyncio.sleep(0)
+        taking.cancel()
+        await asyncio.gather(taking, return_exceptions=True)
+        assert taking.cancelled()
+        local = await directory_of(served)
+        await eventually(lambda: not list(local.glob("*.safetensors")))
+        await eventually(lambda: not list(local.parent.glob(".incoming-*")))
 
 
 async def test_file_in_the_store_is_sealed(tmp_path: Path) -> None:
