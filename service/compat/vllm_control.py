@@ -26,6 +26,7 @@ router = APIRouter()
 
 LEVELS: dict[str, SleepLevel] = {"1": 1, "2": 2}
 ALL_TAGS: frozenset[SleepTag] = frozenset((WEIGHTS, KV_CACHE))
+KV_CACHE_ONLY: frozenset[SleepTag] = frozenset((KV_CACHE,))
 SCHEDULING = "scheduling"
 """vLLM's tag of level 0, which is only a pause."""
 SLEEP_RESPONSES = declare_responses(
@@ -105,6 +106,22 @@ async def sleep(request: Request, server: ReadyServer, caller: Caller) -> Respon
         raise InvalidRequest.of_parameter("level", "must be 0, 1 or 2")
     await server.run_to_completion(work)
     return json_response({"status": "sleeping", "level": int(level)})
+
+
+@router.post("/release_kv_cache_memory", responses=SLEEP_RESPONSES)
+@requires_role("admin")
+async def release_kv_cache_memory(
+    request: Request, server: ReadyServer, caller: Caller
+) -> Response:
+    """Release the memory of the KV cache only; unlike in vLLM, no earlier pause is needed.
+
+    `lease_seconds` is an addition to vLLM's protocol.
+    """
+    check_can_sleep(server)
+    lease_seconds = pause_lease(request.query_params, DEFAULT_SLEEP_LEASE_SECONDS)
+    work = server.activation.sleep(caller.name, 1, KV_CACHE_ONLY, "keep", lease_seconds)
+    await server.run_to_completion(work)
+    return json_response({"status": "kv_cache_released"})
 
 
 @router.post("/wake_up", responses=SLEEP_RESPONSES)

@@ -166,7 +166,8 @@ async def test_engine_without_sleep_mode_refuses(tmp_path: Path) -> None:
     engine = FakeEngine()
     engine.can_sleep = False
     async with serving(engine, tmp_path) as served:
-        for path in ("/v1/sleep", "/sleep", "/release_memory_occupation"):
+        paths = ("/v1/sleep", "/sleep", "/release_kv_cache_memory", "/release_memory_occupation")
+        for path in paths:
             assert await code(served, path, json={}) == (422, "unsupported")
     assert engine.calls == []
 
@@ -215,6 +216,20 @@ async def test_vllm_calls(tmp_path: Path) -> None:
         *("pause wait", "pause keep recompute", "sleep 2 kv_cache weights", "wake weights"),
         *("wake kv_cache", "resume", "resume", "pause keep", "resume"),
     ]
+
+
+async def test_vllm_client_releases_the_kv_cache_under_its_pause(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    async with serving(engine, tmp_path) as served:
+        await post(served, "/pause?mode=keep")
+        released = await post(served, "/release_kv_cache_memory?lease_seconds=60")
+        assert released.json() == {"status": "kv_cache_released"}
+        assert engine.sleeping == {"kv_cache"}
+        await upload(served, "v1")
+        assert (await activate(served, "v1")).status_code == 200  # the weights are awake
+        woken = await post(served, "/wake_up?tags=kv_cache")
+        assert woken.json() == {"status": "awake", "tags": ["kv_cache"]}
+        assert not engine.paused
 
 
 async def test_sglang_calls(tmp_path: Path) -> None:
