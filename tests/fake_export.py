@@ -1,5 +1,6 @@
 """KV exports of the fake engine: bytes that encode token, position and weights version."""
 
+import os
 import zlib
 from collections.abc import Sequence
 
@@ -27,15 +28,24 @@ def fake_kv(tokens: Sequence[int], version: str) -> npt.NDArray[np.float32]:
 
 
 def write_export(slot: ExportSlot, prompt: Sequence[int], version: str, word: ExportStatus) -> None:
-    """Writes bytes only for a COMMITTED status, and none for a slot outside the file."""
+    """Writes bytes only for a COMMITTED status.
+
+    As with a worker, the export fails if the slot is outside the file or the mount is full.
+    """
     data = fake_kv(prompt[: slot.num_tokens], version).tobytes()
-    with slot.arena.open("r+b") as file:
+    with slot.arena.open("r+b", buffering=0) as file:
         size = file.seek(0, 2)
         if slot.offset + len(data) > size:
             word = ExportStatus.FAILED
-        if word == ExportStatus.COMMITTED:
-            file.seek(slot.offset)
-            file.write(data)
+        if word == ExportStatus.COMMITTED and not _written(file.fileno(), slot.offset, data):
+            word = ExportStatus.FAILED
         if slot.status_offset + 8 <= size:
-            file.seek(slot.status_offset)
-            file.write(word.to_bytes(8, "little"))
+            _written(file.fileno(), slot.status_offset, word.to_bytes(8, "little"))
+
+
+def _written(file: int, offset: int, data: bytes) -> bool:
+    try:
+        os.posix_fallocate(file, offset, len(data))
+    except OSError:
+        return False
+    return os.pwrite(file, data, offset) == len(data)

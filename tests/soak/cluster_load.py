@@ -127,7 +127,8 @@ class FleetLoad:
         else:
             self.counts["answered"] += 1
             if [len(sample.token_ids) for sample in group.samples] != [MAX_TOKENS] * NUM_SAMPLES:
-                self.violations.append(f"samples of another length in {result.id}")
+                ends = [(sample.finish_reason, len(sample.token_ids)) for sample in group.samples]
+                self.violations.append(f"samples of another length in {result.id}: {ends}")
         for sample in group.samples:
             if {span.version for span in sample.versions} - {f"v{version}"}:
                 self.violations.append(f"tokens of another version in {result.id}")

@@ -21,6 +21,7 @@ class PacedEngine(FakeEngine):
     async def start(self, version: str) -> None:
         await super().start(version)
         self._pacing = asyncio.create_task(self._pace())
+        self._pacing.add_done_callback(self._on_paced)
 
     async def stop(self) -> None:
         if self._pacing is not None:
@@ -31,6 +32,11 @@ class PacedEngine(FakeEngine):
         while True:
             self.step()
             await asyncio.sleep(STEP_SECONDS)
+
+    def _on_paced(self, pacing: asyncio.Task[None]) -> None:
+        """End the engine if a step has failed, as EngineCore does."""
+        if not pacing.cancelled():
+            self.kill()
 
 
 if __name__ == "__main__":
