@@ -240,14 +240,20 @@ class Activation:
             if version == previous:
                 answer = _answer(version, previous, mode, paused_seconds=0.0, samples_ended=0)
             else:
-                self.check_weights_awake()
-                await self._stager.revalidate(version)
-                async with self._rollouts.close_gate():
-                    self._check_can_wait(mode)
-                    answer = await self._switch(version, previous, mode, kv)
+                with self._versions.activating(label):
+                    answer = await self._replace(version, previous, mode, kv)
         await self._stager.trim()
         self._on_activated(answer)
         return answer
+
+    async def _replace(
+        self, version: Version, previous: Version, mode: ActivationMode, kv: ActivationKv
+    ) -> ActivationAnswer:
+        self.check_weights_awake()
+        await self._stager.revalidate(version)
+        async with self._rollouts.close_gate():
+            self._check_can_wait(mode)
+            return await self._switch(version, previous, mode, kv)
 
     def _check_can_wait(self, mode: ActivationMode) -> None:
         """Refuse activation mode `wait` if a pause would keep rollouts from ending.

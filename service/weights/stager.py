@@ -201,7 +201,13 @@ class WeightStager:
         Otherwise a trainer that publishes every step would fill the disk.
         """
         async with self._change_lock:
-            superseded = [v for v in self._versions.all() if v.owned and v.state == "superseded"]
+            superseded = [
+                version
+                for version in self._versions.all()
+                if version.owned
+                and version.state == "superseded"
+                and not self._versions.is_activating(version.label)
+            ]
             for version in superseded[: max(0, len(superseded) - self._retain)]:
                 self._drop(version.label)
                 await self._announcer.on_deleted(version.label)
@@ -314,7 +320,8 @@ class WeightStager:
         except VersionConflict:
             self._drop(version.label)
             raise
-        return self._versions.put(replace(version, announced=announced))
+        self._versions.announced(version.label, announced)
+        return self._versions.get(version.label)  # it may have been activated meanwhile
 
     async def _check(self, path: Path) -> None:
         try:

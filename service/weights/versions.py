@@ -7,7 +7,8 @@ engine.
     incomplete -> staged -> active -> superseded -> active (a rollback) ...
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -85,6 +86,7 @@ class Versions:
         assert first.state == "active"
         self._versions = {first.label: first}
         self._active = first.label
+        self._activating: str | None = None
         self._remote_sequences: dict[str, int] = {}
         self.epoch = 0
 
@@ -130,7 +132,21 @@ class Versions:
         version = self.get(label)
         if version.state == "active":
             raise VersionConflict("the active version cannot be deleted")
+        if self.is_activating(label):
+            raise VersionConflict("the version is being activated")
         return self._versions.pop(label)
+
+    @contextmanager
+    def activating(self, label: str) -> Iterator[None]:
+        """Context manager in which a version that is about to be active cannot be deleted."""
+        self._activating = label
+        try:
+            yield
+        finally:
+            self._activating = None
+
+    def is_activating(self, label: str) -> bool:
+        return self._activating == label
 
     def forget(self, label: str) -> None:
         """Remove a version that never became complete from the table."""

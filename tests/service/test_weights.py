@@ -6,6 +6,7 @@ import hashlib
 import re
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from coppice.wire.rollouts import RolloutRequest
 from engine.errors import EngineDead, LoadFailed
 from engine.types import PauseMode
 from service.cluster.in_memory import InMemoryRegistry
+from service.cluster.registry import Manifest
 from service.http.errors import VersionConflict
-from tests.fake_engine import FakeEngine
+from service.weights.versions import Versions
+from tests.fake_engine import VOCAB_SIZE, FakeEngine
 from tests.service.test_rollouts import body, group, running_samples
 from tests.serving import Served, serving
 
@@ -402,6 +405,45 @@ async def test_versions_can_be_deleted_unless_active(tmp_path: Path) -> None:
         assert not folder.exists()
         assert (await served.http.delete("/v1/weights/v1")).json()["code"] == "version_not_found"
         assert (await served.http.delete("/v1/weights/v0")).json()["code"] == "version_conflict"
+
+
+async def test_version_is_not_deleted_while_it_is_activated(tmp_path: Path) -> None:
+    engine = FakeEngine(instant=False)
+    async with serving(engine, tmp_path, weights={"retain_superseded": 0}) as served:
+        stager, versions = served.server.stager, served.server.versions
+        await upload(served, "v1")
+        versions.put(replace(versions.get("v1"), state="superseded"))  # as after a rollback
+        sampling = asyncio.create_task(sample(served))
+        await running_samples(served, 1)
+        activating = asyncio.create_task(activate(served, "v1", mode="wait"))
+        while not versions.is_activating("v1"):
+            await asyncio.sleep(0.001)
+        assert (await served.http.delete("/v1/weights/v1")).json()["code"] == "version_conflict"
+        await stager.trim()
+        engine.step(VOCAB_SIZE)
+        await sampling
+        assert (await activating).status_code == 200
+        assert versions.active.path.exists()
+
+
+class ActivatingRegistry(InMemoryRegistry):
+    """Registry in which a version is activated while its manifest is published."""
+
+    versions: Versions
+
+    async def publish(self, manifest: Manifest) -> None:
+        self.versions.activated(manifest.version)
+        await super().publish(manifest)
+
+
+async def test_version_stays_active_if_it_is_activated_while_it_is_announced(
+    tmp_path: Path,
+) -> None:
+    registry = ActivatingRegistry()
+    async with serving(FakeEngine(), tmp_path, shared=registry) as served:
+        registry.versions = served.server.versions
+        assert (await upload(served, "v1")).json()["state"] == "active"
+        assert (await served.http.delete("/v1/weights/v1")).json()["code"] == "version_conflict"
 
 
 async def test_superseded_uploads_are_deleted(tmp_path: Path) -> None:
