@@ -16,6 +16,7 @@ from service.trees.external_tree import ExternalTree
 from tests.fake_engine import FakeEngine
 from tests.invariants.yielding_engine import YieldingEngine
 from tests.service.keyfile import bearer, write_keys
+from tests.service.loop_time import forward, in_forwardable_loop
 from tests.service.test_rollouts import running_samples
 from tests.service.trees import BLOCK, PROMPT, check_cuts, check_tree, tree_request
 from tests.serving import Served, serving
@@ -124,15 +125,18 @@ async def test_running_segments_below_a_dropped_one_are_aborted(tmp_path: Path) 
         assert len((await tree.closed())["segments"]) == 2
 
 
+@in_forwardable_loop
 async def test_open_tree_ends_when_its_lease_expires(tmp_path: Path) -> None:
     async with open_tree(tmp_path, lease_seconds=2) as tree:
         await tree.branch(n=2, max_tokens=20)
+        await forward(2)
         group = await tree.ended()
         late = await tree.post({"n": 1})
     assert group["outcome"] == "done"
     assert (late.status_code, late.json()["code"]) == (409, "tree_closed")
 
 
+@in_forwardable_loop
 async def test_lease_is_paused_while_segments_run_and_renewed_by_use(
     tmp_path: Path,
 ) -> None:
@@ -140,26 +144,27 @@ async def test_lease_is_paused_while_segments_run_and_renewed_by_use(
     async with open_tree(tmp_path, engine, lease_seconds=3) as tree:
         growing = asyncio.create_task(tree.branch(max_tokens=20))
         await running_samples(tree.served, 1)
-        await asyncio.sleep(3.3)
+        await forward(3.3)
         engine.instant = True
         engine.step(BLOCK)
         await growing
-        loop = asyncio.get_running_loop()
-        until = loop.time() + 3.3
-        while loop.time() < until:
-            await asyncio.sleep(0.1)
+        for _ in range(4):
+            await forward(1)
             # A repeated request grows nothing, but renews the lease.
             retried = await tree.post({"max_tokens": 20}, {"Idempotency-Key": "k"})
             assert retried.status_code == 200, retried.text
+        await forward(3)
         assert len((await tree.ended())["segments"]) == 2
 
 
+@in_forwardable_loop
 async def test_lease_is_capped_and_the_cap_reported(tmp_path: Path) -> None:
     limits = {"max_tree_lease_seconds": 2}
     async with serving(FakeEngine(), tmp_path, limits=limits) as served:
         tree = await opened(served, lease_seconds=3600)
         answered = await tree.post({"max_tokens": 20})
         assert answered.json()["lease_seconds"] == 2
+        await forward(2)
         await tree.ended()
 
 
