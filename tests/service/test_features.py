@@ -95,7 +95,8 @@ async def test_cache_of_spans_can_be_disabled_alone(tmp_path: Path) -> None:
 
 async def test_settings_of_the_service_enable_features(tmp_path: Path) -> None:
     trace = {"endpoint": "http://secret-collector:4318/v1/traces"}
-    found = await listed(tmp_path, trace=trace, server={"ui": True})
+    server = Server(settings_for(tmp_path, trace=trace, server={"ui": True}), Featured())
+    found = {feature.name: feature for feature in features(server)}
     assert found["tracing"].enabled and found["dashboard"].enabled
     assert not found["authentication"].enabled
     assert found["authentication"].how_to_change == "server.keys_file"

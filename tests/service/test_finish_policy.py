@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.fake_engine import FakeEngine
+from tests.service.loop_time import forward, in_forwardable_loop
 from tests.service.test_rollouts import body, group, running_samples
 from tests.serving import Served, serving
 
@@ -36,12 +37,14 @@ async def test_first_k_samples_suffice_and_others_end_with_their_tokens(
     assert not engine.running
 
 
+@in_forwardable_loop
 async def test_deadline_returns_what_was_sampled(tmp_path: Path) -> None:
     engine = FakeEngine(instant=False)
     async with serving(engine, tmp_path) as served:
-        request = post(served, body(group(1, n=2), finish={"deadline_seconds": 1.5}))
+        request = post(served, body(group(1, n=2), finish={"deadline_seconds": 10}))
         await running_samples(served, 2)
         engine.step(2)
+        await forward(10)
         answered = (await request).json()["groups"][0]
     assert answered["outcome"] == "partial"
     for sample in answered["samples"]:
@@ -76,8 +79,19 @@ async def test_answer_reports_the_selected_samples(tmp_path: Path) -> None:
         asked = body(group(1, n=4), finish={"num_samples": 2})
         answered = await finished(engine, served, asked, 30, 9, 30, 3)
         assert answered["selected"] == [1, 3]
-        asked = body(group(1, n=2), finish={"num_samples": 2, "deadline_seconds": 1.5})
-        assert (await finished(engine, served, asked, 3, 10**9))["selected"] is None
+
+
+@in_forwardable_loop
+async def test_no_samples_are_selected_if_too_few_end_before_the_deadline(tmp_path: Path) -> None:
+    engine = FakeEngine(instant=False)
+    async with serving(engine, tmp_path) as served:
+        asked = body(group(1, n=2), finish={"num_samples": 2, "deadline_seconds": 10})
+        request = post(served, asked)
+        await running_samples(served, 2)
+        shorten(engine, 3, 10**9)
+        engine.step(3)
+        await forward(10)
+        assert (await request).json()["groups"][0]["selected"] is None
 
 
 async def test_random_selection_is_independent_of_lengths(tmp_path: Path) -> None:
