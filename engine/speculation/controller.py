@@ -13,7 +13,7 @@ Four rules keep speculation from being slower than no speculation:
 - One step in CHECK_INTERVAL is run without drafts, so that the cost without drafts is measured next
   to steps with drafts.
 - If steps with drafts have lost the time of MAX_LOSS steps without, as measured (acceptance or cost
-  were misjudged), drafts are paused, for twice as long each time.
+  were misjudged), drafts are paused for batches of that size (`loss_guard`).
 
 The module depends on neither vLLM nor a clock: measurements arrive by `record_step` and
 `record_acceptance`, so a run can be replayed. Drafts need no preparation, so switching costs
@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from engine.feature_stats import SpeculationDecision
 from engine.speculation.calibration import DraftCalibration
 from engine.speculation.cost import MIN_SECONDS, Step, StepCostModel
+from engine.speculation.loss_guard import LossGuards
 
 Floats = NDArray[np.float64]
 Int32Array = NDArray[np.int32]
@@ -52,8 +53,6 @@ the next, then three, and so on; one step in MAX_BACKOFF_STEPS is always evaluat
 DRAINED_RATIO = 0.75
 """The backoff ends when fewer than this share of the last evaluation's requests are running."""
 WINDOW = 64
-MAX_LOSS = 4.0
-MIN_REST_STEPS, MAX_REST_STEPS = 512, 16384
 
 
 class Draft(Protocol):
@@ -95,9 +94,7 @@ class Controller:
         self._num_steps = 0
         self._steps_since_attempt, self._running_at_attempt = 0, 0
         self._num_fruitless = 0
-        self._rest = 0
-        self._next_rest = MIN_REST_STEPS
-        self._balance = 0.0
+        self._guards = LossGuards()
         self._all_steps = GainTracker()
         self._calibration = calibration
         self._sizes: set[int] = set()
@@ -116,8 +113,9 @@ class Controller:
 
         `lengths` then chooses how much is sent.
         """
-        if self._rest > 0:
-            self._rest -= 1
+        guard = self._guards.of(running)
+        if guard.is_resting:
+            guard.rest()
             self.decision = "suspended"
             return False
         self._steps_since_attempt += 1
@@ -134,8 +132,8 @@ class Controller:
         """Number of tokens of each draft to send to verification in this step."""
         self._num_steps += 1
         none = np.zeros(len(drafted.lengths), dtype=np.int32)
-        if self._rest > 0:
-            self.decision = "suspended"
+        if self._guards.of(running).is_resting:
+            self.decision, self._is_active = "suspended", False
             return none
         rows, positions, predicted = _by_expected(expected_acceptance(drafted))
         if len(rows) == 0:
@@ -166,11 +164,12 @@ class Controller:
         return np.bincount(tokens.rows[:num], minlength=num_rows).astype(np.int32)
 
     def _best_num_tokens(self, gains: NDArray[np.float64], *, running: int, context: int) -> int:
-        tokens = running + np.arange(len(gains) + 1)
-        seconds = self.cost.seconds(running=running, context=context, verified=tokens)
-        rates = (running + np.concatenate(([0.0], np.cumsum(gains)))) / seconds
-        rates[1:][~_is_allowed_size(tokens[1:])] = 0.0
-        return self._best_rate(rates)
+        """Number of tokens with the highest rate, among those of an allowed size of the step."""
+        sizes = running + np.arange(1, len(gains) + 1)
+        numbers = np.concatenate(([0], sizes[_is_allowed_size(sizes)] - running))
+        emitted = running + np.concatenate(([0.0], np.cumsum(gains)))[numbers]
+        seconds = self.cost.seconds(running=running, context=context, verified=running + numbers)
+        return int(numbers[self._best_rate(emitted / seconds)])
 
     def _best_rate(self, rates: Floats) -> int:
         """Index of the highest rate, or 0, that of no drafts, unless the gain is sufficient."""
@@ -211,20 +210,7 @@ class Controller:
         without = seconds_off * emitted / running
         self._all_steps.add(without, seconds)
         if verified > running:
-            self._update_balance((without - seconds) / seconds_off)
-
-    def _update_balance(self, gain: float) -> None:
-        """Add the time gained by drafts in a step to a balance; pause drafts if too much is lost.
-
-        `gain` is in units of the time of a step without drafts. A loss is capped, so that a pause
-        is not charged to drafts.
-        """
-        self._balance = min(self._balance + max(gain, -MAX_LOSS / 4), MAX_LOSS)
-        if self._balance < -MAX_LOSS:
-            self._rest, self._next_rest = self._next_rest, min(2 * self._next_rest, MAX_REST_STEPS)
-            self._is_active, self._balance = False, 0.0
-        elif self._balance == MAX_LOSS:
-            self._next_rest = MIN_REST_STEPS
+            self._guards.of(running).record((without - seconds) / seconds_off)
 
 
 class GainTracker:

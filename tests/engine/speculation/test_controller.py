@@ -4,13 +4,9 @@ import numpy as np
 import pytest
 
 from engine.speculation.calibration import DraftCalibration
-from engine.speculation.controller import (
-    CHECK_INTERVAL,
-    MAX_LOSS,
-    MIN_REST_STEPS,
-    Controller,
-)
+from engine.speculation.controller import CHECK_INTERVAL, Controller
 from engine.speculation.cost import StepCostModel
+from engine.speculation.loss_guard import MAX_LOSS, MIN_REST_STEPS
 from tests.engine.speculation.cost_simulator import (
     Drafts,
     Machine,
@@ -107,6 +103,25 @@ def test_drafting_pauses_after_a_loss_of_a_few_steps() -> None:
     assert MAX_LOSS <= steps <= 2 * MAX_LOSS
     assert not any(shared.should_draft(4) for _ in range(MIN_REST_STEPS - 1))
     assert shared.should_draft(4)
+
+
+def test_pause_of_large_batches_does_not_pause_small_ones() -> None:
+    shared = controller(Machine())
+    while shared.should_draft(64) or shared.decision != "suspended":
+        shared.record_step(running=64, context=6400, verified=128, seconds=1.0, emitted=64)
+    assert not shared.should_draft(64)
+    assert shared.should_draft(4)
+
+
+@pytest.mark.parametrize("running", [2, 32])
+def test_noise_of_the_step_times_does_not_pause_drafts(running: int) -> None:
+    machine, chance = Machine(noise=0.15), np.random.default_rng(10)
+    run = Run(controller(machine), machine, running, predicted=0.8, actual=0.8)
+    suspended = 0
+    for _ in range(2000):
+        run.go(1, chance)
+        suspended += run.controller.decision == "suspended"
+    assert suspended == 0
 
 
 def test_drafting_resumes_when_drafts_become_accurate() -> None:
