@@ -91,9 +91,10 @@ def create_app(settings: Settings, engine: Engine) -> "FastAPI":
 def run_server(
     app: "FastAPI", lifecycle: "ServerLifecycle", settings: Settings, listener: socket.socket
 ) -> None:
-    from service.http.serve import run_server
+    from service.http.serve import StopDeadline, run_server
 
-    run_server(app, lifecycle, settings, listener)
+    deadline = StopDeadline(lifecycle, settings.server.stop_seconds)
+    run_server(app, lifecycle, settings, listener, deadline)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

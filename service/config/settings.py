@@ -115,6 +115,12 @@ class ServerSettings(Section):
         description="time that running requests may take at shutdown, in seconds; increase it for "
         "long rollouts",
     )
+    stop_seconds: Seconds = Field(
+        30,
+        description="time from the end of the drain to the exit of the process, in seconds; the "
+        "engine is killed and the process exits when it has passed; reduce it to stop sooner "
+        "while the engine hangs",
+    )
     compat: Annotated[tuple[CompatApi, ...], BeforeValidator(_split)] = Field(
         ("vllm", "sglang", "openai", "anthropic"),
         description="APIs of other servers that are served in addition to the native one, "

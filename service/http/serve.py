@@ -9,10 +9,12 @@ import asyncio
 import gc
 import json
 import logging
+import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Iterator
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from typing import Literal, Protocol
 
@@ -74,14 +76,54 @@ class ServerLifecycle(Protocol):
     def kill(self) -> None: ...
 
 
+class StopDeadline:
+    """Limit of the time until the exit of the process, at most `seconds` after the drain.
+
+    When it has passed, a thread kills the engine's processes and ends this process at once. The
+    event loop, the engine or a thread that the interpreter joins may hang by then. Files that are
+    left over are removed by the next start, as after SIGKILL.
+    """
+
+    def __init__(
+        self,
+        lifecycle: ServerLifecycle,
+        seconds: float,
+        *,
+        exit_process: Callable[[int], object] = os._exit,
+    ) -> None:
+        self._lifecycle = lifecycle
+        self._seconds = seconds
+        self._exit_process = exit_process
+        self._timer: threading.Timer | None = None
+
+    def start(self, *, drain_seconds: float = 0.0) -> None:
+        """Start or restart the time. It is not stopped: the exit of the process ends the thread."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = threading.Timer(drain_seconds + self._seconds, self._on_passed)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _on_passed(self) -> None:
+        log.error("the server did not stop within %.0f s after the drain", self._seconds)
+        self._lifecycle.kill()
+        self._exit_process(1)
+
+
 class GracefulShutdown:
     """Signal handlers that drain and stop the server. Used on the serving event loop."""
 
     def __init__(
-        self, lifecycle: ServerLifecycle, listener: uvicorn.Server, *, drain_seconds: float
+        self,
+        lifecycle: ServerLifecycle,
+        listener: uvicorn.Server,
+        *,
+        drain_seconds: float,
+        deadline: StopDeadline | None = None,
     ) -> None:
         self._lifecycle = lifecycle
         self._listener = listener
+        self._deadline = deadline
         self._drain_seconds = drain_seconds
         self._drain_task: asyncio.Task[None] | None = None
 
@@ -103,16 +145,25 @@ class GracefulShutdown:
             log.info(
                 "draining for up to %.0f s; a second signal stops at once", self._drain_seconds
             )
+            if self._deadline is not None:
+                self._deadline.start(drain_seconds=self._drain_seconds)
             self._drain_task = asyncio.create_task(self._drain())
         else:
             log.warning("stopping at once")
             self._lifecycle.kill()
             self._drain_task.cancel()
-            # Set here too: a task that is cancelled before its first step runs no code.
-            self._listener.should_exit = True
+            # Here too: a task that is cancelled before its first step runs no code.
+            self._stop_listening()
 
     async def _drain(self) -> None:
-        await self._lifecycle.drain(self._drain_seconds)
+        try:
+            await self._lifecycle.drain(self._drain_seconds)
+        finally:
+            self._stop_listening()
+
+    def _stop_listening(self) -> None:
+        if self._deadline is not None and not self._listener.should_exit:
+            self._deadline.start()
         self._listener.should_exit = True
 
 
@@ -165,11 +216,16 @@ class SignalFreeServer(uvicorn.Server):
 
 
 def run_server(
-    app: FastAPI, lifecycle: ServerLifecycle, settings: Settings, listener: socket.socket
+    app: FastAPI,
+    lifecycle: ServerLifecycle,
+    settings: Settings,
+    listener: socket.socket,
+    deadline: StopDeadline | None = None,
 ) -> None:
     """Run the HTTP server until a signal has drained and stopped it.
 
-    Raises StartFailed if the engine did not start.
+    The deadline also limits the time from the return of this function to the exit. Raises
+    StartFailed if the engine did not start.
     """
     server = SignalFreeServer(_config(app, settings, lifespan="on"))
     with (
@@ -177,7 +233,7 @@ def run_server(
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
         try:
-            failure = runner.run(_serve(server, lifecycle, settings, listener, operators))
+            failure = runner.run(_serve(server, lifecycle, settings, listener, operators, deadline))
         except SystemExit:  # uvicorn exits when the lifespan's startup fails
             failure = lifecycle.health().reason or "see the log"
     if failure is not None:
@@ -233,12 +289,14 @@ async def _serve(
     settings: Settings,
     listener: socket.socket,
     operators: OperatorsServer | None,
+    deadline: StopDeadline | None,
 ) -> str | None:
     """Serve HTTP until shutdown, with signal handlers and the operators' server.
 
     Returns the reason why the engine did not start; None if it started or was stopped before.
     """
-    shutdown = GracefulShutdown(lifecycle, server, drain_seconds=settings.server.drain_seconds)
+    drain_seconds = settings.server.drain_seconds
+    shutdown = GracefulShutdown(lifecycle, server, drain_seconds=drain_seconds, deadline=deadline)
     async with asyncio.TaskGroup() as group:
         ready_task = group.create_task(_log_when_ready(server, lifecycle, settings, listener))
         tuning = group.create_task(tuned())

@@ -4,6 +4,9 @@ import asyncio
 import os
 import shlex
 import signal
+import subprocess
+import sys
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -13,9 +16,15 @@ from fastapi import FastAPI
 
 from engine.errors import StartFailed
 from engine.types import EngineHealth, EngineStage
-from service.config.settings import LogSettings, Settings
+from service.config.settings import LogSettings, ServerSettings, Settings
 from service.http.connection_limit import Connections
-from service.http.serve import example_command, open_listener, run_server, server_url
+from service.http.serve import (
+    StopDeadline,
+    example_command,
+    open_listener,
+    run_server,
+    server_url,
+)
 
 
 class ServerLifecycle:
@@ -57,10 +66,10 @@ class ServerLifecycle:
             group.create_task(self.script())
             yield
 
-    def run(self, settings: Settings) -> None:
+    def run(self, settings: Settings, deadline: StopDeadline | None = None) -> None:
         with open_listener("127.0.0.1", 0) as listener:
             self.url = server_url(listener)
-            run_server(self.app, self, settings, listener)
+            run_server(self.app, self, settings, listener, deadline)
 
 
 def test_curl_example_is_printed_when_the_engine_serves(capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,6 +123,63 @@ def test_signal_handlers_are_restored() -> None:
     before = signal.getsignal(signal.SIGTERM)
     ServerLifecycle().run(Settings())
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("place", ["drain", "lifespan"])
+def test_process_is_ended_if_the_stop_hangs(place: str) -> None:
+    exited, codes = threading.Event(), list[int]()
+
+    class Hanging(ServerLifecycle):
+        killed = False
+
+        def kill(self) -> None:
+            self.killed = True
+
+        async def drain(self, seconds: float) -> None:
+            if place == "drain":
+                assert exited.wait(30)  # blocks the event loop
+
+        @asynccontextmanager
+        async def _lifespan(self, app: FastAPI) -> AsyncIterator[None]:
+            async with super()._lifespan(app):
+                yield
+            assert exited.wait(30)
+
+    def exit_process(code: int) -> None:
+        codes.append(code)
+        exited.set()
+
+    life = Hanging()
+    settings = Settings(server=ServerSettings(drain_seconds=0))
+    life.run(settings, StopDeadline(life, 0.2, exit_process=exit_process))
+    assert (codes[0], life.killed) == (1, True)
+
+
+def test_failed_drain_does_not_prevent_the_stop() -> None:
+    class Failing(ServerLifecycle):
+        async def drain(self, seconds: float) -> None:
+            raise OSError("no")
+
+    life = Failing()
+    life.run(Settings())
+    assert life.answers == [200]
+
+
+def test_process_is_ended_if_a_thread_does_not_return() -> None:
+    program = """
+import threading, time
+from service.http.serve import StopDeadline
+
+class Lifecycle:
+    def kill(self):
+        print("killed", flush=True)
+
+threading.Thread(target=time.sleep, args=(600,)).start()
+StopDeadline(Lifecycle(), 0.2).start()
+"""
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(command, timeout=60, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (1, "killed\n")
 
 
 def test_curl_example_is_one_shell_command() -> None:

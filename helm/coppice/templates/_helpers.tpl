@@ -87,7 +87,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 
 {{/* The settings file: the given settings, and those derived from other values. */}}
 {{- define "coppice.settings" -}}
-{{- $server := dict "host" "0.0.0.0" "port" (int .Values.containerPort) "drain_seconds" (int .Values.drain.requestSeconds) -}}
+{{- $server := dict "host" "0.0.0.0" "port" (int .Values.containerPort) "drain_seconds" (int .Values.drain.requestSeconds) "stop_seconds" (int .Values.drain.teardownSeconds) -}}
 {{- if .Values.ui -}}
 {{- $_ := set $server "ui" true -}}
 {{- end -}}
