@@ -138,6 +138,8 @@ class Engine(Protocol):
         awake. EngineDead: the engine must not be resumed. Tags that are awake are ignored.
     check_weights: raises CheckpointRefused if the files could not be served. Changes nothing. May
         block for seconds, so call it outside the event loop.
+    prepare_weights: call before update_weights, outside the pause, with validated files. Copies
+        them to other machines of the engine if these need copies. LoadFailed: nothing has changed.
     update_weights: call while paused; the caller resumes. Loads validated files, resets the prefix
         cache and stamps `version` on every token sampled from then on. With `keep_kv`, the prefixes
         of requests with `kept_kv` stay in the cache, and the number of their tokens is returned;
@@ -247,6 +249,8 @@ class Engine(Protocol):
     async def wake(self, tags: AbstractSet[SleepTag]) -> None: ...
 
     def check_weights(self, path: Path) -> None: ...
+
+    async def prepare_weights(self, path: Path) -> None: ...
 
     async def update_weights(self, path: Path, version: str, *, keep_kv: bool = False) -> int: ...
 

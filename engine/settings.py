@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
@@ -322,6 +322,12 @@ class EngineSettings(VllmSettings):
         "allocator of sleep mode; none: true on CPU, false on a GPU; set it to true if a trainer "
         "uses the same GPU",
     )
+    copies_directory: Path = Field(
+        default_factory=lambda: cache_directory("copies"),
+        description="directory for copies of weights versions and adapters, on machines that do "
+        "not see the files of machine 0; needs room for two versions; change it if the default has "
+        "too little room",
+    )
     start_seconds: Seconds = Field(
         1800.0,
         description="timeout of the engine's start, in seconds; increase it for large models on "
@@ -345,12 +351,31 @@ class EngineSettings(VllmSettings):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_data_parallel(cls, values: Any) -> Any:
-        if isinstance(values, dict) and "data_parallel_size" in values:
+    def _refuse_unsupported(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        if "data_parallel_size" in values:
             raise ValueError(
                 "data parallelism within one service is not supported: run more replicas instead"
             )
-        return with_same_names(values) if isinstance(values, dict) else values
+        values = with_same_names(values)
+        if values.get("distributed_executor_backend") == "ray":
+            raise ValueError(
+                "vLLM's Ray executor is not supported: for ranks on several machines start one "
+                "service on each and set nnodes"
+            )
+        return values
+
+    @model_validator(mode="after")
+    def _check_nodes(self) -> Self:
+        if self.node_rank >= self.nnodes:
+            raise ValueError(f"node_rank is {self.node_rank}, and nnodes is {self.nnodes}")
+        if self.num_ranks % self.nnodes:
+            raise ValueError(
+                f"nnodes is {self.nnodes}, which does not divide the {self.num_ranks} ranks of "
+                "tensor_parallel_size times pipeline_parallel_size"
+            )
+        return self
 
     @property
     def served_name(self) -> str:
@@ -366,6 +391,15 @@ class EngineSettings(VllmSettings):
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
+    def ranks_per_node(self) -> int:
+        return self.num_ranks // self.nnodes
+
+    @property
+    def has_workers(self) -> bool:
+        """True if the ranks are processes of their own, not threads of EngineCore."""
+        return self.num_ranks > 1 or self.distributed_executor_backend is not None
+
+    @property
     def threads_per_rank(self) -> int:
         available = len(os.sched_getaffinity(0))
-        return self.cpu_threads or max(1, available // self.num_ranks)
+        return self.cpu_threads or max(1, available // self.ranks_per_node)

@@ -36,6 +36,7 @@ from engine.launch.info import (
     kept_kv_reason,
     kv_support,
 )
+from engine.launch.machines import check_machines, check_serves, synchronize_machines
 from engine.launch.model_files import resolve_model
 from engine.launch.processes import SHUTDOWN_SECONDS, VllmProcesses, kill_processes
 from engine.launch.vllm_args import check_vllm_args
@@ -65,6 +66,7 @@ from engine.types import (
     VersionSpan,
 )
 from engine.weights.checkpoint import Checkpoint, read_base_checkpoint
+from engine.weights.machine_copies import MachineCopies
 from engine.weights.sleep_mode import SleepMode
 from engine.weights.updates import LoadedAdapters, ServedWeights
 from engine.weights.validation import check_adapter, check_checkpoint
@@ -86,6 +88,8 @@ class VllmEngine:
         worker_extension: str = WORKER_EXTENSION,
     ) -> None:
         check_vllm_args(settings)
+        check_machines(settings, speculation or SpeculationSettings())
+        check_serves(settings)
         self._settings = settings
         self._requested = attention or AttentionSettings(), speculation or SpeculationSettings()
         self._speculation_settings = speculation_lifecycle.resolve_mode(
@@ -107,7 +111,8 @@ class VllmEngine:
         )
         self._monitor = EngineMonitor(self._heartbeat, self._processes)
         self._monitor_task: asyncio.Task[None] | None = None
-        self._adapters = LoadedAdapters(settings.max_adapters)
+        self._copies = MachineCopies(self._processes, settings)
+        self._adapters = LoadedAdapters(settings.max_adapters, self._copies)
         self._generation = Generation(self._processes, self._adapters)
         self._sampling_checks = SamplingChecks(self._processes)
         self._info: EngineInfo | None = None
@@ -167,13 +172,16 @@ class VllmEngine:
             with_code=self._settings.trust_remote_code,
         )
         checkpoint = await asyncio.to_thread(read_base_checkpoint, model)
-        self._weights = ServedWeights(self._processes, self._heartbeat, model, checkpoint)
+        self._weights = ServedWeights(
+            self._processes, self._heartbeat, model, checkpoint, self._copies
+        )
         self._sleep_mode = SleepMode(
             self._processes, self._heartbeat, self._weights, self._adapters
         )
         await asyncio.to_thread(self._open_drafter_dir, model, checkpoint)
         self._speculation_settings = await self._processes.start(model, self._speculation_settings)
         await self._processes.verify_plugin()
+        await synchronize_machines(self._processes, self._settings)
         kv = await kv_support(self._processes, self._settings)
         self._chat = await asyncio.to_thread(
             ChatProcessor, self.llm, self._settings, eos_token_ids(self.llm)
@@ -384,6 +392,9 @@ class VllmEngine:
 
     def check_weights(self, path: Path) -> None:
         self._served_weights.check(path, dtype=self.info.dtype)
+
+    async def prepare_weights(self, path: Path) -> None:
+        await self._served_weights.prepare(path)
 
     async def update_weights(self, path: Path, version: str, *, keep_kv: bool = False) -> int:
         assert self._sleep_mode is not None, "the engine has not started"

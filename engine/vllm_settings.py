@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BeforeValidator, Field
 
-from engine.settings_base import BufferBytes, Section
+from engine.settings_base import BufferBytes, Count, PositiveInt, Section
 
 LoadFormat = Literal["safetensors", "auto", "fastsafetensors", "instanttensor", "runai_streamer"]
 """Load formats of vLLM that read `*.safetensors` files, as a later weights version does."""
@@ -68,6 +68,36 @@ class VllmSettings(Section):
         False,
         description="distributes whole experts of a mixture-of-experts model over the ranks "
         "instead of splitting each one; enable it for models of many small experts",
+    )
+    distributed_executor_backend: Literal["mp"] | None = Field(
+        None,
+        description="vLLM's executor of the ranks; mp: a process per rank, on engine.nnodes "
+        "machines; none: mp if there are several ranks; set it to run a single rank in a process "
+        "of its own",
+    )
+    nnodes: PositiveInt = Field(
+        1,
+        description="number of machines that the ranks are distributed over; each runs `coppice "
+        "serve` with the same settings and its own engine.node_rank; increase it if the model does "
+        "not fit on one machine",
+    )
+    node_rank: Count = Field(
+        0,
+        description="index of this machine; machine 0 serves requests, the others only run their "
+        "ranks; set it on each machine if engine.nnodes is above 1",
+    )
+    master_addr: str = Field(
+        "127.0.0.1",
+        min_length=1,
+        description="name or IP address of machine 0, which the other machines connect to; set it "
+        "if engine.nnodes is above 1",
+    )
+    master_port: int = Field(
+        29501,
+        ge=1,
+        le=65535,
+        description="TCP port of machine 0 for torch.distributed; change it if another process "
+        "uses the port",
     )
     hf_overrides: ArgumentMap = Field(
         default_factory=dict,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn, cast
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
 
 import typer
 import yaml
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from service.http.serve import ServerLifecycle
+    from service.node import Node
 
 ServerRunner = Callable[["FastAPI", "ServerLifecycle", Settings, socket.socket], None]
 
@@ -44,30 +45,47 @@ def load_engine(settings: Settings) -> Engine:
 
     The import is by name and only here, so that no other service module imports torch or vLLM.
     """
+    return cast(Engine, _create("engine.vllm_engine", "VllmEngine", settings))
+
+
+def load_node(settings: Settings) -> "Node":
+    """Import and create the ranks of a machine other than the first."""
+    return cast("Node", _create("engine.launch.node_processes", "EngineNode", settings))
+
+
+def _create(module: str, name: str, settings: Settings) -> Any:
     try:
         with gc_and_process_group.gc_disabled_during_imports():
-            module = importlib.import_module("engine.vllm_engine")
+            created = getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "vllm"):
             raise
         raise StartFailed("vLLM is not installed: install coppice-rl[cpu] or [gpu]") from error
-    engine = module.VllmEngine(
+    return created(
         with_prompt_kv(settings),
         attention=settings.attention,
         speculation=settings.speculation,
         graphs=settings.graphs,
     )
-    return cast(Engine, engine)
 
 
 def with_prompt_kv(settings: Settings) -> EngineSettings:
-    """Engine settings in which `prompt_kv` is set, by the shared memory if the operator did not."""
+    """Engine settings in which `prompt_kv` is set, by the shared memory if the operator did not.
+
+    Prompt KV is in shared memory, so it is off on several machines.
+    """
     if settings.engine.prompt_kv is not None:
         return settings.engine
-    has_room = settings.kv.capacity_bytes is not None or default_capacity_bytes(
-        settings.kv.directory
+    has_room = settings.engine.nnodes == 1 and (
+        settings.kv.capacity_bytes is not None or default_capacity_bytes(settings.kv.directory)
     )
     return settings.engine.model_copy(update={"prompt_kv": bool(has_room)})
+
+
+def run_node(node: "Node", settings: Settings, listener: socket.socket) -> None:
+    from service.node import run_node
+
+    run_node(node, settings, listener)
 
 
 def measure_baseline(settings: Settings) -> int:
@@ -105,6 +123,8 @@ class ServeComponents:
     load_engine: Callable[[Settings], Engine] = load_engine
     create_app: Callable[[Settings, Engine], "FastAPI"] = create_app
     run_server: ServerRunner = run_server
+    load_node: Callable[[Settings], "Node"] = load_node
+    run_node: "Callable[[Node, Settings, socket.socket], None]" = run_node
     measure_baseline: Callable[[Settings], int] = measure_baseline
 
 
@@ -117,7 +137,10 @@ def build_cli(components: ServeComponents | None = None) -> typer.Typer:
     )
 
     def serve(flags: Mapping[str, str], config: Path | None) -> None:
-        """Load the model and serve rollouts until SIGTERM or Ctrl-C."""
+        """Load the model and serve rollouts until SIGTERM or Ctrl-C.
+
+        With engine.node_rank above 0, run this machine's ranks until the engine ends.
+        """
         _serve(_settings(flags, config), components or ServeComponents())
 
     def check_config(flags: Mapping[str, str], config: Path | None) -> None:
@@ -175,7 +198,7 @@ def _serve(settings: Settings, components: ServeComponents) -> None:
     log.info("starting", extra={"settings": changed_settings(settings)})
     try:
         _load_and_run(settings, components)
-    except StartFailed as error:
+    except EngineError as error:
         _fail(1, str(error))
 
 
@@ -198,6 +221,9 @@ def _load_and_run(settings: Settings, components: ServeComponents) -> None:
     raise_file_limit()  # before the engine's processes start and inherit the limit
     with open_listener(settings.server.host, settings.server.port) as listener:
         log.info("loading the model %s", settings.engine.model)
+        if settings.engine.node_rank > 0:
+            components.run_node(components.load_node(settings), settings, listener)
+            return
         engine = components.load_engine(settings)
         app = components.create_app(settings, engine)
         components.run_server(app, app.state.server, settings, listener)

@@ -121,6 +121,8 @@ class FakeEngine:
         self.checked: list[Sampling] = []
         self.sampling_error: EngineError | None = None
         self.loaded: list[Path] = []
+        self.prepared: list[Path] = []
+        self.prepare_error: EngineError | None = None
         self.running: dict[str, Running] = {}
         self.written: dict[str, str] = {}
         self.left: dict[tuple[str, str], int] = {}
@@ -445,6 +447,11 @@ class FakeEngine:
     def check_weights(self, path: Path) -> None:
         if path.name in self.refused_weights:
             raise CheckpointRefused(self.refused_weights[path.name])
+
+    async def prepare_weights(self, path: Path) -> None:
+        if self.prepare_error is not None:
+            raise self.prepare_error
+        self.prepared.append(path)
 
     async def update_weights(self, path: Path, version: str, *, keep_kv: bool = False) -> int:
         assert self.paused, "weights are swapped under a pause"

@@ -4,6 +4,7 @@ vLLM reads much of its configuration from the environment and also writes to it,
 others. All of this happens inside `engine_environment`, which restores the service's environment.
 """
 
+import hashlib
 import os
 import re
 import shutil
@@ -14,12 +15,20 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 from engine.cudagraphs.planner import Plan
+from engine.launch.machines import network_variables
 from engine.settings import AttentionSettings, EngineSettings, SpeculationSettings
 
 ENGINE_ENV = "COPPICE_ENGINE"
 ATTENTION_ENV = "COPPICE_ENGINE_ATTENTION"
 SPECULATION_ENV = "COPPICE_ENGINE_SPECULATION"
 GRAPHS_ENV = "COPPICE_ENGINE_GRAPHS"
+DIGEST_ENV = "COPPICE_ENGINE_DIGEST"
+COPIES_ENV = "COPPICE_ENGINE_COPIES"
+_OF_ONE_NODE = frozenset(
+    ("model", "tokenizer", "seed", "node_rank", "prompt_kv", "cpu_threads", "copies_directory")
+    + ("start_seconds", "step_seconds", "hang_seconds", "activation_seconds")
+)
+"""Engine settings in which the machines of one engine may differ. Prompt KV is off on several."""
 _OPENMP_LIBRARY = re.compile(r"lib(g|i)?omp\d*[.-]")
 NO_STEP_DEADLINE_SECONDS = 10**6
 """Deadline of a vLLM step that is never reached.
@@ -38,6 +47,31 @@ def started_by_coppice() -> bool:
 def attention_settings() -> AttentionSettings:
     """The engine's attention settings, read from the environment in EngineCore or a worker."""
     return AttentionSettings.model_validate_json(os.environ[ATTENTION_ENV])
+
+
+def settings_digest(
+    settings: EngineSettings,
+    attention: AttentionSettings,
+    speculation: SpeculationSettings,
+    graphs: Plan | None,
+) -> str:
+    """Digest of the settings that all machines of an engine must share."""
+    shared = (
+        settings.model_dump_json(exclude=set(_OF_ONE_NODE)),
+        attention.shared_prefix,
+        speculation.model_dump_json(include={"mode", "longest_draft"}),
+        graphs.to_json() if graphs else "",
+    )
+    return hashlib.sha256("\n".join(shared).encode()).hexdigest()
+
+
+def own_settings_digest() -> str:
+    """The settings digest of this process's machine."""
+    return os.environ[DIGEST_ENV]
+
+
+def copies_directory() -> Path:
+    return Path(os.environ[COPIES_ENV])
 
 
 def speculation_settings() -> SpeculationSettings:
@@ -62,10 +96,13 @@ def engine_environment(
 ) -> Iterator[None]:
     """Set the engine's environment for processes that vLLM starts; restore it on exit."""
     before, affinity = dict(os.environ), os.sched_getaffinity(0)
-    os.environ.update(_common_variables() | _temp_dir_variables(temp_dir))
+    network = network_variables(settings)
+    os.environ.update(_common_variables() | network | _temp_dir_variables(temp_dir))
     os.environ[ATTENTION_ENV] = attention.model_dump_json()
     os.environ[SPECULATION_ENV] = speculation.model_dump_json()
     os.environ[GRAPHS_ENV] = graphs.to_json() if graphs else ""
+    os.environ[DIGEST_ENV] = settings_digest(settings, attention, speculation, graphs)
+    os.environ[COPIES_ENV] = str(settings.copies_directory)
     if speculation.mode != "off":
         # Positions beyond the model's context are only reserved for drafts, never computed.
         os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
@@ -87,7 +124,6 @@ def _common_variables() -> dict[str, str]:
         ENGINE_ENV: "1",
         "VLLM_PLUGINS": "coppice",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_DO_NOT_TRACK": "1",
         "VLLM_SERVER_DEV_MODE": "0",
@@ -127,17 +163,16 @@ def _thread_variables(settings: EngineSettings, cpus: list[int]) -> dict[str, st
     Threads are bound only if they use every processor. Otherwise two engines would both be bound to
     the first processors and leave the others idle.
     """
-    shares = [
-        _cpus_of_rank(rank, settings.threads_per_rank, cpus) for rank in range(settings.num_ranks)
-    ]
+    num_ranks, num_threads = settings.ranks_per_node, settings.threads_per_rank
+    shares = [_cpus_of_rank(rank, num_threads, cpus) for rank in range(num_ranks)]
     preload = _intel_openmp_library()
     threads = {"LD_PRELOAD": _preload_variable(preload)} if preload else {}
-    binds = settings.num_ranks * settings.threads_per_rank >= len(cpus)
-    if settings.num_ranks > 1 and binds:
+    binds = num_ranks * num_threads >= len(cpus)
+    if settings.has_workers and binds:
         binding = "|".join(",".join(map(str, share)) for share in shares)
         return threads | {"VLLM_CPU_OMP_THREADS_BIND": binding}
-    threads["OMP_NUM_THREADS"] = str(settings.threads_per_rank)
-    if settings.num_ranks > 1:
+    threads["OMP_NUM_THREADS"] = str(num_threads)
+    if settings.has_workers:
         return threads | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     # A single rank runs inside EngineCore, where vLLM ignores its binding variable.
     threads["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"

@@ -115,8 +115,11 @@ class VllmProcesses:
             if (reason := find_obstacle(config, speculation)) is not None:
                 return reason
             log.info("engine.seed is %d", arguments.seed)
-            self._llm = _create_llm(config)
+            self._create(config)
         return None
+
+    def _create(self, config: VllmConfig) -> None:
+        self._llm = _create_llm(config)
 
     def _arguments(
         self, model: Path, speculation: SpeculationSettings, *, on_cpu: bool

@@ -54,7 +54,6 @@ _LOGPROBS = "logprobs must be those of the distribution that a request's paramet
 _METHODS = "the server adds its own methods to vLLM's workers"
 _MEDIA = "requests hold text only"
 _REPLICAS = "data parallelism within one service is not supported: run more replicas instead"
-_NODES = "the server starts all ranks itself"
 _RESTART = "a failed engine ends the service, which its supervisor starts again"
 _GENERATION = "the served model generates text and tokens"
 OWNED: Final = {
@@ -80,10 +79,6 @@ OWNED: Final = {
     "tokens_only": _GENERATION,
     "allowed_local_media_path": _MEDIA,
     "allowed_media_domains": _MEDIA,
-    "nnodes": _NODES,
-    "node_rank": _NODES,
-    "master_addr": _NODES,
-    "master_port": _NODES,
     "enable_elastic_ep": _RESTART,
     "elastic_ep_max_dp_size": _RESTART,
     "enable_fault_tolerance": _RESTART,

@@ -23,12 +23,14 @@ from engine.cudagraphs.counters import Snapshot as CudaGraphSnapshot
 from engine.feature_stats import AttentionState
 from engine.kv_transfer.worker import rpc
 from engine.kv_transfer.worker.rpc import KvExportInfo
+from engine.launch.worker_machines import MachineMethods
 from engine.runtime.feature_guard import Failure, attempt
 from engine.speculation import counters as speculation
 from engine.speculation.drafting import CallTexts
 from engine.types import SleepLevel, SleepTag
 from engine.weights import worker_reload, worker_sleep
 from engine.weights.checkpoint import LM_HEAD, Checkpoint, check_same_tensors, read_checkpoint
+from engine.weights.worker_copies import COPIES
 
 ASLEEP: Final = "the engine sleeps"
 
@@ -66,7 +68,7 @@ class LoadFailure(TypedDict):
     restored: bool
 
 
-class WorkerExtension:
+class WorkerExtension(MachineMethods):
     """Mixin of vLLM's worker class, whose attributes it uses. Method names begin with coppice."""
 
     rank: int
@@ -123,7 +125,9 @@ class WorkerExtension:
         changed since validation, and the previous weights must be readable. If a rank fails later,
         all ranks restore the previous weights.
         """
-        answer = self.coppice_load_or_restore(path, previous_path)
+        answer = self.coppice_load_or_restore(
+            COPIES.local_path(path), COPIES.local_path(previous_path)
+        )
         if answer["ok"]:
             self.coppice_on_weights_changed()
         return answer
@@ -159,7 +163,8 @@ class WorkerExtension:
         """Load an adapter on every rank or on none. Returns None, or the reason of the failure."""
         if self.coppice_sleeping:
             return ASLEEP
-        loaded = attempt(self.model_runner.add_lora, LoRARequest(name, number, path))
+        request = LoRARequest(name, number, COPIES.local_path(path))
+        loaded = attempt(self.model_runner.add_lora, request)
         if failed := _failed_ranks(isinstance(loaded, Failure)):
             attempt(self.model_runner.remove_lora, number)
             return loaded.message if isinstance(loaded, Failure) else f"failed on ranks {failed}"

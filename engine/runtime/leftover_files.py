@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-_LOCK_FILE = ".owner"
+LOCK_FILE = ".owner"
 _TEMP_DIR_PREFIX = "coppice-engine-"
 FileId = tuple[int, int]
 """Device and inode number."""
@@ -66,18 +66,18 @@ def create_locked_dir(prefix: str, parent: Path) -> tuple[Path, BinaryIO]:
 
     Abandoned directories with the same prefix are removed.
     """
-    _remove_abandoned_dirs(prefix, parent)
+    remove_abandoned_dirs(prefix, parent)
     while True:
         path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-        lock = (path / _LOCK_FILE).open("wb")
+        lock = (path / LOCK_FILE).open("wb")
         if acquire_lock(lock.fileno()):
             return path, lock
         lock.close()
 
 
-def _remove_abandoned_dirs(prefix: str, parent: Path) -> None:
+def remove_abandoned_dirs(prefix: str, parent: Path) -> None:
     for folder in parent.glob(f"{prefix}*"):
-        with try_acquire(folder / _LOCK_FILE) as acquired:
+        with try_acquire(folder / LOCK_FILE) as acquired:
             if acquired:
                 shutil.rmtree(folder, ignore_errors=True)
 

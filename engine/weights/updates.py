@@ -10,6 +10,7 @@ from engine.errors import EngineDead, LoadFailed, RequestRefused
 from engine.launch.processes import VllmProcesses
 from engine.runtime.heartbeat import Heartbeat
 from engine.weights.checkpoint import Checkpoint
+from engine.weights.machine_copies import MachineCopies
 from engine.weights.validation import check_checkpoint
 
 log = logging.getLogger(__name__)
@@ -22,20 +23,35 @@ class ServedWeights:
     """
 
     def __init__(
-        self, processes: VllmProcesses, heartbeat: Heartbeat, path: Path, checkpoint: Checkpoint
+        self,
+        processes: VllmProcesses,
+        heartbeat: Heartbeat,
+        path: Path,
+        checkpoint: Checkpoint,
+        copies: MachineCopies,
     ) -> None:
         self._processes = processes
+        self._copies = copies
         self._heartbeat = heartbeat
         self._path = path
         self._fingerprint = _fingerprint(path)
         self._were_reloaded = False
+        self._prepared: Path | None = None
         self.checkpoint = checkpoint
 
     def check(self, candidate: Path, *, dtype: str) -> None:
         check_checkpoint(self.checkpoint, candidate, dtype=dtype)
 
+    async def prepare(self, path: Path) -> None:
+        """Copy the files to the engine's other machines. Samples may run."""
+        unused, self._prepared = self._prepared, path
+        if unused is not None and unused not in (path, self._path):
+            await self._copies.drop(unused)
+        await self._copies.create(path)
+
     async def update(self, path: Path, version: str, *, keep_kv: bool) -> int:
         """Load the weights; returns the number of tokens whose KV is kept with `keep_kv`."""
+        await self.prepare(path)
         self._heartbeat.set_stage("activating")
         fingerprint = await asyncio.to_thread(_fingerprint, path)
         results = await self._processes.call_workers(
@@ -47,9 +63,12 @@ class ServedWeights:
             raise EngineDead("loading failed and the previous weights could not be restored")
         if failed:
             await self._on_restored()
+            await self._copies.drop(path)
             raise LoadFailed("loading failed; the previous weights are still served")
         reset = await self._processes.call_core("coppice_reset_prefix_cache", keep_kv)
         await self._processes.set_version(version)
+        if path != self._path:
+            await self._copies.drop(self._path)
         self._path, self._fingerprint, self._were_reloaded = path, fingerprint, True
         loaded_seconds = max(result["seconds"] for result in results if result["ok"])
         log.info("loaded the weights of %s in %.3f s", version, loaded_seconds)
@@ -118,8 +137,9 @@ class LoadedAdapters:
     has slots for: it would evict one, and read it from disk again during a step.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, copies: MachineCopies) -> None:
         self._capacity = capacity
+        self._copies = copies
         self._requests: dict[str, LoRARequest] = {}
         self._last_number = 0
 
@@ -140,12 +160,14 @@ class LoadedAdapters:
         assert label not in self._requests, f"{label} is loaded"
         assert len(self._requests) < self._capacity, "vLLM would evict another adapter"
         request = self.new_request(label, path)
+        await self._copies.create(path)
         results = await processes.call_workers(
             "coppice_load_adapter", request.lora_name, request.lora_int_id, request.lora_path
         )
         reasons = [reason for reason in results if reason is not None]
         if reasons:
             log.warning("the adapter %s could not be loaded: %s", label, reasons[0])
+            await self._copies.drop(path)
             raise LoadFailed(
                 "the engine could not load the adapter; the server's log has the reason"
             )
@@ -167,3 +189,4 @@ class LoadedAdapters:
         held = self._requests.pop(label, None)
         if held is not None:
             await processes.call_workers("coppice_unload_adapter", held.lora_int_id)
+            await self._copies.drop(Path(held.lora_path))

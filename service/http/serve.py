@@ -227,7 +227,7 @@ def run_server(
     The deadline also limits the time from the return of this function to the exit. Raises
     StartFailed if the engine did not start.
     """
-    server = SignalFreeServer(_config(app, settings, lifespan="on"))
+    server = SignalFreeServer(server_config(app, settings, "on"))
     with (
         _operators(app, settings) as operators,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
@@ -265,10 +265,12 @@ def _operators(app: FastAPI, settings: Settings) -> Iterator[OperatorsServer | N
         return
     with open_listener(host, port) as listener:
         log.info("serving operators on %s", server_url(listener))
-        yield OperatorsServer(_config(app.state.operators, settings, lifespan="off"), listener)
+        yield OperatorsServer(server_config(app.state.operators, settings, "off"), listener)
 
 
-def _config(app: FastAPI, settings: Settings, *, lifespan: Literal["on", "off"]) -> uvicorn.Config:
+def server_config(
+    app: FastAPI, settings: Settings, lifespan: Literal["on", "off"]
+) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=protocol_with_limits(settings.limits, app.state.connections),

@@ -54,7 +54,9 @@ def _prompt_kv(server: "Server") -> FeatureStatus:
         return _feature("prompt_kv", True, reason, "engine.prompt_kv: false")
     if kv.reason != "disabled":
         return _feature("prompt_kv", False, OFF.get(kv.reason or "internal", "it failed"), "")
-    if setting is False:
+    if server.settings.engine.nnodes > 1:
+        reason, how = "it is not supported on several machines", "engine.nnodes: 1"
+    elif setting is False:
         reason, how = "engine.prompt_kv is false", "engine.prompt_kv: true"
     else:
         least = MIN_DEFAULT_BYTES // MIB

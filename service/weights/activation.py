@@ -251,9 +251,17 @@ class Activation:
     ) -> ActivationAnswer:
         self.check_weights_awake()
         await self._stager.revalidate(version)
+        await self._prepare(version)
         async with self._rollouts.close_gate():
             self._check_can_wait(mode)
             return await self._switch(version, previous, mode, kv)
+
+    async def _prepare(self, version: Version) -> None:
+        """Copy the files to the engine's other machines, while samples run."""
+        try:
+            await self._engine.prepare_weights(version.path)
+        except LoadFailed as error:
+            raise ActivationFailed(str(error)) from error
 
     def _check_can_wait(self, mode: ActivationMode) -> None:
         """Refuse activation mode `wait` if a pause would keep rollouts from ending.

@@ -10,8 +10,10 @@ import pytest
 
 from engine.errors import LoadFailed
 from engine.runtime.heartbeat import Heartbeat
+from engine.settings import EngineSettings
 from engine.types import KvVersionSpan
 from engine.weights.checkpoint import read_base_checkpoint
+from engine.weights.machine_copies import MachineCopies
 from engine.weights.updates import ServedWeights
 from tests.engine.random_models import make_models
 from tests.engine.stepped_engine import FAULTY, LiveEngine, live_engine
@@ -132,7 +134,10 @@ def failed_update(engine: LiveEngine, served: ServedWeights, path: Path) -> None
 
 def served_weights(engine: LiveEngine, path: Path) -> ServedWeights:
     processes: Any = CoreProcesses(engine)
-    return ServedWeights(processes, Heartbeat(timeouts={}), path, read_base_checkpoint(path))
+    copies = MachineCopies(processes, EngineSettings())
+    return ServedWeights(
+        processes, Heartbeat(timeouts={}), path, read_base_checkpoint(path), copies
+    )
 
 
 def test_failed_update_keeps_all_kv(engine: LiveEngine, models: dict[str, Path]) -> None:

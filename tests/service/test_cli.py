@@ -11,13 +11,14 @@ import yaml
 from fastapi import FastAPI
 from typer.testing import CliRunner, Result
 
-from engine.errors import StartFailed
+from engine.errors import EngineDead, StartFailed
 from engine.protocol import Engine
 from engine.types import EngineHealth
 from service.cli import ServeComponents, build_cli, with_prompt_kv
 from service.config.flags import settings_flags
 from service.config.settings import Settings, redacted, settings_fields
 from service.http.serve import ServerLifecycle
+from service.node import Node
 
 
 class IdleServer:
@@ -203,3 +204,37 @@ def test_prompt_kv_is_on_if_its_arena_has_a_configured_size(tmp_path: Path) -> N
     kv = {"directory": tmp_path / "missing", "capacity_bytes": 2**20}
     assert with_prompt_kv(Settings.model_validate({"kv": kv})).prompt_kv is True
     assert with_prompt_kv(Settings.model_validate({"kv": {"directory": "/no"}})).prompt_kv is False
+
+
+TWO_MACHINES = ("--engine.nnodes", "2", "--engine.tensor-parallel-size", "2")
+
+
+def test_machines_other_than_the_first_run_their_ranks_only() -> None:
+    run_ranks: list[object] = []
+    node = cast(Node, IdleServer())
+    components = replace(
+        PARTS,
+        load_engine=refuse("machine 1 has no engine"),
+        load_node=lambda _: node,
+        run_node=lambda *given: run_ranks.append(given[0]),
+    )
+    flags = (*TWO_MACHINES, "--engine.node-rank", "1", "--port", "0")
+    assert run("serve", *flags, components=components).exit_code == 0
+    assert run_ranks == [node]
+
+
+def test_end_of_the_engine_ends_the_process_of_another_machine() -> None:
+    def end(*_: object) -> None:
+        raise EngineDead("machine 0 has ended")
+
+    components = replace(PARTS, load_node=lambda _: cast(Node, IdleServer()), run_node=end)
+    flags = (*TWO_MACHINES, "--engine.node-rank", "1", "--port", "0")
+    result = run("serve", *flags, components=components)
+    assert (result.exit_code, result.output) == (1, "coppice: machine 0 has ended\n")
+
+
+def test_prompt_kv_is_off_on_several_machines_unless_set() -> None:
+    two = {"nnodes": 2, "tensor_parallel_size": 2}
+    assert with_prompt_kv(Settings.model_validate({"engine": two})).prompt_kv is False
+    forced = Settings.model_validate({"engine": two | {"prompt_kv": True}})
+    assert with_prompt_kv(forced).prompt_kv is True

@@ -9,7 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.launch.arguments import adapters
+from engine.settings import EngineSettings
 from engine.weights.checkpoint import read_base_checkpoint
+from engine.weights.machine_copies import MachineCopies
 from engine.weights.updates import LoadedAdapters
 from engine.weights.validation import check_adapter
 from tests.engine.adapters.peft_adapters import saved, under
@@ -23,7 +25,8 @@ from tests.engine.stepped_engine import Answer, LiveEngine
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
 PROMPT = [5 + i % 60 for i in range(3 * BLOCK + 7)]
-NAMES = LoadedAdapters(capacity=100)
+NO_PROCESSES: Any = None
+NAMES = LoadedAdapters(100, MachineCopies(NO_PROCESSES, EngineSettings()))
 """Adapter IDs are never reused within a process."""
 
 

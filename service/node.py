@@ -1,0 +1,145 @@
+"""`coppice serve` on a machine other than the first of an engine: its ranks, and the probes.
+
+The routes are a part of the contract's: /startupz, /readyz and /livez. The first signal waits
+until machine 0 has drained and ended, for at most the time that its drain takes. The second signal
+stops at once.
+"""
+
+import asyncio
+import logging
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import uvloop
+from fastapi import APIRouter, FastAPI, Response
+
+from coppice.wire.control import HealthAnswer
+from engine.errors import EngineDead
+from engine.types import EngineHealth
+from service.config.settings import Settings
+from service.http.connection_limit import Connections, connection_limit
+from service.http.errors import EngineGone, NotReady
+from service.http.exception_handlers import problem_response
+from service.http.responses import json_response
+from service.http.serve import (
+    GRACEFUL_SHUTDOWN_SECONDS,
+    SIGNALS,
+    SignalFreeServer,
+    server_config,
+)
+from service.observability.readiness import STARTING_RETRY_SECONDS
+
+log = logging.getLogger(__name__)
+
+
+class Node(Protocol):
+    """Operations of `engine.launch.node_processes.EngineNode` that are used here."""
+
+    def health(self) -> EngineHealth: ...
+
+    async def run(self) -> str: ...
+
+    async def stop(self) -> None: ...
+
+
+def create_node_app(settings: Settings, node: Node) -> FastAPI:
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.state.connections = Connections(connection_limit(settings.limits.max_connections))
+    app.include_router(_probes(node))
+    return app
+
+
+def _probes(node: Node) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/startupz")
+    @router.get("/readyz")
+    async def started() -> Response:
+        if node.health().stage == "starting":
+            return problem_response(
+                NotReady(
+                    "the model is loading", retry_after_seconds=STARTING_RETRY_SECONDS
+                ).problem()
+            )
+        return _health(node)
+
+    @router.get("/livez")
+    async def alive() -> Response:
+        return _health(node)
+
+    return router
+
+
+def _health(node: Node) -> Response:
+    health = node.health()
+    if not health.alive:
+        return problem_response(EngineGone(health.reason).problem())
+    return json_response(HealthAnswer(stage=health.stage))
+
+
+def run_node(node: Node, settings: Settings, listener: socket.socket) -> None:
+    """Run the ranks and the probes until the engine ends.
+
+    Raises EngineDead if it ends without a signal to this process, or StartFailed.
+    """
+    server = SignalFreeServer(server_config(create_node_app(settings, node), settings, "off"))
+    drain_seconds = settings.server.drain_seconds + GRACEFUL_SHUTDOWN_SECONDS
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        reason = runner.run(_serve(server, node, listener, drain_seconds))
+    if reason is not None:
+        raise EngineDead(reason)
+
+
+async def _serve(
+    server: SignalFreeServer, node: Node, listener: socket.socket, drain_seconds: float
+) -> str | None:
+    running = asyncio.create_task(node.run(), name="engine-node")
+    serving = asyncio.create_task(server.serve(sockets=[listener]), name="probes")
+    try:
+        with _signals() as signals:
+            return await _wait_for_end(running, signals, drain_seconds)
+    finally:
+        running.cancel()
+        await node.stop()
+        server.should_exit = True
+        await serving
+
+
+async def _wait_for_end(
+    running: asyncio.Task[str], signals: asyncio.Queue[None], drain_seconds: float
+) -> str | None:
+    """Wait for the engine's end. Returns its reason; None after a signal."""
+    if await _finishes_before(running, signals, None):
+        return running.result()
+    log.info("waiting for the end of machine 0, for up to %.0f s", drain_seconds)
+    await _finishes_before(running, signals, drain_seconds)
+    return None
+
+
+async def _finishes_before(
+    running: asyncio.Task[str], signals: asyncio.Queue[None], seconds: float | None
+) -> bool:
+    """True if the task finishes before the next signal, and within the time."""
+    signalled = asyncio.create_task(signals.get())
+    try:
+        await asyncio.wait(
+            {running, signalled}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED
+        )
+        return running.done()
+    finally:
+        signalled.cancel()
+
+
+@contextmanager
+def _signals() -> Iterator[asyncio.Queue[None]]:
+    received: asyncio.Queue[None] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    for number in SIGNALS:
+        loop.add_signal_handler(number, received.put_nowait, None)
+    try:
+        yield received
+    finally:
+        for number in SIGNALS:
+            loop.remove_signal_handler(number)
