@@ -45,13 +45,23 @@ def kinds(values: Object) -> set[str]:
     return {found["kind"] for found in objects(values)}
 
 
+def pod_template(values: Object) -> Object:
+    """Pod template of the Deployment or the LeaderWorkerSet."""
+    if "LeaderWorkerSet" in kinds(values):
+        group = one("LeaderWorkerSet", values)["spec"]["leaderWorkerTemplate"]
+        found: Object = group["workerTemplate"]
+    else:
+        found = one("Deployment", values)["spec"]["template"]
+    return found
+
+
 def pod(values: Object) -> Object:
-    spec: Object = one("Deployment", values)["spec"]["template"]["spec"]
+    spec: Object = pod_template(values)["spec"]
     return spec
 
 
 def pod_labels(values: Object) -> dict[str, str]:
-    labels: dict[str, str] = one("Deployment", values)["spec"]["template"]["metadata"]["labels"]
+    labels: dict[str, str] = pod_template(values)["metadata"]["labels"]
     return labels
 
 

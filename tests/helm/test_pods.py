@@ -19,6 +19,7 @@ from tests.helm.chart import (
     objects,
     one,
     pod,
+    pod_labels,
     settings,
     values_of,
 )
@@ -45,8 +46,16 @@ def test_server_accepts_the_settings(file: Path, tmp_path: Path) -> None:
     values = values_of(file)
     written.write_text(yaml.safe_dump(settings(values)))
     variables = {entry["name"]: entry.get("value", "") for entry in container(values)["env"]}
-    environ = {name: text.replace("$(POD_IP)", "10.0.0.7") for name, text in variables.items()}
-    load_settings(environ=environ, file=written)
+    expanded = {
+        "$(POD_IP)": "10.0.0.7",
+        "$(LWS_LEADER_ADDRESS)": "rl-coppice-nodes-0.rl-coppice-nodes.rl",
+        "$(LWS_WORKER_INDEX)": "1",
+    }
+    for name, text in variables.items():
+        for variable, content in expanded.items():
+            text = text.replace(variable, content)
+        variables[name] = text
+    load_settings(environ=variables, file=written)
 
 
 def test_replicas_authenticate_with_the_key_of_the_secret() -> None:
@@ -91,7 +100,8 @@ def test_start_has_one_time_budget(file: Path) -> None:
     probe = container(values)["startupProbe"]
     assert probe["failureThreshold"] == math.ceil(seconds / probe["periodSeconds"])
     assert settings(values)["engine"]["start_seconds"] == seconds
-    assert one("Deployment", values)["spec"]["progressDeadlineSeconds"] > seconds
+    if "Deployment" in kinds(values):
+        assert one("Deployment", values)["spec"]["progressDeadlineSeconds"] > seconds
 
 
 @every_file
@@ -126,10 +136,28 @@ def test_arena_is_granted_in_full() -> None:
 def test_selector_labels_are_on_the_pods_and_constant(file: Path) -> None:
     values = values_of(file)
     selector = {"app.kubernetes.io/name": "coppice", "app.kubernetes.io/instance": "rl"}
-    deployment = one("Deployment", values)
-    assert deployment["spec"]["selector"]["matchLabels"] == selector
-    assert selector.items() <= deployment["spec"]["template"]["metadata"]["labels"].items()
-    assert one("Service", values)["spec"]["selector"] == selector
+    assert selector.items() <= pod_labels(values).items()
+    if "Deployment" in kinds(values):
+        assert one("Deployment", values)["spec"]["selector"]["matchLabels"] == selector
+        assert one("Service", values)["spec"]["selector"] == selector
+    else:
+        first = {"leaderworkerset.sigs.k8s.io/worker-index": "0"}
+        assert one("Service", values)["spec"]["selector"] == selector | first
+
+
+def test_engine_on_several_machines_is_one_group_of_equal_pods() -> None:
+    values = values_of(Path(__file__).parent / "values" / "two-nodes-cpu.yaml")
+    group = one("LeaderWorkerSet", values)
+    assert group["spec"]["leaderWorkerTemplate"]["size"] == settings(values)["engine"]["nnodes"]
+    assert group["spec"]["leaderWorkerTemplate"]["restartPolicy"] == "RecreateGroupOnPodRestart"
+    assert "replicas" not in group["spec"]
+    target = one("HorizontalPodAutoscaler", values)["spec"]["scaleTargetRef"]
+    assert (target["kind"], target["name"]) == ("LeaderWorkerSet", group["metadata"]["name"])
+    assert group["metadata"]["name"] != one("Service", values)["metadata"]["name"]
+    policy = one("NetworkPolicy", values)["spec"]
+    own = [{"podSelector": {"matchLabels": policy["podSelector"]["matchLabels"]}}]
+    assert {"from": own} in policy["ingress"]
+    assert {"to": own} in policy["egress"]
 
 
 @every_file

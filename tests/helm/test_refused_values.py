@@ -37,6 +37,21 @@ MISTAKES: list[tuple[str, Object]] = [
     ("limits.memory is needed", {"resources": {"limits": {"memory": None}}}),
     ("no quantity of bytes", {"resources": {"limits": {"memory": "6.5Gi"}}}),
     ("gpu.count is 2", {"gpu": {"count": 2}}),
+    ("does not divide the 3 ranks", {"engine": {"nnodes": 2, "tensor_parallel_size": 3}}),
+    (
+        "gpu.count is 2 per pod",
+        {"gpu": {"count": 2}, "engine": {"nnodes": 2, "tensor_parallel_size": 2}},
+    ),
+    ("shm.arena must be 0", {"engine": {"nnodes": 2, "tensor_parallel_size": 2}}),
+    (
+        "shared by the pods of a replica",
+        {
+            "engine": {"nnodes": 2, "tensor_parallel_size": 2},
+            "shm": {"arena": "0"},
+            "cache": {"existingClaim": "c"},
+        },
+    ),
+    ("node_rank", {"engine": {"node_rank": 1}}),
     ("at least 15", {"drain": {"teardownSeconds": 5}}),
     ("model.revision is needed", {"model": {"name": "a/b", "offline": False}}),
     ("forbids fetching", {"model": {"name": "a/b", "revision": "a" * 40}}),
@@ -91,7 +106,10 @@ def test_every_value_has_a_type(path: tuple[str, ...]) -> None:
 def test_every_server_setting_is_a_value_or_set_by_the_chart() -> None:
     by_the_chart = {
         "server": set(Settings.model_fields["server"].annotation.model_fields),  # type: ignore[union-attr]
-        "engine": {"model", "revision", "start_seconds", "prompt_kv"},
+        "engine": {
+            *("model", "revision", "start_seconds", "prompt_kv"),
+            *("node_rank", "master_addr", "copies_directory"),
+        },
         "attention": {"cache_directory"},
         "speculation": {"cache_directory", "drafter_directory"},
         "kv": {"directory", "capacity_bytes"},

@@ -27,6 +27,11 @@ CUSTOM = {
         "spec.endpointPickerRef.port.number",
     ),
     "HTTPRoute": ("spec.parentRefs", "spec.rules"),
+    "LeaderWorkerSet": (
+        "spec.rolloutStrategy.rollingUpdateConfiguration",
+        "spec.leaderWorkerTemplate.size",
+        "spec.leaderWorkerTemplate.workerTemplate.spec.containers",
+    ),
     "ScaledObject": ("spec.scaleTargetRef.name", "spec.triggers", "spec.fallback.replicas"),
 }
 every_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
@@ -62,6 +67,18 @@ def test_kubernetes_accepts_every_object(file: Path) -> None:
             continue
         for version in VERSIONS:
             assert_rendered(json.dumps(found), version)
+
+
+@pytest.mark.parametrize(
+    "file", [file for file in FILES if "two-nodes" in file.stem], ids=lambda file: file.stem
+)
+def test_kubernetes_accepts_the_pods_of_a_group(file: Path) -> None:
+    group = one("LeaderWorkerSet", values_of(file))
+    template = group["spec"]["leaderWorkerTemplate"]["workerTemplate"]
+    pod = {"apiVersion": "v1", "kind": "Pod", **template}
+    pod["metadata"]["name"] = "one"
+    for version in VERSIONS:
+        assert_rendered(json.dumps(pod), version)
 
 
 def test_validation_detects_a_misspelt_field() -> None:

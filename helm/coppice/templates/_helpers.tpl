@@ -38,6 +38,37 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- .Values.serviceAccount.name | default (include "coppice.fullname" .) -}}
 {{- end -}}
 
+{{/* Number of pods of a replica, each on a machine of its own. */}}
+{{- define "coppice.nnodes" -}}
+{{- get .Values.engine "nnodes" | default 1 | int -}}
+{{- end -}}
+
+{{/* Name of the LeaderWorkerSet, which creates a Service of the same name. */}}
+{{- define "coppice.groupName" -}}
+{{- printf "%s-nodes" (include "coppice.fullname" .) -}}
+{{- end -}}
+
+{{/* Labels that select pods that serve requests: the first pod of each replica. */}}
+{{- define "coppice.servingSelector" -}}
+{{ include "coppice.selector" . }}
+{{- if gt (include "coppice.nnodes" . | int) 1 }}
+leaderworkerset.sigs.k8s.io/worker-index: "0"
+{{- end }}
+{{- end -}}
+
+{{/* Object whose replicas an autoscaler changes. */}}
+{{- define "coppice.scaleTarget" -}}
+{{- if gt (include "coppice.nnodes" . | int) 1 -}}
+apiVersion: leaderworkerset.x-k8s.io/v1
+kind: LeaderWorkerSet
+name: {{ include "coppice.groupName" . }}
+{{- else -}}
+apiVersion: apps/v1
+kind: Deployment
+name: {{ include "coppice.fullname" . }}
+{{- end -}}
+{{- end -}}
+
 {{/* A quantity as bytes: 512Mi, 2G, 1073741824. */}}
 {{- define "coppice.bytes" -}}
 {{- $text := . | toString -}}
@@ -126,6 +157,9 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end -}}
 {{- if .Values.fleet.redis.existingSecret -}}
 {{- $_ := set $cluster "redis_password_file" "/etc/coppice/redis/password" -}}
+{{- end -}}
+{{- if gt (include "coppice.nnodes" . | int) 1 -}}
+{{- $_ := set $engine "copies_directory" "/cache/copies" -}}
 {{- end -}}
 {{- $attention := merge (dict "cache_directory" "/cache/attention") .Values.attention -}}
 {{- $speculation := merge (dict "cache_directory" "/cache/speculation" "drafter_directory" "/cache/drafter") .Values.speculation -}}

@@ -34,8 +34,18 @@
 {{- fail (printf "kv.spans_bytes must be below shm.engine (%s), which holds it" (toString $v.shm.engine)) -}}
 {{- end -}}
 {{- $ranks := mul (int (get $v.engine "tensor_parallel_size" | default 1)) (int (get $v.engine "pipeline_parallel_size" | default 1)) -}}
-{{- if and (gt (int $v.gpu.count) 0) (ne (int $v.gpu.count) (int $ranks)) -}}
-{{- fail (printf "gpu.count is %d, and engine.tensor_parallel_size times engine.pipeline_parallel_size is %d" (int $v.gpu.count) (int $ranks)) -}}
+{{- $nodes := include "coppice.nnodes" . | int -}}
+{{- if gt (mod $ranks $nodes) 0 -}}
+{{- fail (printf "engine.nnodes is %d, which does not divide the %d ranks of engine.tensor_parallel_size times engine.pipeline_parallel_size" $nodes $ranks) -}}
+{{- end -}}
+{{- if and (gt (int $v.gpu.count) 0) (ne (mul (int $v.gpu.count) $nodes) $ranks) -}}
+{{- fail (printf "gpu.count is %d per pod, engine.nnodes is %d, and engine.tensor_parallel_size times engine.pipeline_parallel_size is %d" (int $v.gpu.count) $nodes $ranks) -}}
+{{- end -}}
+{{- if and (gt $nodes 1) (gt (include "coppice.bytes" $v.shm.arena | int64) 0) -}}
+{{- fail "shm.arena must be 0 with engine.nnodes above 1: prompt KV is exported to the shared memory of one machine" -}}
+{{- end -}}
+{{- if and (gt $nodes 1) $v.cache.existingClaim -}}
+{{- fail "cache.existingClaim cannot be shared by the pods of a replica; leave it empty" -}}
 {{- end -}}
 {{- $redis := $v.fleet.redis -}}
 {{- if and (not $redis.url) (or $redis.user $redis.existingSecret $v.fleet.advertisedUrl) -}}
