@@ -93,8 +93,7 @@ class SharingDrafter(StoreDrafter):
     def receive(self, data: bytes, epoch: int) -> None:
         entry = decode(data, VOCABULARY)
         for prompt, responses in entry.texts:
-            for response in responses:
-                self.store.add(OTHER_ENGINES, prompt, response, age=epoch - entry.sequence)
+            self.store.add(OTHER_ENGINES, prompt, responses, age=epoch - entry.sequence)
 
 
 def replay(
@@ -212,8 +211,7 @@ def added_row() -> Row:
     responses = (chance.zipf(1.2, (len(prompts), 16, TIMED_LENGTH)) % 32_000).astype(np.int32)
     began = time.process_time()
     for prompt, texts in zip(prompts, responses, strict=True):
-        for text in texts:
-            store.add(OTHER_ENGINES, prompt, text, age=0)
+        store.add(OTHER_ENGINES, prompt, list(texts), age=0)
     seconds = time.process_time() - began
     return Row(
         what="time to add a token of another replica",

@@ -21,8 +21,8 @@ from engine.speculation.request_table import Batch, RequestTable, SentDrafts, Tr
 from kernels.draft_index.store import DraftStore
 from kernels.draft_index.store_protocol import DraftBatch, InvalidCall, Store
 
-CallTexts = Sequence[tuple[bytes, bytes, int]]
-"""Texts of other engines in a call: prompt and response as int32, and the response's age."""
+CallTexts = Sequence[tuple[bytes, Sequence[bytes], int]]
+"""Texts of other engines in a call: a prompt and its responses as int32, and their age."""
 OTHER_ENGINES: Final = b""
 """Group of these texts. A group runs on one engine, so no request has siblings among them."""
 TIMING_INTERVAL = 4
@@ -181,15 +181,15 @@ def open_store(file: Path | None, max_draft_tokens: int, vocabulary: int) -> Dra
 def add_texts(store: Store, texts: CallTexts) -> int:
     """Add texts of other engines; returns the number of responses that the store has accepted.
 
-    A response is refused if its prompt has too many running ones.
+    Responses are refused if their prompt has too many running ones, and all of a prompt if one of
+    them is invalid.
     """
-    return sum(_add_text(store, *text) for text in texts)
+    return sum(_add_responses(store, *text) for text in texts)
 
 
-def _add_text(store: Store, prompt: bytes, response: bytes, age: int) -> bool:
-    arrays = (np.frombuffer(tokens, np.int32) for tokens in (prompt, response))
+def _add_responses(store: Store, prompt: bytes, responses: Sequence[bytes], age: int) -> int:
+    arrays = [np.frombuffer(response, np.int32) for response in responses]
     try:
-        store.add(OTHER_ENGINES, *arrays, age=age)
+        return store.add(OTHER_ENGINES, np.frombuffer(prompt, np.int32), arrays, age=age)
     except InvalidCall:
-        return False
-    return True
+        return 0

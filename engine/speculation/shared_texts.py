@@ -6,9 +6,11 @@ A call runs in the process that has the store, between two engine steps, so its 
 import asyncio
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -18,8 +20,10 @@ from engine.speculation.drafting import CallTexts
 from engine.speculation.process_settings import SIBLING_MODES
 from engine.types import DraftTexts, EngineInfo
 
-MAX_CALL_TOKENS = 8192
-"""Maximum number of tokens of a call, unless a single response and its prompt are longer."""
+Tokens = NDArray[np.int32]
+
+MAX_CALL_TOKENS = 4096
+"""Maximum number of tokens of a call, unless one prompt or response is longer."""
 MIN_TEXT_TOKENS = 64
 """Number of tokens that a response counts as at least; adding a shorter one takes as long."""
 LABEL_BYTES = 16
@@ -52,18 +56,33 @@ async def add_texts(llm: AsyncLLM, texts: Iterable[DraftTexts]) -> int:
 
 def calls(texts: Iterable[DraftTexts]) -> Iterator[CallTexts]:
     """Split texts into the arguments of calls with at most MAX_CALL_TOKENS tokens."""
-    call: list[tuple[bytes, bytes, int]] = []
+    call: list[tuple[bytes, Sequence[bytes], int]] = []
     num_tokens = 0
     for one in texts:
-        for response in one.responses:
-            length = max(MIN_TEXT_TOKENS, len(one.prompt) + len(response))
+        for responses, num_response_tokens in _parts(one.responses):
+            length = len(one.prompt) + num_response_tokens
             if call and num_tokens + length > MAX_CALL_TOKENS:
                 yield call
                 call, num_tokens = [], 0
             num_tokens += length
-            call.append((one.prompt.tobytes(), response.tobytes(), one.age))
+            call.append((one.prompt.tobytes(), responses, one.age))
     if call:
         yield call
+
+
+def _parts(responses: Iterable[Tokens]) -> Iterator[tuple[Sequence[bytes], int]]:
+    """Responses of one prompt, at most MAX_CALL_TOKENS tokens at a time, and their number."""
+    part: list[bytes] = []
+    num_tokens = 0
+    for response in responses:
+        length = max(MIN_TEXT_TOKENS, len(response))
+        if part and num_tokens + length > MAX_CALL_TOKENS:
+            yield part, num_tokens
+            part, num_tokens = [], 0
+        num_tokens += length
+        part.append(response.tobytes())
+    if part:
+        yield part, num_tokens
 
 
 async def _add(llm: AsyncLLM, call: CallTexts) -> int:

@@ -4,6 +4,7 @@ Not thread-safe. One call into the library does a whole step.
 """
 
 import ctypes
+from collections.abc import Sequence
 from functools import cache as cached
 from pathlib import Path
 from typing import Self
@@ -194,13 +195,17 @@ class DraftStore:
             raise InvalidCall(TOO_MANY_TEXTS)
         return slot
 
-    def add(self, group: bytes, prompt: Int32Array, response: Int32Array, *, age: int) -> None:
-        check_add(prompt, response, age)
-        prompt, response = np.ascontiguousarray(prompt), np.ascontiguousarray(response)
-        texts = (prompt.ctypes.data, len(prompt), response.ctypes.data, len(response))
-        keys = hash_key(group), hash_key(prompt.tobytes())
-        if self._library.coppice_drafts_add(self._store, *keys, *texts, age):
-            raise InvalidCall(TOO_MANY_TEXTS)
+    def add(
+        self, group: bytes, prompt: Int32Array, responses: Sequence[Int32Array], *, age: int
+    ) -> int:
+        check_add(prompt, responses, age)
+        prompt = np.ascontiguousarray(prompt)
+        to = hash_key(group), hash_key(prompt.tobytes()), prompt.ctypes.data, len(prompt)
+        for number, response in enumerate(map(np.ascontiguousarray, responses)):
+            text = response.ctypes.data, len(response)
+            if self._library.coppice_drafts_add(self._store, *to, *text, age):
+                return number
+        return len(responses)
 
     def end(self, slot: int, *, keep: bool) -> None:
         if self._library.coppice_drafts_end(self._store, slot, keep):

@@ -5,6 +5,7 @@ recorded rollouts: docs/decisions/2026-11-20-drafts.md. Both implementations che
 with `check_begin`, `check_add` and `check_step`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from enum import IntEnum
 from hashlib import blake2b
@@ -194,8 +195,13 @@ class Store(Protocol):
     def end(self, slot: int, *, keep: bool) -> None:
         """End a request. With `keep` its response is stored as finished, otherwise deleted."""
 
-    def add(self, group: bytes, prompt: Int32Array, response: Int32Array, *, age: int) -> None:
-        """Add a finished response that was generated elsewhere, `age` weights versions ago."""
+    def add(
+        self, group: bytes, prompt: Int32Array, responses: Sequence[Int32Array], *, age: int
+    ) -> int:
+        """Add finished responses that were generated elsewhere, `age` weights versions ago.
+
+        Returns the number of responses added: fewer than given if too many others run.
+        """
 
     def age(self) -> None:
         """Mark a weights update: all stored texts become older by one weights version."""
@@ -235,12 +241,13 @@ def check_begin(prompt: Int32Array) -> None:
     _check_tokens(prompt)
 
 
-def check_add(prompt: Int32Array, response: Int32Array, age: int) -> None:
+def check_add(prompt: Int32Array, responses: Sequence[Int32Array], age: int) -> None:
     check_begin(prompt)
-    _check_array("response", response)
-    if not 0 < len(response) < MAX_TEXT_TOKENS - MAX_MATCH_LENGTH:
-        raise InvalidCall(f"response of {len(response)} tokens")
-    _check_tokens(response)
+    for response in responses:
+        _check_array("response", response)
+        if not 0 < len(response) < MAX_TEXT_TOKENS - MAX_MATCH_LENGTH:
+            raise InvalidCall(f"response of {len(response)} tokens")
+        _check_tokens(response)
     if not 0 <= age <= MAX_AGE:
         raise InvalidCall(f"age of {age} weights versions; must be 0 to {MAX_AGE}")
 

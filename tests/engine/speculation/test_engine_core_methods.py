@@ -73,9 +73,9 @@ def test_drafts_are_taken_from_texts_of_other_engines(config: Any, folder: Path)
     engine = Engine(config, text_model())
     methods.coppice_start_sibling_drafts(engine.core)
     prompt, responses = np.array(PROMPT, np.int32), np.array([[7, 8, 9], [7, 8, 5]], np.int32)
-    call = [(prompt.tobytes(), response.tobytes(), 0) for response in responses]
+    call = [(prompt.tobytes(), [response.tobytes() for response in responses], 0)]
     assert methods.coppice_add_sibling_drafts(engine.core, call) == 2
-    assert methods.coppice_add_sibling_drafts(engine.core, [(b"odd", b"", 0)]) == 0
+    assert methods.coppice_add_sibling_drafts(engine.core, [(b"odd", [b""], 0)]) == 0
     store = engine.core.coppice_sibling_drafts.store
     slot = store.begin(b"g", prompt)
     step = [np.array(each, np.int32) for each in ([slot], [1], [7], [2])]

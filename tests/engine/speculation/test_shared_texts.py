@@ -29,12 +29,16 @@ def test_calls_have_all_responses_and_a_bounded_number_of_tokens() -> None:
     given = [texts([number], [1] * 3000, [2] * 3000, age=number) for number in range(5)]
     given.append(texts([9], [3] * (2 * MAX_CALL_TOKENS)))
     made = list(calls(given))
-    sizes = [sum(len(prompt + response) // 4 for prompt, response, _ in call) for call in made]
+    sizes = [
+        sum(len(prompt + b"".join(responses)) // 4 for prompt, responses, _ in call)
+        for call in made
+    ]
     assert max(sizes[:-1]) <= MAX_CALL_TOKENS and len(made[-1]) == 1
     found = [
         (np.frombuffer(prompt, np.int32).tolist(), len(response) // 4, age)
         for call in made
-        for prompt, response, age in call
+        for prompt, responses, age in call
+        for response in responses
     ]
     assert found == [
         (one.prompt.tolist(), len(response), one.age) for one in given for response in one.responses
@@ -42,9 +46,14 @@ def test_calls_have_all_responses_and_a_bounded_number_of_tokens() -> None:
 
 
 def test_calls_have_a_bounded_number_of_short_responses() -> None:
-    made = list(calls([texts([1], *[[2]] * 1000)]))
-    assert sum(map(len, made)) == 1000
-    assert max(map(len, made)) == MAX_CALL_TOKENS // MIN_TEXT_TOKENS
+    made = [len(responses) for [(_, responses, _)] in calls([texts([1], *[[2]] * 1000)])]
+    assert sum(made) == 1000 and max(made) == MAX_CALL_TOKENS // MIN_TEXT_TOKENS
+
+
+def test_long_prompt_is_passed_once_for_its_responses() -> None:
+    [call] = calls([texts([1] * 2 * MAX_CALL_TOKENS, *[[2] * 50] * 64)])
+    [(prompt, responses, _)] = call
+    assert len(prompt) == 8 * MAX_CALL_TOKENS and len(responses) == 64
 
 
 def engine_of(vocabulary: dict[str, int], **config: Any) -> Any:

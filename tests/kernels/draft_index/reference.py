@@ -1,7 +1,7 @@
 """Reference implementation of the draft store, which the compiled one must equal exactly."""
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -93,13 +93,19 @@ class ReferenceStore:
         if len(record.finished) > store_protocol.MAX_FINISHED_TEXTS:
             record.delete(record.finished.pop(0))
 
-    def add(self, group: bytes, prompt: Int32Array, response: Int32Array, *, age: int) -> None:
-        check_add(prompt, response, age)
-        slot = self.begin(group, prompt)
-        row = self._rows[slot]
-        row.append(response.tolist(), self._version - age, self._estimate)
-        self.end(slot, keep=True)
-        self._evict_over_budget()
+    def add(
+        self, group: bytes, prompt: Int32Array, responses: Sequence[Int32Array], *, age: int
+    ) -> int:
+        check_add(prompt, responses, age)
+        for number, response in enumerate(responses):
+            try:
+                slot = self.begin(group, prompt)
+            except InvalidCall:
+                return number
+            self._rows[slot].append(response.tolist(), self._version - age, self._estimate)
+            self.end(slot, keep=True)
+            self._evict_over_budget()
+        return len(responses)
 
     def age(self) -> None:
         self._version += 1
