@@ -113,17 +113,6 @@ def test_pause_of_large_batches_does_not_pause_small_ones() -> None:
     assert shared.should_draft(4)
 
 
-@pytest.mark.parametrize("running", [2, 32])
-def test_noise_of_the_step_times_does_not_pause_drafts(running: int) -> None:
-    machine, chance = Machine(noise=0.15), np.random.default_rng(10)
-    run = Run(controller(machine), machine, running, predicted=0.8, actual=0.8)
-    suspended = 0
-    for _ in range(2000):
-        run.go(1, chance)
-        suspended += run.controller.decision == "suspended"
-    assert suspended == 0
-
-
 def test_drafting_resumes_when_drafts_become_accurate() -> None:
     machine, chance = Machine(), np.random.default_rng(7)
     shared = controller(machine)
