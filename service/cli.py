@@ -18,6 +18,7 @@ from engine.cudagraphs.plan_report import compare, render
 from engine.cudagraphs.planner import shape_weights
 from engine.errors import EngineError, StartFailed
 from engine.launch.model_files import resolve_model_config
+from engine.launch.preloaded_core import PreloadedCore, preload_core
 from engine.protocol import Engine
 from engine.runtime import gc_and_process_group
 from engine.settings import EngineSettings
@@ -41,6 +42,17 @@ log = logging.getLogger(__name__)
 
 
 def load_engine(settings: Settings) -> Engine:
+    """Import and create the vLLM engine, whose EngineCore process imports vLLM at the same time."""
+    preloaded = preload_core(settings.engine)
+    try:
+        return _create_engine(settings, preloaded)
+    except BaseException:
+        if preloaded is not None:
+            preloaded.close()
+        raise
+
+
+def _create_engine(settings: Settings, preloaded: PreloadedCore | None) -> Engine:
     """Import and create the vLLM engine.
 
     The import is by name and only here, so that no other service module imports torch or vLLM.
@@ -66,6 +78,7 @@ def _create(module: str, name: str, settings: Settings) -> Any:
         attention=settings.attention,
         speculation=settings.speculation,
         graphs=settings.graphs,
+        preloaded=preloaded,
     )
 
 

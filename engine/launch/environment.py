@@ -108,7 +108,7 @@ def engine_environment(
         os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
     if on_cpu:
         os.environ.update(
-            _thread_variables(settings, sorted(affinity)) | _compilation_variables(settings)
+            thread_variables(settings, sorted(affinity)) | _compilation_variables(settings)
         )
     try:
         yield
@@ -155,7 +155,7 @@ def _compilation_variables(settings: EngineSettings) -> dict[str, str]:
     return {"TORCHDYNAMO_DISABLE": "1"} if compiler is None and settings.eager is not False else {}
 
 
-def _thread_variables(settings: EngineSettings, cpus: list[int]) -> dict[str, str]:
+def thread_variables(settings: EngineSettings, cpus: list[int]) -> dict[str, str]:
     """Variables for thread counts and binding.
 
     They are explicit, because vLLM's own choice changes once a KV connector is configured.
@@ -165,8 +165,12 @@ def _thread_variables(settings: EngineSettings, cpus: list[int]) -> dict[str, st
     """
     num_ranks, num_threads = settings.ranks_per_node, settings.threads_per_rank
     shares = [_cpus_of_rank(rank, num_threads, cpus) for rank in range(num_ranks)]
-    preload = _intel_openmp_library()
-    threads = {"LD_PRELOAD": _preload_variable(preload)} if preload else {}
+    preload = intel_openmp_library()
+    # vLLM's configuration sets it too late for a process that has already imported torch: generated
+    # code would set its own number of threads, and undo their binding.
+    threads = {"TORCHINDUCTOR_CPP_DYNAMIC_THREADS": "1"}
+    if preload:
+        threads["LD_PRELOAD"] = _preload_variable(preload)
     binds = num_ranks * num_threads >= len(cpus)
     if settings.has_workers and binds:
         binding = "|".join(",".join(map(str, share)) for share in shares)
@@ -196,7 +200,7 @@ def _gnu_openmp_variables(pinned: list[int]) -> dict[str, str]:
     return {"GOMP_CPU_AFFINITY": " ".join(map(str, pinned))} if pinned else {}
 
 
-def _intel_openmp_library() -> Path | None:
+def intel_openmp_library() -> Path | None:
     try:
         files = distribution("intel-openmp").files or []
     except PackageNotFoundError:

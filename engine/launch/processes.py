@@ -27,6 +27,7 @@ from engine.cudagraphs.planner import Plan
 from engine.errors import EngineDead, StartFailed
 from engine.launch.arguments import USAGE_CONTEXT, engine_arguments, with_defaults
 from engine.launch.environment import engine_environment
+from engine.launch.preloaded_core import PreloadedCore, started_by_vllm
 from engine.launch.vllm_seams import check_version
 from engine.runner.routed_experts import accept_cpu_runner
 from engine.runtime.await_engine import await_engine
@@ -50,8 +51,10 @@ class VllmProcesses:
         attention: AttentionSettings,
         graphs: GraphsSettings,
         worker_extension: str,
+        preloaded: PreloadedCore | None = None,
     ) -> None:
         self._settings = settings
+        self._preloaded = preloaded
         self._attention = attention
         self._graphs = graphs
         self._worker_extension = worker_extension
@@ -119,7 +122,8 @@ class VllmProcesses:
         return None
 
     def _create(self, config: VllmConfig) -> None:
-        self._llm = _create_llm(config)
+        with started_by_vllm(self._preloaded):
+            self._llm = _create_llm(config)
 
     def _arguments(
         self, model: Path, speculation: SpeculationSettings, *, on_cpu: bool
@@ -172,7 +176,9 @@ class VllmProcesses:
         await asyncio.to_thread(self._clean_up)
 
     def _clean_up(self) -> None:
-        """Remove files that vLLM's processes leave behind when they are killed."""
+        """End a process that was not used, and remove files that killed processes leave behind."""
+        if self._preloaded is not None:
+            self._preloaded.close()
         if self._temp_dir is not None:
             self._temp_dir.close()
         remove_leftover_shared_memory()

@@ -1,0 +1,52 @@
+"""Main function of the interpreter that imports EngineCore's modules before vLLM starts EngineCore.
+
+It reads from a pipe: a JSON object with the environment, after its length, and then the data that
+multiprocessing sends to a spawned process. If the service ends first, so does the interpreter.
+"""
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib import import_module
+from multiprocessing.spawn import spawn_main
+from typing import Final
+
+from engine.runtime import gc_and_process_group
+
+HEADER_BYTES: Final = 8
+
+
+def main(modules: Sequence[str], *, tracker_fd: int, pipe_handle: int) -> None:
+    gc_and_process_group.create_process_group()  # a Ctrl-C reaches only the service
+    gc_and_process_group.disable_gc()  # until the plugin calls freeze_gc
+    for name in modules:
+        with suppress(ImportError):  # raised again where the module is used
+            import_module(name)
+    environment = read_environment(pipe_handle)
+    if environment is None:
+        sys.exit()
+    os.environ.clear()
+    os.environ.update(environment)
+    tempfile.tempdir = None  # read again from the environment
+    spawn_main(pipe_handle, tracker_fd=tracker_fd)
+
+
+def read_environment(pipe: int) -> dict[str, str] | None:
+    """The environment for the process; None if the service has closed the pipe."""
+    header = _read(pipe, HEADER_BYTES)
+    if len(header) < HEADER_BYTES:
+        return None
+    environment: dict[str, str] = json.loads(_read(pipe, int.from_bytes(header)))
+    return environment
+
+
+def _read(pipe: int, num_bytes: int) -> bytes:
+    """Read up to `num_bytes`, fewer at the end, without buffering the data that follow."""
+    parts: list[bytes] = []
+    while num_bytes and (part := os.read(pipe, num_bytes)):
+        parts.append(part)
+        num_bytes -= len(part)
+    return b"".join(parts)
