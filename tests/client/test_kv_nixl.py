@@ -1,7 +1,6 @@
 """One-sided NIXL reads of prompt KV: from another process, refused, interrupted, corrupted."""
 
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -58,17 +57,16 @@ def test_bytes_equal_those_of_the_other_transports(
 @needs_nixl
 @pytest.mark.slow
 def test_owner_killed_during_a_read_falls_back(tmp_path: Path) -> None:
+    """The end of the owner is noticed. The timeout of the read is longer than any test run."""
     with server(tmp_path, nixl=True) as url:
-        handle, source = handle_with_nixl(url), KvSource(url, transports=WAYS)
+        handle, source = handle_with_nixl(url), KvSource(url, transports=WAYS, timeout=3600)
         assert fetched(handle, source).transport == "nixl"
         owner = agent_process()
         owner.suspend()  # so that the read is certainly in progress
         killer = threading.Timer(0.5, owner.kill)
         killer.start()
-        began = time.monotonic()
         kv = fetched(handle, source)
         killer.join()
-        assert time.monotonic() - began < 50, "not the timeout: the end of the owner was noticed"
         assert kv.transport == "http"
         assert_right(kv)
         assert source.counts == {"nixl": 1, "nixl_failed": 1, "http": 1}
