@@ -74,6 +74,10 @@ class DrafterRefused(EngineError):
     """A drafter was refused: another one is under test, or one of this version exists."""
 
 
+class MemoryUnavailable(EngineError):
+    """The memory for a wake is not free on the device; the engine sleeps as before."""
+
+
 class LoadFailed(EngineError):
     """Loading weights or an adapter failed after validation; what was served before still is."""
 

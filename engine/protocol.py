@@ -133,7 +133,8 @@ class Engine(Protocol):
         level 2 drops them. LoadFailed: the weights could not be loaded again, and nothing was
         released. Only while `info.can_sleep`. Do not resume, load weights or load adapters before
         wake.
-    wake: allocates the memory with these tags. As soon as everything is awake, dropped weights and
+    wake: allocates the memory with these tags. MemoryUnavailable: it is not free on the device,
+        and nothing has changed. As soon as everything is awake, dropped weights and
         adapters are loaded again, unless update_weights has loaded others since the weights are
         awake. EngineDead: the engine must not be resumed. Tags that are awake are ignored.
     check_weights: raises CheckpointRefused if the files could not be served. Changes nothing. May

@@ -14,7 +14,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from engine.drafter.service.checkpoint_dir import DrafterDir
 from engine.drafter.service.drafter import Drafter
 from engine.drafter.service.initial_model import open_drafter_dir
-from engine.errors import EngineDead, StartFailed
+from engine.errors import EngineDead, LoadFailed, StartFailed
 from engine.feature_stats import (
     CudaGraphStats,
     DrafterStatus,
@@ -402,7 +402,11 @@ class VllmEngine:
 
     async def update_weights(self, path: Path, version: str, *, keep_kv: bool = False) -> int:
         assert self._sleep_mode is not None, "the engine has not started"
-        num_kept_tokens = await self._served_weights.update(path, version, keep_kv=keep_kv)
+        try:
+            num_kept_tokens = await self._served_weights.update(path, version, keep_kv=keep_kv)
+        except LoadFailed:
+            self._sleep_mode.restore_stage()
+            raise
         self._sleep_mode.on_weights_loaded()
         return num_kept_tokens
 

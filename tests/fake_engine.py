@@ -136,6 +136,7 @@ class FakeEngine:
         self.can_sleep = True
         self.sleeping: frozenset[SleepTag] = frozenset()
         self.sleep_error: EngineError | None = None
+        self.wake_error: EngineError | None = None
         self.counted = SharedPrefixStats()
         self.speculated = SpeculationStats()
         self.update_graphs = CudaGraphStats()
@@ -426,8 +427,8 @@ class FakeEngine:
 
     async def wake(self, tags: AbstractSet[SleepTag]) -> None:
         assert self.paused
-        if self.sleep_error is not None:
-            raise self.sleep_error
+        if (error := self.wake_error or self.sleep_error) is not None:
+            raise error
         self.calls.append(f"wake {' '.join(sorted(tags))}")
         self.sleeping -= tags
         self._stage = "sleeping" if self.sleeping else "serving"

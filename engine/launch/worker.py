@@ -175,6 +175,11 @@ class WorkerExtension(MachineMethods):
         self.coppice_sleeping = self.coppice_sleeping | set(tags)
         return _reason(attempt(worker_sleep.sleep, self, level, set(tags)))
 
+    def coppice_missing_bytes(self, tags: list[SleepTag]) -> int | None:
+        """Memory that a wake needs beyond what is free, in bytes; None if that is not known."""
+        missing = attempt(worker_sleep.missing_bytes, self, set(tags))
+        return None if isinstance(missing, Failure) else missing
+
     def coppice_wake(self, tags: list[SleepTag]) -> str | None:
         """Allocate memory with these tags again. Returns None, or the reason of a failure."""
         outcome = attempt(worker_sleep.wake, self, set(tags))

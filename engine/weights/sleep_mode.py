@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Set as AbstractSet
 
-from engine.errors import EngineDead
+from engine.errors import EngineDead, MemoryUnavailable
 from engine.launch.processes import VllmProcesses
 from engine.runtime.heartbeat import Heartbeat
 from engine.types import WEIGHTS, SleepLevel, SleepTag
@@ -16,7 +16,8 @@ class SleepMode:
     """Memory that the engine has released, and its allocation.
 
     Weights that level 2 dropped are loaded when everything is awake, unless an update has loaded
-    others before. A failure marks the engine as dead, as its memory is then in an unknown state.
+    others before. A wake is refused while another process uses the memory. Any other failure marks
+    the engine as dead, as its memory is then in an unknown state.
     """
 
     def __init__(
@@ -50,22 +51,31 @@ class SleepMode:
             self._are_weights_dropped = self._are_adapters_dropped = drops
             await self._call("coppice_sleep", level, sorted(tags))
         finally:
-            self._set_stage()
+            self.restore_stage()
 
     async def wake(self, tags: AbstractSet[SleepTag]) -> None:
         self._heartbeat.set_stage("activating")
         try:
             if woken := self._sleeping & tags:
+                await self._check_memory(woken)
                 await self._call("coppice_wake", sorted(woken))
                 self._sleeping -= woken
             if not self._sleeping:
                 await self._load_dropped()
         finally:
-            self._set_stage()
+            self.restore_stage()
+
+    async def _check_memory(self, tags: AbstractSet[SleepTag]) -> None:
+        """Raise MemoryUnavailable, before anything is changed, if a worker lacks the memory."""
+        missing = await self._processes.call_workers("coppice_missing_bytes", sorted(tags))
+        if num_bytes := max((num for num in missing if num is not None), default=0):
+            raise MemoryUnavailable(
+                f"the wake needs {num_bytes} bytes more than are free on the device"
+            )
 
     def on_weights_loaded(self) -> None:
         self._are_weights_dropped = False
-        self._set_stage()
+        self.restore_stage()
 
     async def _load_dropped(self) -> None:
         if self._are_weights_dropped:
@@ -84,5 +94,6 @@ class SleepMode:
             self._heartbeat.mark_dead(f"{method} failed")
             raise EngineDead("the engine's memory could not be released or allocated")
 
-    def _set_stage(self) -> None:
+    def restore_stage(self) -> None:
+        """Set the stage of an engine that does not change weights or memory."""
         self._heartbeat.set_stage("sleeping" if self._sleeping else "serving")

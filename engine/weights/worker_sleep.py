@@ -34,6 +34,29 @@ def sleep(worker: Any, level: int, tags: set[SleepTag]) -> None:
         _drop_weights(worker.model_runner.get_model())
 
 
+def missing_bytes(worker: Any, tags: set[SleepTag]) -> int:
+    """Memory that a wake with these tags needs beyond what is free on the device; 0 on a CPU."""
+    if worker.device.type == "cpu":
+        return 0
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    allocations = CuMemAllocator.get_instance().pointer_to_data.values()
+    torch.accelerator.empty_cache()
+    free_bytes, _ = torch.accelerator.get_memory_info()
+    return max(0, released_bytes(allocations, tags) - free_bytes)
+
+
+def released_bytes(allocations: Iterable[Any], tags: set[SleepTag]) -> int:
+    """Bytes of vLLM's allocations that a wake with these tags allocates again."""
+    from vllm.device_allocator import DEFERRABLE_TAGS
+
+    return sum(
+        each.handle[1]
+        for each in allocations
+        if each.is_asleep and (each.tag in tags or each.tag not in DEFERRABLE_TAGS)
+    )
+
+
 def wake(worker: Any, tags: set[SleepTag]) -> None:
     """Allocate the memory with these tags again. Dropped weights are not loaded."""
     if worker.device.type == "cpu":

@@ -12,11 +12,11 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from collections.abc import Set as AbstractSet
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Final
 
 from coppice.wire.kv_versions import ActivationKv
 from coppice.wire.weights import ActivationAnswer, ActivationMode
-from engine.errors import EngineDead, EngineError, LoadFailed
+from engine.errors import EngineDead, EngineError, LoadFailed, MemoryUnavailable
 from engine.protocol import Engine
 from engine.types import WEIGHTS, PauseMode, SleepLevel, SleepTag
 from service.http.errors import ActivationFailed, Asleep, EngineGone, ServiceError, VersionConflict
@@ -30,6 +30,9 @@ from service.weights.versions import Version, Versions
 
 RunToCompletion = Callable[[Coroutine[Any, Any, ActivationAnswer]], Awaitable[ActivationAnswer]]
 """Runs a state change to completion, even if the calling task is cancelled."""
+
+WAKE_RETRY_SECONDS: Final = 2.0
+"""Time until a wake at the end of a lease is repeated, if another process uses the memory."""
 
 log = logging.getLogger(__name__)
 
@@ -174,7 +177,10 @@ class Activation:
         async with self._lock:
             if self._sleeping and not (is_for_all or self._pauses.has(owner, "sleep")):
                 raise Asleep("the engine sleeps for another API key")
-            await self._wake(tags)
+            try:
+                await self._wake(tags)
+            except MemoryUnavailable as error:
+                raise Asleep(f"{error}; the engine still sleeps: repeat the call later") from error
             if not self._sleeping:
                 self._pauses.end_all("sleep")
                 await self._resume_unless_paused()
@@ -198,17 +204,22 @@ class Activation:
 
     async def _end_due_pauses(self) -> None:
         ended = self._pauses.remove_ended()
+        sleeps = [pause for pause in ended if pause.kind == "sleep"]
+        try:
+            if sleeps:
+                await self._wake(self._sleeping)
+            await self._resume_unless_paused()
+        except MemoryUnavailable as error:
+            log.warning("the engine sleeps beyond the end of its lease: %s", error)
+            self._pauses.start(sleeps[0].owner, WAKE_RETRY_SECONDS, kind="sleep")
+            ended = [pause for pause in ended if pause not in sleeps]
+        except EngineError as error:
+            log.error("sampling was not resumed at the end of a pause: %s", error)
         for pause in ended:
             log.warning(
                 "the %s by %s has ended: its lease was not renewed", pause.kind, pause.owner
             )
             self._on_lease_ended()
-        try:
-            if any(pause.kind == "sleep" for pause in ended):
-                await self._wake(self._sleeping)
-            await self._resume_unless_paused()
-        except EngineError as error:
-            log.error("sampling was not resumed at the end of a pause: %s", error)
 
     async def reset_prefix_cache(self) -> None:
         """Reset the engine's prefix cache; running samples keep their KV blocks."""

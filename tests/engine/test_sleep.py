@@ -124,6 +124,21 @@ async def test_weights_that_are_updated_while_the_cache_sleeps_are_served(
     await engine.resume()
 
 
+@in_module
+async def test_engine_still_sleeps_after_an_update_that_fails(
+    engine: VllmEngine, model: Path, tmp_path: Path
+) -> None:
+    await fall_asleep(engine, 1, CACHE)
+    with pytest.raises(LoadFailed):
+        await engine.update_weights(tmp_path, "v1")  # a directory without files
+    assert engine.health().stage == "sleeping"
+    await engine.wake(ALL)
+    assert engine.health().stage == "serving"
+    await engine.resume()
+    (after,) = await samples(engine, [5, 6, 7] * 20)
+    assert [span.version for span in after.versions] == ["v0"]
+
+
 async def turns(engine: VllmEngine, prompt: list[int]) -> list[Completion]:
     """One turn of a chain that keeps its KV, of a session, and of a caller without either."""
     requests = [

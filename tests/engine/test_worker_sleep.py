@@ -114,3 +114,19 @@ def test_calls_have_the_signatures_of_the_gpu_worker() -> None:
     for name in ("sleep", "discard", "wake_up"):
         ours = inspect.signature(getattr(GpuWorker, name))
         assert str(ours) == str(inspect.signature(getattr(Worker, name)))
+
+
+@pytest.mark.engine
+@pytest.mark.filterwarnings("ignore")
+def test_wake_needs_the_released_memory_with_its_tags() -> None:
+    from vllm.device_allocator import AllocationData
+
+    allocations = [
+        AllocationData((0, 100, 0, 0), WEIGHTS, is_asleep=True),
+        AllocationData((0, 30, 0, 0), KV_CACHE, is_asleep=True),
+        AllocationData((0, 7, 0, 0), WEIGHTS),
+        AllocationData((0, 1, 0, 0), "other", is_asleep=True),
+    ]
+    assert worker_sleep.released_bytes(allocations, {WEIGHTS}) == 101
+    assert worker_sleep.released_bytes(allocations, {KV_CACHE}) == 31
+    assert worker_sleep.missing_bytes(cpu_worker(), {WEIGHTS, KV_CACHE}) == 0

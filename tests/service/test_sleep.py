@@ -8,12 +8,13 @@ from typing import Any
 import httpx
 import pytest
 
-from engine.errors import EngineDead, LoadFailed
+from engine.errors import EngineDead, LoadFailed, MemoryUnavailable
 from tests.fake_engine import FakeEngine
 from tests.service.keyfile import bearer, write_keys
 from tests.service.test_pauses import post, until_resumed
 from tests.service.test_rollouts import body, group, running_samples
 from tests.service.test_weights import activate, sample, upload
+from tests.service.weight_replication.replicas import eventually
 from tests.serving import Served, serving
 
 ALL = ["kv_cache", "weights"]
@@ -96,6 +97,34 @@ async def test_engine_wakes_when_the_lease_ends(
         assert re.search(r"^coppice_pause_leases_ended_total 1.0$", text, re.MULTILINE)
     assert engine.calls[-2:] == WAKE
     assert "the sleep by local has ended: its lease was not renewed" in caplog.text
+
+
+async def test_wake_without_memory_leaves_the_engine_asleep(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    async with serving(engine, tmp_path) as served:
+        await sleep(served)
+        engine.wake_error = MemoryUnavailable("the wake needs 7 bytes more")
+        refused = (await post(served, "/v1/wake", json={})).json()
+        assert refused["code"] == "asleep" and "7 bytes more" in refused["detail"]
+        status = (await served.http.get("/v1/status")).json()
+        assert (status["stage"], status["paused"]) == ("sleeping", True)
+        engine.wake_error = None
+        assert (await wake(served)).json()["paused"] is False
+        assert (await sample(served)).json()["outcome"] == "done"
+
+
+async def test_wake_at_the_end_of_a_lease_waits_for_memory(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = FakeEngine()
+    async with serving(engine, tmp_path) as served:
+        engine.wake_error = MemoryUnavailable("the wake needs 7 bytes more")
+        await sleep(served, lease_seconds=0.01)
+        await eventually(lambda: "sleeps beyond the end of its lease" in caplog.text)
+        engine.wake_error = None
+        await until_resumed(engine)
+        text = (await served.http.get("/metrics")).text
+        assert re.search(r"^coppice_pause_leases_ended_total 1.0$", text, re.MULTILINE)
 
 
 @pytest.mark.parametrize("path", ["/v1/sleep", "/sleep?level=2", "/release_memory_occupation"])

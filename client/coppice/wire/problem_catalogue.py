@@ -123,9 +123,10 @@ _KINDS = (
           "other content.",
           "List the versions with GET /v1/weights, and use another label for other content."),
     _kind("asleep", 409, "The engine sleeps",
-          "The request needs memory that the engine has released for a trainer, or the engine "
-          "sleeps for another API key or in another way. The detail says which.",
-          "Wake the engine first with POST /v1/wake."),
+          "The request needs memory that the engine has released for a trainer, another process "
+          "uses the memory for a wake, or the engine sleeps for another API key or in another way. "
+          "The detail says which.",
+          "Wake the engine first with POST /v1/wake; before a wake, release the trainer's memory."),
     _kind("base_unavailable", 409, "The base of the delta is not available",
           "The server does not have the version that the delta is based on, or has other content "
           "for it.",
