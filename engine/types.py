@@ -165,11 +165,14 @@ class KeptKv:
     """KV that the requests of a chain keep across weights updates.
 
     `chain` is the private salt of the chain's blocks. KV is read for at most `max_lag` updates
-    after that of the version that computed it; None: without a limit.
+    after that of the version that computed it; None: without a limit. With `max_kl`, KV is read
+    only up to the age at which its measured divergence from exact KV exceeds this limit, in nats
+    per token; without a measurement since the last update, no older KV is read.
     """
 
     chain: str
     max_lag: int | None = None
+    max_kl: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -348,6 +351,8 @@ class Completion:
     support: list[bytes] | None = None
     kv_versions: tuple[KvVersionSpan, ...] = ()
     """Versions of the KV that the tokens were conditioned on; the last token has no KV."""
+    kv_lag: int = 0
+    """Number of weights updates since the oldest of this KV was computed."""
     routed_experts: NDArray[np.integer[Any]] | None = None
     """Experts [positions, layers, experts per token] from `experts_from` on, without the last
     token, which the model has not read."""

@@ -27,6 +27,7 @@ from engine.io import logprobs
 from engine.io.chat_conversion import ChatProcessor
 from engine.io.sampling_checks import SamplingChecks
 from engine.io.vllm_requests import Generation
+from engine.kv_versions.measurement import KvMeasurement
 from engine.launch.arguments import WORKER_EXTENSION
 from engine.launch.features import GPU_DEVICE, with_prediction
 from engine.launch.info import (
@@ -118,6 +119,9 @@ class VllmEngine:
         self._copies = MachineCopies(self._processes, settings)
         self._adapters = LoadedAdapters(settings.max_adapters, self._copies)
         self._generation = Generation(self._processes, self._adapters)
+        self._kv_measurement = KvMeasurement(
+            self._processes, self._generation, settings.kv_probe_tokens
+        )
         self._sampling_checks = SamplingChecks(self._processes)
         self._info: EngineInfo | None = None
         self._chat: ChatProcessor
@@ -151,7 +155,7 @@ class VllmEngine:
         return self._monitor.graphs
 
     def kept_kv(self) -> KeptKvStats:
-        return self._monitor.kept_kv
+        return self._kv_measurement.add_to(self._monitor.kept_kv)
 
     def session_kv(self) -> KvRetentionStats:
         return self._monitor.session_kv
@@ -333,9 +337,22 @@ class VllmEngine:
         await self._sampling_checks.check(sampling, client)
 
     async def submit(self, samples: Sequence[SampleRequest]) -> list[Awaitable[Completion]]:
-        learner = self._drafter if self._drafter and self._drafter.is_training else None
-        on_finished = learner.on_sample_finished if learner else self._finished_listener
+        on_finished = self._finished_observer(samples)
         return await self._generation.submit(samples, self.info.max_context_tokens, on_finished)
+
+    def _finished_observer(self, samples: Sequence[SampleRequest]) -> FinishedListener | None:
+        """Listener for the completions of these samples, if anything learns from them."""
+        learner = self._drafter if self._drafter and self._drafter.is_training else None
+        listener = learner.on_sample_finished if learner else self._finished_listener
+        if not any(sample.kept_kv and sample.kept_kv.max_kl is not None for sample in samples):
+            return listener
+
+        def observe(sample: SampleRequest, completion: Completion) -> None:
+            self._kv_measurement.contexts.on_finished(sample, completion)
+            if listener is not None:
+                listener(sample, completion)
+
+        return observe
 
     def listen_finished(self, listener: FinishedListener | None) -> None:
         self._finished_listener = listener
@@ -382,7 +399,11 @@ class VllmEngine:
         await await_engine(self.llm, self.llm.resume_generation())
 
     async def reset_prefix_cache(self) -> None:
+        self._kv_measurement.contexts.clear()
         await self._processes.call_core("coppice_reset_prefix_cache")
+
+    async def measure_kept_kv(self, priority: int) -> None:
+        await self._kv_measurement.run(self.info.max_context_tokens, priority)
 
     async def release_session_kv(self, session_ids: Sequence[str]) -> None:
         await self._processes.call_core("coppice_release_session_kv", list(session_ids))
@@ -402,16 +423,19 @@ class VllmEngine:
 
     async def update_weights(self, path: Path, version: str, *, keep_kv: bool = False) -> int:
         assert self._sleep_mode is not None, "the engine has not started"
+        self._kv_measurement.on_load()
         try:
             num_kept_tokens = await self._served_weights.update(path, version, keep_kv=keep_kv)
         except LoadFailed:
             self._sleep_mode.restore_stage()
             raise
+        self._kv_measurement.on_updated(keeps_kv=keep_kv)
         self._sleep_mode.on_weights_loaded()
         return num_kept_tokens
 
     async def sleep(self, level: SleepLevel, tags: AbstractSet[SleepTag]) -> None:
         assert self._sleep_mode is not None, "the engine has not started"
+        self._kv_measurement.contexts.clear()
         await self._sleep_mode.sleep(level, tags)
 
     async def wake(self, tags: AbstractSet[SleepTag]) -> None:

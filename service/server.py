@@ -44,6 +44,7 @@ from service.sessions.manager import SessionManager
 from service.trees.external_tree import ExternalTrees
 from service.weights.activation import Activation
 from service.weights.checkpoint_store import CheckpointStore
+from service.weights.divergence_probes import DivergenceProbes
 from service.weights.drafter import DrafterManager
 from service.weights.replication.announcer import Announcer
 from service.weights.replication.coordinator import ActivationCoordinator
@@ -114,6 +115,7 @@ class Server:
             on_load=lambda outcome: self.metrics.weights.adapter_loads.labels(outcome).inc(),
         )
         self.admission = Admission(settings.limits)
+        priority_aging = PriorityAging(overtaken_seconds=settings.limits.max_overtaken_seconds)
         self.rollouts = RolloutManager(
             engine,
             self.versions,
@@ -129,7 +131,7 @@ class Server:
             group_factory=GroupFactory(
                 engine,
                 self.tokenizer,
-                PriorityAging(overtaken_seconds=settings.limits.max_overtaken_seconds),
+                priority_aging,
                 self.kv_reuse,
                 max_lease_seconds=settings.limits.max_tree_lease_seconds,
             ),
@@ -168,6 +170,7 @@ class Server:
             on_received=self.metrics.weights.record_upload,
         )
         self.drafters = DrafterManager(engine, self.checkpoints)
+        self._divergence_probes = DivergenceProbes(engine, priority_aging)
         self.activation = Activation(
             engine,
             self.versions,
@@ -245,6 +248,7 @@ class Server:
                 self.cluster.running(),
                 self.rollouts.running(),
                 self.sessions.running(),
+                self._divergence_probes.running(),
                 self.activation.running(),
                 self.coordinator.running(),
             ):
@@ -336,6 +340,7 @@ class Server:
         self.metrics.weights.record_activation(answer)
         if answer.version != answer.previous:
             self._activated_at = time.monotonic()
+            self._divergence_probes.on_activated()
 
     def _count_group(self, rollout: Rollout, group: Group, answer: GroupAnswer) -> None:
         self.metrics.record_group(answer, group.sample_seconds)

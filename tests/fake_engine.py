@@ -117,6 +117,10 @@ class FakeEngine:
         self.finish: EngineFinishReason = "length"
         self.parses = True
         self.calls: list[str] = []
+        self.measured: list[int] = []
+        self.measure_gate: asyncio.Event | None = None
+        self.num_cancelled_measurements = 0
+        self.measure_error: EngineError | None = None
         self.submitted: list[SampleRequest] = []
         self.checked: list[Sampling] = []
         self.sampling_error: EngineError | None = None
@@ -202,6 +206,17 @@ class FakeEngine:
 
     def kept_kv(self) -> KeptKvStats:
         return self.kept_stats
+
+    async def measure_kept_kv(self, priority: int) -> None:
+        self.measured.append(priority)
+        if self.measure_gate is not None:
+            try:
+                await self.measure_gate.wait()
+            except asyncio.CancelledError:
+                self.num_cancelled_measurements += 1
+                raise
+        if self.measure_error is not None:
+            raise self.measure_error
 
     def session_kv(self) -> KvRetentionStats:
         return self.retained

@@ -7,6 +7,7 @@ prefill the prompt again.
 
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,19 +27,27 @@ from engine.runner.prompt_token_ids import to_extra_args
 from engine.types import TopLogprobRows
 
 
+@dataclass(frozen=True, slots=True)
+class ScoredTokens:
+    """Tokens that are prefilled for their logprobs; `cache_salt` is that of their cached KV."""
+
+    token_ids: Sequence[int]
+    adapter: LoRARequest | None
+    priority: int = 0
+    cache_salt: str | None = None
+
+
 async def prompt_logprobs(
     llm: AsyncLLM, token_ids: Sequence[int], adapter: LoRARequest | None, num_top_logprobs: int
 ) -> TopLogprobRows:
     """Logprobs of given tokens and of the top k at their positions; the first position has none."""
-    output = await _score(llm, token_ids, adapter, prompt_logprobs=num_top_logprobs)
+    scored = ScoredTokens(token_ids, adapter)
+    output = await _score(llm, scored, prompt_logprobs=num_top_logprobs)
     return prompt_rows(output.prompt_logprobs)
 
 
 async def given_logprobs(
-    llm: AsyncLLM,
-    token_ids: Sequence[int],
-    adapter: LoRARequest | None,
-    given: NDArray[np.int32],
+    llm: AsyncLLM, scored: ScoredTokens, given: NDArray[np.int32]
 ) -> TopLogprobRows:
     """Logprobs of given tokens and of further tokens [tokens, m] at their positions.
 
@@ -47,37 +56,30 @@ async def given_logprobs(
     """
     if not llm.vllm_config.use_v2_model_runner:
         args = to_extra_args(given[1:])
-        output = await _score(
-            llm, token_ids, adapter, prompt_logprobs=given.shape[1], extra_args=args
-        )
+        output = await _score(llm, scored, prompt_logprobs=given.shape[1], extra_args=args)
         rows = prompt_rows(output.prompt_logprobs)
         assert np.array_equal(rows.token_ids[1:, 1:], given[1:]), "the hook gathered the tokens"
         return rows
-    all_ids = np.column_stack([np.asarray(token_ids, np.int32), given])
-    if len(token_ids) < 2:
+    all_ids = np.column_stack([np.asarray(scored.token_ids, np.int32), given])
+    if len(all_ids) < 2:
         return TopLogprobRows(
             all_ids, np.full(all_ids.shape, -np.inf, np.float32), np.zeros(1, int)
         )
-    output = await _score(llm, token_ids, adapter, prompt_logprob_token_ids=all_ids[1:])
+    output = await _score(llm, scored, prompt_logprob_token_ids=all_ids[1:])
     logprobs = np.pad(output.prompt_token_id_logprobs, ((1, 0), (0, 0)), constant_values=-np.inf)
-    return TopLogprobRows(all_ids, logprobs, np.zeros(len(token_ids), np.int64))
+    return TopLogprobRows(all_ids, logprobs, np.zeros(len(all_ids), np.int64))
 
 
-async def _score(
-    llm: AsyncLLM, token_ids: Sequence[int], adapter: LoRARequest | None, **options: Any
-) -> RequestOutput:
+async def _score(llm: AsyncLLM, scored: ScoredTokens, **options: Any) -> RequestOutput:
     """Prefill given tokens for their logprobs. A request that a pause aborts is repeated."""
-    output = await _score_once(llm, token_ids, adapter, options)
+    output = await _score_once(llm, scored, options)
     while output.outputs[0].finish_reason == "abort":
-        output = await _score_once(llm, token_ids, adapter, options)
+        output = await _score_once(llm, scored, options)
     return output
 
 
 async def _score_once(
-    llm: AsyncLLM,
-    token_ids: Sequence[int],
-    adapter: LoRARequest | None,
-    options: Mapping[str, Any],
+    llm: AsyncLLM, scored: ScoredTokens, options: Mapping[str, Any]
 ) -> RequestOutput:
     # vLLM requires that the request samples a token.
     params = SamplingParams(
@@ -89,7 +91,11 @@ async def _score_once(
     )
     try:
         generated = llm.generate(
-            tokens_input(list(token_ids)), params, uuid.uuid4().hex, lora_request=adapter
+            tokens_input(list(scored.token_ids), cache_salt=scored.cache_salt),
+            params,
+            uuid.uuid4().hex,
+            lora_request=scored.adapter,
+            priority=scored.priority,
         )
         (output,) = [output async for output in generated]
     except EngineDeadError as error:

@@ -24,6 +24,7 @@ from vllm.v1.engine.output_processor import RequestState
 from engine.errors import EngineDead, RequestRefused, SupportLost
 from engine.io import logprob_arrays, stop_strings
 from engine.io.logprobs import (
+    ScoredTokens,
     given_logprobs,
     prompt_logprobs,
     sampled_logprobs,
@@ -133,6 +134,7 @@ def to_completion(output: RequestOutput, request: SampleRequest) -> Completion:
         kv_versions=kv_versions.kv_version_spans(
             kv_versions.reports_of(output), versions, len(request.prompt_token_ids)
         ),
+        kv_lag=kv_versions.kv_lag_of(output),
         num_cached_tokens=output.num_cached_tokens or 0,
         stop_reason=sample.stop_reason,
         entropy=top_k_entropies(rows, k) if k and rows is not None else None,
@@ -311,10 +313,16 @@ class Generation:
         return await prompt_logprobs(self._processes.llm, prompt, lora_request, num_top_logprobs)
 
     async def given_logprobs(
-        self, prompt: Sequence[int], given: NDArray[np.int32], adapter: str | None
+        self,
+        prompt: Sequence[int],
+        given: NDArray[np.int32],
+        adapter: str | None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
     ) -> TopLogprobRows:
-        lora_request = self._adapters.request(adapter)
-        return await given_logprobs(self._processes.llm, prompt, lora_request, given)
+        scored = ScoredTokens(prompt, self._adapters.request(adapter), priority, cache_salt)
+        return await given_logprobs(self._processes.llm, scored, given)
 
     async def abort(self, sample_ids: Sequence[str]) -> None:
         with suppress(EngineDead, EngineDeadError):

@@ -5,7 +5,7 @@ from typing import Any, Final, TypedDict
 KEEP_KV_ARG: Final = "coppice_keep_kv"
 """Key of the option in a request's `extra_args`."""
 KV_VERSIONS: Final = "coppice_kv_versions"
-"""Key in the `kv_transfer_params` of an output: versions and ends of the request's older KV."""
+"""Key in the `kv_transfer_params` of an output: the request's older KV, a `KvReport`."""
 
 OlderKv = list[tuple[str, int]]
 """Weights versions and ends of consecutive ranges of positions, the first one from position 0.
@@ -14,10 +14,18 @@ The KV of later positions is computed under the version that the engine serves.
 """
 
 
+class KvReport(TypedDict):
+    """Older KV of a request, and the number of updates since the oldest of it was computed."""
+
+    versions: OlderKv
+    lag: int
+
+
 class KeepOption(TypedDict):
-    """Value of the option. `max_lag`: as in `engine.types.KeptKv`."""
+    """Value of the option, with the limits of `engine.types.KeptKv`."""
 
     max_lag: int | None
+    max_kl: float | None
 
 
 def keep_option(request: Any) -> KeepOption | None:

@@ -12,11 +12,15 @@ _NAMESPACE: Final = uuid.uuid4().hex
 
 def rollout_chain(owner: str, keep: KeepKv, name: str) -> KeptKv:
     """Chain of the rollouts of one API key under one name, or under the id of the first one."""
-    return KeptKv(chain=f"{_NAMESPACE}:{len(owner)}:{owner}:{name}", max_lag=keep.max_lag)
+    return _chain(f"{len(owner)}:{owner}:{name}", keep)
 
 
 def session_chain(cache_salt: str, keep: KeepKv | None) -> KeptKv | None:
     """Chain of the calls that share the cache salt of a session."""
     if keep is None:
         return None
-    return KeptKv(chain=f"{_NAMESPACE}:{cache_salt}", max_lag=keep.max_lag)
+    return _chain(cache_salt, keep)
+
+
+def _chain(name: str, keep: KeepKv) -> KeptKv:
+    return KeptKv(chain=f"{_NAMESPACE}:{name}", max_lag=keep.max_lag, max_kl=keep.max_kl)

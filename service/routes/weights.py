@@ -5,12 +5,13 @@ Other replicas download the uploaded files through the router `files`.
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import asdict
 from pathlib import Path
 
 from fastapi import APIRouter, Request, Response
 from starlette.responses import StreamingResponse
 
-from coppice.wire.weights import ActivateRequest, StageRequest
+from coppice.wire.weights import ActivateRequest, KvDivergence, StageRequest
 from service.auth.access import requires_role
 from service.http.bodies import read_small_json
 from service.http.errors import (
@@ -65,10 +66,14 @@ DELETE_RESPONSES = declare_responses(
 @router.get("", responses=declare_responses({200: JSON}, *ADMIN_ERRORS))
 @requires_role("admin")
 async def list_versions(server: ReadyServer) -> Response:
-    answer = server.replication.answer()
-    return json_response(
-        answer.model_copy(update={"local_directory": server.checkpoints.local_directory})
-    )
+    own = {
+        "local_directory": server.checkpoints.local_directory,
+        "kv_divergences": [
+            KvDivergence.model_validate(asdict(measured))
+            for measured in server.engine.kept_kv().divergences
+        ],
+    }
+    return json_response(server.replication.answer().model_copy(update=own))
 
 
 @router.put("/{version}", responses=UPLOAD_RESPONSES)

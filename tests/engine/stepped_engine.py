@@ -12,7 +12,7 @@ import pytest
 
 from engine.kv_types import ExportSlot, KvLoad, KvTransferParams
 from engine.kv_versions import spans as kv_versions
-from engine.kv_versions.request_option import KEEP_KV_ARG
+from engine.kv_versions.request_option import KEEP_KV_ARG, KeepOption
 from engine.launch import core_methods
 from engine.launch.plugin import install_patches
 from engine.sampling_support import hooks
@@ -114,7 +114,7 @@ class LiveEngine:
             transfer = KvTransferParams(export=export, load=load)
             params.extra_args = {"kv_transfer_params": transfer.to_dict()}
         if chain is not None:
-            params.extra_args = {KEEP_KV_ARG: {"max_lag": max_lag}}
+            params.extra_args = {KEEP_KV_ARG: KeepOption(max_lag=max_lag, max_kl=None)}
         name = next(self._ids)
         tokens: dict[str, Any] = {"prompt_token_ids": list(prompt)}
         if salt is not None or chain is not None:

@@ -1,12 +1,16 @@
 """Versions of kept KV blocks, with a pool of plain objects."""
 
 import itertools
+import math
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from engine.kv_versions.core.divergence_limit import MeasuredDivergence
 from engine.kv_versions.core.kept_blocks import KeptBlocks
-from engine.kv_versions.request_option import KEEP_KV_ARG
+from engine.kv_versions.request_option import KEEP_KV_ARG, KeepOption, OlderKv
 
 BLOCK = 4
 
@@ -31,8 +35,10 @@ class Pool:
         self.removed += removed
 
 
-def request(name: str, *, keep: bool = True, max_lag: int | None = None) -> Any:
-    extra_args = {KEEP_KV_ARG: {"max_lag": max_lag}} if keep else None
+def request(
+    name: str, *, keep: bool = True, max_lag: int | None = None, max_kl: float | None = None
+) -> Any:
+    extra_args = {KEEP_KV_ARG: KeepOption(max_lag=max_lag, max_kl=max_kl)} if keep else None
     return SimpleNamespace(request_id=name, sampling_params=SimpleNamespace(extra_args=extra_args))
 
 
@@ -69,6 +75,10 @@ def hit(kept: KeptBlocks, asked: Any, blocks: list[Block]) -> int:
     return len(found)
 
 
+def reported(kept: KeptBlocks) -> dict[str, OlderKv]:
+    return {request_id: report.versions for request_id, report in kept.reports.items()}
+
+
 def test_hit_reports_the_versions_of_its_older_blocks() -> None:
     kept, pool = kept_blocks()
     blocks = cache(kept, pool, request("a"), 0, 1)
@@ -78,7 +88,7 @@ def test_hit_reports_the_versions_of_its_older_blocks() -> None:
     blocks += cache(kept, pool, request("c"), 3)
     for _ in range(2):  # the first time, the request cannot be scheduled
         assert hit(kept, request("d"), blocks) == 4
-    assert kept.reports == {"d": [("v1", 8), ("v2", 12)]}
+    assert reported(kept) == {"d": [("v1", 8), ("v2", 12)]}
     assert kept.snapshot()["num_reused_tokens"] == 0
     kept.on_allocated("d")
     assert kept.snapshot()["num_reused_tokens"] == 12
@@ -96,9 +106,9 @@ def test_block_filled_across_an_update_counts_as_its_oldest_position() -> None:
     blocks = cache(kept, pool, running, 0)
     update(kept, "v2", ("a", 6, False))
     blocks += cache(kept, pool, running, 1, 2)
-    assert kept.reports.pop("a") == [("v1", 6)]
+    assert kept.pop_report("a") == {"versions": [("v1", 6)], "lag": 1}
     hit(kept, request("b"), blocks)
-    assert kept.reports == {"b": [("v1", 8), ("v2", 12)]}
+    assert reported(kept) == {"b": [("v1", 8), ("v2", 12)]}
 
 
 def test_evicted_block_is_not_kept_under_its_next_hash() -> None:
@@ -116,7 +126,7 @@ def test_kv_of_a_version_that_is_activated_again_is_not_renewed() -> None:
     blocks += cache(kept, pool, request("b"), 1)
     update(kept, "v1")
     assert hit(kept, request("c"), blocks) == 2
-    assert kept.reports == {"c": [("v1", 4), ("v2", 8)]}
+    assert reported(kept) == {"c": [("v1", 4), ("v2", 8)]}
     assert hit(kept, request("d", max_lag=2), blocks) == 2
     assert hit(kept, request("e", max_lag=1), blocks) == 0
 
@@ -139,11 +149,62 @@ def test_block_is_as_old_as_the_oldest_kv_that_it_attended_to() -> None:
     suffix = cache(kept, pool, running, 1, 2)
     kept.reports.clear()
     assert hit(kept, request("b"), [*prefix, *suffix]) == 3
-    assert kept.reports == {"b": [("v1", 8), ("v2", 12)]}
+    assert reported(kept) == {"b": [("v1", 8), ("v2", 12)]}
     suffix += cache(kept, pool, request("b"), 3)  # after a hit of such blocks
     assert hit(kept, request("c", max_lag=0), suffix[2:]) == 0
     assert hit(kept, request("d", max_lag=0), suffix[1:]) == 0
     assert pool.removed == ["hash-3", "hash-2"]
+
+
+def test_report_has_the_age_of_the_oldest_kv_at_its_output() -> None:
+    kept, pool = kept_blocks()
+    blocks = cache(kept, pool, request("a"), 0)
+    update(kept, "v2")
+    hit(kept, request("b"), blocks)
+    update(kept, "v3", ("b", 6, False))
+    assert kept.pop_report("b") == {"versions": [("v1", 4), ("v2", 6)], "lag": 2}
+    assert kept.pop_report("b") is None
+
+
+def test_kv_is_read_up_to_the_age_whose_divergence_meets_the_limit() -> None:
+    kept, pool = kept_blocks()
+    blocks = cache(kept, pool, request("a", max_kl=0.1), 0)
+    update(kept, "v2")
+    blocks += cache(kept, pool, request("b", max_kl=0.1), 1)
+    update(kept, "v3")
+    kept.divergence.set({1: 0.05, 2: 0.2})
+    assert hit(kept, request("c", max_kl=0.2), blocks) == 2
+    assert hit(kept, request("d", max_kl=0.1), blocks) == 0
+    assert hit(kept, request("e", max_kl=0.1), blocks[1:]) == 1
+    assert kept.snapshot()["num_dropped_tokens"] == {"divergence": 4}
+
+
+def test_measured_divergences_do_not_hold_after_an_update() -> None:
+    kept, pool = kept_blocks()
+    blocks = cache(kept, pool, request("a"), 0)
+    kept.divergence.set({1: 0.05})
+    update(kept, "v2")
+    assert hit(kept, request("b"), blocks) == 1
+    assert hit(kept, request("c", max_kl=0.1), blocks) == 0
+
+
+@pytest.mark.parametrize(
+    ("by_lag", "expected"),
+    [
+        ({}, 0),
+        ({1: 0.1}, 1),
+        ({1: 0.2, 2: 0.0}, 0),
+        ({4: 0.1, 1: 0.0}, 4),
+        ({1: 0.0, 2: 0.3, 3: 0.1}, 1),
+        ({1: math.nan, 2: 0.0}, 0),
+    ],
+)
+def test_limit_of_the_divergence_becomes_a_limit_of_the_age(
+    by_lag: dict[int, float], expected: int
+) -> None:
+    measured = MeasuredDivergence()
+    measured.set(by_lag)
+    assert measured.max_lag(0.1) == expected
 
 
 def test_update_drops_the_blocks_that_attended_to_kv_that_it_makes_too_old() -> None:
@@ -166,10 +227,10 @@ def test_update_drops_blocks_that_it_makes_too_old() -> None:
 def test_preempted_request_reports_that_its_kv_is_computed_again() -> None:
     kept, _ = kept_blocks()
     update(kept, "v2", ("a", 6, False), ("b", 0, True))
-    assert kept.reports == {"a": [("v1", 6)], "b": []}
+    assert reported(kept) == {"a": [("v1", 6)], "b": []}
     kept.reports.clear()
     hit(kept, request("a", keep=False), [])
-    assert kept.reports == {"a": []}
+    assert reported(kept) == {"a": []}
 
 
 def test_nothing_is_remembered_of_ended_requests_and_unused_versions() -> None:

@@ -12,7 +12,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
 
 from engine.kv_versions.core import hooks
-from engine.kv_versions.request_option import KEEP_KV_ARG
+from engine.kv_versions.request_option import KEEP_KV_ARG, KeepOption
 from engine.launch.core_methods import _clear_block_hashes, _stop_caching_running
 from tests.engine.kv_retention.test_kv_cache_manager import BLOCK, FULL, SLIDING
 
@@ -34,7 +34,7 @@ def manager() -> KVCacheManager:
 
 def run(manager: KVCacheManager, *, keep: bool) -> Request:
     """A running request that has been prefilled."""
-    extra_args = {KEEP_KV_ARG: {"max_lag": None}} if keep else None
+    extra_args = {KEEP_KV_ARG: KeepOption(max_lag=None, max_kl=None)} if keep else None
     params = SamplingParams(max_tokens=9, extra_args=extra_args)
     hasher = get_request_block_hasher(BLOCK, sha256)
     request = Request("a", PROMPT, params, None, block_hasher=hasher)

@@ -161,12 +161,13 @@ def _with_reports(upstream: Any) -> Any:
     @functools.wraps(upstream)
     def attach_weight_version(self: Any, outputs: dict[int, Any]) -> None:
         upstream(self, outputs)
-        if reports := kept_blocks(self).reports:
+        kept = kept_blocks(self)
+        if kept.reports:
             for output in (output for each in outputs.values() for output in each.outputs):
-                if (report := reports.pop(output.request_id, None)) is not None:
+                if (report := kept.pop_report(output.request_id)) is not None:
                     given = output.kv_transfer_params or {}
                     output.kv_transfer_params = given | {KV_VERSIONS: report}
-            for request_id in reports.keys() - self.scheduler.requests.keys():
-                del reports[request_id]
+            for request_id in kept.reports.keys() - self.scheduler.requests.keys():
+                del kept.reports[request_id]
 
     return attach_weight_version

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from engine.feature_stats import KeptKvDropReason
-from engine.kv_versions.request_option import OlderKv, keep_option
+from engine.kv_versions.core.divergence_limit import MeasuredDivergence
+from engine.kv_versions.request_option import KeepOption, KvReport, OlderKv, keep_option
 
 Groups = Sequence[tuple[Sequence[Any], int]]
 """Blocks of a cache hit in each KV cache group, with the block size."""
@@ -51,14 +52,24 @@ class KeptBlock:
     max_lag: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Versions of a request's older KV, and the lowest number of an activation among them."""
+
+    versions: OlderKv
+    oldest: int
+
+
 class KeptBlocks:
     """Versions of the KV of an engine's requests, and of the cached blocks of chains.
 
     `reports` are the versions of the KV of requests that have changed since their last output.
+    `divergence` has been measured since the last update.
     """
 
     def __init__(self, pool: Any) -> None:
-        self.reports: dict[str, OlderKv] = {}
+        self.reports: dict[str, Report] = {}
+        self.divergence = MeasuredDivergence()
         self._pool = pool
         self._activation = 0
         self._labels: dict[int, str] = {self._activation: ""}
@@ -72,6 +83,13 @@ class KeptBlocks:
         """Record the weights version under which the next steps run, as a new activation."""
         self._activation += 1
         self._labels[self._activation] = version
+        self.divergence.set({})
+
+    def pop_report(self, request_id: str) -> KvReport | None:
+        """The report of a request whose output is sent now."""
+        if (report := self.reports.pop(request_id, None)) is None:
+            return None
+        return KvReport(versions=report.versions, lag=self._activation - report.oldest)
 
     def on_cached(self, request: Any, blocks: Sequence[Any], first: int, block_size: int) -> None:
         """Record the versions of blocks that a request has cached, the first of them at `first`."""
@@ -105,17 +123,28 @@ class KeptBlocks:
 
         Blocks that other requests have cached under the same hashes are found instead.
         """
-        option = keep_option(request)
-        max_lag = None if option is None else option["max_lag"]
-        if max_lag is None:
+        if (option := keep_option(request)) is None:
             return False
-        too_old = [b for b, kept, _ in self._older_blocks(groups) if self._lag(kept) > max_lag]
-        for block in too_old:
-            self._num_dropped_tokens["lag"] += self._blocks[block.block_id].num_tokens
+        dropped = [
+            (block, reason)
+            for block, kept, _ in self._older_blocks(groups)
+            if (reason := self._drop_reason(kept, option)) is not None
+        ]
+        for block, reason in dropped:
+            self._num_dropped_tokens[reason] += self._blocks[block.block_id].num_tokens
             self.on_removed(block)
             removed = self._pool._remove_cached_block_hashes(block)
             self._pool._emit_block_removed_events(removed)
-        return bool(too_old)
+        return bool(dropped)
+
+    def _drop_reason(self, kept: KeptBlock, option: KeepOption) -> KeptKvDropReason | None:
+        """Limit of a request that a block exceeds."""
+        lag, max_lag, max_kl = self._lag(kept), option["max_lag"], option["max_kl"]
+        if max_lag is not None and lag > max_lag:
+            return "lag"
+        if max_kl is not None and lag > self.divergence.max_lag(max_kl):
+            return "divergence"
+        return None
 
     def on_lookup(self, request: Any, groups: Groups, num_tokens: int) -> None:
         """Record the versions of the KV that a request has found in the prefix cache."""
@@ -124,7 +153,7 @@ class KeptBlocks:
         request_id = request.request_id
         if older == self._older_kv.get(request_id, []):
             return
-        self.reports[request_id] = self._labelled(older)
+        self.reports[request_id] = self._report(older)
         if older:
             self._older_kv[request_id] = older
         else:
@@ -152,13 +181,14 @@ class KeptBlocks:
                 computed = KvSpan(self._activation, oldest, num_computed)
                 older = _joined([*self._older_kv.get(request_id, ()), computed])
                 self._older_kv[request_id] = older
-                self.reports[request_id] = self._labelled(older)
+                self.reports[request_id] = self._report(older)
             elif is_preempted:
                 self._older_kv.pop(request_id, None)
-                self.reports[request_id] = []
-        for known in (self._older_kv, self.reports):
-            for request_id in known.keys() - alive:
-                del known[request_id]
+                self.reports[request_id] = self._report([])
+        for ended in self._older_kv.keys() - alive:
+            del self._older_kv[ended]
+        for ended in self.reports.keys() - alive:
+            del self.reports[ended]
 
     def blocks_to_keep(self, *, keep: bool) -> set[int]:
         """Ids of cached blocks that an update keeps; the others are no longer known."""
@@ -228,6 +258,10 @@ class KeptBlocks:
         return _joined(
             KvSpan(*ages.get(start, now), end=min(start + unit, num_tokens)) for start in starts
         )
+
+    def _report(self, older: Sequence[KvSpan]) -> Report:
+        oldest = min((span.oldest for span in older), default=self._activation)
+        return Report(self._labelled(older), oldest)
 
     def _labelled(self, older: Sequence[KvSpan]) -> OlderKv:
         labelled: OlderKv = []

@@ -1,0 +1,52 @@
+"""Measurement of the divergence of kept KV after each activation, in the background."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Final
+
+from engine.errors import EngineError
+from engine.protocol import Engine
+from service.rollouts.fairness import PriorityAging
+
+LOWEST_PRIORITY: Final = 2**31
+
+log = logging.getLogger(__name__)
+
+
+class DivergenceProbes:
+    """Task that has the engine measure kept KV; an activation ends the measurement before it."""
+
+    def __init__(self, engine: Engine, priority_aging: PriorityAging) -> None:
+        self._engine = engine
+        self._priority_aging = priority_aging
+        self._tasks: asyncio.TaskGroup | None = None
+        self._measuring: asyncio.Task[None] | None = None
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Context manager in which activations start measurements."""
+        async with asyncio.TaskGroup() as self._tasks:
+            try:
+                yield
+            finally:
+                self._tasks = None
+                self._cancel()
+
+    def on_activated(self) -> None:
+        """Start a measurement. Call it once the new weights are served."""
+        self._cancel()
+        if self._tasks is not None:
+            self._measuring = self._tasks.create_task(self._measure(), name="kv-divergence")
+
+    def _cancel(self) -> None:
+        if self._measuring is not None:
+            self._measuring.cancel()
+
+    async def _measure(self) -> None:
+        priority = self._priority_aging.to_engine_priority(LOWEST_PRIORITY)
+        try:
+            await self._engine.measure_kept_kv(priority)
+        except* EngineError as failures:
+            log.warning("the divergence of kept KV was not measured: %s", failures.exceptions[0])
