@@ -18,7 +18,7 @@ from engine.cudagraphs.plan_report import compare, render
 from engine.cudagraphs.planner import shape_weights
 from engine.errors import EngineError, StartFailed
 from engine.launch.model_files import resolve_model_config
-from engine.launch.preloaded_core import PreloadedCore, preload_core
+from engine.launch.preloaded_core import preload_core
 from engine.protocol import Engine
 from engine.runtime import gc_and_process_group
 from engine.settings import EngineSettings
@@ -45,19 +45,12 @@ def load_engine(settings: Settings) -> Engine:
     """Import and create the vLLM engine, whose EngineCore process imports vLLM at the same time."""
     preloaded = preload_core(settings.engine)
     try:
-        return _create_engine(settings, preloaded)
+        engine = _create("engine.vllm_engine", "VllmEngine", settings, preloaded=preloaded)
     except BaseException:
         if preloaded is not None:
             preloaded.close()
         raise
-
-
-def _create_engine(settings: Settings, preloaded: PreloadedCore | None) -> Engine:
-    """Import and create the vLLM engine.
-
-    The import is by name and only here, so that no other service module imports torch or vLLM.
-    """
-    return cast(Engine, _create("engine.vllm_engine", "VllmEngine", settings))
+    return cast(Engine, engine)
 
 
 def load_node(settings: Settings) -> "Node":
@@ -65,7 +58,11 @@ def load_node(settings: Settings) -> "Node":
     return cast("Node", _create("engine.launch.node_processes", "EngineNode", settings))
 
 
-def _create(module: str, name: str, settings: Settings) -> Any:
+def _create(module: str, name: str, settings: Settings, **options: object) -> Any:
+    """Import and create an engine or the ranks of one.
+
+    The import is by name and only here, so that no other service module imports torch or vLLM.
+    """
     try:
         with gc_and_process_group.gc_disabled_during_imports():
             created = getattr(importlib.import_module(module), name)
@@ -78,7 +75,7 @@ def _create(module: str, name: str, settings: Settings) -> Any:
         attention=settings.attention,
         speculation=settings.speculation,
         graphs=settings.graphs,
-        preloaded=preloaded,
+        **options,
     )
 
 
