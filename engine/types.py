@@ -215,7 +215,8 @@ class SampleRequest:
 
     The last `num_prior_tokens` tokens of the prompt are the first ones of the response. Penalties,
     bad words, structured outputs and stop strings take them into account; the limits in `sampling`
-    do not count them.
+    do not count them. The last `num_drawn_tokens` of them were sampled from the random stream of
+    `seed`, which continues after them.
     """
 
     id: str
@@ -238,6 +239,7 @@ class SampleRequest:
     load: KvLoad | None = None
     adapter: str | None = None
     num_prior_tokens: int = 0
+    num_drawn_tokens: int = 0
     on_tokens: OnTokens | None = None
 
 

@@ -28,6 +28,7 @@ from service.routes import (
     external_trees,
     kv,
     monitoring,
+    moves,
     pause,
     rollouts,
     score,
@@ -44,6 +45,7 @@ CALLERS = (
     score.router,
     kv.router,
     weights.files,
+    moves.router,
     api_documents.router,
 )
 OPERATORS = (

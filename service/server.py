@@ -16,6 +16,7 @@ from engine.types import EngineHealth
 from service.adapters.adapter_files import AdapterFiles
 from service.adapters.manager import AdapterManager
 from service.cluster.in_memory import InMemoryRegistry
+from service.cluster.key_transfers import KeyTransfers
 from service.cluster.membership import ClusterMembership
 from service.cluster.redis_registry import RedisRegistry
 from service.cluster.registry import ClusterRegistry, new_replica_id
@@ -26,6 +27,8 @@ from service.draft_history.stream import RedisHistoryStream
 from service.http.bodies import Bodies
 from service.http.connection_limit import Connections, connection_limit
 from service.kv_reuse.manager import KvReuseManager
+from service.moves.receiver import MoveReceiver
+from service.moves.sender import MoveSender
 from service.observability.features import features, table
 from service.observability.metrics import Metrics, watch_loop_lag
 from service.observability.readiness import Readiness
@@ -46,6 +49,7 @@ from service.weights.activation import Activation
 from service.weights.checkpoint_store import CheckpointStore
 from service.weights.divergence_probes import DivergenceProbes
 from service.weights.drafter import DrafterManager
+from service.weights.replication.allowed_peers import Peers
 from service.weights.replication.announcer import Announcer
 from service.weights.replication.coordinator import ActivationCoordinator
 from service.weights.replication.downloader import WeightsDownloader
@@ -53,6 +57,8 @@ from service.weights.replication.follower import Follower
 from service.weights.replication.status import ReplicaStatus, ReplicationStatus
 from service.weights.stager import WeightStager
 from service.weights.versions import Versions, first_version
+
+RECONNECT_SECONDS = 1.0
 
 log = logging.getLogger(__name__)
 
@@ -116,6 +122,13 @@ class Server:
         )
         self.admission = Admission(settings.limits)
         priority_aging = PriorityAging(overtaken_seconds=settings.limits.max_overtaken_seconds)
+        group_factory = GroupFactory(
+            engine,
+            self.tokenizer,
+            priority_aging,
+            self.kv_reuse,
+            max_lease_seconds=settings.limits.max_tree_lease_seconds,
+        )
         self.rollouts = RolloutManager(
             engine,
             self.versions,
@@ -128,15 +141,29 @@ class Server:
             max_support_bytes=settings.limits.max_support_bytes,
             keep_seconds=settings.limits.keep_answers_seconds,
             keep_bytes=settings.limits.keep_answers_bytes,
-            group_factory=GroupFactory(
-                engine,
-                self.tokenizer,
-                priority_aging,
-                self.kv_reuse,
-                max_lease_seconds=settings.limits.max_tree_lease_seconds,
-            ),
+            group_factory=group_factory,
             ended=self._count_failed,
             record_group=self._count_group,
+        )
+        transfers = self.key_transfers = KeyTransfers(self.cluster)
+        self.move_receiver = MoveReceiver(
+            engine,
+            self.versions,
+            self.admission,
+            group_factory,
+            self.rollouts,
+            transfers,
+            max_samples_per_request=settings.limits.max_samples_per_request,
+        )
+        self._move_sender = MoveSender(
+            engine,
+            self.versions,
+            self.admission,
+            self.rollouts,
+            self.cluster,
+            transfers,
+            Peers(settings.weights.peers, settings.weights.peer_key_file),
+            on_ended=lambda outcome: self.metrics.cluster.moves.labels(outcome).inc(),
         )
         self.external_trees = ExternalTrees(self.rollouts)
         self.sessions = SessionManager(
@@ -282,8 +309,9 @@ class Server:
     async def drain(self, seconds: float) -> None:
         """Stop admission, wait up to `seconds` for admitted work, then cancel what still runs.
 
-        Meanwhile clients can read prompt KV and renew leases. The wait also covers the last KV
-        lease and the results of asynchronous rollouts that have not been fetched yet.
+        First the rollouts are moved to other replicas, if possible. Meanwhile clients can read
+        prompt KV and renew leases. The wait also covers the last KV lease and the results of
+        asynchronous rollouts that have not been fetched yet.
         """
         self.readiness.draining = True
         self.admission.close()
@@ -291,13 +319,21 @@ class Server:
         self.cluster.request_heartbeat()
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
+                await self._move_sender.send_all(self.settings.cluster.move_seconds)
                 await self.admission.wait_until_idle()
                 await self.prompt_kv.wait_until_idle()
                 await self.rollouts.wait_until_fetched()
                 await self.sessions.wait_until_ended()
+                await self._wait_for_callers_of_moves()
         self.prompt_kv.stop_new_readers()
         await self.sessions.close()
         await self.rollouts.cancel_all()
+
+    async def _wait_for_callers_of_moves(self) -> None:
+        """Serve callers that reconnect after their stream ended; some never do."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(RECONNECT_SECONDS):
+                await self.rollouts.wait_until_redirected()
 
     def kill(self) -> None:
         self.readiness.draining = True
@@ -348,9 +384,7 @@ class Server:
 
     def _count_failed(self, rollout: Rollout) -> None:
         """Count in the metrics the groups of a rollout that failed, i.e. that have no answer."""
-        self.metrics.rollouts.groups.labels("failed").inc(
-            len(rollout.groups) - len(rollout.answers())
-        )
+        self.metrics.rollouts.groups.labels("failed").inc(rollout.num_unanswered)
 
 
 def _create_registry(settings: ClusterSettings) -> ClusterRegistry:

@@ -12,7 +12,7 @@ from engine.io.sampling_checks import XGRAMMAR, bad_word_ids
 from engine.io.stop_strings import PRIOR_TEXT_ARG
 from engine.kv_types import KvTransferParams
 from engine.kv_versions.request_option import KEEP_KV_ARG, KeepOption
-from engine.launch.sampling_hooks import PRIOR_TOKENS_ARG
+from engine.launch.sampling_hooks import DRAWN_TOKENS_ARG, PRIOR_TOKENS_ARG
 from engine.runner.routed_experts import ROUTED_EXPERTS_ARG
 from engine.sampling_support.further_logprobs import FurtherLogprobs
 from engine.sampling_support.step import SUPPORT_ARG
@@ -139,6 +139,8 @@ def _extra_args(sample: SampleRequest) -> dict[str, Any] | None:
     carried |= further_logprobs(sample).to_extra_args()
     if sample.num_prior_tokens and sample.sampling.depends_on_response:
         carried[PRIOR_TOKENS_ARG] = sample.num_prior_tokens
+    if sample.num_drawn_tokens and sample.seed is not None:
+        carried[DRAWN_TOKENS_ARG] = sample.num_drawn_tokens
     if sample.num_prior_tokens and sample.sampling.stop:
         carried[PRIOR_TEXT_ARG] = sample.num_prior_tokens
     if sample.export is not None:

@@ -5,6 +5,10 @@ the first tokens of its response at the end of its prompt. Penalties, bad words 
 on the tokens of the response. Here these tokens become the first output tokens of the request, as
 those of a request that vLLM resumes after a preemption.
 
+Random streams: a seeded sample that continues on another replica has a new generator there. Here it
+skips the numbers of the tokens that are sampled already. vLLM's second model runner derives each
+number from the seed and the position and needs no hook.
+
 Speculation: with it vLLM's runner for CPUs does not load the processors of `min_p` and
 `logit_bias`. Here they are loaded. Requests that use them get no drafts.
 """
@@ -18,6 +22,9 @@ from contextlib import contextmanager
 from typing import Any
 
 PRIOR_TOKENS_ARG = "coppice_num_prior_tokens"
+DRAWN_TOKENS_ARG = "coppice_num_drawn_tokens"
+RANDOM_SEEDS = 2**31
+"""Upper bound of the number that vLLM's sampler for CPUs draws per token of a seeded sample."""
 GRAMMAR_CPU_SECONDS = 1.0
 GRAMMAR_CPU_SECONDS_PER_TOKEN = 0.005
 """Time that a grammar may take on average after the first second is used up."""
@@ -64,6 +71,20 @@ def split_prior_tokens(state: Any) -> None:
     if number and not state.output_token_ids:
         state.output_token_ids = list(state.prompt_token_ids[-number:])
         state.prompt_token_ids = state.prompt_token_ids[:-number]
+
+
+def skip_drawn_tokens(state: Any) -> None:
+    """Advance a CPU generator by one draw per token that the sample's stream has produced already.
+
+    vllm/v1/sample/ops/topk_topp_sampler.py, `TopKTopPSampler.forward_cpu`.
+    """
+    generator, params = state.generator, state.sampling_params
+    number = int((getattr(params, "extra_args", None) or {}).get(DRAWN_TOKENS_ARG, 0))
+    if not number or generator is None or generator.device.type != "cpu":
+        return
+    import torch
+
+    torch.randint(0, RANDOM_SEEDS, (number,), generator=generator, dtype=torch.long)
 
 
 def advance_grammar(grammar: Any, request: Any) -> Any:
@@ -160,6 +181,7 @@ def install() -> None:
 
     def initialize_split(self: Any) -> None:
         split_prior_tokens(self)
+        skip_drawn_tokens(self)
         initialize(self)
 
     CachedRequestState.__post_init__ = initialize_split

@@ -69,6 +69,19 @@ class InMemoryRegistry:
         if claim_key in self._claims and self._claims[claim_key].replica_id == replica_id:
             del self._claims[claim_key]
 
+    async def transfer(
+        self, claim_key: str, source: str, replica_id: str, *, ttl_seconds: float
+    ) -> str:
+        holder = await self.holder(claim_key)
+        if holder not in (None, source, replica_id):
+            return holder
+        self._claims[claim_key] = _ClaimEntry(replica_id, self._clock() + ttl_seconds)
+        return replica_id
+
+    async def holder(self, claim_key: str) -> str | None:
+        held = self._claims.get(claim_key)
+        return held.replica_id if held and held.deadline > self._clock() else None
+
     async def publish(self, manifest: Manifest) -> None:
         for known in self._manifests.values():
             is_conflict = known.version == manifest.version or known.sequence == manifest.sequence

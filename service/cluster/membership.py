@@ -32,11 +32,15 @@ log = logging.getLogger(__name__)
 
 
 class RedirectToReplica(Exception):
-    """Raised if a requested resource is on another replica, whose base URL is `url`."""
+    """Raised if a requested resource is on another replica, whose base URL is `url`.
 
-    def __init__(self, url: str) -> None:
+    `query` replaces the query of the request.
+    """
+
+    def __init__(self, url: str, *, query: str | None = None) -> None:
         super().__init__(url)
         self.url = url
+        self.query = query
 
 
 class ClusterMembership:
@@ -62,6 +66,7 @@ class ClusterMembership:
         self.registry = registry
         self.own_id = describe().id
         self.is_standalone = is_standalone
+        self.claim_seconds = settings.claim_seconds
         self._settings = settings
         self._describe = describe
         self._on_failure = on_failure
@@ -70,7 +75,7 @@ class ClusterMembership:
         self.view_listeners: list[Callable[[ClusterView], None]] = []
         self._view = ClusterView(known=False, replicas={}, manifests={}, target=None)
         self._known_replicas: dict[str, Replica] = {}
-        self._claims = Claims(claim=self._register_claim, release=self._unregister_claim)
+        self.claims = Claims(claim=self._register_claim, release=self._unregister_claim)
         self._stopped = False
         self._heartbeat_lock = asyncio.Lock()
         self._heartbeat_requested = asyncio.Event()
@@ -163,20 +168,31 @@ class ClusterMembership:
             return
         if replica_id not in self._known_replicas:
             await self._find_replica(replica_id)
-        raise RedirectToReplica(self._known_replicas[replica_id].url)
+        raise self.redirect(replica_id)
+
+    def knows(self, replica_id: str) -> bool:
+        return replica_id in self._known_replicas
+
+    def is_draining(self, replica_id: str) -> bool:
+        known = self._known_replicas.get(replica_id)
+        return known is not None and known.state == "draining"
+
+    def redirect(self, replica_id: str) -> RedirectToReplica:
+        """Redirect to a known replica."""
+        return RedirectToReplica(self._known_replicas[replica_id].url)
 
     async def claim(self, claim_key: str) -> None:
         """Claim an idempotency key. Raises RedirectToReplica if another replica holds it."""
-        self._claims.add(claim_key)
+        self.claims.add(claim_key)
         try:
             await self._claim(claim_key)
         except BaseException:
-            self._claims.discard(claim_key)
+            self.claims.discard(claim_key)
             raise
 
     def release(self, claim_key: str) -> None:
         """Release an idempotency key; the release is sent with the next heartbeat. Idempotent."""
-        self._claims.release(claim_key)
+        self.claims.release(claim_key)
 
     async def release_now(self, claim_key: str) -> None:
         """Release an idempotency key, and send the release at once if the registry is available.
@@ -184,9 +200,9 @@ class ClusterMembership:
         A request that this replica refuses may be retried on another one at once. The key must not
         be claimed here meanwhile. If this call is cancelled, the next heartbeat sends the release.
         """
-        if self._claims.release(claim_key) and not self.unavailable:
+        if self.claims.release(claim_key) and not self.unavailable:
             with suppress(RegistryUnavailable):
-                await self._claims.sync_release(claim_key)
+                await self.claims.sync_release(claim_key)
 
     @contextmanager
     def count_failures(self, operation: str) -> Iterator[None]:
@@ -216,7 +232,7 @@ class ClusterMembership:
             return await self.registry.claim(
                 claim_key,
                 self.own_id,
-                ttl_seconds=self._settings.claim_seconds,
+                ttl_seconds=self.claim_seconds,
                 allow_takeover=self.is_settled,
             )
 
@@ -273,7 +289,7 @@ class ClusterMembership:
                 )
             numbered = replace(view, view_number=self._num_heartbeats_started)
             self._on_view(numbered, reconnected=self.unavailable or not view.known)
-            if not await self._claims.sync():
+            if not await self.claims.sync():
                 self.request_heartbeat()
         except RegistryUnavailable as unavailable:
             self._on_unavailable(str(unavailable))
@@ -282,7 +298,7 @@ class ClusterMembership:
         now = self._clock()
         if reconnected:
             self._connected_since = now
-            self._claims.on_registry_reset()
+            self.claims.on_registry_reset()
             log.info("registered with the cluster", extra={"replicas": len(view.replicas)})
         self._last_contact_at = now
         self._num_failures = 0

@@ -51,6 +51,7 @@ class RedisRegistry:
         self._leave_script = self._redis.register_script(LEAVE_SCRIPT)
         self._claim_script = self._redis.register_script(CLAIM_SCRIPT)
         self._release_script = self._redis.register_script(RELEASE_SCRIPT)
+        self._transfer_script = self._redis.register_script(TRANSFER_SCRIPT)
         self._publish_script = self._redis.register_script(PUBLISH_SCRIPT)
         self._target_script = self._redis.register_script(TARGET_SCRIPT)
 
@@ -81,6 +82,19 @@ class RedisRegistry:
 
     async def release(self, claim_key: str, replica_id: str) -> None:
         await self._call(self._release_script, [self._redis_claim_key(claim_key)], replica_id)
+
+    async def transfer(
+        self, claim_key: str, source: str, replica_id: str, *, ttl_seconds: float
+    ) -> str:
+        keys = [self._redis_claim_key(claim_key)]
+        arguments = (source, replica_id, _milliseconds(ttl_seconds))
+        holder: bytes = await self._call(self._transfer_script, keys, *arguments)
+        return holder.decode()
+
+    async def holder(self, claim_key: str) -> str | None:
+        async with self._translate_errors():
+            found = await self._redis.get(self._redis_claim_key(claim_key))
+        return found.decode() if isinstance(found, bytes) else found
 
     async def publish(self, manifest: Manifest) -> None:
         arguments = (manifest.version, MANIFEST.dump_json(manifest), manifest.sequence)
@@ -224,6 +238,15 @@ return ARGV[1]
 RELEASE_SCRIPT = """
 -- KEYS: claim; ARGV: replica id
 if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('DEL', KEYS[1]) end
+"""
+
+TRANSFER_SCRIPT = """
+-- KEYS: claim; ARGV: replica id of the source, replica id, TTL in milliseconds
+-- Returns the replica id of the holder
+local holder = redis.call('GET', KEYS[1])
+if holder and holder ~= ARGV[1] and holder ~= ARGV[2] then return holder end
+redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3])
+return ARGV[2]
 """
 
 PUBLISH_SCRIPT = """

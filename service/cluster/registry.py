@@ -116,6 +116,9 @@ class ClusterRegistry(Protocol):
         becomes the holder if there is none, or if the holder is no longer registered and
         `allow_takeover` is set.
     release: Remove the claim if the replica holds it.
+    transfer: Make the replica the holder for `ttl_seconds` if `source` holds the key, or nobody;
+        return the holder's replica id. Idempotent.
+    holder: Return the replica id of the holder, registered or not; None if there is none.
     publish: Add a manifest. Idempotent for equal content, otherwise raises ManifestConflict.
     withdraw: Remove a manifest. Idempotent.
     set_target: Set the activation target if its epoch is the highest; return the current target.
@@ -130,6 +133,12 @@ class ClusterRegistry(Protocol):
     ) -> str: ...
 
     async def release(self, claim_key: str, replica_id: str) -> None: ...
+
+    async def transfer(
+        self, claim_key: str, source: str, replica_id: str, *, ttl_seconds: float
+    ) -> str: ...
+
+    async def holder(self, claim_key: str) -> str | None: ...
 
     async def publish(self, manifest: Manifest) -> None: ...
 

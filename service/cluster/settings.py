@@ -5,7 +5,7 @@ from typing import Self
 
 from pydantic import Field, SecretStr, model_validator
 
-from engine.settings_base import Seconds, Section
+from engine.settings_base import Seconds, SecondsOrZero, Section
 
 
 class ClusterSettings(Section):
@@ -58,6 +58,12 @@ class ClusterSettings(Section):
         15.0,
         description="time without a heartbeat after which a replica counts as gone, in seconds; "
         "at least two heartbeat intervals and a call; increase it if live replicas count as gone",
+    )
+    move_seconds: SecondsOrZero = Field(
+        1.5,
+        description="time in which a draining replica moves its rollouts to the other replicas, in "
+        "seconds; needs weights.peers; 0: it runs them to their end; increase it for many tokens "
+        "or a slow network",
     )
     claim_seconds: int = Field(
         86_400,

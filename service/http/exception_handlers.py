@@ -143,7 +143,7 @@ async def _unhandled_error(request: Request, error: Exception) -> Response:
 async def _redirect(request: Request, error: Exception) -> Response:
     """Redirect a request to the replica that has its resource; 307 keeps method and body."""
     assert isinstance(error, RedirectToReplica)
-    query = request.scope["query_string"].decode("latin-1")
+    query = error.query or request.scope["query_string"].decode("latin-1")
     location = error.url.rstrip("/") + quote(request.scope["path"]) + (query and f"?{query}")
     request.app.state.server.metrics.cluster.redirects.inc()
     return Response(status_code=307, headers={"Location": location})

@@ -86,6 +86,11 @@ def wait_seconds(query: QueryParams) -> float:
     return float(text)
 
 
+def resumed_rollout(query: QueryParams) -> str | None:
+    """Id of the rollout that a redirected POST /v1/rollouts is to receive."""
+    return query.get("resume")
+
+
 class StreamPosition(NamedTuple):
     """Query parameters of a stream of sessions.
 

@@ -212,9 +212,14 @@ class ClusterMetrics(MetricTable):
     failures = counter(
         "cluster_failures",
         "Failed calls to the cluster registry",
-        operation=("heartbeat", "claim", "release", "leave"),
+        operation=("heartbeat", "claim", "release", "transfer", "holder", "leave"),
     )
     redirects = counter("cluster_redirects", "Requests redirected to another replica")
+    moves = counter(
+        "rollout_moves",
+        "Rollouts that a drain has suspended, by whether another replica continues them",
+        outcome=("moved", "kept"),
+    )
     unregistered_keys = counter(
         "cluster_unregistered_keys",
         "Idempotency keys that were not registered because the registry was unavailable",

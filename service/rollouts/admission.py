@@ -97,6 +97,10 @@ class Admission:
     def close(self) -> None:
         self._closed = True
 
+    @property
+    def is_idle(self) -> bool:
+        return self._idle.is_set()
+
     async def wait_until_idle(self) -> None:
         """Wait until no request holds a capacity reservation."""
         await self._idle.wait()

@@ -38,11 +38,11 @@ from service.prompt_kv.group_exports import GroupKvExports
 from service.rollouts import sample_answer
 from service.rollouts.fairness import Turns
 from service.rollouts.finish_policy import FinishPolicy
-from service.rollouts.group_options import GroupOptions, sample_seed
+from service.rollouts.group_options import GroupOptions, given_tokens, num_given, sample_seed
 from service.rollouts.prompt_kv_source import PrefilledPrompt, PromptSource
 from service.rollouts.sample_answer import num_valid_tokens, valid_end, wire_spans
 
-EndReason = Literal["cancelled", "deadline", "surplus", "version_changed"]
+EndReason = Literal["cancelled", "deadline", "surplus", "version_changed", "suspended"]
 SampleDelta = tuple[list[int], list[float], list[VersionSpan]]
 """New tokens of a running sample, their logprobs, and their version spans from the first token."""
 OnSampleTokens = Callable[[int, SampleDelta], None]
@@ -66,6 +66,7 @@ class Group:
     `cached_tokens` maps the index of a finished sample to the number of prompt tokens that it found
     cached.
     `ended` are the answers of the finished samples, in the order in which they finished.
+    `suspended` are those of the others, with the tokens so far, if the group was suspended.
     `on_tokens` receives the tokens of the running samples.
     """
 
@@ -83,11 +84,13 @@ class Group:
     cached_tokens: dict[int, int] = field(default_factory=dict)
     turns: Turns = field(default_factory=Turns)
     ended: list[SampleAnswer] = field(default_factory=list)
+    suspended: list[SampleAnswer] = field(default_factory=list)
     on_tokens: OnSampleTokens | None = None
     prompt_logprobs: PromptLogprobs | None = None
     _unfinished: set[str] = field(default_factory=set)
     _ending: asyncio.Event = field(default_factory=asyncio.Event)
-    _seconds_used: float = 0.0
+    seconds_used: float = 0.0
+    _aborted: dict[int, Completion] = field(default_factory=dict)
     _num_streamed: Counter[int] = field(default_factory=Counter)
 
     @property
@@ -110,13 +113,17 @@ class Group:
         """True if the group makes no progress until its caller sends another request."""
         return False
 
-    async def run(self, engine: Engine, done: OnPart) -> GroupAnswer:
+    async def run(self, engine: Engine, done: OnPart) -> GroupAnswer | None:
+        """Run the samples and return the answer; None if the group was suspended."""
         self.sample_ids = [uuid.uuid4().hex for _ in range(self.options.n)]
         is_settled = False
         try:
             async with self._deadline(engine):
                 load = await self.source.prepare(engine, self)
-            answer = self._answer(await self._run_samples(engine, load, done))
+            await self._run_samples(engine, load, done)
+            if self.suspended:
+                return None
+            answer = self._answer(sorted(self.ended, key=lambda sample: sample.index))
             is_settled = all(s.finish_reason in ("stop", "length") for s in answer.samples)
             return self.source.annotated(answer)
         finally:
@@ -127,7 +134,8 @@ class Group:
 
     async def end(self, engine: Engine, end_reason: EndReason) -> None:
         """Abort the running samples of the group; the tokens generated so far are in the answer."""
-        self.end_reason = self.end_reason or end_reason
+        if self.end_reason in (None, "suspended"):
+            self.end_reason = end_reason
         self._ending.set()
         await engine.abort(list(self._unfinished))
 
@@ -148,9 +156,7 @@ class Group:
         await engine.abort(list(self._unfinished))
         self._unfinished.clear()
 
-    async def _run_samples(
-        self, engine: Engine, load: KvLoad | None, done: OnPart
-    ) -> list[SampleAnswer]:
+    async def _run_samples(self, engine: Engine, load: KvLoad | None, done: OnPart) -> None:
         requests = self._requests(load)
         self._unfinished = {request.id for request in requests}
         completions = await engine.submit(requests)
@@ -158,7 +164,8 @@ class Group:
             await engine.abort(list(self._unfinished))
         pending = {r.id: completion for r, completion in zip(requests, completions, strict=True)}
         async with self._deadline(engine):
-            return await self._gather(engine, pending, done)
+            await self._gather(engine, pending, done)
+            await self._settle_aborted(engine, done)
 
     def _requests(self, load: KvLoad | None) -> list[SampleRequest]:
         """Engine requests of a group's samples and of its prompt prefills, in submission order.
@@ -167,12 +174,18 @@ class Group:
         prefills leave. Otherwise the prefills come after the first sample, which they must not
         delay: other groups may wait for the KV that this sample writes.
         """
-        first, *others = [self._request(i, id_, load) for i, id_ in enumerate(self.sample_ids)]
+        pending = self._pending_indices()
+        first, *others = [self._request(i, self.sample_ids[i], load) for i in pending]
         slot = self.exports.prompt_slot if self.exports else self.source.export
         first = first if slot is None else replace(first, export=slot)
         if load is not None:
             return [*self.source.prefills, first, *others]
         return [first, *self.source.prefills, *others]
+
+    def _pending_indices(self) -> list[int]:
+        """Indices of the samples that had not finished when the group was resumed."""
+        finished = {sample.index for sample in self.ended}
+        return [index for index in range(self.options.n) if index not in finished]
 
     def _request(self, index: int, sample_id: str, load: KvLoad | None) -> SampleRequest:
         options, prompt = self.options, self.options.prompt_token_ids
@@ -184,7 +197,7 @@ class Group:
             id=sample_id,
             prompt_token_ids=prompt,
             sampling=options.sampling.after(len(prior_tokens), max_tokens),
-            seed=sample_seed(options, index, len(prior_tokens)),
+            seed=sample_seed(options, index),
             priority=options.priority,
             cache_salt=options.cache_salt,
             kept_kv=options.kept_kv,
@@ -198,6 +211,7 @@ class Group:
             raw_logprobs=options.raw_logprobs,
             on_tokens=None if self.on_tokens is None else partial(self._on_delta, index),
             num_prior_tokens=len(prior_tokens),
+            num_drawn_tokens=len(prior_tokens) - num_given(options, index),
             support=options.support_vocab_size is not None,
             experts_from=sample_answer.experts_from(options, index),
         )
@@ -213,13 +227,13 @@ class Group:
             yield
             return
         clock = asyncio.get_running_loop().time
-        began_at, left = clock(), max(0.0, self.options.deadline_seconds - self._seconds_used)
+        began_at, left = clock(), max(0.0, self.options.deadline_seconds - self.seconds_used)
         timer = asyncio.create_task(self._end_at_deadline(engine, left))
         try:
             yield
         finally:
             timer.cancel()
-            self._seconds_used += clock() - began_at
+            self.seconds_used += clock() - began_at
 
     async def _end_at_deadline(self, engine: Engine, seconds: float) -> None:
         await asyncio.sleep(seconds)
@@ -227,17 +241,15 @@ class Group:
 
     async def _gather(
         self, engine: Engine, pending: Mapping[str, Awaitable[Completion]], done: OnPart
-    ) -> list[SampleAnswer]:
-        """Answers of the group's samples; `pending` maps request ids to completions."""
+    ) -> None:
+        """Wait for the group's samples; `pending` maps request ids to completions."""
         self.began_at = asyncio.get_running_loop().time()
         async with asyncio.TaskGroup() as tasks:
             if self.source.prefills:
                 tasks.create_task(self._collect_prefills(pending))
-            running = [
-                tasks.create_task(self._await_sample(engine, index, pending[sample_id], done))
-                for index, sample_id in enumerate(self.sample_ids)
-            ]
-        return [task.result() for task in running]
+            for index in self._pending_indices():
+                completion = pending[self.sample_ids[index]]
+                tasks.create_task(self._await_sample(engine, index, completion, done))
 
     async def _collect_prefills(self, pending: Mapping[str, Awaitable[Completion]]) -> None:
         for request in self.source.prefills:
@@ -246,22 +258,48 @@ class Group:
 
     async def _await_sample(
         self, engine: Engine, index: int, completion: Awaitable[Completion], done: OnPart
-    ) -> SampleAnswer:
+    ) -> None:
         result = await completion
+        if self.end_reason == "suspended" and result.finish == "abort":
+            self.on_finished(self.sample_ids[index])
+            self._aborted[index] = result
+        else:
+            await self._finish_sample(engine, index, result, done)
+
+    async def _settle_aborted(self, engine: Engine, done: OnPart) -> None:
+        """Suspend the samples that were aborted for it, unless the group has ended meanwhile."""
+        for index, result in sorted(self._aborted.items()):
+            if self.end_reason == "suspended" and not self._has_other_versions(result):
+                bare = replace(self.options, decode=None, parse=None)
+                part = await sample_answer.create(bare, index, result, "aborted")
+                self._note_cached_tokens(index, result)
+                self.suspended.append(part)
+            else:
+                await self._finish_sample(engine, index, result, done)
+
+    def _has_other_versions(self, result: Completion) -> bool:
+        """True if a version other than the required one generated some of the tokens."""
+        return num_valid_tokens(self.options, result) < len(result.token_ids)
+
+    def _note_cached_tokens(self, index: int, result: Completion) -> None:
+        # A resumed sample also has cached tokens after the prompt; these are not counted.
+        num_prompt = len(self.options.prompt_token_ids)
+        self.cached_tokens.setdefault(index, min(result.num_cached_tokens, num_prompt))
+
+    async def _finish_sample(
+        self, engine: Engine, index: int, result: Completion, done: OnPart
+    ) -> None:
         self.sample_seconds.append(asyncio.get_running_loop().time() - self.began_at)
         self.on_finished(self.sample_ids[index])
         if result.top_logprobs is not None and not self.options.answers_top_logprobs:
             self.top_logprobs[index] = result.top_logprobs[: num_valid_tokens(self.options, result)]
-        # A resumed sample also has cached tokens after the prompt; these are not counted.
-        num_prompt = len(self.options.prompt_token_ids)
-        self.cached_tokens[index] = min(result.num_cached_tokens, num_prompt)
+        self._note_cached_tokens(index, result)
         await self._on_sample_end(engine, index, result)
         await self.turns.wait()
         finish_reason = self._finish_reason(result)
         answer = await sample_answer.create(self.options, index, result, finish_reason)
         self.ended.append(answer)
         done(answer)
-        return answer
 
     async def _on_sample_end(self, engine: Engine, index: int, result: Completion) -> None:
         """Count a finished sample; if the finish policy is now met, abort the others."""
@@ -297,14 +335,15 @@ class Group:
         )
 
     def _finish_reason(self, result: Completion) -> FinishReason:
-        if num_valid_tokens(self.options, result) < len(result.token_ids):
+        if self._has_other_versions(result):
             return "version_changed"
         return self._aborted_reason() if result.finish == "abort" else result.finish
 
     def _aborted_reason(self) -> FinishReason:
-        if self.end_reason is None or self.end_reason == "cancelled":
+        reason = self.end_reason
+        if reason is None or reason == "cancelled" or reason == "suspended":
             return "aborted"
-        return self.end_reason
+        return reason
 
     def _answer(self, samples: list[SampleAnswer]) -> GroupAnswer:
         return GroupAnswer(
@@ -314,7 +353,7 @@ class Group:
             num_prompt_tokens=len(self.options.prompt_token_ids),
             prompt_token_ids=self.options.prompt_token_ids if self.options.echo else None,
             num_cached_tokens=self.cached_tokens[0],
-            num_continued_tokens=sum(len(given.token_ids) for given in self.options.continued),
+            num_continued_tokens=sum(given_tokens(self.options)),
             selected=None if self.finish_policy is None else self.finish_policy.selected,
             samples=samples,
             prompt_logprobs=self.prompt_logprobs,

@@ -20,8 +20,9 @@ class GroupOptions:
     """Prompt, sampling parameters and limits of one group (one prompt and its samples).
 
     The compat routes set `cache_salt`, calls of agent sessions also `session_id`, sessions and the
-    rollout manager `kept_kv`, the rollout manager `owner`, `exact_version` and `adapter`, and
-    `GroupFactory` the options that follow from the request. `owner` to `returns_routed_experts` are
+    rollout manager `kept_kv`, the native route `is_native`, the rollout manager `owner`,
+    `exact_version` and `adapter`, and `GroupFactory` the options that follow from the request.
+    `owner` to `returns_routed_experts` are
     the same in all groups of a rollout. With `stream_tokens`, tokens are received while samples
     run. `num_returned_top_logprobs` are in the responses of compat routes; None: all of them. With
     `answers_top_logprobs`, the top logprobs are part of the samples' answers. `logprob_token_ids`
@@ -30,6 +31,8 @@ class GroupOptions:
     samples as they are. Its first samples resume those in `continued`, whose supports are
     `given_supports`. `num_required` is the number of samples after which the finish policy ends the
     group. `seeds` has one seed per sample. With `echo` the answer has the prompt's token ids.
+    A group that was suspended resumes all its samples; `num_given_tokens` are then the numbers of
+    tokens that `continue_from` gave, without those sampled before the suspension.
     """
 
     owner: str = ""
@@ -37,6 +40,7 @@ class GroupOptions:
     adapter: str | None = None
     cache_salt: str | None = None
     kept_kv: KeptKv | None = None
+    is_native: bool = False
     session_id: str | None = None
     num_top_logprobs: int = 0
     num_returned_top_logprobs: int | None = None
@@ -63,19 +67,35 @@ class GroupOptions:
     kv_lease_seconds: float | None = None
     continued: Sequence[UnfinishedSample] = ()
     given_supports: Sequence[Supports] = ()
+    num_given_tokens: Sequence[int] | None = None
 
 
-def sample_seed(options: GroupOptions, index: int, num_prior_tokens: int) -> int | None:
+def given_tokens(options: GroupOptions) -> Sequence[int]:
+    """Number of tokens of each first sample of the group that `continue_from` gave."""
+    if options.num_given_tokens is not None:
+        return options.num_given_tokens
+    return [len(sample.token_ids) for sample in options.continued]
+
+
+def num_given(options: GroupOptions, index: int) -> int:
+    """Number of tokens of a sample that `continue_from` gave; 0 for other samples."""
+    numbers = given_tokens(options)
+    return numbers[index] if index < len(numbers) else 0
+
+
+def sample_seed(options: GroupOptions, index: int) -> int | None:
     """Seed of a sample's random numbers.
 
-    A resumed sample has another one than in its first run, so that its numbers are not repeated.
+    A sample of `continue_from` has another one than in its first run, so that its numbers are not
+    repeated. A sample that was suspended has the same.
     """
+    number = num_given(options, index)
     if options.seeds is not None:
         seed = options.seeds[index]
-        return derive_seed(seed, f"+{num_prior_tokens}") if num_prior_tokens else seed
+        return derive_seed(seed, f"+{number}") if number else seed
     if options.seed is None:
         return None
-    resumed = f"+{num_prior_tokens}" if num_prior_tokens else ""
+    resumed = f"+{number}" if number else ""
     return derive_seed(options.seed, f"{index}{resumed}")
 
 

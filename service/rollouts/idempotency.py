@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from service.http.errors import IdempotencyInProgress, IdempotencyMismatch, InvalidRequest
 
+_MOVE = "move\n"  # callers' keys have no line breaks, and the names of resources differ
 _KEY = re.compile(r"^[\x21-\x7e]{1,255}$")
 
 
@@ -42,6 +43,15 @@ class IdempotencyClaim:
             )
         key = key if resource is None else f"{resource}\n{key}"
         return cls(owner, key, hashlib.sha256(body).digest())
+
+    @classmethod
+    def of_move(cls, owner: str, rollout_id: str) -> "IdempotencyClaim":
+        """Claim that names the replica to which a rollout was moved."""
+        return cls(owner, f"{_MOVE}{rollout_id}", b"")
+
+    @property
+    def is_move(self) -> bool:
+        return self.key.startswith(_MOVE)
 
     @property
     def cluster_key(self) -> str:

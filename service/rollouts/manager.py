@@ -29,8 +29,9 @@ from service.rollouts.group_options import GroupOptions
 from service.rollouts.idempotency import IdempotencyClaim, IdempotencyKeys
 from service.rollouts.kept_kv import rollout_chain
 from service.rollouts.result_cache import ResultCache
-from service.rollouts.rollout import GroupEnded, Rollout
+from service.rollouts.rollout import GroupEnded, Relocate, Rollout
 from service.rollouts.sampling import check_sampling
+from service.rollouts.suspended_group import can_move
 from service.rollouts.tokenizer import Tokenizer
 from service.weights.versions import Versions
 
@@ -78,7 +79,7 @@ class RolloutManager:
         self._ended = ended
         self._group_ended = record_group
         self._running: dict[str, Rollout] = {}
-        self._keys = IdempotencyKeys(max_seconds=keep_seconds, on_released=fleet.release)
+        self.keys = IdempotencyKeys(max_seconds=keep_seconds, on_released=fleet.release)
         self._results = ResultCache(max_seconds=keep_seconds, max_bytes=keep_bytes)
         self._tasks: asyncio.TaskGroup | None = None
         self._gate = asyncio.Event()
@@ -128,7 +129,7 @@ class RolloutManager:
         options = replace(options, owner=owner, stream_tokens=stream_tokens)
         if claim is None:
             return await self._start(request, options, prompt_scorer, detached=detached)
-        started = self._keys.claim(claim)
+        started = self.keys.claim(claim)
         if started is not None:
             return self.get(started, owner=owner)
         try:
@@ -144,7 +145,7 @@ class RolloutManager:
                 await self._fleet.release_now(claim.cluster_key)
                 raise
         except BaseException:
-            self._keys.release(claim)
+            self.keys.release(claim)
             raise
 
     async def _start(
@@ -165,13 +166,7 @@ class RolloutManager:
         wanted = options.num_top_logprobs
         logprob_tables.check_samples(request, prompts, num_samples, wanted, self._engine.info)
         logprob_tables.check_rollout(request, prompts, num_samples, self._engine.info)
-        support_bytes = supports.check(
-            request,
-            prompts,
-            self._engine.info,
-            max_bytes=self._max_support_bytes,
-            max_kept_bytes=self._keep_bytes if detached else None,
-        )
+        support_bytes = self.support_bytes(request, prompts, detached=detached)
         num_tokens = sum(map(len, prompts))
         given_supports: Mapping[int, Sequence[supports.Supports]] = {}
         if request.continue_from is not None:
@@ -195,8 +190,16 @@ class RolloutManager:
             groups = await self._create_groups(request, prompts, options, given_supports)
             for group, prompt_logprobs in zip(groups, scored, strict=True):
                 group.prompt_logprobs = prompt_logprobs
-            rollout = Rollout(new_id, groups, detached=detached, claim=claim)
-            return self._run(rollout, reservation)
+            rollout = Rollout(
+                new_id,
+                groups,
+                detached=detached,
+                claims=() if claim is None else (claim,),
+                request=request if can_move(request, options) else None,
+            )
+            if claim is not None:
+                self.keys.bind(claim, new_id)
+            return self.run(rollout, reservation)
         except BaseException:
             self._admission.release(reservation)
             raise
@@ -214,13 +217,13 @@ class RolloutManager:
         """
         while True:
             await self.wait_gate_open()
-            shared = self._resolve(request, options)
+            shared = self.resolve(request, options)
             groups = await self._group_factory.groups(request, prompts, shared, given_supports)
             await self.wait_gate_open()
-            if self._resolve(request, options) == shared:
+            if self.resolve(request, options) == shared:
                 return groups
 
-    def _resolve(self, request: RolloutRequest, options: GroupOptions) -> GroupOptions:
+    def resolve(self, request: RolloutRequest, options: GroupOptions) -> GroupOptions:
         """Group options completed with the adapter and, if required, the exact weights version."""
         return replace(
             options,
@@ -228,15 +231,31 @@ class RolloutManager:
             adapter=self._adapters.resolve(request.adapter),
         )
 
+    def support_bytes(
+        self, request: RolloutRequest, prompts: list[list[int]], *, detached: bool = True
+    ) -> int:
+        """Upper bound of the memory of a request's supports, in bytes; raises InvalidRequest."""
+        return supports.check(
+            request,
+            prompts,
+            self._engine.info,
+            max_bytes=self._max_support_bytes,
+            max_kept_bytes=self._keep_bytes if detached else None,
+        )
+
     def check_kept_kv(self, keep: KeepKv | None, weights: WeightsConstraint | None) -> None:
         """Refuse an option to keep KV across weights updates that cannot be met."""
         validation.check_kept_kv(keep, weights, self._engine.info)
 
     def get(self, rollout_id: str, *, owner: str) -> Rollout:
-        """Find a running or retained rollout of `owner`; RolloutNotFound if there is none."""
-        rollout = self._running.get(rollout_id) or self._results.get(rollout_id)
+        """Find a running or retained rollout of `owner`; RolloutNotFound if there is none.
+
+        Raises RedirectToReplica if it was moved.
+        """
+        rollout = self.find(rollout_id)
         if rollout is None or rollout.owner != owner:
             raise RolloutNotFound()
+        rollout.check_here()
         return rollout
 
     async def cancel(self, rollout: Rollout) -> None:
@@ -315,14 +334,18 @@ class RolloutManager:
         while self._results.num_awaiting_fetch:
             await asyncio.sleep(POLL_SECONDS)
 
+    async def wait_until_redirected(self) -> None:
+        """Wait until every caller whose stream ended because of a move was redirected."""
+        while any(rollout.awaits_redirect for rollout in self._results.list()):
+            await asyncio.sleep(POLL_SECONDS)
+
     def check(self) -> None:
         """Assert the invariants of the result cache."""
         self._results.check()
 
-    def _run(self, rollout: Rollout, reservation: Reservation) -> Rollout:
+    def run(self, rollout: Rollout, reservation: Reservation) -> Rollout:
+        """Run a rollout; its reservation is released when it has ended."""
         assert self._tasks is not None, "start inside running()"
-        if rollout.claim is not None:
-            self._keys.bind(rollout.claim, rollout.id)
         self._running[rollout.id] = rollout
         self._adapters.begin(rollout.adapter)
         task = self._tasks.create_task(
@@ -339,13 +362,47 @@ class RolloutManager:
             rollout.on_never_started()
         del self._running[rollout.id]
         rollout.start_leases()
+        if rollout.moved_to is not None:
+            return self._on_moved(rollout)
         if rollout.detached:
             self._results.add(rollout)
-        if rollout.claim is not None:
-            self._keys.ended(rollout.claim)
+        for claim in rollout.claims:
+            self.keys.ended(claim)
         self._ended(rollout)  # after the answer is stored: an error in an observer must not lose it
         if rollout.detached:
             rollout.drop_groups()
+
+    def _on_moved(self, rollout: Rollout) -> None:
+        """Keep the address of a moved rollout for the same time as the results of others."""
+        for claim in rollout.claims:
+            self._fleet.claims.discard(claim.cluster_key)
+            self.keys.ended(claim)
+        rollout.drop_groups()
+        rollout.drop_log()
+        rollout.awaits_fetch = False
+        self._results.add(rollout)
+
+    async def move_result(self, rollout: Rollout, relocate: Relocate) -> None:
+        """Send a retained result to another replica."""
+        assert rollout.moved_to is None, "the result is here"
+        rollout.moved_to = await relocate(rollout)
+        if rollout.moved_to is not None:
+            self._results.remove(rollout.id)
+            self._on_moved(rollout)
+
+    def results_to_move(self) -> list[Rollout]:
+        """Retained results that a caller is to fetch, and that can be moved."""
+        waiting = self._results.awaiting_fetch()
+        return [each for each in waiting if each.request is not None and each.error is None]
+
+    def find(self, rollout_id: str) -> Rollout | None:
+        """Rollout that runs here, or whose result or new address is retained."""
+        return self._running.get(rollout_id) or self._results.get(rollout_id)
+
+    @property
+    def accepts_moves(self) -> bool:
+        """True unless weights are being activated, or the server stops."""
+        return self._gate.is_set() and not self._stopped
 
 
 async def _score_prompts(

@@ -67,6 +67,12 @@ class RecordReader:
         self._grown: dict[SampleKey, None] = dict.fromkeys(partial or ())
         self._num_read: dict[SampleKey, int] = {}
         self._changed = asyncio.Event()
+        self._ended = False
+
+    def on_end(self) -> None:
+        """Stop after the records that are available, also without an end record."""
+        self._ended = True
+        self._changed.set()
 
     def on_record(self) -> None:
         self._changed.set()
@@ -88,6 +94,8 @@ class RecordReader:
                 if isinstance(record, EndRecord):
                     return
                 await turn.pause()
+            if self._ended:
+                return
             if not await self._wait():
                 yield progress()
 

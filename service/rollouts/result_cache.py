@@ -33,9 +33,15 @@ class ResultCache:
 
     @property
     def num_awaiting_fetch(self) -> int:
-        """Number of cached results that a caller is to fetch and has not fetched yet."""
+        return len(self.awaiting_fetch())
+
+    def awaiting_fetch(self) -> list[Rollout]:
+        """Cached results that a caller is to fetch and has not fetched yet."""
+        return [rollout for rollout in self.list() if rollout.awaits_fetch]
+
+    def list(self) -> list[Rollout]:
         self.drop_expired()
-        return sum(rollout.awaits_fetch for _, rollout in self._rollouts.values())
+        return [rollout for _, rollout in self._rollouts.values()]
 
     def add(self, rollout: Rollout) -> None:
         """Keep an ended rollout, unless it is above the byte limit by itself.
@@ -67,6 +73,11 @@ class ResultCache:
         assert held == self._num_bytes <= self._max_bytes, (
             "the sizes of cached results do not add up"
         )
+
+    def remove(self, rollout_id: str) -> None:
+        """Remove a result, unless it was evicted already."""
+        if rollout_id in self._rollouts:
+            self._drop(rollout_id)
 
     def _drop(self, rollout_id: str) -> None:
         _, rollout = self._rollouts.pop(rollout_id)

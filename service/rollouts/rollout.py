@@ -8,7 +8,7 @@ error.
 import asyncio
 import logging
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 
 from coppice.wire.chat import ParsedMessage
@@ -27,24 +27,34 @@ from coppice.wire.rollouts import (
     GroupHead,
     Outcome,
     RolloutAnswer,
+    RolloutRequest,
     RunningAnswer,
     SampleAnswer,
     SegmentAnswer,
     Usage,
+    VersionSpan,
 )
+from coppice.wire.version_span_slicing import cut_spans
 from engine.protocol import Engine
+from service.cluster.membership import RedirectToReplica
 from service.http.errors import Draining, ServiceError
 from service.http.exception_handlers import to_service_error
 from service.observability.logs import group_id, rollout_id
 from service.prompt_kv.group_exports import NOT_CONTINUED, KvState, exporting_group
 from service.prompt_kv.manager import PromptKvManager
-from service.rollouts.fairness import PER_TURN, Turns
+from service.rollouts.fairness import PER_TURN, TimeSlice, Turns
 from service.rollouts.group import EndReason, Group, SampleDelta
+from service.rollouts.group_options import GroupOptions, given_tokens, num_given
 from service.rollouts.idempotency import IdempotencyClaim
 from service.rollouts.record_reader import PartialSample, RecordReader, SampleKey
+from service.rollouts.suspended_group import resumed
 
 log = logging.getLogger(__name__)
 
+Relocate = Callable[["Rollout"], Awaitable[str | None]]
+"""Sends a suspended rollout to another replica; returns the URL of that replica, None if none."""
+NO_REQUEST = RolloutRequest.model_construct(groups=[])
+"""Request of a rollout whose groups have all ended; it is not needed any more."""
 GroupEnded = Callable[["Rollout", Group, GroupAnswer], None]
 
 ROLLOUT_BYTES = 12 * 2**10
@@ -60,8 +70,13 @@ class Rollout:
     """Execution of one rollout request: its groups, the log of their results, and the answer.
 
     Owned by the rollout manager, which runs it on one event loop. `owner` is the API key that
-    started it; no other key can see it. A detached rollout outlives its caller's connection.
+    started it, given if all groups have ended; no other key can see it. A detached rollout outlives
+    its caller's connection.
     `awaits_fetch` is true if a caller is to fetch the result later and has not fetched it yet.
+
+    A rollout with its `request` can be moved to another replica: `suspend` ends its samples, and
+    `Relocate` sends it. Its `moved_to` is then the URL of that replica; otherwise it goes on here.
+    `awaits_redirect` is true if the stream of a caller ended, who has not been redirected yet.
     """
 
     def __init__(
@@ -70,17 +85,23 @@ class Rollout:
         groups: Sequence[Group],
         *,
         detached: bool,
-        claim: IdempotencyClaim | None = None,
+        claims: Sequence[IdempotencyClaim] = (),
+        request: RolloutRequest | None = None,
+        owner: str = "",
     ) -> None:
         self.id = rollout_id
         self.groups = groups
+        self.request = request
+        self.moved_to: str | None = None
         self.num_samples = sum(group.options.n for group in groups)
-        self.adapter = groups[0].options.adapter  # one adapter and one owner per rollout
-        self.owner = groups[0].options.owner
+        options = groups[0].options if groups else GroupOptions(owner=owner)
+        self.adapter = options.adapter  # one adapter and one owner per rollout
+        self.owner = options.owner
         self.detached = detached
-        self.claim = claim
+        self.claims = claims
         self.error: ServiceError | None = None
         self.awaits_fetch = False
+        self.awaits_redirect = False
         self._num_done = 0
         self._num_started = 0
         self._num_bytes = ROLLOUT_BYTES + GROUP_BYTES * len(groups)
@@ -92,14 +113,13 @@ class Rollout:
         self._log_changed = asyncio.Event()
         self._ended = asyncio.Event()
         self._readers: set[RecordReader] = set()
-        self._partial: dict[SampleKey, PartialSample] | None = (
-            {} if groups[0].options.stream_tokens else None
-        )
+        self._partial: dict[SampleKey, PartialSample] | None = {} if options.stream_tokens else None
         self._num_resumed = {
-            (group.options.index, index): len(sample.token_ids)
+            (group.options.index, index): number
             for group in groups
-            for index, sample in enumerate(group.options.continued)
+            for index, number in enumerate(given_tokens(group.options))
         }
+        self._relocate: Relocate | None = None
 
     @property
     def ended(self) -> bool:
@@ -113,6 +133,11 @@ class Rollout:
     @property
     def num_running(self) -> int:
         return sum(group.num_running for group in self.groups)
+
+    @property
+    def num_unanswered(self) -> int:
+        """Number of groups without an answer, which have failed if the rollout has ended."""
+        return sum(group.options.index not in self._answers for group in self.groups)
 
     @property
     def num_bytes(self) -> int:
@@ -133,13 +158,14 @@ class Rollout:
     ) -> None:
         rollout_id.set(self.id)
         try:
-            async with asyncio.TaskGroup() as tasks:
-                for group in self.groups:
-                    running = tasks.create_task(self._run_group(engine, prompt_kv, group))
-                    # In a callback outside the task: an error in the metrics must not lose an
-                    # answer.
-                    running.add_done_callback(partial(self._count, group, record_group))
-                    await self._spread(group)
+            await self._run_groups(engine, prompt_kv, record_group)
+            while any(group.suspended for group in self.groups):
+                assert self._relocate is not None, "suspended for a move"
+                self.moved_to = await self._relocate(self)
+                if self.moved_to is not None:
+                    return
+                await self._resume_groups()
+                await self._run_groups(engine, prompt_kv, record_group)
         except ExceptionGroup as failures:
             self.error = to_service_error(failures)
         except asyncio.CancelledError:
@@ -147,6 +173,66 @@ class Rollout:
             raise
         finally:
             self._end()
+
+    async def _run_groups(
+        self, engine: Engine, prompt_kv: PromptKvManager, record_group: GroupEnded
+    ) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for group in self.groups:
+                running = tasks.create_task(self._run_group(engine, prompt_kv, group))
+                # In a callback outside the task: an error in the metrics must not lose an answer.
+                running.add_done_callback(partial(self._count, group, record_group))
+                await self._spread(group)
+
+    async def _resume_groups(self) -> None:
+        """Continue the suspended groups on this replica."""
+        left = [group for group in self.groups if group.suspended]
+        self._num_done += sum(group.num_done for group in self.groups if not group.suspended)
+        self.groups = [await resumed(group) for group in left]
+
+    async def suspend(self, engine: Engine, relocate: Relocate) -> None:
+        """End the running samples, so that `relocate` sends the rollout to another replica."""
+        self._relocate = relocate
+        await self.end(engine, "suspended")
+
+    async def restore(self, records: Sequence[Record], groups: Sequence[Group]) -> None:
+        """Continue from the log of another replica; `groups` are those that have not ended."""
+        self._log = [StartRecord(id=self.id)]
+        samples: dict[int, list[SampleAnswer]] = {}
+        turn = TimeSlice()
+        for record in records:
+            await turn.pause()
+            if isinstance(record, SampleRecord):
+                samples.setdefault(record.group, []).append(record.sample)
+                self._num_bytes += _num_bytes(record.sample)
+                self._append(record)
+            elif isinstance(record, GroupRecord):
+                self._restore_group(record.group, samples.get(record.group.index, []))
+        num_samples = sum(map(len, samples.values()))
+        self.num_samples = max(self.num_samples, num_samples)
+        self._num_done = num_samples - sum(group.num_done for group in groups)
+        self.groups = groups
+        for group in groups if self._partial is not None else ():
+            self._restore_tokens(group)
+
+    def _restore_group(self, head: GroupHead, samples: Sequence[SampleAnswer]) -> None:
+        by_index = sorted(samples, key=lambda sample: sample.index)
+        answer = GroupAnswer(**dict(head), samples=by_index)
+        self._num_bytes += _num_group_bytes(answer)
+        self._answers[head.index] = answer
+        self._append(GroupRecord(group=head))
+
+    def _restore_tokens(self, group: Group) -> None:
+        """Restore the tokens that readers have received or would receive of running samples."""
+        assert self._partial is not None, "the tokens are streamed"
+        for index, sample in enumerate(group.options.continued):
+            start, end = num_given(group.options, index), len(sample.token_ids)
+            if end > start:
+                spans = [VersionSpan(**dict(span)) for span in sample.versions]
+                part = PartialSample()
+                versions = cut_spans(spans, start, end)
+                part.add(sample.token_ids[start:], sample.logprobs[start:], versions)
+                self._partial[group.options.index, index] = part
 
     async def _spread(self, group: Group) -> None:
         """Yield to the event loop once per PER_TURN started samples, so that they are submitted."""
@@ -181,8 +267,16 @@ class Rollout:
 
         The answer does not need them.
         """
-        self._num_done = sum(group.num_done for group in self.groups)
+        if self.request is not None:
+            self.request = NO_REQUEST
+        self._num_done += sum(group.num_done for group in self.groups)
         self.groups = ()
+
+    def drop_log(self) -> None:
+        """Free the results of a rollout that was moved."""
+        assert self.moved_to is not None, "the results are on another replica"
+        self._log, self._answers = [], {}
+        self._num_bytes = ROLLOUT_BYTES
 
     async def wait(self) -> None:
         await self._ended.wait()
@@ -196,13 +290,23 @@ class Rollout:
         return RunningAnswer(id=self.id, num_samples=self.num_samples, num_samples_done=done)
 
     async def answer(self) -> RolloutAnswer:
-        """Wait until the rollout ends and return its answer; raises its error if it failed."""
+        """Wait until the rollout ends and return its answer; raises its error if it failed.
+
+        Raises RedirectToReplica if the rollout was moved.
+        """
         await self.wait()
+        self.check_here()
         if self.error is not None:
             raise self.error
         return RolloutAnswer(
             id=self.id, outcome=self._outcome(), groups=self.answers(), usage=self._usage()
         )
+
+    def check_here(self) -> None:
+        """Raise RedirectToReplica if the rollout was moved to another replica."""
+        if self.moved_to is not None:
+            self.awaits_redirect = False
+            raise RedirectToReplica(self.moved_to)
 
     async def records(self, *, completes_samples: bool = True) -> AsyncIterator[Record]:
         """Yield the rollout's records, as in `RecordReader.records`.
@@ -213,6 +317,8 @@ class Rollout:
             self._log, self._partial, self._num_resumed, completes_samples=completes_samples
         )
         self._readers.add(reader)
+        if self.ended:
+            reader.on_end()
         try:
             async for record in reader.records(self._progress_record):
                 yield record
@@ -253,6 +359,8 @@ class Rollout:
             on_kv_state,
         ) as group.exports:
             answer = await group.run(engine, done)
+        if answer is None:
+            return  # suspended
         if group.exports is not None:
             answer = group.exports.with_kv(answer)
         for segment in answer.segments or ():
@@ -277,10 +385,14 @@ class Rollout:
         self._append(record)
 
     def _end(self) -> None:
-        end = self._end_record()
-        self._append(end)
+        if self.moved_to is None:
+            end = self._end_record()
+            self._append(end)
+            log.info("rollout %s", end.outcome, extra=end.usage.model_dump())
+        self.awaits_redirect = self.moved_to is not None and bool(self._readers)
         self._ended.set()
-        log.info("rollout %s", end.outcome, extra=end.usage.model_dump())
+        for reader in self._readers:
+            reader.on_end()
 
     def _append(self, record: Record) -> None:
         self._log.append(record)

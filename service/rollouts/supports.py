@@ -159,6 +159,14 @@ async def given_support(
         raise InvalidRequest(f"continue_from: {error}") from error
 
 
+async def supports_of_answer(answer: SupportAnswer | None, vocab_size: int) -> Supports:
+    """Supports of the tokens of a sample that was suspended; of no tokens without an answer."""
+    if answer is None or not answer.lengths:
+        return Supports([], vocab_size)
+    given = GivenSupport.model_construct(**dict(answer))
+    return Supports(await _decoded(given), vocab_size)
+
+
 async def _decoded(given: GivenSupport) -> list[bytes]:
     if len(given.data) <= DECODED_IN_LOOP:
         return rows_of(given)

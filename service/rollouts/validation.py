@@ -128,7 +128,7 @@ async def check_continue_from(
         if len(continued) > request.groups[index].n:
             raise InvalidRequest("continue_from has more samples of a group than its n")
         for sample in continued:
-            _check_sample(sample, request, len(prompts[index]), info)
+            check_sample(sample, request, len(prompts[index]), info)
             support = await given_support(
                 sample, wanted=request.return_support, vocab_size=info.vocab_size
             )
@@ -137,12 +137,13 @@ async def check_continue_from(
     return supports
 
 
-def _check_sample(
+def check_sample(
     sample: UnfinishedSample,
     request: RolloutRequest,
     num_prompt_tokens: int,
     info: EngineInfo,
 ) -> None:
+    """Refuse a sample to resume that does not fit the request, except for its supports."""
     num_tokens = len(sample.token_ids)
     if len(sample.logprobs) != num_tokens:
         raise InvalidRequest("continue_from needs one logprob per token")

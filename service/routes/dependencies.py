@@ -6,9 +6,13 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
+from service.auth.access import Caller
+from service.auth.keys import ApiKey
+from service.cluster.membership import RedirectToReplica
 from service.cluster.registry import replica_id_of
 from service.http.bodies import stream_body
 from service.http.errors import KvGone, ReplicaGone
+from service.rollouts.idempotency import IdempotencyClaim
 from service.server import Server
 
 
@@ -48,9 +52,31 @@ async def check_local(resource_id: str, server: Server) -> None:
 
 
 async def _check_rollout_local(
-    rollout_id: str, server: Annotated[Server, Depends(_server)]
+    rollout_id: str, server: Annotated[Server, Depends(_server)], caller: Caller
 ) -> None:
-    await check_local(rollout_id, server)
+    """Redirect the request to the replica that has the rollout, if it is another one.
+
+    A rollout may have been moved: its id then begins with the id of its first replica.
+    """
+    replica_id = replica_id_of(rollout_id)
+    if replica_id is None or server.rollouts.find(rollout_id) is not None:
+        return
+    try:
+        await server.cluster.check_local(replica_id)
+    except RedirectToReplica:
+        if not server.cluster.is_draining(replica_id):
+            raise
+        await _check_moved(rollout_id, server, caller)
+        raise
+    except ReplicaGone:
+        await _check_moved(rollout_id, server, caller)
+        raise
+
+
+async def _check_moved(rollout_id: str, server: Server, caller: ApiKey) -> None:
+    """Redirect the request if the caller's rollout was moved to another replica."""
+    claim = IdempotencyClaim.of_move(caller.name, rollout_id)
+    await server.key_transfers.check_holder(claim.cluster_key)
 
 
 async def _check_session_local(

@@ -11,9 +11,9 @@ from pydantic import BaseModel
 from coppice.wire.result_formats import pack
 from coppice.wire.rollouts import RolloutAnswer, RolloutRequest
 from service.auth.access import Caller, requires_role
+from service.cluster.membership import RedirectToReplica
 from service.http.bodies import INLINE_BYTES
 from service.http.errors import (
-    ClusterUnavailable,
     Draining,
     EngineGone,
     Forbidden,
@@ -21,10 +21,17 @@ from service.http.errors import (
     IdempotencyMismatch,
     InvalidRequest,
     NotAcceptable,
+    ReplicaGone,
     RolloutNotFound,
 )
 from service.http.exception_handlers import cancel_on_disconnect
-from service.http.params import ResponseFormat, negotiate_format, prefers_async, wait_seconds
+from service.http.params import (
+    ResponseFormat,
+    negotiate_format,
+    prefers_async,
+    resumed_rollout,
+    wait_seconds,
+)
 from service.http.responses import (
     AUTH_ERRORS,
     BODY_ERRORS,
@@ -40,6 +47,7 @@ from service.http.responses import (
     table_fragments,
 )
 from service.rollouts.fairness import TimeSlice
+from service.rollouts.group_options import GroupOptions
 from service.rollouts.idempotency import IdempotencyClaim
 from service.rollouts.rollout import Rollout
 from service.routes.dependencies import ROLLOUT_LOCAL, AnyServer
@@ -47,12 +55,14 @@ from service.server import Server
 
 router = APIRouter(prefix="/v1/rollouts")
 
+NATIVE = GroupOptions(is_native=True)
 IDEMPOTENCY_ERRORS = (IdempotencyInProgress, IdempotencyMismatch)
 LOOKUP_ERRORS = (*CLUSTER_ERRORS, RolloutNotFound, Draining, EngineGone)
 START_RESPONSES = declare_responses(
     {200: tuple(ResponseFormat), 202: JSON, **REDIRECT},
     *(*AUTH_ERRORS, *READINESS_ERRORS, *BODY_ERRORS, *ENGINE_ERRORS, *IDEMPOTENCY_ERRORS),
-    *(NotAcceptable, RolloutNotFound, ClusterUnavailable),
+    *CLUSTER_ERRORS,
+    *(NotAcceptable, RolloutNotFound),
 )
 GET_RESPONSES = declare_responses(
     {200: tuple(ResponseFormat), 202: JSON, **REDIRECT},
@@ -75,11 +85,13 @@ async def start(request: Request, server: AnyServer, caller: Caller) -> Response
     """Start a rollout.
 
     With an idempotency key the request is served during a drain too, because it may be a retry for
-    a rollout that is already running.
+    a rollout that is already running. With `resume`, the caller receives the rollout with this id,
+    which a draining replica has moved here.
     """
     headers = request.headers
     key = headers.get("idempotency-key")
-    if key is None:
+    moved_id = resumed_rollout(request.query_params)
+    if key is None and moved_id is None:
         server.readiness.check_ready()
     else:
         server.readiness.check_serving()
@@ -92,20 +104,22 @@ async def start(request: Request, server: AnyServer, caller: Caller) -> Response
     is_streamed = body.stream or response_format is ResponseFormat.NDJSON
     if body.stream_tokens and not (is_streamed or respond_async):
         raise InvalidRequest.of_parameter("stream_tokens", "needs stream: true")
+    if moved_id is not None:
+        rollout = _moved_rollout(server, moved_id, caller.name)
+        return await _respond(request, server, rollout, response_format, is_streamed=is_streamed)
     claim = None if key is None else await _claim(caller.name, key, content)
     starting = server.rollouts.start(
         body,
         owner=caller.name,
         detached=respond_async,
         claim=claim,
+        options=NATIVE,
         prompt_scorer=server.scoring.prompt_logprobs,
     )
     rollout = await cancel_on_disconnect(request, starting)
     if respond_async:
         return _accepted(rollout, {"Preference-Applied": "respond-async"})
-    if is_streamed:
-        return _stream(rollout, _lines_until_disconnect(server, rollout))
-    return await _answer_until_disconnect(request, server, rollout, response_format)
+    return await _respond(request, server, rollout, response_format, is_streamed=is_streamed)
 
 
 @router.get("/{rollout_id}", responses=GET_RESPONSES, dependencies=[ROLLOUT_LOCAL])
@@ -146,6 +160,30 @@ async def abort(rollout_id: str, request: Request, server: AnyServer, caller: Ca
         rollout,
         ResponseFormat.JSON if response_format is ResponseFormat.NDJSON else response_format,
     )
+
+
+def _moved_rollout(server: Server, rollout_id: str, owner: str) -> Rollout:
+    try:
+        return server.rollouts.get(rollout_id, owner=owner)
+    except RolloutNotFound:
+        raise ReplicaGone() from None  # this replica has been restarted since the move
+
+
+async def _respond(
+    request: Request,
+    server: Server,
+    rollout: Rollout,
+    response_format: ResponseFormat,
+    *,
+    is_streamed: bool,
+) -> Response:
+    """Response to the request that started a rollout, or a redirect if the rollout was moved."""
+    if is_streamed:
+        return _stream(rollout, _lines_until_disconnect(server, rollout))
+    try:
+        return await _answer_until_disconnect(request, server, rollout, response_format)
+    except RedirectToReplica as moved:
+        raise RedirectToReplica(moved.url, query=f"resume={rollout.id}") from None
 
 
 async def _answer_until_disconnect(

@@ -19,6 +19,7 @@ from coppice.wire import (
     kv_reuse,
     kv_versions,
     logprobs,
+    moves,
     problem_catalogue,
     result_formats,
     rollouts,
@@ -42,6 +43,7 @@ MODULES: tuple[ModuleType, ...] = (
     kv_reuse,
     kv_versions,
     logprobs,
+    moves,
     rollouts,
     routed_experts,
     sampling,
@@ -73,6 +75,8 @@ def differences(model: type[BaseModel], contract: Node) -> list[str]:
 
 def _differences(contract: Node, model: Node, exact: bool, at: str) -> Iterator[str]:
     ours, theirs = _normal(contract), _normal(model)
+    if "properties" in theirs and theirs.get("additionalProperties") is not False:
+        exact = False  # an answer inside a request
     yield from _keywords(ours, theirs, exact, at)
     yield from _members(ours, theirs, exact, at)
     if "items" in ours and "items" in theirs:

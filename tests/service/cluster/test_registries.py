@@ -129,6 +129,23 @@ async def test_claim_expires_after_its_ttl(directory: ClusterRegistry) -> None:
     assert await directory.claim("p", B.id, ttl_seconds=LONG, allow_takeover=False) == B.id
 
 
+async def test_claim_is_transferred_only_from_its_holder(directory: ClusterRegistry) -> None:
+    await directory.claim("p", A.id, ttl_seconds=LONG, allow_takeover=False)
+    other = await directory.transfer("p", "c" * 12, B.id, ttl_seconds=LONG)
+    unchanged = await directory.holder("p")
+    moved = await directory.transfer("p", A.id, B.id, ttl_seconds=LONG)
+    again = await directory.transfer("p", A.id, B.id, ttl_seconds=LONG)
+    assert (other, unchanged, moved, again) == (A.id, A.id, B.id, B.id)
+    assert await directory.holder("p") == B.id
+
+
+async def test_claim_without_a_holder_can_be_transferred(directory: ClusterRegistry) -> None:
+    assert await directory.holder("p") is None
+    assert await directory.transfer("p", A.id, B.id, ttl_seconds=SHORT) == B.id
+    await asyncio.sleep(SHORT + 0.05)
+    assert await directory.holder("p") is None
+
+
 async def test_claim_is_released_only_by_its_owner(directory: ClusterRegistry) -> None:
     await directory.beat(A, ttl_seconds=LONG)
     await directory.claim("p", A.id, ttl_seconds=LONG, allow_takeover=False)

@@ -1,0 +1,78 @@
+"""Wire types of POST /v1/moves: a rollout that moves to another replica.
+
+Its state has everything that the groups still need: the request, the results so far, and the tokens
+of the samples that have not finished. Their KV is not sent.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from coppice.wire.base import (
+    MAX_TOKENS,
+    AnswerModel,
+    JsonInteger,
+    Label,
+    RequestModel,
+    TokenIds,
+)
+from coppice.wire.result_formats import GroupRecord, SampleRecord
+from coppice.wire.rollouts import MAX_GROUPS, MAX_SAMPLES_PER_GROUP, RolloutRequest, SampleAnswer
+
+FORMAT: Literal[1] = 1
+ReplicaId = Annotated[str, Field(pattern=r"^[0-9a-f]{12}$")]
+RolloutId = Annotated[str, Field(pattern=r"^[0-9a-f]{12}\.[0-9A-Za-z_-]{1,64}$")]
+NumTokens = Annotated[int, Field(ge=0, le=MAX_TOKENS), JsonInteger()]
+Index = Annotated[int, Field(ge=0, lt=MAX_GROUPS), JsonInteger()]
+
+
+class MovedKey(RequestModel):
+    """Idempotency key of a rollout, with the digest of the request in hexadecimal."""
+
+    key: Annotated[str, Field(min_length=1, max_length=255)]
+    fingerprint: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class MovedGroup(RequestModel):
+    """Group that has not ended: its prompt, and its unfinished samples with their tokens so far.
+
+    `num_given_tokens` are those of its samples that the request's `continue_from` gave.
+    """
+
+    index: Index
+    prompt_token_ids: Annotated[TokenIds, Field(min_length=1, max_length=MAX_TOKENS)]
+    num_given_tokens: Annotated[list[NumTokens], Field(max_length=MAX_SAMPLES_PER_GROUP)]
+    num_cached_tokens: NumTokens | None = None
+    seconds_used: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    samples: Annotated[
+        list[SampleAnswer], Field(min_length=1, max_length=MAX_SAMPLES_PER_GROUP, fail_fast=True)
+    ]
+
+
+class MoveAnswer(AnswerModel):
+    """Id of a rollout that continues on the replica that received it."""
+
+    id: str
+
+
+class MovedRollout(RequestModel):
+    """Body of POST /v1/moves: a rollout of the replica `source`, which another one continues.
+
+    `version` is the weights version that is active on the source. `request` has no `continue_from`:
+    the samples have its tokens. `records` are the results so far. With `awaits_fetch`, a caller is
+    to fetch the result.
+    """
+
+    format: Literal[1] = FORMAT
+    id: RolloutId
+    source: ReplicaId
+    owner: Annotated[str, Field(max_length=256)]
+    version: Label
+    key: MovedKey | None = None
+    awaits_fetch: bool
+    request: RolloutRequest | None = None
+    records: Annotated[
+        list[Annotated[SampleRecord | GroupRecord, Field(discriminator="type")]],
+        Field(max_length=131_072, fail_fast=True),
+    ]
+    groups: Annotated[list[MovedGroup], Field(max_length=MAX_GROUPS, fail_fast=True)]

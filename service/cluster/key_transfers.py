@@ -1,0 +1,59 @@
+"""Transfer of idempotency keys from a replica whose rollouts move to another one.
+
+The id of a moved rollout is registered as a key, too, so that every replica finds the new one.
+"""
+
+from contextlib import suppress
+
+from service.cluster.membership import RETRY_AFTER_SECONDS, ClusterMembership
+from service.cluster.registry import RegistryUnavailable
+from service.http.errors import ClusterUnavailable
+
+
+class KeyTransfers:
+    """Keys in the cluster registry that this replica takes over, hands over, or looks up."""
+
+    def __init__(self, cluster: ClusterMembership) -> None:
+        self._cluster = cluster
+
+    async def check_holder(self, claim_key: str) -> None:
+        """Raise RedirectToReplica if another known replica holds the key."""
+        try:
+            with self._cluster.count_failures("holder"):
+                holder = await self._cluster.registry.holder(claim_key)
+        except RegistryUnavailable:
+            raise ClusterUnavailable(retry_after_seconds=RETRY_AFTER_SECONDS) from None
+        if holder not in (None, self._cluster.own_id) and self._cluster.knows(holder):
+            raise self._cluster.redirect(holder)
+
+    async def take_over(self, claim_key: str, source: str) -> None:
+        """Take over a key from the replica `source`, which has sent it.
+
+        Raises ClusterUnavailable if the registry does not respond, as other replicas could not find
+        the new holder, or if a third replica holds the key.
+        """
+        self._cluster.claims.add(claim_key)
+        try:
+            holder = await self._transfer(claim_key, source)
+            if holder != self._cluster.own_id:
+                raise RegistryUnavailable("another replica holds the key")
+        except RegistryUnavailable:
+            self._cluster.claims.discard(claim_key)
+            raise ClusterUnavailable(retry_after_seconds=RETRY_AFTER_SECONDS) from None
+        except BaseException:
+            self._cluster.claims.discard(claim_key)
+            raise
+
+    async def take_back(self, claim_key: str, replica_id: str) -> None:
+        """Take a key of this replica back from one that has not accepted its rollout."""
+        with suppress(RegistryUnavailable):
+            await self._transfer(claim_key, replica_id)
+
+    async def _transfer(self, claim_key: str, source: str) -> str:
+        with self._cluster.count_failures("transfer"):
+            return await self._cluster.registry.transfer(
+                claim_key,
+                source,
+                self._cluster.own_id,
+                ttl_seconds=self._cluster.claim_seconds,
+            )

@@ -1,0 +1,189 @@
+"""Sending side of a move: a draining replica sends its rollouts to other replicas."""
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Literal
+
+import httpx
+
+from coppice.wire.moves import MovedRollout
+from engine.protocol import Engine
+from service.cluster.key_transfers import KeyTransfers
+from service.cluster.membership import ClusterMembership
+from service.cluster.registry import Replica
+from service.moves.state import state_of
+from service.rollouts.admission import Admission
+from service.rollouts.manager import RolloutManager
+from service.rollouts.rollout import Relocate, Rollout
+from service.weights.replication.allowed_peers import Peers
+from service.weights.versions import Versions
+
+MoveOutcome = Literal["moved", "kept"]
+OnMoveEnded = Callable[[MoveOutcome], None]
+Connect = Callable[[], httpx.AsyncClient]
+CONCURRENT_MOVES = 8
+CANCEL_SECONDS = 0.5
+POLL_SECONDS = 0.01
+PATH = "/v1/moves"
+
+log = logging.getLogger(__name__)
+
+
+class MoveSender:
+    """Moves the rollouts of this replica to replicas with the same active weights version.
+
+    A rollout that no replica accepts within the time continues here. `on_ended` is called with the
+    outcome of each move.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        versions: Versions,
+        admission: Admission,
+        rollouts: RolloutManager,
+        cluster: ClusterMembership,
+        transfers: KeyTransfers,
+        peers: Peers,
+        *,
+        on_ended: OnMoveEnded,
+    ) -> None:
+        self._engine = engine
+        self._versions = versions
+        self._admission = admission
+        self._rollouts = rollouts
+        self._cluster = cluster
+        self._transfers = transfers
+        self._peers = peers
+        self._on_ended = on_ended
+        self._slots = asyncio.Semaphore(CONCURRENT_MOVES)
+
+    async def send_all(self, seconds: float) -> None:
+        """Move all rollouts that can be moved, within `seconds`.
+
+        These may include rollouts that were admitted before the drain and start during it.
+        """
+        connect = self._connect() if seconds and self._candidates() else None
+        if connect is None:
+            return
+        clock, tried = asyncio.get_running_loop().time, set[tuple[str, bool]]()
+        until = clock() + seconds
+        relocate = partial(self._relocate, connect, until)
+        async with asyncio.TaskGroup() as tasks:
+            while clock() < until:
+                is_idle = self._admission.is_idle
+                for rollout in self._untried(tried):
+                    tasks.create_task(self._send(rollout, relocate))
+                if is_idle:
+                    return
+                await asyncio.sleep(POLL_SECONDS)
+
+    def _connect(self) -> Connect | None:
+        """Constructor of HTTP clients without a timeout, as `_relocate` limits the time."""
+        try:
+            headers = self._peers.headers() | {"Content-Type": "application/json"}
+        except OSError as error:
+            log.error("rollouts are not moved: weights.peer_key_file: %s", error.strerror)
+            return None
+        tls = httpx.create_ssl_context(trust_env=False)
+        return partial(
+            httpx.AsyncClient, headers=headers, verify=tls, timeout=None, trust_env=False
+        )
+
+    def _untried(self, tried: set[tuple[str, bool]]) -> list[Rollout]:
+        """Running rollouts, and results to fetch, that are not in `tried`; adds them to it."""
+        running = [each for each in self._rollouts.in_flight() if not each.ended]
+        found = {(each.id, False): each for each in running if each.request is not None}
+        found |= {(each.id, True): each for each in self._rollouts.results_to_move()}
+        untried = [found[key] for key in found.keys() - tried]
+        tried.update(found)
+        return untried
+
+    async def _send(self, rollout: Rollout, relocate: Relocate) -> None:
+        """Move a result, or suspend a rollout, whose own task then calls `relocate`."""
+        if rollout.ended:
+            await self._rollouts.move_result(rollout, relocate)
+        else:
+            await rollout.suspend(self._engine, relocate)
+
+    async def _relocate(self, connect: Connect, until: float, rollout: Rollout) -> str | None:
+        """URL of the replica that continues a rollout; None if none accepted it in time."""
+        url = None
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(until), self._slots:
+                url = await self._offer(connect, rollout)
+        self._on_ended("kept" if url is None else "moved")
+        log.info("rollout %s", "continues here" if url is None else f"moved to {url}")
+        return url
+
+    async def _offer(self, connect: Connect, rollout: Rollout) -> str | None:
+        source, version = self._cluster.own_id, self._versions.active.label
+        state = state_of(rollout, source=source, version=version)
+        body = await asyncio.to_thread(_encoded, state)
+        async with connect() as http:
+            for replica in self._candidates():
+                if any(
+                    group.end_reason != "suspended" for group in rollout.groups if group.suspended
+                ):
+                    return None  # it was cancelled, or its deadline has passed
+                if await self._is_accepted(http, replica, rollout, body):
+                    return replica.url
+        return None
+
+    async def _is_accepted(
+        self, http: httpx.AsyncClient, replica: Replica, rollout: Rollout, body: bytes
+    ) -> bool:
+        is_accepted = False
+        try:
+            response = await http.post(_url(replica), content=body)
+            is_accepted = response.status_code == 201
+            if not is_accepted:
+                log.warning("replica %s refused a move: %s", replica.id, response.status_code)
+        except httpx.HTTPError as error:
+            log.warning("a move to %s failed: %s", replica.id, type(error).__name__)
+            await self._cancel(http, replica, rollout)
+        except asyncio.CancelledError:
+            await self._cancel(http, replica, rollout)
+            raise
+        finally:
+            if not is_accepted:
+                await self._take_back(replica, rollout)
+        return is_accepted
+
+    async def _cancel(self, http: httpx.AsyncClient, replica: Replica, rollout: Rollout) -> None:
+        """Cancel a move without a response, so that the rollout runs only once.
+
+        If that fails too, the other replica runs a copy, whose result nobody fetches.
+        """
+        with suppress(httpx.HTTPError, TimeoutError):
+            async with asyncio.timeout(CANCEL_SECONDS):
+                await http.delete(f"{_url(replica)}/{rollout.id}")
+
+    async def _take_back(self, replica: Replica, rollout: Rollout) -> None:
+        """Take back the keys, of which the other replica may have taken over some."""
+        for claim in rollout.claims:
+            await self._transfers.take_back(claim.cluster_key, replica.id)
+
+    def _candidates(self) -> list[Replica]:
+        """Replicas that may accept a rollout, in random order."""
+        version = self._versions.active.label
+        found = [
+            replica
+            for replica in self._cluster.view.replicas.values()
+            if replica.id != self._cluster.own_id
+            and (replica.state, replica.version) == ("serving", version)
+            and self._peers.allows(replica.url)
+        ]
+        return random.sample(found, len(found))
+
+
+def _url(replica: Replica) -> str:
+    return replica.url.rstrip("/") + PATH
+
+
+def _encoded(state: MovedRollout) -> bytes:
+    return state.model_dump_json().encode()

@@ -1,0 +1,62 @@
+"""State of a suspended rollout, as it is sent to another replica."""
+
+from coppice.wire.moves import FORMAT, MovedGroup, MovedKey, MovedRollout
+from coppice.wire.result_formats import GroupRecord, SampleRecord
+from coppice.wire.rollouts import RolloutRequest
+from service.rollouts.group import Group
+from service.rollouts.group_options import num_given
+from service.rollouts.idempotency import IdempotencyClaim
+from service.rollouts.rollout import Rollout
+
+
+def state_of(rollout: Rollout, *, source: str, version: str) -> MovedRollout:
+    """State of a rollout whose groups have ended or are suspended.
+
+    Constructed without validation, which takes long for many tokens.
+    """
+    groups = [group for group in rollout.groups if group.suspended]
+    return MovedRollout.model_construct(
+        format=FORMAT,
+        id=rollout.id,
+        source=source,
+        owner=rollout.owner,
+        version=version,
+        key=_key(rollout),
+        awaits_fetch=rollout.awaits_fetch or not rollout.ended,
+        request=_request(rollout) if groups else None,
+        records=[each for each in rollout.log if isinstance(each, SampleRecord | GroupRecord)],
+        groups=[_moved_group(group) for group in groups],
+    )
+
+
+def _key(rollout: Rollout) -> MovedKey | None:
+    claims = [claim for claim in rollout.claims if not claim.is_move]
+    if not claims:
+        return None
+    return MovedKey(key=claims[0].key, fingerprint=claims[0].fingerprint.hex())
+
+
+def _request(rollout: Rollout) -> RolloutRequest:
+    assert rollout.request is not None, "only rollouts with their request are moved"
+    return rollout.request.model_copy(update={"continue_from": None})
+
+
+def _moved_group(group: Group) -> MovedGroup:
+    options = group.options
+    return MovedGroup.model_construct(
+        index=options.index,
+        prompt_token_ids=options.prompt_token_ids,
+        num_given_tokens=[num_given(options, index) for index in range(options.n)],
+        num_cached_tokens=group.cached_tokens.get(0),
+        seconds_used=group.seconds_used,
+        samples=group.suspended,
+    )
+
+
+def claims_of(state: MovedRollout) -> list[IdempotencyClaim]:
+    """Keys of a moved rollout: that of its id, and the caller's if there is one."""
+    claims = [IdempotencyClaim.of_move(state.owner, state.id)]
+    if state.key is not None:
+        digest = bytes.fromhex(state.key.fingerprint)
+        claims.append(IdempotencyClaim(state.owner, state.key.key, digest))
+    return claims

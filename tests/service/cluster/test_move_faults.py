@@ -1,0 +1,107 @@
+"""Moves to replicas that do not respond, die, or run another release lose and repeat nothing."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.cluster.in_memory import InMemoryRegistry
+from service.cluster.registry import Replica
+from tests.service.cluster.test_moves import (
+    LONG,
+    PROMPT,
+    drain,
+    engine_of,
+    post,
+    replicas,
+    see_each_other,
+)
+from tests.service.test_rollouts import body, running_samples
+
+pytestmark = pytest.mark.slow
+
+MOVE_SECONDS = 0.5
+OTHER_ID = "c" * 12
+NOT_FOUND = b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+STALL_BYTES = 64
+
+
+@asynccontextmanager
+async def peer(registry: InMemoryRegistry, behaviour: str) -> AsyncIterator[list[bytes]]:
+    """Registered replica that is silent, reads slowly, dies, or is of an older release.
+
+    Yields the first lines of the requests that it receives.
+    """
+    requests: list[bytes] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        requests.append(await reader.readline())
+        if behaviour == "silent":
+            await reader.read()
+        elif behaviour == "stalls":
+            while await reader.read(STALL_BYTES):
+                await asyncio.sleep(0.01)
+        elif behaviour == "older":
+            writer.write(NOT_FOUND)
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    entry = Replica(id=OTHER_ID, url=url, state="serving", version="v0", sequence=0)
+    await registry.beat(entry, ttl_seconds=60)
+    async with server:
+        yield requests
+
+
+@pytest.mark.parametrize("behaviour", ["silent", "stalls", "dies", "older"])
+async def test_rollout_ends_where_it_is_if_the_only_peer_fails(
+    tmp_path: Path, behaviour: str
+) -> None:
+    registry = InMemoryRegistry()
+    cluster: dict[str, Any] = {"cluster": {"move_seconds": MOVE_SECONDS}}
+    async with (
+        replicas(tmp_path, registry, 1, **cluster) as (a,),
+        peer(registry, behaviour) as requests,
+    ):
+        await see_each_other(a)
+        calling = asyncio.create_task(post(a, body(PROMPT, **LONG), **{"idempotency-key": "k"}))
+        await running_samples(a, 2)
+        engine_of(a).step(5)
+        draining = asyncio.create_task(drain(a))
+        while len(engine_of(a).submitted) < 4:
+            await asyncio.sleep(0.001)
+        engine_of(a).step(7)
+        answer = (await calling).json()
+        await draining
+        (claim,) = a.server.cluster.claims._claimed
+        assert await registry.holder(claim) == a.server.cluster.own_id
+    tokens = [sample["token_ids"] for sample in answer["groups"][0]["samples"]]
+    assert tokens == [list(range(3, 15))] * 2
+    assert requests[0].startswith(b"POST /v1/moves ")
+    if behaviour != "older":  # the outcome is unknown: the other replica must not run it, too
+        assert requests[1].startswith(b"DELETE /v1/moves/")
+
+
+@pytest.mark.parametrize("behaviour", ["dies", "older"])
+async def test_next_replica_continues_if_the_first_one_fails(
+    tmp_path: Path, behaviour: str
+) -> None:
+    registry = InMemoryRegistry()
+    async with (
+        replicas(tmp_path, registry) as (a, b),
+        peer(registry, behaviour),
+    ):
+        await see_each_other(a, b)
+        calling = [asyncio.create_task(post(a, body(PROMPT, **LONG))) for _ in range(6)]
+        await running_samples(a, 12)
+        engine_of(a).step(5)
+        await drain(a)
+        await running_samples(b, 12)
+        engine_of(b).step(7)
+        answers = [(await each).json() for each in calling]
+    samples = [sample for each in answers for sample in each["groups"][0]["samples"]]
+    assert [sample["token_ids"] for sample in samples] == [list(range(3, 15))] * 12
