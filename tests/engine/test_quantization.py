@@ -5,6 +5,7 @@ quantized again from the same values.
 """
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,28 @@ def test_versions_are_quantized_as_by_an_engine_that_starts_from_them(
         assert answers(engine) == expected != first
         fall_asleep_and_wake(engine)
         assert answers(engine) == expected
+        engine.swap(models["v7"])
+        assert answers(engine) == first
+
+
+@pytest.mark.exhaustive
+def test_ranks_quantize_a_version_as_an_engine_that_starts_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpus = sorted(os.sched_getaffinity(0))
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{cpus[0]}|{cpus[-1]}")
+    models = models_of(tmp_path, "dense")
+    settings: dict[str, Any] = {
+        "dtype": "bfloat16",
+        "quantization": "fp8_per_channel",
+        "tensor_parallel_size": 2,
+    }
+    with live_engine(models["v8"], **settings) as engine:
+        expected = answers(engine)
+    with live_engine(models["v7"], **settings) as engine:
+        first = answers(engine)
+        engine.swap(models["v8"])
+        assert answers(engine) == expected != first
         engine.swap(models["v7"])
         assert answers(engine) == first
 
