@@ -87,6 +87,7 @@ class VllmProcesses:
         check_version(vllm_version)
         self._temp_dir = TempDir()
         if current_platform.is_cpu():
+            _check_cpu(self._settings)
             accept_cpu_runner()
         with _start_failures():
             self.no_drafts_reason = self._launch(model, speculation, self._temp_dir)
@@ -182,6 +183,15 @@ class VllmProcesses:
         if self._temp_dir is not None:
             self._temp_dir.close()
         remove_leftover_shared_memory()
+
+
+def _check_cpu(settings: EngineSettings) -> None:
+    """Refuse pipeline parallelism: vLLM's CPU worker allocates no tensors between two stages."""
+    if settings.pipeline_parallel_size > 1:
+        raise StartFailed(
+            "vLLM's CPU worker does not support pipeline parallelism: set "
+            "engine.pipeline_parallel_size to 1"
+        )
 
 
 @contextmanager

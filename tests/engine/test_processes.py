@@ -15,7 +15,7 @@ from typing import IO, Any
 import psutil
 import pytest
 
-from engine.errors import EngineDead
+from engine.errors import EngineDead, StartFailed
 from engine.runtime import leftover_files
 from engine.types import Completion, SampleRequest, Sampling
 from engine.vllm_engine import VllmEngine
@@ -63,6 +63,12 @@ async def one_sample(engine: VllmEngine, max_tokens: int) -> Completion:
     )
     (pending,) = await engine.submit([request])
     return await pending
+
+
+async def test_pipeline_parallelism_is_refused_on_a_cpu() -> None:
+    with pytest.raises(StartFailed, match="set engine.pipeline_parallel_size to 1"):
+        async with started(pipeline_parallel_size=2):
+            pass
 
 
 async def test_one_rank_uses_its_threads_and_its_death_is_detected() -> None:
