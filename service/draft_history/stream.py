@@ -1,9 +1,9 @@
 """Stream of a cluster's draft history in Redis 7.0 or later, one Lua script per call.
 
 A stream belongs to one label of draft stores, so replicas of another model or vocabulary have
-another stream. Redis drops the oldest entries at `max_entries`, entries older than the maximum age,
-and the whole stream when nobody has written to it for that time. Sizes are checked in Redis, so
-that a replica never receives an entry that is too large.
+another stream. Redis drops the oldest entries beyond the maximum size, entries older than the
+maximum age, and the whole stream when nobody has written to it for that time. Sizes of entries are
+checked in Redis, so that a replica never receives one that is too large.
 """
 
 import asyncio
@@ -22,6 +22,13 @@ from service.draft_history.entries import MAX_ENTRY_BYTES
 from service.draft_history.settings import DraftHistorySettings
 
 ENTRIES_PER_CALL = 8
+MIN_ENTRY_BYTES = 4096
+"""Size in Redis that each entry counts as at least, which bounds the number of entries."""
+CHECKS_PER_STREAM = 16
+"""Number of checks of the stream's size while it is filled, because a check visits all entries.
+
+A check leaves seven eighths of the maximum, so that all entries until the next one have room.
+"""
 MAX_CONNECTIONS = 2
 EntryId = tuple[int, int]
 """Id of a stream entry: milliseconds and sequence number."""
@@ -80,7 +87,8 @@ class RedisHistoryStream:
         self._timeout_seconds = cluster.call_seconds
         self._key = "{" + cluster.key_prefix + "}:draft-history:" + label
         self._replica = replica
-        self._max_entries = settings.stream_bytes // MAX_ENTRY_BYTES
+        self._max_bytes = settings.stream_bytes
+        self._check_interval = settings.stream_bytes // (CHECKS_PER_STREAM * MAX_ENTRY_BYTES)
         self._max_age = math.ceil(settings.max_age_seconds * 1000)
         pool = connection_pool(cluster.redis_url, cluster, max_connections=MAX_CONNECTIONS)
         self._redis = Redis(connection_pool=pool)
@@ -88,8 +96,8 @@ class RedisHistoryStream:
         self._read_script = self._redis.register_script(READ_SCRIPT)
 
     async def append(self, data: bytes) -> None:
-        arguments = (self._replica, data, self._max_entries, self._max_age)
-        await self._call(self._append_script, *arguments)
+        size = (self._max_bytes // MIN_ENTRY_BYTES, self._max_bytes * 7 // 8, self._check_interval)
+        await self._call(self._append_script, self._replica, data, *size, self._max_age)
 
     async def read(self, cursor: Cursor) -> HistoryPart:
         last_id = "-".join(map(str, cursor.id))
@@ -158,12 +166,24 @@ def _entry_id(text: bytes) -> EntryId:
 # Lua scripts. The Redis server's clock decides which entries are too old.
 
 APPEND_SCRIPT = """
--- KEYS: stream; ARGV: replica id, entry, maximum number of entries, maximum age in milliseconds
+-- KEYS: stream; ARGV: replica id, entry, maximum number of entries, size in bytes after a check,
+-- number of entries between two checks, maximum age in milliseconds
 redis.call('XADD', KEYS[1], 'MAXLEN', ARGV[3], '*', 'replica', ARGV[1], 'texts', ARGV[2])
 local time = redis.call('TIME')
-local oldest = time[1] * 1000 + math.floor(time[2] / 1000) - ARGV[4]
+local oldest = time[1] * 1000 + math.floor(time[2] / 1000) - ARGV[6]
 redis.call('XTRIM', KEYS[1], 'MINID', string.format('%d', math.max(oldest, 0)))
-redis.call('PEXPIRE', KEYS[1], ARGV[4])
+redis.call('PEXPIRE', KEYS[1], ARGV[6])
+local info = redis.call('XINFO', 'STREAM', KEYS[1])
+local known = {}
+for i = 1, #info, 2 do known[info[i]] = info[i + 1] end
+if known['entries-added'] % ARGV[5] > 0 then return end
+local length = known['length']
+local excess = redis.call('MEMORY', 'USAGE', KEYS[1], 'SAMPLES', '0') / ARGV[4]
+while length > 1 and excess > 1 do
+  length = math.max(1, math.floor(length / excess))
+  redis.call('XTRIM', KEYS[1], 'MAXLEN', length)
+  excess = redis.call('MEMORY', 'USAGE', KEYS[1], 'SAMPLES', '0') / ARGV[4]
+end
 """
 
 READ_SCRIPT = """

@@ -13,7 +13,9 @@ from service.cluster.settings import ClusterSettings
 from service.draft_history.entries import MAX_ENTRY_BYTES
 from service.draft_history.settings import DraftHistorySettings
 from service.draft_history.stream import (
+    CHECKS_PER_STREAM,
     ENTRIES_PER_CALL,
+    MIN_ENTRY_BYTES,
     Cursor,
     HistoryPart,
     HistoryUnavailable,
@@ -107,20 +109,52 @@ async def test_stores_with_another_label_have_another_stream(
     assert (await read_all(own))[0] == []
 
 
-async def test_longest_stream_is_bounded_and_lost_entries_are_counted(
+async def test_stream_is_bounded_in_bytes_and_lost_entries_are_counted(
     server: RedisServer, own: RedisHistoryStream, redis: Redis
 ) -> None:
     small = stream(server, stream_bytes=16 * MAX_ENTRY_BYTES)
     await small.append(b"0")
     _, part = await read_all(own)
     for number in range(1, 41):
-        await small.append(b"%d" % number)
+        await small.append((b"%02d" % number) * (MAX_ENTRY_BYTES // 2))
+        assert redis.memory_usage(KEY, samples=0) <= 16 * MAX_ENTRY_BYTES
     await small.close()
-    assert redis.xlen(KEY) == 16
+    kept = int(redis.xlen(KEY))
+    assert kept > 10
     lost = await own.read(part.cursor)
-    assert lost.num_missed == 24
+    assert lost.num_missed == 40 - kept
     entries, _ = await read_all(own, part.cursor)
-    assert entries == [b"%d" % number for number in range(25, 41)]
+    assert [data[:2] for data in entries] == [b"%02d" % number for number in range(41 - kept, 41)]
+
+
+async def test_size_is_kept_between_two_checks(server: RedisServer, redis: Redis) -> None:
+    max_bytes = 4 * CHECKS_PER_STREAM * MAX_ENTRY_BYTES
+    large = stream(server, stream_bytes=max_bytes)
+    sizes = []
+    for _ in range(100):
+        await large.append(b"x" * MAX_ENTRY_BYTES)
+        sizes.append(int(redis.memory_usage(KEY, samples=0)))
+    await large.close()
+    assert max_bytes * 3 // 4 < max(sizes) <= max_bytes
+
+
+async def test_number_of_small_entries_is_bounded(server: RedisServer, redis: Redis) -> None:
+    small = stream(server, stream_bytes=16 * MAX_ENTRY_BYTES)
+    for _ in range(600):
+        await small.append(b"x")
+    await small.close()
+    assert redis.xlen(KEY) == 16 * MAX_ENTRY_BYTES // MIN_ENTRY_BYTES
+
+
+async def test_entries_that_are_larger_than_the_stream_are_dropped(
+    redis: Redis, other: RedisHistoryStream, server: RedisServer
+) -> None:
+    for _ in range(4):
+        redis.xadd(KEY, {"replica": OTHER, "texts": b"x" * 2**21})
+    small = stream(server, stream_bytes=16 * MAX_ENTRY_BYTES)
+    await small.append(b"valid")
+    await small.close()
+    assert [fields[b"texts"] for _, fields in redis.xrange(KEY)] == [b"valid"]
 
 
 async def test_old_entries_are_dropped(server: RedisServer, own: RedisHistoryStream) -> None:
