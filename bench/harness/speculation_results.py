@@ -12,8 +12,10 @@ from bench.harness.record import Row
 from bench.harness.speculation_arm import GNU, ROWS
 from engine.speculation.cost import Step
 
-BUCKETS = (1, 8, 32, ROWS)
+BUCKETS = (1, 4, 8, 32, ROWS)
 """Upper bounds of the buckets into which steps are sorted by number of running samples."""
+TAIL = 4
+"""Most running samples of the steps that are compared as the tail of a workload."""
 MIN_SPEED, MIN_SHARE_OF_ORACLE, MIN_SHARE_OF_REPLAY, MIN_SPEEDUP = 0.97, 0.85, 0.97, 1.1
 
 
@@ -90,7 +92,8 @@ class Round:
 
 def described(name: str, rounds: Sequence[Round]) -> Row:
     runs = [one.arms[name] for one in rounds if name in one.arms]
-    steps = {most: sum(run.buckets[str(most)][STEPS] for run in runs) for most in BUCKETS}
+    counted = [run for run in runs if len(run.buckets) == len(BUCKETS)] or runs
+    steps = {most: sum(run.buckets[most][STEPS] for run in counted) for most in counted[0].buckets}
     drafted, accepted = sum(run.drafted for run in runs), sum(run.accepted for run in runs)
     took = f", {accepted / drafted:.0%} of {drafted} drafted accepted" if drafted else ""
     context = sum(run.total(CONTEXT) for run in runs) / sum(run.total(RUNNING) for run in runs)
@@ -110,11 +113,14 @@ def speedup(
     """Table row with the ratio of two arms' throughput, overall and with few samples running."""
     pairs = shared(rounds, other, one)
     ratio = Pairs(a=[a.rate() for a, _ in pairs], b=[b.rate() for _, b in pairs]).ratio()
-    tails = [(a.rate(8), b.rate(8)) for a, b in pairs]
+    counted = [pair for pair in pairs if all(str(TAIL) in arm.buckets for arm in pair)]
+    tails = [(a.rate(TAIL), b.rate(TAIL)) for a, b in counted]
+    tails = [pair for pair in tails if min(pair) > 0]
     few = ""
-    if all(a > 0 and b > 0 for a, b in tails):
+    if len(tails) > 1:
         tail = Pairs(a=[a for a, _ in tails], b=[b for _, b in tails]).ratio()
-        few = f"; with 8 or fewer running {tail.median:.2f}x [{tail.low:.2f}, {tail.high:.2f}]"
+        few = f"; with {TAIL} or fewer running, {len(tails)} rounds, {tail.median:.2f}x "
+        few += f"[{tail.low:.2f}, {tail.high:.2f}]"
     return Row(
         what=f"{one} over {other}, {len(pairs)} rounds",
         value=f"{ratio.median:.2f}x [{ratio.low:.2f}, {ratio.high:.2f}] tokens/s{few}",

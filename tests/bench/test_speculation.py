@@ -111,6 +111,17 @@ def test_arms_are_compared_in_common_rounds() -> None:
     assert summary["ours over ngram, 1 rounds"].startswith("1.00x")
 
 
+def test_tails_are_compared_in_rounds_that_counted_them() -> None:
+    rounds = [one_round(seed, "off", "ours") for seed in (1, 2, 3)]
+    for arm in rounds[0].arms.values():
+        arm.buckets["8"] = [
+            a + b for a, b in zip(arm.buckets.pop("4"), arm.buckets["8"], strict=True)
+        ]
+    rows = {row.what: row.value for row in workload_rows(rounds)}
+    assert "with 4 or fewer running, 2 rounds, 1.00x" in rows["ours over off, 3 rounds"]
+    assert "<= 1: 33%, <= 4: 0%, <= 8: 67%" in rows["ours: 3 runs"]
+
+
 @pytest.mark.skipif(not store.is_built(), reason="the draft store was not built: no C++ compiler")
 def test_estimates_are_per_round_with_the_oracle_as_the_bound() -> None:
     steps = [
