@@ -44,7 +44,7 @@ STEP_SIZES = ((16, 1), (32, 4), (128, 8), (1 << 30, 16))
 On a CPU the first matrix product of a new size is expensive (0.5 ms per weight shape), and only few
 sizes are cached.
 """
-BACKOFF_AFTER, MAX_BACKOFF_STEPS = 4, 32
+BACKOFF_AFTER, MAX_BACKOFF_STEPS = 4, 16
 """Number of fruitless evaluations before the backoff starts.
 
 After BACKOFF_AFTER evaluations in a row that sent nothing, one step goes without evaluation before

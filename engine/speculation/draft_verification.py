@@ -1,7 +1,7 @@
 """Replacements in vLLM's model runner: verification of drafts, and steps without drafting."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any, Protocol
@@ -134,8 +134,8 @@ class StepObserver(Protocol):
     def end(self, ended: Any) -> None:
         """Handle requests that have finished and are about to be dropped by the runner."""
 
-    def needs_draft_step(self, running: int) -> bool:
-        """Return whether a step with `running` rows must end with a call for drafts."""
+    def needs_draft_step(self, scheduled: Collection[str]) -> bool:
+        """Return whether a step of the scheduled requests must end with a call for drafts."""
 
     def on_skipped_step(self, running: int, seconds: float) -> None:
         """Record the duration of a step in which drafting was skipped."""
@@ -189,7 +189,7 @@ class DraftStepSkipper:
         decodes = step.total_num_scheduled_tokens == running and not step.finished_req_ids
         if decodes and self._skipped_running == running:
             observer.on_skipped_step(running, now - self._began)
-        needs_draft_step = observer.needs_draft_step(running) or _has_drafts(step)
+        needs_draft_step = observer.needs_draft_step(step.num_scheduled_tokens) or _has_drafts(step)
         self._skipped_running, self._began = 0 if needs_draft_step or not decodes else running, now
         return needs_draft_step
 

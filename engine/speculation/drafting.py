@@ -17,9 +17,15 @@ from engine.speculation.controller import Controller
 from engine.speculation.cost import Profile
 from engine.speculation.counters import Counters
 from engine.speculation.process_settings import settings
-from engine.speculation.request_table import Batch, RequestTable, SentDrafts, TrackedRequest
+from engine.speculation.request_table import (
+    Batch,
+    NewTokens,
+    RequestTable,
+    SentDrafts,
+    TrackedRequest,
+)
 from kernels.draft_index.store import DraftStore
-from kernels.draft_index.store_protocol import DraftBatch, InvalidCall, Store
+from kernels.draft_index.store_protocol import DraftBatch, Int32Array, InvalidCall, Store
 
 CallTexts = Sequence[tuple[bytes, Sequence[bytes], int]]
 """Texts of other engines in a call: a prompt and its responses as int32, and their age."""
@@ -103,18 +109,14 @@ class Drafting:
             self._counts.record_skipped(row.skip_reason)
         return row
 
-    def _update_store(self, batch: Batch, max_draft_tokens: int) -> DraftBatch:
-        """Store the new tokens of a batch, and draft up to `max_draft_tokens` for each row."""
-        limits = [
-            row.limit(max_draft_tokens, length)
-            for row, length in zip(batch.rows, batch.lengths, strict=True)
-        ]
-        drafted = self.store.step(
-            np.array([row.slot for row in batch.rows], dtype=np.int32),
-            batch.counts(),
-            np.concatenate(batch.tokens).astype(np.int32, copy=False),
-            np.array(limits, dtype=np.int32),
-        )
+    def _update_store(
+        self, batch: Batch, counts: Int32Array, tokens: Int32Array, max_draft_tokens: int
+    ) -> DraftBatch:
+        """Store the new tokens of a batch, and draft up to `max_draft_tokens` for each row.
+
+        Row i has the next `counts[i]` of the tokens.
+        """
+        drafted = self.store.step(batch.slots, counts, tokens, batch.limits(max_draft_tokens))
         self._counts.store_bytes = self.store.num_bytes
         return drafted
 
@@ -134,7 +136,7 @@ class Drafting:
         self,
         of: SentDrafts,
         draft_indices: NDArray[np.int64],
-        sampled: Sequence[Sequence[int]],
+        new_tokens: NewTokens,
         verified: NDArray[np.int64],
     ) -> None:
         """Compare a step's drafts with its sampled tokens, and record their acceptance.
@@ -142,24 +144,23 @@ class Drafting:
         The first token after those that were sent also counts as correct if it equals the next
         draft token. Rows with no sampled tokens are left out.
         """
-        num_sampled = np.array([len(new) for new in sampled])
-        is_scored = (draft_indices >= 0) & (num_sampled > 0)
+        is_scored = (draft_indices >= 0) & (new_tokens.counts > 0)
         is_scored[is_scored] &= verified[is_scored] <= of.lengths[draft_indices[is_scored]]
         rows = np.flatnonzero(is_scored)
         if of.drafted is None or len(rows) == 0:
             return
         drafted, accepted, sent = (
             of.drafted.rows(draft_indices[rows]),
-            num_sampled[rows] - 1,
+            new_tokens.counts[rows] - 1,
             verified[rows],
         )
-        last = np.array([sampled[row][-1] for row in rows.tolist()])
         next_one = np.minimum(accepted, drafted.tokens.shape[1] - 1)
-        more = drafted.tokens[np.arange(len(rows)), next_one] == last
+        more = drafted.tokens[np.arange(len(rows)), next_one] == new_tokens.last[rows]
         self.controller.record_acceptance(
             drafted, sent, accepted + (more & (accepted < drafted.lengths))
         )
-        self._counts.record_verified(drafted.scope, sent, accepted)
+        if sent.any():
+            self._counts.record_verified(drafted.scope, sent, accepted)
 
 
 def open_store(file: Path | None, max_draft_tokens: int, vocabulary: int) -> DraftStore:

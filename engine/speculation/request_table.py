@@ -119,30 +119,77 @@ def find_skip_reason(extra_args: Mapping[str, Any], sampling: Any) -> Speculatio
     return "sampling" if any(controls) else None
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Rows of a step that received tokens, with their indices in the runner's batch.
+    """Rows of a step that have slots in the draft store, with their indices in the runner's batch.
 
-    `lengths` are total sequence lengths; `tokens` are the tokens not yet in the draft store.
+    `lengths` are total sequence lengths, `max_lengths` the largest that a draft may reach.
     """
 
     batch_indices: list[int]
     rows: list[TrackedRequest]
-    lengths: list[int]
-    tokens: list[Int32Array]
+    slots: Int32Array
+    max_lengths: Int32Array
+    lengths: Int32Array
 
-    def counts(self) -> Int32Array:
-        return np.array([len(tokens) for tokens in self.tokens], dtype=np.int32)
+    @classmethod
+    def of(cls, rows: Mapping[int, TrackedRequest], lengths: Int32Array) -> "Batch":
+        """Batch of rows by their index in the runner's batch; `lengths` are those of all rows."""
+        tracked = {index: row for index, row in rows.items() if row.slot is not None}
+        indices, known = list(tracked), list(tracked.values())
+        ends = [0 if row.skip_reason is not None else row.num_tokens - 1 for row in known]
+        return cls(
+            batch_indices=indices,
+            rows=known,
+            slots=np.array([row.slot for row in known], np.int32),
+            max_lengths=np.array(ends, np.int32),
+            lengths=np.asarray(lengths, np.int32)[indices],
+        )
+
+    def limits(self, max_draft_tokens: int) -> Int32Array:
+        """Maximum length of each row's draft; see `TrackedRequest.limit`."""
+        limits: Int32Array = np.clip(self.max_lengths - self.lengths, 0, max_draft_tokens)
+        return limits
+
+    def store(self) -> tuple[Int32Array, Int32Array]:
+        """Mark all tokens as stored; returns the first position and the number of new tokens.
+
+        A row that vLLM has shortened has no new tokens.
+        """
+        starts = np.array([row.num_stored for row in self.rows], np.int32)
+        for row, length in zip(self.rows, self.lengths.tolist(), strict=True):
+            row.num_stored = length
+        return starts, np.maximum(self.lengths - starts, 0)
 
     def draft_indices(self, ids: Sequence[str]) -> dict[str, int]:
         return {ids[row]: number for number, row in enumerate(self.batch_indices)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NewTokens:
+    """Number of tokens that a step generated for each row, and the last of them."""
+
+    counts: NDArray[np.int64]
+    last: NDArray[np.int64]
+    """Arbitrary in a row without new tokens."""
+
+    @classmethod
+    def of(cls, sampled: Sequence[Sequence[int]]) -> "NewTokens":
+        return cls(
+            counts=np.array([len(new) for new in sampled], np.int64),
+            last=np.array([new[-1] if new else 0 for new in sampled], np.int64),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SentDrafts:
-    """Drafts of the step in progress, and how many tokens of each were sent to verification."""
+    """Drafts of the step in progress, and how many tokens of each were sent to verification.
+
+    `num_tokens` are the lengths of their requests at the lookup.
+    """
 
     draft_indices: dict[str, int]
+    num_tokens: Int32Array
     lengths: Int32Array
     drafted: DraftBatch | None
     """None while a profile is measured, where the draft tokens do not matter."""

@@ -1,13 +1,16 @@
 """One speculation step: store the tokens of the last step, then propose drafts for the next.
 
-It runs between two model steps, in the thread that runs them, on the rank whose drafts count. The
-last step is timed from the call for its drafts to this call, which includes the host's work. A step
-is not timed if it contained prefill or new requests, because the engine may have been idle before
-it. The work per row runs in every step and is kept to a few microseconds.
+It runs between two model steps, in the thread that runs them, on the rank whose drafts count.
+Drafts are first looked up before a step. Only if they are worth sending does that step run with
+vLLM's draft method, which requests drafts at its end. In models with recurrent layers all steps do.
+
+The last step is timed from the call for its drafts to this call, which includes the host's work. A
+step is not timed if it contained prefill or new requests, because the engine may have been idle
+before it.
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +19,7 @@ from engine.speculation.controller import Controller
 from engine.speculation.cost import Profile
 from engine.speculation.counters import Counters
 from engine.speculation.drafting import Drafting
-from engine.speculation.request_table import Batch, SentDrafts
+from engine.speculation.request_table import Batch, NewTokens, SentDrafts
 from kernels.draft_index.store_protocol import DraftBatch, Int32Array, Store
 
 TokenLists = list[list[int]]
@@ -64,7 +67,7 @@ class Speculator(Drafting):
         ids = self.runner.input_batch.req_ids[: len(sampled)]
         if self._sent is not None or self.profile is not None or self._should_time_step():
             self._record_last_step(ids, sampled, int(lengths[: len(ids)].sum()), now - self._began)
-        self._record_skipped_step(int(lengths[: len(ids)].sum()), len(ids))
+        self._record_skipped_step(int(lengths[: len(ids)].sum()) - len(ids), len(ids))
         self._num_steps += 1
         self._steps_since_store_update += 1
         if self._drafts_wanted is None:
@@ -72,29 +75,36 @@ class Speculator(Drafting):
         wanted, self._drafts_wanted, self._sent = self._drafts_wanted, None, None
         sent: TokenLists = [[] for _ in ids]
         if wanted or self._must_update_store():
-            self._steps_since_store_update = 0
-            self._rows.finish_missing(self._requests, keep=self.profile is None)
-            batch = self._batch(ids, sampled, lengths, token_ids)
+            rows = [index for index, new in enumerate(sampled) if new]
+            batch = self._batch(ids, rows, lengths)
             if batch.rows:
-                self._draft(batch, ids, sent, wanted=wanted)
+                self._draft(batch, ids, token_ids, sent, wanted=wanted)
         if self.profile is None:
             self._counts.record_step(self.controller.decision)
         self._previous_ids = set(ids)
         self._began = now
         return sent
 
-    def needs_draft_step(self, running: int) -> bool:
+    def needs_draft_step(self, scheduled: Collection[str]) -> bool:
         """Return, before a step, whether `drafts` must be called at the end of the step.
 
-        It must for new drafts, for the outcome of the last drafts, or to update the store.
+        It must if the step verifies drafts, or if new drafts are worth sending, as far as the
+        tokens before the step show. They are looked up here without vLLM's draft method: a step
+        with the draft method costs more than the lookup, and most lookups send nothing.
         """
-        self._drafts_wanted = self._should_draft(running)
-        if self._drafts_wanted or self._sent is not None or self._must_update_store(1):
+        wanted = self._should_draft(len(scheduled))
+        if self.profile is not None or (self._sent is not None and self._sent.lengths.any()):
+            self._drafts_wanted = wanted
             return True
-        self._steps_since_store_update += 1
-        self._counts.record_step(self.controller.decision)
-        self._previous_ids, self._drafts_wanted = set(), None
-        return False
+        self._score_unsent()
+        if wanted or self._must_update_store(1):
+            wanted = self._look_up(scheduled, wanted=wanted)
+        self._drafts_wanted = wanted or None
+        if not wanted:
+            self._steps_since_store_update += 1
+            self._counts.record_step(self.controller.decision)
+            self._previous_ids = set()
+        return wanted
 
     def on_skipped_step(self, running: int, seconds: float) -> None:
         """Record the time of a step after which `drafts` was not called."""
@@ -105,9 +115,10 @@ class Speculator(Drafting):
         self._end_requests(ended, self._requests)
 
     def _record_skipped_step(self, context: int, running: int) -> None:
+        """Record the cost of the last skipped step; `context` is that after the step."""
         (num_running, seconds), self._skipped_step = self._skipped_step, (0, 0.0)
         if num_running == running and self.profile is None:
-            step = {"running": running, "context": context - running, "verified": running}
+            step = {"running": running, "context": context, "verified": running}
             self._record_step(**step, seconds=seconds, emitted=running)
 
     def end_profile(self, controller: Controller) -> None:
@@ -123,7 +134,9 @@ class Speculator(Drafting):
         if self._sent is not None and ids:
             draft_indices = self._sent.to(ids)
             expected += np.where(draft_indices < 0, 0, self._sent.lengths[draft_indices])
-            self._score_drafts(self._sent, draft_indices, sampled, computed - 1)
+            self._score_drafts(
+                self._sent, draft_indices, NewTokens.of(sampled), computed.astype(np.int64) - 1
+            )
         if not (all(sampled) and ids and self._previous_ids.issuperset(ids)):
             return
         # More tokens were computed than expected: prefill, or recomputation after a preemption.
@@ -137,30 +150,87 @@ class Speculator(Drafting):
             emitted=sum(map(len, sampled)),
         )
 
-    def _batch(
-        self,
-        ids: Sequence[str],
-        sampled: Sequence[Sequence[int]],
-        lengths: Int32Array,
-        token_ids: Int32Array,
-    ) -> Batch:
-        batch = Batch(batch_indices=[], rows=[], lengths=[], tokens=[])
-        for batch_index, (request_id, new) in enumerate(zip(ids, sampled, strict=True)):
-            if not new:
-                continue
-            row, length = self._row(request_id), int(lengths[batch_index])
-            if row.slot is None:
-                continue
-            batch.batch_indices.append(batch_index)
-            batch.rows.append(row)
-            batch.lengths.append(length)
-            batch.tokens.append(token_ids[batch_index, row.num_stored : length])
-            row.num_stored = length
-        return batch
+    # Lookup before a step, in the tokens of the runner's batch.
 
-    def _draft(self, batch: Batch, ids: Sequence[str], sent: TokenLists, *, wanted: bool) -> None:
+    def _look_up(self, scheduled: Collection[str], *, wanted: bool) -> bool:
+        """Store the tokens before a step; if `wanted`, return whether drafts are worth sending."""
+        inputs = self.runner.input_batch
+        ids, lengths = inputs.req_ids, inputs.num_tokens_no_spec
+        rows = [
+            index
+            for index, request_id in enumerate(ids)
+            if request_id in scheduled and self._requests[request_id].output_token_ids
+        ]
+        batch = self._batch(ids, rows, lengths)
+        if not batch.rows:
+            return False
+        context = int(batch.lengths.sum())
+        self._record_skipped_step(int(lengths[rows].sum()), len(rows))
+        drafted = self._store_tokens(
+            batch, inputs.token_ids_cpu, self._max_draft_tokens if wanted else 0
+        )
+        if not wanted:
+            return False
+        chosen = self.controller.lengths(drafted, running=len(batch.rows), context=context)
+        self._sent = self._sent_drafts(drafted, np.zeros_like(chosen), batch, ids)
+        return bool(chosen.any())
+
+    def _score_unsent(self) -> None:
+        """Compare drafts that were not sent with the tokens of the last step."""
+        unsent, self._sent = self._sent, None
+        if unsent is None:
+            return
+        inputs = self.runner.input_batch
+        draft_indices = unsent.to(inputs.req_ids)
+        rows = np.arange(len(draft_indices))
+        lengths = inputs.num_tokens_no_spec[rows]
+        has_token = (draft_indices >= 0) & (lengths == unsent.num_tokens[draft_indices] + 1)
+        new_tokens = NewTokens(
+            counts=has_token.astype(np.int64), last=inputs.token_ids_cpu[rows, lengths - 1]
+        )
+        self._score_drafts(unsent, draft_indices, new_tokens, np.zeros(len(rows), np.int64))
+
+    def _sent_drafts(
+        self, drafted: DraftBatch, lengths: Int32Array, batch: Batch, ids: Sequence[str]
+    ) -> SentDrafts | None:
+        if not drafted.lengths.any():
+            return None
+        return SentDrafts(
+            draft_indices=batch.draft_indices(ids),
+            num_tokens=batch.lengths,
+            lengths=lengths,
+            drafted=drafted,
+        )
+
+    def _batch(self, ids: Sequence[str], rows: Sequence[int], lengths: Int32Array) -> Batch:
+        self._steps_since_store_update = 0
+        self._rows.finish_missing(self._requests, keep=self.profile is None)
+        return Batch.of({index: self._row(ids[index]) for index in rows}, lengths)
+
+    def _store_tokens(
+        self, batch: Batch, token_ids: Int32Array, max_draft_tokens: int
+    ) -> DraftBatch:
+        """Store the new tokens of a batch, and look up drafts."""
+        starts, counts = batch.store()
+        columns = starts[:, None] + np.arange(counts.max())
+        rows = np.array(batch.batch_indices)[:, None]
+        tokens = token_ids[rows, np.minimum(columns, token_ids.shape[1] - 1)]
+        tokens = tokens[columns < batch.lengths[:, None]]
+        return self._update_store(batch, counts, tokens, max_draft_tokens)
+
+    def _draft(
+        self,
+        batch: Batch,
+        ids: Sequence[str],
+        token_ids: Int32Array,
+        sent: TokenLists,
+        *,
+        wanted: bool,
+    ) -> None:
         needs_drafts = wanted and self.profile is None
-        drafted = self._update_store(batch, self._max_draft_tokens if needs_drafts else 0)
+        drafted = self._store_tokens(
+            batch, token_ids, self._max_draft_tokens if needs_drafts else 0
+        )
         if self.profile is not None:
             self._draft_for_profile(self.profile, batch, ids, sent)
         elif needs_drafts:
@@ -170,25 +240,23 @@ class Speculator(Drafting):
         self, drafted: DraftBatch, batch: Batch, ids: Sequence[str], sent: TokenLists
     ) -> None:
         chosen = self.controller.lengths(
-            drafted, running=len(batch.rows), context=sum(batch.lengths)
+            drafted, running=len(batch.rows), context=int(batch.lengths.sum())
         )
         for number in np.flatnonzero(chosen).tolist():
             sent[batch.batch_indices[number]] = drafted.tokens[number, : chosen[number]].tolist()
-        if drafted.lengths.any():
-            self._sent = SentDrafts(
-                draft_indices=batch.draft_indices(ids), lengths=chosen, drafted=drafted
-            )
+        self._sent = self._sent_drafts(drafted, chosen, batch, ids)
 
     def _draft_for_profile(
         self, profile: Profile, batch: Batch, ids: Sequence[str], sent: TokenLists
     ) -> None:
         """Send zeros as drafts: the verification cost does not depend on acceptance."""
         length = min(profile.next_length(len(batch.rows)), self._max_draft_tokens)
-        lengths = [row.limit(length, n) for row, n in zip(batch.rows, batch.lengths, strict=True)]
-        for batch_index, number in zip(batch.batch_indices, lengths, strict=True):
+        lengths = batch.limits(length)
+        for batch_index, number in zip(batch.batch_indices, lengths.tolist(), strict=True):
             sent[batch_index] = [0] * number
         self._sent = SentDrafts(
             draft_indices=batch.draft_indices(ids),
-            lengths=np.array(lengths, np.int32),
+            num_tokens=batch.lengths,
+            lengths=lengths,
             drafted=None,
         )

@@ -28,7 +28,7 @@ from engine.speculation.core.uniform_length import longest_length
 from engine.speculation.counters import Counters
 from engine.speculation.drafting import Drafting
 from engine.speculation.late_drafts import ATTRIBUTE, LateDrafts, after_step, lookup_length
-from engine.speculation.request_table import Batch, SentDrafts, TrackedRequest
+from engine.speculation.request_table import Batch, NewTokens, SentDrafts, TrackedRequest
 from kernels.draft_index.store_protocol import DraftBatch, Store
 
 FEATURE: Final = feature("speculation")
@@ -203,9 +203,8 @@ class SchedulerDrafts(Drafting):
         if not batch.rows:
             return
         needs_drafts = wanted and self.profile is None
-        drafted = self._update_store(
-            batch, lookup_length(self._max_draft_tokens) if needs_drafts else 0
-        )
+        width = lookup_length(self._max_draft_tokens) if needs_drafts else 0
+        drafted = self._store_tokens(batch, requests, width)
         rows = [number for number, row in enumerate(batch.rows) if row.skip_reason is None]
         if not wanted or not rows:
             return
@@ -217,18 +216,16 @@ class SchedulerDrafts(Drafting):
             self._choose(drafted.rows(np.array(rows)), chosen, running=len(requests))
 
     def _batch(self, requests: Sequence[Any]) -> Batch:
-        batch = Batch(batch_indices=[], rows=[], lengths=[], tokens=[])
-        for batch_index, request in enumerate(requests):
-            row = self._tracked(request)
-            if row.slot is None:
-                continue
-            new = request.all_token_ids[row.num_stored :]
-            row.num_stored = request.num_tokens
-            batch.batch_indices.append(batch_index)
-            batch.rows.append(row)
-            batch.lengths.append(request.num_tokens)
-            batch.tokens.append(np.array(new, np.int32))
-        return batch
+        rows = {index: self._tracked(request) for index, request in enumerate(requests)}
+        lengths = [request.num_tokens for request in requests]
+        return Batch.of(rows, np.array(lengths, np.int32))
+
+    def _store_tokens(self, batch: Batch, requests: Sequence[Any], width: int) -> DraftBatch:
+        """Store the new tokens of a batch, and look up drafts of up to `width` tokens."""
+        starts, counts = batch.store()
+        rows = zip(batch.batch_indices, starts.tolist(), strict=True)
+        new = [np.array(requests[row].all_token_ids[start:], np.int32) for row, start in rows]
+        return self._update_store(batch, counts, np.concatenate(new), width)
 
     def _tracked(self, request: Any) -> TrackedRequest:
         """Entry of a request. With a grammar it gets no drafts.
@@ -288,9 +285,12 @@ class SchedulerDrafts(Drafting):
             for name, number in zip(ids, verified, strict=True)
         ]
         sent = SentDrafts(
-            draft_indices=lookup.late.rows, lengths=lookup.expected.lengths, drafted=lookup.expected
+            draft_indices=lookup.late.rows,
+            num_tokens=lookup.late.num_tokens,
+            lengths=lookup.expected.lengths,
+            drafted=lookup.expected,
         )
-        self._score_drafts(sent, rows, outcomes, verified)
+        self._score_drafts(sent, rows, NewTokens.of(outcomes), verified)
 
 
 def _drafts(requests: Sequence[Any], drafted: DraftBatch) -> Iterator[tuple[Any, list[int]]]:

@@ -1,6 +1,6 @@
 """A live engine with sibling drafts, and a controller that verifies every draft."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -102,8 +102,8 @@ class Recording(Speculator):
         }
         return sent
 
-    def needs_draft_step(self, running: int) -> bool:
-        return self.speculator.needs_draft_step(running)
+    def needs_draft_step(self, scheduled: Collection[str]) -> bool:
+        return self.speculator.needs_draft_step(scheduled)
 
     def on_skipped_step(self, running: int, seconds: float) -> None:
         self.speculator.on_skipped_step(running, seconds)

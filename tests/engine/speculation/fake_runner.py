@@ -19,7 +19,7 @@ class Runner:
 
     requests: dict[str, Any] = field(default_factory=dict)
     text: dict[str, list[int]] = field(default_factory=dict)
-    input_batch: Any = field(default_factory=lambda: SimpleNamespace(req_ids=[]))
+    input_batch: Any = field(default_factory=lambda: input_batch([], {}))
     query_start_loc: Any = field(default_factory=lambda: SimpleNamespace(np=np.zeros(1, np.int32)))
 
     def add(
@@ -53,6 +53,7 @@ class Runner:
         """Adds tokens in steps that the speculator did not observe."""
         self.text[name] += tokens
         self.requests[name].output_token_ids += tokens
+        self.input_batch = input_batch(self.input_batch.req_ids, self.text)
 
     def forget(self, name: str) -> None:
         del self.requests[name], self.text[name]
@@ -68,11 +69,20 @@ class Runner:
         self.input_batch.req_ids = list(said)
         for name, tokens in said.items():
             self.say(name, tokens)
-        lengths = np.array([len(self.text[name]) for name in said], np.int32)
-        rows = np.zeros((len(said), WIDTH), np.int32)
-        for row, name in zip(rows, said, strict=True):
-            row[: len(self.text[name])] = self.text[name]
         each = [len(tokens) if computed is None else computed for tokens in said.values()]
         self.query_start_loc.np = np.concatenate(([0], np.cumsum(each))).astype(np.int32)
-        drafts = speculator.drafts(list(said.values()), lengths, rows)
+        inputs = self.input_batch = input_batch(list(said), self.text)
+        drafts = speculator.drafts(
+            list(said.values()), inputs.num_tokens_no_spec, inputs.token_ids_cpu
+        )
         return dict(zip(said, drafts, strict=True))
+
+
+def input_batch(ids: Sequence[str], text: dict[str, list[int]]) -> Any:
+    """vLLM's input batch with the tokens of these rows."""
+    there = [text.get(name, []) for name in ids]
+    rows = np.zeros((len(ids), WIDTH), np.int32)
+    for row, tokens in zip(rows, there, strict=True):
+        row[: len(tokens)] = tokens
+    lengths = np.array([len(tokens) for tokens in there], np.int32)
+    return SimpleNamespace(req_ids=list(ids), num_tokens_no_spec=lengths, token_ids_cpu=rows)

@@ -1,16 +1,20 @@
 """Steps without drafts run without a draft method, and lose no history."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from engine.runtime.feature_guard import Feature
+from engine.speculation.controller import Draft, Int64Array
 from engine.speculation.counters import Counters
 from engine.speculation.draft_verification import DraftStepSkipper
 from engine.speculation.drafting import STORE_UPDATE_INTERVAL
 from engine.speculation.speculator import Speculator
+from kernels.draft_index.store_protocol import Int32Array
 from tests.engine.speculation.drafting_engine import SendAllDrafts
 from tests.engine.speculation.fake_runner import Runner
 from tests.kernels.draft_index.reference import ReferenceStore
@@ -30,8 +34,8 @@ class StepObserver:
     def end(self, ended: set[str]) -> None:
         self.ended += sorted(ended)
 
-    def needs_draft_step(self, running: int) -> bool:
-        self.looks.append(running)
+    def needs_draft_step(self, scheduled: Collection[str]) -> bool:
+        self.looks.append(len(scheduled))
         return self.awake
 
     def on_skipped_step(self, running: int, seconds: float) -> None:
@@ -142,7 +146,7 @@ def test_tokens_of_skipped_steps_are_drafted_from_afterwards(
     for name in ("seen", "unseen", "later"):
         runner.add(name, PROMPT, group="g")
     runner.step(speculator, {"seen": SAID[:2]})
-    assert not speculator.needs_draft_step(2)
+    assert not speculator.needs_draft_step({"seen", "unseen"})
     runner.say("seen", SAID[2:])
     runner.say("unseen", [40, 41, 42, 43])
     speculator.end({"seen", "unseen", "never there"})
@@ -154,31 +158,83 @@ def test_tokens_of_skipped_steps_are_drafted_from_afterwards(
     assert speculator.num_rows == 1
 
 
-def test_unsent_drafts_are_evaluated_before_steps_are_skipped(
-    runner: Runner, speculator: Speculator
-) -> None:
+def test_step_that_verifies_drafts_is_a_draft_step(runner: Runner, speculator: Speculator) -> None:
     speculator.controller = controller = wanting(ScriptedController())
     for name in ("a", "b"):
         runner.add(name, PROMPT, group="g")
     runner.step(speculator, {"a": SAID, "b": SAID[:2]})
     controller.wanted = False
-    assert speculator.needs_draft_step(2)
+    assert speculator.needs_draft_step({"a", "b"})
     runner.step(speculator, {"a": [18], "b": [12]})
-    assert not speculator.needs_draft_step(2)
+    assert not speculator.needs_draft_step({"a", "b"})
 
 
-def test_skipping_ends_before_too_many_tokens_accumulate(
+def test_unsent_drafts_are_scored_without_a_draft_step(
+    runner: Runner, speculator: Speculator
+) -> None:
+    speculator.controller = controller = NeverSends()
+    for name in ("a", "b"):
+        runner.add(name, PROMPT, group="g")
+    runner.step(speculator, {"a": SAID, "b": SAID[:2]})
+    for told in (SAID[2], 40, SAID[4]):
+        assert not speculator.needs_draft_step({"a", "b"})
+        runner.say("b", [told])
+    assert not speculator.needs_draft_step({"a", "b"})
+    assert controller.right == [1, 0, 1]
+
+
+def test_lookup_before_a_step_requests_the_draft_step(
+    runner: Runner, speculator: Speculator
+) -> None:
+    speculator.controller = controller = wanting(ScriptedController())
+    for name in ("a", "b", "c"):
+        runner.add(name, PROMPT, group=name[:1] if name == "c" else "g")
+    controller.wanted = False
+    runner.step(speculator, {"a": SAID, "b": SAID[:2]})
+    controller.wanted = True
+    assert speculator.needs_draft_step({"a", "b", "c"})
+    assert runner.step(speculator, {"a": [18], "b": [12], "c": []})["b"] == SAID[3:7]
+
+
+def test_finished_request_is_not_looked_up_again(runner: Runner, speculator: Speculator) -> None:
+    speculator.controller = wanting(ScriptedController())
+    for name in ("a", "b"):
+        runner.add(name, PROMPT, group="g")
+    runner.step(speculator, {"a": SAID, "b": [40]})
+    runner.step(speculator, {"a": [18], "b": [41]})
+    speculator.end({"a"})
+    speculator.needs_draft_step({"b"})
+    runner.forget("a")
+    runner.step(speculator, {"b": [42]})
+    assert speculator.num_rows == 1
+
+
+class NeverSends(SendAllDrafts):
+    """Looks drafts up in each step and sends none; records those of the last row that are right."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.right: list[int] = []
+
+    def lengths(self, drafted: Draft, *, running: int, context: int) -> Int32Array:
+        return np.zeros(len(drafted.lengths), np.int32)
+
+    def record_acceptance(self, drafted: Draft, sent: Int64Array, right: Int64Array) -> None:
+        self.right.append(int(right[-1]))
+
+
+def test_tokens_are_stored_before_too_many_accumulate(
     runner: Runner, speculator: Speculator
 ) -> None:
     speculator.controller = ScriptedController()
     runner.add("a", PROMPT)
-    on_skipped_step = 0
-    while not speculator.needs_draft_step(1):
-        runner.say("a", [40])
-        on_skipped_step += 1
     runner.step(speculator, {"a": [40]})
-    assert on_skipped_step == STORE_UPDATE_INTERVAL - 1
-    assert not speculator.needs_draft_step(1)
+    stored = speculator.store.num_tokens
+    for _ in range(STORE_UPDATE_INTERVAL - 1):
+        assert speculator.store.num_tokens == stored
+        assert not speculator.needs_draft_step({"a"})
+        runner.say("a", [40])
+    assert speculator.store.num_tokens > stored
 
 
 def test_skipped_step_is_counted_with_its_own_context(
@@ -203,7 +259,7 @@ def test_opted_out_samples_are_counted_in_skipped_steps(
     runner: Runner, speculator: Speculator
 ) -> None:
     runner.add("a", PROMPT, drafts=False)
-    assert not speculator.needs_draft_step(1)
+    assert not speculator.needs_draft_step({"a"})
     runner.say("a", SAID)
     speculator.end({"a"})
     assert speculator._counts.read()["skipped"] == {"disabled": 1}
