@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx
+import psutil
 
 START_SECONDS, STOP_SECONDS = 300.0, 60.0
 
@@ -25,19 +26,38 @@ async def coppice_server(
 
 
 @asynccontextmanager
-async def vllm_server(options: Mapping[str, object]) -> AsyncIterator[str]:
-    """URL of vLLM's OpenAI server, without the plugin of this project."""
+async def vllm_server(
+    options: Mapping[str, object], environment: Mapping[str, str] | None = None
+) -> AsyncIterator[str]:
+    """URL of vLLM's OpenAI server, without the plugin of this project.
+
+    `environment` has further variables of its processes.
+    """
     # The command `vllm serve` needs a package named vllm, which CPU builds are not.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     rest = {"--disable-uvicorn-access-log": None, **options}
-    environment = {
+    variables = {
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_PLUGINS": "",
         "VLLM_SERVER_DEV_MODE": "1",  # routes that replace the weights
+        **(environment or {}),
     }
-    async with _server(command, rest, environment) as url:
+    async with _server(command, rest, variables) as url:
         yield url
+
+
+def processor_seconds(url: str) -> float:
+    """Processor time that the server at this URL and its children have used so far."""
+    port = httpx.URL(url).port
+    [pid] = {
+        connection.pid
+        for connection in psutil.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN and connection.laddr[1:] == (port,)
+    }
+    server = psutil.Process(pid)
+    times = [process.cpu_times() for process in (server, *server.children(recursive=True))]
+    return sum(time.user + time.system for time in times)
 
 
 @asynccontextmanager
