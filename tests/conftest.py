@@ -1,13 +1,16 @@
-"""Collection of test files by `-m` expression, and the order in which tests start."""
+"""Collection of test files by `-m` expression, their order, and the process that runs them."""
 
 import os
 import re
 from collections.abc import Iterator
+from functools import cache
 from itertools import combinations
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 from engine.runtime import gc_and_process_group
 
@@ -23,6 +26,7 @@ settings.register_profile(
 )
 settings.load_profile("unhurried")
 
+ROOT = Path(__file__).parents[1]
 _NAMED = re.compile(r"\bmark\.(\w+)")
 _OF_THE_FILE = re.compile(r"^pytestmark = (\[.*?\]|.*?)$", re.MULTILINE | re.DOTALL)
 
@@ -47,6 +51,32 @@ def pytest_collection_finish() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Runs tests marked `long` first, so that none runs last while other workers are idle."""
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
+class FolderScheduling(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
+    """Assignment of whole files to processes, and of whole folders whose fixtures are shared."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return unit_of(nodeid)
+
+
+def unit_of(nodeid: str) -> str:
+    """The file of a test, or its folder if that has fixtures of package scope.
+
+    One process runs all tests of a unit: each process has its own fixtures.
+    """
+    file = Path(nodeid.partition("::")[0])
+    return str(file.parent if has_package_fixtures(file.parent) else file)
+
+
+@cache
+def has_package_fixtures(folder: Path) -> bool:
+    conftest = ROOT / folder / "conftest.py"
+    return conftest.exists() and 'scope="package"' in conftest.read_text()
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> FolderScheduling | None:
+    return FolderScheduling(config, log) if config.option.dist == "loadfile" else None
 
 
 def _sets_of_marks(text: str) -> Iterator[set[str]]:

@@ -6,30 +6,20 @@ reporting healthy. So after each request it must still sample.
 
 import json
 import math
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
-import pytest_asyncio
 
 from coppice.wire.base import MAX_TOKENS
 from coppice.wire.rollouts import MAX_GROUPS, MAX_SAMPLES_PER_GROUP
-from engine.vllm_engine import VllmEngine
 from tests.engine.seedling import settings
-from tests.serving import Served, serving
+from tests.serving import Served
 
-pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="package")]
 
 CONTEXT = settings().max_context_tokens or 0
 LEAST = 5e-324  # the smallest positive float
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
-    directory = tmp_path_factory.mktemp("bounds")
-    async with serving(VllmEngine(settings()), directory) as served:
-        yield served
 
 
 def make_request(

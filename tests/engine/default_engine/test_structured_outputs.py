@@ -3,21 +3,17 @@
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
-import pytest_asyncio
 
 from coppice.wire.support import GivenSupport, decode_mask, rows_of
-from engine.vllm_engine import VllmEngine
-from tests.engine.seedling import settings
 from tests.service.trees import check_tree, path
-from tests.serving import Served, serving
+from tests.serving import Served
 
-pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="package")]
 
 PROMPT = "Compute 12+34.\n"
 COLOURS = ["red", "green", "blue"]
@@ -35,15 +31,6 @@ CIRCULAR = "\n".join(
         *(f'r{i} ::= ("a" | "b")* r{(i + 1) % 300} | ""' for i in range(300)),
     ]
 )
-# Without it, a text of this small model is mostly whitespace between the tokens of JSON.
-COMPACT = {"backend": "xgrammar", "disable_any_whitespace": True}
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
-    chosen = settings(tool_parser="hermes", vllm_args={"structured_outputs_config": COMPACT})
-    async with serving(VllmEngine(chosen), tmp_path_factory.mktemp("served")) as served:
-        yield served
 
 
 def is_painting(text: str) -> bool:

@@ -1,32 +1,20 @@
 """Streams of the real engine: their parts give the answer without a stream."""
 
 import json
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-import pytest_asyncio
 from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
-from engine.vllm_engine import VllmEngine
-from tests.engine.seedling import settings
-from tests.serving import Served, serving
+from tests.serving import Served
 
-pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="package")]
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
 # Bytes of characters of two to four bytes, which the bundled tokenizer has no tokens for.
 MULTI_BYTE = "Write: é中😀é中😀é中😀é中😀"
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
-    path: Path = tmp_path_factory.mktemp("live")
-    async with serving(VllmEngine(settings()), path) as server:
-        yield server
 
 
 async def posted(served: Served, path: str, body: dict[str, Any]) -> httpx.Response:

@@ -1,33 +1,22 @@
 """Trees on the real engine: the prefill cost of a fork, and the accuracy of logprobs."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-import pytest_asyncio
 import torch
 
 from coppice import KvSource, PromptKV
 from coppice.wire.kv import KvHandle
 from tests.e2e.prompt_kv_checks import assert_matches_model
-from tests.engine.seedling import BLOCK, reference, settings
-from tests.engine.test_vllm_engine import computed_prompt_tokens, prompt_of
+from tests.engine.default_engine.test_vllm_engine import computed_prompt_tokens, prompt_of
+from tests.engine.seedling import BLOCK, reference
 from tests.service.trees import check_cuts, check_tree, path
-from tests.serving import Served, serving
+from tests.serving import Served
 
-pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="package")]
 
 LENGTHS = [BLOCK + 1, 3 * BLOCK + 7]
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
-    from engine.vllm_engine import VllmEngine
-
-    folder, kv = tmp_path_factory.mktemp("trees"), {"capacity_bytes": 2**24}
-    async with serving(VllmEngine(settings(prompt_kv=True)), folder, kv=kv) as served:
-        yield served
 
 
 def body(prompt: list[int], branching: dict[str, Any], **sampling: Any) -> dict[str, Any]:

@@ -2,26 +2,26 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-import pytest_asyncio
 import torch
 
 from engine.errors import SamplingRefused
 from engine.types import ChatRequest, Completion, SampleRequest, Sampling, StructuredOutputs
 from engine.vllm_engine import VllmEngine
 from tests.engine.controlled_sampling import controlled_logprobs
-from tests.engine.seedling import reference, settings
+from tests.engine.seedling import reference
 from tests.engine.speculation.distributions import chi_square, p_value
+from tests.engine.speculation.sample_sizes import TIMES
 
-pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="package")]
 
 _IDS = itertools.count()
 PROMPT = "Compute 12+34.\n"
+NUM_SAMPLES = int(5000 * TIMES)
 BAD_WORDS = ("46", "=4", "answer")
 CONTROLS: dict[str, dict[str, Any]] = {
     "min_p": {"min_p": 0.2},
@@ -43,14 +43,6 @@ CONTROLS: dict[str, dict[str, Any]] = {
     },
 }
 every_control = pytest.mark.parametrize("control", CONTROLS)
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engine() -> AsyncIterator[VllmEngine]:
-    engine = VllmEngine(settings())
-    await engine.start("v0")
-    yield engine
-    await engine.stop()
 
 
 async def run(
@@ -108,7 +100,9 @@ async def test_tokens_follow_the_controlled_distribution(engine: VllmEngine, con
     """The second token of samples that share a prompt, given the most frequent first one."""
     given = {**CONTROLS[control], "temperature": 2.0}
     prompt = engine.encode_text(PROMPT)
-    samples = await run(engine, prompt, n=1500, **{**given, "max_tokens": 2, "ignore_eos": True})
+    samples = await run(
+        engine, prompt, n=NUM_SAMPLES, **{**given, "max_tokens": 2, "ignore_eos": True}
+    )
     first = np.bincount([s.token_ids[0] for s in samples], minlength=engine.info.vocab_size)
     top = int(first.argmax())
     seconds = [s.token_ids[1] for s in samples if s.token_ids[0] == top and len(s.token_ids) > 1]

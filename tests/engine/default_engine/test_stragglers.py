@@ -11,22 +11,14 @@ from prometheus_client import REGISTRY
 from safetensors.torch import load_file
 
 from coppice import AsyncRollouts, Finish, Sample
-from tests.engine.seedling import BLOCK, MODEL, settings
-from tests.engine.test_vllm_engine import computed_prompt_tokens, prompt_of
-from tests.serving import Served, serving
+from tests.engine.default_engine.test_vllm_engine import computed_prompt_tokens, prompt_of
+from tests.engine.seedling import BLOCK, MODEL
+from tests.serving import Served
 
-pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
-    from engine.vllm_engine import VllmEngine
-
-    async with serving(VllmEngine(settings()), tmp_path_factory.mktemp("stragglers")) as served:
-        yield served
+pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="package")]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
+@pytest_asyncio.fixture(scope="module", loop_scope="package")
 async def rollouts(served: Served) -> AsyncIterator[AsyncRollouts]:
     async with AsyncRollouts(served.url, timeout=120) as rollouts:
         yield rollouts
