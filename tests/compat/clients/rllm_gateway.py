@@ -17,6 +17,7 @@ from openai import OpenAI
 from rllm_model_gateway import GatewayClient, GatewayConfig, create_app
 
 ASKED = "Compute (2 + 3) + (4 + 5)."
+STORE_SECONDS = 60.0
 TOOLS: Any = [
     {
         "type": "function",
@@ -51,14 +52,14 @@ def gateway(url: str, path: str) -> Iterator[str]:
         thread.join()
 
 
-def solve(client: OpenAI, *, stream: bool) -> str:
-    """Text of the last response."""
+def solve(client: OpenAI, *, stream: bool) -> list[dict[str, Any]]:
+    """The messages of the tool loop."""
     messages: list[Any] = [{"role": "user", "content": ASKED}]
     while True:
         message = answer(client, messages, stream=stream)
         messages.append(message)
         if "tool_calls" not in message:
-            return str(message["content"])
+            return messages
         for call in message["tool_calls"]:
             total = sum(json.loads(call["function"]["arguments"]).values())
             messages.append({"role": "tool", "tool_call_id": call["id"], "content": str(total)})
@@ -77,14 +78,24 @@ def answer(client: OpenAI, messages: list[Any], *, stream: bool) -> dict[str, An
     }
 
 
+def traces_of(trainer: GatewayClient, session: str, num_responses: int) -> list[Any]:
+    """Traces of all responses. The gateway stores those of a stream in a task after its end."""
+    due = time.monotonic() + STORE_SECONDS
+    while len(traces := trainer.get_session_traces(session)) < num_responses:
+        assert time.monotonic() < due, f"{len(traces)} traces of {num_responses} responses"
+        time.sleep(0.01)
+    return list(traces)
+
+
 def run(url: str, scenario: str, path: str, key: str) -> dict[str, Any]:
     with gateway(url, path) as address, GatewayClient(address) as trainer:
         session = trainer.create_session()
         with OpenAI(base_url=trainer.get_session_url(session), api_key=key, max_retries=0) as agent:
-            output = solve(agent, stream=scenario.endswith("streamed"))
-        traces = trainer.get_session_traces(session)
+            messages = solve(agent, stream=scenario.endswith("streamed"))
+        num_responses = sum(message["role"] == "assistant" for message in messages)
+        traces = traces_of(trainer, session, num_responses)
     return {
-        "output": output,
+        "output": str(messages[-1]["content"]),
         "traces": [
             {"prompt": each.prompt_token_ids, "token_ids": each.completion_token_ids}
             | {"logprobs": each.logprobs, "finish_reason": each.finish_reason}
