@@ -69,7 +69,15 @@ class EngineNode:
 
         Raises StartFailed. If cancelled, call `stop`.
         """
-        await self._start()
+        start_seconds = self._settings.start_seconds
+        try:
+            async with asyncio.timeout(start_seconds):
+                await self._start()
+        except TimeoutError:
+            raise StartFailed(
+                f"the ranks did not start within {start_seconds:g} s (engine.start_seconds); they "
+                "wait for machine 0"
+            ) from None
         watch = asyncio.create_task(self._watch_first_node(), name="first-node-watch")
         try:
             await self._ended.wait()

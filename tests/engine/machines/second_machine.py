@@ -84,6 +84,16 @@ class Node:
         children = psutil.Process(self.process.pid).children(recursive=True)
         return [child for child in children if "Worker" in child.name()]
 
+    def processes(self) -> list[psutil.Process]:
+        """Running processes of the session that the process has started in."""
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.NoSuchProcess, ProcessLookupError):
+                is_running = process.status() != psutil.STATUS_ZOMBIE
+                if is_running and os.getsid(process.pid) == self.process.pid:
+                    found.append(process)
+        return found
+
 
 @contextmanager
 def node(

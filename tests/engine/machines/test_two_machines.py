@@ -34,6 +34,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
 PROMPT = [5 + i * 7 % 200 for i in range(100)]
 END_SECONDS = 30.0
+START_SECONDS = 120.0
 DETECTION: dict[str, Any] = {"step_seconds": 5.0, "hang_seconds": 5.0}
 _IDS = itertools.count()
 
@@ -182,7 +183,10 @@ async def test_two_machines_sample_and_update_as_one(
         await load(engine, MODEL, "v2")
         assert [list(sample.token_ids) for sample in await samples(engine)] == [before] * 4
         assert files_in(tmp_path / "copies") == []
-    assert await asyncio.to_thread(second.process.wait, END_SECONDS) == 1
+
+        await engine.stop()
+        assert await asyncio.to_thread(second.process.wait, END_SECONDS) == 1
+        await wait_for(lambda: not second.processes())
     assert "machine 0 has ended" in second.log.read_text()
 
 
@@ -222,6 +226,13 @@ async def test_machines_with_different_settings_are_refused(tmp_path: Path) -> N
                 await engine.start("v0")
         finally:
             await engine.stop()
+
+
+async def test_machine_1_without_machine_0_ends(tmp_path: Path) -> None:
+    with node(LOOPBACK, engine_settings(LOOPBACK, start_seconds=8.0), tmp_path) as second:
+        assert await asyncio.to_thread(second.process.wait, START_SECONDS) == 1
+        await wait_for(lambda: not second.processes())
+    assert "the ranks did not start within 8 s" in second.log.read_text()
 
 
 async def test_siblings_drafts_are_used_on_two_machines(tmp_path: Path) -> None:
