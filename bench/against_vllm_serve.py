@@ -200,7 +200,9 @@ def with_context(model: Path, num_tokens: int) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5, help="3 take about 12 minutes on 2 cores")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="runs of each server and case, after one"
+    )
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="float32")
     add_out(parser)
