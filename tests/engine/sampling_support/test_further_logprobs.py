@@ -1,6 +1,5 @@
 """Given and raw logprobs from a real engine, against teacher forcing with Transformers."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +9,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from coppice.wire.support import decode_mask
-from engine.attention import register as attention
-from engine.launch import sampling_hooks
 from engine.sampling_support.further_logprobs import FurtherLogprobs, LogprobValues
 from engine.sampling_support.step import SUPPORT_ARG
-from engine.settings import AttentionSettings
 from engine.speculation.counters import COUNTERS
 from engine.speculation.request_table import GROUP_ARG
-from tests.engine.random_models import VOCAB, make_models
-from tests.engine.speculation.drafting_engine import drafting_engine
-from tests.engine.stepped_engine import Answer, LiveEngine, live_engine
+from tests.engine.random_models import VOCAB
+from tests.engine.stepped_engine import Answer, LiveEngine
 
 pytestmark = pytest.mark.engine
 
@@ -34,27 +29,6 @@ CONTROLS: dict[str, dict[str, Any]] = {
     "penalties": {"presence_penalty": 1.5, "repetition_penalty": 1.3},
     "bias": {"logit_bias": {3: 2.0, 9: -1.0}},
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_models(tmp_path_factory.mktemp("models"), tied=True)["v7"]
-
-
-@pytest.fixture(scope="module", params=["plain", "drafting"])
-def engine(
-    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[LiveEngine]:
-    """An engine without drafts, and one that verifies drafts in nearly every step."""
-    sampling_hooks.install()
-    if request.param == "plain":
-        attention.install(AttentionSettings(shared_prefix="off"))
-        with live_engine(model, max_num_seqs=32) as plain:
-            yield plain
-        return
-    folder = tmp_path_factory.mktemp("drafts")
-    with drafting_engine(model, folder, max_num_batched_tokens=48) as (drafting, _):
-        yield drafting
 
 
 def submit(engine: LiveEngine, group: str, wanted: FurtherLogprobs, **sampling: Any) -> str:
@@ -77,10 +51,12 @@ def values(answer: Answer, wanted: FurtherLogprobs) -> LogprobValues:
 
 
 @pytest.mark.parametrize("name", CONTROLS)
-def test_raw_logprobs_are_those_of_the_model(engine: LiveEngine, model: Path, name: str) -> None:
+def test_raw_logprobs_are_those_of_the_model(
+    engine: LiveEngine, models: dict[str, Path], name: str
+) -> None:
     names = [submit(engine, name, RAW, **CONTROLS[name]) for _ in range(4)]
     for answer in engine.finish(*names):
-        found, expected = values(answer, RAW), reference(model, answer).log_softmax(-1)
+        found, expected = values(answer, RAW), reference(models["v7"], answer).log_softmax(-1)
         own = expected.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
         assert found.raw == pytest.approx(own.numpy(), abs=1e-4)
         assert found.given == pytest.approx(expected[:, list(GIVEN)].numpy(), abs=1e-4)
@@ -94,14 +70,14 @@ def test_raw_logprobs_are_those_of_the_model(engine: LiveEngine, model: Path, na
 
 @pytest.mark.parametrize("name", ["plain", "greedy", "truncated", "allowed"])
 def test_given_logprobs_are_those_of_the_sampled_distribution(
-    engine: LiveEngine, model: Path, name: str
+    engine: LiveEngine, models: dict[str, Path], name: str
 ) -> None:
     before = sum(COUNTERS.read()["drafted"].values())
     names = [submit(engine, name, PROCESSED, **CONTROLS[name]) for _ in range(4)]
     for answer in engine.finish(*names):
         found = values(answer, PROCESSED)
         kept = torch.from_numpy(np.stack([decode_mask(row, VOCAB) for row in found.supports]))
-        logits = reference(model, answer) / (CONTROLS[name].get("temperature") or 1.0)
+        logits = reference(models["v7"], answer) / (CONTROLS[name].get("temperature") or 1.0)
         expected = logits.masked_fill(~kept, -torch.inf).log_softmax(-1)[:, list(GIVEN)]
         assert found.given == pytest.approx(expected.numpy(), abs=1e-4)
         assert found.raw is None
@@ -110,12 +86,14 @@ def test_given_logprobs_are_those_of_the_sampled_distribution(
     assert (sum(COUNTERS.read()["drafted"].values()) > before) == has_drafts
 
 
-def test_requests_of_one_step_return_what_each_wants(engine: LiveEngine, model: Path) -> None:
+def test_requests_of_one_step_return_what_each_wants(
+    engine: LiveEngine, models: dict[str, Path]
+) -> None:
     one = FurtherLogprobs(given=(7,))
     wanted = [RAW, one, PROCESSED, FurtherLogprobs(num_raw=0), FurtherLogprobs(), one]
     names = [submit(engine, "mixed", each) for each in wanted]
     for each, answer in zip(wanted, engine.finish(*names), strict=True):
-        found, expected = values(answer, each), reference(model, answer).log_softmax(-1)
+        found, expected = values(answer, each), reference(models["v7"], answer).log_softmax(-1)
         assert found.given == pytest.approx(expected[:, list(each.given)].numpy(), abs=1e-4)
         assert found.raw_top.shape == (NUM_TOKENS, each.num_raw or 0)
         assert (found.raw is None) == (each.num_raw is None)

@@ -1,6 +1,5 @@
 """Supports from a real engine: the returned logprobs are normalised over exactly these sets."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,11 @@ from transformers import AutoModelForCausalLM
 from coppice.support import Support
 from coppice.train import LogitAdjustments, sampled_logprobs
 from coppice.wire.support import decode_ids, decode_mask
-from engine.attention import register as attention
-from engine.launch import sampling_hooks
 from engine.sampling_support.step import SUPPORT_ARG
-from engine.settings import AttentionSettings
 from engine.speculation.counters import COUNTERS
 from engine.speculation.request_table import GROUP_ARG
-from tests.engine.random_models import VOCAB, make_models
-from tests.engine.speculation.drafting_engine import drafting_engine
-from tests.engine.stepped_engine import Answer, LiveEngine, live_engine
+from tests.engine.random_models import VOCAB
+from tests.engine.stepped_engine import Answer, LiveEngine
 
 pytestmark = pytest.mark.engine
 
@@ -45,29 +40,6 @@ CONSTRAINTS: dict[str, dict[str, Any]] = {
     "bias": {"logit_bias": {4: 3.5, 9: -2.0}, "top_p": 0.9},
     "min_tokens": {"min_tokens": 8, "stop_token_ids": [2, 3], "ignore_eos": False},
 }
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return make_models(tmp_path_factory.mktemp("models"), tied=True)
-
-
-@pytest.fixture(scope="module", params=["plain", "drafting"])
-def engine(
-    request: pytest.FixtureRequest,
-    models: dict[str, Path],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[LiveEngine]:
-    """An engine without drafts, and one that verifies drafts in nearly every step."""
-    sampling_hooks.install()
-    if request.param == "plain":
-        attention.install(AttentionSettings(shared_prefix="off"))
-        with live_engine(models["v7"], max_num_seqs=32) as plain:
-            yield plain
-        return
-    folder = tmp_path_factory.mktemp("drafts")
-    with drafting_engine(models["v7"], folder, max_num_batched_tokens=48) as (drafting, _):
-        yield drafting
 
 
 def submit(engine: LiveEngine, group: str, **sampling: Any) -> str:
