@@ -17,6 +17,7 @@ from helm.panels import ROWS
 from tests.fake_engine import FakeEngine
 from tests.monitoring.tools import RULES
 from tests.ports import free_port
+from tests.serving import TLS
 from tests.serving_thread import serving_in_thread
 from tests.tools import tool
 
@@ -54,7 +55,7 @@ def prometheus(tmp_path: Path, target: str) -> Iterator[str]:
 
 def query_prometheus(url: str, query: str) -> list[dict[str, Any]]:
     try:
-        answer = httpx.get(f"{url}/api/v1/query", params={"query": query}, timeout=10)
+        answer = httpx.get(f"{url}/api/v1/query", params={"query": query}, timeout=10, verify=TLS)
     except httpx.TransportError:
         return []
     if answer.status_code != 200:
@@ -102,7 +103,7 @@ def test_prometheus_evaluates_every_query_of_the_dashboard(tmp_path: Path) -> No
         for query in queries():
             asked = re.sub(r"\$(namespace|job|instance)", ".*", query)
             asked = asked.replace("$__rate_interval", "1m")
-            answer = httpx.get(f"{watching}/api/v1/query", params={"query": asked})
+            answer = httpx.get(f"{watching}/api/v1/query", params={"query": asked}, verify=TLS)
             assert answer.status_code == 200, (query, answer.text)
         ready = ROWS["Overview"][0].queries[""]
         [value] = awaited(watching, re.sub(r"\$\w+", ".*", ready))
