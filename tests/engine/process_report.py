@@ -3,6 +3,9 @@
 import os
 import sys
 from multiprocessing.connection import Client, Connection
+from threading import enumerate as all_threads
+
+from engine.launch.core_preload import PROBE_THREAD
 
 MODULE = "colorsys"
 
@@ -16,3 +19,15 @@ def report(address: str) -> None:
 
 def send_one(connection: Connection) -> None:
     connection.send(1)
+
+
+def report_probe(address: str) -> None:
+    """Send the pid, the number of threads that probe, and the number of cached results."""
+    threads = [thread for thread in all_threads() if thread.name == PROBE_THREAD]
+    for thread in threads:
+        thread.join()
+    from torch._inductor.cpu_vec_isa import valid_vec_isa_list
+
+    num_cached = valid_vec_isa_list.cache_info().currsize
+    with Client(address, "AF_UNIX") as connection:
+        connection.send((os.getpid(), len(threads), num_cached))

@@ -1,7 +1,7 @@
 """EngineCore's process, started before vLLM starts EngineCore."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError
 from multiprocessing import Pipe
 from multiprocessing.connection import Listener, wait
@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from engine.launch import environment
+from engine.launch.core_preload import compiles_in_core
 from engine.launch.preloaded_core import (
     PreloadedContext,
     PreloadedCore,
@@ -19,22 +20,25 @@ from engine.launch.preloaded_core import (
     start_variables,
 )
 from engine.settings import EngineSettings
-from tests.engine.process_report import MODULE, report, send_one
+from tests.engine.process_report import MODULE, report, report_probe, send_one
 
 MODULES = (MODULE, "there_is_no_such_module")
 SECONDS = 60.0  # on a busy machine
 
 
 @pytest.fixture
-def core() -> Iterator[PreloadedCore]:
+def core(monkeypatch: pytest.MonkeyPatch) -> Iterator[PreloadedCore]:
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)  # set by the Makefile
     started = PreloadedCore(MODULES)
     yield started
     started.close()
 
 
-def report_of(core: PreloadedCore, address: Path) -> tuple[Any, ...]:
+def report_of(
+    core: PreloadedCore, address: Path, target: Callable[[str], None] = report
+) -> tuple[Any, ...]:
     with Listener(str(address), "AF_UNIX") as listener:
-        process = PreloadedContext(core).Process(target=report, name="Core", args=(str(address),))
+        process = PreloadedContext(core).Process(target=target, name="Core", args=(str(address),))
         process.start()
         with listener.accept() as connection:
             received: tuple[Any, ...] = connection.recv()
@@ -103,6 +107,26 @@ def test_close_kills_the_interpreter_once(core: PreloadedCore) -> None:
 def test_only_variables_that_are_read_at_the_start_are_compared() -> None:
     environment = {"LD_PRELOAD": "a", "TORCHDYNAMO_DISABLE": "1", "VLLM_RPC_BASE_PATH": "b"}
     assert set(start_variables(environment)) == {"LD_PRELOAD", "TORCHDYNAMO_DISABLE"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "expected"), [("0", (1, 1)), ("1", (0, 0))])
+def test_instruction_sets_are_probed_in_a_thread_if_the_sampler_runs_in_this_process(
+    ranks: str,
+    expected: tuple[int, int],
+    core: PreloadedCore,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", ranks)
+    assert report_of(core, tmp_path / "socket", report_probe)[1:] == expected
+
+
+def test_instruction_sets_are_not_probed_without_compilation() -> None:
+    single = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    assert compiles_in_core(single)
+    assert not compiles_in_core(single | {"TORCHDYNAMO_DISABLE": "1"})
+    assert not compiles_in_core({})
 
 
 def test_nothing_is_started_where_vllm_preloads_an_openmp_library_of_torch(
