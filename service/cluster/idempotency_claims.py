@@ -4,7 +4,7 @@ Releases, and all claims after a registry reset, are sent with the heartbeats. A
 or released again while its previous state is being sent.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 
 MAX_CLAIMS_PER_HEARTBEAT = 2000
 
@@ -63,8 +63,7 @@ class Claims:
         At most `MAX_CLAIMS_PER_HEARTBEAT` of each kind are sent, so that the next heartbeat is not
         delayed.
         """
-        for _ in range(min(len(self._unsynced_releases), MAX_CLAIMS_PER_HEARTBEAT)):
-            claim_key = self._unsynced_releases.pop()
+        for claim_key in _pop_some(self._unsynced_releases):
             if claim_key in self._claimed:
                 continue
             try:
@@ -74,10 +73,17 @@ class Claims:
                 raise
             if claim_key in self._claimed:
                 self._unsynced_claims.add(claim_key)
-        for _ in range(min(len(self._unsynced_claims), MAX_CLAIMS_PER_HEARTBEAT)):
-            claim_key = self._unsynced_claims.pop()
+        for claim_key in _pop_some(self._unsynced_claims):
             if claim_key in self._claimed:
                 await self._claim(claim_key)
                 if claim_key not in self._claimed:
                     self._unsynced_releases.add(claim_key)
         return not (self._unsynced_claims or self._unsynced_releases)
+
+
+def _pop_some(claim_keys: set[str]) -> Iterator[str]:
+    """Keys of a heartbeat, each removed when it is due: another heartbeat may send the others."""
+    for _ in range(min(len(claim_keys), MAX_CLAIMS_PER_HEARTBEAT)):
+        if not claim_keys:
+            return
+        yield claim_keys.pop()

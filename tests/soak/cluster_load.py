@@ -79,7 +79,7 @@ class FleetLoad:
                 (self._streamed, self._submitted, self._disconnect, self._reset_connection)
             )
             prompt = self._random.choices(self._vocabulary, k=self._random.randint(2, 60))
-            while not await self._answered(mode, prompt):
+            while not await self._answered(mode, prompt) and not self.over:
                 await asyncio.sleep(0.1)
 
     async def _answered(
