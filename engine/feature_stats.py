@@ -1,8 +1,8 @@
 """Counters and state of the engine's optional features, which the service exports as metrics."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeVar
 
 AttentionFallbackReason = Literal[
     "not_built",
@@ -230,3 +230,28 @@ class KvRetentionStats:
     num_blocks: int = 0
     num_sessions: int = 0
     num_released: Mapping[KvReleaseReason, int] = field(default_factory=dict)
+
+
+Stats = TypeVar("Stats", SharedPrefixStats, KeptKvStats, CudaGraphStats, KvRetentionStats)
+
+
+def total(engines: Sequence[Stats]) -> Stats:
+    """Sum of the counters of data-parallel engines, field by field and key by key.
+
+    Other fields are those of the first engine.
+    """
+    first = engines[0]
+    summed = {
+        name: _sum([getattr(engine, name) for engine in engines])
+        for name in first.__dataclass_fields__
+    }
+    return replace(first, **summed)
+
+
+def _sum(values: Sequence[Any]) -> Any:
+    if isinstance(values[0], int):
+        return sum(values)
+    if not isinstance(values[0], Mapping):
+        return values[0]
+    keys = dict.fromkeys(key for value in values for key in value)
+    return {key: sum(value.get(key, 0) for value in values) for key in keys}

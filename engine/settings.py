@@ -205,6 +205,12 @@ class EngineSettings(VllmSettings):
         description="number of ranks that the layers are distributed over; increase it if the "
         "model does not fit and its heads cannot be split further",
     )
+    data_parallel_size: PositiveInt = Field(
+        1,
+        description="number of engines in this service, each with all weights and a KV cache of "
+        "its own; the samples of a group, session or chain run on one of them; increase it to use "
+        "more GPUs of one machine by one service, for a model that fits on fewer",
+    )
     block_size: int | None = Field(
         None,
         ge=16,
@@ -361,10 +367,6 @@ class EngineSettings(VllmSettings):
     def _refuse_unsupported(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        if "data_parallel_size" in values:
-            raise ValueError(
-                "data parallelism within one service is not supported: run more replicas instead"
-            )
         values = with_same_names(values)
         if values.get("distributed_executor_backend") == "ray":
             raise ValueError(
@@ -395,6 +397,7 @@ class EngineSettings(VllmSettings):
 
     @property
     def num_ranks(self) -> int:
+        """Number of ranks of one engine."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
@@ -409,4 +412,5 @@ class EngineSettings(VllmSettings):
     @property
     def threads_per_rank(self) -> int:
         available = len(os.sched_getaffinity(0))
-        return self.cpu_threads or max(1, available // self.ranks_per_node)
+        ranks = self.ranks_per_node * self.data_parallel_size
+        return self.cpu_threads or max(1, available // ranks)

@@ -380,6 +380,8 @@ class EngineInfo:
     eos_token_ids: tuple[int, ...]
     tensor_parallel_size: int
     pipeline_parallel_size: int
+    data_parallel_size: int
+    """Number of engines. Each has `max_sequences` samples and its share of the `num_blocks`."""
     cpu_threads: int | None
     vllm_version: str
     kv_format: KvFormat | None = None

@@ -29,6 +29,7 @@ from engine.io.sampling_checks import SamplingChecks
 from engine.io.vllm_requests import Generation
 from engine.kv_versions.measurement import KvMeasurement
 from engine.launch.arguments import WORKER_EXTENSION
+from engine.launch.data_parallel import check_settings
 from engine.launch.features import GPU_DEVICE, with_prediction
 from engine.launch.info import (
     collect_features,
@@ -92,6 +93,7 @@ class VllmEngine:
         preloaded: PreloadedCore | None = None,
     ) -> None:
         check_vllm_args(settings)
+        check_settings(settings, speculation or SpeculationSettings())
         check_machines(settings, speculation or SpeculationSettings())
         check_serves(settings)
         self._settings = settings
@@ -118,7 +120,9 @@ class VllmEngine:
         self._monitor_task: asyncio.Task[None] | None = None
         self._copies = MachineCopies(self._processes, settings)
         self._adapters = LoadedAdapters(settings.max_adapters, self._copies)
-        self._generation = Generation(self._processes, self._adapters)
+        self._generation = Generation(
+            self._processes, self._adapters, num_engines=settings.data_parallel_size
+        )
         self._kv_measurement = KvMeasurement(
             self._processes, self._generation, settings.kv_probe_tokens
         )
@@ -253,7 +257,7 @@ class VllmEngine:
         fraction, seconds = self._settings.session_kv_fraction, self._settings.session_kv_seconds
         if fraction:
             method = "coppice_start_session_kv_retention"
-            await self._processes.call_core(method, fraction, seconds)
+            await self._processes.call_cores(method, fraction, seconds)
 
     async def stop(self) -> None:
         self._heartbeat.set_stage("stopping")
@@ -400,13 +404,13 @@ class VllmEngine:
 
     async def reset_prefix_cache(self) -> None:
         self._kv_measurement.contexts.clear()
-        await self._processes.call_core("coppice_reset_prefix_cache")
+        await self._processes.call_cores("coppice_reset_prefix_cache")
 
     async def measure_kept_kv(self, priority: int) -> None:
         await self._kv_measurement.run(self.info.max_context_tokens, priority)
 
     async def release_session_kv(self, session_ids: Sequence[str]) -> None:
-        await self._processes.call_core("coppice_release_session_kv", list(session_ids))
+        await self._processes.call_cores("coppice_release_session_kv", list(session_ids))
 
     # Weights and adapters
 

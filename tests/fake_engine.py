@@ -176,6 +176,7 @@ class FakeEngine:
             eos_token_ids=(EOS,),
             tensor_parallel_size=1,
             pipeline_parallel_size=1,
+            data_parallel_size=1,
             cpu_threads=1,
             vllm_version="0",
             kv_format=FORMAT if self.prompt_kv else None,

@@ -4,12 +4,13 @@ The heartbeat carries them to /metrics.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TypedDict
 
 from engine.cudagraphs.planner import Plan
 from engine.cudagraphs.shapes import UNEVEN
-from engine.feature_stats import CudaGraphStats
+from engine.feature_stats import CudaGraphStats, total
 
 
 class Snapshot(TypedDict):
@@ -90,4 +91,16 @@ def aggregate_ranks(ranks: Iterable[Snapshot | None]) -> CudaGraphStats:
         hits=first["hits"],
         mixed=first["mixed"],
         misses={(samples, query_len): steps for samples, query_len, steps in first["misses"]},
+    )
+
+
+def aggregate_engines(engines: Sequence[CudaGraphStats]) -> CudaGraphStats:
+    """CUDA graph statistics over data-parallel engines, which capture the same graphs."""
+    first, summed = engines[0], total(engines)
+    return replace(
+        summed,
+        num_graphs=first.num_graphs,
+        budget_bytes=first.budget_bytes,
+        estimated_bytes=first.estimated_bytes,
+        measured_bytes=max(engine.measured_bytes for engine in engines),
     )

@@ -29,19 +29,30 @@ from engine.types import TopLogprobRows
 
 @dataclass(frozen=True, slots=True)
 class ScoredTokens:
-    """Tokens that are prefilled for their logprobs; `cache_salt` is that of their cached KV."""
+    """Tokens that are prefilled for their logprobs.
+
+    `cache_salt` is that of their cached KV, `rank` the data-parallel rank of the engine.
+    """
 
     token_ids: Sequence[int]
     adapter: LoRARequest | None
     priority: int = 0
     cache_salt: str | None = None
+    rank: int | None = None
 
 
 async def prompt_logprobs(
-    llm: AsyncLLM, token_ids: Sequence[int], adapter: LoRARequest | None, num_top_logprobs: int
+    llm: AsyncLLM,
+    token_ids: Sequence[int],
+    adapter: LoRARequest | None,
+    num_top_logprobs: int,
+    rank: int | None = None,
 ) -> TopLogprobRows:
-    """Logprobs of given tokens and of the top k at their positions; the first position has none."""
-    scored = ScoredTokens(token_ids, adapter)
+    """Logprobs of given tokens and of the top k at their positions; the first position has none.
+
+    `rank` is the data-parallel rank of the engine that computes them.
+    """
+    scored = ScoredTokens(token_ids, adapter, rank=rank)
     output = await _score(llm, scored, prompt_logprobs=num_top_logprobs)
     return prompt_rows(output.prompt_logprobs)
 
@@ -96,6 +107,7 @@ async def _score_once(
             uuid.uuid4().hex,
             lora_request=scored.adapter,
             priority=scored.priority,
+            data_parallel_rank=scored.rank,
         )
         (output,) = [output async for output in generated]
     except EngineDeadError as error:

@@ -5,6 +5,7 @@ aborted, versioned and drafted separately. Siblings share their prompt's KV thro
 They are submitted in one iteration of the event loop so that they are scheduled together.
 """
 
+import asyncio
 import math
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import suppress
@@ -30,6 +31,7 @@ from engine.io.logprobs import (
     sampled_logprobs,
     top_k_entropies,
 )
+from engine.io.placement import Placement, running_tokens
 from engine.io.request_params import further_logprobs, sampling_params
 from engine.kv_versions import spans as kv_versions
 from engine.launch.processes import VllmProcesses
@@ -235,21 +237,32 @@ def version_spans_so_far(state: RequestState) -> tuple[VersionSpan, ...]:
 class Generation:
     """Generates samples and scores responses with the running vLLM."""
 
-    def __init__(self, processes: VllmProcesses, adapters: LoadedAdapters) -> None:
+    def __init__(
+        self, processes: VllmProcesses, adapters: LoadedAdapters, *, num_engines: int
+    ) -> None:
         logprob_arrays.install()
         kv_versions.install()
         self._processes = processes
         self._adapters = adapters
+        self._num_engines = num_engines
+        self._placement = Placement(num_engines, lambda: running_tokens(processes.llm))
         stop_strings.install()
 
     async def warm_up(self, eos_token_ids: Sequence[int]) -> None:
-        """Generate once, because vLLM compiles for seconds in its first generation."""
+        """Generate once per engine, as vLLM compiles for seconds in its first generation."""
         token = eos_token_ids[0] if eos_token_ids else 0
         params = SamplingParams(
             max_tokens=4, top_p=0.9, top_k=20, ignore_eos=True, logprobs=0, detokenize=False
         )
+        async with asyncio.TaskGroup() as tasks:
+            for rank in range(self._num_engines):
+                tasks.create_task(self._warm_up_one(rank, token, params))
+
+    async def _warm_up_one(self, rank: int, token: int, params: SamplingParams) -> None:
         prompt = tokens_input([token] * 4)
-        async for _ in self._processes.llm.generate(prompt, params, "warm-up"):
+        async for _ in self._processes.llm.generate(
+            prompt, params, f"warm-up-{rank}", data_parallel_rank=rank
+        ):
             pass
 
     async def submit(
@@ -259,8 +272,9 @@ class Generation:
         on_finished: Callable[[SampleRequest, Completion], None] | None,
     ) -> list[Awaitable[Completion]]:
         try:
+            rank = self._rank(samples)
             return [
-                await self._submit_one(sample, max_context_tokens, on_finished)
+                await self._submit_one(sample, max_context_tokens, on_finished, rank)
                 for sample in samples
             ]
         except EngineDeadError as error:
@@ -274,6 +288,7 @@ class Generation:
         sample: SampleRequest,
         max_context_tokens: int,
         on_finished: Callable[[SampleRequest, Completion], None] | None,
+        rank: int | None,
     ) -> PendingSample:
         queue = await self._processes.llm.add_request(
             sample.id,
@@ -282,6 +297,7 @@ class Generation:
             lora_request=self._adapters.request(sample.adapter),
             priority=sample.priority,
             session_id=sample.session_id,
+            data_parallel_rank=rank,
         )
         return PendingSample(
             queue,
@@ -289,6 +305,11 @@ class Generation:
             partial(self._spans, sample.id),
             partial(on_finished, sample) if on_finished else None,
         )
+
+    def _rank(self, samples: Sequence[SampleRequest]) -> int | None:
+        """Data-parallel rank of samples that are submitted together."""
+        block_size: int = self._processes.llm.vllm_config.cache_config.block_size
+        return self._placement.rank(samples, block_size)
 
     def progress(self, sample_ids: Sequence[str]) -> list[tuple[VersionSpan, ...]]:
         return [self._spans(sample_id) for sample_id in sample_ids]
@@ -310,7 +331,9 @@ class Generation:
         self, prompt: Sequence[int], num_top_logprobs: int, adapter: str | None
     ) -> TopLogprobRows:
         lora_request = self._adapters.request(adapter)
-        return await prompt_logprobs(self._processes.llm, prompt, lora_request, num_top_logprobs)
+        return await prompt_logprobs(
+            self._processes.llm, prompt, lora_request, num_top_logprobs, self._placement.rank()
+        )
 
     async def given_logprobs(
         self,
@@ -321,7 +344,13 @@ class Generation:
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> TopLogprobRows:
-        scored = ScoredTokens(prompt, self._adapters.request(adapter), priority, cache_salt)
+        scored = ScoredTokens(
+            prompt,
+            self._adapters.request(adapter),
+            priority,
+            cache_salt,
+            self._placement.rank(),
+        )
         return await given_logprobs(self._processes.llm, scored, given)
 
     async def abort(self, sample_ids: Sequence[str]) -> None:

@@ -48,8 +48,8 @@ class KvMeasurement:
         if found and num_loads == self._num_loads:
             self._divergences = found
             by_lag = [(each.lag, each.kl) for each in found]
-            # EngineCore receives this before any call of a later update, which resets it.
-            await self._processes.call_core("coppice_set_kv_divergence", by_lag)
+            # Every EngineCore receives this before any call of a later update, which resets it.
+            await self._processes.call_cores("coppice_set_kv_divergence", by_lag)
 
 
 class ProbeRequests:

@@ -126,6 +126,7 @@ def engine_arguments(
         max_num_batched_tokens=settings.max_batched_tokens,
         tensor_parallel_size=settings.tensor_parallel_size,
         pipeline_parallel_size=settings.pipeline_parallel_size,
+        data_parallel_size=settings.data_parallel_size,
         enforce_eager=on_cpu if settings.eager is None else settings.eager,
         enable_prefix_caching=True,
         scheduling_policy="priority",

@@ -1,4 +1,4 @@
-"""Methods added to EngineCore, called with `engine_core.call_utility_async(name)`.
+"""Methods added to EngineCore, called with `VllmProcesses.call_cores(name)`.
 
 They run in EngineCore's busy loop, between two steps. Exceptions are returned to the caller and do
 no harm. Results are sent as msgpack.

@@ -160,8 +160,8 @@ def thread_variables(settings: EngineSettings, cpus: list[int]) -> dict[str, str
 
     They are explicit, because vLLM's own choice changes once a KV connector is configured.
 
-    Threads are bound only if they use every processor. Otherwise two engines would both be bound to
-    the first processors and leave the others idle.
+    Threads are bound only if one engine uses every processor. Otherwise two engines would both be
+    bound to the first processors and leave the others idle.
     """
     num_ranks, num_threads = settings.ranks_per_node, settings.threads_per_rank
     shares = [_cpus_of_rank(rank, num_threads, cpus) for rank in range(num_ranks)]
@@ -171,7 +171,7 @@ def thread_variables(settings: EngineSettings, cpus: list[int]) -> dict[str, str
     threads = {"TORCHINDUCTOR_CPP_DYNAMIC_THREADS": "1"}
     if preload:
         threads["LD_PRELOAD"] = _preload_variable(preload)
-    binds = num_ranks * num_threads >= len(cpus)
+    binds = settings.data_parallel_size == 1 and num_ranks * num_threads >= len(cpus)
     if settings.has_workers and binds:
         binding = "|".join(",".join(map(str, share)) for share in shares)
         return threads | {"VLLM_CPU_OMP_THREADS_BIND": binding}

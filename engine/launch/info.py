@@ -68,6 +68,7 @@ def collect_info(
         eos_token_ids=eos_token_ids(llm),
         tensor_parallel_size=settings.tensor_parallel_size,
         pipeline_parallel_size=settings.pipeline_parallel_size,
+        data_parallel_size=settings.data_parallel_size,
         cpu_threads=settings.threads_per_rank if on_cpu else None,
         vllm_version=vllm_version,
         kv_format=kv.format,
@@ -140,7 +141,8 @@ async def kept_kv_reason(processes: VllmProcesses, settings: EngineSettings) -> 
         return "prefix_caching_off"
     if settings.kv_offload_bytes is not None:
         return "kv_offloading"
-    return None if await processes.call_core("coppice_can_keep_kv") else "unsupported_cache"
+    can_keep = await processes.call_cores("coppice_can_keep_kv")
+    return None if all(can_keep) else "unsupported_cache"
 
 
 def _gpu_reason(settings: EngineSettings, failures: Sequence[str | None]) -> str:

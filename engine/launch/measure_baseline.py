@@ -1,5 +1,6 @@
 """Measurement of the baseline by an engine without speculation: `coppice measure-baseline`."""
 
+from engine.errors import StartFailed
 from engine.settings import AttentionSettings, EngineSettings, GraphsSettings, SpeculationSettings
 from engine.speculation.startup import measure_baseline
 from engine.vllm_engine import VllmEngine
@@ -16,6 +17,11 @@ async def measure(
 
     Returns the number of batches that were measured. Raises StartFailed or EngineDead.
     """
+    if settings.data_parallel_size > 1:
+        raise StartFailed(
+            "the baseline is that of one engine; set engine.data_parallel_size: 1, as several "
+            "engines do not draft"
+        )
     off = speculation.model_copy(update={"mode": "off"})
     engine = VllmEngine(settings, attention=attention, speculation=off, graphs=graphs)
     try:

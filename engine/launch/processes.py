@@ -1,5 +1,8 @@
 """vLLM's processes: start, calls, discovery and termination, from the service's process.
 
+With data parallelism there are several EngineCores. vLLM sends a call to all of them, but returns
+only the result of the first one, so calls return a list here.
+
 vLLM never resolves the futures of calls that are in flight when the engine dies. The task that
 handles the engine's outputs does end when the engine dies or is stopped, so calls wait for it too.
 """
@@ -26,6 +29,7 @@ from engine.cudagraphs.from_settings import plan_for_start
 from engine.cudagraphs.planner import Plan
 from engine.errors import EngineDead, StartFailed
 from engine.launch.arguments import USAGE_CONTEXT, engine_arguments, with_defaults
+from engine.launch.data_parallel import check_model, install_coordinator
 from engine.launch.environment import engine_environment
 from engine.launch.preloaded_core import PreloadedCore, started_by_vllm
 from engine.launch.vllm_seams import check_version
@@ -42,7 +46,7 @@ KILL_RETRY_SECONDS: Final = 0.5
 
 
 class VllmProcesses:
-    """Starts, calls and stops EngineCore and the workers of one engine."""
+    """Starts, calls and stops the EngineCores and their workers."""
 
     def __init__(
         self,
@@ -116,6 +120,7 @@ class VllmProcesses:
         ):
             envs.disable_envs_cache()
             config = arguments.create_engine_config(USAGE_CONTEXT)
+            check_model(config)
             if (reason := find_obstacle(config, speculation)) is not None:
                 return reason
             log.info("engine.seed is %d", arguments.seed)
@@ -138,21 +143,24 @@ class VllmProcesses:
             worker_extension=self._worker_extension,
         )
 
-    async def call_core(self, method: str, *args: Any) -> Any:
-        """Call a method of EngineCore between two steps. Raises EngineDead."""
-        call = self.llm.engine_core.call_utility_async(method, *args)
-        return await await_engine(self.llm, call)
+    async def call_cores(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of every EngineCore between two of its steps. Raises EngineDead.
 
-    async def call_workers(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of every worker between two steps. Raises EngineDead."""
-        call = self.llm.collective_rpc(method, args=args)
+        Returns one result per data-parallel rank.
+        """
+        call = self.llm.engine_core.call_utility_all_async(method, *args)
         results: list[Any] = await await_engine(self.llm, call)
         return results
+
+    async def call_workers(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of every worker of every engine between two steps. Raises EngineDead."""
+        results = await self.call_cores("collective_rpc", method, None, args, None)
+        return [result for of_engine in results for result in of_engine]
 
     async def verify_plugin(self) -> None:
         """Check that the Coppice plugin is active; vLLM only logs if a plugin fails to load."""
         try:
-            await self.call_core("coppice_ping")
+            await self.call_cores("coppice_ping")
         except Exception as error:
             raise StartFailed(
                 "the Coppice plugin is not active in the engine process; reinstall the package"
@@ -209,6 +217,7 @@ def _start_failures() -> Iterator[None]:
 def _create_llm(config: VllmConfig) -> AsyncLLM:
     """Create the AsyncLLM and cache environment variables, which vLLM would read per token."""
     sampling_support.install_in_service()
+    install_coordinator()
     llm = AsyncLLM.from_vllm_config(config, usage_context=USAGE_CONTEXT)
     envs.enable_envs_cache()
     return llm

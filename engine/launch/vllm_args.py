@@ -24,6 +24,7 @@ from engine.vllm_settings import PASSED_UNCHANGED
 
 COVERED: Final = {
     "max_model_len": "engine.max_context_tokens",
+    "data_parallel_size": "engine.data_parallel_size",
     "max_num_seqs": "engine.max_sequences",
     "max_num_batched_tokens": "engine.max_batched_tokens",
     "enforce_eager": "engine.eager",
@@ -53,7 +54,7 @@ COVERED: Final = {
 _LOGPROBS = "logprobs must be those of the distribution that a request's parameters define"
 _METHODS = "the server adds its own methods to vLLM's workers"
 _MEDIA = "requests hold text only"
-_REPLICAS = "data parallelism within one service is not supported: run more replicas instead"
+_ENGINES = "the server starts all engines of engine.data_parallel_size itself"
 _RESTART = "a failed engine ends the service, which its supervisor starts again"
 _GENERATION = "the served model generates text and tokens"
 OWNED: Final = {
@@ -113,7 +114,7 @@ def _check_name(name: str) -> None:
     if name in COVERED:
         raise StartFailed(f"{path}: set {COVERED[name]} instead")
     if name.startswith(DATA_PARALLEL):
-        raise StartFailed(f"{path} cannot be set: {_REPLICAS}")
+        raise StartFailed(f"{path} cannot be set: {_ENGINES}")
     if name in OWNED:
         raise StartFailed(f"{path} cannot be set: {OWNED[name]}")
     if name not in _types():

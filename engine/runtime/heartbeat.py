@@ -11,7 +11,7 @@ or its event loop is blocked, no ping can be read, and the delay is not the engi
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 
 from engine.types import EngineHealth, EngineStage
@@ -83,22 +83,16 @@ class Heartbeat:
         """Monotonic time, minus the time in which the task `watch` could not run."""
         return self._clock() - self._stalled_seconds - self._stall()
 
-    async def run(self, ping: Callable[[], Awaitable[object]], processes: dict[int, str]) -> None:
-        """Ping until cancelled. A ping counts only if every process of the engine is running."""
+    async def run(self, ping: Callable[[], Awaitable[object]], processes: Collection[int]) -> None:
+        """Ping until cancelled. A ping counts only if every process of the engines is running.
+
+        Processes are given by their PIDs, because workers of several engines have equal names.
+        """
         while self._dead is None:
             await ping()
-            stopped = [
-                name
-                for name, state in _process_states(processes).items()
-                if state in _STOPPED_STATES
-            ]
-            if not stopped:
+            if not any(_process_state(pid) in _STOPPED_STATES for pid in processes):
                 self._last_beat = self._now()
             await asyncio.sleep(INTERVAL_SECONDS)
-
-
-def _process_states(processes: dict[int, str]) -> dict[str, str]:
-    return {name: _process_state(pid) for pid, name in processes.items()}
 
 
 def _process_state(pid: int) -> str:

@@ -4,6 +4,7 @@ import asyncio
 import logging
 
 from engine.attention.counters import aggregate_ranks
+from engine.cudagraphs.counters import aggregate_engines as graphs_of_engines
 from engine.cudagraphs.counters import aggregate_ranks as aggregate_graph_ranks
 from engine.drafter.service.drafter import Drafter
 from engine.errors import EngineDead, StartFailed
@@ -13,7 +14,9 @@ from engine.feature_stats import (
     KvRetentionStats,
     SharedPrefixStats,
     SpeculationStats,
+    total,
 )
+from engine.launch.core_methods import Ping
 from engine.launch.processes import VllmProcesses, engine_processes, kill_processes
 from engine.runtime.heartbeat import Heartbeat
 from engine.speculation.counters import to_speculation_stats
@@ -64,17 +67,21 @@ class EngineMonitor:
             self._heartbeat.mark_dead(f"the heartbeat failed: {error}")
 
     async def _ping(self) -> None:
-        ping = await self._processes.call_core("coppice_ping")
+        pings = await self._processes.call_cores("coppice_ping")
+        self._on_speculation(pings[0])
+        self.shared_prefix = total([aggregate_ranks(ping["shared_prefix"]) for ping in pings])
+        self.graphs = graphs_of_engines([aggregate_graph_ranks(ping["graphs"]) for ping in pings])
+        self.kept_kv = total([KeptKvStats(**ping["kept_kv"]) for ping in pings])
+        self.session_kv = total([KvRetentionStats(**(ping["session_kv"] or {})) for ping in pings])
+
+    def _on_speculation(self, ping: Ping) -> None:
+        """Counters of speculation, which only a single engine has."""
         drafter = ping["drafter"]
-        self.shared_prefix = aggregate_ranks(ping["shared_prefix"])
         self.speculation = to_speculation_stats(
             drafter["speculation"] if drafter else ping["speculation"][0]
         )
         if self._drafter is not None:
             self._drafter.on_ping(drafter, ping["num_running"])
-        self.graphs = aggregate_graph_ranks(ping["graphs"])
-        self.kept_kv = KeptKvStats(**ping["kept_kv"])
-        self.session_kv = KvRetentionStats(**(ping["session_kv"] or {}))
 
     async def _kill_if_hung(self, hang_seconds: float) -> None:
         """Kill an engine that hangs for too long, so that all pending calls fail."""

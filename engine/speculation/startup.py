@@ -125,6 +125,8 @@ def why_off(settings: SpeculationSettings, engine: EngineSettings) -> str | None
         return "speculation.mode is off"
     if engine.pipeline_parallel_size > 1:
         return "the rank that drafts does not sample with pipeline parallelism"
+    if engine.data_parallel_size > 1:
+        return "step times and drafts are those of one engine, and there are several"
     if settings.mode == "drafter":
         return None
     if not is_built():

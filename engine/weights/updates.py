@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NoReturn
 
 from vllm.lora.request import LoRARequest
 
@@ -57,15 +59,13 @@ class ServedWeights:
         results = await self._processes.call_workers(
             "coppice_load_weights", str(path), str(self._path)
         )
-        failed = [result for result in results if not result["ok"]]
-        if not all(result["restored"] for result in failed):
-            self._heartbeat.mark_dead("the weights are partly loaded")
-            raise EngineDead("loading failed and the previous weights could not be restored")
-        if failed:
+        if failed := self._failed(results):
+            if len(failed) < len(results):
+                await self._restore_all()
             await self._on_restored()
             await self._copies.drop(path)
             raise LoadFailed("loading failed; the previous weights are still served")
-        reset = await self._processes.call_core("coppice_reset_prefix_cache", keep_kv)
+        resets = await self._processes.call_cores("coppice_reset_prefix_cache", keep_kv)
         await self._processes.set_version(version)
         if path != self._path:
             await self._copies.drop(self._path)
@@ -73,7 +73,29 @@ class ServedWeights:
         loaded_seconds = max(result["seconds"] for result in results if result["ok"])
         log.info("loaded the weights of %s in %.3f s", version, loaded_seconds)
         self._heartbeat.set_stage("serving")
-        return int(reset["num_kept_tokens"])
+        return sum(int(reset["num_kept_tokens"]) for reset in resets)
+
+    def _failed(self, results: Sequence[Any]) -> list[Any]:
+        """Failed results of a load; raises EngineDead if one has left other weights."""
+        failed = [result for result in results if not result["ok"]]
+        if not all(result["restored"] for result in failed):
+            self._raise_partly_loaded()
+        return failed
+
+    def _raise_partly_loaded(self) -> NoReturn:
+        self._heartbeat.mark_dead("the weights are partly loaded")
+        raise EngineDead("loading failed and the previous weights could not be restored")
+
+    async def _restore_all(self) -> None:
+        """Load the served files on all engines, because some of them have loaded other files.
+
+        An engine whose load fails may have the others still, so none may run then.
+        """
+        log.warning("an engine could not load the weights; all engines load the previous ones")
+        path = str(self._path)
+        results = await self._processes.call_workers("coppice_load_weights", path, path)
+        if not all(result["ok"] for result in results):
+            self._raise_partly_loaded()
 
     async def _on_restored(self) -> None:
         """Keep the KV, which the restored weights computed: no step ran with other weights.
@@ -81,7 +103,7 @@ class ServedWeights:
         Files that have changed since they were loaded may have restored other weights.
         """
         if await asyncio.to_thread(_fingerprint, self._path) != self._fingerprint:
-            await self._processes.call_core("coppice_reset_prefix_cache")
+            await self._processes.call_cores("coppice_reset_prefix_cache")
         self._heartbeat.set_stage("serving")
 
     async def check_reload(self) -> None:
@@ -109,11 +131,7 @@ class ServedWeights:
     async def _load_served_files(self) -> None:
         path = str(self._path)
         results = await self._processes.call_workers("coppice_load_weights", path, path)
-        failed = [result for result in results if not result["ok"]]
-        if not all(result["restored"] for result in failed):
-            self._heartbeat.mark_dead("the weights are partly loaded")
-            raise EngineDead("loading failed and the previous weights could not be restored")
-        if failed:
+        if failed := self._failed(results):
             raise LoadFailed(f"vLLM cannot load the served weights again: {failed[0]['error']}")
 
 
@@ -168,6 +186,8 @@ class LoadedAdapters:
         if reasons:
             log.warning("the adapter %s could not be loaded: %s", label, reasons[0])
             await self._copies.drop(path)
+            if len(reasons) < len(results):  # an engine has loaded it
+                await processes.call_workers("coppice_unload_adapter", request.lora_int_id)
             raise LoadFailed(
                 "the engine could not load the adapter; the server's log has the reason"
             )

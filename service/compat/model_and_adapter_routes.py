@@ -180,7 +180,7 @@ def _vllm_config(info: EngineInfo) -> dict[str, Any]:
         "parallel_config": {
             "tensor_parallel_size": info.tensor_parallel_size,
             "pipeline_parallel_size": info.pipeline_parallel_size,
-            "data_parallel_size": 1,
+            "data_parallel_size": info.data_parallel_size,
         },
         "cache_config": {"block_size": info.block_size, "enable_prefix_caching": True},
         "lora_config": _lora_config(info),
@@ -202,12 +202,12 @@ def _sglang_config(info: EngineInfo) -> dict[str, Any]:
         "dtype": info.dtype,
         "tp_size": info.tensor_parallel_size,
         "pp_size": info.pipeline_parallel_size,
-        "dp_size": 1,
+        "dp_size": info.data_parallel_size,
         "ep_size": 1,
         "disaggregation_mode": "null",
         "context_length": info.max_context_tokens,
         "page_size": info.block_size,
-        "max_running_requests": info.max_sequences,
+        "max_running_requests": info.max_sequences * info.data_parallel_size,
     }
 
 

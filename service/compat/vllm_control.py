@@ -191,7 +191,8 @@ async def reset_prefix_cache(server: ReadyServer) -> Response:
 @allow_any_key
 async def world_size(server: ReadyServer) -> Response:
     info = server.engine.info
-    return json_response({"world_size": info.tensor_parallel_size * info.pipeline_parallel_size})
+    ranks = info.tensor_parallel_size * info.pipeline_parallel_size
+    return json_response({"world_size": ranks * info.data_parallel_size})
 
 
 @router.get("/liveness", responses=declare_responses({200: JSON}, EngineGone))

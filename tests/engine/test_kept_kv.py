@@ -121,8 +121,8 @@ class CoreProcesses:
     async def call_workers(self, method: str, *args: Any) -> list[Any]:
         return self._engine.rpc(method, *args)
 
-    async def call_core(self, method: str, *args: Any) -> Any:
-        return getattr(self._engine.core, method)(*args)
+    async def call_cores(self, method: str, *args: Any) -> list[Any]:
+        return [getattr(self._engine.core, method)(*args)]
 
 
 def failed_update(engine: LiveEngine, served: ServedWeights, path: Path) -> None:

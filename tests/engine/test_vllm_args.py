@@ -132,9 +132,9 @@ def test_argument_of_a_setting_with_another_name_is_refused_with_that_name(name:
     )
 
 
-@pytest.mark.parametrize("name", [*sorted(vllm_args.OWNED), "data_parallel_size"])
+@pytest.mark.parametrize("name", [*sorted(vllm_args.OWNED), "data_parallel_rank"])
 def test_argument_of_the_server_is_refused_with_the_reason(name: str) -> None:
-    reason = vllm_args.OWNED.get(name, "run more replicas")
+    reason = vllm_args.OWNED.get(name, "engine.data_parallel_size")
     text = refusal(**{name: 1})
     assert text.startswith(f"engine.vllm_args.{name} cannot be set: ") and reason in text
 

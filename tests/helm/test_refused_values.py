@@ -52,6 +52,7 @@ MISTAKES: list[tuple[str, Object]] = [
         },
     ),
     ("node_rank", {"engine": {"node_rank": 1}}),
+    ("data_parallel_size is 2", {"gpu": {"count": 1}, "engine": {"data_parallel_size": 2}}),
     ("at least 15", {"drain": {"teardownSeconds": 5}}),
     ("model.revision is needed", {"model": {"name": "a/b", "offline": False}}),
     ("forbids fetching", {"model": {"name": "a/b", "revision": "a" * 40}}),

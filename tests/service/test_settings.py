@@ -129,13 +129,6 @@ def test_missing_file_is_refused(tmp_path: Path) -> None:
     assert refusal(file=tmp_path / "none.yaml").endswith("none.yaml: No such file or directory")
 
 
-def test_data_parallel_is_refused_with_a_reason() -> None:
-    text = refusal(flags={"engine.data_parallel_size": "2"})
-    assert text.startswith(
-        "engine: data parallelism within one service is not supported: run more replicas"
-    )
-
-
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.7", "gpu-node"])
 def test_open_address_needs_an_explicit_setting(host: str) -> None:
     assert "set server.allow_open to true" in refusal(flags={"server.host": host})

@@ -107,6 +107,7 @@ class EngineStatus(AnswerModel):
     eos_token_ids: list[int]
     tensor_parallel_size: int
     pipeline_parallel_size: int
+    data_parallel_size: int
     cpu_threads: int | None
     vllm_version: str
 

@@ -34,12 +34,13 @@
 {{- fail (printf "kv.spans_bytes must be below shm.engine (%s), which holds it" (toString $v.shm.engine)) -}}
 {{- end -}}
 {{- $ranks := mul (int (get $v.engine "tensor_parallel_size" | default 1)) (int (get $v.engine "pipeline_parallel_size" | default 1)) -}}
+{{- $engines := int (get $v.engine "data_parallel_size" | default 1) -}}
 {{- $nodes := include "coppice.nnodes" . | int -}}
 {{- if gt (mod $ranks $nodes) 0 -}}
 {{- fail (printf "engine.nnodes is %d, which does not divide the %d ranks of engine.tensor_parallel_size times engine.pipeline_parallel_size" $nodes $ranks) -}}
 {{- end -}}
-{{- if and (gt (int $v.gpu.count) 0) (ne (mul (int $v.gpu.count) $nodes) $ranks) -}}
-{{- fail (printf "gpu.count is %d per pod, engine.nnodes is %d, and engine.tensor_parallel_size times engine.pipeline_parallel_size is %d" (int $v.gpu.count) $nodes $ranks) -}}
+{{- if and (gt (int $v.gpu.count) 0) (ne (mul (int $v.gpu.count) $nodes) (mul $ranks $engines)) -}}
+{{- fail (printf "gpu.count is %d per pod, engine.nnodes is %d, and engine.tensor_parallel_size times engine.pipeline_parallel_size times engine.data_parallel_size is %d" (int $v.gpu.count) $nodes (mul $ranks $engines)) -}}
 {{- end -}}
 {{- if and (gt $nodes 1) (gt (include "coppice.bytes" $v.shm.arena | int64) 0) -}}
 {{- fail "shm.arena must be 0 with engine.nnodes above 1: prompt KV is exported to the shared memory of one machine" -}}
