@@ -1,6 +1,6 @@
 """A process with an engine in it: reports its PIDs, then generates until it is interrupted.
 
-    python -m tests.engine.engine_process MAX_TOKENS
+    python -m tests.engine.engine_process MAX_TOKENS NUM_ENGINES
 
 Ctrl-C lets the running sample finish, as in the service, and then stops the engine.
 """
@@ -18,10 +18,10 @@ from engine.vllm_engine import VllmEngine
 from tests.engine.seedling import settings
 
 
-async def main(max_tokens: int) -> None:
+async def main(max_tokens: int, num_engines: int) -> None:
     told_off = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, told_off.set)
-    engine = VllmEngine(settings())
+    engine = VllmEngine(settings(data_parallel_size=num_engines))
     await engine.start("v0")
     sampling = Sampling(max_tokens=max_tokens, ignore_eos=True)
     (pending,) = await engine.submit(
@@ -39,4 +39,4 @@ def report(**info: object) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(int(sys.argv[1])))
+    asyncio.run(main(int(sys.argv[1]), int(sys.argv[2])))

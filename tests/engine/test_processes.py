@@ -128,9 +128,9 @@ async def test_two_ranks_answer_and_a_stopped_idle_worker_is_detected() -> None:
         assert len((await one_sample(engine, 5)).token_ids) == 5
 
 
-def alone(max_tokens: int) -> "subprocess.Popen[str]":
+def alone(max_tokens: int, num_engines: int) -> "subprocess.Popen[str]":
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.engine.engine_process", str(max_tokens)],
+        [sys.executable, "-m", "tests.engine.engine_process", str(max_tokens), str(num_engines)],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -173,7 +173,7 @@ def is_alive(pid: int) -> bool:
 
 @pytest.mark.exhaustive
 async def test_ctrl_c_finishes_running_samples_and_leaves_nothing() -> None:
-    with alone(max_tokens=900) as process:
+    with alone(max_tokens=900, num_engines=1) as process:
         children = read_line_of(process.stdout)["children"]
         os.killpg(process.pid, signal.SIGINT)
         last = read_line_of(process.stdout)
@@ -182,8 +182,9 @@ async def test_ctrl_c_finishes_running_samples_and_leaves_nothing() -> None:
     await until(lambda: are_gone(children), seconds=SOON_SECONDS)
 
 
-async def test_killed_service_takes_its_engine_along() -> None:
-    with alone(max_tokens=900) as process:
+@pytest.mark.parametrize("num_engines", [1, 2])
+async def test_killed_service_takes_its_engines_along(num_engines: int) -> None:
+    with alone(max_tokens=900, num_engines=num_engines) as process:
         children = read_line_of(process.stdout)["children"]
         held = {
             file for pid in [process.pid, *children] for file in leftover_files.files_used_by(pid)
