@@ -1,9 +1,12 @@
 """The command `coppice` and its subcommands; the only service module that loads vLLM."""
 
 import asyncio
+import atexit
 import importlib
 import logging
+import os
 import socket
+import sys
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -125,9 +128,24 @@ def run_server(
     run_server(app, lifecycle, settings, listener, deadline)
 
 
+def exit_process(code: int) -> None:
+    """Exit after the exit handlers, without the interpreter's finalization.
+
+    The server has released its resources. With torch and vLLM loaded, the finalization takes
+    seconds on a busy machine, and it waits for threads.
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeComponents:
-    """Functions that commands call, for `serve` one per step; tests can replace them."""
+    """Functions that commands call, for `serve` one per step; tests can replace them.
+
+    `exit_process` is called after a server has stopped without an error.
+    """
 
     configure_logging: Callable[[LogSettings], None] = configure_logging
     load_engine: Callable[[Settings], Engine] = load_engine
@@ -136,6 +154,7 @@ class ServeComponents:
     load_node: Callable[[Settings], "Node"] = load_node
     run_node: "Callable[[Node, Settings, socket.socket], None]" = run_node
     measure_baseline: Callable[[Settings], int] = measure_baseline
+    exit_process: Callable[[int], None] | None = None
 
 
 def build_cli(components: ServeComponents | None = None) -> typer.Typer:
@@ -184,7 +203,7 @@ def build_cli(components: ServeComponents | None = None) -> typer.Typer:
 
 
 def main() -> None:
-    build_cli()()
+    build_cli(ServeComponents(exit_process=exit_process))()
 
 
 def render_graph_plan(settings: Settings) -> str:
@@ -210,6 +229,8 @@ def _serve(settings: Settings, components: ServeComponents) -> None:
         _load_and_run(settings, components)
     except EngineError as error:
         _fail(1, str(error))
+    if components.exit_process is not None:
+        components.exit_process(0)
 
 
 def _measure(settings: Settings, components: ServeComponents) -> None:

@@ -1,6 +1,8 @@
 """The command line, with fakes for the engine and the server."""
 
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -57,6 +59,29 @@ def refuse(text: str) -> Callable[..., Any]:
         raise StartFailed(text)
 
     return part
+
+
+def test_process_exits_after_a_server_that_stopped_without_an_error() -> None:
+    codes = list[int]()
+    exits = replace(PARTS, exit_process=codes.append)
+    assert run("serve", components=exits).exit_code == 0
+    failing = replace(exits, run_server=refuse("the disk is full"))
+    assert run("serve", components=failing).exit_code == 1
+    assert codes == [0]
+
+
+def test_exit_runs_exit_handlers_and_waits_for_no_thread() -> None:
+    program = """
+import atexit, threading, time
+from service.cli import exit_process
+
+threading.Thread(target=time.sleep, args=(600,)).start()
+atexit.register(print, "exit handler")
+exit_process(0)
+"""
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(command, timeout=60, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "exit handler\n", "")
 
 
 def test_every_field_has_one_flag() -> None:
