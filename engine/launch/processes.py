@@ -42,6 +42,9 @@ from engine.speculation.startup import find_obstacle
 
 log = logging.getLogger(__name__)
 SHUTDOWN_SECONDS: Final = 30.0
+EXIT_SECONDS: Final = 0.5
+"""Time for vLLM's processes to exit, after which they are killed. They take seconds on a busy
+machine. Nothing is lost: the draft store was saved before, and `_clean_up` removes their files."""
 KILL_RETRY_SECONDS: Final = 0.5
 
 
@@ -181,7 +184,7 @@ class VllmProcesses:
         if llm is not None:
             if llm.output_handler is not None:
                 llm.output_handler.cancel()  # or it would report the shutdown as a failure
-            await asyncio.to_thread(llm.shutdown, SHUTDOWN_SECONDS)
+            await asyncio.to_thread(llm.shutdown, EXIT_SECONDS)
         await asyncio.to_thread(self._clean_up)
 
     def _clean_up(self) -> None:
