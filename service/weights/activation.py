@@ -65,6 +65,7 @@ class Activation:
         self._on_activated = on_activated
         self._on_lease_ended = on_lease_ended
         self._clock = clock
+        self._applying = asyncio.Lock()
         self._lock = asyncio.Lock()
         self._sleep_level: SleepLevel = 1
         self._sleeping: frozenset[SleepTag] = frozenset()
@@ -245,30 +246,36 @@ class Activation:
     async def _apply(
         self, label: str, mode: ActivationMode, allow_rollback: bool, kv: ActivationKv
     ) -> ActivationAnswer:
-        async with self._lock:
+        async with self._applying:
             version = self._versions.check_activation(label, allow_rollback=allow_rollback)
-            previous = self._versions.active
-            if version == previous:
-                answer = _answer(version, previous, mode, paused_seconds=0.0, samples_ended=0)
-            else:
-                with self._versions.activating(label):
-                    answer = await self._replace(version, previous, mode, kv)
+            with self._versions.activating(label):
+                if version != self._versions.active:
+                    await self._prepare(version)
+                async with self._lock:
+                    answer = await self._activate(label, mode, allow_rollback, kv)
         await self._stager.trim()
         self._on_activated(answer)
         return answer
 
-    async def _replace(
-        self, version: Version, previous: Version, mode: ActivationMode, kv: ActivationKv
+    async def _activate(
+        self, label: str, mode: ActivationMode, allow_rollback: bool, kv: ActivationKv
     ) -> ActivationAnswer:
+        version = self._versions.check_activation(label, allow_rollback=allow_rollback)
+        previous = self._versions.active
+        if version == previous:
+            return _answer(version, previous, mode, paused_seconds=0.0, samples_ended=0)
         self.check_weights_awake()
-        await self._stager.revalidate(version)
-        await self._prepare(version)
         async with self._rollouts.close_gate():
             self._check_can_wait(mode)
             return await self._switch(version, previous, mode, kv)
 
     async def _prepare(self, version: Version) -> None:
-        """Copy the files to the engine's other machines, while samples run."""
+        """Check the files and copy them to the engine's other machines, while samples run.
+
+        Pauses can start and end meanwhile.
+        """
+        self.check_weights_awake()
+        await self._stager.revalidate(version)
         try:
             await self._engine.prepare_weights(version.path)
         except LoadFailed as error:

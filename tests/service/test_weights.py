@@ -332,6 +332,35 @@ async def test_files_are_copied_to_other_machines_before_the_pause(tmp_path: Pat
     assert engine.prepared == engine.loaded
 
 
+async def test_pauses_start_and_end_while_files_are_copied_to_other_machines(
+    tmp_path: Path,
+) -> None:
+    class Copying(FakeEngine):
+        def __init__(self) -> None:
+            super().__init__()
+            self.copied = asyncio.Event()
+
+        async def prepare_weights(self, path: Path) -> None:
+            await super().prepare_weights(path)
+            await self.copied.wait()
+
+    engine = Copying()
+    async with serving(engine, tmp_path) as served, asyncio.timeout(30):
+        await upload(served, "v1")
+        activation = asyncio.create_task(activate(served, "v1"))
+        await until(lambda: bool(engine.prepared))
+        assert (await served.http.post("/v1/pause", json={})).status_code == 200
+        assert engine.paused
+        assert (await served.http.delete("/v1/weights/v1")).status_code == 409
+        assert (await served.http.post("/v1/resume", json={})).status_code == 200
+        leased = {"lease_seconds": 0.05}
+        assert (await served.http.post("/v1/pause", json=leased)).status_code == 200
+        await until(lambda: not engine.paused)
+        engine.copied.set()
+        assert (await activation).status_code == 200
+    assert engine.loaded == engine.prepared
+
+
 async def test_partially_loaded_weights_never_run(tmp_path: Path) -> None:
     engine = FakeEngine()
     async with serving(engine, tmp_path) as served:
