@@ -1,7 +1,7 @@
 """`coppice serve` on a machine other than the first of an engine: its ranks, and the probes.
 
 The routes are a part of the contract's: /startupz, /readyz and /livez. The first signal waits
-until machine 0 has drained and ended, for at most the time that its drain takes. The second signal
+until machine 0 has drained and ended, for at most the time that both may take. The second signal
 stops at once.
 """
 
@@ -24,7 +24,6 @@ from service.http.errors import EngineGone, NotReady
 from service.http.exception_handlers import problem_response
 from service.http.responses import json_response
 from service.http.serve import (
-    GRACEFUL_SHUTDOWN_SECONDS,
     SIGNALS,
     SignalFreeServer,
     server_config,
@@ -85,21 +84,21 @@ def run_node(node: Node, settings: Settings, listener: socket.socket) -> None:
     Raises EngineDead if it ends without a signal to this process, or StartFailed.
     """
     server = SignalFreeServer(server_config(create_node_app(settings, node), settings, "off"))
-    drain_seconds = settings.server.drain_seconds + GRACEFUL_SHUTDOWN_SECONDS
+    wait_seconds = settings.server.drain_seconds + settings.server.stop_seconds
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        reason = runner.run(_serve(server, node, listener, drain_seconds))
+        reason = runner.run(_serve(server, node, listener, wait_seconds))
     if reason is not None:
         raise EngineDead(reason)
 
 
 async def _serve(
-    server: SignalFreeServer, node: Node, listener: socket.socket, drain_seconds: float
+    server: SignalFreeServer, node: Node, listener: socket.socket, wait_seconds: float
 ) -> str | None:
     running = asyncio.create_task(node.run(), name="engine-node")
     serving = asyncio.create_task(server.serve(sockets=[listener]), name="probes")
     try:
         with _signals() as signals:
-            return await _wait_for_end(running, signals, drain_seconds)
+            return await _wait_for_end(running, signals, wait_seconds)
     finally:
         running.cancel()
         await node.stop()
@@ -108,13 +107,13 @@ async def _serve(
 
 
 async def _wait_for_end(
-    running: asyncio.Task[str], signals: asyncio.Queue[None], drain_seconds: float
+    running: asyncio.Task[str], signals: asyncio.Queue[None], wait_seconds: float
 ) -> str | None:
     """Wait for the engine's end. Returns its reason; None after a signal."""
     if await _finishes_before(running, signals, None):
         return running.result()
-    log.info("waiting for the end of machine 0, for up to %.0f s", drain_seconds)
-    await _finishes_before(running, signals, drain_seconds)
+    log.info("waiting for the end of machine 0, for up to %.0f s", wait_seconds)
+    await _finishes_before(running, signals, wait_seconds)
     return None
 
 

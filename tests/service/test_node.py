@@ -82,7 +82,7 @@ def test_failed_start_ends_the_process_with_the_reason(tmp_path: Path) -> None:
     ("signals", "drain_seconds", "end"), [(1, 60, 0.05), (1, 0, None), (2, 60, None)]
 )
 def test_signal_ends_the_process_after_machine_0(
-    signals: int, drain_seconds: int, end: float | None, monkeypatch: pytest.MonkeyPatch
+    signals: int, drain_seconds: int, end: float | None
 ) -> None:
     """Machine 0 ends meanwhile, or the drain takes too long, or a second signal arrives."""
 
@@ -93,9 +93,25 @@ def test_signal_ends_the_process_after_machine_0(
                 await asyncio.sleep(0.05)
             return await super().run()
 
-    monkeypatch.setattr("service.node.GRACEFUL_SHUTDOWN_SECONDS", 0.1)
     node = Signalled(end)
-    settings = Settings.model_validate({"server": {"drain_seconds": drain_seconds}})
+    settings = Settings.model_validate(
+        {"server": {"drain_seconds": drain_seconds, "stop_seconds": 0.1}}
+    )
     with listener() as opened:
         run_node(node, settings, opened)
     assert node.is_stopped
+
+
+def test_wait_for_machine_0_lasts_as_long_as_its_stop_may_take(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Signalled(FakeNode):
+        async def run(self) -> str:
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(0.05)
+            return REASON
+
+    settings = Settings.model_validate({"server": {"drain_seconds": 60, "stop_seconds": 40}})
+    with listener() as opened, caplog.at_level("INFO", "service.node"):
+        run_node(Signalled(), settings, opened)
+    assert "waiting for the end of machine 0, for up to 100 s" in caplog.text
