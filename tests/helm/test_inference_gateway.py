@@ -23,6 +23,14 @@ def test_pool_selects_the_pods_and_their_port() -> None:
     assert pool["targetPorts"] == [{"number": ports["http"]}]
 
 
+def test_pool_selects_the_pods_that_serve_if_a_replica_has_several() -> None:
+    values = values_of(HERE / "examples" / "two-nodes.yaml")
+    values["extraObjects"] = VALUES["extraObjects"]
+    labels = one("InferencePool", values)["spec"]["selector"]["matchLabels"]
+    assert labels == one("Service", values)["spec"]["selector"]
+    assert labels["leaderworkerset.sigs.k8s.io/worker-index"] == "0"
+
+
 def test_route_sends_sampling_to_the_pool_and_the_rest_to_the_service() -> None:
     pool = one("InferencePool", VALUES)["metadata"]["name"]
     service = one("Service", VALUES)
