@@ -9,11 +9,13 @@ import asyncio
 import gc
 import json
 import logging
+import math
 import os
 import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from typing import Literal, Protocol
@@ -40,6 +42,8 @@ COLLECT_SECONDS = 60.0
 NEVER = 2**30
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 POLL_SECONDS = 0.1
+KILL_SECONDS = 5.0
+LOG_SECONDS = 1.0
 GRACEFUL_SHUTDOWN_SECONDS = 10  # for responses still being sent after the drain
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
@@ -80,8 +84,8 @@ class StopDeadline:
     """Limit of the time until the exit of the process, at most `seconds` after the drain.
 
     When it has passed, a thread kills the engine's processes and ends this process at once. The
-    event loop, the engine or a thread that the interpreter joins may hang by then. Files that are
-    left over are removed by the next start, as after SIGKILL.
+    event loop, the engine or a thread that the interpreter joins may hang by then, and hold a lock
+    of logging. Files that are left over are removed by the next start, as after SIGKILL.
     """
 
     def __init__(
@@ -90,24 +94,44 @@ class StopDeadline:
         seconds: float,
         *,
         exit_process: Callable[[int], object] = os._exit,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._lifecycle = lifecycle
         self._seconds = seconds
         self._exit_process = exit_process
+        self._clock = clock
         self._timer: threading.Timer | None = None
+        self.ends_at = math.inf
 
     def start(self, *, drain_seconds: float = 0.0) -> None:
-        """Start or restart the time. It is not stopped: the exit of the process ends the thread."""
+        """Start the time. A later call only shortens it, and the exit of the process ends it."""
+        now = self._clock()
+        ends_at = now + drain_seconds + self._seconds
+        if ends_at >= self.ends_at:
+            return
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = threading.Timer(drain_seconds + self._seconds, self._on_passed)
+        self.ends_at = ends_at
+        self._timer = threading.Timer(ends_at - now, self._on_passed)
         self._timer.daemon = True
         self._timer.start()
 
     def _on_passed(self) -> None:
+        try:
+            _run_in_thread(self._lifecycle.kill, KILL_SECONDS)
+            _run_in_thread(self._log, LOG_SECONDS)
+        finally:
+            self._exit_process(1)
+
+    def _log(self) -> None:
         log.error("the server did not stop within %.0f s after the drain", self._seconds)
-        self._lifecycle.kill()
-        self._exit_process(1)
+
+
+def _run_in_thread(call: Callable[[], None], seconds: float) -> None:
+    """Call a function that may raise or hang, and wait for its end for at most `seconds`."""
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(seconds)
 
 
 class GracefulShutdown:

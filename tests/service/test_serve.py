@@ -1,14 +1,16 @@
 """The server's lifecycle, from readiness to the end of the drain."""
 
 import asyncio
+import logging
 import os
+import queue
 import shlex
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 
 import httpx
 import pytest
@@ -153,6 +155,47 @@ def test_process_is_ended_if_the_stop_hangs(place: str) -> None:
     settings = Settings(server=ServerSettings(drain_seconds=0))
     life.run(settings, StopDeadline(life, 0.2, exit_process=exit_process))
     assert (codes[0], life.killed) == (1, True)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_process_is_ended_if_the_kill_fails() -> None:
+    codes: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    class Failing(ServerLifecycle):
+        def kill(self) -> None:
+            raise RuntimeError("no")
+
+    StopDeadline(Failing(), 0.01, exit_process=codes.put).start()
+    assert codes.get(timeout=30) == 1
+
+
+def test_process_is_ended_if_a_hanging_thread_holds_a_lock_of_logging(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("service.http.serve.LOG_SECONDS", 0.01)
+    codes: queue.SimpleQueue[int] = queue.SimpleQueue()
+    held = logging.StreamHandler()
+    log = logging.getLogger("service.http.serve")
+    log.addHandler(held)
+    try:
+        with held.lock or nullcontext():
+            StopDeadline(ServerLifecycle(), 0.01, exit_process=codes.put).start()
+            assert codes.get(timeout=30) == 1
+    finally:
+        log.removeHandler(held)
+
+
+def test_stop_deadline_is_only_moved_forward() -> None:
+    now = 100.0
+    deadline = StopDeadline(ServerLifecycle(), 1000.0, clock=lambda: now)
+    deadline.start(drain_seconds=60)
+    assert deadline.ends_at == 1160
+    now = 110.0  # the drain has ended early
+    deadline.start()
+    assert deadline.ends_at == 1110
+    now = 150.0
+    deadline.start()
+    assert deadline.ends_at == 1110
 
 
 def test_failed_drain_does_not_prevent_the_stop() -> None:
