@@ -23,9 +23,12 @@ from tests.service.test_rollouts import body, running_samples
 
 pytestmark = pytest.mark.slow
 
-MOVE_SECONDS = 0.5
+MOVE_SECONDS = {"silent": 3.0, "stalls": 3.0}
+"""Time that passes for replicas that do not respond; the others fail at once."""
 OTHER_ID = "c" * 12
-NOT_FOUND = b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+HEADERS = b"content-length: 0\r\nconnection: close\r\n\r\n"
+NOT_FOUND = b"HTTP/1.1 404 Not Found\r\n" + HEADERS
+NO_CONTENT = b"HTTP/1.1 204 No Content\r\n" + HEADERS
 STALL_BYTES = 64
 
 
@@ -33,13 +36,15 @@ STALL_BYTES = 64
 async def peer(registry: InMemoryRegistry, behaviour: str) -> AsyncIterator[list[bytes]]:
     """Registered replica that is silent, reads slowly, dies, or is of an older release.
 
-    Yields the first lines of the requests that it receives.
+    The first two respond to the cancellation of a move. Yields the first lines of the requests.
     """
     requests: list[bytes] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         requests.append(await reader.readline())
-        if behaviour == "silent":
+        if behaviour in MOVE_SECONDS and requests[-1].startswith(b"DELETE"):
+            writer.write(NO_CONTENT)
+        elif behaviour == "silent":
             await reader.read()
         elif behaviour == "stalls":
             while await reader.read(STALL_BYTES):
@@ -59,10 +64,12 @@ async def peer(registry: InMemoryRegistry, behaviour: str) -> AsyncIterator[list
 
 @pytest.mark.parametrize("behaviour", ["silent", "stalls", "dies", "older"])
 async def test_rollout_ends_where_it_is_if_the_only_peer_fails(
-    tmp_path: Path, behaviour: str
+    tmp_path: Path, behaviour: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("service.moves.sender.CANCEL_SECONDS", 30.0)
     registry = InMemoryRegistry()
-    cluster: dict[str, Any] = {"cluster": {"move_seconds": MOVE_SECONDS}}
+    move_seconds = MOVE_SECONDS.get(behaviour, 60.0)
+    cluster: dict[str, Any] = {"cluster": {"move_seconds": move_seconds}}
     async with (
         replicas(tmp_path, registry, 1, **cluster) as (a,),
         peer(registry, behaviour) as requests,

@@ -262,17 +262,20 @@ async def test_client_reads_each_token_of_a_moved_stream_once(pair: list[Served]
 
 
 async def test_unseeded_random_selection_is_not_moved(pair: list[Served]) -> None:
+    """The sender tries all rollouts at once, so it has decided when another one has moved."""
     a, b = pair
     await see_each_other(a, b)
     finish = {"num_samples": 1, "select": "random"}
     calling = asyncio.create_task(post(a, body(group(1, n=2), finish=finish, **LONG)))
-    await running_samples(a, 2)
+    other = asyncio.create_task(post(a, body(PROMPT, **LONG)))
+    await running_samples(a, 4)
     draining = asyncio.create_task(drain(a))
-    await asyncio.sleep(0.05)
-    engine_of(a).step(12)
-    assert (await calling).json()["outcome"] == "done"
+    await running_samples(b, 2)
+    for served in (a, b):
+        engine_of(served).step(12)
+    assert [(await each).json()["outcome"] for each in (calling, other)] == ["done", "done"]
     await draining
-    assert (len(engine_of(a).submitted), engine_of(b).submitted) == (2, [])
+    assert (len(engine_of(a).submitted), len(engine_of(b).submitted)) == (4, 2)
 
 
 async def test_drain_does_not_wait_for_callers_that_have_left(pair: list[Served]) -> None:
