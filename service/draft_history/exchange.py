@@ -7,6 +7,7 @@ Drafts are verified, so neither the order nor the loss of entries changes any sa
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -40,7 +41,10 @@ The reasons missed and malformed count entries of several samples.
 Direction = Literal["sent", "received"]
 DROP_REASONS: tuple[DropReason, ...] = get_args(DropReason)
 BUFFER_SECONDS = 8
-"""Size of the buffers for samples to write, in seconds at the maximum rate."""
+"""Size of the buffers for samples to write, in seconds at the maximum rate; at least two intervals.
+
+An interval's samples arrive before the exchange that writes them.
+"""
 READ_COST = 4096
 """Bytes of the read rate that an entry takes in addition to its size, own ones included."""
 RESPONSE_COST = 256
@@ -51,16 +55,19 @@ log = logging.getLogger(__name__)
 
 
 class ByteBudget:
-    """Token bucket of bytes per second. A call may overdraw it, which the next calls wait for."""
+    """Token bucket of bytes per second. A call may overdraw it, which the next calls wait for.
 
-    def __init__(self, rate: int, clock: Callable[[], float]) -> None:
-        self._rate, self._clock = rate, clock
-        self._available, self._updated_at = float(rate), clock()
+    It holds the bytes of `seconds`, at least the time between two uses: bytes beyond are lost.
+    """
+
+    def __init__(self, rate: int, seconds: float, clock: Callable[[], float]) -> None:
+        self._rate, self._capacity, self._clock = rate, rate * seconds, clock
+        self._available, self._updated_at = self._capacity, clock()
 
     def is_available(self) -> bool:
         now = self._clock()
         self._available += self._rate * (now - self._updated_at)
-        self._available, self._updated_at = min(self._available, float(self._rate)), now
+        self._available, self._updated_at = min(self._available, self._capacity), now
         return self._available > 0
 
     def spend(self, num_bytes: int) -> None:
@@ -147,9 +154,11 @@ class DraftHistory:
         self._settings, self._engine, self._versions = settings, engine, versions
         self._open_stream = open_stream
         self._on_drop, self._on_exchange, self._on_failure = on_drop, on_exchange, on_failure
-        self._outbox = Outbox(BUFFER_SECONDS * settings.write_bytes_per_second, on_drop)
-        self._write_budget = ByteBudget(settings.write_bytes_per_second, clock)
-        self._read_budget = ByteBudget(settings.read_bytes_per_second, clock)
+        buffer_seconds = max(BUFFER_SECONDS, 2 * settings.interval_seconds)
+        self._outbox = Outbox(math.ceil(buffer_seconds * settings.write_bytes_per_second), on_drop)
+        burst_seconds = max(1.0, settings.interval_seconds)
+        self._write_budget = ByteBudget(settings.write_bytes_per_second, burst_seconds, clock)
+        self._read_budget = ByteBudget(settings.read_bytes_per_second, burst_seconds, clock)
         self._cursor = Cursor(id=(_saved_at(store_file), 0))
         self._ages = VersionAges(versions)
         self._task: asyncio.Task[None] | None = None

@@ -191,6 +191,22 @@ async def test_samples_beyond_the_write_rate_wait_and_the_oldest_are_dropped() -
     assert len(one.stream.entries) > 1 and other.received() == []
 
 
+@pytest.mark.parametrize("interval_seconds", [0.5, 10, 30])
+async def test_rates_do_not_depend_on_the_interval(interval_seconds: float) -> None:
+    rates = {f"{each}_bytes_per_second": MAX_ENTRY_BYTES for each in ("write", "read")}
+    one, other = pair(interval_seconds=interval_seconds, **rates)
+    for number in range(1, 121):
+        for _ in range(3):
+            one.finish([5] * (MAX_ENTRY_BYTES // 16))
+        if number % max(1, interval_seconds) == 0:
+            one.now = other.now = float(number)
+            await one.exchange()
+            await other.exchange()
+    assert not +one.dropped
+    assert one.exchanged["sent"] == 3 * 120
+    assert other.exchanged["received"] >= 3 * 120 - 3 * interval_seconds
+
+
 async def test_sample_that_fits_into_no_entry_is_dropped() -> None:
     one, _ = pair()
     one.finish([5] * (MAX_ENTRY_BYTES // 4))
