@@ -111,25 +111,6 @@ class Outbox:
         return entry
 
 
-class VersionAges:
-    """Ages of weights versions, counted in activations of this replica, as for its own samples."""
-
-    MAX_ACTIVATIONS = 256
-
-    def __init__(self, versions: Versions) -> None:
-        self._versions = versions
-        self._activated = deque([versions.active.sequence], maxlen=self.MAX_ACTIVATIONS)
-
-    def update(self) -> None:
-        """Count the activation of another version since the last call."""
-        active = self._versions.active.sequence
-        if active != self._activated[-1]:
-            self._activated.append(active)
-
-    def age(self, sequence: int) -> int:
-        return sum(activated > sequence for activated in self._activated)
-
-
 class DraftHistory:
     """Exchange of one replica; it runs inside `running`.
 
@@ -160,7 +141,6 @@ class DraftHistory:
         self._write_budget = ByteBudget(settings.write_bytes_per_second, burst_seconds, clock)
         self._read_budget = ByteBudget(settings.read_bytes_per_second, burst_seconds, clock)
         self._cursor = Cursor(id=(_saved_at(store_file), 0))
-        self._ages = VersionAges(versions)
         self._task: asyncio.Task[None] | None = None
         self._last_failure: str | None = None
         self.is_available = False
@@ -239,7 +219,6 @@ class DraftHistory:
         A write that timed out may still be carried out later, and is repeated. While Redis does not
         respond, the read before it fails, so that no entry is written once per exchange.
         """
-        self._ages.update()
         await self._outbox.encode()
         while self._read_budget.is_available() and not await self._read(stream):
             pass
@@ -266,7 +245,7 @@ class DraftHistory:
         except MalformedEntry as malformed:
             log.debug("an entry of the draft history is malformed: %s", malformed)
             return self._on_drop("malformed", 1)
-        texts = entry.draft_texts(self._ages.age(entry.sequence))
+        texts = entry.draft_texts(self._versions.age(entry.sequence))
         num_responses = sum(len(one.responses) for one in texts)
         self._read_budget.spend(num_responses * RESPONSE_COST)
         num_added = await self._engine.add_draft_texts(texts)

@@ -7,6 +7,7 @@ engine.
     incomplete -> staged -> active -> superseded -> active (a rollback) ...
 """
 
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,8 @@ from service.http.errors import (
 )
 
 RETRY_SECONDS = 1.0
+MAX_AGE = 256
+"""Number of latest activations in which ages are counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +91,7 @@ class Versions:
         self._active = first.label
         self._activating: str | None = None
         self._remote_sequences: dict[str, int] = {}
+        self._activated_sequences = deque([first.sequence], maxlen=MAX_AGE)
         self.epoch = 0
 
     @property
@@ -112,6 +116,10 @@ class Versions:
     def sequence_of(self, label: str) -> int | None:
         known = self.find(label)
         return self._remote_sequences.get(label) if known is None else known.sequence
+
+    def age(self, sequence: int) -> int:
+        """Age of a weights version on this replica: the number of activations of later versions."""
+        return sum(activated > sequence for activated in self._activated_sequences)
 
     def next_sequence(self) -> int:
         known = (version.sequence for version in self._versions.values())
@@ -186,6 +194,7 @@ class Versions:
         self._versions[self._active] = replace(self.active, state="superseded")
         self._active = label
         self._versions[label] = replace(self._versions[label], state="active")
+        self._activated_sequences.append(self.active.sequence)
         self.epoch += 1
 
     def _admit_exact(self, label: str) -> str:
