@@ -116,7 +116,7 @@ class Controller:
         guard = self._guards.of(running)
         if guard.is_resting:
             guard.rest()
-            self.decision = "suspended"
+            self.decision, self._is_active = "suspended", False
             return False
         self._steps_since_attempt += 1
         backoff_steps = min(2 ** max(self._num_fruitless - BACKOFF_AFTER, 0), MAX_BACKOFF_STEPS)
@@ -129,12 +129,12 @@ class Controller:
         return True
 
     def lengths(self, drafted: Draft, *, running: int, context: int) -> Int32Array:
-        """Number of tokens of each draft to send to verification in this step."""
+        """Number of tokens of each draft to send to verification in this step.
+
+        `running` is that of `should_draft`, which alone checks whether drafts are paused.
+        """
         self._num_steps += 1
         none = np.zeros(len(drafted.lengths), dtype=np.int32)
-        if self._guards.of(running).is_resting:
-            self.decision, self._is_active = "suspended", False
-            return none
         rows, positions, predicted = _by_expected(expected_acceptance(drafted))
         if len(rows) == 0:
             self.decision = "nothing_drafted"

@@ -65,9 +65,10 @@ class Speculator(Drafting):
         """
         now = self._clock()
         ids = self.runner.input_batch.req_ids[: len(sampled)]
+        context = int(lengths[: len(ids)].sum())
         if self._sent is not None or self.profile is not None or self._should_time_step():
-            self._record_last_step(ids, sampled, int(lengths[: len(ids)].sum()), now - self._began)
-        self._record_skipped_step(int(lengths[: len(ids)].sum()) - len(ids), len(ids))
+            self._record_last_step(ids, sampled, context, now - self._began)
+        self._record_skipped_step(context - len(ids), len(ids))
         self._num_steps += 1
         self._steps_since_store_update += 1
         if self._drafts_wanted is None:
@@ -78,7 +79,7 @@ class Speculator(Drafting):
             rows = [index for index, new in enumerate(sampled) if new]
             batch = self._batch(ids, rows, lengths)
             if batch.rows:
-                self._draft(batch, ids, token_ids, sent, wanted=wanted)
+                self._draft(batch, ids, token_ids, sent, context=context, wanted=wanted)
         if self.profile is None:
             self._counts.record_step(self.controller.decision)
         self._previous_ids = set(ids)
@@ -164,14 +165,14 @@ class Speculator(Drafting):
         batch = self._batch(ids, rows, lengths)
         if not batch.rows:
             return False
-        context = int(batch.lengths.sum())
-        self._record_skipped_step(int(lengths[rows].sum()), len(rows))
+        context = int(lengths[rows].sum())
+        self._record_skipped_step(context, len(rows))
         drafted = self._store_tokens(
             batch, inputs.token_ids_cpu, self._max_draft_tokens if wanted else 0
         )
         if not wanted:
             return False
-        chosen = self.controller.lengths(drafted, running=len(batch.rows), context=context)
+        chosen = self.controller.lengths(drafted, running=len(scheduled), context=context)
         self._sent = self._sent_drafts(drafted, np.zeros_like(chosen), batch, ids)
         return bool(chosen.any())
 
@@ -225,6 +226,7 @@ class Speculator(Drafting):
         token_ids: Int32Array,
         sent: TokenLists,
         *,
+        context: int,
         wanted: bool,
     ) -> None:
         needs_drafts = wanted and self.profile is None
@@ -234,14 +236,17 @@ class Speculator(Drafting):
         if self.profile is not None:
             self._draft_for_profile(self.profile, batch, ids, sent)
         elif needs_drafts:
-            self._choose(drafted, batch, ids, sent)
+            self._choose(drafted, batch, ids, sent, context)
 
     def _choose(
-        self, drafted: DraftBatch, batch: Batch, ids: Sequence[str], sent: TokenLists
+        self,
+        drafted: DraftBatch,
+        batch: Batch,
+        ids: Sequence[str],
+        sent: TokenLists,
+        context: int,
     ) -> None:
-        chosen = self.controller.lengths(
-            drafted, running=len(batch.rows), context=int(batch.lengths.sum())
-        )
+        chosen = self.controller.lengths(drafted, running=len(ids), context=context)
         for number in np.flatnonzero(chosen).tolist():
             sent[batch.batch_indices[number]] = drafted.tokens[number, : chosen[number]].tolist()
         self._sent = self._sent_drafts(drafted, chosen, batch, ids)

@@ -105,10 +105,38 @@ def test_drafting_pauses_after_a_loss_of_a_few_steps() -> None:
     assert shared.should_draft(4)
 
 
+def test_drafts_resume_after_a_pause_only_for_a_gain_above_the_hysteresis() -> None:
+    """The predicted gain lies between none and HYSTERESIS."""
+    shared = Controller(StepCostModel(profile(Machine(token=3e-4, free_tokens=0))))
+    drafts = Drafts.alike(4, 1, 0.0)
+    drafts.probability[:] = smallest_gain(shared, drafts) + 0.01
+    assert not shared.lengths(drafts, running=4, context=400).any()
+    shared.lengths(Drafts.alike(4, 1, 1.0), running=4, context=400)
+    assert shared.lengths(drafts, running=4, context=400).any()
+    pause(shared, 4)
+    while not shared.should_draft(4):
+        pass
+    assert not shared.lengths(drafts, running=4, context=400).any()
+
+
+def smallest_gain(controller: Controller, drafts: Drafts) -> float:
+    """Probability of acceptance at which these drafts, all sent, pay for their verification."""
+    rows = len(drafts.lengths)
+    off, on = controller.cost.seconds(
+        running=rows, context=100 * rows, verified=np.array([rows, 2 * rows])
+    )
+    return float(on / off) - 1
+
+
+def pause(controller: Controller, running: int) -> None:
+    while controller.should_draft(running) or controller.decision != "suspended":
+        step = {"running": running, "context": 100 * running, "verified": 2 * running}
+        controller.record_step(**step, seconds=1.0, emitted=running)
+
+
 def test_pause_of_large_batches_does_not_pause_small_ones() -> None:
     shared = controller(Machine())
-    while shared.should_draft(64) or shared.decision != "suspended":
-        shared.record_step(running=64, context=6400, verified=128, seconds=1.0, emitted=64)
+    pause(shared, 64)
     assert not shared.should_draft(64)
     assert shared.should_draft(4)
 

@@ -9,14 +9,18 @@ import numpy as np
 import pytest
 
 from engine.runtime.feature_guard import Feature
-from engine.speculation.controller import Draft, Int64Array
+from engine.speculation.controller import Controller, Draft, Int64Array
+from engine.speculation.cost import StepCostModel
 from engine.speculation.counters import Counters
 from engine.speculation.draft_verification import DraftStepSkipper
 from engine.speculation.drafting import STORE_UPDATE_INTERVAL
 from engine.speculation.speculator import Speculator
-from kernels.draft_index.store_protocol import Int32Array
+from kernels.draft_index.store_protocol import Int32Array, InvalidCall
+from tests.engine.speculation.cost_simulator import Machine
 from tests.engine.speculation.drafting_engine import SendAllDrafts
 from tests.engine.speculation.fake_runner import Runner
+from tests.engine.speculation.test_controller import pause
+from tests.engine.speculation.test_cost import profile
 from tests.kernels.draft_index.reference import ReferenceStore
 
 PROMPT = [1, 2, 3]
@@ -194,6 +198,27 @@ def test_lookup_before_a_step_requests_the_draft_step(
     controller.wanted = True
     assert speculator.needs_draft_step({"a", "b", "c"})
     assert runner.step(speculator, {"a": [18], "b": [12], "c": []})["b"] == SAID[3:7]
+
+
+def test_pause_of_batches_of_another_size_does_not_end_drafts(runner: Runner) -> None:
+    """The rows with drafts alone are a batch of a smaller size than the step."""
+    store = RefusingStore(max_bytes=2**20, max_draft_tokens=4)
+    controller = Controller(StepCostModel(profile(Machine())))
+    looking = Speculator(runner, store, controller, Counters(), max_draft_tokens=4)
+    for name in ("a", "full1", "full2", "full3"):
+        runner.add(name, PROMPT, group=name)
+    said = {"a": SAID[:4] * 2, "full1": [5], "full2": [5], "full3": [5]}
+    pause(controller, 1)
+    assert runner.step(looking, said)["a"]
+
+
+class RefusingStore(ReferenceStore):
+    """Store that has no slot for requests whose name begins with `full`."""
+
+    def begin(self, group: bytes, prompt: Int32Array) -> int:
+        if group.startswith(b"full"):
+            raise InvalidCall("full")
+        return super().begin(group, prompt)
 
 
 def test_finished_request_is_not_looked_up_again(runner: Runner, speculator: Speculator) -> None:
