@@ -54,6 +54,7 @@ class Speculator(Drafting):
         self._sent: SentDrafts | None = None
         self._previous_ids: set[str] = set()
         self._drafts_wanted: bool | None = None
+        self._has_looked_up = False
         self._skipped_step = (0, 0.0)
 
     def drafts(
@@ -74,6 +75,7 @@ class Speculator(Drafting):
         if self._drafts_wanted is None:
             self._drafts_wanted = self._should_draft(len(ids))
         wanted, self._drafts_wanted, self._sent = self._drafts_wanted, None, None
+        self._has_looked_up = False
         sent: TokenLists = [[] for _ in ids]
         if wanted or self._must_update_store():
             rows = [index for index, new in enumerate(sampled) if new]
@@ -97,9 +99,7 @@ class Speculator(Drafting):
         if self.profile is not None or (self._sent is not None and self._sent.lengths.any()):
             self._drafts_wanted = wanted
             return True
-        self._score_unsent()
-        if wanted or self._must_update_store(1):
-            wanted = self._look_up(scheduled, wanted=wanted)
+        wanted = self._look_up_if_new(scheduled, wanted=wanted)
         self._drafts_wanted = wanted or None
         if not wanted:
             self._steps_since_store_update += 1
@@ -152,6 +152,20 @@ class Speculator(Drafting):
         )
 
     # Lookup before a step, in the tokens of the runner's batch.
+
+    def _look_up_if_new(self, scheduled: Collection[str], *, wanted: bool) -> bool:
+        """If `wanted`, return whether drafts are worth sending, as far as is known before a step.
+
+        No token has arrived since a lookup at the end of the last step, which has sent none. Only
+        if it has measured the cost without drafts were they worth sending.
+        """
+        if self._has_looked_up:
+            self._has_looked_up = False
+            return wanted and self.controller.decision == "baseline"
+        self._score_unsent()
+        if wanted or self._must_update_store(1):
+            return self._look_up(scheduled, wanted=wanted)
+        return False
 
     def _look_up(self, scheduled: Collection[str], *, wanted: bool) -> bool:
         """Store the tokens before a step; if `wanted`, return whether drafts are worth sending."""
@@ -247,6 +261,7 @@ class Speculator(Drafting):
         context: int,
     ) -> None:
         chosen = self.controller.lengths(drafted, running=len(ids), context=context)
+        self._has_looked_up = True
         for number in np.flatnonzero(chosen).tolist():
             sent[batch.batch_indices[number]] = drafted.tokens[number, : chosen[number]].tolist()
         self._sent = self._sent_drafts(drafted, chosen, batch, ids)

@@ -87,6 +87,28 @@ def test_lookups_that_send_nothing_become_rare() -> None:
     assert len(store.steps) <= warm_up + growing + num_steps / MAX_BACKOFF_STEPS
 
 
+def test_tokens_are_looked_up_once_if_their_drafts_are_not_sent() -> None:
+    runner = Runner()
+    looking, store = speculator(runner, AlwaysLooks())
+    runner.add("a", PROMPT)
+    runner.step(looking, {"a": [1, 2, 3]})
+    assert not looking.needs_draft_step({"a"})
+    assert len(store.steps) == 1
+    runner.say("a", [1])
+    assert not looking.needs_draft_step({"a"})
+    assert len(store.steps) == 2
+
+
+def test_drafts_continue_after_a_step_that_measures_the_cost_without_them() -> None:
+    runner = Runner()
+    looking, store = speculator(runner, AlwaysLooks())
+    runner.add("a", PROMPT)
+    runner.step(looking, {"a": [1, 2, 3]})
+    looking.controller.decision = "baseline"
+    assert looking.needs_draft_step({"a"})
+    assert len(store.steps) == 1
+
+
 class AlwaysLooks(Controller):
     """Looks drafts up in each step and sends none."""
 
