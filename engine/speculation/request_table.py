@@ -34,15 +34,6 @@ class TrackedRequest:
     num_tokens: int
     skip_reason: SpeculationSkipReason | None
 
-    def limit(self, max_draft_tokens: int, num_tokens: int) -> int:
-        """Maximum draft length, less than the number of tokens the request may still generate.
-
-        A step yields one token more than it accepts.
-        """
-        if self.skip_reason is not None:
-            return 0
-        return max(0, min(max_draft_tokens, self.num_tokens - num_tokens - 1))
-
 
 class RequestTable:
     """Draft-store slots of the requests in vLLM's model runner, by request id."""
@@ -147,7 +138,10 @@ class Batch:
         )
 
     def limits(self, max_draft_tokens: int) -> Int32Array:
-        """Maximum length of each row's draft; see `TrackedRequest.limit`."""
+        """Maximum length of each row's draft, less than the number of tokens it may still generate.
+
+        A step yields one token more than it accepts.
+        """
         limits: Int32Array = np.clip(self.max_lengths - self.lengths, 0, max_draft_tokens)
         return limits
 
