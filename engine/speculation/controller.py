@@ -6,14 +6,18 @@ order that maximizes tokens per second under the cost model is sent to verificat
 prefix is one of the choices. The choice is optimal per step: the probability falls along each
 draft, so a prefix of the order is a prefix of each draft.
 
-Four rules keep speculation from being slower than no speculation:
+Four rules bound the time that speculation loses against the same engine without drafts:
 
 - The controller starts without drafts, until drafts that were not sent have shown their acceptance.
 - Drafts are switched on only for a gain above HYSTERESIS, and off when there is no gain.
 - One step in CHECK_INTERVAL is run without drafts, so that the cost without drafts is measured next
   to steps with drafts.
 - If steps with drafts have lost the time of MAX_LOSS steps without, as measured (acceptance or cost
-  were misjudged), drafts are paused for batches of that size (`loss_guard`).
+  were misjudged), drafts are paused for batches of that size (`loss_guard`). The drafts that are
+  being chosen at that time are still sent.
+
+A loss of up to ALLOWANCE, 2 % of a step, in each step with drafts never ends them: a smaller one
+cannot be told from errors of measurement. Fruitless lookups and steps that measure cost time too.
 
 The module depends on neither vLLM nor a clock: measurements arrive by `record_step` and
 `record_acceptance`, so a run can be replayed. Drafts need no preparation, so switching costs
