@@ -120,7 +120,7 @@ class FakeEngine:
         self.measured: list[int] = []
         self.measure_gate: asyncio.Event | None = None
         self.num_cancelled_measurements = 0
-        self.measure_error: EngineError | None = None
+        self.measure_error: Exception | None = None
         self.submitted: list[SampleRequest] = []
         self.checked: list[Sampling] = []
         self.sampling_error: EngineError | None = None

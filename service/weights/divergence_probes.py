@@ -50,3 +50,5 @@ class DivergenceProbes:
             await self._engine.measure_kept_kv(priority)
         except* EngineError as failures:
             log.warning("the divergence of kept KV was not measured: %s", failures.exceptions[0])
+        except* Exception:
+            log.exception("the measurement of the divergence of kept KV failed")

@@ -62,9 +62,14 @@ async def test_next_activation_cancels_a_measurement(tmp_path: Path) -> None:
     assert engine.num_cancelled_measurements == 2  # the last one by the stop
 
 
-async def test_measurement_that_fails_does_not_stop_the_server(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "error", [EngineDead("dead"), RuntimeError("unexpected"), ExceptionGroup("", [OSError("both")])]
+)
+async def test_measurement_that_fails_does_not_stop_the_server(
+    tmp_path: Path, error: Exception
+) -> None:
     engine = FakeEngine()
-    engine.measure_error = EngineDead("dead")
+    engine.measure_error = error
     async with serving(engine, tmp_path) as served:
         await activate(served, "v1", kv="keep_running")
         await activate(served, "v2", kv="keep_running")
