@@ -63,8 +63,8 @@ class ProbeRequests:
         self._max_context_tokens = max_context_tokens
 
     async def sample(self, request: SampleRequest) -> Completion:
-        [pending] = await self._generation.submit([request], self._max_context_tokens, None)
         try:
+            [pending] = await self._generation.submit([request], self._max_context_tokens, None)
             return await pending
         except BaseException:
             await self._generation.abort([request.id])
