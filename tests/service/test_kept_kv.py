@@ -173,7 +173,9 @@ async def test_recomputation_cannot_keep_kv(tmp_path: Path) -> None:
         answer = await served.http.post(
             "/v1/weights/v1/activate", json={"mode": "recompute", "kv": "keep_running"}
         )
-    assert answer.status_code == 422 and "recompute" in answer.text
+    assert answer.status_code == 422
+    (detail,) = answer.json()["errors"]
+    assert detail["location"] == "kv" and "recompute" in detail["message"]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ uploaded, then used by rollouts.
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from coppice.wire.base import AnswerModel, JsonInteger, Label, RequestModel
 from coppice.wire.kv_versions import ActivationKv
@@ -47,11 +47,14 @@ class ActivateRequest(RequestModel):
     kv: Annotated[ActivationKv, Field(exclude_if=lambda kv: kv == "reset")] = "reset"
     allow_rollback: bool = False
 
-    @model_validator(mode="after")
-    def _keeps_what_it_does_not_recompute(self) -> Self:
-        if self.mode == "recompute" and self.kv != "reset":
+    @field_validator("kv")
+    @classmethod
+    def _keeps_what_it_does_not_recompute(
+        cls, kv: ActivationKv, found: ValidationInfo
+    ) -> ActivationKv:
+        if found.data.get("mode") == "recompute" and kv != "reset":
             raise ValueError("mode recompute drops all KV: leave out kv")
-        return self
+        return kv
 
 
 class VersionAnswer(AnswerModel):
