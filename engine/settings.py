@@ -358,8 +358,8 @@ class EngineSettings(VllmSettings):
     )
     activation_seconds: Seconds = Field(
         600.0,
-        description="heartbeat timeout during an activation of weights, in seconds; increase it "
-        "for large models on slow disks",
+        description="heartbeat timeout while weights are loaded, and time limit of their copies "
+        "to other machines, in seconds; increase it for large models on slow disks or networks",
     )
 
     @model_validator(mode="before")

@@ -7,6 +7,7 @@ others. All of this happens inside `engine_environment`, which restores the serv
 import hashlib
 import os
 import re
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ SPECULATION_ENV = "COPPICE_ENGINE_SPECULATION"
 GRAPHS_ENV = "COPPICE_ENGINE_GRAPHS"
 DIGEST_ENV = "COPPICE_ENGINE_DIGEST"
 COPIES_ENV = "COPPICE_ENGINE_COPIES"
+COPIES_PREFIX = "engine-"
 _OF_ONE_NODE = frozenset(
     ("model", "tokenizer", "seed", "node_rank", "prompt_kv", "cpu_threads", "copies_directory")
     + ("start_seconds", "step_seconds", "hang_seconds", "activation_seconds")
@@ -71,6 +73,7 @@ def own_settings_digest() -> str:
 
 
 def copies_directory() -> Path:
+    """Directory of this engine's copies, which the ranks of one machine share."""
     return Path(os.environ[COPIES_ENV])
 
 
@@ -102,7 +105,8 @@ def engine_environment(
     os.environ[SPECULATION_ENV] = speculation.model_dump_json()
     os.environ[GRAPHS_ENV] = graphs.to_json() if graphs else ""
     os.environ[DIGEST_ENV] = settings_digest(settings, attention, speculation, graphs)
-    os.environ[COPIES_ENV] = str(settings.copies_directory)
+    copies = f"{COPIES_PREFIX}{secrets.token_hex(16)}"  # pids repeat if a container restarts
+    os.environ[COPIES_ENV] = str(settings.copies_directory / copies)
     if speculation.mode != "off":
         # Positions beyond the model's context are only reserved for drafts, never computed.
         os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"

@@ -39,21 +39,30 @@ class MachineMethods:
         set_random_seed(seed)
         COPIES.set_local_path(model, self.model_config.model)
 
-    def coppice_start_copy(self, source: CopySource) -> None:
-        attempt(COPIES.start, source, local_rank=self.local_rank, engine=self.coppice_engine_key())
+    def coppice_start_copy(self, source: CopySource) -> CopyState:
+        started = attempt(COPIES.start, source, local_rank=self.local_rank)
+        return _failed(started) if isinstance(started, Failure) else _state(source["path"])
 
     def coppice_copy_state(self, path: str) -> CopyState:
-        state = attempt(COPIES.state, path)
-        return (
-            CopyState(is_ready=False, error=state.message) if isinstance(state, Failure) else state
-        )
+        return _state(path)
+
+    def coppice_keep_copy(self, path: str) -> None:
+        attempt(COPIES.keep, path)
+
+    def coppice_discard_copy(self, path: str) -> None:
+        attempt(COPIES.discard, path)
 
     def coppice_drop_copy(self, path: str) -> None:
         attempt(COPIES.drop, path)
 
-    def coppice_engine_key(self) -> str:
-        """Name that the ranks of one engine on this machine share, and no other ranks."""
-        return f"{os.getppid()} {self.distributed_init_method}"
+
+def _state(path: str) -> CopyState:
+    state = attempt(COPIES.state, path)
+    return _failed(state) if isinstance(state, Failure) else state
+
+
+def _failed(failure: Failure) -> CopyState:
+    return CopyState(is_ready=False, error=failure.message)
 
 
 def _versions() -> str:

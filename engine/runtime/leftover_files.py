@@ -75,6 +75,19 @@ def create_locked_dir(prefix: str, parent: Path) -> tuple[Path, BinaryIO]:
         lock.close()
 
 
+def create_lock(folder: Path) -> BinaryIO:
+    """Create a directory with a known name, owned for as long as the returned file is open."""
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            lock = (folder / LOCK_FILE).open("wb")
+        except FileNotFoundError:
+            continue  # removed before it had a lock
+        if acquire_lock(lock.fileno()):
+            return lock
+        lock.close()
+
+
 def remove_abandoned_dirs(prefix: str, parent: Path) -> None:
     for folder in parent.glob(f"{prefix}*"):
         with try_acquire(folder / LOCK_FILE) as acquired:

@@ -7,6 +7,7 @@ A response ends with the XXH3 hash of the file, since TCP's checksums miss error
 import hmac
 import secrets
 import socket
+import socketserver
 import threading
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -41,6 +42,10 @@ class FileServer(ThreadingHTTPServer):
             target=self.serve_forever, args=(POLL_SECONDS,), name="weights-files", daemon=True
         )
         self._thread.start()
+
+    def server_bind(self) -> None:
+        """Bind without the look-up of the host's name in `HTTPServer`, which can take seconds."""
+        socketserver.TCPServer.server_bind(self)
 
     def close(self) -> None:
         self.shutdown()

@@ -37,23 +37,29 @@ class ServedWeights:
         self._heartbeat = heartbeat
         self._path = path
         self._fingerprint = _fingerprint(path)
+        self._initial = path, self._fingerprint
         self._were_reloaded = False
-        self._prepared: Path | None = None
+        self._prepared: tuple[Path, Fingerprint] | None = None
         self.checkpoint = checkpoint
 
     def check(self, candidate: Path, *, dtype: str) -> None:
         check_checkpoint(self.checkpoint, candidate, dtype=dtype)
 
     async def prepare(self, path: Path) -> None:
-        """Copy the files to the engine's other machines. Samples may run."""
-        unused, self._prepared = self._prepared, path
-        if unused is not None and unused not in (path, self._path):
-            await self._copies.drop(unused)
-        await self._copies.create(path)
+        """Copy the files to the engine's other machines, unless it is done. Samples may run."""
+        files = path, await asyncio.to_thread(_fingerprint, path)
+        if files == self._prepared and files[1]:
+            return
+        unused, self._prepared = self._prepared, None
+        if unused is not None:
+            await self._copies.discard(unused[0])
+        await self._copies.create(path, is_initial=files == self._initial)
+        self._prepared = files
 
     async def update(self, path: Path, version: str, *, keep_kv: bool) -> int:
         """Load the weights; returns the number of tokens whose KV is kept with `keep_kv`."""
         await self.prepare(path)
+        self._prepared = None
         self._heartbeat.set_stage("activating")
         fingerprint = await asyncio.to_thread(_fingerprint, path)
         results = await self._processes.call_workers(
@@ -63,10 +69,11 @@ class ServedWeights:
             if len(failed) < len(results):
                 await self._restore_all()
             await self._on_restored()
-            await self._copies.drop(path)
+            await self._copies.discard(path)
             raise LoadFailed("loading failed; the previous weights are still served")
         resets = await self._processes.call_cores("coppice_reset_prefix_cache", keep_kv)
         await self._processes.set_version(version)
+        await self._copies.keep(path)
         if path != self._path:
             await self._copies.drop(self._path)
         self._path, self._fingerprint, self._were_reloaded = path, fingerprint, True
@@ -185,13 +192,14 @@ class LoadedAdapters:
         reasons = [reason for reason in results if reason is not None]
         if reasons:
             log.warning("the adapter %s could not be loaded: %s", label, reasons[0])
-            await self._copies.drop(path)
+            await self._copies.discard(path)
             if len(reasons) < len(results):  # an engine has loaded it
                 await processes.call_workers("coppice_unload_adapter", request.lora_int_id)
             raise LoadFailed(
                 "the engine could not load the adapter; the server's log has the reason"
             )
         self._requests[label] = request
+        await self._copies.keep(path)
 
     async def reload(self, processes: VllmProcesses) -> bool:
         """Load all adapters again, after the weights were dropped; returns False if one fails."""
@@ -209,4 +217,5 @@ class LoadedAdapters:
         held = self._requests.pop(label, None)
         if held is not None:
             await processes.call_workers("coppice_unload_adapter", held.lora_int_id)
-            await self._copies.drop(Path(held.lora_path))
+            if all(other.lora_path != held.lora_path for other in self._requests.values()):
+                await self._copies.drop(Path(held.lora_path))

@@ -9,19 +9,17 @@ import http.client
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO, Final, TypedDict
 from urllib.parse import urlsplit
 
 import xxhash
 
-from engine.launch.environment import copies_directory
+from engine.launch.environment import COPIES_PREFIX, copies_directory
 from engine.runtime.feature_guard import Failure, attempt
-from engine.runtime.leftover_files import LOCK_FILE, acquire_lock, remove_abandoned_dirs
+from engine.runtime.leftover_files import create_lock, remove_abandoned_dirs
 from engine.weights.file_server import CHUNK_BYTES, HASH_BYTES, SEND_SECONDS
-
-PREFIX: Final = "engine-"
 
 
 class SourceFile(TypedDict):
@@ -33,10 +31,14 @@ class SourceFile(TypedDict):
 
 
 class CopySource(TypedDict):
-    """Files of `path` on machine 0, which serves them below `url` by their index."""
+    """Files of `path` on machine 0, which serves them below `url` by their index.
+
+    `is_initial`: they are those that the engine started from, which every machine has.
+    """
 
     path: str
     url: str
+    is_initial: bool
     files: list[SourceFile]
 
 
@@ -54,10 +56,11 @@ class CopyFailed(Exception):
 class _Copy:
     """A copy that is made in a thread. `folder` exists once all files are complete.
 
-    A cancelled copy leaves nothing, also if its thread still runs then.
+    A cancelled copy leaves nothing, also if its thread still runs then. Without a folder the files
+    at `local_path` are not a copy.
     """
 
-    def __init__(self, folder: Path, local_path: Path) -> None:
+    def __init__(self, local_path: Path, folder: Path | None = None) -> None:
         self.folder = folder
         self.local_path = local_path
         self.error: str | None = None
@@ -66,14 +69,18 @@ class _Copy:
 
     @property
     def is_complete(self) -> bool:
-        return self.folder.exists()
+        return self.folder is None or self.folder.exists()
 
-    def make(self, source: CopySource) -> None:
+    def make(self, source: CopySource, removals: Sequence[threading.Thread]) -> None:
+        """Copy the files once the room of removed copies is free."""
+        for removal in removals:
+            removal.join()
         made = attempt(self._make, source)
         if isinstance(made, Failure):
             self.error = made.message
 
     def _make(self, source: CopySource) -> None:
+        assert self.folder is not None, "files that are seen are not copied"
         with tempfile.TemporaryDirectory(dir=self.folder.parent, prefix="part-") as part:
             files = Path(part) / "files"
             files.mkdir()
@@ -95,43 +102,84 @@ class _Copy:
 
 
 class Copies:
-    """Local paths of machine 0's files, in a worker. `start` returns at once."""
+    """Local paths of machine 0's files, in a worker. No method waits for a copy or a removal.
+
+    A path has at most two copies: that of the loaded files, and that of the next ones, which
+    become the loaded ones with `keep`.
+    """
 
     def __init__(self) -> None:
         self._local_paths: dict[str, str] = {}
-        self._copies: dict[str, _Copy] = {}
+        self._loaded: dict[str, _Copy] = {}
+        self._next: dict[str, _Copy] = {}
+        self._removals: list[threading.Thread] = []
         self._lock: BinaryIO | None = None
 
     def set_local_path(self, path: str, local_path: str) -> None:
+        """Set the path of the files that the engine starts from."""
         self._local_paths[path] = local_path
 
     def local_path(self, path: str) -> str:
-        """Path on this machine of a path on machine 0."""
-        copy = self._copies.get(path)
-        return str(copy.local_path) if copy is not None else self._local_paths.get(path, path)
+        """Path on this machine of the files that are at a path on machine 0 now."""
+        copy = self._next.get(path) or self._loaded.get(path)
+        return self._local_paths.get(path, path) if copy is None else str(copy.local_path)
 
-    def start(self, source: CopySource, *, local_rank: int, engine: str) -> None:
+    def start(self, source: CopySource, *, local_rank: int) -> None:
         path = source["path"]
-        if (previous := self._copies.pop(path, None)) is not None:
-            previous.cancel()
-        if path in self._local_paths or _sees(source):
-            return
-        folder = self._root(engine, owns=local_rank == 0) / _key(str(source["files"]) + path)
-        copy = _Copy(folder, folder if _is_directory(source) else folder / Path(path).name)
-        self._copies[path] = copy
+        self.discard(path)
+        copy = self._next[path] = self._new_copy(source, owns=local_rank == 0)
         if local_rank == 0 and not copy.is_complete:
-            threading.Thread(target=copy.make, args=(source,), name="copy", daemon=True).start()
+            removals = [thread for thread in self._removals if thread.is_alive()]
+            threading.Thread(
+                target=copy.make, args=(source, removals), name="copy", daemon=True
+            ).start()
+
+    def _new_copy(self, source: CopySource, *, owns: bool) -> _Copy:
+        path = Path(source["path"])
+        if source["is_initial"] and source["path"] in self._local_paths:
+            return _Copy(Path(self._local_paths[source["path"]]))
+        if _sees(source):
+            return _Copy(path)
+        folder = self._root(owns=owns) / _key(str(source["files"]) + source["path"])
+        return _Copy(folder if _is_directory(source) else folder / path.name, folder)
 
     def state(self, path: str) -> CopyState:
-        copy = self._copies.get(path)
-        is_ready = copy is None or copy.is_complete
-        return CopyState(is_ready=is_ready, error=None if copy is None or is_ready else copy.error)
+        copy = self._next.get(path) or self._loaded.get(path)
+        if copy is None:
+            return CopyState(is_ready=False, error="the copy has not started")
+        is_ready = copy.is_complete
+        return CopyState(is_ready=is_ready, error=None if is_ready else copy.error)
+
+    def keep(self, path: str) -> None:
+        """Remove the previous copy of a path whose next copy has been loaded."""
+        copy = self._next.pop(path, None)
+        if copy is not None:
+            previous = self._loaded.get(path)
+            self._loaded[path] = copy
+            self._remove(previous)
+
+    def discard(self, path: str) -> None:
+        """Remove the next copy of a path, which has not been loaded."""
+        self._remove(self._next.pop(path, None))
 
     def drop(self, path: str) -> None:
-        copy = self._copies.pop(path, None)
-        if copy is not None and self._lock is not None:
-            copy.cancel()
-            shutil.rmtree(copy.folder, ignore_errors=True)
+        """Remove the copies of a path that is loaded no more."""
+        self.discard(path)
+        self._remove(self._loaded.pop(path, None))
+
+    def _remove(self, copy: _Copy | None) -> None:
+        """Rename the folder, and delete it in a thread: sampling may be paused."""
+        in_use = [used.folder for used in (*self._loaded.values(), *self._next.values())]
+        if copy is None or copy.folder is None or copy.folder in in_use:
+            return
+        copy.cancel()
+        if self._lock is None or not copy.folder.exists():
+            return
+        removed = Path(tempfile.mkdtemp(dir=copy.folder.parent, prefix="removed-"))
+        copy.folder.rename(removed / "files")
+        thread = threading.Thread(target=_delete, args=(removed,), name="removal", daemon=True)
+        self._removals = [*(one for one in self._removals if one.is_alive()), thread]
+        thread.start()
 
     def close(self) -> None:
         """Release the directory, which a later engine removes. The end of the process does so."""
@@ -139,19 +187,20 @@ class Copies:
             self._lock.close()
             self._lock = None
 
-    def _root(self, engine: str, *, owns: bool) -> Path:
+    def _root(self, *, owns: bool) -> Path:
         """Directory of this engine's copies; the first rank creates and locks it."""
-        root = copies_directory() / f"{PREFIX}{_key(engine)}"
+        root = copies_directory()
         if owns and self._lock is None:
-            root.mkdir(parents=True, exist_ok=True)
-            lock = (root / LOCK_FILE).open("wb")
-            acquire_lock(lock.fileno())
-            self._lock = lock
-            remove_abandoned_dirs(PREFIX, root.parent)
+            self._lock = create_lock(root)
+            remove_abandoned_dirs(COPIES_PREFIX, root.parent)
         return root
 
 
 COPIES: Final = Copies()
+
+
+def _delete(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _key(text: str) -> str:

@@ -1,6 +1,7 @@
 """Copies of machine 0's files: complete or an error, and only with the token."""
 
 import http.client
+import shutil
 import socket
 import threading
 import time
@@ -12,6 +13,9 @@ import pytest
 import xxhash
 
 from engine.launch.environment import COPIES_ENV
+from engine.launch.worker_machines import MachineMethods
+from engine.runtime import leftover_files
+from engine.runtime.leftover_files import acquire_lock, create_lock, remove_abandoned_dirs
 from engine.weights.file_server import FileServer
 from engine.weights.worker_copies import Copies, CopySource, CopyState, SourceFile
 
@@ -42,7 +46,7 @@ def server(files: list[Path]) -> Iterator[FileServer]:
 
 @pytest.fixture
 def copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Copies]:
-    monkeypatch.setenv(COPIES_ENV, str(tmp_path / "copies"))
+    monkeypatch.setenv(COPIES_ENV, str(tmp_path / "copies" / "engine-0"))
     copies = Copies()
     yield copies
     copies.close()
@@ -53,7 +57,7 @@ def source(server: FileServer, path: str = "/not/here/v1") -> CopySource:
         SourceFile(name=f.name, num_bytes=f.stat().st_size, mtime_ns=f.stat().st_mtime_ns)
         for f in server.files
     ]
-    return CopySource(path=path, url=server.url, files=listed)
+    return CopySource(path=path, url=server.url, is_initial=False, files=listed)
 
 
 def wait_until_done(copies: Copies, path: str) -> CopyState:
@@ -78,13 +82,13 @@ def get(url: str) -> tuple[int, bytes]:
 
 
 def test_files_are_copied_for_all_ranks_of_a_machine(
-    server: FileServer, copies: Copies, files: list[Path]
+    server: FileServer, copies: Copies, files: list[Path], tmp_path: Path
 ) -> None:
     asked = source(server)
     other = Copies()
-    other.start(asked, local_rank=1, engine="one")
+    other.start(asked, local_rank=1)
     assert other.state(asked["path"]) == {"is_ready": False, "error": None}
-    copies.start(asked, local_rank=0, engine="one")
+    copies.start(asked, local_rank=0)
     assert wait_until_done(copies, asked["path"])["is_ready"]
     assert other.state(asked["path"])["is_ready"]
     for rank in (copies, other):
@@ -92,7 +96,7 @@ def test_files_are_copied_for_all_ranks_of_a_machine(
         for file in files:
             assert (folder / file.name).read_bytes() == file.read_bytes()
     copies.drop(asked["path"])
-    assert not folder.exists()
+    wait_until_removed(folder, tmp_path / "copies")
     assert copies.local_path(asked["path"]) == asked["path"]
 
 
@@ -100,7 +104,7 @@ def test_single_file_is_copied_under_its_name(copies: Copies, files: list[Path])
     server = FileServer(LOOPBACK, files[-1:])
     try:
         asked = source(server, "/not/here/model.safetensors")
-        copies.start(asked, local_rank=0, engine="one")
+        copies.start(asked, local_rank=0)
         assert wait_until_done(copies, asked["path"])["is_ready"]
         copied = Path(copies.local_path(asked["path"]))
         assert (copied.name, copied.read_bytes()) == (files[-1].name, files[-1].read_bytes())
@@ -112,7 +116,7 @@ def test_files_that_a_rank_sees_are_not_copied(
     server: FileServer, copies: Copies, files: list[Path], tmp_path: Path
 ) -> None:
     asked = source(server, str(files[0].parent))
-    copies.start(asked, local_rank=0, engine="one")
+    copies.start(asked, local_rank=0)
     assert copies.state(asked["path"])["is_ready"]
     assert copies.local_path(asked["path"]) == asked["path"]
     assert not (tmp_path / "copies").exists()
@@ -123,7 +127,7 @@ def test_other_files_at_the_same_path_are_not_used(
 ) -> None:
     asked = source(server, str(files[0].parent))
     asked["files"][0]["mtime_ns"] += 1
-    copies.start(asked, local_rank=0, engine="one")
+    copies.start(asked, local_rank=0)
     assert wait_until_done(copies, asked["path"])["is_ready"]
     assert copies.local_path(asked["path"]) != asked["path"]
 
@@ -133,7 +137,7 @@ def test_file_that_changes_meanwhile_is_an_error(
 ) -> None:
     asked = source(server)
     files[-1].write_bytes(b"shorter")
-    copies.start(asked, local_rank=0, engine="one")
+    copies.start(asked, local_rank=0)
     error = wait_until_done(copies, asked["path"])["error"]
     assert error == (
         "CopyFailed: model.safetensors has changed on machine 0, or cannot be read there"
@@ -145,7 +149,8 @@ def test_copy_that_is_dropped_meanwhile_leaves_nothing(copies: Copies, tmp_path:
     listed = [SourceFile(name="model.safetensors", num_bytes=len(content), mtime_ns=0)]
     with socket.create_server((LOOPBACK, 0)) as listener:
         url = f"http://{LOOPBACK}:{listener.getsockname()[1]}/token/"
-        copies.start(CopySource(path="/v1", url=url, files=listed), local_rank=0, engine="one")
+        asked = CopySource(path="/v1", url=url, is_initial=False, files=listed)
+        copies.start(asked, local_rank=0)
         (thread,) = [thread for thread in threading.enumerate() if thread.name == "copy"]
         connection, _ = listener.accept()
         with connection:
@@ -158,10 +163,125 @@ def test_copy_that_is_dropped_meanwhile_leaves_nothing(copies: Copies, tmp_path:
     assert [path.name for path in (tmp_path / "copies").glob("engine-*/*")] == [".owner"]
 
 
+def replaced(files: list[Path], content: bytes) -> None:
+    """Overwrite the weights, as a trainer does that writes each version to the same path."""
+    files[-1].write_bytes(content)
+
+
+def copied(copies: Copies, server: FileServer) -> Path:
+    """Directory of the complete copy of the server's files."""
+    asked = source(server)
+    copies.start(asked, local_rank=0)
+    assert wait_until_done(copies, asked["path"])["is_ready"]
+    return Path(copies.local_path(asked["path"]))
+
+
+def wait_until_removed(folder: Path, copies: Path) -> None:
+    assert not folder.exists()
+    for thread in threading.enumerate():
+        if thread.name == "removal":
+            thread.join(WAIT_SECONDS)
+    assert not list(copies.glob("engine-*/removed-*"))
+
+
+def test_copy_of_overwritten_files_replaces_the_previous_one(
+    server: FileServer, copies: Copies, files: list[Path], tmp_path: Path
+) -> None:
+    for number in range(3):
+        replaced(files, b"%d" % number)
+        folder = copied(copies, server)
+        copies.keep(source(server)["path"])
+        assert (folder / files[-1].name).read_bytes() == b"%d" % number
+    for thread in threading.enumerate():
+        if thread.name == "removal":
+            thread.join(WAIT_SECONDS)
+    names = {path.name for path in (tmp_path / "copies" / "engine-0").iterdir()}
+    assert names == {".owner", folder.name}
+
+
+def test_failed_copy_keeps_that_of_the_loaded_files(
+    server: FileServer, copies: Copies, files: list[Path]
+) -> None:
+    path = source(server)["path"]
+    loaded = copied(copies, server)
+    copies.keep(path)
+    replaced(files, b"next")
+    asked = source(server)
+    asked["url"] = "http://127.0.0.1:1/token/"
+    copies.start(asked, local_rank=0)
+    assert wait_until_done(copies, path)["error"]
+    copies.discard(path)
+    assert copies.local_path(path) == str(loaded)
+    assert loaded.exists()
+
+
+def test_files_that_are_loaded_again_are_not_copied_again(
+    server: FileServer, copies: Copies, tmp_path: Path
+) -> None:
+    path = source(server)["path"]
+    loaded = copied(copies, server)
+    copies.keep(path)
+    asked = source(server)
+    asked["url"] = "http://127.0.0.1:1/token/"
+    for end in (copies.discard, copies.keep):
+        copies.start(asked, local_rank=0)
+        assert copies.state(path)["is_ready"]
+        end(path)
+        assert loaded.exists()
+    copies.drop(path)
+    wait_until_removed(loaded, tmp_path / "copies")
+
+
+def test_files_of_the_start_are_used_only_while_machine_0_has_them(
+    server: FileServer, copies: Copies, files: list[Path]
+) -> None:
+    path = source(server)["path"]
+    copies.set_local_path(path, "/own/model")
+    asked = source(server) | {"is_initial": True}
+    copies.start(CopySource(**asked), local_rank=0)
+    assert copies.state(path)["is_ready"]
+    assert copies.local_path(path) == "/own/model"
+    assert copied(copies, server) != Path("/own/model")
+
+
+def test_copy_that_has_not_started_is_not_ready(copies: Copies) -> None:
+    assert copies.state("/v1") == {"is_ready": False, "error": "the copy has not started"}
+
+
+def test_copy_that_cannot_start_is_an_error(
+    server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(COPIES_ENV, str(tmp_path / "file" / "engine-0"))
+    worker = MachineMethods()
+    worker.local_rank = 0
+    state = worker.coppice_start_copy(source(server))
+    assert not state["is_ready"]
+    assert "Not a directory" in (state["error"] or "")
+
+
+def test_lock_is_created_again_if_its_directory_was_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cleanup removes a directory between its creation and its lock."""
+    folder, left = tmp_path / "engine-0", [1]
+
+    def acquire(file: int) -> bool:
+        if left:
+            left.pop()
+            shutil.rmtree(folder)
+        return acquire_lock(file)
+
+    monkeypatch.setattr(leftover_files, "acquire_lock", acquire)
+    with create_lock(folder):
+        remove_abandoned_dirs("engine-", tmp_path)
+        assert folder.exists()
+
+
 def test_server_that_has_ended_is_an_error(server: FileServer, copies: Copies) -> None:
     asked = source(server)
     asked["url"] = "http://127.0.0.1:1/token/"
-    copies.start(asked, local_rank=0, engine="one")
+    copies.start(asked, local_rank=0)
     assert "refused" in (wait_until_done(copies, asked["path"])["error"] or "")
 
 
@@ -171,7 +291,7 @@ def test_directory_of_a_killed_engine_is_removed(
     left = tmp_path / "copies" / "engine-of-a-killed-process"
     left.mkdir(parents=True)
     (left / ".owner").touch()
-    copies.start(source(server), local_rank=0, engine="one")
+    copies.start(source(server), local_rank=0)
     assert not left.exists()
 
 
