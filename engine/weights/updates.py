@@ -59,6 +59,8 @@ class ServedWeights:
     async def update(self, path: Path, version: str, *, keep_kv: bool) -> int:
         """Load the weights; returns the number of tokens whose KV is kept with `keep_kv`."""
         await self.prepare(path)
+        if path != self._path:
+            await self._copy_served_files_if_changed()
         self._prepared = None
         self._heartbeat.set_stage("activating")
         fingerprint = await asyncio.to_thread(_fingerprint, path)
@@ -70,6 +72,7 @@ class ServedWeights:
                 await self._restore_all()
             await self._on_restored()
             await self._copies.discard(path)
+            await self._copies.keep(self._path)
             raise LoadFailed("loading failed; the previous weights are still served")
         resets = await self._processes.call_cores("coppice_reset_prefix_cache", keep_kv)
         await self._processes.set_version(version)
@@ -81,6 +84,11 @@ class ServedWeights:
         log.info("loaded the weights of %s in %.3f s", version, loaded_seconds)
         self._heartbeat.set_stage("serving")
         return sum(int(reset["num_kept_tokens"]) for reset in resets)
+
+    async def _copy_served_files_if_changed(self) -> None:
+        """Give all machines the files that machine 0 would restore, so that ranks stay equal."""
+        if await asyncio.to_thread(_fingerprint, self._path) != self._fingerprint:
+            await self._copies.create(self._path)
 
     def _failed(self, results: Sequence[Any]) -> list[Any]:
         """Failed results of a load; raises EngineDead if one has left other weights."""

@@ -66,12 +66,11 @@ class MachineOne:
 
     def load_weights(self, path: str, previous: str) -> Any:
         """Result of the load; both checkpoints are read first, as by the worker."""
-        content, _ = (
+        content, restored = (
             (Path(self.copies.local_path(read)) / "model.safetensors").read_bytes()
             for read in (path, previous)
         )
-        if self.load_error is None:
-            self.loaded.append(content)
+        self.loaded.append(restored if self.load_error else content)
         failed = {"ok": False, "error": self.load_error, "restored": True}
         return failed if self.load_error else {"ok": True, "seconds": 0.0}
 
@@ -163,7 +162,21 @@ async def test_failure_at_the_served_path_does_not_prevent_the_next_update(
     assert num_copies(tmp_path) == 1
     setattr(machine, failure, None)
     await update(weights, write(tmp_path / "other", b"v3"))
-    assert machine.loaded == [b"v1", b"v3"]
+    assert machine.loaded[0] == b"v1"
+    assert machine.loaded[-1] == b"v3"
+    assert num_copies(tmp_path) == 1
+
+
+async def test_all_machines_restore_the_files_that_machine_0_has(
+    machine: MachineOne, model: Path, tmp_path: Path
+) -> None:
+    weights, path = served(machine, model), tmp_path / "next"
+    await update(weights, write(path, b"v1"))
+    write(path, b"overwritten, not published")
+    machine.load_error = "no memory"
+    with pytest.raises(LoadFailed):
+        await update(weights, write(tmp_path / "other", b"v2"))
+    assert machine.loaded == [b"v1", b"overwritten, not published"]
     assert num_copies(tmp_path) == 1
 
 
