@@ -5,36 +5,47 @@ hidden from it. It needs root; without it, tests that need these differences are
 """
 
 import os
+import secrets
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from ipaddress import IPv4Network, ip_interface
 from pathlib import Path
 
 import psutil
+import pytest
 import yaml
 
 from engine.settings import EngineSettings, SpeculationSettings
 from tests.ports import free_port
 
 ROOT = Path(__file__).parents[3]
-NAME = f"cop{os.getpid() % 100_000}"
 HIDE = (
     'for folder in "$COPPICE_HIDDEN" /dev/shm; do mount -t tmpfs tmpfs "$folder"; done; exec "$@"'
 )
 
 
-def ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True)
+def run(*command: str) -> None:
+    """Run a command that needs root. Raises OSError with its message."""
+    ended = subprocess.run(command, check=False, capture_output=True, text=True)
+    if ended.returncode:
+        raise OSError(f"{' '.join(command)}: {ended.stderr.strip()}")
 
 
 @dataclass(frozen=True)
 class SecondMachine:
-    """Command prefix of processes on the second machine, and the address of the first one."""
+    """Command prefix of processes on the second machine, and the addresses of both.
+
+    `namespace` is the name of its network namespace, if it has one.
+    """
 
     prefix: Sequence[str]
     master_addr: str
+    address: str
+    namespace: str = ""
 
     def popen(self, command: Sequence[str], log: Path) -> "subprocess.Popen[bytes]":
         with log.open("wb") as output:
@@ -47,29 +58,63 @@ class SecondMachine:
                 env=os.environ | {"PYTHONPATH": ".:client"},
             )
 
+    def disconnect(self) -> None:
+        run("ip", "-n", self.namespace, "link", "set", f"{self.namespace}b", "down")
 
-LOOPBACK = SecondMachine((), "127.0.0.1")
+
+LOOPBACK = SecondMachine((), "127.0.0.1", "127.0.0.1")
+
+
+@contextmanager
+def namespace_or_skip(hidden: Path) -> Iterator[SecondMachine]:
+    """A second machine in a namespace; the test is skipped if namespaces are not permitted."""
+    with ExitStack() as stack:
+        try:
+            machine = stack.enter_context(namespace(hidden))
+        except OSError as error:
+            pytest.skip(f"network namespaces are not permitted: {error}")
+        yield machine
 
 
 @contextmanager
 def namespace(hidden: Path) -> Iterator[SecondMachine]:
     """A network namespace that is connected to this one. Raises OSError if it is not permitted."""
-    network = f"10.{213 + os.getpid() % 40}.{os.getpid() % 250}"
+    name = f"cop{secrets.token_hex(4)}"
+    enter = ("ip", "netns", "exec", name, "env", f"COPPICE_HIDDEN={hidden}", "unshare", "-m")
+    run("ip", "netns", "add", name)
     try:
-        ip("netns", "add", NAME)
-    except subprocess.CalledProcessError as error:
-        raise OSError(error.stderr.decode()) from error
-    try:
-        ip("link", "add", f"{NAME}a", "type", "veth", "peer", "name", f"{NAME}b", "netns", NAME)
-        ip("addr", "add", f"{network}.1/30", "dev", f"{NAME}a")
-        ip("link", "set", f"{NAME}a", "up")
-        ip("-n", NAME, "addr", "add", f"{network}.2/30", "dev", f"{NAME}b")
-        for device in (f"{NAME}b", "lo"):
-            ip("-n", NAME, "link", "set", device, "up")
-        enter = ("ip", "netns", "exec", NAME, "env", f"COPPICE_HIDDEN={hidden}")
-        yield SecondMachine((*enter, "unshare", "-m", "bash", "-c", HIDE, "bash"), f"{network}.1")
+        own, other = _connect(name)
+        run(*enter, "true")
+        yield SecondMachine((*enter, "bash", "-c", HIDE, "bash"), own, other, name)
     finally:
-        ip("netns", "del", NAME)
+        run("ip", "netns", "del", name)
+
+
+def _connect(name: str) -> tuple[str, str]:
+    """Connect a namespace to this one. Returns the addresses of this side and of the other."""
+    network = _unused_network()
+    own, other = f"{name}a", f"{name}b"
+    run("ip", "link", "add", own, "type", "veth", "peer", "name", other, "netns", name)
+    run("ip", "addr", "add", f"{network[1]}/30", "dev", own)
+    run("ip", "link", "set", own, "up")
+    run("ip", "-n", name, "addr", "add", f"{network[2]}/30", "dev", other)
+    for device in (other, "lo"):
+        run("ip", "-n", name, "link", "set", device, "up")
+    return str(network[1]), str(network[2])
+
+
+def _unused_network() -> IPv4Network:
+    """Random network of two hosts that no interface of this machine has."""
+    used = [
+        ip_interface(f"{address.address}/{address.netmask}").network
+        for addresses in psutil.net_if_addrs().values()
+        for address in addresses
+        if address.family == socket.AF_INET and address.netmask
+    ]
+    while True:
+        network = IPv4Network((10 << 24 | secrets.randbits(22) << 2, 30))
+        if not any(network.overlaps(other) for other in used):
+            return network
 
 
 @dataclass(frozen=True)

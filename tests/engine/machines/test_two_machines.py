@@ -3,9 +3,9 @@
 import asyncio
 import itertools
 import shutil
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,14 @@ from safetensors.torch import load_file, save_file
 
 from engine.errors import EngineDead, StartFailed
 from engine.settings import EngineSettings, SpeculationSettings
-from engine.types import KV_CACHE, WEIGHTS, Completion, SampleRequest, Sampling
+from engine.types import KV_CACHE, WEIGHTS, Completion, SampleRequest, Sampling, TokenDelta
 from engine.vllm_engine import VllmEngine
 from tests.engine.adapters.peft_adapters import saved, under
 from tests.engine.machines.second_machine import (
     LOOPBACK,
     Node,
     SecondMachine,
-    namespace,
+    namespace_or_skip,
     node,
 )
 from tests.engine.seedling import MODEL, settings, teacher_forced
@@ -84,12 +84,8 @@ def hidden(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def machine(hidden: Path) -> Iterator[SecondMachine]:
-    try:
-        opened = namespace(hidden)
-        with opened as second:
-            yield second
-    except OSError as error:
-        pytest.skip(f"network namespaces are not permitted: {error}")
+    with namespace_or_skip(hidden) as second:
+        yield second
 
 
 def request(
@@ -191,16 +187,24 @@ async def test_two_machines_sample_and_update_as_one(
 
 
 async def test_killed_rank_of_machine_1_ends_the_engine(tmp_path: Path) -> None:
+    """The rank is stopped at the first token, so that no sample ends before the kill."""
     async with started(LOOPBACK, tmp_path, **DETECTION) as (engine, second):
-        pending = asyncio.create_task(samples(engine, max_tokens=900))
-        await asyncio.sleep(0.5)
-        began = time.monotonic()
         (rank,) = second.ranks()
+        running = asyncio.Event()
+
+        def on_tokens(delta: TokenDelta) -> None:
+            if not running.is_set():
+                rank.suspend()
+                running.set()
+
+        asked = replace(request(PROMPT, max_tokens=900), on_tokens=on_tokens)
+        (pending,) = await engine.submit([asked])
+        ended = asyncio.ensure_future(pending)
+        await running.wait()
         rank.kill()
         with pytest.raises(EngineDead):
             async with asyncio.timeout(END_SECONDS):
-                await pending
-        assert time.monotonic() - began < END_SECONDS
+                await ended
         assert await asyncio.to_thread(second.process.wait, END_SECONDS) == 1
     assert "a rank of this machine has ended" in second.log.read_text()
 
