@@ -122,8 +122,9 @@ class Engine(Protocol):
         of this epoch may be written before, too.
     reset_prefix_cache: call while paused. No prefix that was prefilled earlier is found again.
     measure_kept_kv: call after an update with `keep_kv`. Measures the divergence of the KV of
-        chains with `max_kl` by its age, with a few of them, within a limit of tokens. Until it
-        returns, their requests read no older KV. May be cancelled. Returns at once without chains.
+        chains with `max_kl` by its age, with a few of them, within a limit of tokens per update.
+        Until it returns, their requests read no older KV. May be cancelled. Returns at once without
+        chains. A repeated call also measures chains that have ended a request since.
     release_session_kv: call when sessions have ended, whose KV is then evicted like all other. Each
         sample with a `session_id` retains its KV when it ends, until the session's next sample.
         Unknown sessions are ignored.

@@ -164,13 +164,15 @@ class KvVersionSpan:
 class KeptKv:
     """KV that the requests of a chain keep across weights updates.
 
-    `chain` is the private salt of the chain's blocks. KV is read for at most `max_lag` updates
-    after that of the version that computed it; None: without a limit. With `max_kl`, KV is read
-    only up to the age at which its measured divergence from exact KV exceeds this limit, in nats
-    per token; without a measurement since the last update, no older KV is read.
+    `chain` is the private salt of the chain's blocks, `owner` its API key. KV is read for at most
+    `max_lag` updates after that of the version that computed it; None: without a limit. With
+    `max_kl`, KV is read only up to the age at which the measured divergence of the owner's chains
+    from exact KV exceeds this limit, in nats per token; without a measurement since the last
+    update, no older KV is read.
     """
 
     chain: str
+    owner: str = ""
     max_lag: int | None = None
     max_kl: float | None = None
 

@@ -410,6 +410,7 @@ class VllmEngine:
         await self._kv_measurement.run(self.info.max_context_tokens, priority)
 
     async def release_session_kv(self, session_ids: Sequence[str]) -> None:
+        self._kv_measurement.contexts.release(session_ids)
         await self._processes.call_cores("coppice_release_session_kv", list(session_ids))
 
     # Weights and adapters
@@ -427,15 +428,14 @@ class VllmEngine:
 
     async def update_weights(self, path: Path, version: str, *, keep_kv: bool = False) -> int:
         assert self._sleep_mode is not None, "the engine has not started"
-        self._kv_measurement.on_load()
         try:
-            num_kept_tokens = await self._served_weights.update(path, version, keep_kv=keep_kv)
+            async with self._kv_measurement.updating(keeps_kv=keep_kv):
+                num_kept = await self._served_weights.update(path, version, keep_kv=keep_kv)
         except LoadFailed:
             self._sleep_mode.restore_stage()
             raise
-        self._kv_measurement.on_updated(keeps_kv=keep_kv)
         self._sleep_mode.on_weights_loaded()
-        return num_kept_tokens
+        return num_kept
 
     async def sleep(self, level: SleepLevel, tags: AbstractSet[SleepTag]) -> None:
         assert self._sleep_mode is not None, "the engine has not started"

@@ -153,7 +153,9 @@ def _extra_args(sample: SampleRequest) -> dict[str, Any] | None:
     if sample.kept_kv is not None:
         assert sample.load is None and sample.export is None, "kept KV is not transferred"
         kept = sample.kept_kv
-        carried[KEEP_KV_ARG] = KeepOption(max_lag=kept.max_lag, max_kl=kept.max_kl)
+        carried[KEEP_KV_ARG] = KeepOption(
+            owner=kept.owner, max_lag=kept.max_lag, max_kl=kept.max_kl
+        )
     if sample.experts_from is not None:
         carried[ROUTED_EXPERTS_ARG] = True
     return carried or None

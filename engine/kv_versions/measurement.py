@@ -1,7 +1,9 @@
 """Measurement of the divergence of kept KV on the running engine, in the service's process."""
 
+import asyncio
 import uuid
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +11,14 @@ from numpy.typing import NDArray
 
 from engine.feature_stats import KeptKvStats, KvDivergence
 from engine.io.vllm_requests import Generation
-from engine.kv_versions.probes import TOP_K, ChainContexts, measure
+from engine.kv_versions.contexts import ChainContexts, ProbeChoice
+from engine.kv_versions.probes import (
+    TOP_K,
+    ProbeResult,
+    mean_divergences,
+    measure,
+    owner_divergences,
+)
 from engine.launch.processes import VllmProcesses
 from engine.types import Completion, SampleRequest, TopLogprobRows
 
@@ -17,39 +26,43 @@ from engine.types import Completion, SampleRequest, TopLogprobRows
 class KvMeasurement:
     """Contexts of chains that limit the divergence of their KV, and the measured divergences.
 
-    `contexts` has the chains. A measurement during which weights are loaded is discarded.
+    A measurement is continued until the next update, which discards it.
     """
 
     def __init__(self, processes: VllmProcesses, generation: Generation, max_tokens: int) -> None:
         self.contexts = ChainContexts(max_tokens)
         self._processes = processes
         self._generation = generation
-        self._num_loads = 0
+        self._choice = ProbeChoice(self.contexts)
+        self._results: list[ProbeResult] = []
         self._divergences: Sequence[KvDivergence] = ()
+        self._update_lock = asyncio.Lock()
 
-    def on_load(self) -> None:
-        """Discard a measurement in progress: weights are about to be loaded."""
-        self._num_loads += 1
-
-    def on_updated(self, *, keeps_kv: bool) -> None:
-        self._divergences = ()
-        self.contexts.on_update()
-        if not keeps_kv:
-            self.contexts.clear()
+    @asynccontextmanager
+    async def updating(self, *, keeps_kv: bool) -> AsyncIterator[None]:
+        """Context manager of a load of weights, which has failed if an exception leaves it."""
+        async with self._update_lock:
+            yield
+            self._choice = ProbeChoice(self.contexts)
+            self._results, self._divergences = [], ()
+            self.contexts.on_update()
+            if not keeps_kv:
+                self.contexts.clear()
 
     def add_to(self, stats: KeptKvStats) -> KeptKvStats:
         return replace(stats, divergences=self._divergences)
 
     async def run(self, max_context_tokens: int, priority: int) -> None:
-        """Measure chains, and let EngineCore apply the limits of new requests to the result."""
-        num_loads, chosen = self._num_loads, self.contexts.chosen()
+        """Measure chains, and let EngineCore apply the limits of new requests to the results."""
+        choice = self._choice
         requests = ProbeRequests(self._generation, max_context_tokens)
-        found = await measure(requests, chosen, TOP_K, priority)
-        if found and num_loads == self._num_loads:
-            self._divergences = found
-            by_lag = [(each.lag, each.kl) for each in found]
-            # Every EngineCore receives this before any call of a later update, which resets it.
-            await self._processes.call_cores("coppice_set_kv_divergence", by_lag)
+        found = await measure(requests, choice, TOP_K, priority)
+        async with self._update_lock:  # EngineCores receive them before a later update
+            if found and choice is self._choice:
+                self._results += found
+                means = owner_divergences(self._results)
+                await self._processes.call_cores("coppice_set_kv_divergence", means)
+                self._divergences = mean_divergences(self._results)
 
 
 class ProbeRequests:

@@ -22,8 +22,9 @@ class KvReport(TypedDict):
 
 
 class KeepOption(TypedDict):
-    """Value of the option, with the limits of `engine.types.KeptKv`."""
+    """Value of the option, with the owner and the limits of `engine.types.KeptKv`."""
 
+    owner: str
     max_lag: int | None
     max_kl: float | None
 

@@ -144,9 +144,11 @@ def coppice_can_keep_kv(self: "EngineCore") -> bool:
     return kv_versions.can_keep(self.scheduler.kv_cache_manager.kv_cache_config)
 
 
-def coppice_set_kv_divergence(self: "EngineCore", by_lag: list[tuple[int, float]]) -> None:
+def coppice_set_kv_divergence(
+    self: "EngineCore", divergences: list[tuple[str, int, float]]
+) -> None:
     """Apply the limits of requests with `max_kl` to measured divergences, until the next update."""
-    kv_versions.kept_blocks(self).divergence.set(dict(by_lag))
+    kv_versions.kept_blocks(self).divergence.set(divergences)
 
 
 def coppice_check_pool(self: "EngineCore") -> PoolState:

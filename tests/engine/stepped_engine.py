@@ -114,7 +114,7 @@ class LiveEngine:
             transfer = KvTransferParams(export=export, load=load)
             params.extra_args = {"kv_transfer_params": transfer.to_dict()}
         if chain is not None:
-            params.extra_args = {KEEP_KV_ARG: KeepOption(max_lag=max_lag, max_kl=None)}
+            params.extra_args = {KEEP_KV_ARG: KeepOption(owner="", max_lag=max_lag, max_kl=None)}
         name = next(self._ids)
         tokens: dict[str, Any] = {"prompt_token_ids": list(prompt)}
         if salt is not None or chain is not None:

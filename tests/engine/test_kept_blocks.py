@@ -35,10 +35,19 @@ class Pool:
         self.removed += removed
 
 
+OWNER = "owner"
+
+
 def request(
-    name: str, *, keep: bool = True, max_lag: int | None = None, max_kl: float | None = None
+    name: str,
+    *,
+    keep: bool = True,
+    max_lag: int | None = None,
+    max_kl: float | None = None,
+    owner: str = OWNER,
 ) -> Any:
-    extra_args = {KEEP_KV_ARG: KeepOption(max_lag=max_lag, max_kl=max_kl)} if keep else None
+    option = KeepOption(owner=owner, max_lag=max_lag, max_kl=max_kl)
+    extra_args = {KEEP_KV_ARG: option} if keep else None
     return SimpleNamespace(request_id=name, sampling_params=SimpleNamespace(extra_args=extra_args))
 
 
@@ -172,7 +181,7 @@ def test_kv_is_read_up_to_the_age_whose_divergence_meets_the_limit() -> None:
     update(kept, "v2")
     blocks += cache(kept, pool, request("b", max_kl=0.1), 1)
     update(kept, "v3")
-    kept.divergence.set({1: 0.05, 2: 0.2})
+    kept.divergence.set([(OWNER, 1, 0.05), (OWNER, 2, 0.2)])
     assert hit(kept, request("c", max_kl=0.2), blocks) == 2
     assert hit(kept, request("d", max_kl=0.1), blocks) == 0
     assert hit(kept, request("e", max_kl=0.1), blocks[1:]) == 1
@@ -182,7 +191,7 @@ def test_kv_is_read_up_to_the_age_whose_divergence_meets_the_limit() -> None:
 def test_measured_divergences_do_not_hold_after_an_update() -> None:
     kept, pool = kept_blocks()
     blocks = cache(kept, pool, request("a"), 0)
-    kept.divergence.set({1: 0.05})
+    kept.divergence.set([(OWNER, 1, 0.05)])
     update(kept, "v2")
     assert hit(kept, request("b"), blocks) == 1
     assert hit(kept, request("c", max_kl=0.1), blocks) == 0
@@ -203,8 +212,21 @@ def test_limit_of_the_divergence_becomes_a_limit_of_the_age(
     by_lag: dict[int, float], expected: int
 ) -> None:
     measured = MeasuredDivergence()
-    measured.set(by_lag)
-    assert measured.max_lag(0.1) == expected
+    measured.set((OWNER, lag, kl) for lag, kl in by_lag.items())
+    assert measured.max_lag(OWNER, 0.1) == expected
+
+
+def test_limit_is_applied_to_the_divergence_of_the_same_owner() -> None:
+    kept, pool = kept_blocks()
+    blocks = cache(kept, pool, request("a", max_kl=0.1), 0)
+    update(kept, "v2")
+    kept.divergence.set([(OWNER, 1, 0.2), ("other", 1, 0.0)])
+    assert hit(kept, request("b", max_kl=0.1, owner="other"), blocks) == 1
+    assert hit(kept, request("c", max_kl=0.1, owner="third"), blocks) == 0
+    blocks = cache(kept, pool, request("d", max_kl=0.1), 0)
+    update(kept, "v3")
+    kept.divergence.set([(OWNER, 1, 0.2), ("other", 1, 0.0)])
+    assert hit(kept, request("e", max_kl=0.1), blocks) == 0
 
 
 def test_update_drops_the_blocks_that_attended_to_kv_that_it_makes_too_old() -> None:

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
 from bench.harness.kv_teacher_forcing import Teacher, Turn
+from engine.kv_versions.contexts import PROBE_TOKENS, ProbeChoice
 from engine.kv_versions.measurement import ProbeRequests
-from engine.kv_versions.probes import PROBE_TOKENS, TOP_K, ProbeEngine, measure
+from engine.kv_versions.probes import TOP_K, ProbeEngine, mean_divergences, measure
 from engine.types import Completion, KeptKv, SampleRequest, Sampling, TopLogprobRows
 from engine.vllm_engine import VllmEngine
 from tests.engine.seedling import BLOCK, MODEL, settings
@@ -67,13 +68,20 @@ def tokens_of(number: int) -> list[int]:
 
 
 async def ask(
-    engine: VllmEngine, chain: int, *, max_kl: float | None = 1e9, max_tokens: int = 1
+    engine: VllmEngine,
+    chain: int,
+    *,
+    max_kl: float | None = 1e9,
+    max_tokens: int = 1,
+    owner: str = "",
+    session_id: str | None = None,
 ) -> Completion:
     request = SampleRequest(
         id=f"{chain}/{next(_NUMBERS)}",
         prompt_token_ids=tokens_of(chain),
         sampling=Sampling(max_tokens=max_tokens, ignore_eos=True),
-        kept_kv=KeptKv(chain=f"chain {chain}", max_kl=max_kl),
+        kept_kv=KeptKv(chain=f"chain {chain}", owner=owner, max_kl=max_kl),
+        session_id=session_id,
         seed=chain,
     )
     [pending] = await engine.submit([request])
@@ -109,8 +117,8 @@ async def test_measured_divergence_is_that_of_reference_models(
         await ask(engine, chain)
     await update(engine, models, "v3")
     recorder = Recorder(ProbeRequests(engine._generation, engine.info.max_context_tokens))
-    chosen = engine._kv_measurement.contexts.chosen()
-    [found] = await measure(recorder, chosen, TOP_K, 10**9)
+    choice = ProbeChoice(engine._kv_measurement.contexts)
+    [found] = mean_divergences(await measure(recorder, choice, TOP_K, 10**9))
     assert (found.lag, found.num_chains) == (1, NUM_CHAINS)
     assert NUM_CHAINS <= found.num_tokens <= NUM_CHAINS * PROBE_TOKENS
     teacher = Teacher({version: models[version] for version in ("v0", "v3")})
@@ -147,6 +155,30 @@ async def test_chains_read_kv_up_to_the_measured_limit(
     accepted = await ask(engine, 2, max_kl=found.kl * 2)
     assert (refused.num_cached_tokens, refused.kv_lag) == (0, 0)
     assert (accepted.num_cached_tokens, accepted.kv_lag) == (3 * BLOCK, 1)
+
+
+async def test_measured_divergence_holds_for_the_chains_of_its_owner(
+    engine: VllmEngine, models: dict[str, Path]
+) -> None:
+    await update(engine, models, "v0", keep_kv=False)
+    await ask(engine, 0, owner="a")
+    await ask(engine, 1, owner="a")
+    await ask(engine, 2, max_kl=None)
+    await update(engine, models, "v2")
+    await engine.measure_kept_kv(priority=10**9)
+    assert (await ask(engine, 2, owner="b")).num_cached_tokens == 0
+    assert (await ask(engine, 1, owner="a")).num_cached_tokens == 3 * BLOCK
+
+
+async def test_kv_of_ended_sessions_is_not_measured(
+    engine: VllmEngine, models: dict[str, Path]
+) -> None:
+    await update(engine, models, "v0", keep_kv=False)
+    await ask(engine, 0, session_id="ended")
+    await engine.release_session_kv(["ended"])
+    await update(engine, models, "v1")
+    await engine.measure_kept_kv(priority=10**9)
+    assert engine.kept_kv().divergences == ()
 
 
 async def test_measurement_ends_with_the_next_update(

@@ -10,12 +10,13 @@ import pytest
 from numpy.typing import NDArray
 
 from engine.errors import RequestRefused
-from engine.kv_versions.probes import (
+from engine.kv_versions.contexts import (
     MAX_CONTEXTS,
     PROBE_TOKENS,
     ChainContexts,
-    measure,
+    ProbeChoice,
 )
+from engine.kv_versions.probes import mean_divergences, measure, owner_divergences
 from engine.types import (
     Completion,
     KeptKv,
@@ -30,7 +31,13 @@ COST = LENGTH + PROBE_TOKENS
 
 
 def finished(
-    contexts: ChainContexts, chain: str, *, lag: int = 0, length: int = LENGTH, **kept: Any
+    contexts: ChainContexts,
+    chain: str,
+    *,
+    lag: int = 0,
+    length: int = LENGTH,
+    session_id: str | None = None,
+    **kept: Any,
 ) -> None:
     """End a request of a chain, whose oldest KV has the age `lag`."""
     request = SampleRequest(
@@ -38,6 +45,7 @@ def finished(
         prompt_token_ids=[1] * length,
         sampling=Sampling(max_tokens=1),
         kept_kv=KeptKv(chain=chain, **({"max_kl": 0.1} | kept)),
+        session_id=session_id,
     )
     contexts.on_finished(request, completion([-0.5], lag=lag))
 
@@ -59,7 +67,11 @@ def completion(logprobs: Sequence[float], *, lag: int) -> Completion:
 
 
 def chosen(contexts: ChainContexts) -> list[str]:
-    return [context.kept.chain for context in contexts.chosen()]
+    return chains_of(ProbeChoice(contexts))
+
+
+def chains_of(choice: ProbeChoice) -> list[str]:
+    return [context.kept.chain for _, context in iter(choice.take, None)]
 
 
 def test_only_chains_that_limit_the_divergence_are_measured() -> None:
@@ -103,11 +115,88 @@ def test_retained_contexts_are_bounded() -> None:
     contexts = ChainContexts(10**6)
     for number in range(MAX_CONTEXTS + 5):
         finished(contexts, str(number))
-    assert len(contexts._contexts) == MAX_CONTEXTS and "4" not in contexts._contexts
+    contexts.on_update()
+    retained = {context.kept.chain for _, context in contexts.with_older_kv()}
+    assert len(retained) == MAX_CONTEXTS and "4" not in retained
     few = ChainContexts(COST)
     for number in range(100):
         finished(few, str(number))
-    assert few._num_tokens <= 8 * COST
+    assert len(few) * LENGTH <= 8 * COST
+
+
+@pytest.mark.parametrize(("budget", "length"), [(10**6, LENGTH), (COST, COST - PROBE_TOKENS)])
+def test_contexts_of_one_owner_do_not_displace_those_of_another(budget: int, length: int) -> None:
+    contexts = ChainContexts(budget)
+    finished(contexts, "first", owner="a")
+    for number in range(MAX_CONTEXTS + 5):
+        finished(contexts, str(number), owner="b", length=length)
+    contexts.on_update()
+    assert "first" in {context.kept.chain for _, context in contexts.with_older_kv()}
+
+
+def test_every_owner_has_a_chain_before_any_has_a_second_one_of_an_age() -> None:
+    contexts = ChainContexts(3 * COST)
+    finished(contexts, "a", owner="a")
+    for chain in ("b1", "b2", "b3"):
+        finished(contexts, chain, owner="b")
+    contexts.on_update()
+    assert chosen(contexts) == ["b3", "a", "b2"]
+
+
+def test_contexts_of_ended_sessions_are_removed() -> None:
+    contexts = ChainContexts(1000)
+    for chain in ("a", "b", "c"):
+        finished(contexts, chain, session_id=f"session {chain}")
+    contexts.release(["session a", "session b", "unknown"])
+    contexts.on_update()
+    assert chosen(contexts) == ["c"]
+
+
+def test_chain_without_older_kv_is_replaced_by_another_one() -> None:
+    contexts = ChainContexts(2 * COST)
+    for chain in ("a", "b", "c", "d"):
+        finished(contexts, chain)
+    contexts.on_update()
+    choice = ProbeChoice(contexts)
+    lag, last = choice.take() or pytest.fail("nothing was chosen")
+    assert last.kept.chain == "d"
+    choice.on_failed(lag, last, num_computed_tokens=0)
+    assert chains_of(choice) == ["c", "b"]
+
+
+def test_tokens_of_a_failed_probe_count_as_far_as_they_were_computed() -> None:
+    contexts = ChainContexts(2 * COST)
+    for chain in ("a", "b", "c"):
+        finished(contexts, chain)
+    contexts.on_update()
+    choice = ProbeChoice(contexts)
+    lag, last = choice.take() or pytest.fail("nothing was chosen")
+    choice.on_failed(lag, last, num_computed_tokens=COST)
+    assert chains_of(choice) == ["b"]
+
+
+def test_discarded_context_is_removed_unless_a_later_request_replaced_it() -> None:
+    contexts = ChainContexts(1000)
+    finished(contexts, "a")
+    contexts.on_update()
+    [(_, context)] = contexts.with_older_kv()
+    finished(contexts, "a", lag=1)
+    contexts.discard(context)
+    [(_, later)] = contexts.with_older_kv()
+    contexts.discard(later)
+    assert len(contexts) == 0
+
+
+def test_contexts_that_end_during_a_measurement_are_measured_later() -> None:
+    contexts = ChainContexts(2 * COST)
+    contexts.on_update()
+    choice = ProbeChoice(contexts)
+    assert chains_of(choice) == []
+    for chain in ("a", "b", "c"):
+        finished(contexts, chain, lag=1)
+    assert chains_of(choice) == ["c", "b"]
+    finished(contexts, "d", lag=2)
+    assert chains_of(choice) == [], "the budget of the update is spent"
 
 
 @dataclass
@@ -151,9 +240,38 @@ def test_divergences_are_means_over_the_tokens_of_each_age() -> None:
         },
         exact=float(np.log(0.5)),
     )
-    [found] = asyncio.run(measure(probes, contexts.chosen(), 2, 99))
+    results = asyncio.run(measure(probes, ProbeChoice(contexts), 2, 99))
+    [found] = mean_divergences(results)
     expected = 0.25 * np.log(0.5) + 0.75 * np.log(1.5)
     assert (found.lag, found.num_chains, found.num_tokens) == (1, 2, 3)
     assert found.kl == pytest.approx(expected / 3, abs=1e-4)
     assert {request.priority for request in probes.requests} == {99}
     assert all(r.kept_kv is not None and r.kept_kv.max_kl is None for r in probes.requests)
+
+
+def test_divergences_of_owners_are_means_over_their_own_chains() -> None:
+    contexts = ChainContexts(1000)
+    for chain, owner in (("a", "x"), ("b", "y")):
+        finished(contexts, chain, owner=owner)
+    contexts.on_update()
+    half, quarter = np.log(0.5), np.log(0.25)
+    kept = {"a": completion([half] * 2, lag=1), "b": completion([quarter], lag=1)}
+    probes = FakeProbes(kept, exact=float(half))
+    results = asyncio.run(measure(probes, ProbeChoice(contexts), 2, 0))
+    expected = 0.25 * np.log(0.5) + 0.75 * np.log(1.5)
+    owners, lags, means = zip(*owner_divergences(results), strict=True)
+    assert (owners, lags) == (("x", "y"), (1, 1))
+    assert means == pytest.approx((0, expected), abs=1e-4)
+
+
+def test_measurement_continues_until_chains_with_older_kv_are_found() -> None:
+    contexts = ChainContexts(10 * COST)
+    for number in range(9):
+        finished(contexts, str(number))
+    contexts.on_update()
+    overtaken = replace(completion([-0.5], lag=0), num_cached_tokens=LENGTH)
+    kept = {str(number): overtaken for number in range(1, 9)} | {"0": completion([-0.5], lag=1)}
+    probes = FakeProbes(kept, exact=-0.5)
+    [found] = mean_divergences(asyncio.run(measure(probes, ProbeChoice(contexts), 2, 0)))
+    assert (found.lag, found.num_chains) == (1, 1)
+    assert len(contexts) == 1

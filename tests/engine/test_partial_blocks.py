@@ -34,7 +34,7 @@ def manager() -> KVCacheManager:
 
 def run(manager: KVCacheManager, *, keep: bool) -> Request:
     """A running request that has been prefilled."""
-    extra_args = {KEEP_KV_ARG: KeepOption(max_lag=None, max_kl=None)} if keep else None
+    extra_args = {KEEP_KV_ARG: KeepOption(owner="", max_lag=None, max_kl=None)} if keep else None
     params = SamplingParams(max_tokens=9, extra_args=extra_args)
     hasher = get_request_block_hasher(BLOCK, sha256)
     request = Request("a", PROMPT, params, None, block_hasher=hasher)

@@ -10,9 +10,12 @@ from coppice import AsyncRollouts, ChainKeepKv
 from engine.errors import EngineDead
 from engine.feature_stats import KeptKvStats, KvDivergence
 from engine.types import SampleRequest
+from service.rollouts.fairness import PriorityAging
+from service.weights.divergence_probes import DivergenceProbes
 from tests.fake_engine import FakeEngine
 from tests.service.test_kept_kv import activate
 from tests.service.test_rollouts import body, group
+from tests.service.weight_replication.replicas import eventually
 from tests.serving import serving
 
 MEASURED = (
@@ -74,6 +77,14 @@ async def test_measurement_that_fails_does_not_stop_the_server(
         await activate(served, "v1", kv="keep_running")
         await activate(served, "v2", kv="keep_running")
         assert len(engine.measured) == 2
+
+
+async def test_measurement_is_repeated_until_the_next_activation() -> None:
+    engine = FakeEngine()
+    probes = DivergenceProbes(engine, PriorityAging(overtaken_seconds=1), repeat_seconds=0.001)
+    async with probes.running():
+        probes.on_activated()
+        await eventually(lambda: len(engine.measured) >= 3)
 
 
 async def test_measured_divergences_are_listed_and_exported(tmp_path: Path) -> None:

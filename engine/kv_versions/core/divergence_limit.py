@@ -1,27 +1,32 @@
-"""Limit of the divergence of kept KV, from measurements by its age. Runs in EngineCore."""
+"""Limit of the divergence of kept KV, from measurements by owner and age. Runs in EngineCore."""
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable
 
 
 class MeasuredDivergence:
-    """KL divergence from exact KV, in nats per token, by the age of KV in updates.
+    """KL divergence from exact KV, in nats per token, by the KV's owner and its age in updates.
 
     It holds for the served weights only, so that each update begins without a measurement.
     """
 
     def __init__(self) -> None:
-        self._by_lag: dict[int, float] = {}
+        self._by_owner: dict[str, list[tuple[int, float]]] = {}
 
-    def set(self, by_lag: Mapping[int, float]) -> None:
-        self._by_lag = dict(sorted(by_lag.items()))
+    def set(self, divergences: Iterable[tuple[str, int, float]]) -> None:
+        """Replace all divergences by those of these owners and ages."""
+        by_owner: defaultdict[str, list[tuple[int, float]]] = defaultdict(list)
+        for owner, lag, kl in sorted(divergences):
+            by_owner[owner].append((lag, kl))
+        self._by_owner = dict(by_owner)
 
-    def max_lag(self, max_kl: float) -> int:
-        """Greatest measured age up to which no measured divergence exceeds the limit, or 0.
+    def max_lag(self, owner: str, max_kl: float) -> int:
+        """Greatest measured age up to which no divergence of an owner exceeds the limit, or 0.
 
         KV of an age between two measured ones is not measured, but younger than the older one.
         """
         allowed = 0
-        for lag, kl in self._by_lag.items():
+        for lag, kl in self._by_owner.get(owner, ()):
             if not kl <= max_kl:  # also if it is NaN
                 break
             allowed = lag

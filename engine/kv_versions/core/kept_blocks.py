@@ -83,7 +83,7 @@ class KeptBlocks:
         """Record the weights version under which the next steps run, as a new activation."""
         self._activation += 1
         self._labels[self._activation] = version
-        self.divergence.set({})
+        self.divergence.set([])
 
     def pop_report(self, request_id: str) -> KvReport | None:
         """The report of a request whose output is sent now."""
@@ -142,7 +142,7 @@ class KeptBlocks:
         lag, max_lag, max_kl = self._lag(kept), option["max_lag"], option["max_kl"]
         if max_lag is not None and lag > max_lag:
             return "lag"
-        if max_kl is not None and lag > self.divergence.max_lag(max_kl):
+        if max_kl is not None and lag > self.divergence.max_lag(option["owner"], max_kl):
             return "divergence"
         return None
 
