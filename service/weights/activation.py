@@ -23,7 +23,7 @@ from service.http.errors import ActivationFailed, Asleep, EngineGone, ServiceErr
 from service.prompt_kv.manager import PromptKvManager
 from service.rollouts.manager import RolloutManager
 from service.weights.engine_pauses import EnginePauses
-from service.weights.pauses import PauseKind, Pauses
+from service.weights.pauses import Pause, PauseKind, Pauses
 from service.weights.replication.announcer import Announcer
 from service.weights.stager import WeightStager
 from service.weights.versions import Version, Versions
@@ -69,6 +69,7 @@ class Activation:
         self._lock = asyncio.Lock()
         self._sleep_level: SleepLevel = 1
         self._sleeping: frozenset[SleepTag] = frozenset()
+        self._is_overdue = False  # the lease of the sleep has ended, but no wake has succeeded
         self._pauses = Pauses(max_pause_lease_seconds, clock=clock)
         self._engine_pauses = EnginePauses(engine, self._pauses)
 
@@ -139,6 +140,7 @@ class Activation:
                 await self._engine_pauses.start(owner, "sleep", mode, lease_seconds, recompute=True)
                 await self._fall_asleep(owner, level, tags)
             self._pauses.start(owner, lease_seconds, kind="sleep")
+            self._is_overdue = False
 
     def _check_same_sleep(self, owner: str, level: SleepLevel, tags: AbstractSet[SleepTag]) -> None:
         if not self._pauses.has(owner, "sleep"):
@@ -192,6 +194,8 @@ class Activation:
             await self._engine.wake(woken)
             self._sleeping -= woken
             log.info("woke %s in %.3f s", _names(woken), self._clock() - began)
+        if not self._sleeping:
+            self._is_overdue = False
 
     def check_weights_awake(self) -> None:
         if WEIGHTS in self._sleeping:
@@ -204,23 +208,34 @@ class Activation:
                 await self._end_due_pauses()
 
     async def _end_due_pauses(self) -> None:
-        ended = self._pauses.remove_ended()
-        sleeps = [pause for pause in ended if pause.kind == "sleep"]
+        for pause in self._pauses.ended():
+            self._record_lease_end(pause)
+            if pause.kind == "pause" or await self._wake_after_lease(pause):
+                self._pauses.end(pause.owner, pause.kind)
         try:
-            if sleeps:
-                await self._wake(self._sleeping)
             await self._resume_unless_paused()
-        except MemoryUnavailable as error:
-            log.warning("the engine sleeps beyond the end of its lease: %s", error)
-            self._pauses.start(sleeps[0].owner, WAKE_RETRY_SECONDS, kind="sleep")
-            ended = [pause for pause in ended if pause not in sleeps]
         except EngineError as error:
             log.error("sampling was not resumed at the end of a pause: %s", error)
-        for pause in ended:
-            log.warning(
-                "the %s by %s has ended: its lease was not renewed", pause.kind, pause.owner
-            )
-            self._on_lease_ended()
+
+    def _record_lease_end(self, pause: Pause) -> None:
+        """Log and count the end of a lease once, also if the wake is repeated."""
+        if pause.kind == "sleep" and self._is_overdue:
+            return
+        self._is_overdue = pause.kind == "sleep" or self._is_overdue
+        log.warning("the %s by %s has ended: its lease was not renewed", pause.kind, pause.owner)
+        self._on_lease_ended()
+
+    async def _wake_after_lease(self, sleep: Pause) -> bool:
+        """Wake everything; without memory for it, the sleep goes on until the next attempt."""
+        try:
+            await self._wake(self._sleeping)
+        except MemoryUnavailable as error:
+            log.warning("the engine sleeps beyond the end of its lease: %s", error)
+            self._pauses.start(sleep.owner, WAKE_RETRY_SECONDS, kind="sleep")
+            return False
+        except EngineError as error:
+            log.error("the engine was not woken at the end of a sleep: %s", error)
+        return True
 
     async def reset_prefix_cache(self) -> None:
         """Reset the engine's prefix cache; running samples keep their KV blocks."""

@@ -27,7 +27,7 @@ class Pause:
 class Pauses:
     """Table of the pauses in force; all methods are synchronous, on one event loop.
 
-    A lease that has ended counts until `remove_ended` removes it, so that the table always agrees
+    A pause whose lease has ended counts until `end` removes it, so that the table always agrees
     with the engine.
     """
 
@@ -65,13 +65,10 @@ class Pauses:
         """True if there is a pause besides this one."""
         return bool(self._pauses.keys() - {(owner, kind)})
 
-    def remove_ended(self) -> list[Pause]:
-        """Remove and return the pauses whose leases have ended."""
+    def ended(self) -> list[Pause]:
+        """Pauses whose leases have ended."""
         now = self._clock()
-        ended = [p for p in self._pauses.values() if p.ends_at is not None and p.ends_at <= now]
-        for pause in ended:
-            del self._pauses[pause.owner, pause.kind]
-        return ended
+        return [p for p in self._pauses.values() if p.ends_at is not None and p.ends_at <= now]
 
     @property
     def seconds_left(self) -> float | None:
@@ -83,7 +80,7 @@ class Pauses:
         return max(0.0, max(leases) - self._clock())
 
     async def wait_until_one_ends(self) -> None:
-        """Return once a lease has ended that has not been removed yet."""
+        """Return once the lease of a pause in the table has ended."""
         while (seconds := self._seconds_to_next_end()) is None or seconds > 0:
             await self._wait_for_change(seconds)
 

@@ -156,11 +156,12 @@ def test_table_knows_the_lease_that_ends_last() -> None:
     pauses.start("c", None)
     assert pauses.seconds_left is None
     now = 10.0
-    assert [pause.owner for pause in pauses.remove_ended()] == ["a"]
-    assert pauses.remove_ended() == [] and len(pauses) == 2
+    assert [pause.owner for pause in pauses.ended()] == ["a"] and len(pauses) == 3
+    pauses.end("a")
+    assert pauses.ended() == [] and len(pauses) == 2
     pauses.start("b", 20.0)
     now = 25.0
-    assert pauses.remove_ended() == [], "the lease was renewed"
+    assert pauses.ended() == [], "the lease was renewed"
     pauses.end("c")
     assert pauses.seconds_left == 5.0
     pauses.end_all()

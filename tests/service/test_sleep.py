@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import httpx
 import pytest
 
 from engine.errors import EngineDead, LoadFailed, MemoryUnavailable
+from engine.types import SleepTag
 from tests.fake_engine import FakeEngine
 from tests.service.keyfile import bearer, write_keys
 from tests.service.test_pauses import post, until_resumed
@@ -32,6 +34,19 @@ async def wake(served: Served, **asked: Any) -> httpx.Response:
 async def code(served: Served, path: str, **options: Any) -> tuple[int, str]:
     refused = await post(served, path, **options)
     return refused.status_code, refused.json()["code"]
+
+
+class SlowlyWakingEngine(FakeEngine):
+    """Wakes once `may_wake` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waking, self.may_wake = asyncio.Event(), asyncio.Event()
+
+    async def wake(self, tags: AbstractSet[SleepTag]) -> None:
+        self.waking.set()
+        await self.may_wake.wait()
+        await super().wake(tags)
 
 
 async def test_engine_releases_its_memory_and_allocates_it_again(tmp_path: Path) -> None:
@@ -121,10 +136,24 @@ async def test_wake_at_the_end_of_a_lease_waits_for_memory(
         engine.wake_error = MemoryUnavailable("the wake needs 7 bytes more")
         await sleep(served, lease_seconds=0.01)
         await eventually(lambda: "sleeps beyond the end of its lease" in caplog.text)
+        text = (await served.http.get("/metrics")).text
+        assert re.search(r"^coppice_pause_leases_ended_total 1.0$", text, re.MULTILINE)
         engine.wake_error = None
         await until_resumed(engine)
         text = (await served.http.get("/metrics")).text
         assert re.search(r"^coppice_pause_leases_ended_total 1.0$", text, re.MULTILINE)
+
+
+async def test_engine_is_paused_until_the_wake_at_the_end_of_a_lease_has_succeeded(
+    tmp_path: Path,
+) -> None:
+    engine = SlowlyWakingEngine()
+    async with serving(engine, tmp_path) as served:
+        await sleep(served, lease_seconds=0.01)
+        await engine.waking.wait()
+        assert (await served.http.get("/v1/status")).json()["paused"] is True
+        engine.may_wake.set()
+        await until_resumed(engine)
 
 
 @pytest.mark.parametrize("path", ["/v1/sleep", "/sleep?level=2", "/release_memory_occupation"])
