@@ -18,7 +18,7 @@ from service.cluster.registry import Replica
 from service.moves.state import state_of
 from service.rollouts.admission import Admission
 from service.rollouts.manager import RolloutManager
-from service.rollouts.rollout import Relocate, Rollout
+from service.rollouts.rollout import Rollout
 from service.weights.replication.allowed_peers import Peers
 from service.weights.versions import Versions
 
@@ -51,6 +51,7 @@ class MoveSender:
         peers: Peers,
         *,
         on_ended: OnMoveEnded,
+        client: type[httpx.AsyncClient] = httpx.AsyncClient,
     ) -> None:
         self._engine = engine
         self._versions = versions
@@ -60,6 +61,7 @@ class MoveSender:
         self._transfers = transfers
         self._peers = peers
         self._on_ended = on_ended
+        self._client = client
         self._slots = asyncio.Semaphore(CONCURRENT_MOVES)
 
     async def send_all(self, seconds: float) -> None:
@@ -72,12 +74,12 @@ class MoveSender:
             return
         clock, tried = asyncio.get_running_loop().time, set[tuple[str, bool]]()
         until = clock() + seconds
-        relocate = partial(self._relocate, connect, until)
         async with asyncio.TaskGroup() as tasks:
             while clock() < until:
                 is_idle = self._admission.is_idle
                 for rollout in self._untried(tried):
-                    tasks.create_task(self._send(rollout, relocate))
+                    work = self._send(connect, until, rollout, is_result=rollout.ended)
+                    tasks.create_task(work)
                 if is_idle:
                     return
                 await asyncio.sleep(POLL_SECONDS)
@@ -90,9 +92,7 @@ class MoveSender:
             log.error("rollouts are not moved: weights.peer_key_file: %s", error.strerror)
             return None
         tls = httpx.create_ssl_context(trust_env=False)
-        return partial(
-            httpx.AsyncClient, headers=headers, verify=tls, timeout=None, trust_env=False
-        )
+        return partial(self._client, headers=headers, verify=tls, timeout=None, trust_env=False)
 
     def _untried(self, tried: set[tuple[str, bool]]) -> list[Rollout]:
         """Running rollouts, and results to fetch, that are not in `tried`; adds them to it."""
@@ -103,47 +103,68 @@ class MoveSender:
         tried.update(found)
         return untried
 
-    async def _send(self, rollout: Rollout, relocate: Relocate) -> None:
-        """Move a result, or suspend a rollout, whose own task then calls `relocate`."""
-        if rollout.ended:
-            await self._rollouts.move_result(rollout, relocate)
-        else:
-            await rollout.suspend(self._engine, relocate)
+    async def _send(
+        self, connect: Connect, until: float, rollout: Rollout, *, is_result: bool
+    ) -> None:
+        """Move a result, or suspend a rollout, whose own task then calls `_relocate`.
 
-    async def _relocate(self, connect: Connect, until: float, rollout: Rollout) -> str | None:
-        """URL of the replica that continues a rollout; None if none accepted it in time."""
-        url = None
-        with suppress(TimeoutError):
-            async with asyncio.timeout_at(until), self._slots:
-                url = await self._offer(connect, rollout)
+        A rollout that must wait for others is suspended only when its turn has come.
+        """
+        relocate = partial(self._relocate, connect, until)
+        async with self._slots:
+            if asyncio.get_running_loop().time() >= until:
+                self._on_ended("kept")
+            elif not is_result and not rollout.ended:
+                await rollout.suspend(self._engine, relocate)
+            elif is_result and rollout in self._rollouts.results_to_move():
+                await self._rollouts.move_result(rollout, relocate)
+
+    async def _relocate(self, connect: Connect, until: float, rollout: Rollout) -> None:
+        """Set `moved_to` of a rollout to the replica that continues it, if one accepts it in time.
+
+        An unexpected error keeps the rollout here, and does not end the others.
+        """
+        try:
+            async with connect() as http:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout_at(until):
+                        await self._offer(http, rollout)
+        except Exception:
+            log.exception("a move failed")
+        url = rollout.moved_to
         self._on_ended("kept" if url is None else "moved")
         log.info("rollout %s", "continues here" if url is None else f"moved to {url}")
-        return url
 
-    async def _offer(self, connect: Connect, rollout: Rollout) -> str | None:
+    async def _offer(self, http: httpx.AsyncClient, rollout: Rollout) -> None:
+        """Offer a rollout to one replica after the other.
+
+        `moved_to` is set as soon as one has accepted it: a timeout, or an error while the
+        connection is closed, must not continue it here, too.
+        """
         source, version = self._cluster.own_id, self._versions.active.label
         state = state_of(rollout, source=source, version=version)
         body = await asyncio.to_thread(_encoded, state)
-        async with connect() as http:
-            for replica in self._candidates():
-                if any(
-                    group.end_reason != "suspended" for group in rollout.groups if group.suspended
-                ):
-                    return None  # it was cancelled, or its deadline has passed
-                if await self._is_accepted(http, replica, rollout, body):
-                    return replica.url
-        return None
+        for replica in self._candidates():
+            if not rollout.is_suspended:
+                return  # it was cancelled, or its deadline has passed
+            if await self._is_accepted(http, replica, rollout, body):
+                rollout.moved_to = replica.url
+                return
 
     async def _is_accepted(
         self, http: httpx.AsyncClient, replica: Replica, rollout: Rollout, body: bytes
     ) -> bool:
+        """True if the other replica has accepted the rollout, and nobody has cancelled it since."""
         is_accepted = False
         try:
             response = await http.post(_url(replica), content=body)
-            is_accepted = response.status_code == 201
-            if not is_accepted:
+            if response.status_code != 201:
                 log.warning("replica %s refused a move: %s", replica.id, response.status_code)
-        except httpx.HTTPError as error:
+            elif rollout.is_suspended:
+                is_accepted = True
+            else:
+                await self._cancel(http, replica, rollout)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
             log.warning("a move to %s failed: %s", replica.id, type(error).__name__)
             await self._cancel(http, replica, rollout)
         except asyncio.CancelledError:
@@ -155,11 +176,8 @@ class MoveSender:
         return is_accepted
 
     async def _cancel(self, http: httpx.AsyncClient, replica: Replica, rollout: Rollout) -> None:
-        """Cancel a move without a response, so that the rollout runs only once.
-
-        If that fails too, the other replica runs a copy, whose result nobody fetches.
-        """
-        with suppress(httpx.HTTPError, TimeoutError):
+        """Cancel a move without a response, or of a rollout that was cancelled meanwhile."""
+        with suppress(httpx.HTTPError, httpx.InvalidURL, TimeoutError):
             async with asyncio.timeout(CANCEL_SECONDS):
                 await http.delete(f"{_url(replica)}/{rollout.id}")
 

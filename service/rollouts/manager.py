@@ -385,7 +385,7 @@ class RolloutManager:
     async def move_result(self, rollout: Rollout, relocate: Relocate) -> None:
         """Send a retained result to another replica."""
         assert rollout.moved_to is None, "the result is here"
-        rollout.moved_to = await relocate(rollout)
+        await relocate(rollout)
         if rollout.moved_to is not None:
             self._results.remove(rollout.id)
             self._on_moved(rollout)

@@ -51,8 +51,8 @@ from service.rollouts.suspended_group import resumed
 
 log = logging.getLogger(__name__)
 
-Relocate = Callable[["Rollout"], Awaitable[str | None]]
-"""Sends a suspended rollout to another replica; returns the URL of that replica, None if none."""
+Relocate = Callable[["Rollout"], Awaitable[None]]
+"""Sends a suspended rollout to another replica, whose URL is then its `moved_to`."""
 NO_REQUEST = RolloutRequest.model_construct(groups=[])
 """Request of a rollout whose groups have all ended; it is not needed any more."""
 GroupEnded = Callable[["Rollout", Group, GroupAnswer], None]
@@ -120,6 +120,7 @@ class Rollout:
             for index, number in enumerate(given_tokens(group.options))
         }
         self._relocate: Relocate | None = None
+        self._move_ended = asyncio.Event()
 
     @property
     def ended(self) -> bool:
@@ -161,9 +162,10 @@ class Rollout:
             await self._run_groups(engine, prompt_kv, record_group)
             while any(group.suspended for group in self.groups):
                 assert self._relocate is not None, "suspended for a move"
-                self.moved_to = await self._relocate(self)
+                await self._relocate(self)
                 if self.moved_to is not None:
                     return
+                self._move_ended.set()
                 await self._resume_groups()
                 await self._run_groups(engine, prompt_kv, record_group)
         except ExceptionGroup as failures:
@@ -191,9 +193,18 @@ class Rollout:
         self.groups = [await resumed(group) for group in left]
 
     async def suspend(self, engine: Engine, relocate: Relocate) -> None:
-        """End the running samples, so that `relocate` sends the rollout to another replica."""
-        self._relocate = relocate
+        """End the running samples, so that `relocate` sends the rollout to another replica.
+
+        Returns when the rollout was moved, continues here, or has ended.
+        """
+        self._relocate, self._move_ended = relocate, asyncio.Event()
         await self.end(engine, "suspended")
+        await self._move_ended.wait()
+
+    @property
+    def is_suspended(self) -> bool:
+        """True if no group that is left was cancelled, or has reached its deadline, meanwhile."""
+        return all(group.end_reason == "suspended" for group in self.groups if group.suspended)
 
     async def restore(self, records: Sequence[Record], groups: Sequence[Group]) -> None:
         """Continue from the log of another replica; `groups` are those that have not ended."""
@@ -391,6 +402,7 @@ class Rollout:
             log.info("rollout %s", end.outcome, extra=end.usage.model_dump())
         self.awaits_redirect = self.moved_to is not None and bool(self._readers)
         self._ended.set()
+        self._move_ended.set()
         for reader in self._readers:
             reader.on_end()
 

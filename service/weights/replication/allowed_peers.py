@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import httpx
+
 _PORTS = {"http": 80, "https": 443}
 _ALLOWED = re.compile(
     r"(https?)://(\*\.)?([A-Za-z0-9.-]+|\[[0-9a-fA-F:.]+\])(/\d{1,3})?(:(?:\d{1,5}|\*))?"
@@ -71,7 +73,8 @@ class Peers:
         try:
             parts = urlsplit(url)
             host, port = parts.hostname, parts.port
-        except ValueError:
+            httpx.URL(url)
+        except (ValueError, httpx.InvalidURL):
             return False
         if host is None or parts.scheme not in _PORTS or "@" in parts.netloc:
             return False

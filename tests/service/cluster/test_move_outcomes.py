@@ -1,0 +1,135 @@
+"""A rollout that is being moved runs on exactly one replica, whatever happens meanwhile."""
+
+import asyncio
+from pathlib import Path
+from typing import Any, Self
+
+import httpx
+import pytest
+
+from service.cluster.in_memory import InMemoryRegistry
+from service.cluster.registry import Replica
+from service.moves.sender import CONCURRENT_MOVES, MoveSender
+from service.weights.replication.allowed_peers import Peers
+from tests.service.cluster.test_moves import (
+    LONG,
+    PROMPT,
+    engine_of,
+    post,
+    replicas,
+    see_each_other,
+)
+from tests.service.test_rollouts import body, running_samples
+from tests.serving import Served
+
+pytestmark = pytest.mark.slow
+
+SHORT_SECONDS = 2.0
+OTHER_ID = "c" * 12
+
+
+class SlowToClose(httpx.AsyncClient):
+    """HTTP client that is closed only after the time for moves has passed."""
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.sleep(SHORT_SECONDS)
+        await self.aclose()
+
+
+class FailsToOpen(httpx.AsyncClient):
+    async def __aenter__(self) -> Self:
+        raise ValueError("unexpected")
+
+
+def blocked(gate: asyncio.Event) -> type[httpx.AsyncClient]:
+    """HTTP client that sends nothing before the gate is set."""
+
+    class Blocked(httpx.AsyncClient):
+        async def post(self, *args: Any, **kwargs: Any) -> httpx.Response:
+            await gate.wait()
+            return await super().post(*args, **kwargs)
+
+    return Blocked
+
+
+def sender_of(served: Served, client: type[httpx.AsyncClient] = httpx.AsyncClient) -> MoveSender:
+    server = served.server
+    return MoveSender(
+        server.engine,
+        server.versions,
+        server.admission,
+        server.rollouts,
+        server.cluster,
+        server.key_transfers,
+        Peers(["http://127.0.0.1:*"], None),
+        on_ended=lambda _: None,
+        client=client,
+    )
+
+
+async def ends_here(a: Served, sender: MoveSender, num_rollouts: int = 2) -> None:
+    """Assert that rollouts that the sender cannot move continue, and end with all tokens."""
+    calling = [asyncio.create_task(post(a, body(PROMPT, **LONG))) for _ in range(num_rollouts)]
+    await running_samples(a, 2 * num_rollouts)
+    engine_of(a).step(5)
+    await sender.send_all(30)
+    await running_samples(a, 2 * num_rollouts)
+    engine_of(a).step(7)
+    for each in calling:
+        samples = (await each).json()["groups"][0]["samples"]
+        assert [sample["token_ids"] for sample in samples] == [list(range(3, 15))] * 2
+
+
+async def test_accepted_rollout_runs_once_if_the_time_ends_then(tmp_path: Path) -> None:
+    async with replicas(tmp_path, InMemoryRegistry()) as (a, b):
+        await see_each_other(a, b)
+        calling = asyncio.create_task(post(a, body(PROMPT, **LONG)))
+        await running_samples(a, 2)
+        await sender_of(a, SlowToClose).send_all(SHORT_SECONDS)
+        await running_samples(b, 2)
+        assert len(engine_of(a).submitted) == 2
+        engine_of(b).step(12)
+        assert (await calling).json()["outcome"] == "done"
+
+
+@pytest.mark.parametrize("path", ["\x01", "a" * 70_000])
+async def test_replica_with_an_invalid_url_harms_no_rollout(tmp_path: Path, path: str) -> None:
+    registry = InMemoryRegistry()
+    async with replicas(tmp_path, registry, 1) as (a,):
+        url = f"http://127.0.0.1:8000/{path}"
+        entry = Replica(id=OTHER_ID, url=url, state="serving", version="v0", sequence=0)
+        await registry.beat(entry, ttl_seconds=60)
+        await see_each_other(a)
+        calling = asyncio.create_task(post(a, body(PROMPT, **LONG)))
+        await running_samples(a, 2)
+        await sender_of(a).send_all(30)
+        assert len(engine_of(a).submitted) == 2
+        engine_of(a).step(12)
+        assert (await calling).json()["outcome"] == "done"
+
+
+async def test_unexpected_error_in_a_move_keeps_the_rollouts(tmp_path: Path) -> None:
+    async with replicas(tmp_path, InMemoryRegistry()) as (a, b):
+        await see_each_other(a, b)
+        await ends_here(a, sender_of(a, FailsToOpen))
+        assert engine_of(b).submitted == []
+
+
+async def test_rollout_is_suspended_only_when_its_turn_has_come(tmp_path: Path) -> None:
+    async with replicas(tmp_path, InMemoryRegistry()) as (a, b):
+        await see_each_other(a, b)
+        calling = [asyncio.create_task(post(a, body(PROMPT, **LONG))) for _ in range(12)]
+        await running_samples(a, 24)
+        gate = asyncio.Event()
+        sending = asyncio.create_task(sender_of(a, blocked(gate)).send_all(30))
+        while len(engine_of(a).running) > 24 - 2 * CONCURRENT_MOVES:
+            await asyncio.sleep(0.001)
+        for _ in range(100):
+            await asyncio.sleep(0.001)
+            assert len(engine_of(a).running) == 24 - 2 * CONCURRENT_MOVES
+        gate.set()
+        await sending
+        await running_samples(b, 24)
+        engine_of(b).step(12)
+        answers = [(await each).json() for each in calling]
+        assert all(answer["outcome"] == "done" for answer in answers)
