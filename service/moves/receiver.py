@@ -224,7 +224,6 @@ async def _continued(group: Group, moved: MovedGroup, ended: list[SampleAnswer])
         for sample in ended:
             if sample.finish_reason in ("stop", "length"):
                 group.finish_policy.on_sample_end(sample.index, len(sample.token_ids))
-    group.end_reason = "suspended"
     return await resumed(group)
 
 

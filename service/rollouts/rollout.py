@@ -189,8 +189,15 @@ class Rollout:
     async def _resume_groups(self) -> None:
         """Continue the suspended groups on this replica."""
         left = [group for group in self.groups if group.suspended]
+        groups = [await resumed(group) for group in left]
+        for before, group in zip(left, groups, strict=True):
+            # Here, without an await until the assignment: a cancellation ends the groups of before.
+            group.end_reason = None if before.end_reason == "suspended" else before.end_reason
         self._num_done += sum(group.num_done for group in self.groups if not group.suspended)
-        self.groups = [await resumed(group) for group in left]
+        self.groups = groups
+        if self._partial is not None:
+            for group in groups:
+                self._restore_tokens(group)
 
     async def suspend(self, engine: Engine, relocate: Relocate) -> None:
         """End the running samples, so that `relocate` sends the rollout to another replica.
@@ -244,6 +251,8 @@ class Rollout:
                 versions = cut_spans(spans, start, end)
                 part.add(sample.token_ids[start:], sample.logprobs[start:], versions)
                 self._partial[group.options.index, index] = part
+                for reader in self._readers:
+                    reader.on_tokens((group.options.index, index))
 
     async def _spread(self, group: Group) -> None:
         """Yield to the event loop once per PER_TURN started samples, so that they are submitted."""

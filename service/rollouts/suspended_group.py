@@ -42,13 +42,14 @@ def can_move(request: RolloutRequest, options: GroupOptions) -> bool:
 
 
 async def resumed(group: Group) -> Group:
-    """Group that continues the suspended samples of `group`, which has ended."""
-    reason = None if group.end_reason == "suspended" else group.end_reason
+    """Group that continues the suspended samples of `group`, which has ended.
+
+    The caller passes on a reason to end it that was set meanwhile.
+    """
     return Group(
         options=await _continued(group.options, group.suspended),
         source=PrefilledPrompt(),
         finish_policy=group.finish_policy,
-        end_reason=reason,
         num_done=group.num_done,
         name=group.name,
         cached_tokens=group.cached_tokens,

@@ -1,16 +1,26 @@
 """A rollout that is being moved runs on exactly one replica, whatever happens meanwhile."""
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any, Self
 
 import httpx
+import numpy as np
 import pytest
 
+from coppice.wire.rollouts import SampleAnswer
+from coppice.wire.support import support_answer
+from engine.sampling_support.rows import encode_mask
 from service.cluster.in_memory import InMemoryRegistry
 from service.cluster.registry import Replica
 from service.moves.sender import CONCURRENT_MOVES, MoveSender
+from service.rollouts.group import Group
+from service.rollouts.group_options import GroupOptions
+from service.rollouts.rollout import Rollout
+from service.rollouts.supports import DECODED_IN_LOOP
 from service.weights.replication.allowed_peers import Peers
+from tests.fake_engine import FakeEngine
 from tests.service.cluster.test_moves import (
     LONG,
     PROMPT,
@@ -19,7 +29,7 @@ from tests.service.cluster.test_moves import (
     replicas,
     see_each_other,
 )
-from tests.service.test_rollouts import body, running_samples
+from tests.service.test_rollouts import body, group, running_samples
 from tests.serving import Served
 
 pytestmark = pytest.mark.slow
@@ -133,3 +143,62 @@ async def test_rollout_is_suspended_only_when_its_turn_has_come(tmp_path: Path) 
         engine_of(b).step(12)
         answers = [(await each).json() for each in calling]
         assert all(answer["outcome"] == "done" for answer in answers)
+
+
+async def test_stream_of_a_rollout_that_stays_here_has_each_token_once(tmp_path: Path) -> None:
+    async with replicas(tmp_path, InMemoryRegistry()) as (a, b):
+        await see_each_other(a, b)
+        received: list[int] = []
+        request = body(group(1, 2, 3), **LONG, stream=True, stream_tokens=True)
+
+        async def read() -> None:
+            async with a.http.stream(
+                "POST", "/v1/rollouts", json=request, headers={"idempotency-key": "k"}
+            ) as response:
+                async for line in response.aiter_lines():
+                    record = json.loads(line)
+                    if record["type"] == "tokens":
+                        assert record["start"] == len(received)
+                        received.extend(record["token_ids"])
+
+        reading = asyncio.create_task(read())
+        await running_samples(a, 1)
+        engine_of(a).step(5)
+        while len(received) < 5:
+            await asyncio.sleep(0.001)
+        (sample,) = engine_of(a).running.values()
+        sample.token_versions += ["v0"] * 2  # sampled, and not delivered before the suspension
+        await sender_of(a, FailsToOpen).send_all(30)
+        await running_samples(a, 1)
+        engine_of(a).step(2)
+        while len(received) < 9:
+            await asyncio.sleep(0.001)
+        engine_of(a).step(3)
+        await reading
+        assert received == list(range(3, 15))
+
+
+async def test_cancellation_while_suspended_groups_continue_is_not_lost() -> None:
+    tokens = list(range(8000))
+    rows = (encode_mask(np.arange(256) <= token % 256) for token in tokens)
+    support = support_answer(rows, 256)
+    assert len(support.data) > DECODED_IN_LOOP
+    part = SampleAnswer.model_construct(
+        index=0,
+        token_ids=tokens,
+        logprobs=[-1.0] * 8000,
+        versions=[],
+        kv_versions=[],
+        support=support,
+    )
+    before = Group(
+        options=GroupOptions(support_vocab_size=256), suspended=[part], end_reason="suspended"
+    )
+    rollout = Rollout("1", [before], detached=True)
+    continuing = asyncio.create_task(rollout._resume_groups())
+    await asyncio.sleep(0)
+    await rollout.end(FakeEngine(), "cancelled")
+    assert rollout.groups == [before]
+    await continuing
+    assert rollout.groups != [before]
+    assert [each.end_reason for each in rollout.groups] == ["cancelled"]
