@@ -3,6 +3,8 @@
 from dataclasses import replace
 from typing import Any, Final
 
+from vllm.config.quantization import ONLINE_QUANT_SHORTHAND_NAMES
+
 from engine.cudagraphs.planner import Plan
 from engine.feature_stats import AttentionState, FeatureStatus
 from engine.settings import (
@@ -178,11 +180,22 @@ def _session_kv_retention(settings: EngineSettings) -> FeatureStatus:
 
 def _quantization(config: Any, settings: EngineSettings) -> FeatureStatus:
     method = config.model_config.quantization
+    how = "engine.quantization"
+    if _quantizes_experts_only(config.model_config) and not config.model_config.is_moe:
+        return _feature("quantization", False, f"{method}: the model has no experts", how)
     origin = "the model's config.json: its weights cannot be updated"
     if settings.quantization:
-        origin = "engine.quantization"
+        origin = how
     reason = f"{method}, from {origin}" if method else "weights are not quantized"
-    return _feature("quantization", method, reason, "engine.quantization")
+    return _feature("quantization", method, reason, how)
+
+
+def _quantizes_experts_only(model_config: Any) -> bool:
+    """True for a method of vLLM that quantizes on loading, but no linear layers."""
+    if model_config.quantization not in ONLINE_QUANT_SHORTHAND_NAMES:
+        return bool(model_config.quantization == "experts_int8")
+    layers = model_config.quantization_config
+    return layers is not None and layers.linear is None and layers.targets is None
 
 
 def _quantized_kv(settings: EngineSettings) -> FeatureStatus:

@@ -1,9 +1,11 @@
 """Features of the engine, with reasons, by settings and by the state of the workers."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
+from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
 from engine.attention import register
@@ -13,6 +15,8 @@ from engine.launch.features import UNSUPPORTED, engine_features
 from engine.runtime.feature_guard import Feature
 from engine.settings import AttentionSettings, EngineSettings, SpeculationSettings
 from engine.speculation import startup
+from tests.engine.model_families import save_family
+from tests.engine.seedling import MODEL
 
 STEP_REASONS = {"cuda_graphs", "query_length", "nothing_shared", "not_worth_it"}
 """Reasons of single steps, which a process as a whole cannot have."""
@@ -26,12 +30,13 @@ def listed(
     why_off: str | None = None,
     graphs: Plan | None = None,
     quantization: str | None = None,
+    model: Any = None,
     indirect_kv: str | None = None,
     gpu_kv: str = "",
     **settings: Any,
 ) -> dict[str, FeatureStatus]:
     config = SimpleNamespace(
-        model_config=SimpleNamespace(quantization=quantization),
+        model_config=model or SimpleNamespace(quantization=quantization),
         scheduler_config=SimpleNamespace(async_scheduling=True),
     )
     features = engine_features(
@@ -104,6 +109,40 @@ def test_settings_enable_features() -> None:
     reason = "fp8, from the model's config.json: its weights cannot be updated"
     assert on["quantization"].reason == reason
     assert on["expert_parallel"].enabled and on["tool_parser"].enabled
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_family(tmp_path_factory.mktemp("experts"), "mixture_of_experts")
+
+
+@pytest.mark.parametrize(
+    ("method", "config", "of_dense", "of_experts"),
+    [
+        ("int8_per_channel_weight_only", None, False, True),
+        ("experts_int8", None, False, True),
+        ("fp8_per_channel", None, True, True),
+        ("mxfp8", None, True, True),
+        ("online", {"moe": "fp8_per_tensor"}, False, True),
+        ("online", {"linear": "fp8_per_tensor"}, True, True),
+        ("online", {"targets": {"*": "fp8_per_tensor"}}, True, True),
+        (None, None, False, False),
+    ],
+)
+def test_quantization_of_experts_is_off_for_a_model_without_experts(
+    experts: Path,
+    method: str | None,
+    config: dict[str, Any] | None,
+    of_dense: bool,
+    of_experts: bool,
+) -> None:
+    for path, is_on in ((MODEL, of_dense), (experts, of_experts)):
+        arguments = EngineArgs(str(path), quantization=method, quantization_config=config)
+        model = arguments.create_model_config()
+        assert model.quantization == method
+        found = listed(model=model)["quantization"]
+        assert found.enabled == is_on
+        assert is_on or method is None or found.reason == f"{method}: the model has no experts"
 
 
 def test_kv_of_sessions_is_retained_unless_the_fraction_is_zero() -> None:
