@@ -6,7 +6,7 @@ same engine here, and others to the engine with the fewest tokens in running req
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -14,6 +14,7 @@ from engine.types import SampleRequest
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.output_processor import RequestState
 
 MAX_KEYS: Final = 2**16
 """Number of groups, sessions and prompts whose engine is known; the least recent is forgotten."""
@@ -95,12 +96,44 @@ def _prefix_hashes(tokens: Sequence[int], block_size: int) -> list[int]:
     return hashes[::-1]
 
 
+class RequestsInFlight(dict[str, bytes]):
+    """Engines of vLLM's unfinished requests, by internal request id, with the tokens per engine.
+
+    A request counts its prompt and the maximum of its response. A sum over all requests for each
+    new group would take milliseconds with tens of thousands of them.
+    """
+
+    def __init__(self, states: Mapping[str, "RequestState"]) -> None:
+        super().__init__()
+        self._states = states
+        self._added: dict[str, int] = {}
+        self.tokens: Counter[bytes] = Counter()
+
+    def __setitem__(self, request_id: str, engine: bytes) -> None:
+        self._subtract(request_id)
+        super().__setitem__(request_id, engine)
+        if (state := self._states.get(request_id)) is not None:
+            tokens = self._added[request_id] = state.prompt_len + (state.max_tokens_param or 0)
+            self.tokens[engine] += tokens
+
+    def pop(self, request_id: str, *default: Any) -> Any:
+        self._subtract(request_id)
+        return super().pop(request_id, *default)
+
+    def _subtract(self, request_id: str) -> None:
+        if (tokens := self._added.pop(request_id, None)) is not None:
+            self.tokens[self[request_id]] -= tokens
+
+
+def count_running_tokens(llm: "AsyncLLM") -> None:
+    """Replace vLLM's record of unfinished requests, while it is empty, by one with sums."""
+    client: Any = llm.engine_core
+    assert not client.reqs_in_flight, "requests were added before the record was replaced"
+    client.reqs_in_flight = RequestsInFlight(llm.output_processor.request_states)
+
+
 def running_tokens(llm: "AsyncLLM") -> list[int]:
     """Prompt and maximum response tokens of the unfinished requests, per data-parallel engine."""
     client: Any = llm.engine_core
-    states = llm.output_processor.request_states
-    tokens: Counter[bytes] = Counter()
-    for request_id, engine in client.reqs_in_flight.items():
-        if (state := states.get(request_id)) is not None:
-            tokens[engine] += state.prompt_len + (state.max_tokens_param or 0)
-    return [tokens[engine] for engine in client.core_engines]
+    requests: RequestsInFlight = client.reqs_in_flight
+    return [requests.tokens[engine] for engine in client.core_engines]

@@ -28,6 +28,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from engine.cudagraphs.from_settings import plan_for_start
 from engine.cudagraphs.planner import Plan
 from engine.errors import EngineDead, StartFailed
+from engine.io.placement import count_running_tokens
 from engine.launch.arguments import USAGE_CONTEXT, engine_arguments, with_defaults
 from engine.launch.data_parallel import check_model, install_coordinator
 from engine.launch.environment import engine_environment
@@ -222,6 +223,8 @@ def _create_llm(config: VllmConfig) -> AsyncLLM:
     sampling_support.install_in_service()
     install_coordinator()
     llm = AsyncLLM.from_vllm_config(config, usage_context=USAGE_CONTEXT)
+    if config.parallel_config.data_parallel_size > 1:
+        count_running_tokens(llm)
     envs.enable_envs_cache()
     return llm
 

@@ -1,11 +1,22 @@
 """Choice of the data-parallel engine by shared KV and by running tokens."""
 
-from typing import Any
+import random
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any, Never
 
 import pytest
+from vllm.v1.engine.core_client import DPLBAsyncMPClient
 
 from engine.io import placement
-from engine.io.placement import Placement, PlacementKeys, placement_keys
+from engine.io.placement import (
+    Placement,
+    PlacementKeys,
+    RequestsInFlight,
+    count_running_tokens,
+    placement_keys,
+    running_tokens,
+)
 from engine.types import KeptKv, SampleRequest, Sampling
 
 BLOCK = 4
@@ -96,3 +107,75 @@ def test_common_beginning_does_not_bind_prompts_of_a_chain_to_one_engine() -> No
 def test_prompt_below_one_block_shares_no_kv() -> None:
     assert placement_keys(of_chain(1, 2, 3, group="g"), BLOCK) == PlacementKeys(("g",))
     assert placement_keys(of_chain(1, 2, 3), BLOCK) == PlacementKeys()
+
+
+class Llm:
+    """vLLM's client of two engines and its output processor, with requests that run nowhere."""
+
+    def __init__(self) -> None:
+        self.engine_core: Any = SimpleNamespace(
+            reqs_in_flight={}, engine_inflight=Counter(), core_engines=[b"0", b"1"]
+        )
+        self.output_processor: Any = SimpleNamespace(request_states={})
+
+    def add(self, request_id: str, prompt_len: int, max_tokens: int | None, rank: int) -> None:
+        state = SimpleNamespace(prompt_len=prompt_len, max_tokens_param=max_tokens)
+        self.output_processor.request_states[request_id] = state
+        request: Any = SimpleNamespace(request_id=request_id, data_parallel_rank=rank)
+        DPLBAsyncMPClient.get_core_engine_for_request(self.engine_core, request)
+
+    async def finish(self, *request_ids: str) -> None:
+        for request_id in request_ids:
+            self.output_processor.request_states.pop(request_id, None)
+        outputs: Any = SimpleNamespace(finished_requests=set(request_ids))
+        await DPLBAsyncMPClient.process_engine_outputs(self.engine_core, outputs)
+
+    def summed_tokens(self) -> list[int]:
+        """Running tokens, as the sum over all requests in flight."""
+        tokens: Counter[bytes] = Counter()
+        for request_id, engine in self.engine_core.reqs_in_flight.items():
+            state = self.output_processor.request_states[request_id]
+            tokens[engine] += state.prompt_len + (state.max_tokens_param or 0)
+        return [tokens[engine] for engine in self.engine_core.core_engines]
+
+
+def counted() -> Any:
+    llm: Any = Llm()
+    count_running_tokens(llm)
+    return llm
+
+
+async def test_running_tokens_are_the_sum_over_vllms_requests() -> None:
+    llm, rng, unfinished = counted(), random.Random(0), list[str]()
+    for step in range(300):
+        if unfinished and rng.random() < 0.45:
+            await llm.finish(unfinished.pop(rng.randrange(len(unfinished))), f"unknown {step}")
+        else:
+            llm.add(str(step), rng.randrange(9), rng.choice([None, 5, 70]), rng.randrange(2))
+            unfinished.append(str(step))
+        assert running_tokens(llm) == llm.summed_tokens()
+    await llm.finish(*unfinished)
+    assert running_tokens(llm) == [0, 0]
+
+
+async def test_aborted_request_counts_until_its_engine_has_ended_it() -> None:
+    llm = counted()
+    llm.add("a", 3, 4, 1)
+    llm.output_processor.request_states.clear()
+    assert running_tokens(llm) == [0, 7]
+    await llm.finish("a")
+    assert running_tokens(llm) == [0, 0]
+
+
+def test_running_tokens_are_read_without_iterating_over_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    llm = counted()
+    llm.add("a", 3, 4, 0)
+
+    def fail(*_: Any) -> Never:
+        pytest.fail("iterates over the requests in flight")
+
+    monkeypatch.setattr(RequestsInFlight, "items", fail, raising=False)
+    monkeypatch.setattr(RequestsInFlight, "__iter__", fail, raising=False)
+    assert running_tokens(llm) == [7, 0]
