@@ -61,7 +61,7 @@ class Claims:
         """Send pending claims and releases to the registry; returns whether none are left.
 
         At most `MAX_CLAIMS_PER_HEARTBEAT` of each kind are sent, so that the next heartbeat is not
-        delayed.
+        delayed. Only one call may run at a time; `sync_release` may run meanwhile.
         """
         for claim_key in _pop_some(self._unsynced_releases):
             if claim_key in self._claimed:
@@ -82,7 +82,10 @@ class Claims:
 
 
 def _pop_some(claim_keys: set[str]) -> Iterator[str]:
-    """Keys of a heartbeat, each removed when it is due: another heartbeat may send the others."""
+    """Keys to send in one heartbeat, each removed when it is due.
+
+    There may be fewer than at the start, because `sync_release` removes keys meanwhile.
+    """
     for _ in range(min(len(claim_keys), MAX_CLAIMS_PER_HEARTBEAT)):
         if not claim_keys:
             return
