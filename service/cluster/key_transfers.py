@@ -38,16 +38,26 @@ class KeyTransfers:
             if holder != self._cluster.own_id:
                 raise RegistryUnavailable("another replica holds the key")
         except RegistryUnavailable:
-            self._cluster.claims.discard(claim_key)
+            self._cluster.release(claim_key)  # the registry may have executed the transfer
             raise ClusterUnavailable(retry_after_seconds=RETRY_AFTER_SECONDS) from None
         except BaseException:
-            self._cluster.claims.discard(claim_key)
+            self._cluster.release(claim_key)
             raise
 
     async def take_back(self, claim_key: str, replica_id: str) -> None:
         """Take a key of this replica back from one that has not accepted its rollout."""
         with suppress(RegistryUnavailable):
             await self._transfer(claim_key, replica_id)
+
+    async def release(self, claim_key: str, replica_id: str) -> None:
+        """Release a key that a replica may have taken over, and that this one does not need."""
+        with suppress(RegistryUnavailable), self._cluster.count_failures("release"):
+            await self._cluster.registry.release(claim_key, replica_id)
+
+    def url_of(self, replica_id: str) -> str | None:
+        """URL of a replica; None if it is not known."""
+        known = self._cluster.knows(replica_id)
+        return self._cluster.redirect(replica_id).url if known else None
 
     async def _transfer(self, claim_key: str, source: str) -> str:
         with self._cluster.count_failures("transfer"):

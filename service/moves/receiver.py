@@ -1,5 +1,8 @@
 """Receiving side of a move: a rollout of another replica continues here."""
 
+import time
+from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import replace
 
 from coppice.wire.moves import MovedGroup, MovedRollout
@@ -25,6 +28,8 @@ from service.rollouts.suspended_group import can_move, resumed, unfinished
 from service.weights.versions import Versions
 
 RETRY_SECONDS = 1.0
+CANCELLED_SECONDS = 60.0
+MAX_CANCELLED = 1024
 
 
 class MoveReceiver:
@@ -43,7 +48,10 @@ class MoveReceiver:
         transfers: KeyTransfers,
         *,
         max_samples_per_request: int,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
+        self._cancelled: OrderedDict[str, float] = OrderedDict()
         self._max_samples = max_samples_per_request
         self._engine = engine
         self._versions = versions
@@ -74,11 +82,17 @@ class MoveReceiver:
             raise
 
     async def cancel(self, rollout_id: str) -> None:
-        """Cancel a rollout whose source did not receive the response and continues it."""
+        """Cancel a rollout whose source did not receive the response and continues it.
+
+        No caller gets its result here. A request to continue it that arrives later is refused, too.
+        """
+        self._cancelled[rollout_id] = self._clock() + CANCELLED_SECONDS
+        if len(self._cancelled) > MAX_CANCELLED:
+            self._cancelled.popitem(last=False)
         rollout = self._rollouts.find(rollout_id)
-        if rollout is None or not any(claim.is_move for claim in rollout.claims):
+        if rollout is None or rollout.source is None or rollout.moved_to is not None:
             raise RolloutNotFound()
-        await self._rollouts.cancel(rollout)
+        await self._rollouts.discard(rollout, self._transfers.url_of(rollout.source))
 
     def _reserve(self, state: MovedRollout) -> Reservation:
         request, num_bytes = state.request, 0
@@ -96,6 +110,8 @@ class MoveReceiver:
             raise NotReady("weights are being activated", retry_after_seconds=RETRY_SECONDS)
         if state.version != self._versions.active.label:
             raise _other_version(state)
+        if self._cancelled.get(state.id, 0.0) > self._clock():
+            raise InvalidRequest.of_parameter("id", "the source has cancelled the move")
         if self._rollouts.find(state.id) is not None:
             raise InvalidRequest.of_parameter("id", "the rollout is on this replica already")
 
@@ -242,5 +258,5 @@ async def _rollout(
     await rollout.restore(
         state.records, [group for group in groups if group.options.index in moved]
     )
-    rollout.awaits_fetch = state.awaits_fetch
+    rollout.awaits_fetch, rollout.source = state.awaits_fetch, state.source
     return rollout

@@ -17,6 +17,7 @@ from service.cluster.membership import ClusterMembership
 from service.cluster.registry import Replica
 from service.moves.state import state_of
 from service.rollouts.admission import Admission
+from service.rollouts.idempotency import IdempotencyClaim
 from service.rollouts.manager import RolloutManager
 from service.rollouts.rollout import Rollout
 from service.weights.replication.allowed_peers import Peers
@@ -182,9 +183,15 @@ class MoveSender:
                 await http.delete(f"{_url(replica)}/{rollout.id}")
 
     async def _take_back(self, replica: Replica, rollout: Rollout) -> None:
-        """Take back the keys, of which the other replica may have taken over some."""
+        """Take back the keys, of which the other replica may have taken over some.
+
+        The key of the rollout's id is released, if this replica has not received it by a move.
+        """
         for claim in rollout.claims:
             await self._transfers.take_back(claim.cluster_key, replica.id)
+        if rollout.source is None:
+            key = IdempotencyClaim.of_move(rollout.owner, rollout.id).cluster_key
+            await self._transfers.release(key, replica.id)
 
     def _candidates(self) -> list[Replica]:
         """Replicas that may accept a rollout, in random order."""

@@ -112,7 +112,10 @@ class IdempotencyKeys:
         self._claimed[claim.local_key].rollout_id = rollout_id
 
     def release(self, claim: IdempotencyClaim) -> None:
-        if self._claimed.pop(claim.local_key, None) is not None:
+        """Release a key, unless another claim has it since."""
+        entry = self._claimed.get(claim.local_key)
+        if entry is not None and entry.claim is claim:
+            del self._claimed[claim.local_key]
             self._on_released(claim.cluster_key)
 
     def ended(self, claim: IdempotencyClaim) -> None:

@@ -360,6 +360,8 @@ class RolloutManager:
         self._adapters.end(rollout.adapter)
         if not rollout.ended:
             rollout.on_never_started()
+        if rollout.is_discarded:
+            return
         del self._running[rollout.id]
         rollout.start_leases()
         if rollout.moved_to is not None:
@@ -371,6 +373,18 @@ class RolloutManager:
         self._ended(rollout)  # after the answer is stored: an error in an observer must not lose it
         if rollout.detached:
             rollout.drop_groups()
+
+    async def discard(self, rollout: Rollout, url: str | None) -> None:
+        """Cancel a copy of a rollout that continues on another replica, at `url` if it is known.
+
+        Nobody finds it here any more, and its keys are released.
+        """
+        for claim in rollout.claims:
+            self.keys.release(claim)
+        self._running.pop(rollout.id, None)
+        self._results.remove(rollout.id)
+        rollout.discard(url)
+        await self.cancel(rollout)
 
     def _on_moved(self, rollout: Rollout) -> None:
         """Keep the address of a moved rollout for the same time as the results of others."""

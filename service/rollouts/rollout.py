@@ -36,8 +36,8 @@ from coppice.wire.rollouts import (
 )
 from coppice.wire.version_span_slicing import cut_spans
 from engine.protocol import Engine
-from service.cluster.membership import RedirectToReplica
-from service.http.errors import Draining, ServiceError
+from service.cluster.membership import RETRY_AFTER_SECONDS, RedirectToReplica
+from service.http.errors import ClusterUnavailable, Draining, ServiceError
 from service.http.exception_handlers import to_service_error
 from service.observability.logs import group_id, rollout_id
 from service.prompt_kv.group_exports import NOT_CONTINUED, KvState, exporting_group
@@ -77,6 +77,8 @@ class Rollout:
     A rollout with its `request` can be moved to another replica: `suspend` ends its samples, and
     `Relocate` sends it. Its `moved_to` is then the URL of that replica; otherwise it goes on here.
     `awaits_redirect` is true if the stream of a caller ended, who has not been redirected yet.
+    `source` is the id of the replica that has sent the rollout here, None for others. With
+    `is_discarded` it continues there, and the result of the copy here is dropped.
     """
 
     def __init__(
@@ -93,6 +95,8 @@ class Rollout:
         self.groups = groups
         self.request = request
         self.moved_to: str | None = None
+        self.source: str | None = None
+        self.is_discarded = False
         self.num_samples = sum(group.options.n for group in groups)
         options = groups[0].options if groups else GroupOptions(owner=owner)
         self.adapter = options.adapter  # one adapter and one owner per rollout
@@ -292,6 +296,15 @@ class Rollout:
         self._num_done += sum(group.num_done for group in self.groups)
         self.groups = ()
 
+    def discard(self, url: str | None) -> None:
+        """Make the rollout, which continues on its source at `url`, a copy without a result.
+
+        Callers that wait for it are redirected, or get an error if the source is not known.
+        """
+        self.is_discarded, self.claims, self.moved_to = True, (), url
+        if url is None:
+            self.error = ClusterUnavailable(retry_after_seconds=RETRY_AFTER_SECONDS)
+
     def drop_log(self) -> None:
         """Free the results of a rollout that was moved."""
         assert self.moved_to is not None, "the results are on another replica"
@@ -409,6 +422,8 @@ class Rollout:
             end = self._end_record()
             self._append(end)
             log.info("rollout %s", end.outcome, extra=end.usage.model_dump())
+        else:
+            self._notify()
         self.awaits_redirect = self.moved_to is not None and bool(self._readers)
         self._ended.set()
         self._move_ended.set()
@@ -416,7 +431,11 @@ class Rollout:
             reader.on_end()
 
     def _append(self, record: Record) -> None:
-        self._log.append(record)
+        if self.moved_to is None:  # otherwise the other replica has the results
+            self._log.append(record)
+        self._notify()
+
+    def _notify(self) -> None:
         changed, self._log_changed = self._log_changed, asyncio.Event()
         changed.set()
         for reader in self._readers:

@@ -13,7 +13,7 @@ from coppice.wire.rollouts import SampleAnswer
 from coppice.wire.support import support_answer
 from engine.sampling_support.rows import encode_mask
 from service.cluster.in_memory import InMemoryRegistry
-from service.cluster.registry import Replica
+from service.cluster.registry import RegistryUnavailable, Replica
 from service.moves.sender import CONCURRENT_MOVES, MoveSender
 from service.rollouts.group import Group
 from service.rollouts.group_options import GroupOptions
@@ -202,3 +202,79 @@ async def test_cancellation_while_suspended_groups_continue_is_not_lost() -> Non
     await continuing
     assert rollout.groups != [before]
     assert [each.end_reason for each in rollout.groups] == ["cancelled"]
+
+
+def loses_responses(received: asyncio.Event, gate: asyncio.Event) -> type[httpx.AsyncClient]:
+    """HTTP client that fails after the other replica has responded."""
+
+    class LosesResponses(httpx.AsyncClient):
+        async def post(self, *args: Any, **kwargs: Any) -> httpx.Response:
+            await super().post(*args, **kwargs)
+            received.set()
+            await gate.wait()
+            raise httpx.ReadError("lost")
+
+    return LosesResponses
+
+
+@pytest.mark.parametrize("by_key", [True, False])
+async def test_callers_of_a_cancelled_copy_get_the_result_of_the_source(
+    tmp_path: Path, by_key: bool
+) -> None:
+    async with replicas(tmp_path, InMemoryRegistry()) as (a, b):
+        await see_each_other(a, b)
+        request, key = body(PROMPT, **LONG), {"idempotency-key": "k"}
+        calling = asyncio.create_task(post(a, request, **key))
+        await running_samples(a, 2)
+        engine_of(a).step(5)
+        received, gate = asyncio.Event(), asyncio.Event()
+        sender = sender_of(a, loses_responses(received, gate))
+        sending = asyncio.create_task(sender.send_all(30))
+        await received.wait()
+        (copy,) = b.server.rollouts.in_flight()
+        place = f"/v1/rollouts/{copy.id}"
+        if by_key:
+            at_b = asyncio.create_task(post(b, request, **key))
+        else:
+            waiting = b.http.get(place, params={"wait": 60}, follow_redirects=True)
+            at_b = asyncio.create_task(waiting)
+        await asyncio.sleep(0.1)
+        gate.set()
+        await sending
+        late = asyncio.create_task(post(b, request, **key))
+        await running_samples(a, 2)
+        await asyncio.sleep(0.1)
+        engine_of(a).step(7)
+        answer = (await calling).json()
+        assert (await at_b).json() == (await late).json() == answer
+        found = await b.http.get(place, follow_redirects=True)
+        assert found.json() == answer
+        assert answer["outcome"] == "done"
+        assert len(b.server.rollouts.keys) == 0
+        assert all(answer["id"] != each.id for each in b.server.rollouts._results.list())
+
+
+class LosesTransfers(InMemoryRegistry):
+    """Registry whose transfers are executed, but whose responses are lost."""
+
+    async def transfer(
+        self, claim_key: str, source: str, replica_id: str, *, ttl_seconds: float
+    ) -> str:
+        await super().transfer(claim_key, source, replica_id, ttl_seconds=ttl_seconds)
+        raise RegistryUnavailable("lost")
+
+
+async def test_keys_whose_transfer_has_an_unknown_outcome_are_taken_back(tmp_path: Path) -> None:
+    registry = LosesTransfers()
+    async with replicas(tmp_path, registry) as (a, b):
+        await see_each_other(a, b)
+        calling = asyncio.create_task(post(a, body(PROMPT, **LONG), **{"idempotency-key": "k"}))
+        await running_samples(a, 2)
+        await sender_of(a).send_all(30)
+        await see_each_other(b)
+        held = {key: entry.replica_id for key, entry in registry._claims.items()}
+        (claim,) = a.server.cluster.claims._claimed
+        assert held == {claim: a.server.cluster.own_id}
+        await running_samples(a, 2)
+        engine_of(a).step(12)
+        assert (await calling).json()["outcome"] == "done"

@@ -449,9 +449,14 @@ async def test_state_is_accepted_once_and_can_be_cancelled(pair: list[Served]) -
     again = await b.http.post("/v1/moves", json=state)
     assert (first.status_code, again.status_code) == (201, 422)
     ended = [await b.http.delete(f"/v1/moves/{state['id']}") for _ in range(2)]
-    assert [response.status_code for response in ended] == [204, 204]
-    answer = (await b.http.get(f"/v1/rollouts/{state['id']}", params={"wait": 5})).json()
-    assert answer["groups"][0]["samples"][0]["token_ids"] == [3]
+    assert [response.status_code for response in ended] == [204, 404]
+    while b.server.rollouts.num_running:
+        await asyncio.sleep(0.001)
+    place = await b.http.get(f"/v1/rollouts/{state['id']}", follow_redirects=False)
+    assert place.headers["location"].startswith(a.url)
+    assert (len(b.server.rollouts.keys), b.server.cluster.claims._claimed) == (0, set())
+    late = await b.http.post("/v1/moves", json=state)
+    assert late.status_code == 422
 
 
 async def test_only_replicas_may_send_rollouts(tmp_path: Path) -> None:
