@@ -106,6 +106,16 @@ def test_page_states_every_invariant_with_its_tests() -> None:
             assert path in tests[f"P{number}"]
 
 
+def test_tests_of_publications_with_faults_exist() -> None:
+    page = (ROOT / "docs/operate/reliability.md").read_text()
+    section = page.partition("## Publications of weights with faults")[2].partition("\n## ")[0]
+    named = re.findall(r"`(test_\w+)`", section)
+    assert len(named) > 15
+    files = [file.read_text() for file in (ROOT / "tests/service").rglob("test_*.py")]
+    defined = set(re.findall(r"^(?:async )?def (test_\w+)\(", "\n".join(files), re.MULTILINE))
+    assert set(named) <= defined
+
+
 def test_every_advisory_class_names_its_test() -> None:
     section = (ROOT / "SECURITY.md").read_text().partition("## Known classes of vulnerability")[2]
     rows = [line for line in section.splitlines() if line.startswith("| ")][1:]

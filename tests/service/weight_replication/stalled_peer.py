@@ -1,4 +1,4 @@
-"""A replica that accepts requests and never answers."""
+"""A replica that accepts requests and never answers, or ends in the middle of an answer."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -21,7 +21,7 @@ class Mute:
         await self.over.wait()
         writer.close()
 
-    async def shows_itself(self, directory: InMemoryRegistry) -> None:
+    async def shows_itself(self, directory: InMemoryRegistry, num_bytes: int = 1) -> None:
         ghost = Replica(
             id="ghost",
             url=self.url,
@@ -32,14 +32,25 @@ class Mute:
             holds=("v9",),
             staged=("v9",),
         )
-        file = ManifestFile(name="model.safetensors", sha256="0" * 64, num_bytes=1)
+        file = ManifestFile(name="model.safetensors", sha256="0" * 64, num_bytes=num_bytes)
         await directory.beat(ghost, ttl_seconds=600)
         await directory.publish(Manifest(version="v9", sequence=9, files=(file,)))
 
 
+class Dying(Mute):
+    """A peer that ends after the first bytes of a file."""
+
+    async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.asked.set()
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\nfirst bytes")
+        await writer.drain()
+        writer.close()
+
+
 @asynccontextmanager
-async def stalled_peer() -> AsyncIterator[Mute]:
-    peer = Mute()
+async def stalled_peer(peer: Mute | None = None) -> AsyncIterator[Mute]:
+    peer = peer or Mute()
     server = await asyncio.start_server(peer.connected, "127.0.0.1", 0)
     host, port = server.sockets[0].getsockname()
     peer.url = f"http://{host}:{port}"
