@@ -23,12 +23,15 @@ CHAIN = [(5 * i) % 400 + 2 for i in range(150)]
 TREE = [(3 * i) % 400 + 2 for i in range(70)]
 TALK = [(11 * i) % 400 + 2 for i in range(120)]
 NUM = 20
+HIGHEST_KL = 1e9
 
 
 async def check_kept_kv(system: Scene, models: Models) -> None:
     """Call it while v8 is active; it is active again at the end."""
     await check_updates(system, models, "keep_running", ["v8", "v7"])
     await check_updates(system, models, "reset", ["v7", "v8"])
+    await check_divergence_limit(system, models, "keep_running", ["v8", "v7"])
+    await check_divergence_limit(system, models, "reset", ["v7", "v8"])
 
 
 async def check_updates(
@@ -63,6 +66,44 @@ async def check_updates(
         assert found == ([before, after] if mode == "keep_running" else [after])
     check_tree_spans(await tree)
     await assert_all_match_model(system.served, handled.groups, [TALK], before, models[before])
+
+
+async def check_divergence_limit(
+    system: Scene, models: Models, mode: ActivationKv, versions: Sequence[str]
+) -> None:
+    """Chains with `max_kl` beside a tree and a handle: above the measured divergence, and below."""
+    before, after = versions
+    keep = ChainKeepKv(max_kl=HIGHEST_KL)
+    above, below = [await system.greedy([CHAIN], NUM, keep_kv=keep) for _ in range(2)]
+    tree = asyncio.create_task(grow_tree(system))
+    handled = await system.rollouts.rollout([TALK], n=2, max_tokens=4, kv=Kv())
+    await system.rollouts.activate_weights(after, kv=mode, allow_rollback=True)
+    kept = mode == "keep_running"
+    kl = await measured_kl(system) if kept else HIGHEST_KL
+    for first, limit, found in (
+        (above, HIGHEST_KL, [before, after] if kept else [after]),
+        (below, kl / 2, [after]),
+    ):
+        keep = ChainKeepKv(chain=first.id, max_kl=limit)
+        result = await system.greedy(
+            [CHAIN], 3 * NUM, continue_from=[first.groups[0].samples], keep_kv=keep
+        )
+        [sample] = result.groups[0].samples
+        check_greedy(models, CHAIN, sample.token_ids.tolist(), sample.kv_versions, NUM)
+        last = sample.kv_versions[-1].first_token
+        assert [s.version for s in sample.kv_versions if s.first_token == last] == found
+    check_tree_spans(await tree)
+    await assert_all_match_model(system.served, handled.groups, [TALK], before, models[before])
+
+
+async def measured_kl(system: Scene) -> float:
+    """Divergence of KV that is one update old, once it is measured."""
+    async with asyncio.timeout(60):
+        while not (found := (await system.rollouts.weights()).kv_divergences):
+            await asyncio.sleep(0.05)
+    [each] = found
+    assert each.lag == 1 and each.kl > 0
+    return each.kl
 
 
 async def grow_tree(system: Scene) -> RolloutResult:
