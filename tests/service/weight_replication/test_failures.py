@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from engine.errors import LoadFailed
+from engine.errors import EngineDead, LoadFailed
 from service.cluster.in_memory import InMemoryRegistry
 from service.cluster.registry import Replica
 from service.http.errors import VersionConflict
 from service.weights.replication.downloader import READ_TIMEOUT_SECONDS
+from tests.service.test_rollouts import body, group
 from tests.service.test_weight_deltas import put
 from tests.service.weight_replication.replicas import (
     NEW,
@@ -45,6 +46,21 @@ async def test_replica_that_refuses_does_not_block_the_others(tmp_path: Path) ->
         assert (await activate(replicas[0], "v2")).json()["pending_replicas"] == []
         assert all(serves(served, "v2") for served in replicas)
         assert replicas[0].server.replication.skew() == 0
+
+
+async def test_replica_whose_engine_dies_during_the_load_does_not_block_the_others(
+    tmp_path: Path,
+) -> None:
+    async with several(tmp_path, 3, fleet_seconds=3.0) as (replicas, engines):
+        await put(replicas[0], "v1", OLD)
+        engines[2].load_error = EngineDead("killed")
+        answer = await activate(replicas[0], "v1")
+        dead = replicas[2].server.cluster.own_id
+        assert (answer.status_code, answer.json()["pending_replicas"]) == (200, [dead])
+        assert serves(replicas[0], "v1") and serves(replicas[1], "v1")
+        assert engines[2].paused, "half loaded weights never run"
+        refused = await replicas[2].http.post("/v1/rollouts", json=body(group(1)))
+        assert (refused.status_code, refused.json()["code"]) == (503, "engine_dead")
 
 
 async def test_unresponsive_replica_is_awaited_no_longer_than_the_timeout(
