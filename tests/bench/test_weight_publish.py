@@ -1,13 +1,17 @@
 """Weights that the benchmark of publications sends, and the rows that it makes of its figures."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
-from bench.harness.publications import RUNNING, Publication
+from bench.harness.publications import RUNNING, VLLM, Publication
 from bench.weight_publish import (
     CHANGED_SHARE,
     _as_dict,
     adapter_rows,
+    measure,
     rows,
     running_rows,
     step,
@@ -59,3 +63,21 @@ def test_step_moves_a_share_of_the_values_by_one_unit() -> None:
     changed = moved != state["a"]
     assert changed.float().mean().item() == pytest.approx(CHANGED_SHARE, rel=0.2)
     assert (moved[changed] == 1 + 2**-7).all()
+
+
+@pytest.mark.engine
+@pytest.mark.long
+@pytest.mark.exhaustive
+async def test_every_arm_is_measured_on_a_small_model(tmp_path: Path) -> None:
+    found: dict[str, Any] = await measure("2m", 1, tmp_path)
+    assert found["arms"].keys() == {*ARMS, VLLM}
+    assert found["running"].keys() == RUNNING.keys()
+    for [publication] in (found["arms"] | found["running"]).values():
+        assert 0 < publication["load"] <= publication["paused"] <= publication["activate"]
+        parts = publication["upload"] + publication["activate"] + publication["first_token"]
+        assert publication["total"] == pytest.approx(parts)
+    for [adapter] in found["adapters"].values():
+        assert adapter["load"] > 0 and adapter["first_token"] > 0
+    made = [*rows("2m", found), *running_rows("2m", found), *adapter_rows("2m", found)]
+    assert all(row.what.startswith(f"2M, {found['num_bytes'] / 1e6:,.0f} MB: ") for row in made)
+    assert not (tmp_path / "2m").exists(), "the model is deleted"
