@@ -6,8 +6,9 @@ on the tokens of the response. Here these tokens become the first output tokens 
 those of a request that vLLM resumes after a preemption.
 
 Random streams: a seeded sample that continues on another replica has a new generator there. Here it
-skips the numbers of the tokens that are sampled already. vLLM's second model runner derives each
-number from the seed and the position and needs no hook.
+skips the numbers of the tokens that are sampled already. On a GPU the number of draws per token is
+not known, so it gets another seed there: its numbers differ, and none is repeated. vLLM's second
+model runner derives each number from the seed and the position and needs no hook.
 
 Speculation: with it vLLM's runner for CPUs does not load the processors of `min_p` and
 `logit_bias`. Here they are loaded. Requests that use them get no drafts.
@@ -15,6 +16,7 @@ Speculation: with it vLLM's runner for CPUs does not load the processors of `min
 
 import copy
 import functools
+import hashlib
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -76,15 +78,24 @@ def split_prior_tokens(state: Any) -> None:
 def skip_drawn_tokens(state: Any) -> None:
     """Advance a CPU generator by one draw per token that the sample's stream has produced already.
 
-    vllm/v1/sample/ops/topk_topp_sampler.py, `TopKTopPSampler.forward_cpu`.
+    vllm/v1/sample/ops/topk_topp_sampler.py, `TopKTopPSampler.forward_cpu`; `use_fp64_gumbel`, which
+    draws more, is never set. Seeded samples get no drafts. Any other generator gets another seed.
     """
     generator, params = state.generator, state.sampling_params
     number = int((getattr(params, "extra_args", None) or {}).get(DRAWN_TOKENS_ARG, 0))
-    if not number or generator is None or generator.device.type != "cpu":
+    if not number or generator is None:
+        return
+    if generator.device.type != "cpu":
+        generator.manual_seed(_other_seed(params.seed, number))
         return
     import torch
 
     torch.randint(0, RANDOM_SEEDS, (number,), generator=generator, dtype=torch.long)
+
+
+def _other_seed(seed: int, num_drawn: int) -> int:
+    digest = hashlib.blake2b(f"{seed}:+{num_drawn}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest) >> 1
 
 
 def advance_grammar(grammar: Any, request: Any) -> Any:
