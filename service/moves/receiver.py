@@ -21,6 +21,7 @@ from service.rollouts.group_factory import GroupFactory
 from service.rollouts.group_options import GroupOptions
 from service.rollouts.idempotency import IdempotencyClaim
 from service.rollouts.manager import RolloutManager
+from service.rollouts.record_reader import SampleKey
 from service.rollouts.rollout import NO_REQUEST, Rollout
 from service.rollouts.sampling import check_sampling
 from service.rollouts.supports import given_support
@@ -117,14 +118,15 @@ class MoveReceiver:
 
     def _shared(self, state: MovedRollout) -> GroupOptions:
         """Options of all groups, with the adapter and the exact version as they are now."""
-        options = GroupOptions(owner=state.owner, is_native=True)
+        options = GroupOptions(owner=state.owner, can_move=True, stream_tokens=state.stream_tokens)
         if state.request is None:
             return options
-        stream_tokens = state.request.stream_tokens
-        options = GroupOptions(owner=state.owner, is_native=True, stream_tokens=stream_tokens)
         if not can_move(state.request, options):
             raise InvalidRequest.of_parameter("request", "has options that cannot be moved")
-        return self._rollouts.resolve(state.request, options)
+        options = self._rollouts.resolve(state.request, options)
+        if options.adapter != state.adapter:
+            raise VersionConflict(f"the adapter here is {options.adapter!r}")
+        return options
 
     async def _groups(self, state: MovedRollout, shared: GroupOptions) -> list[Group]:
         """All groups of the request; those that have not ended continue their samples."""
@@ -243,20 +245,36 @@ async def _continued(group: Group, moved: MovedGroup, ended: list[SampleAnswer])
     return await resumed(group)
 
 
+async def _num_resumed(state: MovedRollout) -> dict[SampleKey, int]:
+    """Numbers of the tokens that `continue_from` gave; refuses more than a sample has."""
+    given = {(each.group, each.index): each.num_tokens for each in state.given}
+    samples = [(group.index, sample) for group in state.groups for sample in group.samples]
+    samples += [(each.group, each.sample) for each in state.records if each.type == "sample"]
+    turn = TimeSlice()
+    for group, sample in samples:
+        if given.get((group, sample.index), 0) > len(sample.token_ids):
+            raise InvalidRequest.of_parameter("given", "a sample has fewer tokens")
+        await turn.pause()
+    return given
+
+
 async def _rollout(
     state: MovedRollout, groups: list[Group], claims: list[IdempotencyClaim]
 ) -> Rollout:
     rollout = Rollout(
         state.id,
         groups,
-        detached=True,
+        detached=state.detached,
         claims=claims,
         request=state.request or NO_REQUEST,
         owner=state.owner,
     )
     moved = {group.index for group in state.groups}
     await rollout.restore(
-        state.records, [group for group in groups if group.options.index in moved]
+        state.records,
+        [group for group in groups if group.options.index in moved],
+        num_resumed=await _num_resumed(state),
+        streams_tokens=state.stream_tokens,
     )
     rollout.awaits_fetch, rollout.source = state.awaits_fetch, state.source
     return rollout

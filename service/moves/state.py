@@ -1,6 +1,6 @@
 """State of a suspended rollout, as it is sent to another replica."""
 
-from coppice.wire.moves import FORMAT, MovedGroup, MovedKey, MovedRollout
+from coppice.wire.moves import FORMAT, GivenTokens, MovedGroup, MovedKey, MovedRollout
 from coppice.wire.result_formats import GroupRecord, SampleRecord
 from coppice.wire.rollouts import RolloutRequest
 from service.rollouts.group import Group
@@ -22,7 +22,15 @@ def state_of(rollout: Rollout, *, source: str, version: str) -> MovedRollout:
         owner=rollout.owner,
         version=version,
         key=_key(rollout),
+        adapter=rollout.adapter,
         awaits_fetch=rollout.awaits_fetch or not rollout.ended,
+        detached=rollout.detached,
+        stream_tokens=rollout.streams_tokens,
+        given=[
+            GivenTokens.model_construct(group=group, index=index, num_tokens=number)
+            for (group, index), number in rollout.num_resumed.items()
+            if number
+        ],
         request=_request(rollout) if groups else None,
         records=[each for each in rollout.log if isinstance(each, SampleRecord | GroupRecord)],
         groups=[_moved_group(group) for group in groups],

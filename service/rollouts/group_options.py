@@ -20,7 +20,8 @@ class GroupOptions:
     """Prompt, sampling parameters and limits of one group (one prompt and its samples).
 
     The compat routes set `cache_salt`, calls of agent sessions also `session_id`, sessions and the
-    rollout manager `kept_kv`, the native route `is_native`, the rollout manager `owner`,
+    rollout manager `kept_kv`, the native route `can_move` if the caller can find a
+    rollout after a move to another replica, the rollout manager `owner`,
     `exact_version` and `adapter`, and `GroupFactory` the options that follow from the request.
     `owner` to `returns_routed_experts` are
     the same in all groups of a rollout. With `stream_tokens`, tokens are received while samples
@@ -40,7 +41,7 @@ class GroupOptions:
     adapter: str | None = None
     cache_salt: str | None = None
     kept_kv: KeptKv | None = None
-    is_native: bool = False
+    can_move: bool = False
     session_id: str | None = None
     num_top_logprobs: int = 0
     num_returned_top_logprobs: int | None = None

@@ -366,12 +366,12 @@ class RolloutManager:
         rollout.start_leases()
         if rollout.moved_to is not None:
             return self._on_moved(rollout)
-        if rollout.detached:
+        if rollout.detached or rollout.awaits_fetch:
             self._results.add(rollout)
         for claim in rollout.claims:
             self.keys.ended(claim)
         self._ended(rollout)  # after the answer is stored: an error in an observer must not lose it
-        if rollout.detached:
+        if rollout.detached or rollout.awaits_fetch:
             rollout.drop_groups()
 
     async def discard(self, rollout: Rollout, url: str | None) -> None:

@@ -118,7 +118,7 @@ class Rollout:
         self._ended = asyncio.Event()
         self._readers: set[RecordReader] = set()
         self._partial: dict[SampleKey, PartialSample] | None = {} if options.stream_tokens else None
-        self._num_resumed = {
+        self.num_resumed = {
             (group.options.index, index): number
             for group in groups
             for index, number in enumerate(given_tokens(group.options))
@@ -217,8 +217,22 @@ class Rollout:
         """True if no group that is left was cancelled, or has reached its deadline, meanwhile."""
         return all(group.end_reason == "suspended" for group in self.groups if group.suspended)
 
-    async def restore(self, records: Sequence[Record], groups: Sequence[Group]) -> None:
+    @property
+    def streams_tokens(self) -> bool:
+        """True if the readers of the log receive the tokens of running samples."""
+        return self._partial is not None
+
+    async def restore(
+        self,
+        records: Sequence[Record],
+        groups: Sequence[Group],
+        *,
+        num_resumed: dict[SampleKey, int],
+        streams_tokens: bool,
+    ) -> None:
         """Continue from the log of another replica; `groups` are those that have not ended."""
+        self.num_resumed = num_resumed
+        self._partial = {} if streams_tokens else None
         self._log = [StartRecord(id=self.id)]
         samples: dict[int, list[SampleAnswer]] = {}
         turn = TimeSlice()
@@ -347,7 +361,7 @@ class Rollout:
         They include the tokens of running samples if the request has `stream_tokens`.
         """
         reader = RecordReader(
-            self._log, self._partial, self._num_resumed, completes_samples=completes_samples
+            self._log, self._partial, self.num_resumed, completes_samples=completes_samples
         )
         self._readers.add(reader)
         if self.ended:

@@ -35,7 +35,7 @@ def can_move(request: RolloutRequest, options: GroupOptions) -> bool:
     more = (request.branching, request.kv, request.kv_reuse, request.keep_kv, options.kept_kv)
     tables = (request.top_logprobs, request.logprob_token_ids, request.prompt_logprobs)
     return (
-        options.is_native
+        options.can_move
         and not (spans or is_unseeded or request.return_routed_experts)
         and all(value is None for value in (*more, *tables))
     )

@@ -55,7 +55,6 @@ from service.server import Server
 
 router = APIRouter(prefix="/v1/rollouts")
 
-NATIVE = GroupOptions(is_native=True)
 IDEMPOTENCY_ERRORS = (IdempotencyInProgress, IdempotencyMismatch)
 LOOKUP_ERRORS = (*CLUSTER_ERRORS, RolloutNotFound, Draining, EngineGone)
 START_RESPONSES = declare_responses(
@@ -108,12 +107,13 @@ async def start(request: Request, server: AnyServer, caller: Caller) -> Response
         rollout = _moved_rollout(server, moved_id, caller.name)
         return await _respond(request, server, rollout, response_format, is_streamed=is_streamed)
     claim = None if key is None else await _claim(caller.name, key, content)
+    can_move = respond_async or claim is not None or not is_streamed
     starting = server.rollouts.start(
         body,
         owner=caller.name,
         detached=respond_async,
         claim=claim,
-        options=NATIVE,
+        options=GroupOptions(can_move=can_move),
         prompt_scorer=server.scoring.prompt_logprobs,
     )
     rollout = await cancel_on_disconnect(request, starting)

@@ -49,6 +49,14 @@ class MovedGroup(RequestModel):
     ]
 
 
+class GivenTokens(RequestModel):
+    """Number of tokens of a sample that the request's `continue_from` gave."""
+
+    group: Index
+    index: Annotated[int, Field(ge=0, lt=MAX_SAMPLES_PER_GROUP), JsonInteger()]
+    num_tokens: NumTokens
+
+
 class MoveAnswer(AnswerModel):
     """Id of a rollout that continues on the replica that received it."""
 
@@ -59,8 +67,10 @@ class MovedRollout(RequestModel):
     """Body of POST /v1/moves: a rollout of the replica `source`, which another one continues.
 
     `version` is the weights version that is active on the source. `request` has no `continue_from`:
-    the samples have its tokens. `records` are the results so far. With `awaits_fetch`, a caller is
-    to fetch the result.
+    the samples have its tokens. `adapter` is the label of the adapter, with its version. `records`
+    are the results so far. With `awaits_fetch`, a caller is to fetch the result. If not `detached`,
+    the rollout ends with the connection of the caller that follows it. With `stream_tokens`, the
+    readers of the log receive tokens, except for the `given` ones.
     """
 
     format: Literal[1] = FORMAT
@@ -69,7 +79,11 @@ class MovedRollout(RequestModel):
     owner: Annotated[str, Field(max_length=256)]
     version: Label
     key: MovedKey | None = None
+    adapter: Annotated[str, Field(max_length=512)] | None = None
     awaits_fetch: bool
+    detached: bool
+    stream_tokens: bool
+    given: Annotated[list[GivenTokens], Field(max_length=131_072, fail_fast=True)]
     request: RolloutRequest | None = None
     records: Annotated[
         list[Annotated[SampleRecord | GroupRecord, Field(discriminator="type")]],

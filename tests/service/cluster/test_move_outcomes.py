@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -25,6 +26,7 @@ from tests.service.cluster.test_moves import (
     LONG,
     PROMPT,
     engine_of,
+    moved_state,
     post,
     replicas,
     see_each_other,
@@ -185,6 +187,7 @@ async def test_cancellation_while_suspended_groups_continue_is_not_lost() -> Non
     assert len(support.data) > DECODED_IN_LOOP
     part = SampleAnswer.model_construct(
         index=0,
+        finish_reason="aborted",
         token_ids=tokens,
         logprobs=[-1.0] * 8000,
         versions=[],
@@ -204,17 +207,21 @@ async def test_cancellation_while_suspended_groups_continue_is_not_lost() -> Non
     assert [each.end_reason for each in rollout.groups] == ["cancelled"]
 
 
-def loses_responses(received: asyncio.Event, gate: asyncio.Event) -> type[httpx.AsyncClient]:
-    """HTTP client that fails after the other replica has responded."""
+def responds_late(
+    received: asyncio.Event, gate: asyncio.Event, *, is_lost: bool
+) -> type[httpx.AsyncClient]:
+    """HTTP client whose responses arrive when the gate is set, or are lost then."""
 
-    class LosesResponses(httpx.AsyncClient):
+    class RespondsLate(httpx.AsyncClient):
         async def post(self, *args: Any, **kwargs: Any) -> httpx.Response:
-            await super().post(*args, **kwargs)
+            response = await super().post(*args, **kwargs)
             received.set()
             await gate.wait()
-            raise httpx.ReadError("lost")
+            if is_lost:
+                raise httpx.ReadError("lost")
+            return response
 
-    return LosesResponses
+    return RespondsLate
 
 
 @pytest.mark.parametrize("by_key", [True, False])
@@ -228,7 +235,7 @@ async def test_callers_of_a_cancelled_copy_get_the_result_of_the_source(
         await running_samples(a, 2)
         engine_of(a).step(5)
         received, gate = asyncio.Event(), asyncio.Event()
-        sender = sender_of(a, loses_responses(received, gate))
+        sender = sender_of(a, responds_late(received, gate, is_lost=True))
         sending = asyncio.create_task(sender.send_all(30))
         await received.wait()
         (copy,) = b.server.rollouts.in_flight()
@@ -278,3 +285,87 @@ async def test_keys_whose_transfer_has_an_unknown_outcome_are_taken_back(tmp_pat
         await running_samples(a, 2)
         engine_of(a).step(12)
         assert (await calling).json()["outcome"] == "done"
+
+
+async def test_stream_that_nobody_could_find_is_not_moved(tmp_path: Path) -> None:
+    async with replicas(tmp_path, InMemoryRegistry()) as (a, b):
+        await see_each_other(a, b)
+        calling = asyncio.create_task(post(a, body(PROMPT, **LONG, stream=True)))
+        await running_samples(a, 2)
+        await sender_of(a).send_all(0.1)
+        assert engine_of(b).submitted == []
+        engine_of(a).step(12)
+        assert json.loads((await calling).text.splitlines()[-1])["outcome"] == "done"
+
+
+async def test_caller_that_leaves_after_the_move_ends_its_rollout(tmp_path: Path) -> None:
+    async with replicas(tmp_path, InMemoryRegistry()) as (a, b):
+        await see_each_other(a, b)
+        async with httpx.AsyncClient(base_url=a.url, timeout=60) as http:
+            request = body(PROMPT, **LONG)
+            calling = http.post("/v1/rollouts", json=request, follow_redirects=True)
+            waiting = asyncio.create_task(calling)
+            await running_samples(a, 2)
+            await sender_of(a).send_all(30)
+            await running_samples(b, 2)
+            await asyncio.sleep(0.2)  # the caller follows
+            waiting.cancel()
+            with suppress(asyncio.CancelledError):
+                await waiting
+        while b.server.rollouts.num_running:
+            await asyncio.sleep(0.001)
+        assert engine_of(b).running == {}
+
+
+async def test_rollout_that_is_cancelled_during_the_request_ends_on_both(tmp_path: Path) -> None:
+    async with replicas(tmp_path, InMemoryRegistry()) as (a, b):
+        await see_each_other(a, b)
+        calling = asyncio.create_task(post(a, body(PROMPT, **LONG), **{"idempotency-key": "k"}))
+        await running_samples(a, 2)
+        (rollout,) = a.server.rollouts.in_flight()
+        received, gate = asyncio.Event(), asyncio.Event()
+        sender = sender_of(a, responds_late(received, gate, is_lost=False))
+        sending = asyncio.create_task(sender.send_all(30))
+        await received.wait()
+        await a.server.rollouts.cancel(rollout)
+        gate.set()
+        await sending
+        assert (await calling).json()["outcome"] == "cancelled"
+        while b.server.rollouts.num_running or engine_of(b).running:
+            await asyncio.sleep(0.001)
+        assert len(b.server.rollouts.keys) == 0
+
+
+async def test_tokens_of_a_moved_result_are_streamed(tmp_path: Path) -> None:
+    async with replicas(tmp_path, InMemoryRegistry()) as (a, b):
+        await see_each_other(a, b)
+        given = {
+            "token_ids": [3, 4],
+            "logprobs": [-1.0, -1.0],
+            "versions": [{"version": "v0", "start": 0, "end": 2}],
+        }
+        request = body(
+            group(1, 2, 3), **LONG, stream_tokens=True, continue_from={"samples": [given]}
+        )
+        accepted = await a.http.post(
+            "/v1/rollouts", json=request, headers={"prefer": "respond-async"}
+        )
+        await running_samples(a, 1)
+        engine_of(a).step(12)
+        while a.server.rollouts.num_running:
+            await asyncio.sleep(0.001)
+        await sender_of(a).send_all(30)
+        lines = await b.http.get(
+            accepted.headers["location"], headers={"accept": "application/x-ndjson"}
+        )
+        records = [json.loads(line) for line in lines.text.splitlines()]
+        (tokens,) = [each for each in records if each["type"] == "tokens"]
+        assert (tokens["start"], len(tokens["token_ids"])) == (2, 10)
+
+
+async def test_more_given_tokens_than_a_sample_has_are_refused(tmp_path: Path) -> None:
+    async with replicas(tmp_path, InMemoryRegistry()) as (a, b):
+        state = moved_state(a) | {"given": [{"group": 0, "index": 0, "num_tokens": 2}]}
+        response = await b.http.post("/v1/moves", json=state)
+        assert (response.status_code, b.server.admission.num_samples) == (422, 0)
+        assert len(b.server.rollouts.keys) == 0

@@ -282,9 +282,10 @@ async def test_drain_does_not_wait_for_callers_that_have_left(pair: list[Served]
     a, b = pair
     await see_each_other(a, b)
     request = body(PROMPT, **LONG, stream=True)
+    key = {"idempotency-key": "k"}
     async with (
         httpx.AsyncClient(base_url=a.url) as http,
-        http.stream("POST", "/v1/rollouts", json=request) as response,
+        http.stream("POST", "/v1/rollouts", json=request, headers=key) as response,
     ):
         lines = response.aiter_lines()
         await anext(lines)
@@ -386,9 +387,9 @@ async def test_state_of_other_weights_or_of_another_format_is_refused(pair: list
     a, b = pair
     codes = [
         (await b.http.post("/v1/moves", json=moved_state(a) | change)).json()["code"]
-        for change in ({"version": "other"}, {"format": 2}, {"later": 1})
+        for change in ({"version": "other"}, {"adapter": "a@1"}, {"format": 2}, {"later": 1})
     ]
-    assert codes == ["version_conflict", "invalid_request", "invalid_request"]
+    assert codes == ["version_conflict"] * 2 + ["invalid_request"] * 2
     assert b.server.admission.num_samples == 0
 
 
@@ -414,6 +415,9 @@ def moved_state(a: Served) -> dict[str, Any]:
         "owner": "local",
         "version": "v0",
         "awaits_fetch": True,
+        "detached": True,
+        "stream_tokens": False,
+        "given": [],
         "request": body(group(1, 2, 3), **LONG),
         "records": [],
         "groups": [moved],
