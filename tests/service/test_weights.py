@@ -345,18 +345,21 @@ async def test_pauses_start_and_end_while_files_are_copied_to_other_machines(
             await self.copied.wait()
 
     engine = Copying()
-    async with serving(engine, tmp_path) as served, asyncio.timeout(30):
+    async with serving(engine, tmp_path) as served:
         await upload(served, "v1")
         activation = asyncio.create_task(activate(served, "v1"))
         await until(lambda: bool(engine.prepared))
-        assert (await served.http.post("/v1/pause", json={})).status_code == 200
-        assert engine.paused
-        assert (await served.http.delete("/v1/weights/v1")).status_code == 409
-        assert (await served.http.post("/v1/resume", json={})).status_code == 200
-        leased = {"lease_seconds": 0.05}
-        assert (await served.http.post("/v1/pause", json=leased)).status_code == 200
-        await until(lambda: not engine.paused)
-        engine.copied.set()
+        try:
+            async with asyncio.timeout(30):
+                assert (await served.http.post("/v1/pause", json={})).status_code == 200
+                assert engine.paused
+                assert (await served.http.delete("/v1/weights/v1")).status_code == 409
+                assert (await served.http.post("/v1/resume", json={})).status_code == 200
+                leased = {"lease_seconds": 0.05}
+                assert (await served.http.post("/v1/pause", json=leased)).status_code == 200
+                await until(lambda: not engine.paused)
+        finally:
+            engine.copied.set()
         assert (await activation).status_code == 200
     assert engine.loaded == engine.prepared
 
