@@ -80,11 +80,14 @@ class Manifest:
 class ActivationTarget:
     """Weights version that all replicas have to activate; the highest epoch wins.
 
-    `previous` is the version of the target that it replaced. Entries of other releases may lack it.
+    `id` differs between targets of the same epoch and version, which replicas can set while
+    partitioned. `previous` is the id of the target that it replaced. Entries of other releases may
+    lack both.
     """
 
     epoch: int
     version: str
+    id: str = ""
     previous: str | None = None
     mode: ActivationMode = "keep"
     allow_rollback: bool = False
@@ -156,6 +159,10 @@ def new_replica_id() -> str:
 
 def new_rollout_id(replica_id: str) -> str:
     return f"{replica_id}.{uuid.uuid4().hex}"
+
+
+def new_target_id() -> str:
+    return secrets.token_hex(8)
 
 
 def new_handle_id(replica_id: str) -> str:

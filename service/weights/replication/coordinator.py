@@ -15,7 +15,13 @@ from contextlib import asynccontextmanager
 from coppice.wire.kv_versions import ActivationKv
 from coppice.wire.weights import ActivationAnswer, ActivationMode
 from service.cluster.membership import ClusterMembership
-from service.cluster.registry import ActivationTarget, ClusterView, RegistryUnavailable, Replica
+from service.cluster.registry import (
+    ActivationTarget,
+    ClusterView,
+    RegistryUnavailable,
+    Replica,
+    new_target_id,
+)
 from service.http.errors import VersionConflict
 from service.weights.activation import Activation, RunToCompletion
 from service.weights.replication.follower import Follower
@@ -133,7 +139,8 @@ class ActivationCoordinator:
         target = ActivationTarget(
             epoch=epoch,
             version=label,
-            previous=None if before is None else before.version,
+            id=new_target_id(),
+            previous=None if before is None else before.id,
             mode=mode,
             allow_rollback=allow_rollback,
             kv=kv,

@@ -194,7 +194,7 @@ class Follower:
 
         While partitioned, a replica can apply a target of its own with the epoch of another one.
         """
-        last = None if self._last_target is None else self._last_target.version
+        last = None if self._last_target is None else self._last_target.id
         return target.epoch == self.replica_status.epoch + 1 and target.previous == last
 
     def kv_of_activation(self, kv: ActivationKv) -> ActivationKv:
@@ -209,7 +209,7 @@ class Follower:
         wins, and the replica that set the other one applies it.
         """
         if target.epoch == self.replica_status.epoch and self._last_target is not None:
-            return target.version != self._last_target.version
+            return target.id != self._last_target.id
         return target.epoch > self.replica_status.epoch
 
     def _has_caught_up(self, view: ClusterView) -> bool:

@@ -119,6 +119,31 @@ async def test_replica_that_activated_during_a_partition_resets_its_kv_at_the_ne
         assert engines[0].calls.count("swap v3 keep_kv") == 1
 
 
+@pytest.mark.parametrize("num_missed", [1, 2])
+async def test_missed_reset_of_a_version_that_is_active_here_is_made_up_for(
+    tmp_path: Path, num_missed: int
+) -> None:
+    """Its own target has the epoch and the version of the missed one."""
+    registry = Partitioned()
+    async with several(tmp_path, 2, registry, fleet_seconds=1.0) as (replicas, engines):
+        first, second = replicas
+        registry.silent = True
+        await put(second, "v1", OLD)
+        assert (await activate(second, "v1", kv="keep_running")).is_success
+        registry.silent, registry.cut = False, _id(second)
+        for version, content, kv in (("v1", OLD, "reset"), ("v2", NEW, "keep_running"))[
+            :num_missed
+        ]:
+            await put(first, version, content)
+            assert (await activate(first, version, kv=kv)).is_success
+        calls = engines[1].calls
+        calls.clear()
+        registry.cut = ""
+        expected = "forget" if num_missed == 1 else "swap v2"
+        await eventually(lambda: expected in calls)
+        assert "swap v2 keep_kv" not in calls
+
+
 class Partitioned(Faulty):
     """Does not respond to the heartbeats of the replica `cut`."""
 
