@@ -5,6 +5,7 @@ not fail on invalid files. Refused weights are deleted.
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -30,6 +31,8 @@ from service.weights.versions import Version, Versions
 
 OnReceived = Callable[[int, int], None]
 """Callback for each received file: bytes received, and bytes of the resulting file."""
+
+log = logging.getLogger(__name__)
 
 
 class WeightStager:
@@ -318,7 +321,7 @@ class WeightStager:
         try:
             announced = await self._announcer.announce(version)
         except VersionConflict:
-            self._drop(version.label)
+            self._drop_unless_active(version.label)
             raise
         self._versions.announced(version.label, announced)
         return self._versions.get(version.label)  # it may have been activated meanwhile
@@ -348,6 +351,13 @@ class WeightStager:
         if sequence is not None:
             return sequence  # equal to that of an existing version, by _check_sequence
         return self._versions.next_sequence() if existing is None else existing
+
+    def _drop_unless_active(self, label: str) -> None:
+        """Drop a version that could not be published, unless it was activated meanwhile."""
+        if label == self._versions.active.label or self._versions.is_activating(label):
+            log.warning("%s is active on this replica only: it conflicts with another one", label)
+        else:
+            self._drop(label)
 
     def _drop(self, label: str) -> None:
         version = self._versions.remove(label)

@@ -17,7 +17,7 @@ from coppice.wire.rollouts import RolloutRequest
 from engine.errors import EngineDead, LoadFailed
 from engine.types import PauseMode
 from service.cluster.in_memory import InMemoryRegistry
-from service.cluster.registry import Manifest
+from service.cluster.registry import Manifest, ManifestConflict
 from service.http.errors import VersionConflict
 from service.weights.versions import Versions
 from tests.fake_engine import VOCAB_SIZE, FakeEngine
@@ -494,6 +494,27 @@ async def test_version_stays_active_if_it_is_activated_while_it_is_announced(
         registry.versions = served.server.versions
         assert (await upload(served, "v1")).json()["state"] == "active"
         assert (await served.http.delete("/v1/weights/v1")).json()["code"] == "version_conflict"
+
+
+class ConflictingRegistry(ActivatingRegistry):
+    """Registry in which another replica publishes other files meanwhile, too."""
+
+    async def publish(self, manifest: Manifest) -> None:
+        await super().publish(replace(manifest, files=()))
+        raise ManifestConflict("published with other content")
+
+
+async def test_conflict_of_a_version_that_was_activated_meanwhile_is_returned(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    registry = ConflictingRegistry()
+    async with serving(FakeEngine(), tmp_path, shared=registry) as served:
+        registry.versions = served.server.versions
+        refused = (await upload(served, "v1")).json()
+        assert refused["code"] == "version_conflict"
+        assert "published with other content" in refused["detail"]
+        assert served.server.versions.active.label == "v1"
+    assert "v1 is active on this replica only" in caplog.text
 
 
 async def test_superseded_uploads_are_deleted(tmp_path: Path) -> None:
