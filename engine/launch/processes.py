@@ -11,7 +11,8 @@ import asyncio
 import logging
 import multiprocessing
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
@@ -46,6 +47,9 @@ SHUTDOWN_SECONDS: Final = 30.0
 EXIT_SECONDS: Final = 0.5
 """Time for vLLM's processes to exit, after which they are killed. They take seconds on a busy
 machine. Nothing is lost: the draft store was saved before, and `_clean_up` removes their files."""
+KILLED_SECONDS: Final = 5.0
+"""Longest wait for killed processes, which release their memory before they have ended."""
+POLL_SECONDS: Final = 0.01
 KILL_RETRY_SECONDS: Final = 0.5
 
 
@@ -182,11 +186,17 @@ class VllmProcesses:
 
     async def stop(self) -> None:
         llm, self._llm = self._llm, None
+        if llm is not None and llm.output_handler is not None:
+            llm.output_handler.cancel()  # or it would report the shutdown as a failure
+        await asyncio.to_thread(self._shut_down, llm)
+
+    def _shut_down(self, llm: AsyncLLM | None) -> None:
+        """End vLLM's processes, and remove their files once no process maps them."""
+        running = _running_processes()
         if llm is not None:
-            if llm.output_handler is not None:
-                llm.output_handler.cancel()  # or it would report the shutdown as a failure
-            await asyncio.to_thread(llm.shutdown, EXIT_SECONDS)
-        await asyncio.to_thread(self._clean_up)
+            llm.shutdown(EXIT_SECONDS)
+        _wait_for_exit(running, KILLED_SECONDS)
+        self._clean_up()
 
     def _clean_up(self) -> None:
         """End a process that was not used, and remove files that killed processes leave behind."""
@@ -236,6 +246,27 @@ def engine_processes() -> dict[int, str]:
         with suppress(psutil.NoSuchProcess):  # other children may exit meanwhile
             named[child.pid] = child.name()
     return {pid: name for pid, name in named.items() if name.startswith("VLLM")}
+
+
+def _running_processes() -> list[psutil.Process]:
+    found = []
+    for pid in engine_processes():
+        with suppress(psutil.NoSuchProcess):
+            found.append(psutil.Process(pid))
+    return found
+
+
+def _wait_for_exit(processes: Sequence[psutil.Process], seconds: float) -> None:
+    """Wait until the processes have ended. Children stay zombies, which multiprocessing reaps."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and not all(_has_exited(process) for process in processes):
+        time.sleep(POLL_SECONDS)
+
+
+def _has_exited(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return process.status() == psutil.STATUS_ZOMBIE
+    return True
 
 
 def kill_processes() -> None:

@@ -3,15 +3,22 @@
 import mmap
 import multiprocessing
 import os
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 
+from engine.launch import processes
 from engine.runtime import leftover_files
 from engine.runtime.leftover_files import SHM_DIR, files_in_use, remove_leftover_shared_memory
+from engine.settings import AttentionSettings, EngineSettings, GraphsSettings
 
 
 def leave(folder: Path, *names: str) -> None:
@@ -70,3 +77,62 @@ def test_recently_created_file_stays(tmp_path: Path) -> None:
 
 def test_machine_without_shared_memory_has_nothing_to_sweep(tmp_path: Path) -> None:
     assert remove_leftover_shared_memory(tmp_path / "missing") == []
+
+
+MAPPING_WORKER = """
+import mmap, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+with open("/proc/self/comm", "w") as name:
+    name.write("VLLM::Worker")
+file = open(sys.argv[1], "rb")
+mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+print("mapped", flush=True)
+time.sleep(600)
+"""
+
+
+@contextmanager
+def mapping_worker(file: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A child process with the name of a worker, which maps a file and ignores SIGTERM."""
+    with subprocess.Popen(
+        [sys.executable, "-c", MAPPING_WORKER, str(file)], stdout=subprocess.PIPE
+    ) as worker:
+        try:
+            assert worker.stdout is not None and worker.stdout.readline() == b"mapped\n"
+            yield worker
+        finally:
+            worker.kill()
+
+
+class LateKill:
+    """An AsyncLLM whose shutdown returns before the process that it kills has ended."""
+
+    output_handler = None
+
+    def __init__(self, worker: subprocess.Popen[bytes]) -> None:
+        self._worker = worker
+
+    def shutdown(self, timeout: float) -> None:
+        self._worker.terminate()
+        threading.Timer(timeout, self._worker.kill).start()
+
+
+async def test_stop_removes_files_that_a_killed_process_mapped_until_its_end(
+    shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave(shared, "psm_mapped")
+    monkeypatch.setattr(
+        processes,
+        "remove_leftover_shared_memory",
+        lambda: remove_leftover_shared_memory(shared),
+    )
+    engine: Any = processes.VllmProcesses(
+        EngineSettings(),
+        attention=AttentionSettings(),
+        graphs=GraphsSettings(),
+        worker_extension="",
+    )
+    with mapping_worker(shared / "psm_mapped") as worker:
+        engine._llm = LateKill(worker)
+        await engine.stop()
+        assert list(shared.iterdir()) == []
