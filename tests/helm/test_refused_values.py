@@ -53,6 +53,25 @@ MISTAKES: list[tuple[str, Object]] = [
     ),
     ("node_rank", {"engine": {"node_rank": 1}}),
     ("data_parallel_size is 2", {"gpu": {"count": 1}, "engine": {"data_parallel_size": 2}}),
+    (
+        "engine.nnodes above 1 exclude",
+        {
+            "shm": {"arena": "0"},
+            "engine": {"nnodes": 2, "data_parallel_size": 2, "tensor_parallel_size": 2},
+        },
+    ),
+    (
+        "speculation.mode siblings exclude",
+        {"engine": {"data_parallel_size": 2}, "speculation": {"mode": "siblings"}},
+    ),
+    (
+        "speculation.mode drafter exclude",
+        {"engine": {"data_parallel_size": 2}, "speculation": {"mode": "drafter"}},
+    ),
+    (
+        "engine.prompt_kv_gpu_bytes exclude",
+        {"engine": {"data_parallel_size": 2, "prompt_kv_gpu_bytes": 2**30}},
+    ),
     ("at least 15", {"drain": {"teardownSeconds": 5}}),
     ("model.revision is needed", {"model": {"name": "a/b", "offline": False}}),
     ("forbids fetching", {"model": {"name": "a/b", "revision": "a" * 40}}),

@@ -36,6 +36,15 @@
 {{- $ranks := mul (int (get $v.engine "tensor_parallel_size" | default 1)) (int (get $v.engine "pipeline_parallel_size" | default 1)) -}}
 {{- $engines := int (get $v.engine "data_parallel_size" | default 1) -}}
 {{- $nodes := include "coppice.nnodes" . | int -}}
+{{- if and (gt $engines 1) (gt $nodes 1) -}}
+{{- fail "engine.data_parallel_size and engine.nnodes above 1 exclude each other: all engines of a replica are on one machine" -}}
+{{- end -}}
+{{- if and (gt $engines 1) (has (get $v.speculation "mode") (list "siblings" "drafter")) -}}
+{{- fail (printf "engine.data_parallel_size above 1 and speculation.mode %s exclude each other; set speculation.mode to off" (get $v.speculation "mode")) -}}
+{{- end -}}
+{{- if and (gt $engines 1) (get $v.engine "prompt_kv_gpu_bytes") -}}
+{{- fail "engine.data_parallel_size above 1 and engine.prompt_kv_gpu_bytes exclude each other: a handle does not state the engine" -}}
+{{- end -}}
 {{- if gt (mod $ranks $nodes) 0 -}}
 {{- fail (printf "engine.nnodes is %d, which does not divide the %d ranks of engine.tensor_parallel_size times engine.pipeline_parallel_size" $nodes $ranks) -}}
 {{- end -}}
