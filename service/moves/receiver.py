@@ -236,6 +236,7 @@ async def _continued(group: Group, moved: MovedGroup, ended: list[SampleAnswer])
     group.options = replace(group.options, num_given_tokens=moved.num_given_tokens)
     group.ended, group.suspended = ended, moved.samples
     group.num_done, group.seconds_used = len(ended), moved.seconds_used
+    group.seconds_before, group.sample_seconds = moved.elapsed_seconds, moved.sample_seconds
     if moved.num_cached_tokens is not None:
         group.cached_tokens[0] = moved.num_cached_tokens
     if group.finish_policy is not None:

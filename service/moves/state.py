@@ -57,6 +57,8 @@ def _moved_group(group: Group) -> MovedGroup:
         num_given_tokens=[num_given(options, index) for index in range(options.n)],
         num_cached_tokens=group.cached_tokens.get(0),
         seconds_used=group.seconds_used,
+        elapsed_seconds=group.elapsed_seconds,
+        sample_seconds=group.sample_seconds,
         samples=group.suspended,
     )
 

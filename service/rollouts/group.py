@@ -59,7 +59,8 @@ class Group:
     have finished by themselves. If KV `exports` were requested, the first engine request carries
     the export slot of the prompt. `name` is the globally unique id by which the engine recognizes
     the samples as siblings. `sample_seconds` are the durations of the samples since `began_at`
-    (event loop clock), in the order in which they finished. `turns`, shared by the rollout, spread
+    (event loop clock), in the order in which they finished. `seconds_before` is the time that had
+    passed when the group was resumed. `turns`, shared by the rollout, spread
     the answers of samples that finish at the same time over iterations of the event loop.
     `top_logprobs` maps a sample's index to the top logprobs of its tokens, if they were requested
     and are not part of its answer.
@@ -79,6 +80,7 @@ class Group:
     sample_ids: list[str] = field(default_factory=list)
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
     began_at: float = 0.0
+    seconds_before: float = 0.0
     sample_seconds: list[float] = field(default_factory=list)
     top_logprobs: dict[int, Sequence[TopLogprobs]] = field(default_factory=dict)
     cached_tokens: dict[int, int] = field(default_factory=dict)
@@ -138,6 +140,13 @@ class Group:
             self.end_reason = end_reason
         self._ending.set()
         await engine.abort(list(self._unfinished))
+
+    @property
+    def elapsed_seconds(self) -> float:
+        """Seconds since the samples began, also on another replica."""
+        if not self.began_at:
+            return self.seconds_before
+        return asyncio.get_running_loop().time() - self.began_at
 
     @property
     def ends(self) -> bool:
@@ -243,7 +252,7 @@ class Group:
         self, engine: Engine, pending: Mapping[str, Awaitable[Completion]], done: OnPart
     ) -> None:
         """Wait for the group's samples; `pending` maps request ids to completions."""
-        self.began_at = asyncio.get_running_loop().time()
+        self.began_at = asyncio.get_running_loop().time() - self.seconds_before
         async with asyncio.TaskGroup() as tasks:
             if self.source.prefills:
                 tasks.create_task(self._collect_prefills(pending))

@@ -56,6 +56,8 @@ async def resumed(group: Group) -> Group:
         turns=group.turns,
         ended=group.ended,
         seconds_used=group.seconds_used,
+        seconds_before=group.elapsed_seconds,
+        sample_seconds=group.sample_seconds,
     )
 
 

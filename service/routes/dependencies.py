@@ -11,7 +11,7 @@ from service.auth.keys import ApiKey
 from service.cluster.membership import RedirectToReplica
 from service.cluster.registry import replica_id_of
 from service.http.bodies import stream_body
-from service.http.errors import KvGone, ReplicaGone
+from service.http.errors import ClusterUnavailable, KvGone, ReplicaGone
 from service.rollouts.idempotency import IdempotencyClaim
 from service.server import Server
 
@@ -56,7 +56,9 @@ async def _check_rollout_local(
 ) -> None:
     """Redirect the request to the replica that has the rollout, if it is another one.
 
-    A rollout may have been moved: its id then begins with the id of its first replica.
+    A rollout may have been moved: its id then begins with the id of its first replica. That one may
+    have drained, and stopped, since the last heartbeat. If the registry does not respond, it is
+    taken to be there unless it was draining.
     """
     replica_id = replica_id_of(rollout_id)
     if replica_id is None or server.rollouts.find(rollout_id) is not None:
@@ -64,9 +66,11 @@ async def _check_rollout_local(
     try:
         await server.cluster.check_local(replica_id)
     except RedirectToReplica:
-        if not server.cluster.is_draining(replica_id):
-            raise
-        await _check_moved(rollout_id, server, caller)
+        try:
+            await _check_moved(rollout_id, server, caller)
+        except ClusterUnavailable:
+            if server.cluster.is_draining(replica_id):
+                raise
         raise
     except ReplicaGone:
         await _check_moved(rollout_id, server, caller)

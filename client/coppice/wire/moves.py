@@ -25,6 +25,8 @@ RolloutId = Annotated[str, Field(pattern=r"^[0-9a-f]{12}\.[0-9A-Za-z_-]{1,64}$")
 NumTokens = Annotated[int, Field(ge=0, le=MAX_TOKENS), JsonInteger()]
 Index = Annotated[int, Field(ge=0, lt=MAX_GROUPS), JsonInteger()]
 
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
 
 class MovedKey(RequestModel):
     """Idempotency key of a rollout, with the digest of the request in hexadecimal."""
@@ -36,14 +38,17 @@ class MovedKey(RequestModel):
 class MovedGroup(RequestModel):
     """Group that has not ended: its prompt, and its unfinished samples with their tokens so far.
 
-    `num_given_tokens` are those of its samples that the request's `continue_from` gave.
+    `num_given_tokens` are those of its samples that the request's `continue_from` gave. Its samples
+    began `elapsed_seconds` ago, and `sample_seconds` are the durations of the finished ones.
     """
 
     index: Index
     prompt_token_ids: Annotated[TokenIds, Field(min_length=1, max_length=MAX_TOKENS)]
     num_given_tokens: Annotated[list[NumTokens], Field(max_length=MAX_SAMPLES_PER_GROUP)]
     num_cached_tokens: NumTokens | None = None
-    seconds_used: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    seconds_used: Seconds
+    elapsed_seconds: Seconds
+    sample_seconds: Annotated[list[Seconds], Field(max_length=MAX_SAMPLES_PER_GROUP)]
     samples: Annotated[
         list[SampleAnswer], Field(min_length=1, max_length=MAX_SAMPLES_PER_GROUP, fail_fast=True)
     ]

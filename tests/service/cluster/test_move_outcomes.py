@@ -26,6 +26,7 @@ from tests.service.cluster.test_moves import (
     LONG,
     PROMPT,
     engine_of,
+    holder_first,
     moved_state,
     post,
     replicas,
@@ -369,3 +370,38 @@ async def test_more_given_tokens_than_a_sample_has_are_refused(tmp_path: Path) -
         response = await b.http.post("/v1/moves", json=state)
         assert (response.status_code, b.server.admission.num_samples) == (422, 0)
         assert len(b.server.rollouts.keys) == 0
+
+
+async def test_durations_include_the_time_before_the_move(tmp_path: Path) -> None:
+    async with replicas(tmp_path, InMemoryRegistry()) as (a, b):
+        await see_each_other(a, b)
+        calling = asyncio.create_task(post(a, body(PROMPT, **LONG)))
+        await running_samples(a, 2)
+        next(iter(engine_of(a).running.values())).limit = 1
+        engine_of(a).step(1)
+        await asyncio.sleep(0.5)
+        await sender_of(a).send_all(30)
+        await running_samples(b, 1)
+        (rollout,) = b.server.rollouts.in_flight()
+        (moved,) = rollout.groups
+        engine_of(b).step(12)
+        await calling
+        first, second = moved.sample_seconds
+        assert first < second
+        assert second >= 0.5
+
+
+async def test_moved_rollout_is_found_before_the_drain_is_known(tmp_path: Path) -> None:
+    async with replicas(tmp_path, InMemoryRegistry(), 3) as (a, b, c):
+        await see_each_other(a, b, c)
+        calling = asyncio.create_task(post(a, body(PROMPT, **LONG)))
+        await running_samples(a, 2)
+        await sender_of(a).send_all(30)
+        holder, other = await holder_first(b, c)
+        (rollout,) = holder.server.rollouts.in_flight()
+        assert not other.server.cluster.is_draining(a.server.cluster.own_id)
+        response = await other.http.get(f"/v1/rollouts/{rollout.id}")
+        assert response.headers["location"].startswith(holder.url)
+        await running_samples(holder, 2)
+        engine_of(holder).step(12)
+        await calling

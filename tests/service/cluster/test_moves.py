@@ -407,6 +407,8 @@ def moved_state(a: Served) -> dict[str, Any]:
         "prompt_token_ids": [1, 2, 3],
         "num_given_tokens": [0],
         "seconds_used": 0.0,
+        "elapsed_seconds": 0.0,
+        "sample_seconds": [],
         "samples": [sample],
     }
     return {
