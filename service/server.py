@@ -163,6 +163,7 @@ class Server:
             self.cluster,
             transfers,
             Peers(settings.weights.peers, settings.weights.peer_key_file),
+            max_bytes=settings.limits.max_body_bytes,
             on_ended=lambda outcome: self.metrics.cluster.moves.labels(outcome).inc(),
         )
         self.external_trees = ExternalTrees(self.rollouts)

@@ -15,7 +15,7 @@ from engine.protocol import Engine
 from service.cluster.key_transfers import KeyTransfers
 from service.cluster.membership import ClusterMembership
 from service.cluster.registry import Replica
-from service.moves.state import state_of
+from service.moves.state import estimated_bytes, state_of
 from service.rollouts.admission import Admission
 from service.rollouts.idempotency import IdempotencyClaim
 from service.rollouts.manager import RolloutManager
@@ -37,8 +37,9 @@ log = logging.getLogger(__name__)
 class MoveSender:
     """Moves the rollouts of this replica to replicas with the same active weights version.
 
-    A rollout that no replica accepts within the time continues here. `on_ended` is called with the
-    outcome of each move.
+    A rollout that no replica accepts within the time continues here, as does one of more than
+    `max_bytes`, the limit of request bodies, which is assumed to be the same there. `on_ended` is
+    called with the outcome of each move.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class MoveSender:
         transfers: KeyTransfers,
         peers: Peers,
         *,
+        max_bytes: int,
         on_ended: OnMoveEnded,
         client: type[httpx.AsyncClient] = httpx.AsyncClient,
     ) -> None:
@@ -61,6 +63,7 @@ class MoveSender:
         self._cluster = cluster
         self._transfers = transfers
         self._peers = peers
+        self._max_bytes = max_bytes
         self._on_ended = on_ended
         self._client = client
         self._slots = asyncio.Semaphore(CONCURRENT_MOVES)
@@ -114,6 +117,9 @@ class MoveSender:
         relocate = partial(self._relocate, connect, until)
         async with self._slots:
             if asyncio.get_running_loop().time() >= until:
+                self._on_ended("kept")
+            elif estimated_bytes(rollout, self._engine) > self._max_bytes:
+                log.info("rollout %s is too large for a move", rollout.id)
                 self._on_ended("kept")
             elif not is_result and not rollout.ended:
                 await rollout.suspend(self._engine, relocate)

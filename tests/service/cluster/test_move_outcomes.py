@@ -16,6 +16,7 @@ from engine.sampling_support.rows import encode_mask
 from service.cluster.in_memory import InMemoryRegistry
 from service.cluster.registry import RegistryUnavailable, Replica
 from service.moves.sender import CONCURRENT_MOVES, MoveSender
+from service.moves.state import estimated_bytes
 from service.rollouts.group import Group
 from service.rollouts.group_options import GroupOptions
 from service.rollouts.rollout import Rollout
@@ -65,7 +66,11 @@ def blocked(gate: asyncio.Event) -> type[httpx.AsyncClient]:
     return Blocked
 
 
-def sender_of(served: Served, client: type[httpx.AsyncClient] = httpx.AsyncClient) -> MoveSender:
+def sender_of(
+    served: Served,
+    client: type[httpx.AsyncClient] = httpx.AsyncClient,
+    max_bytes: int = 2**20,
+) -> MoveSender:
     server = served.server
     return MoveSender(
         server.engine,
@@ -75,6 +80,7 @@ def sender_of(served: Served, client: type[httpx.AsyncClient] = httpx.AsyncClien
         server.cluster,
         server.key_transfers,
         Peers(["http://127.0.0.1:*"], None),
+        max_bytes=max_bytes,
         on_ended=lambda _: None,
         client=client,
     )
@@ -405,3 +411,19 @@ async def test_moved_rollout_is_found_before_the_drain_is_known(tmp_path: Path) 
         await running_samples(holder, 2)
         engine_of(holder).step(12)
         await calling
+
+
+async def test_rollout_that_is_too_large_is_not_suspended(tmp_path: Path) -> None:
+    async with replicas(tmp_path, InMemoryRegistry()) as (a, b):
+        await see_each_other(a, b)
+        calling = asyncio.create_task(post(a, body(PROMPT, **LONG)))
+        await running_samples(a, 2)
+        engine_of(a).step(8)
+        (rollout,) = a.server.rollouts.in_flight()
+        size = estimated_bytes(rollout, engine_of(a))
+        await sender_of(a, max_bytes=size - 1).send_all(0.1)
+        assert (len(engine_of(a).submitted), engine_of(b).submitted) == (2, [])
+        await sender_of(a, max_bytes=size).send_all(30)
+        await running_samples(b, 2)
+        engine_of(b).step(12)
+        assert (await calling).json()["outcome"] == "done"
