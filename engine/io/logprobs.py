@@ -23,6 +23,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from engine.errors import EngineDead, RequestRefused
 from engine.io.logprob_arrays import LogprobChunks
+from engine.kv_versions.request_option import UNCACHED_ARG
 from engine.runner.prompt_token_ids import to_extra_args
 from engine.types import TopLogprobRows
 
@@ -31,13 +32,13 @@ from engine.types import TopLogprobRows
 class ScoredTokens:
     """Tokens that are prefilled for their logprobs.
 
-    `cache_salt` is that of their cached KV, `rank` the data-parallel rank of the engine.
+    `caches_kv` lets later requests find their KV; `rank` is the data-parallel rank of the engine.
     """
 
     token_ids: Sequence[int]
     adapter: LoRARequest | None
     priority: int = 0
-    cache_salt: str | None = None
+    caches_kv: bool = True
     rank: int | None = None
 
 
@@ -100,9 +101,11 @@ async def _score_once(
         output_kind=RequestOutputKind.FINAL_ONLY,
         **options,
     )
+    if not scored.caches_kv:
+        params.extra_args = {**(params.extra_args or {}), UNCACHED_ARG: True}
     try:
         generated = llm.generate(
-            tokens_input(list(scored.token_ids), cache_salt=scored.cache_salt),
+            tokens_input(list(scored.token_ids)),
             params,
             uuid.uuid4().hex,
             lora_request=scored.adapter,

@@ -342,13 +342,13 @@ class Generation:
         adapter: str | None,
         *,
         priority: int = 0,
-        cache_salt: str | None = None,
+        caches_kv: bool = True,
     ) -> TopLogprobRows:
         scored = ScoredTokens(
             prompt,
             self._adapters.request(adapter),
             priority,
-            cache_salt,
+            caches_kv,
             self._placement.rank(),
         )
         return await given_logprobs(self._processes.llm, scored, given)

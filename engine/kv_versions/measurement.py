@@ -1,7 +1,6 @@
 """Measurement of the divergence of kept KV on the running engine, in the service's process."""
 
 import asyncio
-import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -68,7 +67,7 @@ class KvMeasurement:
 class ProbeRequests:
     """The requests of probes. A sample is aborted if its task is cancelled.
 
-    Nobody else can find the KV of a score, which has a cache salt of its own.
+    The KV of a score is not cached: nobody may find it, and it would displace other KV.
     """
 
     def __init__(self, generation: Generation, max_context_tokens: int) -> None:
@@ -87,5 +86,5 @@ class ProbeRequests:
         self, token_ids: Sequence[int], given: NDArray[np.int32], priority: int
     ) -> TopLogprobRows:
         return await self._generation.given_logprobs(
-            token_ids, given, None, priority=priority, cache_salt=uuid.uuid4().hex
+            token_ids, given, None, priority=priority, caches_kv=False
         )

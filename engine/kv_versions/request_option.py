@@ -1,4 +1,4 @@
-"""Request option that keeps a chain's KV blocks across weights updates, and its report's key."""
+"""Request options on KV: to keep that of a chain across weights updates, or to cache none of it."""
 
 from typing import Any, Final, TypedDict
 
@@ -6,6 +6,9 @@ KEEP_KV_ARG: Final = "coppice_keep_kv"
 """Key of the option in a request's `extra_args`."""
 KV_VERSIONS: Final = "coppice_kv_versions"
 """Key in the `kv_transfer_params` of an output: the request's older KV, a `KvReport`."""
+
+UNCACHED_ARG: Final = "coppice_uncached"
+"""Key in `extra_args` of a request whose blocks are not added to the prefix cache."""
 
 OlderKv = list[tuple[str, int]]
 """Weights versions and ends of consecutive ranges of positions, the first one from position 0.
@@ -34,3 +37,9 @@ def keep_option(request: Any) -> KeepOption | None:
     params = request.sampling_params
     option: KeepOption | None = (params.extra_args or {}).get(KEEP_KV_ARG) if params else None
     return option
+
+
+def is_uncached(request: Any) -> bool:
+    """True if the blocks of a request in EngineCore are not added to the prefix cache."""
+    params = request.sampling_params
+    return params is not None and UNCACHED_ARG in (params.extra_args or {})

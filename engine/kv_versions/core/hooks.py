@@ -4,7 +4,7 @@ import functools
 from typing import Any, Final
 
 from engine.kv_versions.core.kept_blocks import KeptBlocks
-from engine.kv_versions.request_option import KV_VERSIONS, keep_option
+from engine.kv_versions.request_option import KV_VERSIONS, is_uncached, keep_option
 
 ALL_BLOCKS_CACHED: Final = 1 << 60
 """Count of cached blocks of a running request that must not add blocks to the prefix cache."""
@@ -92,6 +92,8 @@ def _unless_stopped(upstream: Any) -> Any:
         num_cached_blocks = self.num_cached_block.get(request.request_id)
         if num_cached_blocks == ALL_BLOCKS_CACHED or keep_option(request) is not None:
             return None
+        if is_uncached(request):
+            return None
         return upstream(self, request, *args, **kwargs)
 
     return cache_partial_tail_block
@@ -130,6 +132,8 @@ def _recording(upstream: Any) -> Any:
         *args: Any,
         **kwargs: Any,
     ) -> None:
+        if is_uncached(request):
+            return
         upstream(
             self, request, blocks, num_cached_blocks, num_full_blocks, block_size, *args, **kwargs
         )
