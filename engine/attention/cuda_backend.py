@@ -137,7 +137,7 @@ class SharedPrefixBuilder(GroupingMetadataBuilder, FlashAttentionMetadataBuilder
         parallel = self.vllm_config.parallel_config
         if not self.vllm_config.use_v2_model_runner:
             return "model_runner"
-        if self.dcp_world_size > 1 or parallel.data_parallel_size > 1 or parallel.use_ubatching:
+        if self.dcp_world_size > 1 or parallel.use_ubatching:
             return "parallelism"
         return "batch_invariant" if envs.VLLM_BATCH_INVARIANT else None
 
