@@ -202,9 +202,9 @@ async def test_other_callers_find_no_kv_of_a_measurement(
     await update(engine, models, "v0", keep_kv=False)
     await ask(engine, 0)
     await update(engine, models, "v1")
-    before = await engine._processes.call_core("coppice_check_pool")
+    [before] = await engine._processes.call_cores("coppice_check_pool")
     await engine.measure_kept_kv(priority=10**9)
-    after = await engine._processes.call_core("coppice_check_pool")
+    [after] = await engine._processes.call_cores("coppice_check_pool")
     assert after["num_hashes"] - before["num_hashes"] <= 1, "only the chain's own KV is cached"
     assert engine.kept_kv().divergences
     request = SampleRequest(
