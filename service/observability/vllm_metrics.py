@@ -1,11 +1,12 @@
 """vLLM's metrics as the service exports them: unchanged, except for the names of LoRA adapters."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from prometheus_client import Metric
 from prometheus_client.registry import Collector
 
 LORA_INFO = "vllm:lora_requests_info"
+RUNNING = "vllm:num_requests_running"
 
 
 class VllmMetrics(Collector):
@@ -14,14 +15,26 @@ class VllmMetrics(Collector):
     The engine loads every version of an adapter under a name of its own, NAME@VERSION/NUMBER.
     Gateways compare the names in `vllm:lora_requests_info` with the `model` of a request. vLLM
     adds a series for each combination of adapters and removes none, so only the latest is exported.
+    The series do not state the engine. With several engines the latest would be that of one engine,
+    so none is exported.
     """
 
     def __init__(self, registry: Collector) -> None:
         self._registry = registry
 
     def collect(self) -> Iterator[Metric]:
-        for family in self._registry.collect():
-            yield _latest_adapters(family) if family.name == LORA_INFO else family
+        families = list(self._registry.collect())
+        has_one_engine = _num_engines(families) <= 1
+        for family in families:
+            if family.name != LORA_INFO:
+                yield family
+            elif has_one_engine:
+                yield _latest_adapters(family)
+
+
+def _num_engines(families: Iterable[Metric]) -> int:
+    running = (family.samples for family in families if family.name == RUNNING)
+    return len({sample.labels["engine"] for samples in running for sample in samples})
 
 
 def _latest_adapters(family: Metric) -> Metric:

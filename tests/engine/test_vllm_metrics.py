@@ -24,7 +24,7 @@ MAX_ADAPTERS = 2
 class Exported:
     """vLLM's own statistics logger, in a registry of the test, and what the service exports."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, num_engines: int = 1) -> None:
         from vllm.v1.metrics.loggers import PrometheusStatLogger
         from vllm.v1.metrics.perf import PerfMetricsProm
 
@@ -33,7 +33,7 @@ class Exported:
         own: dict[str, Any] = {n: partial(kind, registry=registry) for n, kind in classes.items()}
         own["_perf_metrics_cls"] = type("PerfMetrics", (PerfMetricsProm,), dict(own))
         logger: Any = type("StatLogger", (PrometheusStatLogger,), own)
-        self._logger = logger(config)
+        self._logger = logger(config, list(range(num_engines)))
         self._logger.log_engine_initialized()
         self._metrics = Metrics()
         self._metrics.vllm_registry = registry
@@ -43,9 +43,12 @@ class Exported:
 
         self._logger.record(SchedulerStats(**stats), None)
 
-    def family(self, name: str) -> Metric:
+    def families(self, name: str) -> list[Metric]:
         text = self._metrics.render().decode()
-        (found,) = (one for one in text_string_to_metric_families(text) if one.name == name)
+        return [one for one in text_string_to_metric_families(text) if one.name == name]
+
+    def family(self, name: str) -> Metric:
+        (found,) = self.families(name)
         return found
 
 
@@ -103,6 +106,19 @@ def test_adapters_have_the_names_of_callers_and_one_series(exported: Exported) -
         "running_lora_adapters": "policy",
         "waiting_lora_adapters": "judge",
     }
+
+
+def test_adapters_of_several_engines_are_not_exported(
+    config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.metrics import loggers
+
+    monkeypatch.setattr(loggers, "unregister_vllm_metrics", lambda: None)
+    exported = Exported(config, num_engines=2)
+    exported.record(running_lora_adapters={"policy@step-7/1": 1})
+    assert exported.families("vllm:lora_requests_info") == []
+    running = exported.family("vllm:num_requests_running")
+    assert [sample.labels["engine"] for sample in running.samples] == ["0", "1"]
 
 
 def test_adapters_of_an_idle_server_have_no_series(exported: Exported) -> None:
