@@ -62,7 +62,7 @@ class Core:
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
 
-    async def call_core(self, *args: Any) -> None:
+    async def call_cores(self, *args: Any) -> None:
         self.calls.append(args)
 
 
