@@ -219,6 +219,9 @@ class SampleRequest:
     bad words, structured outputs and stop strings take them into account; the limits in `sampling`
     do not count them. The last `num_drawn_tokens` of them were sampled from the random stream of
     `seed`, which continues after them.
+
+    With several engines, the one with `data_parallel_rank` is used if it is set. Otherwise it is
+    chosen, and set for those who observe finished samples.
     """
 
     id: str
@@ -242,6 +245,7 @@ class SampleRequest:
     adapter: str | None = None
     num_prior_tokens: int = 0
     num_drawn_tokens: int = 0
+    data_parallel_rank: int | None = None
     on_tokens: OnTokens | None = None
 
 

@@ -46,6 +46,8 @@ class Placement:
         """Data-parallel rank for samples submitted together; None if there is one engine only."""
         if self._num_engines == 1:
             return None
+        if samples and samples[0].data_parallel_rank is not None:
+            return samples[0].data_parallel_rank
         keys = placement_keys(samples, block_size)
         known = (self._ranks.get(key) for key in (*keys.own, *keys.prefixes))
         rank = next((found for found in known if found is not None), None)

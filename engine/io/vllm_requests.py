@@ -274,7 +274,9 @@ class Generation:
         try:
             rank = self._rank(samples)
             return [
-                await self._submit_one(sample, max_context_tokens, on_finished, rank)
+                await self._submit_one(
+                    replace(sample, data_parallel_rank=rank), max_context_tokens, on_finished
+                )
                 for sample in samples
             ]
         except EngineDeadError as error:
@@ -288,7 +290,6 @@ class Generation:
         sample: SampleRequest,
         max_context_tokens: int,
         on_finished: Callable[[SampleRequest, Completion], None] | None,
-        rank: int | None,
     ) -> PendingSample:
         queue = await self._processes.llm.add_request(
             sample.id,
@@ -297,7 +298,7 @@ class Generation:
             lora_request=self._adapters.request(sample.adapter),
             priority=sample.priority,
             session_id=sample.session_id,
-            data_parallel_rank=rank,
+            data_parallel_rank=sample.data_parallel_rank,
         )
         return PendingSample(
             queue,

@@ -17,11 +17,15 @@ RETAINED_BUDGETS: Final = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ChainContext:
-    """Prompt of the last request of a chain, and the age of its KV at the update `num_updates`."""
+    """Prompt of the last request of a chain, and the age of its KV at the update `num_updates`.
+
+    Its KV is that of the engine with `data_parallel_rank`, if there are several.
+    """
 
     kept: KeptKv
     token_ids: Sequence[int]
     session_id: str | None
+    data_parallel_rank: int | None
     num_updates: int
     lag: int
 
@@ -54,6 +58,7 @@ class ChainContexts:
             kept=kept,
             token_ids=sample.prompt_token_ids,
             session_id=sample.session_id,
+            data_parallel_rank=sample.data_parallel_rank,
             num_updates=self._num_updates,
             lag=completion.kv_lag,
         )

@@ -113,6 +113,7 @@ def _request(context: ChainContext, top_k: int, priority: int) -> SampleRequest:
         num_top_logprobs=top_k,
         kept_kv=replace(context.kept, max_kl=None),
         speculation=False,
+        data_parallel_rank=context.data_parallel_rank,
     )
 
 

@@ -37,6 +37,7 @@ def finished(
     lag: int = 0,
     length: int = LENGTH,
     session_id: str | None = None,
+    rank: int | None = None,
     **kept: Any,
 ) -> None:
     """End a request of a chain, whose oldest KV has the age `lag`."""
@@ -46,6 +47,7 @@ def finished(
         sampling=Sampling(max_tokens=1),
         kept_kv=KeptKv(chain=chain, **({"max_kl": 0.1} | kept)),
         session_id=session_id,
+        data_parallel_rank=rank,
     )
     contexts.on_finished(request, completion([-0.5], lag=lag))
 
@@ -247,6 +249,17 @@ def test_divergences_are_means_over_the_tokens_of_each_age() -> None:
     assert found.kl == pytest.approx(expected / 3, abs=1e-4)
     assert {request.priority for request in probes.requests} == {99}
     assert all(r.kept_kv is not None and r.kept_kv.max_kl is None for r in probes.requests)
+
+
+def test_probe_runs_on_the_engine_of_the_last_request_and_is_no_request_of_its_session() -> None:
+    contexts = ChainContexts(1000)
+    for rank in (0, 1):
+        finished(contexts, "a", session_id="s", rank=rank)
+    contexts.on_update()
+    probes = FakeProbes({"a": completion([-0.5], lag=1)}, exact=-0.5)
+    asyncio.run(measure(probes, ProbeChoice(contexts), 2, 0))
+    [request] = probes.requests
+    assert (request.data_parallel_rank, request.session_id) == (1, None)
 
 
 def test_divergences_of_owners_are_means_over_their_own_chains() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from engine.io.logprob_arrays import LogprobChunks
-from engine.io.vllm_requests import PendingSample
+from engine.io.vllm_requests import Generation, PendingSample
 from engine.types import SampleRequest, Sampling, TokenDelta, VersionSpan
 
 NAN = math.nan
@@ -63,3 +63,42 @@ async def test_sample_ends_before_a_position_without_tokens(
         range(min(num_tokens, 3))
     )
     assert not any(math.isnan(logprob) for delta in deltas for logprob in delta.logprobs)
+
+
+class FakeLlm:
+    """vLLM with two engines, of which the first one has a running request."""
+
+    def __init__(self) -> None:
+        self.engine_core = SimpleNamespace(
+            core_engines=[b"0", b"1"],
+            reqs_in_flight=SimpleNamespace(tokens={b"0": 9, b"1": 0}),
+        )
+        self.vllm_config = SimpleNamespace(cache_config=SimpleNamespace(block_size=16))
+        self.ranks: list[int | None] = []
+
+    async def add_request(
+        self, *_: Any, data_parallel_rank: int | None, **__: Any
+    ) -> asyncio.Queue[Any]:
+        self.ranks.append(data_parallel_rank)
+        queue: asyncio.Queue[Any] = asyncio.Queue()
+        queue.put_nowait(output([-1.0], finished=True))
+        return queue
+
+
+async def test_observer_of_finished_samples_receives_the_rank_that_they_ran_on() -> None:
+    llm, observed = FakeLlm(), list[int | None]()
+    processes: Any = SimpleNamespace(llm=llm)
+    adapters: Any = SimpleNamespace(request=lambda _: None)
+    generation = Generation(processes, adapters, num_engines=2)
+    for rank in (None, 0):
+        request = SampleRequest(
+            id="s",
+            prompt_token_ids=[1, 2, 3],
+            sampling=Sampling(max_tokens=1),
+            data_parallel_rank=rank,
+        )
+        [pending] = await generation.submit(
+            [request], 100, lambda sample, _: observed.append(sample.data_parallel_rank)
+        )
+        await pending
+    assert llm.ranks == observed == [1, 0]

@@ -75,6 +75,14 @@ def test_least_recent_group_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [engines.rank(of_group(name)) for name in ("a", "c", "b")] == [0, 0, 1]
 
 
+def test_given_rank_is_used_and_nothing_is_remembered() -> None:
+    engines = Engines(0, 1)
+    probed = [1, 2, 3, 4]
+    assert engines.rank(of_chain(*probed, group="g", data_parallel_rank=1)) == 1
+    assert engines.rank(of_chain(*probed)) == 0
+    assert engines.rank(of_group("g")) == 0
+
+
 def test_session_comes_before_chain_and_group() -> None:
     [call] = of_chain(1, 2, 3, 4, session_id="s", group="g")
     assert placement_keys([call], BLOCK) == PlacementKeys(("s",))
