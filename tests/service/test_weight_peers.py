@@ -54,6 +54,7 @@ def test_configured_addresses_are_used(url: str) -> None:
         "http://2130706433:8000",
         "http://0x0a000001:8000",
         "http://010.1.2.3:8000",
+        "http://one/\x01",
     ],
 )
 def test_other_addresses_are_refused(url: str) -> None:
