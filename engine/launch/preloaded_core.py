@@ -18,9 +18,8 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
-from multiprocessing import context, popen_spawn_posix, resource_tracker, spawn, util
+from multiprocessing import context, popen_spawn_posix, reduction, resource_tracker, spawn, util
 from multiprocessing.process import BaseProcess
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any, Final
@@ -149,7 +148,7 @@ class _Popen(popen_spawn_posix.Popen):
         context.set_spawning_popen(self)
         try:
             for part in (spawn.get_preparation_data(process.name), process):
-                ForkingPickler(file).dump(part)
+                reduction.dump(part, file)
         finally:
             context.set_spawning_popen(None)
         return file.getvalue()

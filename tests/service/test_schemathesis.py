@@ -41,7 +41,7 @@ LINKED = {
 # A valid request may be unservable by this server, permanently or for now, and have no invalid
 # field. Or it has fields that exclude each other.
 UNSERVABLE = {
-    "startRollout": ["422", "503"],
+    "startRollout": ["410", "422", "503"],
     "branchRollout": ["422", "503"],
     "score": ["422", "503"],
     "stageWeights": ["422"],
