@@ -82,17 +82,24 @@ def sender_of(
     )
 
 
+async def resubmitted(a: Served, number: int) -> None:
+    """Wait until suspended samples continue on their replica; `send_all` waits for their end."""
+    while len(engine_of(a).submitted) < 2 * number:
+        await asyncio.sleep(0.001)
+
+
 async def ends_here(a: Served, sender: MoveSender, num_rollouts: int = 2) -> None:
     """Assert that rollouts that the sender cannot move continue, and end with all tokens."""
     calling = [asyncio.create_task(post(a, body(PROMPT, **LONG))) for _ in range(num_rollouts)]
     await running_samples(a, 2 * num_rollouts)
     engine_of(a).step(5)
-    await sender.send_all(30)
-    await running_samples(a, 2 * num_rollouts)
+    sending = asyncio.create_task(sender.send_all(30))
+    await resubmitted(a, 2 * num_rollouts)
     engine_of(a).step(7)
     for each in calling:
         samples = (await each).json()["groups"][0]["samples"]
         assert [sample["token_ids"] for sample in samples] == [list(range(3, 15))] * 2
+    await sending
 
 
 async def test_accepted_rollout_runs_once_if_the_time_ends_then(tmp_path: Path) -> None:
@@ -173,13 +180,13 @@ async def test_stream_of_a_rollout_that_stays_here_has_each_token_once(tmp_path:
             await asyncio.sleep(0.001)
         (sample,) = engine_of(a).running.values()
         sample.token_versions += ["v0"] * 2  # sampled, and not delivered before the suspension
-        await sender_of(a, FailsToOpen).send_all(30)
-        await running_samples(a, 1)
+        sending = asyncio.create_task(sender_of(a, FailsToOpen).send_all(30))
+        await resubmitted(a, 1)
         engine_of(a).step(2)
         while len(received) < 9:
             await asyncio.sleep(0.001)
         engine_of(a).step(3)
-        await reading
+        await asyncio.gather(reading, sending)
         assert received == list(range(3, 15))
 
 
@@ -250,12 +257,12 @@ async def test_callers_of_a_cancelled_copy_get_the_result_of_the_source(
             at_b = asyncio.create_task(waiting)
         await asyncio.sleep(0.1)
         gate.set()
-        await sending
+        await resubmitted(a, 2)
         late = asyncio.create_task(post(b, request, **key))
-        await running_samples(a, 2)
         await asyncio.sleep(0.1)
         engine_of(a).step(7)
         answer = (await calling).json()
+        await sending
         assert (await at_b).json() == (await late).json() == answer
         found = await b.http.get(place, follow_redirects=True)
         assert found.json() == answer
@@ -280,14 +287,15 @@ async def test_keys_whose_transfer_has_an_unknown_outcome_are_taken_back(tmp_pat
         await see_each_other(a, b)
         calling = asyncio.create_task(post(a, body(PROMPT, **LONG), **{"idempotency-key": "k"}))
         await running_samples(a, 2)
-        await sender_of(a).send_all(30)
+        sending = asyncio.create_task(sender_of(a).send_all(30))
+        await resubmitted(a, 2)
         await see_each_other(b)
         held = {key: entry.replica_id for key, entry in registry._claims.items()}
         (claim,) = a.server.cluster.claims._claimed
         assert held == {claim: a.server.cluster.own_id}
-        await running_samples(a, 2)
         engine_of(a).step(12)
         assert (await calling).json()["outcome"] == "done"
+        await sending
 
 
 async def test_rollout_that_is_cancelled_during_the_request_ends_on_both(tmp_path: Path) -> None:
