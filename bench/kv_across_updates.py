@@ -14,6 +14,7 @@ import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,14 +30,17 @@ from engine.vllm_engine import VllmEngine
 from examples.grpo.questions import Question, Questions
 from examples.seedling.enlarge import SEEDLING
 
-MAX_LAGS: Final[Mapping[str, int | None]] = {
-    "max_lag 0": 0,
-    "max_lag 1": 1,
-    "max_lag 2": 2,
-    "max_lag 4": 4,
-    "keep all": None,
+LIMITS: Final[Mapping[str, partial[KeptKv]]] = {
+    "max_lag 0": partial(KeptKv, max_lag=0),
+    "max_lag 1": partial(KeptKv, max_lag=1),
+    "max_kl 2e-4": partial(KeptKv, max_kl=2e-4),
+    "max_lag 2": partial(KeptKv, max_lag=2),
+    "max_kl 5e-4": partial(KeptKv, max_kl=5e-4),
+    "max_lag 4": partial(KeptKv, max_lag=4),
+    "keep all": partial(KeptKv),
 }
 RECOMPUTE: Final = "recompute all"
+PROBE_PRIORITY: Final = 0
 TURN_TOKENS, BLOCK_SIZE, CONTEXT_TOKENS, CACHE_BYTES = 48, 32, 4096, 2**29
 CLOSE: Final = 1e-3
 
@@ -61,9 +65,11 @@ class Experiment:
         self._questions = Questions(_tokenizer(), seed=2, num_held_out=1)
         numbers = range(num_conversations)
         self.conversations = {RECOMPUTE: [Conversation(number, None) for number in numbers]} | {
-            limit: [Conversation(n, KeptKv(chain=f"{limit}/{n}", max_lag=lag)) for n in numbers]
-            for limit, lag in MAX_LAGS.items()
+            name: [Conversation(n, limit(chain=f"{name}/{n}")) for n in numbers]
+            for name, limit in LIMITS.items()
         }
+        self.num_probes: list[int] = []
+        """Number of chains that were measured for `max_kl` after each update."""
         self._num_conversations = num_conversations
         self._num_turns = 0
 
@@ -71,6 +77,9 @@ class Experiment:
         await self._engine.pause("keep")
         await self._engine.update_weights(path, version, keep_kv=True)
         await self._engine.resume()
+        await self._engine.measure_kept_kv(PROBE_PRIORITY)
+        divergences = self._engine.kept_kv().divergences
+        self.num_probes.append(sum(found.num_chains for found in divergences))
 
     async def turn(self, version: str) -> None:
         """Add the same questions to the conversations of all limits, and sample the answers."""
@@ -114,7 +123,7 @@ def _turn(version: str, token_ids: Sequence[int], answer: Completion) -> Turn:
     )
 
 
-async def run(paths: Mapping[str, Path], num_conversations: int) -> dict[str, list[Conversation]]:
+async def run(paths: Mapping[str, Path], num_conversations: int) -> Experiment:
     settings = EngineSettings(
         model=str(SEEDLING),
         dtype="float32",
@@ -132,7 +141,7 @@ async def run(paths: Mapping[str, Path], num_conversations: int) -> dict[str, li
             if version != INITIAL:
                 await experiment.update(version, path)
             await experiment.turn(version)
-        return experiment.conversations
+        return experiment
     finally:
         await engine.stop()
 
@@ -205,15 +214,19 @@ def _ratios(logs: Sequence[Sequence[float]], *, inverse: bool = False) -> list[l
     return [[math.exp(-value if inverse else value) for value in each] for each in logs]
 
 
-def record_of(results: Mapping[str, Result], num_updates: int) -> Record:
+def record_of(results: Mapping[str, Result], num_probes: Sequence[int]) -> Record:
+    probes = Row(
+        what="chains measured for max_kl",
+        value=f"{statistics.fmean(num_probes):.1f} per update; each prefills its context once more",
+    )
     stated = [_stated_row(limit, result) for limit, result in results.items()]
     exact = [_exact_row(limit, result) for limit, result in results.items()]
     return Record(
         name="kv_across_updates",
         claim="Conversations that keep their KV across weights updates prefill only new tokens, at "
         "a divergence from exact KV that max_lag limits, and kv_versions is the KV that their "
-        f"tokens were conditioned on; {num_updates} updates of the GRPO example.",
-        rows=[_row(limit, result) for limit, result in results.items()] + stated + exact,
+        f"tokens were conditioned on; {len(num_probes)} updates of the GRPO example.",
+        rows=[_row(limit, result) for limit, result in results.items()] + stated + exact + [probes],
         raw={limit: asdict(result) for limit, result in results.items()},
     )
 
@@ -265,10 +278,11 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         paths = checkpoints(options.updates, options.checkpoints or Path(folder))
-        found = asyncio.run(run(paths, options.conversations))
+        experiment = asyncio.run(run(paths, options.conversations))
         teacher = Teacher(paths)
-    results = {limit: Result.of(each, teacher) for limit, each in found.items()}
-    record = record_of(results, options.updates)
+    found = experiment.conversations.items()
+    results = {limit: Result.of(each, teacher) for limit, each in found}
+    record = record_of(results, experiment.num_probes)
     record.write(options.out)
     record.show()
 

@@ -73,6 +73,7 @@ def _retention_text() -> str:
 
 
 LIMITS = ("max_lag 1", "max_lag 2", "max_lag 4", "keep all")
+MAX_KL = ("max_kl 2e-4", "max_kl 5e-4")
 
 
 def results(limit: str) -> dict[str, Any]:
@@ -143,7 +144,8 @@ at a KL divergence of {kl("keep all"):.1e} nats per token from exact KV. With `m
 {prefilled("max_lag 1"):.0f} %, at {kl("max_lag 1"):.1e}. Teacher forcing with the served weights
 alone does not give the returned log-probabilities: the expected ratio of both probabilities is
 {expected_ratio("keep all"):.4f} if all KV is kept, instead of 1. Teacher forcing over the KV that
-`kv_versions` states differs from them by at most {largest:.0e}, with every limit.
+`kv_versions` states differs from them by at most {largest:.0e}, with every `max_lag` and without a
+limit. With `max_kl`, it is up to {max(map(difference, MAX_KL)):.0e}.
 """
 
 

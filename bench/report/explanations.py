@@ -39,7 +39,7 @@ EXPLANATIONS = {
     "drafter_training_cost": ("Cost of training the drafter in the background", ""),
     "kv_across_updates": (
         "KV kept across weights updates",
-        "`recompute all` has no `keep_kv`; `keep all` has no `max_lag`. The KL divergence is that "
+        "`recompute all` has no `keep_kv`; `keep all` has no limit. The KL divergence is that "
         "of the distribution that was sampled from, from the one over exact KV, over the whole "
         "vocabulary; `+-` is one standard error. The importance ratio is the probability over "
         "exact KV, divided by the returned one: its mean is 1 if the returned one is right. "

@@ -85,10 +85,11 @@ def test_record_states_what_kept_kv_costs_and_saves(models: dict[str, Path]) -> 
         for name, each, prefilled in (("recompute all", exact, 40), ("keep all", kept, 10))
     }
     results = {name: Result.of(each, Teacher(models)) for name, each in found.items()}
-    rows = {row.what: row for row in record_of(results, num_updates=1).rows}
+    rows = {row.what: row for row in record_of(results, num_probes=[3, 4]).rows}
     assert rows["keep all"].value.startswith("25.0% of prompt tokens prefilled, KL divergence")
     assert rows["recompute all"].verdict == "met"
     stated = "returned probability / teacher forcing over the KV of kv_versions"
     assert rows[f"recompute all: {stated}"].verdict == "met"
     assert rows[f"keep all: {stated}"].verdict == "missed"  # other logprobs were returned
+    assert rows["chains measured for max_kl"].value.startswith("3.5 per update")
     assert results["keep all"].max_versions == 2
