@@ -103,10 +103,10 @@ async def start(request: Request, server: AnyServer, caller: Caller) -> Response
     is_streamed = body.stream or response_format is ResponseFormat.NDJSON
     if body.stream_tokens and not (is_streamed or respond_async):
         raise InvalidRequest.of_parameter("stream_tokens", "needs stream: true")
+    claim = None if key is None else await _claim(caller.name, key, content)
     if moved_id is not None:
         rollout = _moved_rollout(server, moved_id, caller.name)
         return await _respond(request, server, rollout, response_format, is_streamed=is_streamed)
-    claim = None if key is None else await _claim(caller.name, key, content)
     can_move = respond_async or claim is not None or not is_streamed
     starting = server.rollouts.start(
         body,
