@@ -78,12 +78,13 @@ ended: the session has ended. reset: the prefix cache was reset, as by an activa
 """
 
 
-KeptKvDropReason = Literal["reset", "lag", "divergence"]
+KeptKvDropReason = Literal["reset", "lag", "divergence", "prefix_recomputed"]
 """Reason why the cached KV of a chain was dropped.
 
 reset: an activation or a reset of the prefix cache did not keep it. lag: it was older than the
 request's `max_lag`. divergence: its age was above the one up to which the request's `max_kl` is
-met. KV that is evicted because memory is needed does not count.
+met. prefix_recomputed: the KV in front of it, to which it attended, was computed again. KV that is
+evicted because memory is needed does not count.
 """
 
 

@@ -59,7 +59,10 @@ def kept_blocks() -> tuple[KeptBlocks, Pool]:
 
 
 def cache(kept: KeptBlocks, pool: Pool, asked: Any, *indices: int) -> list[Block]:
-    """Cache blocks of a request, whose ids are their indices."""
+    """Cache blocks of a request, whose ids are their indices, behind those that it finds."""
+    if indices[0] and asked.request_id not in kept._older_kv:
+        kept.on_lookup(asked, [(pool.blocks[: indices[0]], BLOCK)], indices[0] * BLOCK)
+        kept.pop_report(asked.request_id)
     for index in indices:
         pool.blocks[index].block_hash = f"hash-{index}"
         kept.on_cached(asked, [pool.blocks[index]], index, BLOCK)
@@ -97,10 +100,10 @@ def test_hit_reports_the_versions_of_its_older_blocks() -> None:
     blocks += cache(kept, pool, request("c"), 3)
     for _ in range(2):  # the first time, the request cannot be scheduled
         assert hit(kept, request("d"), blocks) == 4
-    assert reported(kept) == {"d": [("v1", 8), ("v2", 12)]}
+    assert reported(kept) == {"d": [("v1", 8), ("v2", 12), ("v3", 16)]}
     assert kept.snapshot()["num_reused_tokens"] == 0
     kept.on_allocated("d")
-    assert kept.snapshot()["num_reused_tokens"] == 12
+    assert kept.snapshot()["num_reused_tokens"] == 16
 
 
 def test_blocks_without_the_option_are_not_kept() -> None:
@@ -179,12 +182,14 @@ def test_kv_is_read_up_to_the_age_whose_divergence_meets_the_limit() -> None:
     kept, pool = kept_blocks()
     blocks = cache(kept, pool, request("a", max_kl=0.1), 0)
     update(kept, "v2")
-    blocks += cache(kept, pool, request("b", max_kl=0.1), 1)
+    later = pool.blocks[1]
+    later.block_hash = "first block of another prompt"
+    kept.on_cached(request("b", max_kl=0.1), [later], 0, BLOCK)
     update(kept, "v3")
     kept.divergence.set([(OWNER, 1, 0.05), (OWNER, 2, 0.2)])
-    assert hit(kept, request("c", max_kl=0.2), blocks) == 2
+    assert hit(kept, request("c", max_kl=0.2), blocks) == 1
     assert hit(kept, request("d", max_kl=0.1), blocks) == 0
-    assert hit(kept, request("e", max_kl=0.1), blocks[1:]) == 1
+    assert hit(kept, request("e", max_kl=0.1), [later]) == 1
     assert kept.snapshot()["num_dropped_tokens"] == {"divergence": 4}
 
 
@@ -277,3 +282,39 @@ def test_number_of_kept_tokens_follows_the_cache() -> None:
     kept.on_reset()
     assert kept.snapshot()["num_kept_tokens"] == 0
     assert kept.snapshot()["num_dropped_tokens"] == {"reset": 2 * BLOCK}
+
+
+def test_block_behind_recomputed_kv_is_dropped() -> None:
+    """The KV that it attended to is no longer found, so the versions of a hit would be wrong."""
+    kept, pool = kept_blocks()
+    blocks = cache(kept, pool, request("a"), 0, 1)
+    update(kept, "v2")
+    assert hit(kept, request("b", max_lag=0), blocks[:1]) == 0
+    again = [*cache(kept, pool, request("b"), 0), blocks[1]]
+    assert hit(kept, request("c"), again) == 1
+    assert kept.snapshot()["num_dropped_tokens"] == {"lag": BLOCK, "prefix_recomputed": BLOCK}
+
+
+def test_block_behind_older_kv_than_it_attended_to_is_dropped() -> None:
+    kept, pool = kept_blocks()
+    old = cache(kept, pool, request("a"), 0)
+    update(kept, "v2")
+    pool.blocks[4].block_hash = "hash-0"
+    kept.on_cached(request("b"), [pool.blocks[4]], 0, BLOCK)
+    pool.blocks[5].block_hash = "hash-1"
+    kept.on_cached(request("b"), [pool.blocks[5]], 1, BLOCK)
+    assert hit(kept, request("c"), [pool.blocks[4], pool.blocks[5]]) == 2
+    assert hit(kept, request("c"), [*old, pool.blocks[5]]) == 1
+
+
+def test_blocks_of_a_sample_across_updates_are_found_together() -> None:
+    kept, pool = kept_blocks()
+    running = request("a")
+    blocks = cache(kept, pool, running, 0)
+    update(kept, "v2", ("a", 5, False))
+    update(kept, "v3", ("a", 7, False))
+    blocks += cache(kept, pool, running, 1)
+    update(kept, "v4", ("a", 9, False))
+    blocks += cache(kept, pool, running, 2, 3)
+    assert hit(kept, request("b"), blocks) == 4
+    assert reported(kept)["b"] == [("v1", 8), ("v3", 12), ("v4", 16)]

@@ -221,6 +221,19 @@ def test_smaller_lag_of_a_later_request_holds(engine: LiveEngine, models: dict[s
     assert answer.kv_versions == kv(("v8", 0, len(tokens) + 1))  # the older blocks are gone
 
 
+def test_block_behind_recomputed_blocks_is_computed_again(
+    engine: LiveEngine, models: dict[str, Path]
+) -> None:
+    """A prompt of whole blocks does not read its last one, so only those before it are dropped."""
+    tokens = first_turn(engine)
+    engine.swap(models["v8"], keep_kv=True)
+    engine.ask(tokens[: 4 * BLOCK], max_tokens=1, chain="a", max_lag=0)
+    [exact] = engine.ask(tokens, max_tokens=2)
+    [later] = engine.ask(tokens, max_tokens=2, chain="a")
+    assert later.kv_versions == kv(("v8", 0, len(tokens) + 1))
+    assert later.logprobs == pytest.approx(exact.logprobs, abs=1e-4)
+
+
 def test_forks_of_a_chain_share_its_kept_blocks(
     engine: LiveEngine, models: dict[str, Path]
 ) -> None:

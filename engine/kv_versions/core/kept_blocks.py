@@ -18,6 +18,8 @@ from engine.kv_versions.request_option import KeepOption, KvReport, OlderKv, kee
 
 Groups = Sequence[tuple[Sequence[Any], int]]
 """Blocks of a cache hit in each KV cache group, with the block size."""
+Runs = tuple[tuple[int, int], ...]
+"""Numbers of the activations that computed consecutive blocks, each with its end position."""
 
 
 class Snapshot(TypedDict):
@@ -43,13 +45,17 @@ class KvSpan:
 
 @dataclass(frozen=True, slots=True)
 class KeptBlock:
-    """Cached block of a chain, with the numbers of `KvSpan`. It is valid while it has this hash."""
+    """Cached block of a chain, with the numbers of `KvSpan`. It is valid while it has this hash.
+
+    `before` are the activations of the blocks in front of it, to whose KV it attended.
+    """
 
     block_hash: Any
     activation: int
     oldest: int
     num_tokens: int
     max_lag: int | None
+    before: Runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +108,9 @@ class KeptBlocks:
                 activation, oldest = self._ages(request.request_id, start, start + block_size)
                 self.on_removed(block)
                 self._num_kept_tokens += block_size
+                before = self._runs(request.request_id, start, block_size)
                 self._blocks[block.block_id] = KeptBlock(
-                    block.block_hash, activation, oldest, block_size, option["max_lag"]
+                    block.block_hash, activation, oldest, block_size, option["max_lag"], before
                 )
 
     def on_removed(self, block: Any) -> None:
@@ -130,6 +137,7 @@ class KeptBlocks:
             for block, kept, _ in self._older_blocks(groups)
             if (reason := self._drop_reason(kept, option)) is not None
         ]
+        dropped = dropped or [(block, "prefix_recomputed") for block in self._detached(groups)]
         for block, reason in dropped:
             self._num_dropped_tokens[reason] += self._blocks[block.block_id].num_tokens
             self.on_removed(block)
@@ -219,6 +227,38 @@ class KeptBlocks:
             begin = span.end
         return activation, oldest
 
+    def _runs(self, request_id: str, end: int, block_size: int) -> Runs:
+        """Activations of the blocks of a request up to `end`, each that of its oldest position."""
+        runs: list[tuple[int, int]] = []
+        begin = 0
+        now = KvSpan(self._activation, self._activation, end)
+        for span in (*self._older_kv.get(request_id, ()), now):
+            first, stop = begin // block_size * block_size, min(span.end, end)
+            if stop > begin:
+                _add_run(runs, span.activation, first, -(-stop // block_size) * block_size)
+                begin = stop
+        return tuple(runs)
+
+    def _detached(self, groups: Groups) -> Iterator[Any]:
+        """The first block of a hit that attended to other KV than that of the blocks in front.
+
+        Those have been computed again for a request with a lower limit. Groups whose first blocks
+        are not cached, as with sliding windows, are not checked.
+        """
+        for blocks, block_size in groups:
+            runs: list[tuple[int, int]] = []
+            for index, block in enumerate(blocks):
+                if block.is_null:
+                    break
+                kept = self._blocks.get(block.block_id)
+                if kept is None or kept.block_hash != block.block_hash:
+                    break
+                if kept.before != tuple(runs):
+                    yield block
+                    break
+                start = index * block_size
+                _add_run(runs, kept.activation, start, start + block_size)
+
     def _drop_unused_labels(self) -> None:
         used = {self._activation, *(kept.activation for kept in self._blocks.values())}
         used |= {span.activation for older in self._older_kv.values() for span in older}
@@ -275,6 +315,20 @@ class KeptBlocks:
 
 def _num_tokens(blocks: Mapping[int, KeptBlock]) -> int:
     return sum(kept.num_tokens for kept in blocks.values())
+
+
+def _add_run(runs: list[tuple[int, int]], activation: int, start: int, end: int) -> None:
+    """Add blocks from `start` to `end`; a block that the last run has, too, counts as older."""
+    if runs and runs[-1][1] > start:
+        last, shared_end = runs.pop()
+        _add_run(runs, last, runs[-1][1] if runs else 0, start)
+        _add_run(runs, min(last, activation), start, shared_end)
+        start = shared_end
+    if end <= start:
+        return
+    if runs and runs[-1][0] == activation:
+        runs.pop()
+    runs.append((activation, end))
 
 
 def _joined(spans: Iterable[KvSpan]) -> list[KvSpan]:
