@@ -135,7 +135,7 @@ def difference(limit: str) -> float:
 
 def kv_across_updates_text() -> str:
     num_updates = len(results("keep all")["kl_by_update"])
-    largest = max(map(difference, LIMITS))
+    largest = max(map(difference, (*LIMITS, *MAX_KL)))
     return f"""
 Conversations of the bundled model were continued by one turn after each of {num_updates} weights
 updates of the GRPO example (learning rate 1e-4, float32). The baseline prefills every context
@@ -144,8 +144,7 @@ at a KL divergence of {kl("keep all"):.1e} nats per token from exact KV. With `m
 {prefilled("max_lag 1"):.0f} %, at {kl("max_lag 1"):.1e}. Teacher forcing with the served weights
 alone does not give the returned log-probabilities: the expected ratio of both probabilities is
 {expected_ratio("keep all"):.4f} if all KV is kept, instead of 1. Teacher forcing over the KV that
-`kv_versions` states differs from them by at most {largest:.0e}, with every `max_lag` and without a
-limit. With `max_kl`, it is up to {max(map(difference, MAX_KL)):.0e}.
+`kv_versions` states differs from them by at most {largest:.0e}, with every limit and without one.
 """
 
 
