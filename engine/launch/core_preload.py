@@ -19,6 +19,8 @@ from multiprocessing.spawn import spawn_main
 from threading import Thread
 from typing import Final
 
+from setproctitle import getproctitle
+
 from engine.runtime import gc_and_process_group
 
 HEADER_BYTES: Final = 8
@@ -31,6 +33,7 @@ def main(modules: Sequence[str], *, tracker_fd: int, pipe_handle: int) -> None:
     for name in modules:
         with suppress(ImportError):  # raised again where the module is used
             import_module(name)
+    getproctitle()  # finds the memory of the title, which it cannot once the environment changed
     environment = read_environment(pipe_handle)
     if environment is None:
         sys.exit()

@@ -196,6 +196,7 @@ class VllmProcesses:
         if llm is not None:
             llm.shutdown(EXIT_SECONDS)
         _wait_for_exit(running, KILLED_SECONDS)
+        multiprocessing.active_children()  # reaps those that have exited
         self._clean_up()
 
     def _clean_up(self) -> None:
@@ -257,15 +258,16 @@ def _running_processes() -> list[psutil.Process]:
 
 
 def _wait_for_exit(processes: Sequence[psutil.Process], seconds: float) -> None:
-    """Wait until the processes have ended. Children stay zombies, which multiprocessing reaps."""
+    """Wait until the processes have ended. Those that multiprocessing started stay zombies."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and not all(_has_exited(process) for process in processes):
         time.sleep(POLL_SECONDS)
 
 
 def _has_exited(process: psutil.Process) -> bool:
+    """True if all threads have ended. The first may be a zombie while others still map files."""
     with suppress(psutil.NoSuchProcess):
-        return process.status() == psutil.STATUS_ZOMBIE
+        return process.status() == psutil.STATUS_ZOMBIE and process.num_threads() <= 1
     return True
 
 

@@ -29,7 +29,7 @@ from engine.runtime.leftover_files import (
 ROOT = Path(__file__).parents[2]
 START_SECONDS = 180.0
 _READY = re.compile(r"ready: serving .* on (http://\S+?)[\"\s]")
-# Compiled kernels are not leftovers: the next engine reuses them.
+# Compiled kernels and headers are not leftovers: the next engine reuses them.
 _COMPILED = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
 
 
@@ -64,7 +64,9 @@ class ServerHome:
 
     def leftover_files(self) -> list[str]:
         """Leftover files, except the log and files shared by living processes."""
-        files = [file for folder in (self.temporary, self.weights) for file in folder.rglob("*")]
+        kept = self.temporary / _COMPILED.name  # torch's precompiled headers
+        found = (file for folder in (self.temporary, self.weights) for file in folder.rglob("*"))
+        files = [file for file in found if not file.is_relative_to(kept)]
         shared = [file for file in find_leftover_shared_memory() if self._held(file)]
         return sorted(map(str, [*files, *shared]))
 
