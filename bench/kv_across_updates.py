@@ -266,15 +266,20 @@ def _tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(SEEDLING)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def parse_options(description: str | None) -> argparse.Namespace:
+    """Options of the benchmarks of KV across updates."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--updates", type=int, default=20)
     parser.add_argument("--conversations", type=int, default=12)
     parser.add_argument(
         "--checkpoints", type=Path, help="directory in which checkpoints are kept for later runs"
     )
     add_out(parser)
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse_options(__doc__)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         paths = checkpoints(options.updates, options.checkpoints or Path(folder))

@@ -7,7 +7,6 @@ have the same tokens, which exact KV samples. Compared are the KL divergence of 
 distributions of these tokens from those over exact KV, and the number of tokens computed again.
 """
 
-import argparse
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,8 +18,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from bench.harness.grpo_checkpoints import checkpoints
-from bench.harness.record import Record, Row, add_out
-from bench.kv_across_updates import Estimate
+from bench.harness.record import Record, Row
+from bench.kv_across_updates import Estimate, parse_options
 from examples.grpo.questions import Questions
 from examples.seedling.enlarge import SEEDLING
 
@@ -223,14 +222,7 @@ def _comparison(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--updates", type=int, default=20)
-    parser.add_argument("--conversations", type=int, default=12)
-    parser.add_argument(
-        "--checkpoints", type=Path, help="directory in which checkpoints are kept for later runs"
-    )
-    add_out(parser)
-    options = parser.parse_args()
+    options = parse_options(__doc__)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         paths = checkpoints(options.updates, options.checkpoints or Path(folder))

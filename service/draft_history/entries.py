@@ -2,8 +2,8 @@
 
 Numbers are little-endian. An entry has a header (magic, version's sequence number, number of
 prompts, number of responses), then the uint32 arrays of prompt lengths, of numbers of responses per
-prompt and of response lengths, then all prompts and all responses as int32. Whoever can write to
-Redis can write entries, so everything is checked before it is used.
+prompt and of response lengths, then all prompts and all responses as int32. Every client with write
+access to Redis can add entries, so everything is checked before it is used.
 """
 
 import struct

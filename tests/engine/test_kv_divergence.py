@@ -109,12 +109,17 @@ class Recorder:
         return await self._upstream.score(token_ids, given, priority)
 
 
-async def test_measured_divergence_is_that_of_reference_models(
-    engine: VllmEngine, models: dict[str, Path]
-) -> None:
+async def serve_chains(engine: VllmEngine, models: dict[str, Path]) -> None:
+    """Serve v0 with an empty cache, and one request of each chain."""
     await update(engine, models, "v0", keep_kv=False)
     for chain in range(NUM_CHAINS):
         await ask(engine, chain)
+
+
+async def test_measured_divergence_is_that_of_reference_models(
+    engine: VllmEngine, models: dict[str, Path]
+) -> None:
+    await serve_chains(engine, models)
     await update(engine, models, "v3")
     recorder = Recorder(ProbeRequests(engine._generation, engine.info.max_context_tokens))
     choice = ProbeChoice(engine._kv_measurement.contexts)
@@ -143,9 +148,7 @@ async def test_measured_divergence_is_that_of_reference_models(
 async def test_chains_read_kv_up_to_the_measured_limit(
     engine: VllmEngine, models: dict[str, Path]
 ) -> None:
-    await update(engine, models, "v0", keep_kv=False)
-    for chain in range(NUM_CHAINS):
-        await ask(engine, chain)
+    await serve_chains(engine, models)
     await update(engine, models, "v2")
     assert (await ask(engine, 0)).num_cached_tokens == 0  # not measured yet
     await engine.measure_kept_kv(priority=10**9)

@@ -79,7 +79,7 @@ def test_at_most_one_step_in_a_hundred_is_skipped_to_measure() -> None:
 
 @pytest.mark.parametrize("running", [1, 16, 64])
 def test_overconfident_drafts_are_soon_dropped(running: int) -> None:
-    """What they lose until then is less than 3 % of these steps."""
+    """The loss until then is less than 3 % of these steps."""
     machine = Machine(free_tokens=0)
     run = Run(controller(machine), machine, running, predicted=0.9, actual=0.02)
     run.go(4000, np.random.default_rng(6))

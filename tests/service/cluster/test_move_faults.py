@@ -13,6 +13,7 @@ from service.cluster.registry import Replica
 from tests.service.cluster.test_moves import (
     LONG,
     PROMPT,
+    answer_after_a_refused_move,
     drain,
     engine_of,
     post,
@@ -75,15 +76,7 @@ async def test_rollout_ends_where_it_is_if_the_only_peer_fails(
         peer(registry, behaviour) as requests,
     ):
         await see_each_other(a)
-        calling = asyncio.create_task(post(a, body(PROMPT, **LONG), **{"idempotency-key": "k"}))
-        await running_samples(a, 2)
-        engine_of(a).step(5)
-        draining = asyncio.create_task(drain(a))
-        while len(engine_of(a).submitted) < 4:
-            await asyncio.sleep(0.001)
-        engine_of(a).step(7)
-        answer = (await calling).json()
-        await draining
+        answer = await answer_after_a_refused_move(a, **{"idempotency-key": "k"})
         (claim,) = a.server.cluster.claims._claimed
         assert await registry.holder(claim) == a.server.cluster.own_id
     tokens = [sample["token_ids"] for sample in answer["groups"][0]["samples"]]

@@ -94,6 +94,26 @@ async def drain(served: Served) -> None:
         await served.server.drain(DRAIN_SECONDS)
 
 
+async def submitted(served: Served, number: int) -> None:
+    """Wait until the engine has received this many samples, those that it continues included."""
+    async with asyncio.timeout(30):
+        while len(engine_of(served).submitted) < number:
+            await asyncio.sleep(0.001)
+
+
+async def answer_after_a_refused_move(served: Served, **headers: str) -> Any:
+    """Answer of a rollout of two samples that a draining replica suspends and then continues."""
+    calling = asyncio.create_task(post(served, body(PROMPT, **LONG), **headers))
+    await running_samples(served, 2)
+    engine_of(served).step(5)
+    draining = asyncio.create_task(drain(served))
+    await submitted(served, 4)
+    engine_of(served).step(7)
+    answer = (await calling).json()
+    await draining
+    return answer
+
+
 async def test_caller_gets_all_tokens_of_a_rollout_that_was_moved(pair: list[Served]) -> None:
     a, b = pair
     await see_each_other(a, b)
@@ -299,15 +319,7 @@ async def test_rollout_that_no_replica_accepts_ends_where_it_is(tmp_path: Path) 
     async with replicas(tmp_path, InMemoryRegistry()) as (a, b):
         await see_each_other(a, b)
         b.server.admission.close()
-        calling = asyncio.create_task(post(a, body(PROMPT, **LONG)))
-        await running_samples(a, 2)
-        engine_of(a).step(5)
-        draining = asyncio.create_task(drain(a))
-        while len(engine_of(a).submitted) < 4:
-            await asyncio.sleep(0.001)
-        engine_of(a).step(7)
-        answer = (await calling).json()
-        await draining
+        answer = await answer_after_a_refused_move(a)
         metrics = (await a.http.get("/metrics")).text
     tokens = [sample["token_ids"] for sample in answer["groups"][0]["samples"]]
     assert (answer["outcome"], tokens) == ("done", [list(range(3, 15))] * 2)
@@ -320,8 +332,7 @@ async def test_rollout_is_not_moved_while_the_registry_does_not_respond(tmp_path
         calling = asyncio.create_task(post(a, body(PROMPT, **LONG)))
         await running_samples(a, 2)
         draining = asyncio.create_task(drain(a))
-        while len(engine_of(a).submitted) < 4:
-            await asyncio.sleep(0.001)
+        await submitted(a, 4)
         engine_of(a).step(12)
         assert (await calling).json()["outcome"] == "done"
         await draining
@@ -336,8 +347,7 @@ async def test_key_of_a_refused_rollout_stays_with_its_replica(tmp_path: Path) -
         calling = asyncio.create_task(post(a, request, **{"idempotency-key": "k"}))
         await running_samples(a, 2)
         draining = asyncio.create_task(drain(a))
-        while len(engine_of(a).submitted) < 4:
-            await asyncio.sleep(0.001)
+        await submitted(a, 4)
         await see_each_other(b)  # sends the releases of the refused keys
         retry = asyncio.create_task(post(b, request, **{"idempotency-key": "k"}))
         await asyncio.sleep(0.05)

@@ -105,10 +105,7 @@ async def test_replica_that_activated_during_a_partition_resets_its_kv_at_the_ne
     registry = Partitioned()
     async with several(tmp_path, 2, registry, fleet_seconds=1.0) as (replicas, engines):
         first, second = replicas
-        registry.silent = True
-        await put(second, "v1", OLD)
-        assert (await activate(second, "v1", kv="keep_running")).is_success
-        registry.silent, registry.cut = False, _id(second)
+        await activate_in_partition(registry, second)
         for version, kv in (("v2", "reset"), ("v3", "keep_running")):
             await put(first, version, NEW)
             assert (await activate(first, version, kv=kv)).is_success
@@ -127,10 +124,7 @@ async def test_missed_reset_of_a_version_that_is_active_here_is_made_up_for(
     registry = Partitioned()
     async with several(tmp_path, 2, registry, fleet_seconds=1.0) as (replicas, engines):
         first, second = replicas
-        registry.silent = True
-        await put(second, "v1", OLD)
-        assert (await activate(second, "v1", kv="keep_running")).is_success
-        registry.silent, registry.cut = False, _id(second)
+        await activate_in_partition(registry, second)
         for version, content, kv in (("v1", OLD, "reset"), ("v2", NEW, "keep_running"))[
             :num_missed
         ]:
@@ -153,6 +147,14 @@ class Partitioned(Faulty):
         if replica.id == self.cut:
             raise RegistryUnavailable("cut")
         return await super().beat(replica, ttl_seconds=ttl_seconds)
+
+
+async def activate_in_partition(registry: Partitioned, replica: Served) -> None:
+    """Have a replica activate v1 and keep its KV, then disconnect it from the others."""
+    registry.silent = True
+    await put(replica, "v1", OLD)
+    assert (await activate(replica, "v1", kv="keep_running")).is_success
+    registry.silent, registry.cut = False, _id(replica)
 
 
 def _id(served: Served) -> str:
