@@ -133,8 +133,10 @@ def _common_variables() -> dict[str, str]:
         "VLLM_SERVER_DEV_MODE": "0",
         "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(NO_STEP_DEADLINE_SECONDS),
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
-        # Suppress warnings of vLLM and torch about each other in the engine's processes.
-        "PYTHONWARNINGS": "ignore::FutureWarning",
+        # Suppress warnings of vLLM and torch about each other in the engine's processes, and of
+        # multiprocessing about semaphores of killed processes, which it removes.
+        "PYTHONWARNINGS": "ignore::FutureWarning,"
+        "ignore::UserWarning:multiprocessing.resource_tracker",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
 

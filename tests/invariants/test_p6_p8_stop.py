@@ -75,6 +75,7 @@ def test_sigterm_under_load_answers_every_earlier_request(place: ServerHome) -> 
                 what="new callers are sent away",
             )
             assert server.wait(STOP_SECONDS) == 0
+        assert "Warning: " not in server.log
         calls = [*running.calls, *long.calls]
         done = [call for call in calls if call.outcomes == ["done"] * 2]
         assert num_admitted and len(done) >= num_answered + num_admitted
