@@ -307,6 +307,10 @@ class Server:
     def health(self) -> EngineHealth:
         return self.engine.health()
 
+    def is_ready(self) -> bool:
+        """Return True if new requests are accepted."""
+        return self.readiness.state == "serving"
+
     async def drain(self, seconds: float) -> None:
         """Stop admission, wait up to `seconds` for admitted work, then cancel what still runs.
 

@@ -71,9 +71,11 @@ async def tuned(collect_seconds: float = COLLECT_SECONDS) -> None:
 
 
 class ServerLifecycle(Protocol):
-    """Operations of `Server` that `run_server` uses: health, drain and kill."""
+    """Operations of `Server` that `run_server` uses."""
 
     def health(self) -> EngineHealth: ...
+
+    def is_ready(self) -> bool: ...
 
     async def drain(self, seconds: float) -> None: ...
 
@@ -342,12 +344,12 @@ async def _log_when_ready(
     settings: Settings,
     listener: socket.socket,
 ) -> str | None:
-    """Wait until the engine serves, then log that the server is ready.
+    """Wait until requests are accepted, then log that the server is ready.
 
     If the engine dies during the start, stops the server and returns the reason.
     """
     url = server_url(listener)
-    while not (server.started and lifecycle.health().stage == "serving"):
+    while not (server.started and lifecycle.is_ready()):
         if server.should_exit:
             return None
         if lifecycle.health().stage == "dead":

@@ -35,6 +35,7 @@ class ServerLifecycle:
     def __init__(self, stage: EngineStage = "starting", reason: str | None = None) -> None:
         self.stage: EngineStage = stage
         self.reason = reason
+        self.has_weights = True
         self.app = FastAPI(lifespan=self._lifespan)
         self.app.state.connections = Connections(10)
         self.app.get("/v1/status")(self.status)
@@ -42,6 +43,9 @@ class ServerLifecycle:
 
     def health(self) -> EngineHealth:
         return EngineHealth(stage=self.stage, alive=True, age_seconds=0.0, reason=self.reason)
+
+    def is_ready(self) -> bool:
+        return self.stage == "serving" and self.has_weights
 
     async def drain(self, seconds: float) -> None:
         pass
@@ -98,6 +102,27 @@ def test_engine_death_during_the_start_stops_the_server_with_its_reason() -> Non
 
     with pytest.raises(StartFailed, match="the engine did not start: out of memory"):
         Dying(reason="out of memory").run(Settings())
+
+
+def test_server_is_reported_ready_once_it_has_the_weights_of_the_cluster(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "service.http.serve")
+
+    class Late(ServerLifecycle):
+        async def script(self) -> None:
+            self.stage, self.has_weights = "serving", False
+            await asyncio.sleep(0.3)
+            before = caplog.text
+            self.has_weights = True
+            await asyncio.sleep(0.3)
+            assert ("ready: " in before, "ready: " in caplog.text) == (False, True)
+            self.answers.append(200)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    life = Late()
+    life.run(Settings())
+    assert life.answers == [200]
 
 
 def test_stop_during_the_engine_start_is_no_failure() -> None:
