@@ -8,8 +8,6 @@ stops at once.
 import asyncio
 import logging
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Protocol
 
 import uvloop
@@ -23,11 +21,7 @@ from service.http.connection_limit import Connections, connection_limit
 from service.http.errors import EngineGone, NotReady
 from service.http.exception_handlers import problem_response
 from service.http.responses import json_response
-from service.http.serve import (
-    SIGNALS,
-    SignalFreeServer,
-    server_config,
-)
+from service.http.serve import SignalFreeServer, server_config, signal_handlers
 from service.observability.readiness import STARTING_RETRY_SECONDS
 
 log = logging.getLogger(__name__)
@@ -97,7 +91,8 @@ async def _serve(
     running = asyncio.create_task(node.run(), name="engine-node")
     serving = asyncio.create_task(server.serve(sockets=[listener]), name="probes")
     try:
-        with _signals() as signals:
+        signals: asyncio.Queue[None] = asyncio.Queue()
+        with signal_handlers(lambda: signals.put_nowait(None)):
             return await _wait_for_end(running, signals, wait_seconds)
     finally:
         running.cancel()
@@ -129,16 +124,3 @@ async def _finishes_before(
         return running.done()
     finally:
         signalled.cancel()
-
-
-@contextmanager
-def _signals() -> Iterator[asyncio.Queue[None]]:
-    received: asyncio.Queue[None] = asyncio.Queue()
-    loop = asyncio.get_running_loop()
-    for number in SIGNALS:
-        loop.add_signal_handler(number, received.put_nowait, None)
-    try:
-        yield received
-    finally:
-        for number in SIGNALS:
-            loop.remove_signal_handler(number)

@@ -136,8 +136,23 @@ def _run_in_thread(call: Callable[[], None], seconds: float) -> None:
     thread.join(seconds)
 
 
+@contextmanager
+def signal_handlers(on_signal: Callable[[], None]) -> Iterator[None]:
+    """Context manager in which SIGINT and SIGTERM call `on_signal` on the running event loop."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    loop = asyncio.get_running_loop()
+    for number in SIGNALS:
+        loop.add_signal_handler(number, on_signal)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            loop.remove_signal_handler(number)
+            signal.signal(number, handler)
+
+
 class GracefulShutdown:
-    """Signal handlers that drain and stop the server. Used on the serving event loop."""
+    """Drain and stop of the server by signals. Used on the serving event loop."""
 
     def __init__(
         self,
@@ -153,20 +168,7 @@ class GracefulShutdown:
         self._drain_seconds = drain_seconds
         self._drain_task: asyncio.Task[None] | None = None
 
-    @contextmanager
-    def on_signals(self) -> Iterator[None]:
-        before = {number: signal.getsignal(number) for number in SIGNALS}
-        loop = asyncio.get_running_loop()
-        for number in SIGNALS:
-            loop.add_signal_handler(number, self._on_signal)
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                loop.remove_signal_handler(number)
-                signal.signal(number, handler)
-
-    def _on_signal(self) -> None:
+    def on_signal(self) -> None:
         if self._drain_task is None:
             log.info(
                 "draining for up to %.0f s; a second signal stops at once", self._drain_seconds
@@ -328,7 +330,7 @@ async def _serve(
     async with asyncio.TaskGroup() as group:
         ready_task = group.create_task(_log_when_ready(server, lifecycle, settings, listener))
         tuning = group.create_task(tuned())
-        with shutdown.on_signals():
+        with signal_handlers(shutdown.on_signal):
             async with operators.running() if operators else nullcontext():
                 await server.serve(sockets=[listener])
         tuning.cancel()
