@@ -31,13 +31,18 @@ class MachineCopies:
         self._settings = settings
         self._clock = clock
 
+    @property
+    def is_needed(self) -> bool:
+        """True if the engine has ranks on other machines than machine 0."""
+        return self._settings.nnodes > 1
+
     async def create(self, path: Path, *, is_initial: bool = False) -> None:
         """Copy the files of a directory, or one file. Raises LoadFailed.
 
         Nothing is left then, or if the call is cancelled, but the copy of loaded files. After
         the load call `keep` or `discard`. `is_initial`: the engine started from these files.
         """
-        if self._settings.nnodes == 1:
+        if not self.is_needed:
             return
         address, files = await asyncio.to_thread(
             lambda: (own_address(self._settings), _files(path))
@@ -80,7 +85,7 @@ class MachineCopies:
         await self._call("coppice_drop_copy", path)
 
     async def _call(self, method: str, path: Path) -> None:
-        if self._settings.nnodes > 1:
+        if self.is_needed:
             await self._processes.call_workers(method, str(path))
 
 

@@ -47,6 +47,8 @@ class ServedWeights:
 
     async def prepare(self, path: Path) -> None:
         """Copy the files to the engine's other machines, unless it is done. Samples may run."""
+        if not self._copies.is_needed:
+            return
         files = path, await asyncio.to_thread(_fingerprint, path)
         if files == self._prepared and files[1]:
             return
@@ -59,7 +61,7 @@ class ServedWeights:
     async def update(self, path: Path, version: str, *, keep_kv: bool) -> int:
         """Load the weights; returns the number of tokens whose KV is kept with `keep_kv`."""
         await self.prepare(path)
-        if path != self._path:
+        if path != self._path and self._copies.is_needed:
             await self._copy_served_files_if_changed()
         self._prepared = None
         self._heartbeat.set_stage("activating")
@@ -87,8 +89,12 @@ class ServedWeights:
 
     async def _copy_served_files_if_changed(self) -> None:
         """Give all machines the files that machine 0 would restore, so that ranks stay equal."""
-        if await asyncio.to_thread(_fingerprint, self._path) != self._fingerprint:
+        if await self._have_served_files_changed():
             await self._copies.create(self._path)
+
+    async def _have_served_files_changed(self) -> bool:
+        """True if the served files have changed since they were loaded."""
+        return await asyncio.to_thread(_fingerprint, self._path) != self._fingerprint
 
     def _failed(self, results: Sequence[Any]) -> list[Any]:
         """Failed results of a load; raises EngineDead if one has left other weights."""
@@ -107,8 +113,7 @@ class ServedWeights:
         An engine whose load fails may have the others still, so none may run then.
         """
         log.warning("an engine could not load the weights; all engines load the previous ones")
-        path = str(self._path)
-        results = await self._processes.call_workers("coppice_load_weights", path, path)
+        results = await self._load_served()
         if not all(result["ok"] for result in results):
             self._raise_partly_loaded()
 
@@ -117,7 +122,7 @@ class ServedWeights:
 
         Files that have changed since they were loaded may have restored other weights.
         """
-        if await asyncio.to_thread(_fingerprint, self._path) != self._fingerprint:
+        if await self._have_served_files_changed():
             await self._processes.call_cores("coppice_reset_prefix_cache")
         self._heartbeat.set_stage("serving")
 
@@ -127,7 +132,7 @@ class ServedWeights:
         Raises LoadFailed if the files have changed, or if vLLM cannot reload this model; then the
         weights are as before. Call it while paused.
         """
-        if await asyncio.to_thread(_fingerprint, self._path) != self._fingerprint:
+        if await self._have_served_files_changed():
             raise LoadFailed("the files of the served weights have changed since they were loaded")
         if not self._were_reloaded:
             await self._load_served_files()
@@ -136,7 +141,7 @@ class ServedWeights:
     async def reload(self) -> None:
         """Load the served files after the weights were dropped; EngineDead if that fails."""
         try:
-            if await asyncio.to_thread(_fingerprint, self._path) != self._fingerprint:
+            if await self._have_served_files_changed():
                 raise LoadFailed("the files of the served weights have changed")
             await self._load_served_files()
         except LoadFailed as error:
@@ -144,10 +149,14 @@ class ServedWeights:
             raise EngineDead("the dropped weights cannot be loaded again") from error
 
     async def _load_served_files(self) -> None:
-        path = str(self._path)
-        results = await self._processes.call_workers("coppice_load_weights", path, path)
+        results = await self._load_served()
         if failed := self._failed(results):
             raise LoadFailed(f"vLLM cannot load the served weights again: {failed[0]['error']}")
+
+    async def _load_served(self) -> list[Any]:
+        """Load the served files on all engines; returns one result per worker."""
+        path = str(self._path)
+        return await self._processes.call_workers("coppice_load_weights", path, path)
 
 
 Fingerprint = tuple[tuple[str, int, int], ...]

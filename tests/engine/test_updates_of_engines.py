@@ -57,6 +57,19 @@ async def test_kept_tokens_of_all_engines_are_counted() -> None:
     assert processes.version == "v1"
 
 
+async def test_files_are_read_once_without_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Path] = []
+
+    def fingerprint(path: Path) -> tuple[()]:
+        read.append(path)
+        return ()
+
+    weights, _ = served(Processes([LOADED, LOADED]))
+    monkeypatch.setattr("engine.weights.updates._fingerprint", fingerprint)
+    await weights.update(NEW, "v1", keep_kv=False)
+    assert read == [NEW]
+
+
 @pytest.mark.parametrize("results", [[LOADED, RESTORED], [RESTORED, LOADED]])
 async def test_engines_that_have_loaded_restore_the_previous_weights(results: list[Any]) -> None:
     processes = Processes(results, [LOADED, LOADED])
