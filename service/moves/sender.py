@@ -123,7 +123,7 @@ class MoveSender:
                 self._on_ended("kept")
             elif not is_result and not rollout.ended:
                 await rollout.suspend(self._engine, relocate)
-            elif is_result and rollout in self._rollouts.results_to_move():
+            elif is_result and self._rollouts.is_result_to_move(rollout):
                 await self._rollouts.move_result(rollout, relocate)
 
     async def _relocate(self, connect: Connect, until: float, rollout: Rollout) -> None:

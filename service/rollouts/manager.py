@@ -331,7 +331,7 @@ class RolloutManager:
 
     async def wait_until_fetched(self) -> None:
         """Wait until every retained result that a caller is to fetch was fetched or has expired."""
-        while self._results.num_awaiting_fetch:
+        while self._results.awaiting_fetch():
             await asyncio.sleep(POLL_SECONDS)
 
     async def wait_until_redirected(self) -> None:
@@ -366,12 +366,13 @@ class RolloutManager:
         rollout.start_leases()
         if rollout.moved_to is not None:
             return self._on_moved(rollout)
-        if rollout.detached or rollout.awaits_fetch:
+        is_retained = rollout.detached or rollout.awaits_fetch
+        if is_retained:
             self._results.add(rollout)
         for claim in rollout.claims:
             self.keys.ended(claim)
         self._ended(rollout)  # after the answer is stored: an error in an observer must not lose it
-        if rollout.detached or rollout.awaits_fetch:
+        if is_retained:
             rollout.drop_groups()
 
     async def discard(self, rollout: Rollout, url: str | None) -> None:
@@ -406,8 +407,11 @@ class RolloutManager:
 
     def results_to_move(self) -> list[Rollout]:
         """Retained results that a caller is to fetch, and that can be moved."""
-        waiting = self._results.awaiting_fetch()
-        return [each for each in waiting if each.request is not None and each.error is None]
+        return [each for each in self._results.list() if _is_movable_result(each)]
+
+    def is_result_to_move(self, rollout: Rollout) -> bool:
+        """True if the rollout is one of `results_to_move`."""
+        return self._results.get(rollout.id) is rollout and _is_movable_result(rollout)
 
     def find(self, rollout_id: str) -> Rollout | None:
         """Rollout that runs here, or whose result or new address is retained."""
@@ -417,6 +421,10 @@ class RolloutManager:
     def accepts_moves(self) -> bool:
         """True unless weights are being activated, or the server stops."""
         return self._gate.is_set() and not self._stopped
+
+
+def _is_movable_result(rollout: Rollout) -> bool:
+    return rollout.awaits_fetch and rollout.request is not None and rollout.error is None
 
 
 async def _score_prompts(

@@ -31,10 +31,6 @@ class ResultCache:
     def num_bytes(self) -> int:
         return self._num_bytes
 
-    @property
-    def num_awaiting_fetch(self) -> int:
-        return len(self.awaiting_fetch())
-
     def awaiting_fetch(self) -> list[Rollout]:
         """Cached results that a caller is to fetch and has not fetched yet."""
         return [rollout for rollout in self.list() if rollout.awaits_fetch]

@@ -247,6 +247,19 @@ async def test_result_that_is_not_fetched_yet_is_moved(pair: list[Served]) -> No
     assert not engine_of(b).submitted
 
 
+async def test_fetched_result_is_not_to_be_moved(pair: list[Served]) -> None:
+    rollouts = pair[0].server.rollouts
+    engine_of(pair[0]).instant = True
+    accepted = await pair[0].http.post("/v1/rollouts", json=body(PROMPT), headers=ASYNC)
+    while rollouts.num_running:
+        await asyncio.sleep(0.001)
+    (rollout,) = rollouts.results_to_move()
+    assert rollouts.is_result_to_move(rollout)
+    await pair[0].http.get(accepted.headers["location"])
+    assert not rollouts.results_to_move()
+    assert not rollouts.is_result_to_move(rollout)
+
+
 async def test_client_reads_each_token_of_a_moved_stream_once(pair: list[Served]) -> None:
     a, b = pair
     await see_each_other(a, b)
