@@ -5,7 +5,7 @@ The id of a moved rollout is registered as a key, too, so that every replica fin
 
 from contextlib import suppress
 
-from service.cluster.membership import RETRY_AFTER_SECONDS, ClusterMembership
+from service.cluster.membership import RETRY_AFTER_SECONDS, ClusterMembership, RedirectToReplica
 from service.cluster.registry import RegistryUnavailable
 from service.http.errors import ClusterUnavailable
 
@@ -23,8 +23,10 @@ class KeyTransfers:
                 holder = await self._cluster.registry.holder(claim_key)
         except RegistryUnavailable:
             raise ClusterUnavailable(retry_after_seconds=RETRY_AFTER_SECONDS) from None
-        if holder not in (None, self._cluster.own_id) and self._cluster.knows(holder):
-            raise self._cluster.redirect(holder)
+        if holder is None or holder == self._cluster.own_id:
+            return
+        if (replica := self._cluster.find(holder)) is not None:
+            raise RedirectToReplica(replica.url)
 
     async def take_over(self, claim_key: str, source: str) -> None:
         """Take over a key from the replica `source`, which has sent it.
@@ -56,8 +58,8 @@ class KeyTransfers:
 
     def url_of(self, replica_id: str) -> str | None:
         """URL of a replica; None if it is not known."""
-        known = self._cluster.knows(replica_id)
-        return self._cluster.redirect(replica_id).url if known else None
+        replica = self._cluster.find(replica_id)
+        return None if replica is None else replica.url
 
     async def _transfer(self, claim_key: str, source: str) -> str:
         with self._cluster.count_failures("transfer"):

@@ -168,18 +168,11 @@ class ClusterMembership:
             return
         if replica_id not in self._known_replicas:
             await self._find_replica(replica_id)
-        raise self.redirect(replica_id)
+        raise RedirectToReplica(self._known_replicas[replica_id].url)
 
-    def knows(self, replica_id: str) -> bool:
-        return replica_id in self._known_replicas
-
-    def is_draining(self, replica_id: str) -> bool:
-        known = self._known_replicas.get(replica_id)
-        return known is not None and known.state == "draining"
-
-    def redirect(self, replica_id: str) -> RedirectToReplica:
-        """Redirect to a known replica."""
-        return RedirectToReplica(self._known_replicas[replica_id].url)
+    def find(self, replica_id: str) -> Replica | None:
+        """A replica of the latest views; None if it is not known."""
+        return self._known_replicas.get(replica_id)
 
     async def claim(self, claim_key: str) -> None:
         """Claim an idempotency key. Raises RedirectToReplica if another replica holds it."""

@@ -69,7 +69,8 @@ async def _check_rollout_local(
         try:
             await _check_moved(rollout_id, server, caller)
         except ClusterUnavailable:
-            if server.cluster.is_draining(replica_id):
+            replica = server.cluster.find(replica_id)
+            if replica is not None and replica.state == "draining":
                 raise
         raise
     except ReplicaGone:

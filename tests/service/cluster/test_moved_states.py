@@ -118,7 +118,9 @@ async def test_moved_rollout_is_found_before_the_drain_is_known(tmp_path: Path) 
         await sender_of(a).send_all(30)
         holder, other = await holder_first(b, c)
         (rollout,) = holder.server.rollouts.in_flight()
-        assert not other.server.cluster.is_draining(a.server.cluster.own_id)
+        seen = other.server.cluster.find(a.server.cluster.own_id)
+        assert seen is not None
+        assert seen.state == "serving"
         response = await other.http.get(f"/v1/rollouts/{rollout.id}")
         assert response.headers["location"].startswith(holder.url)
         await running_samples(holder, 2)
