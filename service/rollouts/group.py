@@ -277,9 +277,9 @@ class Group:
 
     async def _settle_aborted(self, engine: Engine, done: OnPart) -> None:
         """Suspend the samples that were aborted for it, unless the group has ended meanwhile."""
+        bare = replace(self.options, decode=None, parse=None)
         for index, result in sorted(self._aborted.items()):
             if self.end_reason == "suspended" and not self._has_other_versions(result):
-                bare = replace(self.options, decode=None, parse=None)
                 part = await sample_answer.create(bare, index, result, "aborted")
                 self._note_cached_tokens(index, result)
                 self.suspended.append(part)

@@ -250,6 +250,7 @@ class Rollout:
         self.groups = groups
         for group in groups if self._partial is not None else ():
             self._restore_tokens(group)
+            await turn.pause()
 
     def _restore_group(self, head: GroupHead, samples: Sequence[SampleAnswer]) -> None:
         by_index = sorted(samples, key=lambda sample: sample.index)
