@@ -155,12 +155,13 @@ class _Popen(popen_spawn_posix.Popen):
 
 
 def preload_core(settings: EngineSettings) -> PreloadedCore | None:
-    """Start a preloaded interpreter for an engine with these settings, or None on other platforms.
+    """A preloaded interpreter for an engine with these settings, or None if it is not supported.
 
     On a GPU vLLM sets thread counts for EngineCore that are not known yet. Without Intel's OpenMP
-    it adds a library of torch to LD_PRELOAD.
+    it adds a library of torch to LD_PRELOAD. On several machines the environment has the address
+    of machine 0, which may not be known for minutes.
     """
-    if not (is_cpu_build() and intel_openmp_library()):
+    if settings.nnodes > 1 or not (is_cpu_build() and intel_openmp_library()):
         return None
     temp_dir = Path(gettempdir())  # replaced when EngineCore starts
     with engine_environment(

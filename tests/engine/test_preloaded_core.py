@@ -129,6 +129,14 @@ def test_instruction_sets_are_not_probed_without_compilation() -> None:
     assert not compiles_in_core({})
 
 
+def test_nothing_is_started_on_several_machines() -> None:
+    """The address of machine 0 would be resolved first, for up to two minutes."""
+    settings = EngineSettings(
+        nnodes=2, tensor_parallel_size=2, master_addr="unknown.invalid", prompt_kv=False
+    )
+    assert preload_core(settings) is None
+
+
 def test_nothing_is_started_where_vllm_preloads_an_openmp_library_of_torch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
