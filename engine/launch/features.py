@@ -25,7 +25,11 @@ UNSUPPORTED: Final[dict[AttentionState, tuple[str, str]]] = {
         "engine.vllm_args.attention_backend",
     ),
     "not_built": ("the kernel is not compiled", "install with a C++ compiler"),
-    "isa": ("the processor has no instructions that the kernel needs", ""),
+    "isa": (
+        "the processor has no AVX2, or vLLM packs the KV cache for other instructions (AMX in "
+        "bfloat16, ARM)",
+        "engine.dtype: float32 on a processor with AMX",
+    ),
     "dtype": ("the kernel does not support the data type", "engine.dtype"),
     "kv_cache_dtype": ("the KV cache is quantized", "engine.kv_cache_dtype: auto"),
     "head_size": ("the kernel does not support the head size", ""),
