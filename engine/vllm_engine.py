@@ -6,6 +6,7 @@ from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,9 +40,9 @@ from engine.launch.info import (
     kv_support,
 )
 from engine.launch.machines import check_machines, check_serves, synchronize_machines
-from engine.launch.model_files import resolve_model
+from engine.launch.model_files import resolve_served_model
 from engine.launch.preloaded_core import PreloadedCore
-from engine.launch.processes import SHUTDOWN_SECONDS, VllmProcesses, kill_processes
+from engine.launch.processes import VllmProcesses, kill_processes
 from engine.launch.vllm_args import check_vllm_args
 from engine.protocol import DEFAULT_SAMPLING, ResponseStream
 from engine.runtime.await_engine import await_engine
@@ -73,6 +74,9 @@ from engine.weights.machine_copies import MachineCopies
 from engine.weights.sleep_mode import SleepMode
 from engine.weights.updates import LoadedAdapters, ServedWeights
 from engine.weights.validation import check_adapter, check_checkpoint
+
+SAVE_SECONDS: Final = 30.0
+"""Longest time for the save of the draft store at a stop."""
 
 
 class VllmEngine:
@@ -169,20 +173,16 @@ class VllmEngine:
     async def start(self, version: str) -> None:
         try:
             await self._start(version)
+        except StartFailed as error:
+            self._heartbeat.mark_dead(str(error))
+            raise
         except Exception as error:  # any failure has to end the wait for readiness
             self._heartbeat.mark_dead(str(error))
-            if isinstance(error, StartFailed):
-                raise
             raise StartFailed(f"vLLM did not start: {error}") from error
 
     async def _start(self, version: str) -> None:
         remove_leftover_shared_memory()
-        model = await asyncio.to_thread(
-            resolve_model,
-            self._settings.model,
-            self._settings.revision,
-            with_code=self._settings.trust_remote_code,
-        )
+        model = await asyncio.to_thread(resolve_served_model, self._settings)
         checkpoint = await asyncio.to_thread(read_base_checkpoint, model)
         self._weights = ServedWeights(
             self._processes, self._heartbeat, model, checkpoint, self._copies
@@ -285,7 +285,7 @@ class VllmEngine:
             and self._info is not None
         ):
             with suppress(EngineDead, TimeoutError):
-                async with asyncio.timeout(SHUTDOWN_SECONDS):
+                async with asyncio.timeout(SAVE_SECONDS):
                     await speculation_lifecycle.stop_drafting(self.llm, self._speculation_settings)
 
     def kill(self) -> None:

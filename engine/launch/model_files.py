@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import StartFailed
+from engine.settings import EngineSettings
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -35,6 +36,11 @@ def resolve_model(
     if not any(directory.glob("*.safetensors")):
         raise StartFailed(f"{directory} has no *.safetensors file; other formats are not supported")
     return directory
+
+
+def resolve_served_model(settings: EngineSettings) -> Path:
+    """Directory of `engine.model`, with its Python code if the settings trust it."""
+    return resolve_model(settings.model, settings.revision, with_code=settings.trust_remote_code)
 
 
 def resolve_model_config(

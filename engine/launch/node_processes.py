@@ -16,7 +16,7 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from engine.errors import StartFailed
 from engine.launch.arguments import WORKER_EXTENSION
 from engine.launch.machines import check_machines
-from engine.launch.model_files import resolve_model
+from engine.launch.model_files import resolve_served_model
 from engine.launch.processes import VllmProcesses, kill_processes
 from engine.launch.vllm_args import check_vllm_args
 from engine.runtime.leftover_files import remove_leftover_shared_memory
@@ -88,17 +88,12 @@ class EngineNode:
 
     async def _start(self) -> None:
         remove_leftover_shared_memory()
-        model = await asyncio.to_thread(
-            resolve_model,
-            self._settings.model,
-            self._settings.revision,
-            with_code=self._settings.trust_remote_code,
-        )
+        model = await asyncio.to_thread(resolve_served_model, self._settings)
         try:
             await self._processes.start(model, self._speculation)
+        except StartFailed:
+            raise
         except Exception as error:  # vLLM raises Exception if a worker does not start
-            if isinstance(error, StartFailed):
-                raise
             raise StartFailed(f"vLLM did not start: {error}") from error
         executor = self._processes.executor
         if executor is None:

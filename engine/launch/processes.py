@@ -12,7 +12,7 @@ import logging
 import multiprocessing
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
@@ -43,7 +43,6 @@ from engine.settings import AttentionSettings, EngineSettings, GraphsSettings, S
 from engine.speculation.startup import find_obstacle
 
 log = logging.getLogger(__name__)
-SHUTDOWN_SECONDS: Final = 30.0
 EXIT_SECONDS: Final = 0.5
 """Time for vLLM's processes to exit, after which they are killed. They take seconds on a busy
 machine. Nothing is lost: the draft store was saved before, and `_clean_up` removes their files."""
@@ -241,23 +240,20 @@ def _create_llm(config: VllmConfig) -> AsyncLLM:
 
 
 def engine_processes() -> dict[int, str]:
-    """Pids and names of the engine's processes; vLLM gives them names that begin with VLLM."""
+    """Pids and names of the engine's processes."""
+    return {process.pid: name for process, name in _running_processes().items()}
+
+
+def _running_processes() -> dict[psutil.Process, str]:
+    """The engine's processes and their names, which begin with VLLM."""
     named = {}
     for child in psutil.Process(os.getpid()).children(recursive=True):
         with suppress(psutil.NoSuchProcess):  # other children may exit meanwhile
-            named[child.pid] = child.name()
-    return {pid: name for pid, name in named.items() if name.startswith("VLLM")}
+            named[child] = child.name()
+    return {process: name for process, name in named.items() if name.startswith("VLLM")}
 
 
-def _running_processes() -> list[psutil.Process]:
-    found = []
-    for pid in engine_processes():
-        with suppress(psutil.NoSuchProcess):
-            found.append(psutil.Process(pid))
-    return found
-
-
-def _wait_for_exit(processes: Sequence[psutil.Process], seconds: float) -> None:
+def _wait_for_exit(processes: Collection[psutil.Process], seconds: float) -> None:
     """Wait until the processes have ended. Those that multiprocessing started stay zombies."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and not all(_has_exited(process) for process in processes):
