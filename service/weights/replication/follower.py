@@ -58,6 +58,7 @@ class Follower:
         self._last_target: ActivationTarget | None = None
         self._step_lock = asyncio.Lock()
         self._engine_started = asyncio.Event()
+        self._fetches = asyncio.Event()
         self._view_changed = asyncio.Event()
         cluster.view_listeners.append(self._on_view)
 
@@ -68,6 +69,7 @@ class Follower:
         """
         await self._engine_started.wait()
         async with self.fetcher.running():
+            self._fetches.set()
             await self._follow()
 
     async def _follow(self) -> None:
@@ -94,6 +96,7 @@ class Follower:
         )
 
     async def _catch_up(self) -> None:
+        await self._fetches.wait()  # before, the target would count as failed, and be tried later
         while True:
             with suppress(RegistryUnavailable):
                 view = await self._cluster.refresh()

@@ -44,7 +44,9 @@ async def test_late_joiner_catches_up_before_it_is_ready(tmp_path: Path) -> None
             await eventually(lambda: late.server.versions.find("v3") is not None)
 
 
-async def test_joiner_fetches_nothing_before_its_engine_can_check_it(tmp_path: Path) -> None:
+async def test_joiner_fetches_nothing_before_its_engine_can_check_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     directory = InMemoryRegistry()
     async with several(tmp_path, 1, directory) as (one, _):
         await put(one[0], "v1", OLD)
@@ -58,6 +60,7 @@ async def test_joiner_fetches_nothing_before_its_engine_can_check_it(tmp_path: P
             engine.start_gate.set()
             await eventually(lambda: is_ready(late))
             assert serves(late, "v1")
+    assert "failed" not in caplog.text, "a version that has failed is tried again in ten seconds"
 
 
 async def test_joiner_without_a_source_is_not_ready_and_reports_why(tmp_path: Path) -> None:
