@@ -189,7 +189,7 @@ def test_download_longer_than_its_lease_renews_it(tmp_path: Path) -> None:
 
 
 def test_temporarily_refused_download_is_retried(tmp_path: Path) -> None:
-    with server(tmp_path, max_bytes_per_second=2e6, max_open_transfers=1) as url:
+    with server(tmp_path, max_bytes_per_second=8e6, max_open_transfers=1) as url:
         handle, source = handle_from(url), KvSource(url, transports=["http"])
         first = fetched(handle, source, wait=False)
         assert_right(fetched(handle, source))

@@ -30,8 +30,12 @@ def in_forwardable_loop(test: Callable[P, Coroutine[Any, Any, None]]) -> Callabl
 
 
 async def forward(seconds: float) -> None:
-    """Move the time of the running loop. Timers that are due have fired when this returns."""
+    """Move the time of the running loop. Timers that are due have fired when this returns.
+
+    Work that is ready runs before: a timer that it sets later would not be due.
+    """
     loop = asyncio.get_running_loop()
     assert isinstance(loop, ForwardableLoop)
+    await asyncio.sleep(0.01)
     loop.forward(seconds)
     await asyncio.sleep(0.01)
