@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import random
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -15,6 +14,7 @@ from engine.protocol import Engine
 from service.cluster.key_transfers import KeyTransfers
 from service.cluster.membership import ClusterMembership
 from service.cluster.registry import Replica
+from service.moves.peers import Connect, MovePeers
 from service.moves.state import estimated_bytes, state_of
 from service.rollouts.admission import Admission
 from service.rollouts.idempotency import IdempotencyClaim
@@ -25,7 +25,6 @@ from service.weights.versions import Versions
 
 MoveOutcome = Literal["moved", "kept"]
 OnMoveEnded = Callable[[MoveOutcome], None]
-Connect = Callable[[], httpx.AsyncClient]
 CONCURRENT_MOVES = 8
 CANCEL_SECONDS = 0.5
 POLL_SECONDS = 0.01
@@ -62,10 +61,9 @@ class MoveSender:
         self._rollouts = rollouts
         self._cluster = cluster
         self._transfers = transfers
-        self._peers = peers
+        self._peers = MovePeers(cluster, peers, client)
         self._max_bytes = max_bytes
         self._on_ended = on_ended
-        self._client = client
         self._slots = asyncio.Semaphore(CONCURRENT_MOVES)
 
     async def send_all(self, seconds: float) -> None:
@@ -73,7 +71,7 @@ class MoveSender:
 
         These may include rollouts that were admitted before the drain and start during it.
         """
-        connect = self._connect() if seconds and self._candidates() else None
+        connect = self._peers.connect() if seconds and self._candidates() else None
         if connect is None:
             return
         clock, tried = asyncio.get_running_loop().time, set[tuple[str, bool]]()
@@ -87,16 +85,6 @@ class MoveSender:
                 if is_idle:
                     return
                 await asyncio.sleep(POLL_SECONDS)
-
-    def _connect(self) -> Connect | None:
-        """Constructor of HTTP clients without a timeout, as `_relocate` limits the time."""
-        try:
-            headers = self._peers.headers() | {"Content-Type": "application/json"}
-        except OSError as error:
-            log.error("rollouts are not moved: weights.peer_key_file: %s", error.strerror)
-            return None
-        tls = httpx.create_ssl_context(trust_env=False)
-        return partial(self._client, headers=headers, verify=tls, timeout=None, trust_env=False)
 
     def _untried(self, tried: set[tuple[str, bool]]) -> list[Rollout]:
         """Running rollouts, and results to fetch, that are not in `tried`; adds them to it."""
@@ -200,16 +188,7 @@ class MoveSender:
             await self._transfers.release(key, replica.id)
 
     def _candidates(self) -> list[Replica]:
-        """Replicas that may accept a rollout, in random order."""
-        version = self._versions.active.label
-        found = [
-            replica
-            for replica in self._cluster.view.replicas.values()
-            if replica.id != self._cluster.own_id
-            and (replica.state, replica.version) == ("serving", version)
-            and self._peers.allows(replica.url)
-        ]
-        return random.sample(found, len(found))
+        return self._peers.candidates(self._versions.active.label)
 
 
 def _url(replica: Replica) -> str:
