@@ -27,6 +27,7 @@ from service.draft_history.stream import RedisHistoryStream
 from service.http.bodies import Bodies
 from service.http.connection_limit import Connections, connection_limit
 from service.kv_reuse.manager import KvReuseManager
+from service.moves.rebalancer import Rebalancer
 from service.moves.receiver import MoveReceiver
 from service.moves.sender import MoveSender
 from service.observability.features import features, table
@@ -83,7 +84,11 @@ class Server:
         self.versions = Versions(first_version(settings.weights.initial_version))
         self.readiness = Readiness(engine)
         replica_status = ReplicaStatus(
-            new_replica_id(), settings.server.advertised_url, self.readiness, self.versions
+            new_replica_id(),
+            settings.server.advertised_url,
+            self.readiness,
+            self.versions,
+            self._load,
         )
         self.cluster = ClusterMembership(
             registry or _create_registry(settings.cluster),
@@ -235,8 +240,27 @@ class Server:
             seconds=settings.weights.fleet_seconds,
         )
         self.replication = ReplicationStatus(self.cluster, self.versions)
+        self._rebalancer = Rebalancer(
+            self.rollouts,
+            self.cluster,
+            self._move_sender,
+            seconds=settings.cluster.move_seconds,
+            is_enabled=self._can_rebalance,
+            on_moved=self.metrics.cluster.rebalanced.inc,
+        )
         self._background: set[asyncio.Task[Any]] = set()
         self._started_at = self._activated_at = time.monotonic()
+
+    def _load(self) -> tuple[int, int]:
+        """Numbers of running samples, and of sequences that the engine runs at the same time."""
+        if not self.readiness.started:
+            return 0, 0
+        info = self.engine.info
+        return self.rollouts.num_samples_running, info.max_sequences * info.data_parallel_size
+
+    def _can_rebalance(self) -> bool:
+        is_steady = self.rollouts.accepts_moves and not self.activation.paused
+        return self.settings.cluster.rebalance and self.readiness.state == "serving" and is_steady
 
     def _connections(self) -> Connections:
         return Connections(
@@ -279,6 +303,7 @@ class Server:
                 self._divergence_probes.running(),
                 self.activation.running(),
                 self.coordinator.running(),
+                self._rebalancer.running(),
             ):
                 yield
         finally:

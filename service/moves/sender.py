@@ -1,8 +1,8 @@
-"""Sending side of a move: a draining replica sends its rollouts to other replicas."""
+"""Sending side of a move: a replica that drains, or is busy, sends rollouts to other replicas."""
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Literal
@@ -65,18 +65,19 @@ class MoveSender:
         self._max_bytes = max_bytes
         self._on_ended = on_ended
         self._slots = asyncio.Semaphore(CONCURRENT_MOVES)
+        self._sending = asyncio.Lock()
 
     async def send_all(self, seconds: float) -> None:
         """Move all rollouts that can be moved, within `seconds`.
 
         These may include rollouts that were admitted before the drain and start during it.
         """
-        connect = self._peers.connect() if seconds and self._candidates() else None
+        connect = self._peers.connect() if seconds and self.candidates() else None
         if connect is None:
             return
         clock, tried = asyncio.get_running_loop().time, set[tuple[str, bool]]()
-        until = clock() + seconds
-        async with asyncio.TaskGroup() as tasks:
+        async with self._sending, asyncio.TaskGroup() as tasks:
+            until = clock() + seconds
             while clock() < until:
                 is_idle = self._admission.is_idle
                 for rollout in self._untried(tried):
@@ -85,6 +86,20 @@ class MoveSender:
                 if is_idle:
                     return
                 await asyncio.sleep(POLL_SECONDS)
+
+    async def send_to(self, peer_id: str, rollouts: Sequence[Rollout], seconds: float) -> None:
+        """Move running rollouts to one replica, within `seconds`.
+
+        A rollout has at most one move at a time: a drain begins its moves when this has ended.
+        """
+        connect = await asyncio.to_thread(self._peers.connect)
+        if connect is None:
+            return
+        async with self._sending, asyncio.TaskGroup() as tasks:
+            until = asyncio.get_running_loop().time() + seconds
+            for rollout in rollouts:
+                work = self._send(connect, until, rollout, is_result=False, peer_id=peer_id)
+                tasks.create_task(work)
 
     def _untried(self, tried: set[tuple[str, bool]]) -> list[Rollout]:
         """Running rollouts, and results to fetch, that are not in `tried`; adds them to it."""
@@ -96,13 +111,19 @@ class MoveSender:
         return untried
 
     async def _send(
-        self, connect: Connect, until: float, rollout: Rollout, *, is_result: bool
+        self,
+        connect: Connect,
+        until: float,
+        rollout: Rollout,
+        *,
+        is_result: bool,
+        peer_id: str | None = None,
     ) -> None:
         """Move a result, or suspend a rollout, whose own task then calls `_relocate`.
 
         A rollout that must wait for others is suspended only when its turn has come.
         """
-        relocate = partial(self._relocate, connect, until)
+        relocate = partial(self._relocate, connect, until, peer_id)
         async with self._slots:
             if asyncio.get_running_loop().time() >= until:
                 self._on_ended("kept")
@@ -114,7 +135,9 @@ class MoveSender:
             elif is_result and self._rollouts.is_result_to_move(rollout):
                 await self._rollouts.move_result(rollout, relocate)
 
-    async def _relocate(self, connect: Connect, until: float, rollout: Rollout) -> None:
+    async def _relocate(
+        self, connect: Connect, until: float, peer_id: str | None, rollout: Rollout
+    ) -> None:
         """Set `moved_to` of a rollout to the replica that continues it, if one accepts it in time.
 
         An unexpected error keeps the rollout here, and does not end the others.
@@ -123,15 +146,15 @@ class MoveSender:
             async with connect() as http:
                 with suppress(TimeoutError):
                     async with asyncio.timeout_at(until):
-                        await self._offer(http, rollout)
+                        await self._offer(http, rollout, peer_id)
         except Exception:
             log.exception("a move failed")
         url = rollout.moved_to
         self._on_ended("kept" if url is None else "moved")
         log.info("rollout %s", "continues here" if url is None else f"moved to {url}")
 
-    async def _offer(self, http: httpx.AsyncClient, rollout: Rollout) -> None:
-        """Offer a rollout to one replica after the other.
+    async def _offer(self, http: httpx.AsyncClient, rollout: Rollout, peer_id: str | None) -> None:
+        """Offer a rollout to one replica after the other, or to one replica only.
 
         `moved_to` is set as soon as one has accepted it: a timeout, or an error while the
         connection is closed, must not continue it here, too.
@@ -139,7 +162,9 @@ class MoveSender:
         source, version = self._cluster.own_id, self._versions.active.label
         state = state_of(rollout, source=source, version=version)
         body = await asyncio.to_thread(_encoded, state)
-        for replica in self._candidates():
+        for replica in self.candidates():
+            if peer_id not in (None, replica.id):
+                continue
             if not rollout.is_suspended:
                 return  # it was cancelled, or its deadline has passed
             if await self._is_accepted(http, replica, rollout, body):
@@ -187,7 +212,8 @@ class MoveSender:
             key = IdempotencyClaim.of_move(rollout.owner, rollout.id).cluster_key
             await self._transfers.release(key, replica.id)
 
-    def _candidates(self) -> list[Replica]:
+    def candidates(self) -> list[Replica]:
+        """Replicas that may accept a rollout, in random order."""
         return self._peers.candidates(self._versions.active.label)
 
 

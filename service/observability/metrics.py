@@ -217,8 +217,11 @@ class ClusterMetrics(MetricTable):
     redirects = counter("cluster_redirects", "Requests redirected to another replica")
     moves = counter(
         "rollout_moves",
-        "Rollouts that a drain has suspended, by whether another replica continues them",
+        "Rollouts that were suspended for a move, by whether another replica continues them",
         outcome=("moved", "kept"),
+    )
+    rebalanced = counter(
+        "rollouts_rebalanced", "Rollouts that a busy replica has moved to one with free sequences"
     )
     unregistered_keys = counter(
         "cluster_unregistered_keys",

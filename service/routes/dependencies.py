@@ -58,13 +58,16 @@ async def _check_rollout_local(
 
     A rollout may have been moved: its id then begins with the id of its first replica. That one may
     have drained, and stopped, since the last heartbeat. If the registry does not respond, it is
-    taken to be there unless it was draining.
+    taken to be there unless it was draining. The first replica itself keeps the new address for a
+    limited time only.
     """
     replica_id = replica_id_of(rollout_id)
     if replica_id is None or server.rollouts.find(rollout_id) is not None:
         return
     try:
         await server.cluster.check_local(replica_id)
+        if not server.cluster.is_standalone:
+            await _check_moved(rollout_id, server, caller)
     except RedirectToReplica:
         try:
             await _check_moved(rollout_id, server, caller)

@@ -1,4 +1,4 @@
-"""Routes under /v1/moves: a draining replica sends its rollouts to this one."""
+"""Routes under /v1/moves: another replica sends its rollouts to this one."""
 
 from fastapi import APIRouter, Request, Response
 
@@ -39,7 +39,7 @@ CANCEL_RESPONSES = declare_responses({204: NO_CONTENT}, *AUTH_ERRORS, RolloutNot
 @router.post("", status_code=201, responses=RECEIVE_RESPONSES)
 @requires_role("replica")
 async def receive(request: Request, server: ReadyServer) -> Response:
-    """Continue a rollout that a draining replica sends.
+    """Continue a rollout that another replica sends.
 
     A sender that disconnects before the rollout has started continues it itself.
     """

@@ -1,0 +1,143 @@
+"""Rebalancing: a replica with many running samples moves rollouts to one with free sequences.
+
+Rollouts of a batch end at different times, so one replica may still run many samples while another
+one has none left. Whole rollouts are moved: the samples of a group share the KV of their prompt.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from service.cluster.membership import ClusterMembership
+from service.cluster.registry import ClusterView, Replica
+from service.moves.sender import MoveSender
+from service.rollouts.manager import RolloutManager
+from service.rollouts.rollout import Rollout
+
+MIN_LOAD = 0.25
+"""Load below which no samples are moved: a step with fewer samples is hardly shorter."""
+MIN_RATIO = 2.0
+"""Ratio of the loads of two replicas above which samples are moved."""
+BACKOFF_SECONDS = 60.0
+"""Time without moves after a replica has accepted none: each attempt costs a prefill here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shift:
+    """Number of running samples that this replica can move to `peer`."""
+
+    peer: Replica
+    num_samples: int
+
+
+class Rebalancer:
+    """Moves rollouts of this replica after two successive cluster views with the same imbalance.
+
+    Each rollout is moved once at most, and none that a drain has moved here. `is_enabled` returns
+    false while rollouts must not be suspended. `on_moved` is called with the number of rollouts
+    that were moved.
+    """
+
+    def __init__(
+        self,
+        rollouts: RolloutManager,
+        cluster: ClusterMembership,
+        sender: MoveSender,
+        *,
+        seconds: float,
+        is_enabled: Callable[[], bool],
+        on_moved: Callable[[int], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._rollouts = rollouts
+        self._cluster = cluster
+        self._sender = sender
+        self._seconds = seconds
+        self._is_enabled = is_enabled
+        self._on_moved = on_moved
+        self._clock = clock
+        self._view_changed = asyncio.Event()
+        self._was_unbalanced = False
+        self._retry_at = -float("inf")
+        cluster.view_listeners.append(self._on_view)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Context manager in which the load is compared after each heartbeat."""
+        async with asyncio.TaskGroup() as tasks:
+            comparing = tasks.create_task(self._run(), name="rebalancing")
+            try:
+                yield
+            finally:
+                comparing.cancel()
+
+    def _on_view(self, view: ClusterView) -> None:
+        self._view_changed.set()
+
+    async def _run(self) -> None:
+        while True:
+            await self._view_changed.wait()
+            self._view_changed.clear()
+            await self._compare()
+
+    async def _compare(self) -> None:
+        """Move rollouts if the load was unbalanced in the previous view, too."""
+        found = self._shift() if self._is_enabled() and self._clock() >= self._retry_at else None
+        is_due = found is not None and self._was_unbalanced
+        self._was_unbalanced = found is not None and not is_due
+        if found is not None and is_due:
+            await self._move(found)
+
+    def _shift(self) -> Shift | None:
+        own = self._cluster.view.replicas.get(self._cluster.own_id)
+        return None if own is None else shift(own, self._sender.candidates())
+
+    async def _move(self, found: Shift) -> None:
+        selected = self._selected(found.num_samples)
+        if not selected:
+            return
+        await self._sender.send_to(found.peer.id, selected, self._seconds)
+        num_moved = sum(rollout.moved_to is not None for rollout in selected)
+        self._on_moved(num_moved)
+        if not (num_moved or all(rollout.ended for rollout in selected)):
+            self._retry_at = self._clock() + BACKOFF_SECONDS
+
+    def _selected(self, num_samples: int) -> list[Rollout]:
+        """Rollouts of at most this many running samples in all.
+
+        The newest first: they have the most tokens left, and the fewest to prefill again.
+        """
+        selected = []
+        for rollout in self._rollouts.in_flight():
+            can_move = rollout.request is not None and rollout.source is None
+            if can_move and 0 < rollout.num_running <= num_samples:
+                selected.append(rollout)
+                num_samples -= rollout.num_running
+        return selected
+
+
+def shift(own: Replica, peers: Sequence[Replica]) -> Shift | None:
+    """Samples that `own` can move so that it has the same load as its peer; None for none.
+
+    The busiest replica moves samples to the least busy one, the second busiest to the second least
+    busy one, and so on, so that no replica receives samples of two. Replicas without a number of
+    sequences have not started, or are of another release.
+    """
+    known = [each for each in peers if each.num_sequences and each.id != own.id]
+    if not own.num_sequences or _load(own) < MIN_LOAD:
+        return None
+    ordered = sorted([own, *known], key=lambda each: (_load(each), each.id))
+    peer = ordered[-1 - ordered.index(own)]
+    if _load(own) < MIN_RATIO * _load(peer):
+        return None
+    num_sequences = own.num_sequences + peer.num_sequences
+    excess = own.num_samples * peer.num_sequences - peer.num_samples * own.num_sequences
+    num_samples = min(excess // num_sequences, peer.num_sequences - peer.num_samples)
+    return Shift(peer=peer, num_samples=num_samples) if num_samples > 0 else None
+
+
+def _load(replica: Replica) -> float:
+    """Running samples per sequence; above 1 if some of them wait in the engine's queue."""
+    return replica.num_samples / replica.num_sequences
