@@ -38,6 +38,7 @@ def finished(
     length: int = LENGTH,
     session_id: str | None = None,
     rank: int | None = None,
+    adapter: str | None = None,
     **kept: Any,
 ) -> None:
     """End a request of a chain, whose oldest KV has the age `lag`."""
@@ -48,6 +49,7 @@ def finished(
         kept_kv=KeptKv(chain=chain, **({"max_kl": 0.1} | kept)),
         session_id=session_id,
         data_parallel_rank=rank,
+        adapter=adapter,
     )
     contexts.on_finished(request, completion([-0.5], lag=lag))
 
@@ -81,6 +83,7 @@ def test_only_chains_that_limit_the_divergence_are_measured() -> None:
     finished(contexts, "a")
     finished(contexts, "b", max_kl=None)
     finished(contexts, "c", max_lag=0)
+    finished(contexts, "d", adapter="adapter")
     contexts.on_update()
     assert chosen(contexts) == ["a"]
     contexts.clear()
@@ -143,6 +146,15 @@ def test_every_owner_has_a_chain_before_any_has_a_second_one_of_an_age() -> None
         finished(contexts, chain, owner="b")
     contexts.on_update()
     assert chosen(contexts) == ["b3", "a", "b2"]
+
+
+def test_owner_with_fewer_measured_tokens_comes_first() -> None:
+    contexts = ChainContexts(3 * COST)
+    finished(contexts, "a1", owner="a")
+    finished(contexts, "a2", owner="a", lag=1)
+    finished(contexts, "b3", owner="b", lag=2)
+    contexts.on_update()
+    assert chosen(contexts) == ["a1", "b3", "a2"]
 
 
 def test_contexts_of_ended_sessions_are_removed() -> None:

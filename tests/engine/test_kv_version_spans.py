@@ -64,3 +64,8 @@ def test_spans_of_a_sample_that_loses_its_last_tokens() -> None:
     ]
     assert [_plain(span) for span in cut_kv_versions(spans, 10, 2)] == [("v1", 0, 11, 0)]
     assert cut_kv_versions(spans, 10, 0) == ()
+
+
+def test_neighbours_of_one_version_are_one_span() -> None:
+    """A label may be activated again, so that older KV has the label of the served weights."""
+    assert spans_of([(0, [("v1", 4), ("v1", 8)])], ("v1", 0, 2)) == [("v1", 0, 11, 0)]

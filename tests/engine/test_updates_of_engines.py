@@ -89,6 +89,30 @@ async def test_nothing_is_loaded_again_if_all_engines_have_failed() -> None:
     assert heartbeat.stage == "serving"
 
 
+async def test_engine_that_has_neither_weights_is_dead() -> None:
+    processes = Processes([BROKEN, RESTORED])
+    weights, heartbeat = served(processes)
+    with pytest.raises(EngineDead):
+        await weights.update(NEW, "v1", keep_kv=False)
+    assert heartbeat.stage == "dead"
+    assert processes.calls == [load(NEW)]
+
+
+@pytest.mark.parametrize("is_changed", [False, True])
+async def test_kv_is_reset_if_other_files_were_restored(tmp_path: Path, is_changed: bool) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"one")
+    processes: Any = Processes([RESTORED, RESTORED])
+    copies = MachineCopies(processes, EngineSettings())
+    checkpoint = read_base_checkpoint(MODEL)
+    weights = ServedWeights(processes, Heartbeat(timeouts={}), tmp_path, checkpoint, copies)
+    if is_changed:
+        (tmp_path / "model.safetensors").write_bytes(b"other")
+    with pytest.raises(LoadFailed):
+        await weights.update(NEW, "v1", keep_kv=True)
+    resets = [call for call in processes.calls if call[0] == "coppice_reset_prefix_cache"]
+    assert len(resets) == is_changed
+
+
 @pytest.mark.parametrize("restoring", [RESTORED, BROKEN])
 async def test_engine_that_keeps_the_new_weights_is_dead(restoring: Any) -> None:
     """It restores the weights that it had before the call, which are the new ones."""

@@ -24,7 +24,7 @@ from coppice.wire.support import (
 )
 from engine.sampling_support.rows import encode_mask
 from service.http.errors import InvalidRequest
-from service.rollouts.supports import Supports, check, given_support, max_row_bytes
+from service.rollouts.supports import Supports, check, given_support, max_row_bytes, support_of
 from service.trees.segment_tree import GeneratedTokens, Tree
 from tests.fake_engine import EOS, VOCAB_SIZE, FakeEngine
 from tests.service.test_resume import resume_request, started
@@ -328,3 +328,34 @@ async def test_supports_of_a_segment_are_encoded_once_beside_the_event_loop() ->
     assert one.support is not None and one.support is same.support
     assert one.support.lengths == [201] * 8192
     assert len(support.threads) == 1 and threading.get_ident() not in support.threads
+
+
+async def test_many_short_supports_are_encoded_beside_the_event_loop() -> None:
+    few, many = (CountedSupports([b"\x01\x05"] * num, VOCAB_SIZE) for num in (100, 8192))
+    await few.encoded()
+    await many.encoded()
+    assert few.threads == [threading.get_ident()]
+    assert many.threads and threading.get_ident() not in many.threads
+
+
+def test_equal_supports_share_their_memory() -> None:
+    rows = [bytes([1, 5]) for _ in range(2)]
+    found = support_of(rows, VOCAB_SIZE)
+    assert found is not None and found.rows == rows
+    assert found.rows[0] is found.rows[1]
+
+
+def test_supports_of_a_tree_are_bounded_by_its_tokens() -> None:
+    """Its segments have at most `max_new_tokens_total` tokens, however many leaves there may be."""
+    tree = {"mode": "interval", "interval": 8, "max_leaves": 4, "max_depth": 2}
+    info = FakeEngine().info
+
+    def num_bytes(**limits: int) -> int:
+        sampling = {"max_tokens": 30, "top_p": 0.9}
+        asked = {**body(group(1)), "branching": {**tree, **limits}, "sampling": sampling}
+        request = RolloutRequest.model_validate({**asked, "return_support": True})
+        return check(request, [[1]], info, max_bytes=10**6, max_kept_bytes=None)
+
+    per_token = max_row_bytes(Sampling(top_p=0.9), info)
+    assert num_bytes(max_new_tokens_total=50) == 50 * per_token
+    assert num_bytes(max_new_tokens_total=1000) == 4 * 30 * per_token

@@ -251,6 +251,7 @@ async def test_adapter_is_kept_while_another_one_has_its_path(
         (path / "adapter.json").write_text(label)
         await adapters.load(processes, label, path)
     await adapters.unload(processes, "a@1")
+    assert machine.copies.local_path(str(path)) != str(path), "machine 1 has its copy still"
     assert await adapters.reload(processes)
     assert machine.loaded == [b"a@1", b"a@2", b"a@2"]
     await adapters.unload(processes, "a@2")

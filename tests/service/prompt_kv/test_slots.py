@@ -230,3 +230,21 @@ def test_forgotten_handle_is_unknown() -> None:
     handles._released.clear()
     with pytest.raises(KvNotFound):
         handles.get(handle.id, "me")
+
+
+def test_ended_handle_of_another_owner_is_unknown() -> None:
+    _, handles, handle = sealed(Clock())
+    handles.release(handle.id, "me")
+    with pytest.raises(KvNotFound):
+        handles.get(handle.id, "other")
+
+
+def test_renewals_end_at_the_maximum_lifetime() -> None:
+    clock = Clock()
+    _, _, handle = sealed(clock)
+    handle.start_lease()
+    while clock.now < SETTINGS.max_lifetime_seconds:
+        left = handle.renew(SETTINGS.max_lease_seconds)
+        assert 0 < left <= SETTINGS.max_lifetime_seconds - clock.now
+        clock.now += left - 1 if left > 1 else 1
+    assert handle.renew(SETTINGS.max_lease_seconds) == 0
