@@ -18,6 +18,7 @@ from engine.settings import SharedPrefixMode
 from kernels.shared_prefix_attention.sharing_plan import Int32s, SharingPlan
 
 Int64s = NDArray[np.int64]
+_NONE = np.empty(0, dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,7 @@ class _PlanBuilder:
         self._depths = depths
         self._shared = np.zeros(len(table), dtype=np.int32)
         self._blocks: list[Int32s] = []
+        self._num_blocks: list[Int32s] = []
         self._rows: list[Int64s] = []
         self._sizes: list[Int64s] = []
         # Rows limited only by their depth: they may share more blocks once they are longer.
@@ -113,50 +115,57 @@ class _PlanBuilder:
 
         Rows of a group have the same blocks before their start.
         """
-        self.num_columns = max(self.num_columns, int(starts.max()) + 1)
         rows, starts, sizes = _split(rows, groups, starts, self._table[rows, starts])
         if len(rows) == 0:
             return rows, groups[:0], starts
-        offsets = sizes.cumsum() - sizes
-        firsts, depths = rows[offsets], self._depths[rows]
-        agreed = self._first_difference(rows, firsts, sizes, int(starts.min()), int(depths.max()))
-        ends: Int32s = np.minimum.reduceat(np.minimum(agreed, depths), offsets).astype(np.int32)
-        self._add_nodes(rows, sizes, firsts, starts[offsets], ends)
+        offsets, depths = sizes.cumsum() - sizes, self._depths[rows]
+        first_column, stop = int(starts.min()), int(depths.max())
+        columns = self._table[:, first_column:stop][rows]
+        num_equal = _num_equal(columns, offsets)
+        ends: Int32s = np.minimum(first_column + num_equal, np.minimum.reduceat(depths, offsets))
+        self.num_columns = max(self.num_columns, min(int(ends.max()) + 1, stop))
+        self._add_nodes(
+            rows, sizes, columns[offsets], starts[offsets] - first_column, ends - first_column
+        )
         end_of = ends.repeat(sizes)
         self._shared[rows] = end_of
         on = depths != end_of
         self.open[rows[~on]] = True
         return rows[on], np.arange(len(sizes)).repeat(sizes)[on], end_of[on]
 
-    def _first_difference(
-        self, rows: Int64s, firsts: Int64s, sizes: Int64s, start: int, stop: int
-    ) -> Int64s:
-        """First block-table column in which each row differs from the first row of its group."""
-        columns = self._table[:, start:stop]
-        differs = np.ones((len(rows), stop - start + 1), dtype=np.bool_)
-        np.not_equal(columns[rows], columns[firsts].repeat(sizes, axis=0), out=differs[:, :-1])
-        agreed: Int64s = differs.argmax(axis=1) + start
-        self.num_columns = max(self.num_columns, min(int(agreed.max()) + 1, stop))
-        return agreed
-
     def _add_nodes(
-        self, rows: Int64s, sizes: Int64s, firsts: Int64s, starts: Int32s, ends: Int32s
+        self, rows: Int64s, sizes: Int64s, columns: Int32s, starts: Int32s, ends: Int32s
     ) -> None:
+        """Add a node per row of `columns`, with its blocks from start to end."""
+        at = np.arange(columns.shape[1], dtype=np.int32)
+        self._blocks.append(columns[(at >= starts[:, None]) & (at < ends[:, None])])
+        self._num_blocks.append(ends - starts)
         self._rows.append(rows)
         self._sizes.append(sizes)
-        for first, start, end in zip(firsts.tolist(), starts.tolist(), ends.tolist(), strict=True):
-            self._blocks.append(self._table[first, start:end])
 
     def plan(self, block_size: int) -> SharingPlan:
-        num_blocks = np.array([len(blocks) for blocks in self._blocks], dtype=np.int32)
+        num_blocks = _concatenate(self._num_blocks)
+        sizes = _concatenate(self._sizes)
         return SharingPlan(
             node_blocks=_concatenate(self._blocks),
             node_block_offsets=_offsets(num_blocks),
             node_tokens=num_blocks * np.int32(block_size),
             node_rows=_concatenate(self._rows),
-            node_row_offsets=_offsets(_concatenate(self._sizes)),
+            node_row_offsets=_offsets(sizes),
             suffix_starts=self._shared * np.int32(block_size),
         )
+
+
+def _num_equal(columns: Int32s, offsets: Int64s) -> Int32s:
+    """Number of leading columns in which all rows of a group are equal; groups start at offsets."""
+    num_rows, num_columns = columns.shape
+    # One more column, so that each group has a difference; padded to whole words of eight.
+    differs = np.zeros((num_rows, num_columns // 8 * 8 + 8), dtype=np.bool_)
+    np.not_equal(columns[1:], columns[:-1], out=differs[1:, :num_columns])
+    differs[offsets] = False
+    in_group = np.bitwise_or.reduceat(differs.view(np.uint64), offsets, axis=0).view(np.bool_)
+    in_group[:, num_columns] = True
+    return in_group.argmax(axis=1).astype(np.int32)
 
 
 def _split(
@@ -167,11 +176,11 @@ def _split(
     Groups of a single row are dropped.
     """
     keys = (groups << 32) | blocks
-    order = np.argsort(keys, kind="stable")
+    order = keys.argsort(kind="stable")
     keys = keys[order]
-    changes = np.flatnonzero(keys[1:] != keys[:-1])
-    bounds = np.empty(len(changes) + 2, dtype=np.int64)
-    bounds[0], bounds[1:-1], bounds[-1] = 0, changes + 1, len(keys)
+    is_bound = np.ones(len(keys) + 1, dtype=np.bool_)
+    np.not_equal(keys[1:], keys[:-1], out=is_bound[1:-1])
+    bounds = is_bound.nonzero()[0]
     sizes = bounds[1:] - bounds[:-1]
     is_group = sizes > 1
     order = order[is_group.repeat(sizes)]
@@ -179,7 +188,7 @@ def _split(
 
 
 def _concatenate(pieces: list[Int32s] | list[Int64s]) -> Int32s:
-    joined: Int32s = np.concatenate([np.empty(0, np.int32), *pieces]).astype(np.int32)
+    joined: Int32s = np.concatenate([_NONE, *pieces], dtype=np.int32)
     return joined
 
 
