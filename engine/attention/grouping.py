@@ -165,7 +165,8 @@ def _num_equal(columns: Int32s, offsets: Int64s) -> Int32s:
     differs[offsets] = False
     in_group = np.bitwise_or.reduceat(differs.view(np.uint64), offsets, axis=0).view(np.bool_)
     in_group[:, num_columns] = True
-    return in_group.argmax(axis=1).astype(np.int32)
+    num_equal: Int32s = in_group.argmax(axis=1).astype(np.int32)
+    return num_equal
 
 
 def _split(
