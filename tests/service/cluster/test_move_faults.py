@@ -29,13 +29,14 @@ MOVE_SECONDS = {"silent": 3.0, "stalls": 3.0}
 OTHER_ID = "c" * 12
 HEADERS = b"content-length: 0\r\nconnection: close\r\n\r\n"
 NOT_FOUND = b"HTTP/1.1 404 Not Found\r\n" + HEADERS
+UNPROCESSABLE = b"HTTP/1.1 422 Unprocessable Content\r\n" + HEADERS
 NO_CONTENT = b"HTTP/1.1 204 No Content\r\n" + HEADERS
 STALL_BYTES = 64
 
 
 @asynccontextmanager
 async def peer(registry: InMemoryRegistry, behaviour: str) -> AsyncIterator[list[bytes]]:
-    """Registered replica that is silent, reads slowly, dies, or is of an older release.
+    """Registered replica that is silent, reads slowly, dies, or is of another release.
 
     The first two respond to the cancellation of a move. Yields the first lines of the requests.
     """
@@ -52,6 +53,8 @@ async def peer(registry: InMemoryRegistry, behaviour: str) -> AsyncIterator[list
                 await asyncio.sleep(0.01)
         elif behaviour == "older":
             writer.write(NOT_FOUND)
+        elif behaviour == "newer":
+            writer.write(UNPROCESSABLE)
         writer.close()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
@@ -63,7 +66,7 @@ async def peer(registry: InMemoryRegistry, behaviour: str) -> AsyncIterator[list
         yield requests
 
 
-@pytest.mark.parametrize("behaviour", ["silent", "stalls", "dies", "older"])
+@pytest.mark.parametrize("behaviour", ["silent", "stalls", "dies", "older", "newer"])
 async def test_rollout_ends_where_it_is_if_the_only_peer_fails(
     tmp_path: Path, behaviour: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,11 +85,14 @@ async def test_rollout_ends_where_it_is_if_the_only_peer_fails(
     tokens = [sample["token_ids"] for sample in answer["groups"][0]["samples"]]
     assert tokens == [list(range(3, 15))] * 2
     assert requests[0].startswith(b"POST /v1/moves ")
-    if behaviour != "older":  # the outcome is unknown: the other replica must not run it, too
+    if behaviour not in (
+        "older",
+        "newer",
+    ):  # the outcome is unknown: the other replica must not run it, too
         assert requests[1].startswith(b"DELETE /v1/moves/")
 
 
-@pytest.mark.parametrize("behaviour", ["dies", "older"])
+@pytest.mark.parametrize("behaviour", ["dies", "older", "newer"])
 async def test_next_replica_continues_if_the_first_one_fails(
     tmp_path: Path, behaviour: str
 ) -> None:
