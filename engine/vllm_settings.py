@@ -67,7 +67,8 @@ class VllmSettings(Section):
     enable_expert_parallel: bool = Field(
         False,
         description="distributes whole experts of a mixture-of-experts model over the ranks "
-        "instead of splitting each one; enable it for models of many small experts",
+        "instead of splitting each one; enable it on GPUs for models of many small experts; "
+        "refused on a CPU with several ranks",
     )
     distributed_executor_backend: Literal["mp"] | None = Field(
         None,

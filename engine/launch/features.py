@@ -82,7 +82,7 @@ def engine_features(
         _session_kv_retention(settings),
         _quantization(config, settings),
         _quantized_kv(settings),
-        _expert_parallel(settings),
+        _expert_parallel(config, settings),
         _routed_experts(settings),
         _async_scheduling(config, settings),
         _parser("tool_parser", settings.tool_parser, "tool calls", "stay"),
@@ -210,9 +210,16 @@ def _quantized_kv(settings: EngineSettings) -> FeatureStatus:
     )
 
 
-def _expert_parallel(settings: EngineSettings) -> FeatureStatus:
-    is_on, how = settings.enable_expert_parallel, "engine.enable_expert_parallel"
-    return _feature("expert_parallel", is_on, f"{how} is {str(is_on).lower()}", how)
+def _expert_parallel(config: Any, settings: EngineSettings) -> FeatureStatus:
+    name, how = "expert_parallel", "engine.enable_expert_parallel"
+    if not settings.enable_expert_parallel:
+        return _feature(name, False, f"{how} is false", how)
+    if not config.model_config.is_moe:
+        return _feature(name, False, "the model has no experts")
+    if settings.tensor_parallel_size == 1:
+        reason = "engine.tensor_parallel_size is 1"
+        return _feature(name, False, reason, "engine.tensor_parallel_size")
+    return _feature(name, True, f"{how} is true", how)
 
 
 def _routed_experts(settings: EngineSettings) -> FeatureStatus:

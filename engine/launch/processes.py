@@ -208,11 +208,21 @@ class VllmProcesses:
 
 
 def _check_cpu(settings: EngineSettings) -> None:
-    """Refuse pipeline parallelism: vLLM's CPU worker allocates no tensors between two stages."""
+    """Refuse parallelism that vLLM does not support on CPUs, with the reason.
+
+    Its worker allocates no tensors between two stages of a pipeline. Its kernels take the ids of
+    the router for rows of their weights. With expert parallelism a rank has the rows of some
+    experts only, and the kernels would read memory beyond them.
+    """
     if settings.pipeline_parallel_size > 1:
         raise StartFailed(
             "vLLM's CPU worker does not support pipeline parallelism: set "
             "engine.pipeline_parallel_size to 1"
+        )
+    if settings.enable_expert_parallel and settings.tensor_parallel_size > 1:
+        raise StartFailed(
+            "vLLM's CPU kernels do not support expert parallelism: set "
+            "engine.enable_expert_parallel to false; each expert is then split over the ranks"
         )
 
 

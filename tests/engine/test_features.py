@@ -101,14 +101,33 @@ def test_settings_enable_features() -> None:
         max_adapters=2,
         kv_offload_bytes=2**30,
         kv_cache_dtype="fp8",
-        enable_expert_parallel=True,
         tool_parser="hermes",
     )
     for name in ("lora_adapters", "kv_offloading", "quantization", "quantized_kv_cache"):
         assert on[name].enabled, name
     reason = "fp8, from the model's config.json: its weights cannot be updated"
     assert on["quantization"].reason == reason
-    assert on["expert_parallel"].enabled and on["tool_parser"].enabled
+    assert on["tool_parser"].enabled
+
+
+@pytest.mark.parametrize(
+    ("is_set", "is_moe", "num_ranks", "reason"),
+    [
+        (True, True, 2, None),
+        (False, True, 2, "engine.enable_expert_parallel is false"),
+        (True, False, 2, "the model has no experts"),
+        (True, True, 1, "engine.tensor_parallel_size is 1"),
+    ],
+)
+def test_expert_parallelism_needs_experts_and_several_ranks(
+    is_set: bool, is_moe: bool, num_ranks: int, reason: str | None
+) -> None:
+    model = SimpleNamespace(quantization=None, is_moe=is_moe)
+    found = listed(model=model, enable_expert_parallel=is_set, tensor_parallel_size=num_ranks)[
+        "expert_parallel"
+    ]
+    assert found.enabled == (reason is None)
+    assert reason is None or found.reason == reason
 
 
 @pytest.fixture(scope="module")

@@ -71,6 +71,13 @@ async def test_pipeline_parallelism_is_refused_on_a_cpu() -> None:
             pass
 
 
+async def test_expert_parallelism_is_refused_on_a_cpu() -> None:
+    """vLLM's kernels would read memory beyond the experts of a rank."""
+    with pytest.raises(StartFailed, match="set engine.enable_expert_parallel to false"):
+        async with started(enable_expert_parallel=True, tensor_parallel_size=2):
+            pass
+
+
 async def test_one_rank_uses_its_threads_and_its_death_is_detected() -> None:
     """One engine for three checks, since each needs a healthy one and the last kills it."""
     affinity = os.sched_getaffinity(0)
