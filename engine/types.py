@@ -212,6 +212,7 @@ class SampleRequest:
     each other's text, unless `speculation` is false. Samples with the same chain in `kept_kv` share
     prefixes among themselves only; it replaces `cache_salt`, and excludes exports and loads.
     `adapter` is the label of a loaded adapter.
+    Each step computes at most `prefill_tokens_per_step` tokens of the prompt, if it is set.
     `on_tokens` receives the tokens while the sample runs. The routed experts are returned from
     position `experts_from` on.
 
@@ -246,6 +247,7 @@ class SampleRequest:
     num_prior_tokens: int = 0
     num_drawn_tokens: int = 0
     data_parallel_rank: int | None = None
+    prefill_tokens_per_step: int | None = None
     on_tokens: OnTokens | None = None
 
 

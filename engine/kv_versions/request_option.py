@@ -1,4 +1,4 @@
-"""Request options on KV: to keep that of a chain across weights updates, or to cache none of it."""
+"""Request options: to keep the KV of a chain, to cache none of it, to bound a prefill per step."""
 
 from typing import Any, Final, TypedDict
 
@@ -9,6 +9,9 @@ KV_VERSIONS: Final = "coppice_kv_versions"
 
 UNCACHED_ARG: Final = "coppice_uncached"
 """Key in `extra_args` of a request whose blocks are not added to the prefix cache."""
+
+PREFILL_BOUND_ARG: Final = "coppice_prefill_tokens_per_step"
+"""Key in `extra_args` of the maximum number of a request's tokens that a step computes."""
 
 OlderKv = list[tuple[str, int]]
 """Weights versions and ends of consecutive ranges of positions, the first one from position 0.
@@ -43,3 +46,10 @@ def is_uncached(request: Any) -> bool:
     """True if the blocks of a request in EngineCore are not added to the prefix cache."""
     params = request.sampling_params
     return params is not None and UNCACHED_ARG in (params.extra_args or {})
+
+
+def prefill_bound(request: Any) -> int | None:
+    """Maximum number of tokens of a request in EngineCore that a step computes; None: vLLM's."""
+    params = request.sampling_params
+    bound: int | None = (params.extra_args or {}).get(PREFILL_BOUND_ARG) if params else None
+    return bound

@@ -1,10 +1,15 @@
-"""Hooks in vLLM's EngineCore that record the weights versions of KV."""
+"""Hooks in vLLM's EngineCore that record the weights versions of KV, and bound single prefills."""
 
 import functools
 from typing import Any, Final
 
 from engine.kv_versions.core.kept_blocks import KeptBlocks
-from engine.kv_versions.request_option import KV_VERSIONS, is_uncached, keep_option
+from engine.kv_versions.request_option import (
+    KV_VERSIONS,
+    is_uncached,
+    keep_option,
+    prefill_bound,
+)
 
 ALL_BLOCKS_CACHED: Final = 1 << 60
 """Count of cached blocks of a running request that must not add blocks to the prefix cache."""
@@ -36,6 +41,7 @@ def install() -> None:
     BlockPool._remove_cached_block_hashes = _removing(BlockPool._remove_cached_block_hashes)
     BlockPool.reset_prefix_cache = _resetting(BlockPool.reset_prefix_cache)
     Scheduler._free_blocks = _ending(Scheduler._free_blocks)
+    Scheduler._reserve_prefill_lookahead = _bounding(Scheduler._reserve_prefill_lookahead)
     EngineCore.set_weight_version = _announced(EngineCore.set_weight_version)
     EngineCore._attach_weight_version = _with_reports(EngineCore._attach_weight_version)
 
@@ -150,6 +156,25 @@ def _ending(upstream: Any) -> Any:
         self.kv_cache_manager.block_pool.coppice_kept_blocks.on_finished(request.request_id)
 
     return free_blocks
+
+
+def _bounding(upstream: Any) -> Any:
+    """Patch of the last function that sets the number of a request's tokens in a step.
+
+    A number that vLLM has padded for drafts, or reserves for a drafter, is not reduced.
+    """
+
+    @functools.wraps(upstream)
+    def reserve_prefill_lookahead(
+        self: Any, request: Any, num_computed_tokens: int, num_new_tokens: int
+    ) -> int:
+        if (bound := prefill_bound(request)) is not None:
+            least = max(1 + self.num_spec_tokens, self.num_prefill_lookahead)
+            num_new_tokens = min(num_new_tokens, max(bound, least))
+        scheduled: int = upstream(self, request, num_computed_tokens, num_new_tokens)
+        return scheduled
+
+    return reserve_prefill_lookahead
 
 
 def _announced(upstream: Any) -> Any:
