@@ -130,13 +130,15 @@ class KeptKvStats:
     """KV of chains, which stays in the prefix cache across weights updates, in tokens.
 
     `num_kept_tokens` are cached now. The others count since the engine started: tokens found in the
-    prefix cache with KV that is older than the weights, and cached tokens that were dropped.
+    prefix cache with KV that is older than the weights, cached tokens that were dropped, and tokens
+    beyond the limits of their chains that were computed again between requests.
     `divergences` were measured for the served weights, in ascending order of their ages.
     """
 
     num_kept_tokens: int = 0
     num_reused_tokens: int = 0
     num_dropped_tokens: Mapping[KeptKvDropReason, int] = field(default_factory=dict)
+    num_refreshed_tokens: int = 0
     divergences: Sequence[KvDivergence] = ()
 
 

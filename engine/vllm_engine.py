@@ -28,7 +28,9 @@ from engine.io import logprobs
 from engine.io.chat_conversion import ChatProcessor
 from engine.io.sampling_checks import SamplingChecks
 from engine.io.vllm_requests import Generation
-from engine.kv_versions.measurement import KvMeasurement
+from engine.kv_versions.contexts import ChainContexts
+from engine.kv_versions.measurement import KvMeasurement, ProbeRequests
+from engine.kv_versions.refresh import EndedContexts, KvRefresh, RefreshLimits
 from engine.launch.arguments import WORKER_EXTENSION
 from engine.launch.data_parallel import check_settings
 from engine.launch.features import GPU_DEVICE, with_prediction
@@ -77,6 +79,8 @@ from engine.weights.validation import check_adapter, check_checkpoint
 
 SAVE_SECONDS: Final = 30.0
 """Longest time for the save of the draft store at a stop."""
+MAX_REFRESHED_SHARE: Final = 0.5
+"""Share of the KV cache that contexts may have which are computed again between requests."""
 
 
 class VllmEngine:
@@ -130,6 +134,7 @@ class VllmEngine:
         self._kv_measurement = KvMeasurement(
             self._processes, self._generation, settings.kv_probe_tokens
         )
+        self._kv_refresh: KvRefresh | None = None
         self._sampling_checks = SamplingChecks(self._processes)
         self._info: EngineInfo | None = None
         self._chat: ChatProcessor
@@ -163,7 +168,9 @@ class VllmEngine:
         return self._monitor.graphs
 
     def kept_kv(self) -> KeptKvStats:
-        return self._kv_measurement.add_to(self._monitor.kept_kv)
+        num_refreshed = self._kv_refresh.num_tokens if self._kv_refresh else 0
+        stats = replace(self._monitor.kept_kv, num_refreshed_tokens=num_refreshed)
+        return self._kv_measurement.add_to(stats)
 
     def session_kv(self) -> KvRetentionStats:
         return self._monitor.session_kv
@@ -208,6 +215,8 @@ class VllmEngine:
             self._chat.template_variables,
             features,
         )
+        if self._settings.kv_refresh_tokens_per_step:
+            self._kv_refresh = self._create_kv_refresh(self._info)
         await self._generation.warm_up(self._info.eos_token_ids)
         await self._start_drafting()
         await self._start_session_kv_retention()
@@ -217,6 +226,15 @@ class VllmEngine:
         self._monitor_task = asyncio.create_task(
             self._monitor.run(self._settings.hang_seconds, self._drafter), name="engine-monitor"
         )
+
+    def _create_kv_refresh(self, info: EngineInfo) -> KvRefresh:
+        limits = RefreshLimits(
+            tokens_per_step=self._settings.kv_refresh_tokens_per_step,
+            max_context_tokens=info.max_context_tokens,
+            max_retained_tokens=int(MAX_REFRESHED_SHARE * info.num_blocks * info.block_size),
+            block_size=info.block_size,
+        )
+        return KvRefresh(ProbeRequests(self._generation, info.max_context_tokens), limits)
 
     def _open_drafter_dir(self, model: Path, served: Checkpoint) -> None:
         """Open the drafter directory and set the `drafter` setting to its serving drafter."""
@@ -342,21 +360,28 @@ class VllmEngine:
 
     async def submit(self, samples: Sequence[SampleRequest]) -> list[Awaitable[Completion]]:
         on_finished = self._finished_observer(samples)
+        if self._kv_refresh is not None:
+            self._kv_refresh.contexts.on_submitted(samples)
         return await self._generation.submit(samples, self.info.max_context_tokens, on_finished)
 
     def _finished_observer(self, samples: Sequence[SampleRequest]) -> FinishedListener | None:
         """Listener for the completions of these samples, if anything learns from them."""
         learner = self._drafter if self._drafter and self._drafter.is_training else None
         listener = learner.on_sample_finished if learner else self._finished_listener
-        if not any(sample.kept_kv and sample.kept_kv.max_kl is not None for sample in samples):
+        if all(sample.kept_kv is None for sample in samples):
             return listener
 
         def observe(sample: SampleRequest, completion: Completion) -> None:
-            self._kv_measurement.contexts.on_finished(sample, completion)
+            for contexts in self._kv_contexts():
+                contexts.on_finished(sample, completion)
             if listener is not None:
                 listener(sample, completion)
 
         return observe
+
+    def _kv_contexts(self) -> Sequence[ChainContexts | EndedContexts]:
+        measured = self._kv_measurement.contexts
+        return [measured, self._kv_refresh.contexts] if self._kv_refresh else [measured]
 
     def listen_finished(self, listener: FinishedListener | None) -> None:
         self._finished_listener = listener
@@ -403,14 +428,21 @@ class VllmEngine:
         await await_engine(self.llm, self.llm.resume_generation())
 
     async def reset_prefix_cache(self) -> None:
-        self._kv_measurement.contexts.clear()
+        for contexts in self._kv_contexts():
+            contexts.clear()
         await self._processes.call_cores("coppice_reset_prefix_cache")
 
     async def measure_kept_kv(self, priority: int) -> None:
         await self._kv_measurement.run(self.info.max_context_tokens, priority)
 
+    async def refresh_kept_kv(self, priority: int) -> bool:
+        if self._kv_refresh is None:
+            return False
+        return await self._kv_refresh.run(self._kv_measurement.max_lag, priority)
+
     async def release_session_kv(self, session_ids: Sequence[str]) -> None:
-        self._kv_measurement.contexts.release(session_ids)
+        for contexts in self._kv_contexts():
+            contexts.release(session_ids)
         await self._processes.call_cores("coppice_release_session_kv", list(session_ids))
 
     # Weights and adapters
@@ -434,12 +466,15 @@ class VllmEngine:
         except LoadFailed:
             self._sleep_mode.restore_stage()
             raise
+        if self._kv_refresh is not None:
+            self._kv_refresh.on_update(keeps_kv=keep_kv)
         self._sleep_mode.on_weights_loaded()
         return num_kept
 
     async def sleep(self, level: SleepLevel, tags: AbstractSet[SleepTag]) -> None:
         assert self._sleep_mode is not None, "the engine has not started"
-        self._kv_measurement.contexts.clear()
+        for contexts in self._kv_contexts():
+            contexts.clear()
         await self._sleep_mode.sleep(level, tags)
 
     async def wake(self, tags: AbstractSet[SleepTag]) -> None:

@@ -48,8 +48,8 @@ from service.sessions.manager import SessionManager
 from service.trees.external_tree import ExternalTrees
 from service.weights.activation import Activation
 from service.weights.checkpoint_store import CheckpointStore
-from service.weights.divergence_probes import DivergenceProbes
 from service.weights.drafter import DrafterManager
+from service.weights.kept_kv_tasks import KeptKvTasks
 from service.weights.replication.allowed_peers import Peers
 from service.weights.replication.announcer import Announcer
 from service.weights.replication.coordinator import ActivationCoordinator
@@ -203,7 +203,7 @@ class Server:
             on_received=self.metrics.weights.record_upload,
         )
         self.drafters = DrafterManager(engine, self.checkpoints)
-        self._divergence_probes = DivergenceProbes(engine, priority_aging)
+        self._kept_kv_tasks = KeptKvTasks(engine, priority_aging)
         self.activation = Activation(
             engine,
             self.versions,
@@ -300,7 +300,7 @@ class Server:
                 self.cluster.running(),
                 self.rollouts.running(),
                 self.sessions.running(),
-                self._divergence_probes.running(),
+                self._kept_kv_tasks.running(),
                 self.activation.running(),
                 self.coordinator.running(),
                 self._rebalancer.running(),
@@ -406,7 +406,7 @@ class Server:
         self.metrics.weights.record_activation(answer)
         if answer.version != answer.previous:
             self._activated_at = time.monotonic()
-            self._divergence_probes.on_activated()
+            self._kept_kv_tasks.on_activated()
 
     def _count_group(self, rollout: Rollout, group: Group, answer: GroupAnswer) -> None:
         self.metrics.record_group(answer, group.sample_seconds)

@@ -145,6 +145,8 @@ class FakeEngine:
         self.speculated = SpeculationStats()
         self.update_graphs = CudaGraphStats()
         self.kept_stats = KeptKvStats()
+        self.refreshed: list[int] = []
+        self.num_to_refresh = 0
         self.kept_kv_reason: KeptKvReason | None = None
         self.chains: dict[tuple[str, tuple[int, ...]], str] = {}
         self.retained = KvRetentionStats()
@@ -218,6 +220,13 @@ class FakeEngine:
                 raise
         if self.measure_error is not None:
             raise self.measure_error
+
+    async def refresh_kept_kv(self, priority: int) -> bool:
+        self.refreshed.append(priority)
+        if self.num_to_refresh:
+            self.num_to_refresh -= 1
+            return True
+        return False
 
     def session_kv(self) -> KvRetentionStats:
         return self.retained

@@ -1,4 +1,4 @@
-"""Contexts of chains that limit the divergence of their KV, and the choice of those to measure."""
+"""Contexts of chains that limit the age or divergence of their KV, and those to measure."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterator, Sequence
@@ -17,7 +17,7 @@ RETAINED_BUDGETS: Final = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ChainContext:
-    """Prompt of the last request of a chain, and the age of its KV at the update `num_updates`.
+    """Tokens of a request of a chain, and the age of its KV at the update `num_updates`.
 
     Its KV is that of the engine with `data_parallel_rank`, if there are several.
     """
@@ -34,42 +34,39 @@ class ChainContext:
         return len(self.token_ids) + PROBE_TOKENS
 
 
-class ChainContexts:
-    """Contexts of the chains that ended a request last, of at most `max_tokens` tokens each.
+class ContextStore:
+    """Contexts by key, of at most `max_tokens` tokens in total.
 
     Above the limits, the owner with most contexts or tokens loses its oldest context.
     """
 
-    def __init__(self, max_tokens: int) -> None:
-        self.max_tokens = max_tokens
+    def __init__(self, max_tokens: int, max_contexts: int) -> None:
+        self._max_tokens = max_tokens
+        self._max_contexts = max_contexts
         self._contexts: OrderedDict[str, ChainContext] = OrderedDict()
         self._num_tokens = 0
-        self._num_updates = 0
+        self.num_updates = 0
 
     def __len__(self) -> int:
         return len(self._contexts)
 
-    def on_finished(self, sample: SampleRequest, completion: Completion) -> None:
-        """Retain the context of a sample whose chain limits the divergence of its KV."""
-        kept = sample.kept_kv
-        if kept is None or kept.max_kl is None or sample.adapter is not None:
-            return
-        context = ChainContext(
-            kept=kept,
-            token_ids=sample.prompt_token_ids,
-            session_id=sample.session_id,
-            data_parallel_rank=sample.data_parallel_rank,
-            num_updates=self._num_updates,
-            lag=completion.kv_lag,
-        )
-        self._remove(kept.chain)
-        if context.num_probe_tokens <= self.max_tokens:
-            self._contexts[kept.chain] = context
-            self._num_tokens += len(context.token_ids)
+    def items(self) -> list[tuple[str, ChainContext]]:
+        """Keys and contexts, the last one first."""
+        return list(reversed(self._contexts.items()))
+
+    def get(self, key: str) -> ChainContext | None:
+        return self._contexts.get(key)
+
+    def put(self, key: str, context: ChainContext) -> None:
+        """Add a context as the last one. One with the same key is replaced."""
+        self.remove(key)
+        self._contexts[key] = context
+        self._num_tokens += len(context.token_ids)
         self._limit()
 
-    def on_update(self) -> None:
-        self._num_updates += 1
+    def remove(self, key: str) -> None:
+        if (context := self._contexts.pop(key, None)) is not None:
+            self._num_tokens -= len(context.token_ids)
 
     def clear(self) -> None:
         self._contexts.clear()
@@ -78,30 +75,34 @@ class ChainContexts:
     def release(self, session_ids: Collection[str]) -> None:
         """Remove the contexts of sessions that have ended."""
         ended = set(session_ids)
-        for chain, context in list(self._contexts.items()):
+        for key, context in self.items():
             if context.session_id in ended:
-                self._remove(chain)
+                self.remove(key)
 
-    def discard(self, context: ChainContext) -> None:
-        """Remove a context whose older KV is gone, unless a later one has replaced it."""
-        if self._contexts.get(context.kept.chain) is context:
-            self._remove(context.kept.chain)
+    def on_update(self) -> None:
+        self.num_updates += 1
 
-    def with_older_kv(self) -> Iterator[tuple[int, ChainContext]]:
-        """Contexts whose chains may read KV of older weights, with its age; the last one first."""
-        for context in reversed(self._contexts.values()):
-            lag, max_lag = self._lag(context), context.kept.max_lag
-            if lag and (max_lag is None or lag <= max_lag):
-                yield lag, context
+    def lag(self, context: ChainContext) -> int:
+        """Age that the KV of a context has now, if its blocks are still cached."""
+        return self.num_updates - context.num_updates + context.lag
 
-    def _lag(self, context: ChainContext) -> int:
-        """Age that the KV of a chain has now, if its blocks are still cached."""
-        return self._num_updates - context.num_updates + context.lag
+    def context_of(
+        self, sample: SampleRequest, completion: Completion, kept: KeptKv, token_ids: Sequence[int]
+    ) -> ChainContext:
+        """Context with these tokens of a sample that ends now."""
+        return ChainContext(
+            kept=kept,
+            token_ids=token_ids,
+            session_id=sample.session_id,
+            data_parallel_rank=sample.data_parallel_rank,
+            num_updates=self.num_updates,
+            lag=completion.kv_lag,
+        )
 
     def _limit(self) -> None:
-        while len(self._contexts) > MAX_CONTEXTS:
+        while len(self._contexts) > self._max_contexts:
             self._remove_oldest_of(Counter(each.kept.owner for each in self._contexts.values()))
-        while self._num_tokens > RETAINED_BUDGETS * self.max_tokens:
+        while self._num_tokens > self._max_tokens:
             num_tokens = Counter[str]()
             for each in self._contexts.values():
                 num_tokens[each.kept.owner] += len(each.token_ids)
@@ -109,11 +110,37 @@ class ChainContexts:
 
     def _remove_oldest_of(self, usage: Counter[str]) -> None:
         [(owner, _)] = usage.most_common(1)
-        self._remove(next(c for c, each in self._contexts.items() if each.kept.owner == owner))
+        self.remove(next(k for k, each in self._contexts.items() if each.kept.owner == owner))
 
-    def _remove(self, chain: str) -> None:
-        if (context := self._contexts.pop(chain, None)) is not None:
-            self._num_tokens -= len(context.token_ids)
+
+class ChainContexts(ContextStore):
+    """Last prompts of the chains that ended a request last, of at most `max_tokens` tokens each."""
+
+    def __init__(self, max_tokens: int) -> None:
+        super().__init__(RETAINED_BUDGETS * max_tokens, MAX_CONTEXTS)
+        self.max_tokens = max_tokens
+
+    def on_finished(self, sample: SampleRequest, completion: Completion) -> None:
+        """Retain the context of a sample whose chain limits the divergence of its KV."""
+        kept = sample.kept_kv
+        if kept is None or kept.max_kl is None or sample.adapter is not None:
+            return
+        context = self.context_of(sample, completion, kept, sample.prompt_token_ids)
+        self.remove(kept.chain)
+        if context.num_probe_tokens <= self.max_tokens:
+            self.put(kept.chain, context)
+
+    def discard(self, context: ChainContext) -> None:
+        """Remove a context whose older KV is gone, unless a later one has replaced it."""
+        if self.get(context.kept.chain) is context:
+            self.remove(context.kept.chain)
+
+    def with_older_kv(self) -> Iterator[tuple[int, ChainContext]]:
+        """Contexts whose chains may read KV of older weights, with its age; the last one first."""
+        for _, context in self.items():
+            lag, max_lag = self.lag(context), context.kept.max_lag
+            if lag and (max_lag is None or lag <= max_lag):
+                yield lag, context
 
 
 class ProbeChoice:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from engine.feature_stats import KeptKvStats, KvDivergence
 from engine.io.vllm_requests import Generation
 from engine.kv_versions.contexts import ChainContexts, ProbeChoice
+from engine.kv_versions.divergence_limit import MeasuredDivergence
 from engine.kv_versions.probes import (
     TOP_K,
     ProbeResult,
@@ -19,7 +20,7 @@ from engine.kv_versions.probes import (
     owner_divergences,
 )
 from engine.launch.processes import VllmProcesses
-from engine.types import Completion, SampleRequest, TopLogprobRows
+from engine.types import Completion, KeptKv, SampleRequest, TopLogprobRows
 
 
 class KvMeasurement:
@@ -35,6 +36,7 @@ class KvMeasurement:
         self._choice = ProbeChoice(self.contexts)
         self._results: list[ProbeResult] = []
         self._divergences: Sequence[KvDivergence] = ()
+        self._limits = MeasuredDivergence()
         self._update_lock = asyncio.Lock()
 
     @asynccontextmanager
@@ -43,13 +45,20 @@ class KvMeasurement:
         async with self._update_lock:
             yield
             self._choice = ProbeChoice(self.contexts)
-            self._results, self._divergences = [], ()
+            self._results, self._divergences, self._limits = [], (), MeasuredDivergence()
             self.contexts.on_update()
             if not keeps_kv:
                 self.contexts.clear()
 
     def add_to(self, stats: KeptKvStats) -> KeptKvStats:
         return replace(stats, divergences=self._divergences)
+
+    def max_lag(self, kept: KeptKv) -> int | None:
+        """Greatest age of the KV that a chain may read now; None if it has no limit."""
+        limits = [] if kept.max_lag is None else [kept.max_lag]
+        if kept.max_kl is not None:
+            limits.append(self._limits.max_lag(kept.owner, kept.max_kl))
+        return min(limits, default=None)
 
     async def run(self, max_context_tokens: int, priority: int) -> None:
         """Measure chains, and let EngineCore apply the limits of new requests to the results."""
@@ -61,6 +70,7 @@ class KvMeasurement:
                 self._results += found
                 means = owner_divergences(self._results)
                 await self._processes.call_cores("coppice_set_kv_divergence", means)
+                self._limits.set(means)
                 self._divergences = mean_divergences(self._results)
 
 

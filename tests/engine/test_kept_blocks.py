@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from engine.kv_versions.core.divergence_limit import MeasuredDivergence
 from engine.kv_versions.core.kept_blocks import KeptBlocks
+from engine.kv_versions.divergence_limit import MeasuredDivergence
 from engine.kv_versions.request_option import KEEP_KV_ARG, KeepOption, OlderKv
 
 BLOCK = 4

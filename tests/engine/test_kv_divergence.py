@@ -7,9 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import pytest_asyncio
-import torch
 from numpy.typing import NDArray
-from safetensors.torch import load_file, save_file
 
 from bench.harness.kv_teacher_forcing import Teacher, Turn
 from engine.kv_versions.contexts import PROBE_TOKENS, ProbeChoice
@@ -17,7 +15,8 @@ from engine.kv_versions.measurement import ProbeRequests
 from engine.kv_versions.probes import TOP_K, ProbeEngine, mean_divergences, measure
 from engine.types import Completion, KeptKv, SampleRequest, Sampling, TopLogprobRows
 from engine.vllm_engine import VllmEngine
-from tests.engine.seedling import BLOCK, MODEL, settings
+from tests.engine.disturbed_models import make_disturbed_models
+from tests.engine.seedling import BLOCK, settings
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
 
@@ -27,24 +26,7 @@ LENGTH = 3 * BLOCK + 5
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The bundled model, and versions of it that are disturbed more and more."""
-    made = {"v0": MODEL}
-    for number in (1, 2, 3):
-        made[f"v{number}"] = folder = tmp_path_factory.mktemp(f"v{number}")
-        for file in MODEL.iterdir():
-            if file.name != "model.safetensors":
-                (folder / file.name).symlink_to(file)
-        draw = torch.Generator().manual_seed(7)
-        weights = load_file(MODEL / "model.safetensors")
-        disturbed = {
-            name: (
-                t.float() + 0.05 * number * t.float().std() * torch.randn(t.shape, generator=draw)
-            )
-            for name, t in weights.items()
-        }
-        kept = {name: t.to(weights[name].dtype) for name, t in disturbed.items()}
-        save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
-    return made
+    return make_disturbed_models(tmp_path_factory.mktemp("models"))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from engine.feature_stats import KeptKvDropReason
-from engine.kv_versions.core.divergence_limit import MeasuredDivergence
+from engine.kv_versions.divergence_limit import MeasuredDivergence
 from engine.kv_versions.request_option import KeepOption, KvReport, OlderKv, keep_option
 
 Groups = Sequence[tuple[Sequence[Any], int]]

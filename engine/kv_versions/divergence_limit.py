@@ -1,4 +1,7 @@
-"""Limit of the divergence of kept KV, from measurements by owner and age. Runs in EngineCore."""
+"""Limit of the divergence of kept KV, from measurements by owner and age.
+
+EngineCore and the service's process apply the same one.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterable

@@ -1,7 +1,7 @@
-"""Measurement of the divergence of kept KV after each activation, in the background.
+"""Background work on kept KV after each activation: its measurement and its recomputation.
 
-It is repeated until the next activation: samples that run across one end later, and chains whose
-next calls overtake a measurement have no older KV any more. The engine limits its cost per update.
+Both are repeated until the next activation: samples that run across one end later, and chains whose
+next calls overtake a measurement have no older KV any more. The engine limits their cost.
 """
 
 import asyncio
@@ -20,8 +20,12 @@ REPEAT_SECONDS: Final = 5.0
 log = logging.getLogger(__name__)
 
 
-class DivergenceProbes:
-    """Task that has the engine measure kept KV; an activation ends the measurement before it."""
+class KeptKvTasks:
+    """Task that has the engine measure kept KV, and compute it again where it is too old.
+
+    KV is measured first, because the results decide which KV is too old. An activation ends the
+    task of the one before it.
+    """
 
     def __init__(
         self,
@@ -34,11 +38,11 @@ class DivergenceProbes:
         self._repeat_seconds = repeat_seconds
         self._priority_aging = priority_aging
         self._tasks: asyncio.TaskGroup | None = None
-        self._measuring: asyncio.Task[None] | None = None
+        self._running: asyncio.Task[None] | None = None
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Context manager in which activations start measurements."""
+        """Context manager in which activations start the task."""
         async with asyncio.TaskGroup() as self._tasks:
             try:
                 yield
@@ -47,22 +51,23 @@ class DivergenceProbes:
                 self._cancel()
 
     def on_activated(self) -> None:
-        """Start a measurement. Call it once the new weights are served."""
+        """Start the task. Call it once the new weights are served."""
         self._cancel()
         if self._tasks is not None:
-            self._measuring = self._tasks.create_task(self._measure(), name="kv-divergence")
+            self._running = self._tasks.create_task(self._run(), name="kept-kv")
 
     def _cancel(self) -> None:
-        if self._measuring is not None:
-            self._measuring.cancel()
+        if self._running is not None:
+            self._running.cancel()
 
-    async def _measure(self) -> None:
+    async def _run(self) -> None:
         try:
             while True:
                 priority = self._priority_aging.to_engine_priority(LOWEST_PRIORITY)
                 await self._engine.measure_kept_kv(priority)
-                await asyncio.sleep(self._repeat_seconds)
+                if not await self._engine.refresh_kept_kv(priority):
+                    await asyncio.sleep(self._repeat_seconds)
         except* EngineError as failures:
-            log.warning("the divergence of kept KV was not measured: %s", failures.exceptions[0])
+            log.warning("kept KV is not measured any more: %s", failures.exceptions[0])
         except* Exception:
-            log.exception("the measurement of the divergence of kept KV failed")
+            log.exception("the measurement or recomputation of kept KV failed")

@@ -1,4 +1,4 @@
-"""`keep_kv.max_kl`: measurements after activations, and their results."""
+"""Kept KV after activations: measurements with their results, and recomputation."""
 
 import asyncio
 import json
@@ -11,7 +11,7 @@ from engine.errors import EngineDead
 from engine.feature_stats import KeptKvStats, KvDivergence
 from engine.types import SampleRequest
 from service.rollouts.fairness import PriorityAging
-from service.weights.divergence_probes import DivergenceProbes
+from service.weights.kept_kv_tasks import KeptKvTasks
 from tests.fake_engine import FakeEngine
 from tests.service.test_kept_kv import activate
 from tests.service.test_rollouts import body, group
@@ -81,10 +81,30 @@ async def test_measurement_that_fails_does_not_stop_the_server(
 
 async def test_measurement_is_repeated_until_the_next_activation() -> None:
     engine = FakeEngine()
-    probes = DivergenceProbes(engine, PriorityAging(overtaken_seconds=1), repeat_seconds=0.001)
+    probes = KeptKvTasks(engine, PriorityAging(overtaken_seconds=1), repeat_seconds=0.001)
     async with probes.running():
         probes.on_activated()
         await eventually(lambda: len(engine.measured) >= 3)
+
+
+async def test_kv_beyond_its_limits_is_computed_again_after_each_measurement(
+    tmp_path: Path,
+) -> None:
+    engine = FakeEngine()
+    engine.num_to_refresh = 3
+    async with serving(engine, tmp_path) as served:
+        assert not engine.refreshed
+        await activate(served, "v1", kv="keep_running")
+        await eventually(lambda: len(engine.refreshed) == 4)
+        assert engine.measured == engine.refreshed  # no pause while there is something to compute
+
+
+async def test_tokens_that_were_computed_again_are_counted(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    engine.kept_stats = KeptKvStats(num_refreshed_tokens=700)
+    async with serving(engine, tmp_path) as served:
+        metrics = (await served.http.get("/metrics")).text
+    assert "coppice_kept_kv_refreshed_tokens_total 700.0" in metrics
 
 
 async def test_measured_divergences_are_listed_and_exported(tmp_path: Path) -> None:
