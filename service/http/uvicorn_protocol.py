@@ -8,6 +8,7 @@
 - Trailer fields are dropped.
 - Requests with Upgrade are served as HTTP/1.1.
 - A client that closes its connection is detected even while reading is paused.
+- Large bodies are received in blocks (`service/http/body_blocks.py`).
 
 The module is longer than others: uvicorn creates one object of one class per connection, and all of
 its callbacks share the state of that connection.
@@ -24,9 +25,10 @@ from typing import Any
 
 import httptools
 from uvicorn._types import ASGI3Application
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from service.config.settings import LimitsSettings
+from service.http.body_blocks import BlockProtocol
 from service.http.connection_limit import Connections, connection_limit
 from service.http.errors import HeadersTooLarge, MalformedRequest, RequestTimeout, ServiceError
 from service.http.exception_handlers import problem_response
@@ -51,7 +53,7 @@ SendBody = Callable[[socket.socket], Awaitable[bool]]
 SendBodyExtension = Callable[[SendBody], Awaitable[None]]
 
 
-class TimeoutProtocol(HttpToolsProtocol):
+class TimeoutProtocol(BlockProtocol):
     """uvicorn's HTTP protocol of a connection, with timeouts and size limits.
 
     uvicorn instantiates the subclass that `protocol_with_limits` returns, one object per
@@ -128,6 +130,9 @@ class TimeoutProtocol(HttpToolsProtocol):
         self._framing_bytes -= len(body)
         super().on_body(body)
 
+    def on_reading_paused(self) -> None:
+        self._watch_hangup()
+
     def on_chunk_header(self) -> None:
         self._framing_bytes -= CHUNK_LINE_BYTES
 
@@ -202,8 +207,7 @@ class TimeoutProtocol(HttpToolsProtocol):
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
             head = self._head_without_upgrade()
-            self.parser = httptools.HttpRequestParser(self)
-            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+            self.new_parser()
             self.parser.feed_data(head)
             return data[upgrade.args[0] :]
         return None

@@ -41,7 +41,8 @@ DELTA = ".delta"
 """Name of the uploaded delta in a version's directory; sent to replicas with the base version."""
 INDEX = "model.safetensors.index.json"
 _FILE_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
-OnBlock = Callable[[bytearray], object]
+Block = bytes | bytearray
+OnBlock = Callable[[Block], object]
 _DIGEST = re.compile(r"sha-256=:([A-Za-z0-9+/]{43}=):")
 
 
@@ -224,26 +225,38 @@ def validate_file_name(name: str) -> str:
 
 
 async def _write(file: BinaryIO, chunks: AsyncIterator[bytes], observers: Sequence[OnBlock]) -> str:
-    """Write a stream to a file, `WRITE_BYTES` at a time; returns its XXH3 checksum of 128 bits.
+    """Write a stream to a file in large blocks; returns its XXH3 checksum of 128 bits.
 
     A block is written, and passed to the observers, in threads while the next one is received.
     """
     checksum = xxhash.xxh3_128()
 
-    def write(block: bytearray) -> None:
+    def write(block: Block) -> None:
         checksum.update(block)
         file.write(block)
 
     async with _BlockWriter([write, *observers]) as writer:
-        block = bytearray()
-        async for chunk in chunks:
-            block += chunk
-            if len(block) >= WRITE_BYTES:
-                await writer.write(block)
-                block = bytearray()
-        await writer.write(block)
+        async for block in _large_blocks(chunks):
+            await writer.write(block)
         await writer.finish()
     return checksum.hexdigest()
+
+
+async def _large_blocks(chunks: AsyncIterator[Block]) -> AsyncIterator[Block]:
+    """Yield chunks of `WRITE_BYTES` or more as they are, and join smaller ones."""
+    joined = bytearray()
+    async for chunk in chunks:
+        if len(chunk) >= WRITE_BYTES:
+            if joined:
+                yield joined
+                joined = bytearray()
+            yield chunk
+            continue
+        joined += chunk
+        if len(joined) >= WRITE_BYTES:
+            yield joined
+            joined = bytearray()
+    yield joined
 
 
 class _BlockWriter:
@@ -263,7 +276,7 @@ class _BlockWriter:
         if self._running:
             await asyncio.wait(self._running)
 
-    async def write(self, block: bytearray) -> None:
+    async def write(self, block: Block) -> None:
         """Start with a block after the previous one; the caller must not change it."""
         await self.finish()
         loop = asyncio.get_running_loop()
