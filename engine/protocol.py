@@ -37,6 +37,7 @@ from engine.types import (
     TopLogprobRows,
     VersionSpan,
 )
+from engine.weights.magnitudes import UNKNOWN, Magnitudes
 
 DEFAULT_SAMPLING = Sampling(max_tokens=1)
 
@@ -145,7 +146,8 @@ class Engine(Protocol):
         adapters are loaded again, unless update_weights has loaded others since the weights are
         awake. EngineDead: the engine must not be resumed. Tags that are awake are ignored.
     check_weights: raises CheckpointRefused if the files could not be served. Changes nothing. May
-        block for seconds, so call it outside the event loop.
+        block for seconds, so call it outside the event loop. `magnitudes` are those of the tensors
+        of a single file, as far as they are known: these values are not read again.
     prepare_weights: call before update_weights, outside the pause, with validated files. Copies
         them to other machines of the engine if these need copies. LoadFailed: nothing has changed.
     update_weights: call while paused; the caller resumes. Loads validated files, resets the prefix
@@ -260,7 +262,7 @@ class Engine(Protocol):
 
     async def wake(self, tags: AbstractSet[SleepTag]) -> None: ...
 
-    def check_weights(self, path: Path) -> None: ...
+    def check_weights(self, path: Path, magnitudes: Magnitudes = UNKNOWN) -> None: ...
 
     async def prepare_weights(self, path: Path) -> None: ...
 

@@ -73,6 +73,7 @@ from engine.types import (
 )
 from engine.weights.checkpoint import Checkpoint, read_base_checkpoint
 from engine.weights.machine_copies import MachineCopies
+from engine.weights.magnitudes import UNKNOWN, Magnitudes
 from engine.weights.sleep_mode import SleepMode
 from engine.weights.updates import LoadedAdapters, ServedWeights
 from engine.weights.validation import check_adapter, check_checkpoint
@@ -452,8 +453,8 @@ class VllmEngine:
         assert self._weights is not None, "the engine has not started"
         return self._weights
 
-    def check_weights(self, path: Path) -> None:
-        self._served_weights.check(path, dtype=self.info.dtype)
+    def check_weights(self, path: Path, magnitudes: Magnitudes = UNKNOWN) -> None:
+        self._served_weights.check(path, dtype=self.info.dtype, magnitudes=magnitudes)
 
     async def prepare_weights(self, path: Path) -> None:
         await self._served_weights.prepare(path)

@@ -60,6 +60,7 @@ from engine.types import (
     VersionSpan,
     truncated,
 )
+from engine.weights.magnitudes import UNKNOWN, Magnitudes
 from tests.fake_export import FORMAT, write_export
 
 VOCAB_SIZE = 256
@@ -470,7 +471,7 @@ class FakeEngine:
         if self.release_gate is not None:
             await self.release_gate.wait()
 
-    def check_weights(self, path: Path) -> None:
+    def check_weights(self, path: Path, magnitudes: Magnitudes = UNKNOWN) -> None:
         if path.name in self.refused_weights:
             raise CheckpointRefused(self.refused_weights[path.name])
 

@@ -13,6 +13,7 @@ from engine.launch.processes import VllmProcesses
 from engine.runtime.heartbeat import Heartbeat
 from engine.weights.checkpoint import Checkpoint
 from engine.weights.machine_copies import MachineCopies
+from engine.weights.magnitudes import Magnitudes
 from engine.weights.validation import check_checkpoint
 
 log = logging.getLogger(__name__)
@@ -42,8 +43,8 @@ class ServedWeights:
         self._prepared: tuple[Path, Fingerprint] | None = None
         self.checkpoint = checkpoint
 
-    def check(self, candidate: Path, *, dtype: str) -> None:
-        check_checkpoint(self.checkpoint, candidate, dtype=dtype)
+    def check(self, candidate: Path, *, dtype: str, magnitudes: Magnitudes) -> None:
+        check_checkpoint(self.checkpoint, candidate, dtype=dtype, magnitudes=magnitudes)
 
     async def prepare(self, path: Path) -> None:
         """Copy the files to the engine's other machines, unless it is done. Samples may run."""

@@ -15,9 +15,6 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-import numpy.typing as npt
-
 from engine.errors import CheckpointRefused
 from engine.types import AdapterInfo
 from engine.weights.checkpoint import (
@@ -31,6 +28,7 @@ from engine.weights.checkpoint import (
     read_chunks,
     read_json,
 )
+from engine.weights.magnitudes import UNKNOWN, Magnitudes, Range, largest_magnitude
 
 # The smallest non-finite magnitude, as bits. Magnitudes of floats sort like their bits.
 NON_FINITE_BITS: Final = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F80_0000}
@@ -41,7 +39,6 @@ OVERFLOW_BITS: Final = {
     ("F32", "float16"): 0x477F_F000,
     ("F32", "bfloat16"): 0x7F7F_8000,
 }
-BITS_DTYPES: Final[dict[int, npt.DTypeLike]] = {2: np.uint16, 4: np.uint32}
 ADAPTER_CONFIG_FILE: Final = "adapter_config.json"
 ADAPTER_TENSORS_FILE: Final = "adapter_model.safetensors"
 TARGET_MODULES: Final = frozenset(
@@ -69,19 +66,29 @@ PLAIN_LORA_VALUES: Final[Mapping[str, tuple[object, ...]]] = {
 }
 
 
-def check_checkpoint(served: Checkpoint, candidate: Path, *, dtype: str = "float32") -> Checkpoint:
+def check_checkpoint(
+    served: Checkpoint,
+    candidate: Path,
+    *,
+    dtype: str = "float32",
+    magnitudes: Magnitudes = UNKNOWN,
+) -> Checkpoint:
     """Check that the engine can load a candidate checkpoint; returns its index.
 
     Raises CheckpointRefused with the reason if it cannot.
 
     `served` is `read_base_checkpoint` of the files that the engine started from, `dtype` the
     engine's dtype. A head that only repeats a tied embedding is left out of the result.
+    `magnitudes` are those of a candidate of one file, as far as they are known: other values are
+    read from the files.
     """
     index = _without_tied_head(served, read_checkpoint(candidate))
     check_same_tensors(served, index)
     ordered = sorted(index.tensors.values(), key=lambda t: (t.file, t.start))
+    known = [magnitudes.get(Range(t.start, t.end, t.dtype)) for t in ordered]
     with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="check-weights") as threads:
-        deque(threads.map(check_values, ordered, repeat(dtype)), 0)  # raises the first exception
+        # raises the first exception
+        deque(threads.map(check_values, ordered, repeat(dtype), known), 0)
     return index
 
 
@@ -105,24 +112,22 @@ def _have_equal_bytes(one: StoredTensor, other: StoredTensor) -> bool:
     return all(bytes(ours) == bytes(theirs) for ours, theirs in pairs)
 
 
-def check_values(tensor: StoredTensor, dtype: str) -> None:
-    """Raise CheckpointRefused unless all values of a tensor are finite in `dtype`."""
+def check_values(tensor: StoredTensor, dtype: str, largest: int | None = None) -> None:
+    """Raise CheckpointRefused unless all values of a tensor are finite in `dtype`.
+
+    `largest`: bits of the largest magnitude, if it is known.
+    """
     not_finite = NON_FINITE_BITS[tensor.dtype]
     limit = OVERFLOW_BITS.get((tensor.dtype, dtype), not_finite)
-    bits = BITS_DTYPES[DTYPE_BYTES[tensor.dtype]]
-    for chunk in read_chunks(tensor):
-        largest = _largest_magnitude(np.frombuffer(chunk, dtype=bits))
-        if largest >= not_finite:
-            raise CheckpointRefused(f"{printable(tensor.name)} contains NaN or infinity")
-        if largest >= limit:
-            raise CheckpointRefused(
-                f"{printable(tensor.name)} has values that overflow in {dtype}, the engine's dtype"
-            )
-
-
-def _largest_magnitude(bits: npt.NDArray[Any]) -> int:
-    """Bits of the largest magnitude among floats given as bits. The shift drops the sign."""
-    return int((bits << 1).max()) >> 1
+    if largest is None:
+        chunks = read_chunks(tensor)
+        largest = max((largest_magnitude(chunk, tensor.dtype) for chunk in chunks), default=0)
+    if largest >= not_finite:
+        raise CheckpointRefused(f"{printable(tensor.name)} contains NaN or infinity")
+    if largest >= limit:
+        raise CheckpointRefused(
+            f"{printable(tensor.name)} has values that overflow in {dtype}, the engine's dtype"
+        )
 
 
 def check_adapter(

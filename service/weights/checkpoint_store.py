@@ -99,13 +99,16 @@ class CheckpointStore:
         """Create a temporary directory inside the checkpoint store, assigned to no version."""
         return Path(tempfile.mkdtemp(prefix=prefix, dir=self._root))
 
-    async def receive(self, chunks: AsyncIterator[bytes], content_digest: str | None) -> Upload:
+    async def receive(
+        self, chunks: AsyncIterator[bytes], content_digest: str | None, *observers: OnBlock
+    ) -> Upload:
         """Stream an upload to disk in bounded memory and hash it.
 
-        `content_digest` is the Content-Digest header. Raises DigestMismatch or InsufficientStorage.
+        `content_digest` is the Content-Digest header. Observers are called in threads with all
+        blocks in order. Raises DigestMismatch or InsufficientStorage.
         """
         expected, sha256 = _expected_digest(content_digest), hashlib.sha256()
-        file = await self._receive(chunks, sha256.update)
+        file = await self._receive(chunks, sha256.update, *observers)
         if expected not in (None, sha256.digest()):
             self.discard(file)
             raise DigestMismatch()
@@ -116,9 +119,11 @@ class CheckpointStore:
             sha256=sha256.hexdigest(),
         )
 
-    async def receive_unhashed(self, chunks: AsyncIterator[bytes]) -> IncomingFile:
+    async def receive_unhashed(
+        self, chunks: AsyncIterator[bytes], *observers: OnBlock
+    ) -> IncomingFile:
         """Stream an upload to disk without its SHA-256, which takes longer than a fast network."""
-        return await self._receive(chunks)
+        return await self._receive(chunks, *observers)
 
     async def _receive(self, chunks: AsyncIterator[bytes], *observers: OnBlock) -> IncomingFile:
         await self._delete_abandoned()

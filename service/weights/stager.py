@@ -13,6 +13,7 @@ from pathlib import Path
 
 from engine.errors import CheckpointRefused
 from engine.protocol import Engine
+from engine.weights.magnitudes import UNKNOWN, Magnitudes, MagnitudeScan
 from service.http.errors import BaseUnavailable, VersionConflict, WeightsRefused
 from service.weights.checkpoint_store import (
     DELTA,
@@ -73,15 +74,24 @@ class WeightStager:
         """
         self._check_sequence(label, sequence)
         upload: IncomingFile
-        if digest is None and not sharded and not self._announcer.publishes:
-            upload = await self._checkpoints.receive_unhashed(chunks)
-        else:
+        scan = MagnitudeScan()
+        if sharded:
             upload = await self._checkpoints.receive(chunks, digest)
+        elif digest is None and not self._announcer.publishes:
+            upload = await self._checkpoints.receive_unhashed(chunks, scan.update)
+        else:
+            upload = await self._checkpoints.receive(chunks, digest, scan.update)
         try:
             async with self._change_lock:
                 with self._delete_unless_listed(label):
                     return await self._add(
-                        label, name, upload, sequence=sequence, sharded=sharded, announced=announced
+                        label,
+                        name,
+                        upload,
+                        sequence=sequence,
+                        sharded=sharded,
+                        announced=announced,
+                        magnitudes=scan.magnitudes,
                     )
         finally:
             self._checkpoints.discard(upload)
@@ -260,6 +270,7 @@ class WeightStager:
         sequence: int | None,
         sharded: bool,
         announced: bool,
+        magnitudes: Magnitudes = UNKNOWN,
         base: str | None = None,
         delta: Upload | None = None,
     ) -> tuple[Version, bool]:
@@ -298,13 +309,15 @@ class WeightStager:
             digests=digests,
             missing_files=missing,
         )
-        return await self._validate_and_put(version), True
+        return await self._validate_and_put(version, magnitudes), True
 
-    async def _validate_and_put(self, version: Version) -> Version:
+    async def _validate_and_put(
+        self, version: Version, magnitudes: Magnitudes = UNKNOWN
+    ) -> Version:
         if version.missing_files:
             return self._versions.put(version)
         try:
-            await self._check(version.path)
+            await self._check(version.path, magnitudes)
         except WeightsRefused:
             self._versions.forget(version.label)
             raise
@@ -326,9 +339,9 @@ class WeightStager:
         self._versions.announced(version.label, announced)
         return self._versions.get(version.label)  # it may have been activated meanwhile
 
-    async def _check(self, path: Path) -> None:
+    async def _check(self, path: Path, magnitudes: Magnitudes = UNKNOWN) -> None:
         try:
-            await asyncio.to_thread(self._engine.check_weights, path)
+            await asyncio.to_thread(self._engine.check_weights, path, magnitudes)
         except CheckpointRefused as refused:
             raise WeightsRefused(str(refused)) from refused
 

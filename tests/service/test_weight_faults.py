@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from coppice import AsyncRollouts, ServerFailed, VersionConflict
+from engine.weights.magnitudes import UNKNOWN, Magnitudes
 from service.weights.checkpoint_store import WRITE_BYTES
 from tests.fake_engine import FakeEngine
 from tests.serving import Served, serving
@@ -98,7 +99,7 @@ async def test_one_of_two_publishers_of_a_label_succeeds(tmp_path: Path) -> None
 
 async def test_failed_check_leaves_nothing(tmp_path: Path) -> None:
     class FailingCheck(FakeEngine):
-        def check_weights(self, path: Path) -> None:
+        def check_weights(self, path: Path, magnitudes: Magnitudes = UNKNOWN) -> None:
             raise OSError("the disk fails")
 
     async def chunks() -> AsyncIterator[bytes]:

@@ -10,12 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import xxhash
+from safetensors.numpy import save
 
 from coppice.wire.rollouts import RolloutRequest
 from engine.errors import EngineDead, LoadFailed
 from engine.types import PauseMode
+from engine.weights.magnitudes import UNKNOWN, Magnitudes
 from service.cluster.in_memory import InMemoryRegistry
 from service.cluster.registry import Manifest, ManifestConflict
 from service.http.errors import VersionConflict
@@ -151,8 +154,24 @@ async def test_paths_outside_the_configured_directories_are_refused(tmp_path: Pa
         assert (allowed / "model.safetensors").exists()
 
 
+class RecordingCheck(FakeEngine):
+    magnitudes: Magnitudes = UNKNOWN
+
+    def check_weights(self, path: Path, magnitudes: Magnitudes = UNKNOWN) -> None:
+        self.magnitudes = magnitudes
+
+
+async def test_values_of_an_upload_are_checked_while_it_arrives(tmp_path: Path) -> None:
+    values = {name: np.full(2**18, 1.5, np.float32) for name in "abcdefgh"}
+    engine = RecordingCheck()
+    async with serving(engine, tmp_path) as served:
+        assert (await upload(served, "v1", save(values))).status_code == 201
+    bits = int(np.float32(1.5).view(np.uint32))
+    assert list(engine.magnitudes.values()) == [bits] * len(values)
+
+
 class Removing(FakeEngine):
-    def check_weights(self, path: Path) -> None:
+    def check_weights(self, path: Path, magnitudes: Magnitudes = UNKNOWN) -> None:
         path.unlink()
 
 
