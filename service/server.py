@@ -356,6 +356,7 @@ class Server:
                 await self.sessions.wait_until_ended()
                 await self._wait_for_callers_of_moves()
         self.prompt_kv.stop_new_readers()
+        self.activation.end_wait()
         await self.sessions.close()
         await self.rollouts.cancel_all()
 

@@ -19,10 +19,19 @@ from coppice.wire.weights import ActivationAnswer, ActivationMode
 from engine.errors import EngineDead, EngineError, LoadFailed, MemoryUnavailable
 from engine.protocol import Engine
 from engine.types import WEIGHTS, PauseMode, SleepLevel, SleepTag
-from service.http.errors import ActivationFailed, Asleep, EngineGone, ServiceError, VersionConflict
+from service.http.errors import (
+    ActivationFailed,
+    Asleep,
+    Draining,
+    EngineGone,
+    ServiceError,
+    VersionConflict,
+)
 from service.prompt_kv.manager import PromptKvManager
+from service.rollouts.admission import DRAINING_RETRY_SECONDS
 from service.rollouts.manager import RolloutManager
 from service.weights.engine_pauses import EnginePauses
+from service.weights.idle_wait import IdleWait
 from service.weights.pauses import Pause, PauseKind, Pauses
 from service.weights.replication.announcer import Announcer
 from service.weights.stager import WeightStager
@@ -72,6 +81,7 @@ class Activation:
         self._is_overdue = False  # the lease of the sleep has ended, but no wake has succeeded
         self._pauses = Pauses(max_pause_lease_seconds, clock=clock)
         self._engine_pauses = EnginePauses(engine, self._pauses)
+        self._idle_wait = IdleWait(rollouts)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -96,6 +106,12 @@ class Activation:
         self._engine_pauses.renew(owner, "pause", lease_seconds)
         async with self._lock:
             await self._engine_pauses.start(owner, "pause", mode, lease_seconds)
+            self._end_wait_if_frozen(mode)
+
+    def _end_wait_if_frozen(self, mode: PauseMode) -> None:
+        """End an activation's wait for samples that a new pause keeps from ending."""
+        if mode == "keep":
+            self._idle_wait.end(_frozen())
 
     async def resume(self, owner: str, *, is_for_all: bool = False) -> None:
         """End the pause of an API key, or of all; sampling resumes with the end of the last one.
@@ -138,6 +154,7 @@ class Activation:
                 self._check_same_sleep(owner, level, tags)
             else:
                 await self._engine_pauses.start(owner, "sleep", mode, lease_seconds, recompute=True)
+                self._end_wait_if_frozen(mode)
                 await self._fall_asleep(owner, level, tags)
             self._pauses.start(owner, lease_seconds, kind="sleep")
             self._is_overdue = False
@@ -254,8 +271,14 @@ class Activation:
         allow_rollback: bool,
         kv: ActivationKv = "reset",
     ) -> ActivationAnswer:
-        """Activate a weights version on this replica; completes even if its caller disconnects."""
+        """Activate a weights version on this replica; completes even if its caller disconnects.
+
+        In mode `wait` it first waits for the running samples. A pause that freezes them, another
+        activation, and the end of a drain end the wait with an error.
+        """
         await self._announcer.check_unchanged(label)
+        self._versions.check_activation(label, allow_rollback=allow_rollback)
+        self._idle_wait.request(label, mode)
         return await self._run_to_completion(self._apply(label, mode, allow_rollback, kv))
 
     async def _apply(
@@ -264,13 +287,33 @@ class Activation:
         async with self._applying:
             version = self._versions.check_activation(label, allow_rollback=allow_rollback)
             with self._versions.activating(label):
-                if version != self._versions.active:
+                is_new = version != self._versions.active
+                if is_new:
                     await self._prepare(version)
-                async with self._lock:
-                    answer = await self._activate(label, mode, allow_rollback, kv)
+                if is_new and mode == "wait":
+                    answer = await self._activate_when_idle(label, allow_rollback, kv)
+                else:
+                    async with self._lock:
+                        answer = await self._activate(label, mode, allow_rollback, kv)
         await self._stager.trim()
         self._on_activated(answer)
         return answer
+
+    async def _activate_when_idle(
+        self, label: str, allow_rollback: bool, kv: ActivationKv
+    ) -> ActivationAnswer:
+        """Activate once no rollout is sampling. Pauses can start and end during the wait."""
+        async with self._rollouts.close_gate():
+            while True:
+                async with self._lock:
+                    self._check_can_wait()
+                    if self._rollouts.is_idle:
+                        return await self._activate(label, "wait", allow_rollback, kv)
+                await self._idle_wait.run(label, "wait")
+
+    def end_wait(self) -> None:
+        """End the wait of an activation in mode `wait`, because the server stops."""
+        self._idle_wait.end(Draining(retry_after_seconds=DRAINING_RETRY_SECONDS))
 
     async def _activate(
         self, label: str, mode: ActivationMode, allow_rollback: bool, kv: ActivationKv
@@ -281,7 +324,6 @@ class Activation:
             return _answer(version, previous, mode, paused_seconds=0.0, samples_ended=0)
         self.check_weights_awake()
         async with self._rollouts.close_gate():
-            self._check_can_wait(mode)
             return await self._switch(version, previous, mode, kv)
 
     async def _prepare(self, version: Version) -> None:
@@ -296,22 +338,18 @@ class Activation:
         except LoadFailed as error:
             raise ActivationFailed(str(error)) from error
 
-    def _check_can_wait(self, mode: ActivationMode) -> None:
+    def _check_can_wait(self) -> None:
         """Refuse activation mode `wait` if a pause would keep rollouts from ending.
 
         Call it while the gate is closed. It counts rollouts, because an admitted rollout may not
         have started its samples yet.
         """
-        if mode == "wait" and self.paused and not self._rollouts.is_idle:
-            raise VersionConflict(
-                "sampling is paused, and running samples cannot end: resume it first"
-            )
+        if self.paused and not self._rollouts.is_idle:
+            raise _frozen()
 
     async def _switch(
         self, version: Version, previous: Version, mode: ActivationMode, kv: ActivationKv
     ) -> ActivationAnswer:
-        if mode == "wait":
-            await self._rollouts.wait_until_idle()
         began = self._clock()
         pause: PauseMode = "abort" if mode == "abort" else "keep"
         await self._engine_pauses.pause(pause, recompute=mode == "recompute")
@@ -357,6 +395,10 @@ class Activation:
 
 def _names(tags: AbstractSet[SleepTag]) -> str:
     return " and ".join(sorted(tags))
+
+
+def _frozen() -> VersionConflict:
+    return VersionConflict("sampling is paused, and running samples cannot end: resume it first")
 
 
 def _answer(
