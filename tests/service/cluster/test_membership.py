@@ -277,3 +277,27 @@ async def test_unregistered_replica_is_no_longer_listed(refresh: MembershipProbe
         while refresh.cluster.unavailable:
             await asyncio.sleep(0.001)
     assert A.id not in (await refresh.registry.beat(B, ttl_seconds=9)).replicas
+    with pytest.raises(RegistryUnavailable):
+        await refresh.cluster.refresh()
+    assert A.id not in (await refresh.registry.beat(B, ttl_seconds=9)).replicas, "it has left"
+
+
+async def test_key_of_another_replica_is_not_claimed_after_a_flush(
+    refresh: MembershipProbe,
+) -> None:
+    await refresh.pass_by(EXPIRE + 3, B)
+    await refresh.registry.claim("p", B.id, ttl_seconds=1e6, allow_takeover=False)
+    with pytest.raises(RedirectToReplica):
+        await refresh.cluster.claim("p")
+    refresh.registry.forget()
+    await refresh.beat()
+    assert await refresh.registry.claim("p", B.id, ttl_seconds=9, allow_takeover=False) == B.id
+
+
+async def test_release_is_not_sent_at_once_during_an_outage(refresh: MembershipProbe) -> None:
+    await refresh.beat()
+    await refresh.cluster.claim("p")
+    refresh.registry.silent = True
+    await refresh.beat()
+    await refresh.cluster.release_now("p")
+    assert refresh.failed == ["heartbeat"]
