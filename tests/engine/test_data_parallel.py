@@ -309,7 +309,7 @@ async def test_stopped_process_is_detected(engine: VllmEngine, name: str) -> Non
     assert len(await greedy_text(engine)) == 2
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
 async def test_death_of_one_engine_ends_all_samples_and_the_service(rank: int) -> None:
     others = processes("VLLM")
     async with started() as engine:

@@ -189,7 +189,7 @@ async def test_ctrl_c_finishes_running_samples_and_leaves_nothing() -> None:
     await until(lambda: are_gone(children), seconds=SOON_SECONDS)
 
 
-@pytest.mark.parametrize("num_engines", [1, 2])
+@pytest.mark.parametrize("num_engines", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 async def test_killed_service_takes_its_engines_along(num_engines: int) -> None:
     with alone(max_tokens=900, num_engines=num_engines) as process:
         children = read_line_of(process.stdout)["children"]

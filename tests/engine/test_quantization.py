@@ -70,9 +70,13 @@ def fall_asleep_and_wake(engine: LiveEngine) -> None:
     ("family", "method", "dtype"),
     [
         ("dense", "fp8_per_channel", torch.float8_e4m3fn),
-        pytest.param("dense", "fp8_per_block", torch.float8_e4m3fn, marks=needs_amx),
         pytest.param(
-            "mixture_of_experts", "int8_per_channel_weight_only", torch.int8, marks=needs_amx
+            *("dense", "fp8_per_block", torch.float8_e4m3fn),
+            marks=[needs_amx, pytest.mark.exhaustive],
+        ),
+        pytest.param(
+            *("mixture_of_experts", "int8_per_channel_weight_only", torch.int8),
+            marks=[needs_amx, pytest.mark.exhaustive],
         ),
     ],
 )
@@ -118,8 +122,9 @@ def test_ranks_quantize_a_version_as_an_engine_that_starts_from_it(
         assert answers(engine) == first
 
 
+@pytest.mark.exhaustive
 def test_quantized_samples_differ_from_those_of_bfloat16(tmp_path: Path) -> None:
-    """The other test would pass if vLLM quantized nothing."""
+    """The other test, which checks only dtypes, would pass if the quantized values were not used."""
     model = models_of(tmp_path, "dense")["v7"]
     found = []
     for method in (None, "fp8_per_channel"):

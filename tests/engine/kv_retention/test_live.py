@@ -15,7 +15,13 @@ from tests.engine.stepped_engine import Answer, LiveEngine, Preemptions, live_en
 # Imports of vLLM emit unrelated warnings.
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
-FAMILIES = ("dense", "sliding_window", "alternating_windows")
+FAMILIES = (
+    "dense",
+    *(
+        pytest.param(f, marks=pytest.mark.exhaustive)
+        for f in ("sliding_window", "alternating_windows")
+    ),
+)
 TURN = {"max_tokens": 40, "salt": "session", "session_id": "session"}
 ONE_TOKEN = {"max_tokens": 1}
 
@@ -93,6 +99,7 @@ def whole_cache(folder: Path, fraction: float) -> tuple[list[Answer], int, int]:
         return engine.finish(*names), num_steps, preemptions.count
 
 
+@pytest.mark.exhaustive
 def test_requests_that_need_the_whole_cache_run_as_without_retention(tmp_path: Path) -> None:
     plain, plain_steps, plain_preemptions = whole_cache(tmp_path, 0.0)
     answers, num_steps, preemptions = whole_cache(tmp_path, 1.0)
@@ -116,6 +123,7 @@ def test_retained_kv_is_released_with_its_weights_and_its_session(tmp_path: Path
         assert state["num_free_blocks"] == state["num_blocks"] and state["num_references"] == 0
 
 
+@pytest.mark.exhaustive
 def test_pause_that_recomputes_releases_retained_kv(tmp_path: Path) -> None:
     with engine_of(tmp_path, "dense", 0.5) as engine:
         path = first_turn(engine)

@@ -239,6 +239,7 @@ async def test_machine_1_without_machine_0_ends(tmp_path: Path) -> None:
     assert "the ranks did not start within 8 s" in second.log.read_text()
 
 
+@pytest.mark.exhaustive
 async def test_siblings_drafts_are_used_on_two_machines(tmp_path: Path) -> None:
     plain = await one_machine(MODEL)
     speculation = SpeculationSettings(mode="siblings", allow_predicted_loss=True)
