@@ -124,7 +124,7 @@ def test_ranks_quantize_a_version_as_an_engine_that_starts_from_it(
 
 @pytest.mark.exhaustive
 def test_quantized_samples_differ_from_those_of_bfloat16(tmp_path: Path) -> None:
-    """The other test, which checks only dtypes, would pass if the quantized values were not used."""
+    """The other test checks only dtypes, and would pass if the quantized values were not used."""
     model = models_of(tmp_path, "dense")["v7"]
     found = []
     for method in (None, "fp8_per_channel"):
