@@ -1,6 +1,5 @@
 """Collection of test files by `-m` expression, their order, and the process that runs them."""
 
-import os
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -13,15 +12,15 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
 from engine.runtime import gc_and_process_group
+from tests.sample_sizes import TIMES, num_examples
 
 # No deadline: an example's duration depends on the load of the machine. Examples are the same in
 # every run, so that a change cannot fail on code it did not touch. `make soak` draws others.
-DRAWS = float(os.environ.get("COPPICE_DRAWS", "0.1"))
 settings.register_profile(
     "unhurried",
     deadline=None,
-    max_examples=100 if DRAWS >= 0.3 else 25,
-    derandomize=DRAWS < 1,
+    max_examples=num_examples(100),
+    derandomize=TIMES < 1,
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("unhurried")

@@ -22,11 +22,14 @@ from engine.weights.checkpoint import read_checkpoint
 from service.auth.access import key_from_headers
 from service.auth.keys import read_keys
 from service.config.sources import SettingsError
+from tests.sample_sizes import num_examples
 
 pytestmark = pytest.mark.slow
 
 quick = settings(
-    deadline=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    deadline=None,
+    max_examples=num_examples(100),
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 
 JSON = st.recursive(

@@ -22,6 +22,7 @@ from engine.weights.checkpoint import (
 )
 from engine.weights.validation import check_checkpoint
 from tests.engine.random_models import Tensors
+from tests.sample_sizes import num_examples
 
 NORM = "model.norm.weight"
 EMBEDDING = "model.embed_tokens.weight"
@@ -382,7 +383,7 @@ def test_file_truncated_after_indexing_is_refused(tmp_path: Path) -> None:
         list(read_chunks(last))
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=num_examples(300))
 @given(data=st.data())
 def test_corruption_never_changes_an_accepted_index(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -27,6 +27,7 @@ from service.rollouts.rollout import Rollout
 from service.server import Server
 from service.weights.versions import Version
 from tests.invariants.yielding_engine import YieldingEngine, yield_loop
+from tests.sample_sizes import num_examples
 from tests.service.test_rollouts import body, group
 from tests.serving import settings_for
 
@@ -247,7 +248,7 @@ def _staged(label: str, sequence: int, folder: Path) -> Version:
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=num_examples(300), deadline=None)
 @given(st.lists(st.tuples(STEPS, st.integers(0, 6)), min_size=3, max_size=30))
 def test_every_group_ends_once_under_any_interleaving(
     tmp_path_factory: Any, steps: list[tuple[Step, int]]

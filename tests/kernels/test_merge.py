@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.kernels.attention_reference import attention_over, merge
+from tests.sample_sizes import num_examples
 
 HEAD_SIZES = [1, 63, 64, 80, 96, 112, 128, 129, 192, 256]
 
@@ -47,7 +48,7 @@ def test_parts_merge_to_the_softmax_over_all_of_them(head_size: int) -> None:
     assert_as_one(*pieces([5, 1, 9], head_size))
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=num_examples(50))
 @given(
     lengths=st.lists(st.integers(0, 6), min_size=1, max_size=5).filter(any),
     head_size=st.sampled_from(HEAD_SIZES),

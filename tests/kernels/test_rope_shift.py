@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from kernels.rope_shift import RotaryParams, UnsupportedRotary, parse_rotary, shift_keys
 from tests.kernels.rope_shift_reference import slow_shift
+from tests.sample_sizes import num_examples
 
 HEAD_DIM = 32
 KINDS: dict[str, dict[str, Any]] = {
@@ -59,7 +60,7 @@ def test_shift_equals_the_reference(kind: str, shift: int) -> None:
     )
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=num_examples(50))
 @given(
     kind=st.sampled_from(sorted(KINDS)),
     shift=st.integers(-(10**5), 10**5),

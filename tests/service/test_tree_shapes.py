@@ -16,6 +16,7 @@ from service.rollouts.group_options import GroupOptions
 from service.rollouts.prompt_kv_source import PrefilledPrompt
 from service.trees.plan import distribute_leaves, next_cut, split
 from tests.fake_engine import FakeEngine
+from tests.sample_sizes import num_examples
 
 BLOCK = 8
 
@@ -77,7 +78,7 @@ async def grown(branching: Branching, prompt: int, max_tokens: int, seed: int) -
     return answer
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=num_examples(150))
 @given(trees(), st.integers(1, 40), st.integers(1, 150), st.integers(0, 99))
 def test_every_bound_of_a_tree_holds(
     asked: dict[str, Any], prompt: int, most: int, seed: int

@@ -20,6 +20,7 @@ from tests.engine.attention.block_tables import (
     table_of,
     tree_rows,
 )
+from tests.sample_sizes import num_examples
 
 MAX_CALLS = 350
 """At most 240 are counted; one more per row would be 256 more."""
@@ -52,7 +53,7 @@ def steps(draw: st.DrawFn) -> tuple[list[list[int]], list[int]]:
     return rows, [draw(st.integers(0, len(row))) for row in rows]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=num_examples(300))
 @given(steps())
 def test_plan_equals_the_reference_search(step: tuple[list[list[int]], list[int]]) -> None:
     rows, depths = step
@@ -64,7 +65,7 @@ def test_plan_equals_the_reference_search(step: tuple[list[list[int]], list[int]
     assert plan.node_tokens.tolist() == [BLOCK * len(node.blocks) for node in nodes_of(plan)]
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=num_examples(150))
 @given(st.lists(steps(), min_size=2, max_size=6))
 @pytest.mark.slow
 def test_reused_plan_equals_a_new_one(

@@ -15,7 +15,7 @@ from engine.vllm_engine import VllmEngine
 from tests.engine.controlled_sampling import controlled_logprobs
 from tests.engine.seedling import reference
 from tests.engine.speculation.distributions import chi_square, p_value
-from tests.engine.speculation.sample_sizes import TIMES
+from tests.sample_sizes import TIMES
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="package")]
 

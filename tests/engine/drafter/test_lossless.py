@@ -37,6 +37,7 @@ from tests.engine.speculation.test_lossless_sequences import (
 )
 from tests.engine.speculation.test_lossless_tokens import acceptance_chi_square, transitions
 from tests.engine.stepped_engine import LiveEngine
+from tests.sample_sizes import TIMES
 
 pytestmark = [pytest.mark.engine, pytest.mark.exhaustive]
 
@@ -64,7 +65,7 @@ def engine_without_memory(memoryless: Path) -> Iterator[LiveEngine]:
         yield engine
 
 
-@pytest.mark.parametrize("setting", SETTINGS if sample_sizes.TIMES >= 1 else SETTINGS[1:])
+@pytest.mark.parametrize("setting", SETTINGS if TIMES >= 1 else SETTINGS[1:])
 def test_next_tokens_follow_the_distribution_of_the_model(
     engine_without_memory: LiveEngine, memoryless: Path, setting: Setting
 ) -> None:

@@ -1,13 +1,10 @@
 """Sample sizes and the significance level of the lossless-speculation tests."""
 
-import os
-
 import pytest
 
 from tests.engine.speculation.distributions import SETTINGS
+from tests.sample_sizes import TIMES
 
-TIMES = float(os.environ.get("COPPICE_DRAWS", "0.1"))
-"""Factor of all sample sizes: 0.1 in `make test`, 0.3 in `make test-full`, 1 in `make soak`."""
 NUM_DRAWS = int(100_000 * TIMES)
 DETECTABLE = 0.01 * TIMES**-0.5
 """Total variation that this number of draws detects: 0.032, 0.018 and 0.01."""

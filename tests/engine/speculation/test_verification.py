@@ -22,7 +22,7 @@ from tests.engine.speculation.distributions import (
     p_value,
     two_sample_chi_square,
 )
-from tests.engine.speculation.sample_sizes import TIMES
+from tests.sample_sizes import TIMES
 
 pytestmark = pytest.mark.engine
 

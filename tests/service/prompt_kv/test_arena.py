@@ -23,6 +23,7 @@ from service.prompt_kv.arena import (
     default_arena_bytes,
     remove_stale_arenas,
 )
+from tests.sample_sizes import num_examples
 
 ROOT = Path(__file__).parents[3]
 WANTED_BYTES = 4 * 2**20
@@ -206,7 +207,11 @@ def pages_of(extent: Extent) -> set[int]:
 
 
 Pages.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, derandomize=True, database=None
+    max_examples=num_examples(60),
+    stateful_step_count=40,
+    deadline=None,
+    derandomize=True,
+    database=None,
 )
 TestPages = Pages.TestCase
 

@@ -8,6 +8,7 @@ from service.http.errors import KvGone
 from service.prompt_kv.handles import Handle, Handles
 from service.prompt_kv.settings import KvSettings
 from service.prompt_kv.slots import SlotTable
+from tests.sample_sizes import num_examples
 from tests.service.prompt_kv.test_slots import CAPACITY_BYTES, LAYOUTS, REPLICA
 
 MAX_LEASE_SECONDS = 60.0
@@ -106,6 +107,10 @@ class LeaseMachine(RuleBasedStateMachine):
 
 
 LeaseMachine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, derandomize=True, database=None
+    max_examples=num_examples(60),
+    stateful_step_count=40,
+    deadline=None,
+    derandomize=True,
+    database=None,
 )
 TestLeases = LeaseMachine.TestCase

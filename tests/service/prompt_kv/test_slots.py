@@ -15,6 +15,7 @@ from service.prompt_kv.layout import LayoutFactory
 from service.prompt_kv.settings import KvSettings
 from service.prompt_kv.slots import Slot, SlotState, SlotTable
 from tests.fake_export import FORMAT
+from tests.sample_sizes import num_examples
 
 LAYOUTS = LayoutFactory("fake", FORMAT)
 CAPACITY_BYTES = 40 * PAGE_BYTES
@@ -150,7 +151,11 @@ class SlotMachine(RuleBasedStateMachine):
 
 
 SlotMachine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, derandomize=True, database=None
+    max_examples=num_examples(60),
+    stateful_step_count=40,
+    deadline=None,
+    derandomize=True,
+    database=None,
 )
 TestSlots = SlotMachine.TestCase
 

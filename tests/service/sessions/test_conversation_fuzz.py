@@ -25,6 +25,7 @@ from service.sessions.history import Conversations, RecordedCall
 from service.sessions.prompts import ChatPrompt, History, chat_prompt, matching_executor
 from service.sessions.segment import Attachment, Segment
 from service.sessions.tree import SessionTree
+from tests.sample_sizes import num_examples
 from tests.service.sessions.template_families import FAMILIES, FamilyEngine, make_engine
 
 Message = dict[str, Any]
@@ -358,7 +359,7 @@ def engine_of(
 
 fuzzed = settings(
     deadline=None,
-    max_examples=50,
+    max_examples=num_examples(50),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 
