@@ -8,14 +8,21 @@ scheduling of a step is included; the sharing plan is the planner's and not incl
 Each case is compared with the roofline's nearer bound: the peak matmul throughput from registers,
 or, where the KV of all layers far exceeds the processor's caches, memory bandwidth. On a machine
 with other work, one thread is used and its processor time measured.
+
+With `COPPICE_SHARED_PREFIX_ISA=avx2` in the environment both use AVX2 only, and the record is
+another one.
 """
 
 import argparse
 import asyncio
+import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +30,7 @@ from torch import Tensor
 from vllm import _custom_ops as ops
 from vllm.platforms import current_platform
 
-from bench.harness.machine_peak import Peak, best_seconds, measure_peak
+from bench.harness.machine_peak import Peak, measure_peak, peak_rows
 from bench.harness.paired_runs import Pairs, alternate
 from bench.harness.prefix_trees import Tree
 from bench.harness.record import Record, Row, add_out
@@ -37,8 +44,9 @@ PEAK_FLAGS = {
     cpu.Isa.AVX2: ["-mavx2", "-mfma"],
     cpu.Isa.AVX512_BF16: ["-mavx512f", "-mavx512vl", "-mavx512bf16"],
 }
+INSTRUCTIONS = {cpu.Isa.AVX2: "AVX2", cpu.Isa.AVX512_BF16: "AVX-512"}
+AVX2_PROCESSOR = Path(__file__).parents[1] / "tests" / "processors" / "avx2"
 FAR_MORE_THAN_CACHES = 2**27
-GEMMS = ((2048, 2048, 2048), (512, 4096, 4096), (4096, 64, 4096), (64, 4096, 64))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +69,7 @@ def alone(rows: int, tokens: int) -> Case:
     return Case(name=f"{rows} alone, {tokens} tokens", tree=tree, goal=1.0)
 
 
-# Goals: speedups of the kernel's first prototype on the record's machine.
+# Goals: speedups of the first prototype with AVX-512, on an AMD EPYC.
 CASES = [
     one_level(1, 8, 4096, 3.7),
     one_level(1, 32, 1024, 3.2),
@@ -84,6 +92,13 @@ CASES = [
     alone(256, 1024),
     alone(256, 64),
 ]
+
+
+def cases(isa: cpu.Isa) -> list[Case]:
+    """Cases for a kernel variant; the AVX2 variant has to be no slower than vLLM's kernel."""
+    if isa is cpu.Isa.AVX512_BF16:
+        return CASES
+    return [replace(case, goal=min(case.goal, 1.0)) for case in CASES]
 
 
 class Inputs:
@@ -239,31 +254,6 @@ async def measure(
     return row, seconds
 
 
-def gemm_row() -> Row:
-    """Table row: throughput of oneDNN's plain matrix products, for comparison."""
-    speeds = [f"{gemm_flops(*shape) / 1e9:.0f} at {' x '.join(map(str, shape))}" for shape in GEMMS]
-    what = "oneDNN bfloat16 matmul, for comparison"
-    return Row(what=what, value=f"{', '.join(speeds)} GFLOP/s")
-
-
-def gemm_flops(m: int, k: int, n: int) -> float:
-    a, b = torch.randn(m, k).bfloat16(), torch.randn(k, n).bfloat16()
-    out = torch.empty(m, n, dtype=torch.bfloat16)
-    return 2.0 * m * k * n / best_seconds(lambda: torch.mm(a, b, out=out))
-
-
-def peak_rows(peak: Peak, isa: cpu.Isa) -> list[Row]:
-    return [
-        Row(
-            what="peak matmul throughput",
-            value=f"{peak.flops_per_second / 1e9:.0f} GFLOP/s from registers, "
-            f"{torch.get_num_threads()} threads, {isa.name}",
-        ),
-        Row(what="peak memory bandwidth", value=f"{peak.bytes_per_second / 1e9:.1f} GB/s read"),
-        gemm_row(),
-    ]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=9)
@@ -278,30 +268,44 @@ def main() -> None:
     if isa is None:
         print("the kernel was not built, or not for this processor: not run")
         return
+    if isa is cpu.Isa.AVX2:
+        limit_vllm_to_avx2()
     current_platform.import_kernels()
-    clock, how = time.perf_counter, ""
+    clock = time.perf_counter if alone else time.thread_time
     if not alone:
         torch.set_num_threads(1)
-        clock, how = time.thread_time, " One thread on a machine with other work, its own time."
     peak = measure_peak(PEAK_FLAGS[isa], num_threads=torch.get_num_threads())
     rows, raw = [], {}
-    for case in CASES:
+    for case in cases(isa):
         if arguments.only in case.name:
             row, raw[case.name] = asyncio.run(measure(case, peak, arguments.rounds, clock))
             rows.append(row)
             print(f"{row.what:30} {row.value}  {row.verdict}", flush=True)
-    rows += peak_rows(peak, isa)
-    record = Record(
-        name="shared_prefix_kernel" if alone else "shared_prefix_kernel_shared",
+    rows += peak_rows(peak, INSTRUCTIONS[isa])
+    if not arguments.only:
+        written = record(rows, raw, isa=isa, alone=alone).write(arguments.out)
+        print(f"\nwrote {written.name}")
+
+
+def limit_vllm_to_avx2() -> None:
+    """Start this benchmark again with AVX-512 hidden from vLLM and torch, if they would use it."""
+    if torch.cpu.get_capabilities()["avx512_f"]:
+        environment = os.environ | {"PYTHONPATH": str(AVX2_PROCESSOR)}
+        os.execve(sys.executable, sys.orig_argv, environment)
+
+
+def record(rows: list[Row], raw: dict[str, Any], *, isa: cpu.Isa, alone: bool) -> Record:
+    name = "shared_prefix_kernel" if isa is cpu.Isa.AVX512_BF16 else "shared_prefix_kernel_avx2"
+    how = "" if alone else " One thread on a machine with other work, its own time."
+    return Record(
+        name=name if alone else f"{name}_shared",
         bench="shared_prefix_kernel",
-        claim="Decode attention over shared prefixes by our CPU kernel and vLLM's: groups x "
-        "samples at the tokens of the prefix, and 48 more tokens per sample; 8 query and 4 KV "
-        f"heads of 64, bfloat16.{how}",
+        claim="Decode attention over shared prefixes by our CPU kernel and vLLM's `vec` kernel, "
+        f"both with {INSTRUCTIONS[isa]}: groups x samples at the tokens of the prefix, and 48 more "
+        f"tokens per sample; 8 query and 4 KV heads of 64, bfloat16.{how}",
         rows=rows,
         raw=raw,
     )
-    if not arguments.only:
-        print(f"\nwrote {record.write(arguments.out).name}")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,9 @@ main() {
             speculation) compare_speculation ;;
             cross_context) bench "$name" --model build/100m --agents build/agents ;;
             gpu_evidence) ;; # runs the others and more, in stages, where a GPU is at hand for minutes
+            shared_prefix_kernel)
+                bench "$name"
+                COPPICE_SHARED_PREFIX_ISA=avx2 bench "$name" ;;
             *_gpu) if nvidia-smi -L >/dev/null 2>&1; then bench "$name"; fi ;;
             *) bench "$name" ;;
         esac

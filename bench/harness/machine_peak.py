@@ -11,8 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
+
+from bench.harness.record import Row
 
 STEPS, NUM_REPEATS, NUM_FLOATS = 2_000_000, 20, 2**26
+GEMMS = ((2048, 2048, 2048), (512, 4096, 4096), (4096, 64, 4096), (64, 4096, 64))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,3 +69,28 @@ def best_seconds(run: Callable[[], object], times: int = NUM_REPEATS) -> float:
         run()
         seconds.append(time.perf_counter() - began)
     return min(seconds)
+
+
+def gemm_row() -> Row:
+    """Table row: throughput of oneDNN's plain matrix products, for comparison."""
+    speeds = [f"{gemm_flops(*shape) / 1e9:.0f} at {' x '.join(map(str, shape))}" for shape in GEMMS]
+    what = "oneDNN bfloat16 matmul, for comparison"
+    return Row(what=what, value=f"{', '.join(speeds)} GFLOP/s")
+
+
+def gemm_flops(m: int, k: int, n: int) -> float:
+    a, b = torch.randn(m, k).bfloat16(), torch.randn(k, n).bfloat16()
+    out = torch.empty(m, n, dtype=torch.bfloat16)
+    return 2.0 * m * k * n / best_seconds(lambda: torch.mm(a, b, out=out))
+
+
+def peak_rows(peak: Peak, instructions: str) -> list[Row]:
+    return [
+        Row(
+            what="peak matmul throughput",
+            value=f"{peak.flops_per_second / 1e9:.0f} GFLOP/s from registers, "
+            f"{torch.get_num_threads()} threads, {instructions}",
+        ),
+        Row(what="peak memory bandwidth", value=f"{peak.bytes_per_second / 1e9:.1f} GB/s read"),
+        gemm_row(),
+    ]

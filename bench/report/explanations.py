@@ -1,5 +1,9 @@
 """Titles of the benchmarks, and how to read the labels of their rows."""
 
+SHARED_PREFIX_KERNEL = (
+    "`8 x 4 at 4096` has 8 prompts of 4,096 tokens with 4 samples each. Times, rates and errors "
+    "are those of vLLM's kernel, then ours. `error` is relative to float64."
+)
 TRAINER_STEP = (
     "`1000/100, G=8` is a prompt of 1,000 tokens with 8 responses of 100 tokens. `ours` is "
     "`coppice.train`, and `prompt KV given` is `coppice.train` with the prompt KV of the server. "
@@ -91,9 +95,12 @@ EXPLANATIONS = {
         "are vLLM's, then ours. `without attention` is the gain if attention took no time.",
     ),
     "shared_prefix_kernel": (
-        "Attention kernel for shared prefixes, alone",
-        "`8 x 4 at 4096` has 8 prompts of 4,096 tokens with 4 samples each. Times, rates and "
-        "errors are those of vLLM's kernel, then ours. `error` is relative to float64.",
+        "Attention kernel for shared prefixes, alone, with AVX-512",
+        SHARED_PREFIX_KERNEL,
+    ),
+    "shared_prefix_kernel_avx2": (
+        "Attention kernel for shared prefixes, alone, with AVX2",
+        SHARED_PREFIX_KERNEL,
     ),
     "speculation_100m_0_6": ("Speculation: 100M parameters, temperature 0.6", SPECULATION),
     "speculation_100m_1": ("Speculation: 100M parameters, temperature 1.0", SPECULATION),
