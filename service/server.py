@@ -30,6 +30,8 @@ from service.kv_reuse.manager import KvReuseManager
 from service.moves.rebalancer import Rebalancer
 from service.moves.receiver import MoveReceiver
 from service.moves.sender import MoveSender
+from service.moves.session_receiver import SessionReceiver
+from service.moves.session_sender import SessionSender
 from service.observability.features import features, table
 from service.observability.metrics import Metrics, watch_loop_lag
 from service.observability.readiness import Readiness
@@ -60,6 +62,8 @@ from service.weights.stager import WeightStager
 from service.weights.versions import Versions, first_version
 
 RECONNECT_SECONDS = 1.0
+LAST_MOVES_SECONDS = 2.0
+"""Time to send the sessions that the end of a drain has cancelled to the replica of their group."""
 
 log = logging.getLogger(__name__)
 
@@ -182,6 +186,17 @@ class Server:
             advertised_url=settings.server.advertised_url,
             keep_seconds=settings.limits.keep_answers_seconds,
             release_kv=engine.release_session_kv,
+        )
+        self.session_receiver = SessionReceiver(
+            engine, self.sessions, self.rollouts, self.cluster, transfers
+        )
+        self._session_sender = SessionSender(
+            self.sessions,
+            self.cluster,
+            transfers,
+            Peers(settings.weights.peers, settings.weights.peer_key_file),
+            max_bytes=settings.limits.max_body_bytes,
+            on_ended=lambda outcome: self.metrics.sessions.moves.labels(outcome).inc(),
         )
         self.scoring = Scoring(
             engine,
@@ -348,7 +363,8 @@ class Server:
         self.external_trees.close()
         self.cluster.request_heartbeat()
         with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(seconds), asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._move_sessions())
                 await self._move_sender.send_all(self.settings.cluster.move_seconds)
                 await self.admission.wait_until_idle()
                 await self.prompt_kv.wait_until_idle()
@@ -358,7 +374,14 @@ class Server:
         self.prompt_kv.stop_new_readers()
         self.activation.end_wait()
         await self.sessions.close()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LAST_MOVES_SECONDS):
+                await self._move_sessions()
         await self.rollouts.cancel_all()
+
+    async def _move_sessions(self) -> None:
+        if self.settings.cluster.move_seconds:
+            await self._session_sender.send_all()
 
     async def _wait_for_callers_of_moves(self) -> None:
         """Serve callers that reconnect after their stream ended; some never do."""

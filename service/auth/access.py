@@ -16,8 +16,6 @@ from fastapi import Depends, Request
 from starlette.datastructures import Headers
 
 from service.auth.keys import LOCAL_KEY, ApiKey, Keyring, Role
-from service.cluster.membership import ClusterMembership
-from service.cluster.registry import replica_id_of
 from service.http.cross_site import AllowedHosts, check_site
 from service.http.errors import Forbidden, Unauthorized
 from service.observability.logs import key_name
@@ -147,15 +145,11 @@ async def _authenticate_agent(request: Request) -> ApiKey:
     """Identity of an agent: the names of its session and of the API key that created it; no role.
 
     Queues are fair between API keys, then between the sessions of a key. A session of another
-    replica has a key that only this replica knows, so the request is redirected before. Unknown
-    replicas are not looked up: the caller is not authenticated yet.
+    replica has a key that only this replica knows, so the request is redirected before.
     """
     session_id: str = request.path_params["session_id"]
     sessions: SessionManager = request.app.state.server.sessions
-    cluster: ClusterMembership = request.app.state.server.cluster
-    replica_id = replica_id_of(session_id)
-    if replica_id is not None and replica_id in cluster.view.replicas:
-        await cluster.check_local(replica_id)
+    await sessions.check_local(session_id)
     given = (key_from_headers(request.headers), request.headers.get("x-api-key"))
     if not any(sessions.has_key(session_id, secret) for secret in given if secret):
         raise Unauthorized()

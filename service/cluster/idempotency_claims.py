@@ -28,6 +28,9 @@ class Claims:
         self._unsynced_releases: set[str] = set()
         self._unsynced_claims: set[str] = set()
 
+    def __contains__(self, claim_key: str) -> bool:
+        return claim_key in self._claimed
+
     def add(self, claim_key: str) -> None:
         self._claimed.add(claim_key)
 

@@ -5,9 +5,13 @@ The id of a moved rollout is registered as a key, too, so that every replica fin
 
 from contextlib import suppress
 
-from service.cluster.membership import RETRY_AFTER_SECONDS, ClusterMembership, RedirectToReplica
-from service.cluster.registry import RegistryUnavailable
-from service.http.errors import ClusterUnavailable
+from service.cluster.membership import (
+    RETRY_AFTER_SECONDS,
+    ClusterMembership,
+    RedirectToReplica,
+)
+from service.cluster.registry import RegistryUnavailable, replica_id_of
+from service.http.errors import ClusterUnavailable, ReplicaGone
 
 
 class KeyTransfers:
@@ -15,6 +19,33 @@ class KeyTransfers:
 
     def __init__(self, cluster: ClusterMembership) -> None:
         self._cluster = cluster
+
+    async def check_local(self, resource_id: str, claim_key: str) -> None:
+        """Redirect to the replica that has a resource, which may have been moved.
+
+        The id begins with the id of its first replica, and the key names the replica that has
+        received it. The first one may have drained, and stopped, since the last heartbeat. If the
+        registry does not respond, it is taken to be there unless it was draining. The first replica
+        itself keeps the new address for a limited time only.
+        """
+        replica_id = replica_id_of(resource_id)
+        if replica_id is None:
+            return
+        try:
+            await self._cluster.check_local(replica_id)
+        except RedirectToReplica:
+            try:
+                await self.check_holder(claim_key)
+            except ClusterUnavailable:
+                replica = self._cluster.find(replica_id)
+                if replica is not None and replica.state == "draining":
+                    raise
+            raise
+        except ReplicaGone:
+            await self.check_holder(claim_key)
+            raise
+        if not self._cluster.is_standalone:
+            await self.check_holder(claim_key)
 
     async def check_holder(self, claim_key: str) -> None:
         """Raise RedirectToReplica if another known replica holds the key."""

@@ -130,9 +130,12 @@ def _name(call: CompatRequest, response_id: str) -> ResponseName:
 
 
 async def _check_local(call: CompatRequest, response_id: str) -> None:
-    """Redirect to the replica that has sampled the response, if it is another one."""
+    """Redirect to the replica that has sampled the response, if it is another one.
+
+    The responses of a session that was moved here are not stored anywhere any more.
+    """
     replica_id = replica_id_of(response_id.removeprefix(NAME))
-    if replica_id is not None:
+    if replica_id is not None and call.session_call is None:
         await call.server.cluster.check_local(replica_id)
 
 

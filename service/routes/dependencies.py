@@ -7,11 +7,9 @@ from typing import Annotated
 from fastapi import Depends, Request
 
 from service.auth.access import Caller
-from service.auth.keys import ApiKey
-from service.cluster.membership import RedirectToReplica
 from service.cluster.registry import replica_id_of
 from service.http.bodies import stream_body
-from service.http.errors import ClusterUnavailable, KvGone, ReplicaGone
+from service.http.errors import KvGone, ReplicaGone
 from service.rollouts.idempotency import IdempotencyClaim
 from service.server import Server
 
@@ -54,43 +52,16 @@ async def check_local(resource_id: str, server: Server) -> None:
 async def _check_rollout_local(
     rollout_id: str, server: Annotated[Server, Depends(_server)], caller: Caller
 ) -> None:
-    """Redirect the request to the replica that has the rollout, if it is another one.
-
-    A rollout may have been moved: its id then begins with the id of its first replica. That one may
-    have drained, and stopped, since the last heartbeat. If the registry does not respond, it is
-    taken to be there unless it was draining. The first replica itself keeps the new address for a
-    limited time only.
-    """
-    replica_id = replica_id_of(rollout_id)
-    if replica_id is None or server.rollouts.find(rollout_id) is not None:
-        return
-    try:
-        await server.cluster.check_local(replica_id)
-        if not server.cluster.is_standalone:
-            await _check_moved(rollout_id, server, caller)
-    except RedirectToReplica:
-        try:
-            await _check_moved(rollout_id, server, caller)
-        except ClusterUnavailable:
-            replica = server.cluster.find(replica_id)
-            if replica is not None and replica.state == "draining":
-                raise
-        raise
-    except ReplicaGone:
-        await _check_moved(rollout_id, server, caller)
-        raise
-
-
-async def _check_moved(rollout_id: str, server: Server, caller: ApiKey) -> None:
-    """Redirect the request if the caller's rollout was moved to another replica."""
-    claim = IdempotencyClaim.of_move(caller.name, rollout_id)
-    await server.key_transfers.check_holder(claim.cluster_key)
+    """Redirect the request to the replica that has the rollout, if it is another one."""
+    if server.rollouts.find(rollout_id) is None:
+        claim = IdempotencyClaim.of_move(caller.name, rollout_id)
+        await server.key_transfers.check_local(rollout_id, claim.cluster_key)
 
 
 async def _check_session_local(
     session_id: str, server: Annotated[Server, Depends(_server)]
 ) -> None:
-    await check_local(session_id, server)
+    await server.sessions.check_local(session_id)
 
 
 async def _check_handle_local(handle: str, server: Annotated[Server, Depends(_server)]) -> None:

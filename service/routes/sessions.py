@@ -38,7 +38,7 @@ from service.http.responses import (
     rollout_parts,
 )
 from service.rollouts.idempotency import IdempotencyClaim
-from service.routes.dependencies import SESSION_LOCAL, AnyServer, check_local
+from service.routes.dependencies import SESSION_LOCAL, AnyServer
 from service.sessions.session import Session
 from service.sessions.store import StreamItem
 
@@ -87,7 +87,7 @@ async def stream(request: Request, server: AnyServer, caller: Caller) -> Respons
     """Stream ended sessions as NDJSON, from the one after the sequence `after` on."""
     position = stream_position(request.query_params)
     if position.group is not None:
-        await check_local(position.group, server)
+        await server.sessions.check_group_local(position.group, owner=caller.name)
     if position.replica is not None:
         await server.cluster.check_local(position.replica)
     items = server.sessions.stream(caller.name, position.group, position.after)

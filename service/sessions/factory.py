@@ -11,8 +11,9 @@ from service.cluster.registry import new_rollout_id
 from service.http.errors import InvalidRequest
 from service.rollouts.idempotency import IdempotencyClaim
 from service.sessions.session import Session
+from service.sessions.session_group import SessionGroup
 from service.sessions.settings import SessionsSettings
-from service.sessions.store import SessionGroup, SessionStore
+from service.sessions.store import SessionStore
 from service.sessions.tree import SessionTree
 
 KEY_PREFIX = "coppice_session_"
@@ -30,9 +31,6 @@ class SessionKeys:
     def key_of(self, session_id: str) -> str:
         digest = hmac.digest(self._secret, session_id.encode(), hashlib.sha256)
         return KEY_PREFIX + base64.urlsafe_b64encode(digest).decode().rstrip("=")
-
-    def has_key(self, session_id: str, key: str) -> bool:
-        return hmac.compare_digest(self.key_of(session_id).encode(), key.encode())
 
 
 class SessionFactory:
@@ -66,6 +64,7 @@ class SessionFactory:
         return SessionGroup(
             id=group_id,
             owner=owner,
+            options=request,
             session_ids=[new_rollout_id(self._replica) for _ in range(request.n)],
             finish=finish,
             deadline=None if seconds is None else self._clock() + seconds,
@@ -74,9 +73,14 @@ class SessionFactory:
             num_kept=request.n,
         )
 
+    def session(self, group: SessionGroup, session_id: str) -> Session:
+        """Session of a group of another replica."""
+        index = group.session_ids.index(session_id)
+        return self._session(index, group, group.options, _option_bytes(group.options))
+
     def sessions(self, group: SessionGroup, request: SessionsRequest) -> list[Session]:
         """New sessions of a group, which share the memory of their options."""
-        num_bytes = len(request.model_dump_json(exclude_unset=True)) // request.n
+        num_bytes = _option_bytes(request)
         return [self._session(index, group, request, num_bytes) for index in range(request.n)]
 
     def _session(
@@ -96,6 +100,10 @@ class SessionFactory:
             num_option_bytes=num_option_bytes,
             tree=SessionTree(str(index)),
         )
+
+
+def _option_bytes(request: SessionsRequest) -> int:
+    return len(request.model_dump_json(exclude_unset=True)) // request.n
 
 
 def _cache_salt(scope: CacheScope, session_id: str, group: SessionGroup) -> str:

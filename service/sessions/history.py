@@ -65,6 +65,19 @@ class TextMatch:
     rest: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedResponse:
+    """Digest of a conversation or a text that ends with a response, and the call it is found by.
+
+    A conversation has the ids of the tool calls of its last message, a text its length.
+    """
+
+    digest: bytes
+    call: RecordedCall
+    tool_call_ids: tuple[str, ...] | None = None
+    num_chars: int | None = None
+
+
 @dataclass(slots=True)
 class Conversations:
     """Recorded calls of one session, by the hash of their messages or the text of their tokens."""
@@ -119,6 +132,24 @@ class Conversations:
         hashed = _new_hash()
         hashed.update(_encoded(text))
         self._texts.setdefault(len(text), {})[hashed.digest()] = call
+
+    def responses(self) -> Iterator[RecordedResponse]:
+        """All recorded responses; of equal conversations the latest comes last."""
+        for digest, same in self._calls.items():
+            for ids, call in same.items():
+                yield RecordedResponse(digest=digest, call=call, tool_call_ids=ids)
+        for length, found in self._texts.items():
+            for digest, call in found.items():
+                yield RecordedResponse(digest=digest, call=call, num_chars=length)
+
+    def restore(self, response: RecordedResponse) -> None:
+        """Add a response that another replica has recorded."""
+        if response.tool_call_ids is not None:
+            same = self._calls.setdefault(response.digest, {})
+            same[response.tool_call_ids] = response.call
+        else:
+            assert response.num_chars is not None, "a text has a length"
+            self._texts.setdefault(response.num_chars, {})[response.digest] = response.call
 
 
 def attachment_reason(

@@ -1,6 +1,7 @@
 """Session manager: creates, finds, ends and expires agent sessions."""
 
 import asyncio
+import hmac
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -16,7 +17,9 @@ from coppice.wire.sessions import (
     SessionStart,
     SessionState,
 )
+from service.cluster.key_transfers import KeyTransfers
 from service.cluster.membership import ClusterMembership
+from service.cluster.registry import replica_id_of
 from service.http.errors import (
     Draining,
     Overloaded,
@@ -36,12 +39,15 @@ from service.sessions.kv_release import KvReleaseQueue, Release
 from service.sessions.prompts import matching_executor
 from service.sessions.recording import CallServices
 from service.sessions.session import Session
+from service.sessions.session_group import SessionGroup, moved_key
 from service.sessions.settings import SessionsSettings
-from service.sessions.store import RETRY_SECONDS, SessionGroup, SessionStore, StreamItem
+from service.sessions.store import RETRY_SECONDS, SessionStore, StreamItem
 
 log = logging.getLogger(__name__)
 
 CHECK_SECONDS = 1.0
+MAX_LOOKUPS = 16
+"""Maximum number of concurrent look-ups of sessions in the cluster registry."""
 
 
 class SessionManager:
@@ -73,17 +79,20 @@ class SessionManager:
         self._base_url = advertised_url
         self._clock = clock
         self._session_keys = SessionKeys()
-        self._keys = IdempotencyKeys(
+        self.keys = IdempotencyKeys(
             max_seconds=keep_seconds, on_released=cluster.release, clock=clock
         )
-        self._store = SessionStore(
+        self.store = SessionStore(
             keep_seconds=keep_seconds,
             max_bytes=settings.max_bytes,
             on_drop=metrics.dropped.inc,
+            release=cluster.release,
             clock=clock,
         )
-        self._kv_releases = KvReleaseQueue(release_kv, track=self._track)
-        self._factory = SessionFactory(settings, self._store, cluster.own_id, clock)
+        self._transfers = KeyTransfers(cluster)
+        self._lookups = asyncio.Semaphore(MAX_LOOKUPS)
+        self.kv_releases = KvReleaseQueue(release_kv, track=self._track)
+        self.factory = SessionFactory(settings, self.store, cluster.own_id, clock)
         self._tasks: asyncio.TaskGroup | None = None
         self._matching = matching_executor()
         self._services = CallServices(
@@ -93,20 +102,20 @@ class SessionManager:
             metrics=metrics,
             on_call=self._renew,
             on_growth=self._on_growth,
-            check_memory=self._store.check_memory,
+            check_memory=self.store.check_memory,
             track=self._track,
         )
 
     @property
     def num_open(self) -> int:
-        return self._store.num_open
+        return self.store.num_open
 
     @property
     def num_bytes(self) -> int:
-        return self._store.num_bytes
+        return self.store.num_bytes
 
     def open_sessions(self) -> list[Session]:
-        return self._store.open_sessions()
+        return self.store.open_sessions()
 
     def now(self) -> float:
         return self._clock()
@@ -133,9 +142,9 @@ class SessionManager:
         """Create the sessions of a request, or find those that the same request has created."""
         if claim is None:
             return self._create(request, owner, None)
-        known = self._keys.claim(claim)
+        known = self.keys.claim(claim)
         if known is not None:
-            return self._answer(self._store.group(owner, known))
+            return self._answer(self.store.group(owner, known))
         try:
             await self._cluster.claim(claim.cluster_key)
             try:
@@ -144,7 +153,7 @@ class SessionManager:
                 await self._cluster.release_now(claim.cluster_key)
                 raise
         except BaseException:
-            self._keys.release(claim)
+            self.keys.release(claim)
             raise
 
     def _create(
@@ -152,15 +161,15 @@ class SessionManager:
     ) -> SessionsAnswer:
         self._admission.check_open()
         self._rollouts.check_kept_kv(request.keep_kv, request.weights)
-        self._check_capacity(owner, request.n)
-        self._store.check_memory()
-        group = self._factory.group(request, owner, claim)
-        self._store.add(group, self._factory.sessions(group, request))
+        self.check_capacity(owner, request.n)
+        self.store.check_memory()
+        group = self.factory.group(request, owner, claim)
+        self.store.add(group, self.factory.sessions(group, request))
         if claim is not None:
-            self._keys.bind(claim, group.id)
+            self.keys.bind(claim, group.id)
         return self._answer(group)
 
-    def _check_capacity(self, owner: str, num_new: int) -> None:
+    def check_capacity(self, owner: str, num_new: int) -> None:
         settings = self._settings
         if self._tasks is None:
             raise Draining(retry_after_seconds=DRAINING_RETRY_SECONDS)
@@ -170,7 +179,7 @@ class SessionManager:
                 retry_after_seconds=RETRY_SECONDS,
             )
         limit = settings.max_open_per_key
-        if limit is not None and self._store.num_open_of(owner) + num_new > limit:
+        if limit is not None and self.store.num_open_of(owner) + num_new > limit:
             raise QuotaExceeded(
                 f"the limit per API key is {limit} open sessions",
                 retry_after_seconds=RETRY_SECONDS,
@@ -182,12 +191,34 @@ class SessionManager:
     def _start(self, session_id: str) -> SessionStart:
         path = f"/sessions/{session_id}"
         base_url = None if self._base_url is None else self._base_url.rstrip("/") + path
-        key = self._session_keys.key_of(session_id)
+        key = self.key_of(session_id)
         return SessionStart(id=session_id, key=key, path=path, base_url=base_url)
+
+    def key_of(self, session_id: str) -> str:
+        return self.store.key_of(session_id) or self._session_keys.key_of(session_id)
 
     def has_key(self, session_id: str, key: str) -> bool:
         """True if the key is that of the session, which may have ended."""
-        return self._session_keys.has_key(session_id, key)
+        return hmac.compare_digest(self.key_of(session_id).encode(), key.encode())
+
+    async def check_local(self, session_id: str) -> None:
+        """Redirect to the replica that has a session, if it is another one.
+
+        Agents are not authenticated yet: few look-ups in the registry run at the same time.
+        """
+        replica_id = replica_id_of(session_id)
+        if replica_id is None or self.store.find(session_id) is not None:
+            return
+        async with self._lookups:
+            if replica_id == self._cluster.own_id or self._cluster.find(replica_id) is not None:
+                await self._transfers.check_local(session_id, moved_key(session_id))
+            else:
+                await self._transfers.check_holder(moved_key(session_id))
+
+    async def check_group_local(self, group_id: str, *, owner: str) -> None:
+        """Redirect to the replica that has a group, if it is another one."""
+        if self.store.find_group(owner, group_id) is None:
+            await self._transfers.check_local(group_id, moved_key(group_id, owner))
 
     def call(self, session_id: str, api: AgentApi) -> SessionCall:
         """A new call of the agent, whose key was checked."""
@@ -197,27 +228,31 @@ class SessionManager:
         return self._of_agent(session_id).owner
 
     def _of_agent(self, session_id: str) -> Session:
-        session = self._store.find(session_id)
+        session = self.store.find(session_id)
         if session is None:
+            self.store.check_here(session_id)
             raise SessionClosed("the session has ended, and is no longer cached")
         return session
 
     def get(self, session_id: str, *, owner: str) -> Session:
         """Find an open or cached session of `owner`."""
-        session = self._store.find(session_id)
+        session = self.store.find(session_id)
+        if session is None:
+            self.store.check_here(session_id)
         if session is None or session.owner != owner:
             raise SessionNotFound()
         return session
 
     def stream(self, owner: str, group_id: str | None, after: int) -> AsyncIterator[StreamItem]:
         """Ended sessions of `owner`, or of one of its groups; see `SessionStore.stream`."""
-        group = None if group_id is None else self._store.group(owner, group_id)
-        return self._store.stream(owner, group, after)
+        group = None if group_id is None else self.store.group(owner, group_id)
+        return self.store.stream(owner, group, after)
 
     async def finish(self, session: Session, outcome: SessionFinishRequest) -> None:
         """Finish a session with its rewards; a repetition with the same rewards has no effect."""
         if session.is_open:
             await session.check_leaves(outcome)
+        await self._wait_for_move(session)
         if session.is_open:
             session.outcome = outcome
             self._close_session(session, "finished", "finished")
@@ -225,7 +260,13 @@ class SessionManager:
         if session.state != "finished" or session.outcome != outcome:
             raise SessionClosed(f"the session has ended ({session.end_reason})")
 
+    async def _wait_for_move(self, session: Session) -> None:
+        """Wait until a session is not being moved; raises RedirectToReplica if it was moved."""
+        await session.wait_for_move()
+        self.store.check_here(session.id)
+
     async def cancel(self, session: Session) -> None:
+        await self._wait_for_move(session)
         if session.is_open:
             self._close_session(session, "cancelled", "cancelled")
         await session.ended.wait()
@@ -241,14 +282,14 @@ class SessionManager:
         self._track(self._settle(session, reason))
         if state != "finished":
             return
-        group = self._store.group(session.owner, session.group_id)
+        group = self.store.group_of(session)
         group.num_finished += 1
-        if group.num_finished == group.finish.num_sessions:
+        if group.has_finished:
             self._cancel_group(group, "surplus")
 
     def _cancel_group(self, group: SessionGroup, reason: SessionEndReason) -> None:
-        for session in self._store.sessions_of(group):
-            if session.is_open:
+        for session in self.store.sessions_of(group):
+            if session.is_open and not session.is_moving:
                 self._close_session(session, "cancelled", reason)
 
     async def _settle(self, session: Session, reason: SessionEndReason) -> None:
@@ -257,44 +298,58 @@ class SessionManager:
         After an error of the engine the session ends, too: `finish` and the streams wait for it.
         """
         try:
-            await self._abort_calls(session)
+            await self.abort_calls(session)
         finally:
             self._end(session, reason)
 
-    async def _abort_calls(self, session: Session) -> None:
+    async def abort_calls(self, session: Session) -> None:
         started = [call.rollout for call in session.calls if call.rollout is not None]
         await asyncio.gather(*map(self._rollouts.cancel, started))
         await session.wait_until_idle()
 
     def _end(self, session: Session, reason: SessionEndReason) -> None:
-        self._kv_releases.add(session.id)
-        group = self._store.end(session)
-        if not group.num_open and group.claim is not None:
-            self._keys.ended(group.claim)
+        self.kv_releases.add(session.id)
+        self.store.end(session)
+        self.on_group_ended(self.store.group_of(session))
         self._metrics.ended.labels(reason).inc()
 
     def check_due(self) -> None:
         """End sessions whose TTL or deadline has passed, and drop results that were kept."""
         now = self._clock()
-        for session in self._store.open_sessions():
-            if session.is_open and not session.calls and session.expires_at <= now:
+        for session in self.store.open_sessions():
+            if session.can_move and session.is_open and session.expires_at <= now:
                 self._close_session(session, "expired", "expired")
-        for group in self._store.groups():
+        for group in self.store.groups():
             if group.deadline is not None and group.num_open and group.deadline <= now:
                 self._cancel_group(group, "deadline")
-        self._store.drop_expired()
+            if group.has_finished and group.num_open:
+                self._cancel_group(group, "surplus")
+            self._check_source(group)
+        self.store.drop_expired()
+
+    def _check_source(self, group: SessionGroup) -> None:
+        """Do not wait for sessions of a group whose sender has left the cluster."""
+        is_gone = self._cluster.is_settled and self._cluster.find(group.source or "") is None
+        if group.remaining_ids and is_gone:
+            self.store.drop_remaining(group)
+            self.on_group_ended(group)
+
+    def on_group_ended(self, group: SessionGroup) -> None:
+        if group.claim is not None and not group.num_open and group.moved_to is None:
+            self.keys.ended(group.claim)
 
     async def wait_until_ended(self) -> None:
-        """Wait until no session is open."""
-        await self._store.wait_until_ended()
+        """Wait until no session is open, and those of moved groups were sent."""
+        await self.store.wait_until_ended()
 
     async def close(self) -> None:
         """Cancel all open sessions. Their trees so far are streamed, and the streams end."""
-        for session in self._store.open_sessions():
+        for session in self.store.open_sessions():
             if session.is_open:
                 self._close_session(session, "cancelled", "drain")
-        await self._store.wait_until_ended()
-        self._store.close()
+        for session in self.store.open_sessions():
+            await session.ended.wait()
+        self.store.close()
 
     async def _check_regularly(self) -> None:
         while True:
@@ -307,9 +362,9 @@ class SessionManager:
         self._tasks.create_task(_logged(work))
 
     def _on_growth(self, session: Session) -> None:
-        self._store.measure(session)
+        self.store.measure(session)
         if session.is_exhausted and not session.calls:
-            self._kv_releases.add(session.id)
+            self.kv_releases.add(session.id)
 
     def _renew(self, session: Session) -> None:
         session.expires_at = self._clock() + session.options.ttl_seconds

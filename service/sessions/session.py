@@ -16,7 +16,13 @@ from coppice.wire.sessions import (
     SessionUsage,
     Turn,
 )
-from service.http.errors import InvalidRequest, QuotaExceeded, SessionClosed, SessionExhausted
+from service.http.errors import (
+    Draining,
+    InvalidRequest,
+    QuotaExceeded,
+    SessionClosed,
+    SessionExhausted,
+)
 from service.rollouts.rollout import Rollout
 from service.sessions.history import Conversations
 from service.sessions.segment import Attachment
@@ -60,7 +66,8 @@ class Session:
     `tree_lock` is held while the tree is changed, and while an answer is built in a thread.
     `num_table_bytes` is the size of supports and top logprobs, and `num_option_bytes` the session's
     part of the size of its options, which the sessions of a request share. Sessions with the same
-    `cache_salt` share prefixes in the prefix cache.
+    `cache_salt` share prefixes in the prefix cache. While the session `is_moving`, another replica
+    receives it.
     """
 
     id: str
@@ -85,10 +92,32 @@ class Session:
     tree_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     num_table_bytes: int = 0
     num_preparing: int = 0
+    is_moving: bool = False
+    _move_ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def is_open(self) -> bool:
         return self.state == "open"
+
+    @property
+    def can_move(self) -> bool:
+        """True if no call runs, and the session is open or has ended."""
+        return not (self.calls or self.is_moving) and (self.is_open or self.ended.is_set())
+
+    @contextmanager
+    def moving(self) -> Iterator[None]:
+        """Context manager around a move, during which the session does not change."""
+        assert self.can_move, "the session changes"
+        self.is_moving, self._move_ended = True, asyncio.Event()
+        try:
+            yield
+        finally:
+            self.is_moving = False
+            self._move_ended.set()
+
+    async def wait_for_move(self) -> None:
+        while self.is_moving:
+            await self._move_ended.wait()
 
     @property
     def is_exhausted(self) -> bool:
@@ -119,6 +148,8 @@ class Session:
     def check_call(self, num_samples: int) -> None:
         """Refuse a call of a session that has ended, or that exceeds its turns or running calls."""
         self.check_open()
+        if self.is_moving:
+            raise Draining(retry_after_seconds=RETRY_SECONDS)
         if len(self.turns) + self.num_samples_running + num_samples > self.options.max_turns:
             raise SessionExhausted(f"the session may have {self.options.max_turns} turns")
         if self.num_samples_running + num_samples > self.max_calls:

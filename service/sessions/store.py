@@ -2,15 +2,21 @@
 
 import asyncio
 import time
-from bisect import bisect_right
 from collections import OrderedDict, defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
-from coppice.wire.sessions import SessionsEndRecord, SessionsFinish, SessionsProgressRecord
+from coppice.wire.sessions import SessionsEndRecord, SessionsProgressRecord
+from service.cluster.membership import RedirectToReplica
+from service.cluster.registry import Replica
 from service.http.errors import Overloaded, SessionNotFound
-from service.rollouts.idempotency import IdempotencyClaim
 from service.sessions.session import Session
+from service.sessions.session_group import (
+    EndedSessions,
+    SessionGroup,
+    end_record,
+    moved_key,
+    sequence_of,
+)
 
 PROGRESS_SECONDS = 15.0
 RETRY_SECONDS = 2.0
@@ -18,49 +24,12 @@ RETRY_SECONDS = 2.0
 StreamItem = Session | SessionsProgressRecord | SessionsEndRecord
 
 
-@dataclass(slots=True, eq=False)
-class EndedSessions:
-    """Ended sessions of one API key or group, in the order of their sequence.
-
-    `changed` is set at the next end. So an end wakes only the streams that send the session.
-    """
-
-    sessions: list[Session] = field(default_factory=list)
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def add(self, session: Session) -> None:
-        self.sessions.append(session)
-        self.notify()
-
-    def notify(self) -> None:
-        changed, self.changed = self.changed, asyncio.Event()
-        changed.set()
-
-    def after(self, sequence: int) -> list[Session]:
-        return self.sessions[bisect_right(self.sessions, sequence, key=_sequence) :]
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class SessionGroup:
-    """The sessions of one request. `num_kept` counts those that are open or cached."""
-
-    id: str
-    owner: str
-    session_ids: list[str]
-    finish: SessionsFinish
-    deadline: float | None
-    claim: IdempotencyClaim | None
-    num_open: int
-    num_kept: int
-    num_finished: int = 0
-    ended: EndedSessions = field(default_factory=EndedSessions)
-
-
 class SessionStore:
     """Sessions and their groups, with the memory that they take. Runs on one event loop.
 
     Ended sessions are dropped after `keep_seconds`. If all sessions take more than `max_bytes`, the
-    oldest ended ones are dropped earlier; `on_drop` is called for each of these. Sequences begin at
+    oldest ended ones are dropped earlier; `on_drop` is called for each of these. `release` releases
+    the cluster key of a session or group that another replica has moved here. Sequences begin at
     the time of the start in microseconds, so that a client that has read sequences of an earlier
     process misses no session.
     """
@@ -71,8 +40,12 @@ class SessionStore:
         keep_seconds: float,
         max_bytes: int,
         on_drop: Callable[[], None],
+        release: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._release = release
+        self._moved: dict[str, str] = {}
+        self._keys: dict[str, str] = {}
         self._keep_seconds = keep_seconds
         self._max_bytes = max_bytes
         self._on_drop = on_drop
@@ -86,6 +59,10 @@ class SessionStore:
         self._idle = asyncio.Event()
         self._is_closed = False
         self.num_bytes = 0
+
+    @property
+    def last_sequence(self) -> int:
+        return self._last_sequence
 
     @property
     def num_open(self) -> int:
@@ -120,30 +97,130 @@ class SessionStore:
         return self._groups.get((owner, group_id))
 
     def group(self, owner: str, group_id: str) -> SessionGroup:
+        """Find a group; raises RedirectToReplica if it was moved."""
         group = self.find_group(owner, group_id)
         if group is None:
             raise SessionNotFound("no group of this id has open or cached sessions")
+        if group.moved_to is not None:
+            raise RedirectToReplica(group.moved_to.url)
         return group
 
-    def end(self, session: Session) -> SessionGroup:
-        """Keep a session that has ended and whose calls are recorded; returns its group."""
-        self._last_sequence += 1
-        session.sequence = self._last_sequence
-        del self._open[session.id]
-        self._ended[session.id] = (self._clock(), session)
-        group = self._groups[session.owner, session.group_id]
+    def group_of(self, session: Session) -> SessionGroup:
+        return self._groups[session.owner, session.group_id]
+
+    def end(self, session: Session) -> None:
+        """Keep a session that has ended and whose calls are recorded.
+
+        If its group was moved, it is sent to the same replica, which gives it a sequence.
+        """
+        group = self.group_of(session)
         group.num_open -= 1
         session.ended.set()
+        if group.moved_to is None:
+            del self._open[session.id]
+            self._add_ended(session, group)
+        self._notify_idle()
+
+    def _add_ended(self, session: Session, group: SessionGroup) -> None:
+        self._last_sequence += 1
+        session.sequence = self._last_sequence
+        self._ended[session.id] = (self._clock(), session)
         group.ended.add(session)
         self._ended_of[session.owner].add(session)
+
+    def _notify_idle(self) -> None:
         if not self._open:
             self._idle.set()
-        return group
 
-    def check_memory(self) -> None:
+    def key_of(self, session_id: str) -> str | None:
+        """Key of a session that another replica created."""
+        return self._keys.get(session_id)
+
+    def check_here(self, session_id: str) -> None:
+        """Raise RedirectToReplica if the session was moved to another replica."""
+        if session_id in self._moved:
+            raise RedirectToReplica(self._moved[session_id])
+
+    def on_moved(self, group: SessionGroup, sessions: Sequence[Session], replica: Replica) -> None:
+        """Redirect requests for the open ones of the sessions, and for their group, to a replica.
+
+        Those that ended before are also kept here, for the streams without a group.
+        """
+        if group.moved_to is None:
+            group.moved_to = replica
+            group.ended.notify()
+        for session in sessions:
+            if self._open.pop(session.id, None) is not None:
+                self._moved[session.id] = replica.url
+                self.num_bytes -= self._sizes.pop(session.id)
+        self._notify_idle()
+
+    def receive(
+        self, group: SessionGroup, sessions: Sequence[Session], *, last_sequence: int
+    ) -> None:
+        """Add sessions that another replica has sent, to a group that may be new.
+
+        Its later sequences are higher than all that readers have received from the sender.
+        """
+        self._groups[group.owner, group.id] = group
+        self._keys |= group.keys
+        self._last_sequence = max(self._last_sequence, last_sequence)
+        for session in sessions:
+            group.remaining_ids.discard(session.id)
+            self._moved.pop(session.id, None)
+            self._receive(group, session)
+            self.measure(session)
+
+    def _receive(self, group: SessionGroup, session: Session) -> None:
+        if session.is_open:
+            self._open[session.id] = session
+            return
+        session.ended.set()
+        if session.sequence is not None:  # it ended before its group was moved
+            self._ended[session.id] = (self._clock(), session)
+            group.ended.add(session)
+            return
+        group.num_open -= 1
+        group.num_finished += session.state == "finished"
+        self._add_ended(session, group)
+
+    def received(self, group: SessionGroup) -> list[Session]:
+        """All sessions of a group that are here."""
+        return [*self.sessions_of(group), *group.ended.sessions]
+
+    def return_to_source(self, group: SessionGroup, sessions: Sequence[Session]) -> None:
+        """Remove received sessions, which their sender continues."""
+        is_whole = len(sessions) + len(group.remaining_ids) == group.num_kept
+        for session in sessions:
+            self._remove(session, group)
+            group.remaining_ids.add(session.id)
+        if is_whole:
+            self._drop_group(group)
+        self._notify_idle()
+
+    def _remove(self, session: Session, group: SessionGroup) -> None:
+        self.num_bytes -= self._sizes.pop(session.id, 0)
+        if self._open.pop(session.id, None) is None:
+            del self._ended[session.id]
+            group.num_open += 1
+            group.num_finished -= session.state == "finished"
+            for ended in (group.ended, self._ended_of[group.owner]):
+                ended.sessions = [each for each in ended.sessions if each is not session]
+        self._release(moved_key(session.id))
+
+    def drop_remaining(self, group: SessionGroup) -> None:
+        """Do not wait for the sessions that the source of a group has not sent."""
+        group.num_open -= len(group.remaining_ids)
+        group.num_kept -= len(group.remaining_ids)
+        group.remaining_ids.clear()
+        group.ended.notify()
+        if not group.num_kept:
+            self._drop_group(group)
+
+    def check_memory(self, num_new_bytes: int = 0) -> None:
         """Refuse calls and new sessions if the open sessions alone take all memory."""
-        self._drop_above_limit()
-        if self.num_bytes > self._max_bytes:
+        self._drop_above_limit(num_new_bytes)
+        if self.num_bytes + num_new_bytes > self._max_bytes:
             raise Overloaded(
                 "the sessions take all memory that they may have (sessions.max_bytes)",
                 retry_after_seconds=RETRY_SECONDS,
@@ -161,8 +238,8 @@ class SessionStore:
         self._sizes[session.id] = size
         self._drop_above_limit()
 
-    def _drop_above_limit(self) -> None:
-        while self.num_bytes > self._max_bytes and self._ended:
+    def _drop_above_limit(self, num_new_bytes: int = 0) -> None:
+        while self.num_bytes + num_new_bytes > self._max_bytes and self._ended:
             self._on_drop()
             self._drop_oldest()
 
@@ -177,12 +254,20 @@ class SessionStore:
     def _drop_oldest(self) -> None:
         session_id, (_, session) = self._ended.popitem(last=False)
         self.num_bytes -= self._sizes.pop(session_id)
-        group = self._groups[session.owner, session.group_id]
+        self._release(moved_key(session_id))
+        group = self.group_of(session)
         for ended in (group.ended, self._ended_of[session.owner]):
-            del ended.sessions[0]  # the oldest of all is the oldest of its group and key
+            if ended.sessions[:1] == [session]:  # the oldest of all is the oldest of its group
+                del ended.sessions[0]
         group.num_kept -= 1
         if not group.num_kept:
-            del self._groups[session.owner, session.group_id]
+            self._drop_group(group)
+
+    def _drop_group(self, group: SessionGroup) -> None:
+        del self._groups[group.owner, group.id]
+        self._release(moved_key(group.id, group.owner))
+        for session_id in group.keys:
+            self._keys.pop(session_id, None)
 
     async def wait_until_ended(self) -> None:
         """Wait until no session is open."""
@@ -208,11 +293,13 @@ class SessionStore:
             changed = ended.changed
             for session in ended.after(after):
                 yield session
-                after = _sequence(session)
+                after = sequence_of(session)
             if changed.is_set():
                 continue
+            if group is not None and group.moved_to is not None:
+                return
             if group is not None and not group.num_open:
-                yield _end_record(group)
+                yield end_record(group)
                 return
             if self._is_closed:
                 return
@@ -222,16 +309,3 @@ class SessionStore:
             except TimeoutError:
                 num_open = self.num_open_of(owner) if group is None else group.num_open
                 yield SessionsProgressRecord(num_open=num_open)
-
-
-def _sequence(session: Session) -> int:
-    assert session.sequence is not None, "the session has ended"
-    return session.sequence
-
-
-def _end_record(group: SessionGroup) -> SessionsEndRecord:
-    return SessionsEndRecord(
-        num_sessions=len(group.session_ids),
-        num_finished=group.num_finished,
-        num_dropped=len(group.session_ids) - group.num_kept,
-    )

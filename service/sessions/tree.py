@@ -5,7 +5,7 @@ context: tokens of prompts, tool results and chat templates. Context is shared b
 begin with it. Samples are never merged, even if they have the same tokens.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,13 +42,29 @@ class SessionTree:
     """Segments of one session; `prefix` makes their ids unique. It may have several roots."""
 
     def __init__(self, prefix: str, *, min_shared_tokens: int = MIN_SHARED_TOKENS) -> None:
-        self._prefix = prefix
+        self.prefix = prefix
         self._min_shared_tokens = min_shared_tokens
         self._roots: list[Segment] = []
         self._num_ids = 0
         self.num_segments = 0
         self.num_sampled_tokens = 0
         self.num_context_tokens = 0
+
+    @classmethod
+    def restored(cls, prefix: str, segments: Iterable[Segment], *, num_ids: int) -> "SessionTree":
+        """Tree with the segments of another one, whose parents precede their children."""
+        tree = cls(prefix)
+        tree._num_ids = num_ids
+        for segment in segments:
+            parent = segment.parent
+            (tree._roots if parent is None else parent.children).append(segment)
+            tree._count(segment, is_sample=segment.sample is not None)
+        return tree
+
+    @property
+    def num_ids(self) -> int:
+        """Number of ids that segments have had, also those that were removed."""
+        return self._num_ids
 
     @property
     def num_tokens(self) -> int:
@@ -167,7 +183,7 @@ class SessionTree:
             leaves=[each.id for each in ends],
             samples=[],
             segments=[
-                _answer(each, root, depths[each], leaves[each] if is_complete else None)
+                segment_answer(each, root, depths[each], leaves[each] if is_complete else None)
                 for each in kept
             ],
         )
@@ -228,16 +244,19 @@ class SessionTree:
     ) -> Segment:
         segment = Segment(id=self._next_id(), token_ids=tokens, parent=parent)
         (self._roots if parent is None else parent.children).append(segment)
+        self._count(segment, is_sample=is_sample)
+        return segment
+
+    def _count(self, segment: Segment, *, is_sample: bool) -> None:
         self.num_segments += 1
         if is_sample:
-            self.num_sampled_tokens += len(tokens)
+            self.num_sampled_tokens += len(segment.token_ids)
         else:
-            self.num_context_tokens += len(tokens)
-        return segment
+            self.num_context_tokens += len(segment.token_ids)
 
     def _next_id(self) -> str:
         self._num_ids += 1
-        return f"{self._prefix}.{self._num_ids - 1}"
+        return f"{self.prefix}.{self._num_ids - 1}"
 
 
 def _num_leaves(root: Segment) -> dict[Segment, int]:
@@ -256,7 +275,10 @@ def _outcome(leaves: Sequence[Segment]) -> Outcome:
     return "failed" if set(finishes) == {"error"} else "partial"
 
 
-def _answer(segment: Segment, root: Segment, depth: int, num_leaves: int | None) -> SegmentAnswer:
+def segment_answer(
+    segment: Segment, root: Segment | None = None, depth: int = 0, num_leaves: int | None = None
+) -> SegmentAnswer:
+    """Answer of a segment; those directly below `root` have no parent."""
     sample = segment.sample
     support = None if sample is None or sample.support is None else sample.support.answer()
     return SegmentAnswer(

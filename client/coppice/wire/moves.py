@@ -63,7 +63,7 @@ class GivenTokens(RequestModel):
 
 
 class MoveAnswer(AnswerModel):
-    """Id of a rollout that continues on the replica that received it."""
+    """Id of a rollout, or of a first session, that continues on the replica that received it."""
 
     id: str
 

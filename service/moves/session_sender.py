@@ -1,0 +1,217 @@
+"""Sending side of a move of sessions: a draining replica sends its sessions to other replicas."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+
+import httpx
+
+from service.cluster.key_transfers import KeyTransfers
+from service.cluster.membership import ClusterMembership
+from service.cluster.registry import Replica
+from service.moves.peers import MovePeers
+from service.moves.sender import CANCEL_SECONDS, CONCURRENT_MOVES, OnMoveEnded
+from service.moves.session_state import encoded, moved_group
+from service.sessions.manager import SessionManager
+from service.sessions.session import Session
+from service.sessions.session_group import SessionGroup, moved_key
+from service.weights.replication.allowed_peers import Peers
+
+PATH = "/v1/moves/sessions"
+POLL_SECONDS = 0.05
+OFFER_SECONDS = 10.0
+RETRY_SECONDS = 2.0
+
+log = logging.getLogger(__name__)
+
+
+class SessionSender:
+    """Moves the sessions of this replica to other replicas, each as soon as no call of it runs.
+
+    The sessions of a group go to the same replica. Those that no replica accepts stay open here,
+    and are offered again after `RETRY_SECONDS`. `on_ended` is called with the outcome of each offer
+    of one or more sessions. Sessions whose state is larger than `max_bytes` are not moved.
+    """
+
+    def __init__(
+        self,
+        sessions: SessionManager,
+        cluster: ClusterMembership,
+        transfers: KeyTransfers,
+        allowed: Peers,
+        *,
+        max_bytes: int,
+        on_ended: OnMoveEnded,
+        client: type[httpx.AsyncClient] = httpx.AsyncClient,
+    ) -> None:
+        self._sessions = sessions
+        self._cluster = cluster
+        self._transfers = transfers
+        self._peers = MovePeers(cluster, allowed, client)
+        self._max_bytes = max_bytes
+        self._on_ended = on_ended
+        self._slots = asyncio.Semaphore(CONCURRENT_MOVES)
+        self._busy: set[SessionGroup] = set()
+        self._retry_at: dict[SessionGroup, float] = {}
+
+    async def send_all(self) -> None:
+        """Move all sessions; returns when none is open here, or if nothing can be moved."""
+        if self._cluster.is_standalone or not self._sessions.store.groups():
+            return
+        connect = self._peers.connect()
+        if connect is None:
+            return
+        async with connect() as http, asyncio.TaskGroup() as tasks:
+            while self._busy or self._is_waiting():
+                for group in self._due():
+                    self._busy.add(group)
+                    tasks.create_task(self._send_group(http, group))
+                await asyncio.sleep(POLL_SECONDS)
+
+    def _is_waiting(self) -> bool:
+        """True if sessions are open, or a group has ended that was not offered yet."""
+        store = self._sessions.store
+        return bool(store.num_open) or any(
+            group.moved_to is None and group not in self._retry_at for group in store.groups()
+        )
+
+    def _due(self) -> list[SessionGroup]:
+        """Groups of which sessions can be sent now."""
+        now = asyncio.get_running_loop().time()
+        return [
+            group
+            for group in self._sessions.store.groups()
+            if group not in self._busy
+            and self._retry_at.get(group, 0.0) <= now
+            and self._next(group)
+        ]
+
+    def _next(self, group: SessionGroup) -> list[Session]:
+        """Sessions to send together: first those that have ended with an open one, then one each.
+
+        A group that waits for sessions of another replica is not moved.
+        """
+        store = self._sessions.store
+        movable = [session for session in store.sessions_of(group) if session.can_move][:1]
+        if group.remaining_ids or group.moved_to is not None:
+            return [] if group.remaining_ids else movable
+        return [*group.ended.sessions, *movable] if movable or not group.num_open else []
+
+    async def _send_group(self, http: httpx.AsyncClient, group: SessionGroup) -> None:
+        """Send the sessions of a group without running calls, until one is refused."""
+        try:
+            async with self._slots:
+                while sessions := self._next(group):
+                    if not await self._try_to_send(http, group, sessions):
+                        now = asyncio.get_running_loop().time()
+                        self._retry_at[group] = now + RETRY_SECONDS
+                        return
+        finally:
+            self._busy.discard(group)
+
+    async def _try_to_send(
+        self, http: httpx.AsyncClient, group: SessionGroup, sessions: Sequence[Session]
+    ) -> bool:
+        """Send sessions; an unexpected error keeps them here, and does not end the others."""
+        is_moved = False
+        try:
+            with ExitStack() as moving:
+                for session in sessions:
+                    moving.enter_context(session.moving())
+                is_moved = await self._offer(http, group, sessions)
+        except Exception:
+            log.exception("a move of sessions failed")
+        self._on_ended("moved" if is_moved else "kept")
+        return is_moved
+
+    async def _offer(
+        self, http: httpx.AsyncClient, group: SessionGroup, sessions: Sequence[Session]
+    ) -> bool:
+        """Offer sessions to one replica after the other, or to that of their group."""
+        candidates = self._peers.candidates()
+        if group.moved_to is not None:
+            candidates = [each for each in candidates if each.id == group.moved_to.id]
+        if not candidates:
+            return False
+        body = await self._body(group, sessions)
+        if len(body) > self._max_bytes:
+            log.info("session %s is too large for a move", sessions[0].id)
+            return False
+        for replica in candidates:
+            if await self._is_accepted(http, replica, group, sessions, body):
+                return True
+        return False
+
+    async def _body(self, group: SessionGroup, sessions: Sequence[Session]) -> bytes:
+        store, now = self._sessions.store, self._sessions.now()
+        sent = {session.id for session in sessions}
+        remaining = [each.id for each in store.sessions_of(group) if each.id not in sent]
+        keys = [self._sessions.key_of(session_id) for session_id in group.session_ids]
+        moved = moved_group(group, keys, remaining, store.last_sequence, now)
+        own_id = self._cluster.own_id
+        return await asyncio.to_thread(encoded, own_id, group.owner, moved, list(sessions), now)
+
+    async def _is_accepted(
+        self,
+        http: httpx.AsyncClient,
+        replica: Replica,
+        group: SessionGroup,
+        sessions: Sequence[Session],
+        body: bytes,
+    ) -> bool:
+        """True if the other replica has accepted the sessions, which then are there only."""
+        url, is_accepted = replica.url.rstrip("/") + PATH, False
+        try:
+            async with asyncio.timeout(OFFER_SECONDS):
+                response = await http.post(url, content=body)
+            is_accepted = response.status_code == 201
+            if is_accepted:
+                self._on_moved(group, sessions, replica)
+            else:
+                log.warning("%s refused sessions: %s", replica.id, response.status_code)
+        except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
+            log.warning("a move to %s failed: %s", replica.id, type(error).__name__)
+            await _cancel(http, f"{url}/{sessions[0].id}")
+        except asyncio.CancelledError:
+            await _cancel(http, f"{url}/{sessions[0].id}")
+            raise
+        finally:
+            if not is_accepted:
+                await self._take_back(replica, group, sessions)
+        return is_accepted
+
+    def _on_moved(self, group: SessionGroup, sessions: Sequence[Session], replica: Replica) -> None:
+        """Redirect requests for the sessions, whose keys the replica has taken over."""
+        for key in _cluster_keys(group, sessions):
+            self._cluster.claims.discard(key)
+        self._sessions.store.on_moved(group, sessions, replica)
+        for session in sessions:
+            self._sessions.kv_releases.add(session.id)
+        log.info("%d sessions moved to %s", len(sessions), replica.url)
+
+    async def _take_back(
+        self, replica: Replica, group: SessionGroup, sessions: Sequence[Session]
+    ) -> None:
+        """Take back the keys, of which the other replica may have taken over some.
+
+        Those that this replica does not hold are released.
+        """
+        for key in _cluster_keys(group, sessions):
+            if key in self._cluster.claims:
+                await self._transfers.take_back(key, replica.id)
+            else:
+                await self._transfers.release(key, replica.id)
+
+
+def _cluster_keys(group: SessionGroup, sessions: Sequence[Session]) -> list[str]:
+    """Keys that the receiver takes over: those of the group with its first sessions."""
+    keys = [moved_key(session.id) for session in sessions]
+    return keys if group.moved_to is not None else [*keys, *group.cluster_keys]
+
+
+async def _cancel(http: httpx.AsyncClient, url: str) -> None:
+    """Cancel a move whose outcome is unknown."""
+    with suppress(httpx.HTTPError, httpx.InvalidURL, TimeoutError):
+        async with asyncio.timeout(CANCEL_SECONDS):
+            await http.delete(url)

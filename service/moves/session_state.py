@@ -1,0 +1,227 @@
+"""State of a session and its group, as it is sent to another replica and restored there."""
+
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+
+import numpy as np
+
+from coppice.wire.base import MAX_TOKENS
+from coppice.wire.moves import FORMAT, MovedKey
+from coppice.wire.rollouts import SegmentAnswer
+from coppice.wire.session_moves import (
+    MovedResponse,
+    MovedSegment,
+    MovedSession,
+    MovedSessionGroup,
+    MovedSessions,
+)
+from coppice.wire.support import rows_of
+from service.http.errors import InvalidRequest
+from service.rollouts.supports import Supports
+from service.sessions.history import RecordedCall, RecordedResponse
+from service.sessions.segment import Segment
+from service.sessions.session import Session
+from service.sessions.session_group import SessionGroup
+from service.sessions.tree import SessionTree, segment_answer
+from service.trees.segment_tree import GeneratedTokens
+
+RESOURCE = "sessions"
+"""Resource of the idempotency keys of groups."""
+
+
+def moved_group(
+    group: SessionGroup, keys: list[str], remaining_ids: list[str], last_sequence: int, now: float
+) -> MovedSessionGroup:
+    claim = group.claim
+    return MovedSessionGroup.model_construct(
+        id=group.id,
+        key=None
+        if claim is None
+        else MovedKey(
+            key=claim.key.removeprefix(f"{RESOURCE}\n"), fingerprint=claim.fingerprint.hex()
+        ),
+        options=group.options,
+        session_ids=group.session_ids,
+        keys=keys,
+        remaining_ids=remaining_ids,
+        seconds_left=None if group.deadline is None else max(0.0, group.deadline - now),
+        num_finished=group.num_finished,
+        last_sequence=last_sequence,
+    )
+
+
+def encoded(
+    source: str, owner: str, group: MovedSessionGroup, sessions: list[Session], now: float
+) -> bytes:
+    """Body of the request; it may be large and is built in a thread."""
+    moved = [_moved_session(session, now) for session in sessions]
+    state = MovedSessions.model_construct(
+        format=FORMAT, source=source, owner=owner, group=group, sessions=moved
+    )
+    return state.model_dump_json().encode()
+
+
+def _moved_session(session: Session, now: float) -> MovedSession:
+    """Constructed without validation, which takes long for many tokens."""
+    return MovedSession.model_construct(
+        id=session.id,
+        state=session.state,
+        end_reason=session.end_reason,
+        sequence=session.sequence,
+        seconds_left=max(0.0, session.expires_at - now),
+        outcome=session.outcome,
+        num_segment_ids=session.tree.num_ids,
+        segments=[_moved_segment(each) for each in session.tree.segments()],
+        turns=session.turns,
+        versions=list(session.versions),
+        responses=[_moved_response(each) for each in session.conversations.responses()],
+    )
+
+
+def _moved_segment(segment: Segment) -> MovedSegment:
+    return MovedSegment.model_construct(
+        segment=segment_answer(segment),
+        num_prompts=segment.num_prompts,
+        num_cached_tokens=segment.num_cached_tokens,
+    )
+
+
+def _moved_response(response: RecordedResponse) -> MovedResponse:
+    call, ids = response.call, response.tool_call_ids
+    return MovedResponse.model_construct(
+        digest=response.digest.hex(),
+        tool_call_ids=None if ids is None else list(ids),
+        num_chars=response.num_chars,
+        segment=call.segment.id,
+        reasoning=call.reasoning,
+        num_hidden_tokens=call.num_hidden,
+        rest=call.rest,
+    )
+
+
+def restore(session: Session, moved: MovedSession, *, vocab_size: int) -> None:
+    """Give a new session the state of a moved one; raises InvalidRequest if it is inconsistent.
+
+    It may take long and is called in a thread.
+    """
+    prefix = session.tree.prefix
+    found = {segment.id: segment for segment in _segments(moved, prefix, vocab_size)}
+    session.tree = SessionTree.restored(prefix, found.values(), num_ids=moved.num_segment_ids)
+    for response in moved.responses:
+        session.conversations.restore(_response(response, found))
+    if any(turn.segment not in found for turn in moved.turns):
+        raise _invalid("turns", "of segments that the session does not have")
+    session.turns = list(moved.turns)
+    session.versions = dict.fromkeys(moved.versions)
+    session.state, session.end_reason = moved.state, moved.end_reason
+    session.sequence, session.outcome = moved.sequence, moved.outcome
+    session.num_table_bytes = sum(map(_table_bytes, moved.segments))
+    if (session.end_reason is None) != session.is_open:
+        raise _invalid("end_reason", "needed for a session that has ended, and only then")
+
+
+def _segments(moved: MovedSession, prefix: str, vocab_size: int) -> Iterator[Segment]:
+    """Segments of a tree, each after its parent."""
+    found: dict[str | None, Segment] = {}
+    for part in moved.segments:
+        answer = part.segment
+        _check_id(answer.id, prefix, moved.num_segment_ids)
+        if answer.id in found or not (answer.parent is None or answer.parent in found):
+            raise _invalid("segments", "a segment is repeated or has no parent")
+        yield found.setdefault(answer.id, _segment(part, found.get(answer.parent), vocab_size))
+
+
+def _check_id(segment_id: str, prefix: str, num_ids: int) -> None:
+    head, _, number = segment_id.rpartition(".")
+    is_number = number.isascii() and number.isdecimal() and len(number) <= 10
+    if head != prefix or not is_number or int(number) >= num_ids:
+        raise _invalid("segments", "an id is not one of the session's tree")
+
+
+def _segment(part: MovedSegment, parent: Segment | None, vocab_size: int) -> Segment:
+    answer = part.segment
+    if not answer.token_ids or min(answer.token_ids) < 0 or max(answer.token_ids) >= vocab_size:
+        raise _invalid("segments", "a segment needs tokens of the vocabulary")
+    return Segment(
+        id=answer.id,
+        token_ids=np.asarray(answer.token_ids, np.int32),
+        parent=parent,
+        sample=_sample(answer, vocab_size) if answer.sampled else None,
+        finish=answer.finish_reason,
+        stop_reason=answer.stop_reason,
+        num_cached_tokens=part.num_cached_tokens,
+        num_prompts=part.num_prompts,
+    )
+
+
+def _sample(answer: SegmentAnswer, vocab_size: int) -> GeneratedTokens:
+    _check_tables(answer, vocab_size)
+    try:
+        rows = None if answer.support is None else rows_of(answer.support)
+    except ValueError as error:
+        raise _invalid("support", str(error)) from error
+    return GeneratedTokens(
+        token_ids=answer.token_ids,
+        logprobs=answer.logprobs,
+        entropy=None,
+        versions=answer.versions,
+        kv_versions=answer.kv_versions,
+        support=None if rows is None else Supports(rows, vocab_size),
+        top_logprobs=answer.top_logprobs,
+    )
+
+
+def _check_tables(answer: SegmentAnswer, vocab_size: int) -> None:
+    """Refuse a sample whose logprobs, versions and supports are not those of its tokens."""
+    num, top, support = len(answer.token_ids), answer.top_logprobs, answer.support
+    if len(answer.logprobs) != num or any(map(math.isnan, answer.logprobs)):
+        raise _invalid("logprobs", "a sample needs one per token")
+    if top is not None and top.num_positions != num:
+        raise _invalid("top_logprobs", "a sample needs those of each token")
+    if support is not None and (support.vocab_size, len(support.lengths)) != (vocab_size, num):
+        raise _invalid("support", "a sample needs one per token, of the same vocabulary")
+    borders = [0, *(span.end for span in answer.versions)]
+    starts = [span.start for span in answer.versions]
+    if starts != borders[:-1] or borders[-1] != num or any(a >= b for a, b in pairwise(borders)):
+        raise _invalid("versions", "the spans must cover the tokens")
+    _check_kv_versions(answer)
+
+
+def _check_kv_versions(answer: SegmentAnswer) -> None:
+    first_tokens = [span.first_token for span in answer.kv_versions]
+    is_ascending = first_tokens == sorted(first_tokens) and first_tokens[:1] in ([], [0])
+    if not is_ascending or (first_tokens and first_tokens[-1] >= len(answer.token_ids)):
+        raise _invalid("kv_versions", "the first tokens must ascend from 0")
+    if any(not 0 <= span.start < span.end <= 2 * MAX_TOKENS for span in answer.kv_versions):
+        raise _invalid("kv_versions", "the spans must have positions")
+
+
+def _response(moved: MovedResponse, segments: dict[str, Segment]) -> RecordedResponse:
+    segment = segments.get(moved.segment)
+    if segment is None or segment.sample is None:
+        raise _invalid("responses", "a response is not a sample of the session")
+    if (moved.tool_call_ids is None) == (moved.num_chars is None):
+        raise _invalid("responses", "needs either tool_call_ids or num_chars")
+    call = RecordedCall(
+        segment=segment,
+        reasoning=moved.reasoning,
+        num_hidden=moved.num_hidden_tokens,
+        rest=moved.rest,
+    )
+    ids = None if moved.tool_call_ids is None else tuple(moved.tool_call_ids)
+    return RecordedResponse(
+        digest=bytes.fromhex(moved.digest),
+        call=call,
+        tool_call_ids=ids,
+        num_chars=moved.num_chars,
+    )
+
+
+def _table_bytes(moved: MovedSegment) -> int:
+    support, top = moved.segment.support, moved.segment.top_logprobs
+    return (0 if support is None else len(support.data)) + (0 if top is None else top.num_bytes)
+
+
+def _invalid(name: str, message: str) -> InvalidRequest:
+    return InvalidRequest.of_parameter(f"sessions.{name}", message)
