@@ -2,13 +2,14 @@
 
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
+from openai import AsyncOpenAI
 
 from coppice import AsyncRollouts, Rollouts
 from service.cluster.in_memory import InMemoryRegistry
@@ -25,7 +26,11 @@ pytestmark = pytest.mark.slow
 
 NUM_SESSIONS = 24
 CHAT_PATH = "/v1/chat/completions"
-CHAT = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+CHAT: dict[str, Any] = {
+    "model": "fake",
+    "messages": [{"role": "user", "content": "hi"}],
+    "max_tokens": 4,
+}
 
 
 class Front:
@@ -42,18 +47,24 @@ class Front:
         return name
 
 
+def replica(
+    tmp_path: Path, name: str, port: int, shared: InMemoryRegistry
+) -> AbstractAsyncContextManager[Served]:
+    settings: dict[str, Any] = {
+        "server": {"advertised_url": f"http://127.0.0.1:{port}/replica/{name}"},
+        "weights": {"peers": [f"http://127.0.0.1:{port}"]},
+    }
+    return serving(FakeEngine(), tmp_path / name, shared=shared, **settings)
+
+
 @pytest.fixture
 async def front(tmp_path: Path) -> AsyncIterator[Front]:
     port, shared = free_port(), InMemoryRegistry()
     async with AsyncExitStack() as stack:
-        replicas = {}
-        for name in "ab":
-            settings: dict[str, Any] = {
-                "server": {"advertised_url": f"http://127.0.0.1:{port}/replica/{name}"}
-            }
-            replicas[name] = await stack.enter_async_context(
-                serving(FakeEngine(), tmp_path / name, shared=shared, **settings)
-            )
+        replicas = {
+            name: await stack.enter_async_context(replica(tmp_path, name, port, shared))
+            for name in "ab"
+        }
         for served in replicas.values():
             await sees(served, 2)
         places = {f"coppice-{n}": urlsplit(r.url).netloc for n, r in replicas.items()}
@@ -129,6 +140,26 @@ async def test_agent_reaches_its_session_through_the_one_address(front: Front) -
             for url in (session["base_url"], front.url + session["path"]):
                 answer = await http.post(f"{url}{CHAT_PATH}", json=CHAT, headers=key_of(session))
                 assert answer.status_code == 200, answer.text
+
+
+async def test_agent_continues_its_session_after_its_replica_has_left(tmp_path: Path) -> None:
+    """The client is OpenAI's, which sends its key again only to the same host."""
+    port, shared = free_port(), InMemoryRegistry()
+    async with replica(tmp_path, "b", port, shared) as b, AsyncExitStack() as leaving:
+        a = await leaving.enter_async_context(replica(tmp_path, "a", port, shared))
+        for served in (a, b):
+            await sees(served, 2)
+        places = {f"coppice-{n}": urlsplit(r.url).netloc for n, r in (("a", a), ("b", b))}
+        with nginx(tmp_path, places, port=port):
+            session = await new_session(a.http)
+            base_url = f"{session['base_url']}/v1"
+            async with AsyncOpenAI(base_url=base_url, api_key=session["key"]) as agent:
+                for leave in (lambda: a.server.drain(30), leaving.aclose, None):
+                    await agent.chat.completions.create(**CHAT)
+                    if leave is not None:
+                        await leave()
+            status = (await b.http.get(f"/v1/sessions/{session['id']}")).json()
+    assert (status["state"], status["usage"]["num_turns"]) == ("open", 3)
 
 
 async def test_calls_with_one_id_in_the_path_reach_one_replica(front: Front) -> None:
