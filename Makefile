@@ -64,7 +64,7 @@ bench: ## run all benchmarks and write docs/performance; takes hours
 	@$(setup) dev
 	@scripts/bench.sh '$(python)'
 
-soak: ## long tests: clients with Ray, agent programs, vLLM's wheel and kernels for GPUs, 10,000 groups, malformed requests, cluster faults; writes docs/operate/reliability.md
+soak: ## long tests: clients with Ray, agent programs, vLLM's wheel and kernels for GPUs, 10,000 groups, malformed requests, cluster faults, drains; writes docs/operate/reliability.md
 	@$(setup) dev
 	$(python) -m pytest -q tests/compat/with_ray.py
 	$(python) -m pytest -q tests/service/sessions/with_agent_programs.py
@@ -75,6 +75,8 @@ soak: ## long tests: clients with Ray, agent programs, vLLM's wheel and kernels 
 	PYTHONPATH=.:client $(python) -m tests.soak.growth
 	PYTHONPATH=.:client $(python) -m tests.soak.faults --engine fake --rounds 2 --report docs/operate/reliability.md
 	PYTHONPATH=.:client $(python) -m tests.soak.faults --engine real --rounds 1 --report docs/operate/reliability.md
+	PYTHONPATH=.:client $(python) -m tests.soak.drains --engine fake --drains 200 --report docs/operate/reliability.md
+	PYTHONPATH=.:client $(python) -m tests.soak.drains --engine real --drains 10 --report docs/operate/reliability.md
 	PYTHONPATH=.:client $(python) -m examples.grpo --seed 2 --out build/demo-2
 	PYTHONPATH=.:client $(python) -m examples.grpo --seed 3 --out build/demo-3
 

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -40,7 +40,13 @@ class Replica:
     """One replica, at the same address across restarts."""
 
     def __init__(
-        self, model: FleetModel, index: int, place: ServerHome, arenas: Path, redis_url: str
+        self,
+        model: FleetModel,
+        index: int,
+        place: ServerHome,
+        arenas: Path,
+        redis_url: str,
+        settings: Mapping[str, str],
     ) -> None:
         port = free_port()
         self.place = place
@@ -48,6 +54,7 @@ class Replica:
         settings = {
             **SETTINGS,
             **model.settings(index),
+            **settings,
             "SERVER__PORT": str(port),
             "SERVER__ADVERTISED_URL": self.url,
             "CLUSTER__REDIS_URL": redis_url,
@@ -176,13 +183,13 @@ def _lives(process: psutil.Process) -> bool:
 
 @contextmanager
 def replicas(
-    model: FleetModel, folder: Path, arenas: Path
+    model: FleetModel, folder: Path, arenas: Path, **settings: str
 ) -> Iterator[tuple[RedisServer, Sequence[Replica]]]:
-    """Replicas on one Redis. `arenas`: the directory of all prompt KV arenas."""
+    """Replicas on one Redis, with further settings. `arenas`: the directory of all KV arenas."""
     with ExitStack() as stack:
         redis = stack.enter_context(redis_server(folder))
         made = [
-            Replica(model, index, stack.enter_context(home()), arenas, redis.url)
+            Replica(model, index, stack.enter_context(home()), arenas, redis.url, settings)
             for index in range(NUM_REPLICAS)
         ]
         for replica in made:

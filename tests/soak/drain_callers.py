@@ -1,0 +1,142 @@
+"""Callers of long rollouts, who must not notice that a replica drains."""
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, suppress
+
+import httpx
+
+from coppice import AsyncRollouts, CoppiceError, Retry
+from coppice.rollout_options import RolloutOptions, rollout_request
+from coppice.wire.result_formats import SampleRecord, TokensRecord
+from tests.soak.cluster_model import FleetModel, TokenReport
+
+NUM_SAMPLES = 4
+MAX_TOKENS = 180
+GRACE_SECONDS = 5.0
+"""Time after a fault in which a caller may notice it: the expiry of a killed replica."""
+RETRY = Retry(attempts=10, base_seconds=0.1, max_seconds=2.0, total_seconds=60.0)
+OPTIONS = RolloutOptions(n=NUM_SAMPLES, max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True)
+
+
+class LoadBalancer(httpx.AsyncBaseTransport):
+    """Transport that sends requests to `URL` to a replica that accepts them, as nginx does.
+
+    Other requests, which follow a redirect, are sent where they are addressed.
+    """
+
+    URL = "http://127.0.0.1:1"
+
+    def __init__(self, urls: Sequence[str], numbers: random.Random) -> None:
+        self._ports = [httpx.URL(url).port for url in urls]
+        self._random = numbers
+        self._transport = httpx.AsyncHTTPTransport()
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        if request.url.port != httpx.URL(self.URL).port:
+            return await self._transport.handle_async_request(request)
+        *first, last = self._random.sample(self._ports, len(self._ports))
+        for port in first:
+            request.url = request.url.copy_with(port=port)
+            with suppress(httpx.ConnectError):
+                response = await self._transport.handle_async_request(request)
+                if response.status_code != 503:
+                    return response
+                await response.aclose()
+        request.url = request.url.copy_with(port=last)
+        return await self._transport.handle_async_request(request)
+
+    async def aclose(self) -> None:
+        await self._transport.aclose()
+
+
+class Callers:
+    """Callers of long rollouts until `over`; all their samples are in `reports`.
+
+    `counts` has their outcomes. `violations` are tokens that were lost or repeated, and rollouts
+    that failed. After a fault a rollout may be lost with the replica that ran it.
+    """
+
+    def __init__(self, urls: Sequence[str], model: FleetModel, seed: int) -> None:
+        self.counts: Counter[str] = Counter()
+        self.violations: list[str] = []
+        self.reports: set[TokenReport] = set()
+        self.over = False
+        self.last_fault_at = -GRACE_SECONDS
+        self._urls = urls
+        self._model = model
+        self._random = random.Random(seed)
+        self._client: AsyncRollouts
+        self._plain: httpx.AsyncClient
+
+    async def run(self) -> None:
+        async with AsyncExitStack() as stack:
+            balancers = [LoadBalancer(self._urls, self._random) for _ in range(2)]
+            plain = httpx.AsyncClient(timeout=60, follow_redirects=True, transport=balancers[0])
+            self._plain = await stack.enter_async_context(plain)
+            client = AsyncRollouts(
+                LoadBalancer.URL, retry=RETRY, timeout=60, transport=balancers[1]
+            )
+            self._client = await stack.enter_async_context(client)
+            async with asyncio.TaskGroup() as tasks:
+                for _ in range(self._model.num_callers):
+                    tasks.create_task(self._call())
+
+    async def _call(self) -> None:
+        while not self.over:
+            mode = self._random.choice((self._streamed, self._submitted, self._plain_request))
+            prompt = self._random.choices(self._model.vocabulary, k=self._random.randint(2, 60))
+            name, began = mode.__name__.strip("_"), time.monotonic()
+            try:
+                self.counts[f"{await mode(prompt)} ({name})"] += 1
+            except (CoppiceError, httpx.HTTPError) as error:
+                self.counts[f"lost after a fault, {type(error).__name__} ({name})"] += 1
+                if self.last_fault_at < began - GRACE_SECONDS:
+                    self.violations.append(f"{name}: {error!r} without a fault")
+                await asyncio.sleep(0.1)
+
+    async def _streamed(self, prompt: list[int]) -> str:
+        received = [list[int]() for _ in range(NUM_SAMPLES)]
+        options = RolloutOptions(**OPTIONS, stream_tokens=True)
+        async for record in self._client.stream([prompt], **options):
+            if isinstance(record, TokensRecord):
+                if record.start != len(received[record.index]):
+                    self.violations.append(f"tokens at {record.start} were lost or repeated")
+                received[record.index] += record.token_ids
+            elif isinstance(record, SampleRecord):
+                tokens = list(record.sample.token_ids)
+                if tokens != received[record.sample.index]:
+                    self.violations.append("a sample differs from its streamed tokens")
+        self._check(prompt, received)
+        return "answered"
+
+    async def _submitted(self, prompt: list[int]) -> str:
+        """An asynchronous rollout that is fetched through any replica."""
+        pending = await self._client.submit([prompt], **OPTIONS)
+        result = await self._client.attach(pending.id).wait(120)
+        self._check(prompt, [sample.token_ids.tolist() for sample in result.groups[0].samples])
+        return "answered"
+
+    async def _plain_request(self, prompt: list[int]) -> str:
+        """A request without an idempotency key, by a client that only follows redirects."""
+        request = rollout_request([prompt], **OPTIONS)
+        body = request.model_copy(update={"stream": False}).model_dump_json()
+        headers = {"Content-Type": "application/json"}
+        url = f"{LoadBalancer.URL}/v1/rollouts"
+        answer = await self._plain.post(url, content=body, headers=headers)
+        if answer.status_code == 503 and not answer.history:
+            await asyncio.sleep(0.1)
+            return "refused by all replicas"
+        answer.raise_for_status()
+        samples = answer.json()["groups"][0]["samples"]
+        self._check(prompt, [sample["token_ids"] for sample in samples])
+        return "answered"
+
+    def _check(self, prompt: list[int], samples: Sequence[Sequence[int]]) -> None:
+        if [len(tokens) for tokens in samples] != [MAX_TOKENS] * NUM_SAMPLES:
+            self.violations.append(f"samples of {list(map(len, samples))} tokens")
+        for tokens in samples:
+            self.reports.add(TokenReport(0, tuple(prompt), tuple(tokens)))

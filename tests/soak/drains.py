@@ -1,0 +1,184 @@
+"""Replicas that drain at random under load, some with a fault in the middle of the moves.
+
+    python -m tests.soak.drains [--drains 200] [--engine fake|real] [--seed 1] [--report PAGE]
+
+Three replicas and a real Redis, each a process. Every caller must receive all tokens of its
+samples, each once. Without a fault no caller may notice the drain, except that it follows a
+redirect or continues to read a stream at another replica.
+"""
+
+import argparse
+import asyncio
+import datetime
+import random
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from tests.redis_server import RedisServer
+from tests.soak.cluster_model import CountingModel, FleetModel, SeedlingModel
+from tests.soak.drain_callers import MAX_TOKENS, NUM_SAMPLES, Callers
+from tests.soak.fault_injection import SHARED
+from tests.soak.replicas import NUM_REPLICAS, Replica, replicas
+from tests.soak.report import machine, write
+
+FAULT_SHARE = 0.25
+REDIS_SECONDS = 1.0
+SETTINGS = {
+    "CLUSTER__HEARTBEAT_SECONDS": "0.3",
+    "CLUSTER__EXPIRE_SECONDS": "2",
+    "SERVER__DRAIN_SECONDS": "60",
+}
+"""A started replica waits for `expire_seconds` before it serves."""
+
+
+class Drains:
+    """Drains replicas one after the other; `seconds` are those of the drains without a fault."""
+
+    def __init__(
+        self, redis: RedisServer, fleet: Sequence[Replica], callers: Callers, seed: int
+    ) -> None:
+        self.seconds: list[float] = []
+        self.counts: Counter[str] = Counter()
+        self._redis = redis
+        self._fleet = fleet
+        self._callers = callers
+        self._random = random.Random(seed)
+
+    def run(self, number: int) -> None:
+        for index in range(number):
+            time.sleep(self._random.uniform(0.0, 1.0))
+            replica = self._random.choice(self._fleet)
+            if self._random.random() < FAULT_SHARE:
+                self._drain_with_fault(replica)
+            else:
+                self.seconds.append(replica.stop())
+                self.counts["none"] += 1
+            replica.start()
+            print(f"{index + 1} of {number} drains", flush=True)
+
+    def _drain_with_fault(self, replica: Replica) -> None:
+        faults = (self._kill_drained, self._kill_receiver, self._pause_redis, self._restart_redis)
+        fault: Callable[[Replica], str] = self._random.choice(faults)
+        self._callers.last_fault_at = time.monotonic()
+        stopping = threading.Thread(target=_stop, args=(replica,))
+        stopping.start()
+        time.sleep(self._random.uniform(0.0, 0.3))
+        self.counts[fault(replica)] += 1
+        stopping.join()
+        self._callers.last_fault_at = time.monotonic()
+
+    def _kill_drained(self, replica: Replica) -> str:
+        with suppress(psutil.NoSuchProcess):  # it has just exited
+            replica.end()
+        return "the draining replica killed (SIGKILL)"
+
+    def _kill_receiver(self, replica: Replica) -> str:
+        receiver = self._random.choice([other for other in self._fleet if other is not replica])
+        receiver.kill()
+        receiver.start()
+        return "another replica killed and restarted (SIGKILL)"
+
+    def _pause_redis(self, replica: Replica) -> str:
+        self._redis.pause()
+        time.sleep(REDIS_SECONDS)
+        self._redis.resume()
+        return "Redis suspended (SIGSTOP)"
+
+    def _restart_redis(self, replica: Replica) -> str:
+        self._redis.restart()
+        return "Redis killed and restarted, empty (SIGKILL)"
+
+
+def _stop(replica: Replica) -> None:
+    with suppress(AssertionError):  # it may have been killed
+        replica.stop()
+
+
+def main() -> None:
+    options = _options()
+    model: FleetModel = SeedlingModel() if options.engine == "real" else CountingModel()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        tempfile.TemporaryDirectory(dir=SHARED) as arenas,
+        replicas(model, Path(folder), Path(arenas), **SETTINGS) as (redis, fleet),
+    ):
+        callers = Callers([replica.url for replica in fleet], model, options.seed)
+        drains = Drains(redis, fleet, callers, options.seed)
+        _under_load(drains, callers, options.drains)
+    table = _table(model, drains, callers)
+    print(table)
+    wrong = model.find_wrong(callers.reports)
+    assert not callers.violations, callers.violations
+    assert not wrong, f"{len(wrong)} of {len(callers.reports)}, such as {wrong[:3]}"
+    if options.report:
+        write(options.report, f"drains, {model.name} engine", table)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--drains", type=int, default=200)
+    parser.add_argument("--engine", choices=("fake", "real"), default="fake")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--report", type=Path)
+    return parser.parse_args()
+
+
+def _under_load(drains: Drains, callers: Callers, number: int) -> None:
+    failures: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            asyncio.run(callers.run())
+        except BaseException as error:
+            failures.append(error)
+
+    calling = threading.Thread(target=call)
+    calling.start()
+    try:
+        drains.run(number)
+    finally:
+        callers.over = True
+        calling.join()
+    if failures:
+        raise failures[0]
+
+
+def _table(model: FleetModel, drains: Drains, callers: Callers) -> str:
+    faults = "\n".join(f"| {name} | {count} |" for name, count in sorted(drains.counts.items()))
+    outcomes = "\n".join(
+        f"| {name} | {count:,} |" for name, count in sorted(callers.counts.items())
+    )
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    seconds = drains.seconds or [float("nan")]
+    return f"""
+`python -m tests.soak.drains {" ".join(sys.argv[1:])}` on {today}, {machine()}: {NUM_REPLICAS} \
+replicas ({model.name} engine) and a real Redis, {model.num_callers} callers of rollouts with \
+{NUM_SAMPLES} samples of {MAX_TOKENS} tokens, {drains.counts.total()} drains.
+
+No token was lost, wrong or received twice: {len(callers.reports):,} different samples had the \
+tokens of an undisturbed run.
+From SIGTERM to the exit of a process without a fault: median {statistics.median(seconds):.2f} s, \
+longest {max(seconds):.2f} s.
+
+| fault during the drain | times |
+|---|---|
+{faults}
+
+| outcome of a rollout | times |
+|---|---|
+{outcomes}
+
+"""
+
+
+if __name__ == "__main__":
+    main()
