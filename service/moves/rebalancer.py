@@ -5,6 +5,7 @@ one has none left. Whole rollouts are moved: the samples of a group share the KV
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -22,6 +23,8 @@ MIN_RATIO = 2.0
 """Ratio of the loads of two replicas above which samples are moved."""
 BACKOFF_SECONDS = 60.0
 """Time without moves after a replica has accepted none: each attempt costs a prefill here."""
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +83,10 @@ class Rebalancer:
         while True:
             await self._view_changed.wait()
             self._view_changed.clear()
-            await self._compare()
+            try:
+                await self._compare()
+            except Exception:  # such as of an engine that has died; the probes report it
+                log.exception("rebalancing failed")
 
     async def _compare(self) -> None:
         """Move rollouts if the load was unbalanced in the previous view, too."""

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from engine.errors import EngineDead
 from service.cluster.in_memory import InMemoryRegistry
 from service.cluster.registry import Replica
 from service.cluster.settings import ClusterSettings
-from service.moves.rebalancer import shift
+from service.moves.rebalancer import Rebalancer, shift
+from tests.service.cluster.test_move_outcomes import sender_of
 from tests.service.cluster.test_moves import (
     ASYNC,
     LONG,
@@ -245,6 +247,33 @@ async def test_moved_rollout_is_found_at_its_source_after_the_address_has_expire
         assert found[1].url.port == b.http.base_url.port
         engine_of(a).step(12)
         engine_of(b).step(12)
+
+
+async def test_failed_comparison_does_not_end_rebalancing(
+    pair: list[Served], caplog: pytest.LogCaptureFixture
+) -> None:
+    server, num_calls = pair[0].server, 0
+
+    def fails_once() -> bool:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 1:
+            raise EngineDead("killed")
+        return False
+
+    rebalancer = Rebalancer(
+        server.rollouts,
+        server.cluster,
+        sender_of(pair[0]),
+        seconds=1.0,
+        is_enabled=fails_once,
+        on_moved=lambda _: None,
+    )
+    async with asyncio.timeout(30), rebalancer.running():
+        while num_calls < 2:
+            await server.cluster.refresh()
+            await asyncio.sleep(0.001)
+    assert "rebalancing failed" in caplog.text
 
 
 async def test_heartbeats_start_moves(tmp_path: Path) -> None:
