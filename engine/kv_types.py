@@ -148,7 +148,10 @@ class GpuMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportSlot:
-    """Part of an arena file that receives the KV of a prompt's first `num_tokens` tokens.
+    """Part of an arena file that receives the KV of `num_tokens` tokens of a prompt.
+
+    These are the first ones, or those from `first_token` on, a multiple of the block size. Only
+    caches without sliding windows are exported from a later token on.
 
     The KV of a slot with a `name` can be loaded later; names are unique.
 
@@ -172,6 +175,12 @@ class ExportSlot:
     name: str | None = None
     page_epoch: int = 0
     gpu_offset: int | None = None
+    first_token: int = 0
+
+    @property
+    def end(self) -> int:
+        """Position in the prompt after the last exported token."""
+        return self.first_token + self.num_tokens
 
     def to_dict(self) -> dict[str, Any]:
         return {**_field_values(self), "arena": str(self.arena)}

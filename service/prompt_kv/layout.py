@@ -50,7 +50,11 @@ def tokens_sha256(token_ids: Sequence[int]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Layout of exported KV: the first `num_tokens` tokens of a prompt, one weights version."""
+    """Layout of exported KV: `num_tokens` tokens of a prompt, of one weights version.
+
+    They begin with the prompt's token `first_token`. `tokens_sha256` is the digest of the prompt up
+    to their end.
+    """
 
     model: str
     version: str
@@ -58,6 +62,7 @@ class Layout:
     num_tokens: int
     tokens_sha256: str
     header_bytes: int
+    first_token: int = 0
 
     def shape(self, layer: int) -> tuple[int, int, int]:
         """Shape of a layer's keys, and of its values."""
@@ -122,8 +127,10 @@ class LayoutFactory:
         self._header_bytes = 0
         self._header_bytes = self._longest_header_bytes()
 
-    def of(self, token_ids: Sequence[int], version: str) -> Layout:
-        return self._layout(version, len(token_ids), tokens_sha256(token_ids))
+    def of(self, token_ids: Sequence[int], version: str, *, first_token: int = 0) -> Layout:
+        """Layout of the KV of all tokens, or of those from `first_token` on."""
+        num_tokens = len(token_ids) - first_token
+        return self._layout(version, num_tokens, tokens_sha256(token_ids), first_token)
 
     def _longest_header_bytes(self) -> int:
         longest = self._layout(LONGEST_VERSION, MAX_TOKENS, "0" * 64)
@@ -132,7 +139,7 @@ class LayoutFactory:
         margin = 3 * len(sums) if self._form.layers else 0
         return round_up_to_pages(len(longest.header(sums)) + margin)
 
-    def _layout(self, version: str, num_tokens: int, digest: str) -> Layout:
+    def _layout(self, version: str, num_tokens: int, digest: str, first_token: int = 0) -> Layout:
         return Layout(
             model=self._model,
             version=version,
@@ -140,6 +147,7 @@ class LayoutFactory:
             num_tokens=num_tokens,
             tokens_sha256=digest,
             header_bytes=self._header_bytes,
+            first_token=first_token,
         )
 
 
