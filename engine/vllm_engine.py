@@ -422,6 +422,12 @@ class VllmEngine:
         if self.info.device == GPU_DEVICE:
             await self._processes.call_workers("coppice_release_kv_pages", str(arena), page_epoch)
 
+    async def add_exported_kv(self, names: Sequence[str]) -> None:
+        await self._processes.call_cores("coppice_add_exported_kv", list(names))
+
+    async def remove_exported_kv(self, names: Sequence[str]) -> None:
+        await self._processes.call_cores("coppice_remove_exported_kv", list(names))
+
     async def pause(self, mode: PauseMode, *, recompute: bool = False) -> None:
         await await_engine(self.llm, self.llm.pause_generation(mode=mode, clear_cache=recompute))
 

@@ -420,6 +420,17 @@ class FakeEngine:
     async def release_kv_pages(self, arena: Path, page_epoch: int) -> None:
         self.calls.append(f"release_kv_pages {page_epoch}")
 
+    async def add_exported_kv(self, names: Sequence[str]) -> None:
+        if not self.alive:
+            raise EngineDead("dead")
+        self.written |= dict.fromkeys(names, self.version)
+
+    async def remove_exported_kv(self, names: Sequence[str]) -> None:
+        if not self.alive:
+            raise EngineDead("dead")
+        for name in names:
+            self.written.pop(name, None)
+
     async def pause(self, mode: PauseMode, *, recompute: bool = False) -> None:
         self.calls.append(f"pause {mode}{' recompute' if recompute else ''}")
         if mode == "abort":

@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
 from engine.kv_transfer.cache_layout import CacheLayout, UnsupportedCache, cache_layouts
 from engine.kv_transfer.core.export_planner import ExportPlanner, HeldBlocks
@@ -176,6 +177,17 @@ class PromptKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self.writer.close()
         if self.loader is not None:
             self.loader.close()
+
+
+def connector_of(configured: Any) -> PromptKvConnector:
+    """The connector of prompt KV among those that are configured. Raises UnsupportedCache."""
+    connectors = (
+        configured.sub_connectors if isinstance(configured, MultiConnector) else [configured]
+    )
+    for connector in connectors:
+        if isinstance(connector, PromptKvConnector):
+            return connector
+    raise UnsupportedCache("no connector of prompt KV is configured")
 
 
 def _try_cache_layouts(vllm_config: Any, kv_cache_config: Any) -> tuple[CacheLayout, ...] | str:

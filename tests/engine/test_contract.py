@@ -518,6 +518,12 @@ async def test_samples_continue_after_a_prefix_cache_reset(under_test: EngineUnd
     assert len(running.result()[0].token_ids) == 6
 
 
+def load_of(source: ExportSlot, num_tokens: int) -> KvLoad:
+    """Load of the first tokens of an export at the beginning of a prompt."""
+    piece = LoadPiece(source=source, token_offset=0, num_tokens=num_tokens, start=0, shift=0)
+    return KvLoad(chain=str(source.name), num_requests=1, exact_tokens=0, pieces=(piece,))
+
+
 async def test_load_is_used_once_its_source_is_written(
     under_test: EngineUnderTest, arena: TestArena
 ) -> None:
@@ -528,21 +534,29 @@ async def test_load_is_used_once_its_source_is_written(
         under_test, await submitted(under_test, sample(2, prompt=PROMPT, export=written))
     )
     num_tokens = len(PROMPT) - 5
-    loads = [
-        KvLoad(
-            chain=str(source.name),
-            num_requests=1,
-            exact_tokens=0,
-            pieces=(
-                LoadPiece(source=source, token_offset=0, num_tokens=num_tokens, start=0, shift=0),
-            ),
-        )
-        for source in (written, unwritten)
-    ]
+    loads = [load_of(source, num_tokens) for source in (written, unwritten)]
     samples = [replace(sample(2, prompt=PROMPT), load=load) for load in loads]
     loaded, computed = await finished(under_test, await submitted(under_test, *samples))
     assert (loaded.num_cached_tokens, computed.num_cached_tokens) == (num_tokens, 0)
     assert arena.untouched(unwritten)
+
+
+async def test_kv_of_another_engine_is_loaded_between_its_addition_and_removal(
+    under_test: EngineUnderTest, arena: TestArena
+) -> None:
+    engine, num_tokens = under_test.engine, len(PROMPT) - 6
+    slot = arena.slot(num_tokens)
+    exporting = sample(2, prompt=PROMPT[: num_tokens + 1], export=slot)
+    await finished(under_test, await submitted(under_test, exporting))
+    names = [f"{next(_COUNT)}" for _ in range(2)]
+    await engine.add_exported_kv(names)
+    await engine.remove_exported_kv(names[1:])
+    loads = [load_of(replace(slot, name=name), num_tokens) for name in names]
+    samples = [
+        replace(sample(2, prompt=PROMPT), load=load, cache_salt=load.chain) for load in loads
+    ]
+    loaded, computed = await finished(under_test, await submitted(under_test, *samples))
+    assert (loaded.num_cached_tokens, computed.num_cached_tokens) == (num_tokens, 0)
 
 
 @pytest.mark.filterwarnings("ignore")  # PEFT emits unrelated warnings

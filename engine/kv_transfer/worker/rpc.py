@@ -12,11 +12,10 @@ from typing import Any, Final, TypedDict
 
 import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
-from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.model_executor.models.utils import extract_layer_index
 
 from engine.kv_transfer.cache_layout import CacheLayout, UnsupportedCache
-from engine.kv_transfer.connector import PromptKvConnector
+from engine.kv_transfer.connector import PromptKvConnector, connector_of
 from engine.kv_types import LayerFormat
 from kernels.rope_shift import RotaryParams, UnsupportedRotary, parse_rotary
 
@@ -121,12 +120,7 @@ def release_pages(arena: Path, page_epoch: int) -> None:
 def _connector() -> PromptKvConnector:
     if not has_kv_transfer_group():
         raise UnsupportedCache("no connector is configured")
-    group = get_kv_transfer_group()
-    connectors = group.sub_connectors if isinstance(group, MultiConnector) else [group]
-    ours = [connector for connector in connectors if isinstance(connector, PromptKvConnector)]
-    if not ours:
-        raise UnsupportedCache("no connector of prompt KV is configured")
-    return ours[0]
+    return connector_of(get_kv_transfer_group())
 
 
 def rotary_of_model(model: Any, config: Any, layout: CacheLayout) -> RotaryParams:
