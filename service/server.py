@@ -27,6 +27,8 @@ from service.draft_history.stream import RedisHistoryStream
 from service.http.bodies import Bodies
 from service.http.connection_limit import Connections, connection_limit
 from service.kv_reuse.manager import KvReuseManager
+from service.moves.kv_export import KvExporter, KvMoveOutcome
+from service.moves.kv_import import KvImporter
 from service.moves.rebalancer import Rebalancer
 from service.moves.receiver import MoveReceiver
 from service.moves.sender import MoveSender
@@ -155,6 +157,15 @@ class Server:
             record_group=self._count_group,
         )
         transfers = self.key_transfers = KeyTransfers(self.cluster)
+        peers = Peers(settings.weights.peers, settings.weights.peer_key_file)
+        self.kv_importer = KvImporter(
+            engine,
+            self.kv_reuse.cache,
+            self.cluster,
+            peers,
+            directory=settings.kv.directory,
+            on_moved=self._count_moved_kv,
+        )
         self.move_receiver = MoveReceiver(
             engine,
             self.versions,
@@ -162,16 +173,23 @@ class Server:
             group_factory,
             self.rollouts,
             transfers,
+            kv=self.kv_importer,
             max_samples_per_request=settings.limits.max_samples_per_request,
         )
-        self._move_sender = MoveSender(
+        self.move_sender = MoveSender(
             engine,
             self.versions,
             self.admission,
             self.rollouts,
             self.cluster,
             transfers,
-            Peers(settings.weights.peers, settings.weights.peer_key_file),
+            peers,
+            kv=KvExporter(
+                engine,
+                self.prompt_kv,
+                bytes_per_second=settings.cluster.move_kv_bytes_per_second,
+                on_prefilled=self._count_moved_kv,
+            ),
             max_bytes=settings.limits.max_body_bytes,
             on_ended=lambda outcome: self.metrics.cluster.moves.labels(outcome).inc(),
         )
@@ -258,7 +276,7 @@ class Server:
         self._rebalancer = Rebalancer(
             self.rollouts,
             self.cluster,
-            self._move_sender,
+            self.move_sender,
             seconds=settings.cluster.move_seconds,
             is_enabled=self._can_rebalance,
             on_moved=self.metrics.cluster.rebalanced.inc,
@@ -328,6 +346,7 @@ class Server:
             if self.draft_history is not None:
                 await self.draft_history.close()
             self.socket_sender.close()
+            await self.kv_importer.close()
             await self.kv_reuse.close()
             await self.prompt_kv.close()
             await self.engine.stop()
@@ -365,7 +384,7 @@ class Server:
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds), asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._move_sessions())
-                await self._move_sender.send_all(self.settings.cluster.move_seconds)
+                await self.move_sender.send_all(self.settings.cluster.move_seconds)
                 await self.admission.wait_until_idle()
                 await self.prompt_kv.wait_until_idle()
                 await self.rollouts.wait_until_fetched()
@@ -435,6 +454,9 @@ class Server:
     def _count_group(self, rollout: Rollout, group: Group, answer: GroupAnswer) -> None:
         self.metrics.record_group(answer, group.sample_seconds)
         self.traces.group(rollout.id, answer, group.began_at, group.sample_seconds)
+
+    def _count_moved_kv(self, outcome: KvMoveOutcome, num_samples: int) -> None:
+        self.metrics.cluster.moved_kv.labels(outcome).inc(num_samples)
 
     def _count_failed(self, rollout: Rollout) -> None:
         """Count in the metrics the groups of a rollout that failed, i.e. that have no answer."""

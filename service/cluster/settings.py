@@ -71,6 +71,14 @@ class ClusterSettings(Section):
         "free sequences; needs weights.peers; set it if rollouts differ much in length and all "
         "callers follow redirects",
     )
+    move_kv_bytes_per_second: float = Field(
+        2**29,
+        ge=0,
+        allow_inf_nan=False,
+        description="rate at which the KV of moved samples is assumed to be copied, in bytes per "
+        "second; samples whose KV would take more than half of cluster.move_seconds are prefilled "
+        "by the other replica; 0: all are; increase it on a fast network, reduce it on a slow one",
+    )
     claim_seconds: int = Field(
         86_400,
         ge=60,

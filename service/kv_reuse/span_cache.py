@@ -195,6 +195,11 @@ class SpanCache:
         )
         return CacheEntry(slot=slot, extent=extent, key=key, pins=1)
 
+    def allocate_pages(self, cached: CacheEntry) -> bool:
+        """Allocate the pages of an entry; False if the mount is full. May block: use a thread."""
+        assert self._arena is not None, "the cache is open"
+        return self._arena.back(cached.slot.offset, cached.extent.end)
+
     async def finish_write(self, cached: CacheEntry) -> bool:
         """Record the end of the request that writes an entry; returns whether it is written."""
         if not self.is_committed(cached):

@@ -12,6 +12,7 @@ from engine.protocol import Engine
 from engine.types import EngineInfo
 from service.cluster.key_transfers import KeyTransfers
 from service.http.errors import InvalidRequest, NotReady, RolloutNotFound, VersionConflict
+from service.moves.kv_import import KvImporter
 from service.moves.state import claims_of
 from service.rollouts import validation
 from service.rollouts.admission import Admission, Reservation
@@ -48,6 +49,7 @@ class MoveReceiver:
         rollouts: RolloutManager,
         transfers: KeyTransfers,
         *,
+        kv: KvImporter,
         max_samples_per_request: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -60,6 +62,7 @@ class MoveReceiver:
         self._group_factory = group_factory
         self._rollouts = rollouts
         self._transfers = transfers
+        self._kv = kv
 
     async def receive(self, state: MovedRollout) -> Rollout:
         """Continue a rollout; raises a ServiceError if it cannot run here as on its source."""
@@ -70,17 +73,40 @@ class MoveReceiver:
             groups = await self._groups(state, shared)
             claims = await self._take_over(state)
             try:
-                rollout = await _rollout(state, groups, claims)
-                self._check(state)
-                if self._shared(state) != shared:
-                    raise _other_version(state)
-                return self._rollouts.run(rollout, reservation)
+                return await self._run(state, shared, groups, claims, reservation)
             except BaseException:
                 self._release(claims)
                 raise
         except BaseException:
             self._admission.release(reservation)
             raise
+
+    async def _run(
+        self,
+        state: MovedRollout,
+        shared: GroupOptions,
+        groups: list[Group],
+        claims: list[IdempotencyClaim],
+        reservation: Reservation,
+    ) -> Rollout:
+        """Fetch the KV of a rollout and continue it, if the weights are still those of its source.
+
+        A later update makes the engine forget the KV.
+        """
+        imported = await self._kv.fetch(state)
+        try:
+            for index, loads in imported.loads.items():
+                groups[index].loads = loads
+            rollout = await _rollout(state, groups, claims)
+            self._check(state)
+            if self._shared(state) != shared:
+                raise _other_version(state)
+            self._rollouts.run(rollout, reservation)
+        except BaseException:
+            self._kv.release(imported)
+            raise
+        self._kv.hold(imported, rollout)
+        return rollout
 
     async def cancel(self, rollout_id: str) -> None:
         """Cancel a rollout whose source did not receive the response and continues it.

@@ -14,6 +14,7 @@ from engine.protocol import Engine
 from service.cluster.key_transfers import KeyTransfers
 from service.cluster.membership import ClusterMembership
 from service.cluster.registry import Replica
+from service.moves.kv_export import KvExporter
 from service.moves.peers import Connect, MovePeers
 from service.moves.state import estimated_bytes, state_of
 from service.rollouts.admission import Admission
@@ -51,6 +52,7 @@ class MoveSender:
         transfers: KeyTransfers,
         peers: Peers,
         *,
+        kv: KvExporter,
         max_bytes: int,
         on_ended: OnMoveEnded,
         client: type[httpx.AsyncClient] = httpx.AsyncClient,
@@ -62,6 +64,7 @@ class MoveSender:
         self._cluster = cluster
         self._transfers = transfers
         self._peers = MovePeers(cluster, peers, client)
+        self._kv = kv
         self._max_bytes = max_bytes
         self._on_ended = on_ended
         self._slots = asyncio.Semaphore(CONCURRENT_MOVES)
@@ -146,30 +149,33 @@ class MoveSender:
             async with connect() as http:
                 with suppress(TimeoutError):
                     async with asyncio.timeout_at(until):
-                        await self._offer(http, rollout, peer_id)
+                        await self._offer(http, rollout, until, peer_id)
         except Exception:
             log.exception("a move failed")
         url = rollout.moved_to
         self._on_ended("kept" if url is None else "moved")
         log.info("rollout %s", "continues here" if url is None else f"moved to {url}")
 
-    async def _offer(self, http: httpx.AsyncClient, rollout: Rollout, peer_id: str | None) -> None:
-        """Offer a rollout to one replica after the other, or to one replica only.
+    async def _offer(
+        self, http: httpx.AsyncClient, rollout: Rollout, until: float, peer_id: str | None
+    ) -> None:
+        """Offer a rollout to one replica after the other, or to one replica only, with its KV.
 
         `moved_to` is set as soon as one has accepted it: a timeout, or an error while the
         connection is closed, must not continue it here, too.
         """
         source, version = self._cluster.own_id, self._versions.active.label
-        state = state_of(rollout, source=source, version=version)
-        body = await asyncio.to_thread(_encoded, state)
-        for replica in self.candidates():
-            if peer_id not in (None, replica.id):
-                continue
-            if not rollout.is_suspended:
-                return  # it was cancelled, or its deadline has passed
-            if await self._is_accepted(http, replica, rollout, body):
-                rollout.moved_to = replica.url
-                return
+        async with self._kv.exported(rollout, version, until) as kv:
+            state = state_of(rollout, source=source, version=version, kv=kv)
+            body = await asyncio.to_thread(_encoded, state)
+            for replica in self.candidates():
+                if peer_id not in (None, replica.id):
+                    continue
+                if not rollout.is_suspended:
+                    return  # it was cancelled, or its deadline has passed
+                if await self._is_accepted(http, replica, rollout, body):
+                    rollout.moved_to = replica.url
+                    return
 
     async def _is_accepted(
         self, http: httpx.AsyncClient, replica: Replica, rollout: Rollout, body: bytes

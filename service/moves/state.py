@@ -1,6 +1,6 @@
 """State of a suspended rollout, as it is sent to another replica."""
 
-from coppice.wire.moves import FORMAT, GivenTokens, MovedGroup, MovedKey, MovedRollout
+from coppice.wire.moves import FORMAT, GivenTokens, MovedGroup, MovedKey, MovedKv, MovedRollout
 from coppice.wire.result_formats import GroupRecord, SampleRecord
 from coppice.wire.rollouts import RolloutRequest
 from engine.protocol import Engine
@@ -13,7 +13,9 @@ TOKEN_BYTES = 36
 """A token id and its logprob in JSON."""
 
 
-def state_of(rollout: Rollout, *, source: str, version: str) -> MovedRollout:
+def state_of(
+    rollout: Rollout, *, source: str, version: str, kv: MovedKv | None = None
+) -> MovedRollout:
     """State of a rollout whose groups have ended or are suspended.
 
     Constructed without validation, which takes long for many tokens.
@@ -38,6 +40,7 @@ def state_of(rollout: Rollout, *, source: str, version: str) -> MovedRollout:
         request=_request(rollout) if groups else None,
         records=[each for each in rollout.log if isinstance(each, SampleRecord | GroupRecord)],
         groups=[_moved_group(group) for group in groups],
+        kv=kv,
     )
 
 

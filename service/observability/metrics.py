@@ -18,6 +18,7 @@ from service import __version__
 from service.adapters.manager import AdapterLoadOutcome
 from service.cluster.membership import ClusterMembership
 from service.http.connection_limit import Connections, ShedOutcome
+from service.moves.kv_export import KvMoveOutcome
 from service.observability.draft_history_metrics import DraftHistoryMetrics
 from service.observability.engine_metrics import (
     AttentionMetrics,
@@ -222,6 +223,11 @@ class ClusterMetrics(MetricTable):
     )
     rebalanced = counter(
         "rollouts_rebalanced", "Rollouts that a busy replica has moved to one with free sequences"
+    )
+    moved_kv = counter(
+        "moved_samples_kv",
+        "Moved samples, by whether they load their KV, or why they are prefilled",
+        outcome=get_args(KvMoveOutcome),
     )
     unregistered_keys = counter(
         "cluster_unregistered_keys",

@@ -1,0 +1,127 @@
+"""Prompt-KV files of another replica, read into memory of this process and checked."""
+
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Protocol
+
+from coppice.errors import CoppiceError
+from coppice.prompt_kv.http_client import Download, KvHttpClient
+from coppice.transport.redirects import RedirectPolicy, ServerAddress
+from coppice.wire.moves import MovedSpan
+from service.prompt_kv.arena import PREFIX
+from service.prompt_kv.layout import Layout, checksums
+
+PIECE_BYTES = 2**23
+
+
+class FetchFailed(Exception):
+    """The KV could not be fetched, or is not the expected one; the message is the reason."""
+
+
+class Deadline:
+    """Time at which a fetch in a thread must end, which may be moved to now."""
+
+    def __init__(self, seconds: float) -> None:
+        self._at = time.monotonic() + seconds
+        self._is_over = threading.Event()
+
+    def end(self) -> None:
+        self._is_over.set()
+
+    @property
+    def seconds_left(self) -> float:
+        return 0.0 if self._is_over.is_set() else max(0.0, self._at - time.monotonic())
+
+    def check(self) -> float:
+        """Seconds left; raises TimeoutError if there are none."""
+        if not (seconds := self.seconds_left):
+            raise TimeoutError("the time for the KV of moved samples is over")
+        return seconds
+
+
+class KvSource(Protocol):
+    """Files of the sending replica. All methods block."""
+
+    def read(self, span: MovedSpan, parts: list[memoryview], deadline: Deadline) -> None:
+        """Fill consecutive parts with a file. Raises FetchFailed or TimeoutError."""
+
+    def close(self) -> None: ...
+
+
+class SharedMemory:
+    """Arena of a replica on the same host. Raises OSError if it is not there."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+
+    def read(self, span: MovedSpan, parts: list[memoryview], deadline: Deadline) -> None:
+        offset = span.offset
+        for piece in _pieces(parts):
+            deadline.check()
+            try:
+                is_complete = os.preadv(self._file, [piece], offset) == len(piece)
+            except OSError as error:
+                raise FetchFailed(f"the arena: {error.strerror}") from error
+            if not is_complete:
+                raise FetchFailed("the arena has no such file")
+            offset += len(piece)
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+class HttpFiles:
+    """Files of a rollout at a replica's URL, read by HTTP on one connection per file."""
+
+    def __init__(self, url: str, authorization: str | None, rollout_id: str) -> None:
+        self._url = url.rstrip("/")
+        self._authorization = authorization
+        self._path = f"/v1/moves/{rollout_id}/kv"
+
+    def read(self, span: MovedSpan, parts: list[memoryview], deadline: Deadline) -> None:
+        address = ServerAddress(base_url=self._url, authorization=self._authorization)
+        client = KvHttpClient(address, deadline.check(), RedirectPolicy(self._url))
+        path = f"{self._path}/{span.handle}"
+        download = Download(client, path, span.num_bytes, attempts=1)
+        try:
+            for piece in _pieces(parts):
+                deadline.check()
+                download.readinto(piece)
+        except CoppiceError as error:
+            deadline.check()
+            raise FetchFailed(f"the download failed: {type(error).__name__}") from error
+        finally:
+            download.close()
+
+    def close(self) -> None:
+        """No-op: each file has its own connection."""
+
+
+def is_arena(path: Path, directory: Path) -> bool:
+    """True if a path is that of an arena in the shared memory of this replica."""
+    return path.parent == directory and path.name.startswith(PREFIX)
+
+
+def read_checked(
+    source: KvSource, span: MovedSpan, layout: Layout, data: memoryview, deadline: Deadline
+) -> None:
+    """Fill `data` with the tensors of a file, which must have this layout and these checksums.
+
+    Raises FetchFailed or TimeoutError.
+    """
+    if span.num_bytes != layout.file_bytes:
+        raise FetchFailed("the file has another size")
+    header = bytearray(layout.header_bytes)
+    source.read(span, [memoryview(header), data], deadline)
+    if layout.header(checksums(layout, data)) != header:
+        raise FetchFailed("the file is of other tokens or weights, or corrupt")
+
+
+def _pieces(parts: list[memoryview]) -> list[memoryview]:
+    return [
+        part[start : start + PIECE_BYTES]
+        for part in parts
+        for start in range(0, len(part), PIECE_BYTES)
+    ]

@@ -1,0 +1,161 @@
+"""Samples that move between two real engines go on from their KV, with the tokens of no move."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from engine.settings import AttentionSettings
+from engine.types import Completion, SampleRequest
+from engine.vllm_engine import VllmEngine
+from service.cluster.in_memory import InMemoryRegistry
+from service.kv_reuse.prompt_sections import Scope
+from service.kv_reuse.span_cache import EntryKey
+from tests.cluster import replica, sees
+from tests.engine.seedling import BLOCK, settings
+from tests.serving import Served
+
+pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
+
+MAX_TOKENS = 400
+NUM_SAMPLES = 4
+TOLERANCE = 1e-3
+
+
+def request(first: int) -> dict[str, Any]:
+    """Rollout of a group of three samples and one of a single sample."""
+    prompts = [[first + i % 90 for i in range(70)], [first + 7 + i % 80 for i in range(45)]]
+    groups = [
+        {"prompt": {"token_ids": prompt}, "n": n, "seed": n}
+        for prompt, n in zip(prompts, (3, 1), strict=True)
+    ]
+    return {"groups": groups, "sampling": {"max_tokens": MAX_TOKENS, "ignore_eos": True}}
+
+
+@pytest_asyncio.fixture(
+    scope="module",
+    loop_scope="module",
+    params=["shared memory", pytest.param("http", marks=pytest.mark.exhaustive)],
+)
+async def pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[tuple[Served, Served]]:
+    """Two replicas, of which the second has its shared memory elsewhere if it reads by HTTP."""
+    base, registry = tmp_path_factory.mktemp("pair"), InMemoryRegistry()
+    elsewhere = base / "shm"
+    elsewhere.mkdir()
+    attention = AttentionSettings(cache_directory=base)
+    async with AsyncExitStack() as stack:
+        replicas = []
+        for name in "ab":
+            is_elsewhere = name == "b" and request.param == "http"
+            served = await stack.enter_async_context(
+                replica(
+                    base / name,
+                    VllmEngine(settings(prompt_kv=True), attention=attention),
+                    registry,
+                    kv={"capacity_bytes": 2**27, "spans_bytes": 2**27}
+                    | ({"directory": elsewhere} if is_elsewhere else {}),
+                    weights={"peers": ["http://127.0.0.1:*"]},
+                    cluster={"expire_seconds": 600.0, "move_seconds": 60.0},
+                )
+            )
+            replicas.append(served)
+        for served in replicas:
+            await sees(served, 2)
+        yield replicas[0], replicas[1]
+
+
+async def rollout(served: Served, body: dict[str, Any]) -> Any:
+    response = await served.http.post("/v1/rollouts", json=body, follow_redirects=True, timeout=600)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def have_sampled(served: Served, num_tokens: int) -> None:
+    """Wait until all samples of a replica have this many tokens."""
+    async with asyncio.timeout(120):
+        while True:
+            rollouts = served.server.rollouts.in_flight()
+            ids = [i for each in rollouts for group in each.groups for i in group.sample_ids]
+            spans = served.server.engine.progress(ids)
+            if len(ids) == NUM_SAMPLES and all(s and s[-1].end >= num_tokens for s in spans):
+                return
+            await asyncio.sleep(0.001)
+
+
+def counted(served: Served) -> dict[str, float]:
+    (family,) = served.server.metrics.cluster.moved_kv.collect()
+    return {
+        each.labels["outcome"]: each.value
+        for each in family.samples
+        if each.name.endswith("_total") and each.value
+    }
+
+
+def samples(answer: Any) -> list[Any]:
+    return [sample for group in answer["groups"] for sample in group["samples"]]
+
+
+async def moved(
+    a: Served, b: Served, body: dict[str, Any], seconds: float
+) -> tuple[Any, list[int]]:
+    """Answer of a rollout that is moved, and the tokens computed again per sample."""
+    recomputed = list[int]()
+
+    def on_finished(sample: SampleRequest, done: Completion) -> None:
+        if sample.num_prior_tokens:
+            recomputed.append(len(sample.prompt_token_ids) - done.num_cached_tokens)
+
+    b.server.engine.listen_finished(on_finished)
+    calling = asyncio.create_task(rollout(a, body))
+    await have_sampled(a, 100)
+    await a.server.move_sender.send_all(seconds)
+    answer = await calling
+    return answer, recomputed
+
+
+def assert_same(answer: Any, expected: Any) -> None:
+    for one, other in zip(samples(answer), samples(expected), strict=True):
+        assert one["token_ids"] == other["token_ids"]
+        assert one["logprobs"] == pytest.approx(other["logprobs"], abs=TOLERANCE)
+
+
+async def test_moved_samples_compute_at_most_a_block_again(pair: tuple[Served, Served]) -> None:
+    a, b = pair
+    expected = await rollout(a, request(5))
+    before = counted(b)
+    answer, recomputed = await moved(a, b, request(5), 60.0)
+    assert_same(answer, expected)
+    assert len(recomputed) == NUM_SAMPLES
+    assert max(recomputed) <= BLOCK
+    assert counted(b)["loaded"] - before.get("loaded", 0) == NUM_SAMPLES
+    async with asyncio.timeout(30):
+        while b.server.kv_reuse.cache.num_bytes:
+            await asyncio.sleep(0.01)
+    status = a.server.prompt_kv.status()
+    assert (status.num_handles, status.leased_bytes, status.reserved_bytes) == (0, 0, 0)
+
+
+async def test_moved_samples_are_prefilled_if_the_arena_is_full(
+    pair: tuple[Served, Served],
+) -> None:
+    """The result is the same; the whole sequence is computed again."""
+    a, b = pair
+    expected = await rollout(a, request(105))
+    cache, held = b.server.kv_reuse.cache, []
+    key = EntryKey(Scope("", None), 0, "", b"")
+    for num_tokens in (512, 16):
+        while (entry := cache.reserve(num_tokens, key)) is not None:
+            held.append(entry)
+    try:
+        answer, recomputed = await moved(a, b, request(105), 60.0)
+    finally:
+        for entry in held:
+            cache.unpin(entry, settled=True)
+    assert_same(answer, expected)
+    assert counted(b)["no_room"]
+    assert max(recomputed) > 100
