@@ -6,12 +6,14 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from engine.types import Completion, SampleRequest
 from service.cluster.in_memory import InMemoryRegistry
 from tests.cluster import replica, sees
 from tests.fake_engine import BLOCK_SIZE, FakeEngine
+from tests.service.cluster.test_move_outcomes import sender_of
 from tests.service.cluster.test_moves import (
     engine_of,
     moved_state,
@@ -246,6 +248,49 @@ async def test_kv_that_was_moved_before_is_not_exported_again(tmp_path: Path) ->
         await finish(b, calling)
         await moving
         await is_released(a, b)
+
+
+async def test_samples_are_prefilled_if_the_download_is_refused(tmp_path: Path) -> None:
+    async with pair(tmp_path, one_host=False) as (a, b):
+        a.server.prompt_kv.stop_new_readers()
+        calling = await move(a, b, group(*PROMPT, n=2))
+        assert moved_kv(b) == {"failed": 2}
+        assert all(each.load is None for each in engine_of(b).submitted)
+        await finish(b, calling)
+        await is_released(a, b)
+
+
+async def test_samples_are_prefilled_if_the_download_takes_too_long(tmp_path: Path) -> None:
+    slow = {"max_bytes_per_second": 1000}
+    async with pair(tmp_path, one_host=False, sender=slow) as (a, b):
+        calling = asyncio.create_task(post(a, body(group(*PROMPT, n=2), **LONG)))
+        await running_samples(a, 2)
+        engine_of(a).step(TOKENS)
+        await a.server.move_sender.send_all(4.0)
+        await running_samples(b, 2)
+        assert moved_kv(b) == {"timeout": 2}
+        await finish(b, calling)
+        await is_released(a, b)
+
+
+class Lost(httpx.AsyncClient):
+    """HTTP client whose peer dies while it receives the KV."""
+
+    async def post(self, *args: Any, **kwargs: Any) -> httpx.Response:
+        raise httpx.ReadError("reset")
+
+
+async def test_rollout_continues_here_if_the_receiver_dies(tmp_path: Path) -> None:
+    async with pair(tmp_path) as (a, b):
+        calling = asyncio.create_task(post(a, body(group(*PROMPT, n=2), **LONG)))
+        await running_samples(a, 2)
+        engine_of(a).step(TOKENS)
+        moving = asyncio.create_task(sender_of(a, Lost).send_all(30))
+        num_exports = 2  # both samples have the same tokens
+        await submitted(a, 4 + num_exports)
+        await is_released(a, b)
+        await finish(a, calling)
+        await moving
 
 
 def kv_of(handle: str, **fields: Any) -> dict[str, Any]:
