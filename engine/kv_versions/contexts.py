@@ -44,7 +44,8 @@ class ContextStore:
         self._max_tokens = max_tokens
         self._max_contexts = max_contexts
         self._contexts: OrderedDict[str, ChainContext] = OrderedDict()
-        self._num_tokens = 0
+        self._num_contexts = Counter[str]()
+        self._num_tokens = Counter[str]()
         self.num_updates = 0
 
     def __len__(self) -> int:
@@ -61,16 +62,23 @@ class ContextStore:
         """Add a context as the last one. One with the same key is replaced."""
         self.remove(key)
         self._contexts[key] = context
-        self._num_tokens += len(context.token_ids)
+        self._num_contexts[context.kept.owner] += 1
+        self._num_tokens[context.kept.owner] += len(context.token_ids)
         self._limit()
 
     def remove(self, key: str) -> None:
-        if (context := self._contexts.pop(key, None)) is not None:
-            self._num_tokens -= len(context.token_ids)
+        if (context := self._contexts.pop(key, None)) is None:
+            return
+        owner = context.kept.owner
+        self._num_contexts[owner] -= 1
+        self._num_tokens[owner] -= len(context.token_ids)
+        if not self._num_contexts[owner]:
+            del self._num_contexts[owner], self._num_tokens[owner]
 
     def clear(self) -> None:
         self._contexts.clear()
-        self._num_tokens = 0
+        self._num_contexts.clear()
+        self._num_tokens.clear()
 
     def release(self, session_ids: Collection[str]) -> None:
         """Remove the contexts of sessions that have ended."""
@@ -101,12 +109,9 @@ class ContextStore:
 
     def _limit(self) -> None:
         while len(self._contexts) > self._max_contexts:
-            self._remove_oldest_of(Counter(each.kept.owner for each in self._contexts.values()))
-        while self._num_tokens > self._max_tokens:
-            num_tokens = Counter[str]()
-            for each in self._contexts.values():
-                num_tokens[each.kept.owner] += len(each.token_ids)
-            self._remove_oldest_of(num_tokens)
+            self._remove_oldest_of(self._num_contexts)
+        while self._num_tokens.total() > self._max_tokens:
+            self._remove_oldest_of(self._num_tokens)
 
     def _remove_oldest_of(self, usage: Counter[str]) -> None:
         [(owner, _)] = usage.most_common(1)

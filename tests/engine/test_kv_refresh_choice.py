@@ -86,6 +86,18 @@ def test_request_that_continues_a_context_replaces_it() -> None:
     assert names(contexts) == ["b"]
 
 
+def test_owner_with_most_tokens_loses_its_contexts_first() -> None:
+    contexts = contexts_of(
+        request("a", kept={"owner": "a"}),
+        *[request(f"b{i}", kept={"owner": "b"}) for i in range(3)],
+        max_tokens=4 * 11,
+    )
+    contexts.on_finished(request("long", [1] * 21, kept={"owner": "b"}), completion(77))
+    assert names(contexts) == ["long", "b2", "a"]
+    contexts.on_finished(request("longer", [1] * 43, kept={"owner": "b"}), completion(77))
+    assert names(contexts) == ["a"], "a context of the whole limit leaves no room for another"
+
+
 def test_contexts_are_bounded_and_end_with_their_session() -> None:
     contexts = contexts_of(*[request(str(i)) for i in range(9)], max_tokens=3 * 11)
     assert names(contexts) == ["8", "7", "6"]
