@@ -4,15 +4,17 @@ Run by `python -m tests.soak.paced_engine serve ...`.
 """
 
 import asyncio
+from pathlib import Path
 
 from service.cli import ServeComponents, build_cli
 from tests.fake_engine import FakeEngine
 
 STEP_SECONDS = 0.005
+LOAD_SECONDS = 0.3
 
 
 class PacedEngine(FakeEngine):
-    """Samples one token for every running sample every few milliseconds."""
+    """Samples one token for every running sample every few milliseconds; loads weights slowly."""
 
     def __init__(self) -> None:
         super().__init__(instant=False, prompt_kv=True)
@@ -22,6 +24,12 @@ class PacedEngine(FakeEngine):
         await super().start(version)
         self._pacing = asyncio.create_task(self._pace())
         self._pacing.add_done_callback(self._on_paced)
+
+    async def update_weights(self, path: Path, version: str, *, keep_kv: bool = False) -> int:
+        self._stage = "activating"
+        await asyncio.sleep(LOAD_SECONDS)
+        self._stage = "serving"
+        return await super().update_weights(path, version, keep_kv=keep_kv)
 
     async def stop(self) -> None:
         if self._pacing is not None:
