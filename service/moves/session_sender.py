@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from itertools import islice
 
 import httpx
 
@@ -12,14 +13,14 @@ from service.cluster.membership import ClusterMembership
 from service.cluster.registry import Replica
 from service.moves.peers import MovePeers
 from service.moves.sender import CANCEL_SECONDS, CONCURRENT_MOVES, OnMoveEnded
-from service.moves.session_state import encoded, moved_group
+from service.moves.session_state import encoded, estimated_bytes, moved_group
 from service.sessions.manager import SessionManager
 from service.sessions.session import Session
 from service.sessions.session_group import SessionGroup, moved_key
 from service.weights.replication.allowed_peers import Peers
 
 PATH = "/v1/moves/sessions"
-POLL_SECONDS = 0.05
+POLL_SECONDS = 0.1
 OFFER_SECONDS = 10.0
 RETRY_SECONDS = 2.0
 
@@ -31,7 +32,7 @@ class SessionSender:
 
     The sessions of a group go to the same replica. Those that no replica accepts stay open here,
     and are offered again after `RETRY_SECONDS`. `on_ended` is called with the outcome of each offer
-    of one or more sessions. Sessions whose state is larger than `max_bytes` are not moved.
+    of one or more sessions. A group with a session whose state is larger than `max_bytes` is kept.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class SessionSender:
         self._slots = asyncio.Semaphore(CONCURRENT_MOVES)
         self._busy: set[SessionGroup] = set()
         self._retry_at: dict[SessionGroup, float] = {}
+        self._too_large: set[SessionGroup] = set()
 
     async def send_all(self) -> None:
         """Move all sessions; returns when none is open here, or if nothing can be moved."""
@@ -92,8 +94,10 @@ class SessionSender:
 
         A group that waits for sessions of another replica is not moved.
         """
-        store = self._sessions.store
-        movable = [session for session in store.sessions_of(group) if session.can_move][:1]
+        sessions = self._sessions.store.sessions_of(group)
+        movable = list(islice((each for each in sessions if each.can_move), 1))
+        if group in self._too_large:
+            return []
         if group.remaining_ids or group.moved_to is not None:
             return [] if group.remaining_ids else movable
         return [*group.ended.sessions, *movable] if movable or not group.num_open else []
@@ -132,23 +136,41 @@ class SessionSender:
         candidates = self._peers.candidates()
         if group.moved_to is not None:
             candidates = [each for each in candidates if each.id == group.moved_to.id]
+        elif self._has_large_session(group):
+            return False
         if not candidates:
             return False
         body = await self._body(group, sessions)
         if len(body) > self._max_bytes:
-            log.info("session %s is too large for a move", sessions[0].id)
+            self._keep(group)
             return False
         for replica in candidates:
             if await self._is_accepted(http, replica, group, sessions, body):
                 return True
         return False
 
+    def _has_large_session(self, group: SessionGroup) -> bool:
+        """True if a session is too large, so that the whole group stays: its stream is one."""
+        sessions = self._sessions.store.sessions_of(group)
+        is_large = any(estimated_bytes(session) > self._max_bytes for session in sessions)
+        if is_large:
+            self._keep(group)
+        return is_large
+
+    def _keep(self, group: SessionGroup) -> None:
+        log.info("the sessions of group %s are too large for a move", group.id)
+        if group.moved_to is None:
+            self._too_large.add(group)
+
     async def _body(self, group: SessionGroup, sessions: Sequence[Session]) -> bytes:
         store, now = self._sessions.store, self._sessions.now()
-        sent = {session.id for session in sessions}
-        remaining = [each.id for each in store.sessions_of(group) if each.id not in sent]
-        keys = [self._sessions.key_of(session_id) for session_id in group.session_ids]
-        moved = moved_group(group, keys, remaining, store.last_sequence, now)
+        sent = [session.id for session in sessions]
+        moved = moved_group(group, sent, store.last_sequence, now)
+        if group.moved_to is None:
+            left = {each.id for each in store.sessions_of(group)} - {*sent}
+            keys = [self._sessions.key_of(session_id) for session_id in group.session_ids]
+            first = {"session_ids": group.session_ids, "keys": keys, "remaining_ids": sorted(left)}
+            moved = moved.model_copy(update=first)
         own_id = self._cluster.own_id
         return await asyncio.to_thread(encoded, own_id, group.owner, moved, list(sessions), now)
 

@@ -18,21 +18,25 @@ from coppice.wire.session_moves import (
 )
 from coppice.wire.support import rows_of
 from service.http.errors import InvalidRequest
+from service.moves.state import TOKEN_BYTES
 from service.rollouts.supports import Supports
 from service.sessions.history import RecordedCall, RecordedResponse
 from service.sessions.segment import Segment
-from service.sessions.session import Session
+from service.sessions.session import CONTEXT_TOKEN_BYTES, TURN_BYTES, Session
 from service.sessions.session_group import SessionGroup
 from service.sessions.tree import SessionTree, segment_answer
 from service.trees.segment_tree import GeneratedTokens
 
 RESOURCE = "sessions"
 """Resource of the idempotency keys of groups."""
+TABLE_FACTOR = 4
+"""Characters of a number in JSON per byte of it in a table of logprobs."""
 
 
 def moved_group(
-    group: SessionGroup, keys: list[str], remaining_ids: list[str], last_sequence: int, now: float
+    group: SessionGroup, session_ids: list[str], last_sequence: int, now: float
 ) -> MovedSessionGroup:
+    """State of a group for a request with some of its sessions."""
     claim = group.claim
     return MovedSessionGroup.model_construct(
         id=group.id,
@@ -42,9 +46,9 @@ def moved_group(
             key=claim.key.removeprefix(f"{RESOURCE}\n"), fingerprint=claim.fingerprint.hex()
         ),
         options=group.options,
-        session_ids=group.session_ids,
-        keys=keys,
-        remaining_ids=remaining_ids,
+        session_ids=session_ids,
+        keys=[],
+        remaining_ids=[],
         seconds_left=None if group.deadline is None else max(0.0, group.deadline - now),
         num_finished=group.num_finished,
         last_sequence=last_sequence,
@@ -60,6 +64,17 @@ def encoded(
         format=FORMAT, source=source, owner=owner, group=group, sessions=moved
     )
     return state.model_dump_json().encode()
+
+
+def estimated_bytes(session: Session) -> int:
+    """Estimated size of a session's state as JSON, in bytes."""
+    tree = session.tree
+    return (
+        TOKEN_BYTES * tree.num_sampled_tokens
+        + CONTEXT_TOKEN_BYTES * tree.num_context_tokens
+        + TURN_BYTES * len(session.turns)
+        + TABLE_FACTOR * session.num_table_bytes
+    )
 
 
 def _moved_session(session: Session, now: float) -> MovedSession:

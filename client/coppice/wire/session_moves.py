@@ -75,9 +75,10 @@ class MovedSession(RequestModel):
 class MovedSessionGroup(RequestModel):
     """Group of the sessions that move.
 
-    `keys` are the keys of all `session_ids`. The sender sends those in `remaining_ids` later.
-    `num_finished` counts the finished sessions, except for those. `last_sequence` is the highest
-    sequence of the sender.
+    In the first request for a group, `session_ids` are all of its sessions, with their `keys`, and
+    the sender sends those in `remaining_ids` later. In further requests, `session_ids` are those of
+    the request. `num_finished` counts the finished sessions, except for those that remain.
+    `last_sequence` is the highest sequence of the sender.
     """
 
     id: RolloutId

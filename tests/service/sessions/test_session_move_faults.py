@@ -19,6 +19,7 @@ from tests.serving import Served
 pytestmark = pytest.mark.slow
 
 PATH = "/v1/moves/sessions"
+OUTCOMES = ("moved", "kept")
 
 
 async def state_of(served: Served, agent: Agent) -> Any:
@@ -71,6 +72,24 @@ async def test_sessions_that_the_drain_cancels_are_sent_to_their_group(tmp_path:
         found = await records(b, f"{busy.id.partition('.')[0]}.g")
     reasons = [each["session"]["end_reason"] for each in found[:-1]]
     assert (reasons, found[-1]["num_dropped"]) == (["drain", "cancelled"], 0)
+
+
+async def test_group_with_a_session_that_is_too_large_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.moves.session_sender.RETRY_SECONDS", 0.01)
+    limits: dict[str, Any] = {"max_body_bytes": 3500}
+    async with (
+        replicas(tmp_path, limits=limits) as (a, b),
+        agents_of(a, n=2) as large,
+        agents_of(a, n=2) as small,
+    ):
+        await call(large[1], [{"role": "user", "content": "long" * 100}])
+        await a.server.drain(0.5)
+        kept = [(await get(a, f"/v1/sessions/{each.id}"))["end_reason"] for each in large]
+        moved = [(await get(b, f"/v1/sessions/{each.id}"))["state"] for each in small]
+        counts = [a.server.metrics.sessions.moves.labels(each)._value.get() for each in OUTCOMES]
+    assert (kept, moved, counts) == (["drain", "drain"], ["open", "open"], [2, 1])
 
 
 @pytest.mark.parametrize("behaviour", ["silent", "dies", "older"])
