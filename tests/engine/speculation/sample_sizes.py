@@ -16,3 +16,8 @@ MIN_P_VALUE = 1e-4 / NUM_TESTS
 ROWS, SIBLINGS = 64, 8
 
 all_settings = pytest.mark.parametrize("setting", SETTINGS, ids=["plain", "truncated"])
+truncated_or_exhaustive = pytest.mark.parametrize(
+    "setting",
+    [pytest.param(SETTINGS[0], marks=pytest.mark.exhaustive), SETTINGS[1]],
+    ids=["plain", "truncated"],
+)

@@ -31,6 +31,7 @@ from tests.engine.speculation.sample_sizes import (
     ROWS,
     SIBLINGS,
     all_settings,
+    truncated_or_exhaustive,
 )
 from tests.engine.stepped_engine import LiveEngine
 
@@ -58,7 +59,7 @@ def drafting(
 
 
 @pytest.mark.engine
-@all_settings
+@truncated_or_exhaustive
 def test_next_tokens_follow_the_distribution_of_the_model(
     drafting: tuple[LiveEngine, Proposer], model: Path, setting: Setting
 ) -> None:
