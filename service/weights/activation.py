@@ -278,7 +278,7 @@ class Activation:
         """
         await self._announcer.check_unchanged(label)
         self._versions.check_activation(label, allow_rollback=allow_rollback)
-        self._idle_wait.request(label, mode)
+        self.request(label, mode)
         return await self._run_to_completion(self._apply(label, mode, allow_rollback, kv))
 
     async def _apply(
@@ -310,6 +310,10 @@ class Activation:
                     if self._rollouts.is_idle:
                         return await self._activate(label, "wait", allow_rollback, kv)
                 await self._idle_wait.run(label, "wait")
+
+    def request(self, label: str, mode: ActivationMode) -> None:
+        """Record an activation that will follow; it ends the wait of a different one."""
+        self._idle_wait.request(label, mode)
 
     def end_wait(self) -> None:
         """End the wait of an activation in mode `wait`, because the server stops."""

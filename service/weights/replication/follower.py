@@ -56,6 +56,7 @@ class Follower:
         self._activation = activation
         self.fetcher = Fetcher(cluster, versions, downloader, replica_status, announcer)
         self._last_target: ActivationTarget | None = None
+        self._requested_target_id: str | None = None
         self._step_lock = asyncio.Lock()
         self._engine_started = asyncio.Event()
         self._fetches = asyncio.Event()
@@ -227,3 +228,9 @@ class Follower:
 
     def _on_view(self, view: ClusterView) -> None:
         self._view_changed.set()
+        target = view.target
+        if target is None or target.id == self._requested_target_id:
+            return
+        self._requested_target_id = target.id
+        if self._is_newer_target(target):  # the activation of an earlier one may wait for samples
+            self._activation.request(target.version, target.mode)

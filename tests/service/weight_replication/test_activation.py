@@ -1,5 +1,6 @@
 """A version sent to one replica is served by all."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,9 @@ from service.cluster.in_memory import InMemoryRegistry
 from service.cluster.registry import ClusterView, Manifest, RegistryUnavailable, Replica
 from service.weights.replication.status import RETRY_SECONDS
 from tests.cluster import fleet, replica
-from tests.fake_engine import FakeEngine
+from tests.fake_engine import VOCAB_SIZE, FakeEngine
 from tests.redis_server import redis_server
-from tests.service.test_rollouts import body, group
+from tests.service.test_rollouts import body, group, running_samples
 from tests.service.test_weight_deltas import delta, put
 from tests.service.weight_replication.replicas import (
     DIRECTORY,
@@ -81,6 +82,25 @@ async def test_replica_that_skipped_an_activation_resets_its_kv(tmp_path: Path, 
         swaps = [call for call in engines[1].calls if call.startswith("swap")]
         num_resets = engines[1].calls.count("forget") - num_resets
         assert (swaps, num_resets) == ((["swap v2"], 0) if last == "v2" else ([], 1))
+
+
+async def test_replica_that_waits_for_samples_follows_a_newer_activation(tmp_path: Path) -> None:
+    async with several(tmp_path, 2) as (replicas, engines):
+        first, second = replicas
+        for version, content in (("v1", OLD), ("v2", NEW)):
+            await put(first, version, content)
+        await eventually(lambda: second.server.versions.find("v2") is not None)
+        engines[1].instant = False
+        rollout = asyncio.create_task(second.http.post("/v1/rollouts", json=body(group(1))))
+        await running_samples(second, 1)
+        waiting = asyncio.create_task(activate(first, "v1", mode="wait"))
+        await eventually(lambda: serves(first, "v1") and not second.server.rollouts._gate.is_set())
+        answer = await activate(first, "v2")
+        assert (answer.status_code, answer.json()["pending_replicas"]) == (200, [])
+        assert serves(second, "v2") and len(engines[1].running) == 1
+        assert (await waiting).is_success
+        engines[1].step(VOCAB_SIZE)
+        assert (await rollout).is_success
 
 
 async def test_replica_that_failed_to_activate_resets_its_kv_at_the_next_activation(
