@@ -25,6 +25,10 @@ EXPLANATIONS = {
         "`kv_reuse.max_entropy` 0.3. `reordered` moves shared texts to the front of the prompt. "
         "`prefilled / spliced` above 1 is a gain.",
     ),
+    "drain": (
+        "Time of a drain that moves running samples",
+        "Without moves (`cluster.move_seconds: 0`) the replica runs the samples to their end.",
+    ),
     "draft_history": (
         "Accepted length of replicas that share their samples",
         "`one store / own stores` are the limits: all replicas draft from one store, or each from "
@@ -71,6 +75,10 @@ EXPLANATIONS = {
         "`first, 4 of 8`: the group finishes when the policy `first` has its 4 of 8 samples.",
     ),
     "loop_latency": ("Latency of the service under the largest requests", ""),
+    "rebalance": (
+        "Batches with a long tail on two replicas",
+        "A ratio above 1 is a gain. Each group is a request of its own, which is moved as a whole.",
+    ),
     "sampling_controls": (
         "Sampling controls",
         "`with it / without` compares requests with and without the control; below 1 is a cost. "
