@@ -28,6 +28,9 @@ EXPLANATIONS = {
     "drain": (
         "Time of a drain that moves running samples",
         "Without moves (`cluster.move_seconds: 0`) the replica runs the samples to their end.",
+    "data_parallel": (
+        "Several engines in one service",
+        "`8 x 8 samples` are 8 groups of 8. Two engines run a single group on one of them.",
     ),
     "draft_history": (
         "Accepted length of replicas that share their samples",
