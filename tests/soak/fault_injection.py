@@ -8,6 +8,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from tests.soak.cluster_model import FleetModel
 from tests.soak.replicas import Replica
 
 PAUSE_SECONDS = 3.0
+MAX_ACTIVATIONS = 20
 DETECTION_SECONDS = 40.0
 SHARED = Path("/dev/shm")
 
@@ -66,6 +68,7 @@ class FaultInjector:
             "Redis suspended (SIGSTOP)": self._pause_redis,
             "Redis emptied": self._redis.flush,
             "a replica killed and restarted (SIGKILL)": self._kill_replica,
+            "a replica killed while it loads weights, and restarted (SIGKILL)": self._kill_loading,
             "a replica suspended (SIGSTOP)": self._pause_replica,
             **(self._kinds_of_engine() if self._fleet[-1].processes("EngineCore") else {}),
             **({"shared memory full": self._fill_shared_memory} if self._own_memory else {}),
@@ -120,6 +123,19 @@ class FaultInjector:
         replica.kill()
         time.sleep(1)
         replica.start()
+
+    def _kill_loading(self) -> None:
+        """Kills a replica while it loads a version that another one activates on all replicas."""
+        victim, other, _ = self._random.sample(self._fleet, 3)
+        for _ in range(MAX_ACTIVATIONS):
+            address = self._upload(other)
+            with ThreadPoolExecutor(1) as threads:
+                activation = threads.submit(self._activate, other, address)
+                was_loading = _kill_in_load(victim, activation)
+            if was_loading:
+                break
+        assert was_loading, "no load was observed"
+        victim.start()
 
     def _pause_replica(self) -> None:
         self._random.choice(self._fleet).pause(PAUSE_SECONDS)
@@ -181,16 +197,23 @@ class FaultInjector:
 
     def _publish(self) -> None:
         """Sends a new version to one replica; groups with an exact version get an error."""
-        self.num_versions += 1
-        number = self.num_versions
         replica = self._random.choice(self._fleet)
-        place = f"{replica.url}/v1/weights/v{number}"
-        put = httpx.put(place, content=self._model.weights(number), timeout=60)
+        self._activate(replica, self._upload(replica))
+        label = f"v{self.num_versions}"
+        until(lambda: self._all_serve(label), seconds=60, what="all serve what was ordered")
+        self._load.version = self.num_versions
+
+    def _upload(self, replica: Replica) -> str:
+        """Uploads a new version; returns its address."""
+        self.num_versions += 1
+        address = f"{replica.url}/v1/weights/v{self.num_versions}"
+        put = httpx.put(address, content=self._model.weights(self.num_versions), timeout=60)
         assert put.status_code == 201, put.text + replica.errors()
-        activated = httpx.post(f"{place}/activate", json={}, timeout=120)
+        return address
+
+    def _activate(self, replica: Replica, address: str) -> None:
+        activated = httpx.post(f"{address}/activate", json={}, timeout=120)
         assert activated.status_code == 200, activated.text + replica.errors()
-        until(lambda: self._all_serve(f"v{number}"), seconds=60, what="all serve what was ordered")
-        self._load.version = number
 
     def _all_serve(self, label: str) -> bool:
         with suppress(httpx.TransportError):
@@ -201,6 +224,17 @@ class FaultInjector:
 def _call(replica: Replica, name: str, body: dict[str, object]) -> None:
     answer = httpx.post(f"{replica.url}/v1/{name}", json=body, timeout=60)
     assert answer.status_code == 200, answer.text + replica.errors()
+
+
+def _kill_in_load(replica: Replica, activation: Future[None]) -> bool:
+    """Kills a replica once it loads weights; False if the activation ends before that is seen."""
+    while not activation.done():
+        if replica.status()["stage"] == "activating":
+            replica.kill()
+            activation.result()  # the other replicas do not wait for ever
+            return True
+    activation.result()
+    return False
 
 
 def _capacity(replica: Replica) -> int:
