@@ -21,6 +21,8 @@ MIN_LOAD = 0.25
 """Load below which no samples are moved: a step with fewer samples is hardly shorter."""
 MIN_RATIO = 2.0
 """Ratio of the loads of two replicas above which samples are moved."""
+NUM_VIEWS = 3
+"""Successive views with an imbalance: an entry may be older than a heartbeat interval."""
 BACKOFF_SECONDS = 60.0
 """Time without moves after a replica has accepted none: each attempt costs a prefill here."""
 
@@ -36,7 +38,7 @@ class Shift:
 
 
 class Rebalancer:
-    """Moves rollouts of this replica after two successive cluster views with the same imbalance.
+    """Moves rollouts of this replica after NUM_VIEWS successive cluster views with an imbalance.
 
     Each rollout is moved once at most, and none that a drain has moved here. `is_enabled` returns
     false while rollouts must not be suspended. `on_moved` is called with the number of rollouts
@@ -62,7 +64,7 @@ class Rebalancer:
         self._on_moved = on_moved
         self._clock = clock
         self._view_changed = asyncio.Event()
-        self._was_unbalanced = False
+        self._num_unbalanced = 0
         self._retry_at = -float("inf")
         cluster.view_listeners.append(self._on_view)
 
@@ -89,12 +91,16 @@ class Rebalancer:
                 log.exception("rebalancing failed")
 
     async def _compare(self) -> None:
-        """Move rollouts if the load was unbalanced in the previous view, too."""
+        """Move rollouts if the load was unbalanced in the previous views, too.
+
+        Views that arrive during the moves are not counted, as they may lack what was moved.
+        """
         found = self._shift() if self._is_enabled() and self._clock() >= self._retry_at else None
-        is_due = found is not None and self._was_unbalanced
-        self._was_unbalanced = found is not None and not is_due
-        if found is not None and is_due:
+        self._num_unbalanced = 0 if found is None else self._num_unbalanced + 1
+        if found is not None and self._num_unbalanced >= NUM_VIEWS:
+            self._num_unbalanced = 0
             await self._move(found)
+            self._view_changed.clear()
 
     def _shift(self) -> Shift | None:
         own = self._cluster.view.replicas.get(self._cluster.own_id)
