@@ -1,14 +1,16 @@
 """Times decode steps of a vLLM in this process, alternating between attention backends.
 
 Adjacent steps of the same samples use vLLM's own attention and shared-prefix attention; a third
-skips attention, as a bound. On a machine with other work, steps run on one thread and its processor
-time is measured, which other work affects little.
+skips attention, as a bound. The time of the attention layers is also measured: in a step without
+them the other layers are faster, so two steps differ by more than the attention of one. On a
+machine with other work, steps run on one thread and its processor time is measured, which other
+work affects little.
 """
 
 import json
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,6 +100,8 @@ class Steps:
     stock: list[float] = field(default_factory=list)
     shared: list[float] = field(default_factory=list)
     without: list[float] = field(default_factory=list)
+    stock_attention: list[float] = field(default_factory=list)
+    shared_attention: list[float] = field(default_factory=list)
     grouped: list[bool] = field(default_factory=list)
 
     def speedup(self) -> Ratio:
@@ -107,6 +111,10 @@ class Steps:
         speedup, bound = self.speedup(), Pairs(a=self.stock, b=self.without).ratio()
         stock, shared = (statistics.median(arm) for arm in (self.stock, self.shared))
         left = "" if any(self.grouped) else "; falls back to vLLM's attention"
+        attention = [self.stock_attention, self.shared_attention]
+        if all(attention):
+            stock_part, shared_part = (statistics.median(arm) for arm in attention)
+            left = f"; attention layers {stock_part:.1f} -> {shared_part:.1f} ms{left}"
         return Row(
             what=what,
             value=f"{speedup.median:.2f}x [{speedup.low:.2f}, {speedup.high:.2f}]: {stock:.1f} -> "
@@ -147,6 +155,7 @@ class Engine:
         self._impls = [layers[name].impl for name in group.layer_names]
         self._number = 0
         self._alone = alone
+        self._clock = time.perf_counter if alone else time.thread_time
 
     def close(self) -> None:
         self._client.shutdown()
@@ -195,21 +204,24 @@ class Engine:
             self._llm.llm_engine.step()
 
     def _round(self, steps: Steps, number: int) -> None:
-        arms = [("off", steps.stock), ("auto", steps.shared)]
-        for mode, times in arms if number % 2 == 0 else arms[::-1]:
+        arms = [
+            ("off", steps.stock, steps.stock_attention),
+            ("auto", steps.shared, steps.shared_attention),
+        ]
+        for mode, times, attention_times in arms if number % 2 == 0 else arms[::-1]:
             self._grouper.mode = mode
             before = self._count_grouped_steps()
-            times.append(self._step())
+            with timed_layers(self._impls, self._clock, attention_times):
+                times.append(self._step())
             if mode == "auto":
                 steps.grouped.append(self._count_grouped_steps() > before)
         with self._without_attention():
             steps.without.append(self._step())
 
     def _step(self) -> float:
-        clock = time.perf_counter if self._alone else time.thread_time
-        began = clock()
+        began = self._clock()
         self._llm.llm_engine.step()
-        return 1000 * (clock() - began)
+        return 1000 * (self._clock() - began)
 
     def _count_grouped_steps(self) -> int:
         from engine.attention.counters import COUNTERS
@@ -224,6 +236,34 @@ class Engine:
         yield
         for impl in self._impls:
             del impl.forward
+
+
+@contextmanager
+def timed_layers(
+    impls: Sequence[Any], clock: Callable[[], float], times: list[float]
+) -> Iterator[None]:
+    """Context manager that appends the milliseconds of all attention layers in it together."""
+    layer_seconds: list[float] = []
+    for impl in impls:
+        impl.forward = _timed(impl.forward, clock, layer_seconds)
+    try:
+        yield
+    finally:
+        for impl in impls:
+            del impl.forward
+    times.append(1000 * sum(layer_seconds))
+
+
+def _timed(
+    run: Callable[..., Any], clock: Callable[[], float], seconds: list[float]
+) -> Callable[..., Any]:
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        began = clock()
+        result = run(*args, **kwargs)
+        seconds.append(clock() - began)
+        return result
+
+    return timed
 
 
 class Drafts:

@@ -103,7 +103,9 @@ EXPLANATIONS = {
     "shared_prefix_decode": (
         "Decode steps with shared-prefix attention",
         "`8 groups of 8, prefix 4096` has 8 prompts of 4,096 tokens with 8 samples each. The times "
-        "are vLLM's, then ours. `without attention` is the gain if attention took no time.",
+        "are vLLM's, then ours. `without attention` is the gain if attention took no time. It is "
+        "more than the share of the `attention layers`, because the other layers are faster in a "
+        "step without attention.",
     ),
     "shared_prefix_kernel": (
         "Attention kernel for shared prefixes, alone, with AVX-512",
