@@ -25,12 +25,13 @@ EXPLANATIONS = {
         "`kv_reuse.max_entropy` 0.3. `reordered` moves shared texts to the front of the prompt. "
         "`prefilled / spliced` above 1 is a gain.",
     ),
-    "drain": (
-        "Time of a drain that moves running samples",
-        "Without moves (`cluster.move_seconds: 0`) the replica runs the samples to their end.",
     "data_parallel": (
         "Several engines in one service",
         "`8 x 8 samples` are 8 groups of 8. Two engines run a single group on one of them.",
+    ),
+    "drain": (
+        "Time of a drain that moves running samples",
+        "Without moves (`cluster.move_seconds: 0`) the replica runs the samples to their end.",
     ),
     "draft_history": (
         "Accepted length of replicas that share their samples",
