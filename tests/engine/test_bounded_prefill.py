@@ -1,19 +1,21 @@
-"""Prefills that are bounded per step, as those of recomputed KV, next to others."""
+"""Prefills bounded per step, as recomputed kept KV has them, compared with teacher forcing."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bench.harness.kv_teacher_forcing import Teacher, Turn
 from tests.engine.random_models import make_models
-from tests.engine.stepped_engine import LiveEngine, live_engine
-from tests.engine.test_kept_kv import BLOCK
+from tests.engine.stepped_engine import Answer, LiveEngine, live_engine
+from tests.engine.test_kept_kv import BLOCK, kv
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
 BOUND = 40
 CONTEXT = [(7 * i + i * i) % 500 for i in range(6 * BLOCK + 5)]
+CLOSE = 1e-3
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +49,17 @@ class Steps:
         return [step[name] for step in self.scheduled if name in step]
 
 
+def forced(models: dict[str, Path], version: str, prompt: Sequence[int], answer: Answer) -> float:
+    """Greatest difference of an answer's logprobs from teacher forcing over its stated KV."""
+    turn = Turn(
+        version=version,
+        token_ids=[*prompt, *answer.token_ids],
+        logprobs=answer.logprobs,
+        kv_versions=answer.kv_versions,
+    )
+    return max(map(abs, Teacher(models).force(turn).log_ratio_stated))
+
+
 def test_bounded_prefill_computes_at_most_that_many_tokens_per_step(engine: LiveEngine) -> None:
     steps = Steps(engine)
     engine.ask([3, 4], max_tokens=1)
@@ -59,3 +72,29 @@ def test_bounded_prefill_computes_at_most_that_many_tokens_per_step(engine: Live
     assert bounded in steps.scheduled[2] and other in steps.scheduled[2]
     [unbounded] = engine.ask([8, *CONTEXT][1:], max_tokens=2, salt="other")
     assert answer.logprobs == pytest.approx(unbounded.logprobs, abs=1e-4)
+
+
+def test_kv_computed_again_across_updates_has_exact_labels(
+    engine: LiveEngine, models: dict[str, Path]
+) -> None:
+    """A recomputation that an update interrupts continues behind what is young enough."""
+    engine.swap(models["v7"])
+    engine.ask(CONTEXT, max_tokens=1, chain="a", max_lag=1)
+    engine.swap(models["v8"], keep_kv=True)
+    engine.swap(models["v7"], keep_kv=True)
+    again = engine.submit(
+        CONTEXT, max_tokens=1, chain="a", max_lag=1, prefill_tokens_per_step=2 * BLOCK
+    )
+    engine.step(2)
+    engine.abort(again)
+    engine.swap(models["v8"], keep_kv=True)
+    [rest] = engine.ask(CONTEXT, max_tokens=1, chain="a", max_lag=1, prefill_tokens_per_step=BOUND)
+    assert rest.num_cached_tokens == 4 * BLOCK
+    prompt = [*CONTEXT, 17, 18]
+    [answer] = engine.ask(prompt, max_tokens=9, chain="a", max_lag=1)
+    assert answer.num_cached_tokens == 6 * BLOCK
+    num_positions = len(prompt) + 8
+    assert answer.kv_versions == kv(("v7", 0, 4 * BLOCK), ("v8", 4 * BLOCK, num_positions))
+    assert forced(models, "v8", prompt, answer) <= CLOSE
+    [exact] = engine.ask(prompt, max_tokens=9)
+    assert answer.logprobs != pytest.approx(exact.logprobs, abs=CLOSE)
