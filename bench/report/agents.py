@@ -109,6 +109,15 @@ def _draw_frontier(axes: Axes) -> None:
     shares, means = [prefilled(limit) for limit in limits], [kl(limit) for limit in limits]
     errors = [2 * results(limit)["kl"]["error"] for limit in limits]
     axes.errorbar(shares, means, errors, color=drawing.GAIN, marker="o", markersize=5, capsize=2)
+    for name in recomputed_between_turns():
+        axes.plot(prefilled(name), kl(name), color=drawing.GAIN, marker="s", markersize=5)
+        axes.annotate(
+            name.replace(", ", ",\n"),
+            (prefilled(name), kl(name)),
+            xytext=(6, -14),
+            textcoords="offset points",
+            fontsize=6,
+        )
     for limit, share, mean in zip(limits, shares, means, strict=True):
         axes.annotate(limit, (share, mean), xytext=(6, 5), textcoords="offset points", fontsize=8)
     axes.set(xlabel="prompt tokens prefilled, per cent", ylabel="KL divergence, nats per token")
@@ -117,6 +126,11 @@ def _draw_frontier(axes: Axes) -> None:
     axes.set_yscale("symlog", linthresh=1e-5)
     axes.set_ylim(0, 0.2)
     axes.grid(axis="y")
+
+
+def recomputed_between_turns() -> list[str]:
+    """Names of the results of conversations whose turns prefill new tokens only."""
+    return [name for name in record("kv_across_updates")["raw"] if name.endswith("between turns")]
 
 
 def kl(limit: str) -> float:
