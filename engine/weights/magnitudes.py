@@ -121,6 +121,8 @@ def _ranges(head: bytearray) -> deque[Range] | None:
 
 def _range(entry: dict[str, Any], base: int) -> Range:
     start, end = entry["data_offsets"]
+    if not (type(start) is int and type(end) is int):
+        raise TypeError("offsets must be integers")
     if not (0 <= start <= end and (end - start) % DTYPE_BYTES[entry["dtype"]] == 0):
         raise ValueError("not a range of whole elements")
     return Range(base + start, base + end, entry["dtype"])
