@@ -138,6 +138,7 @@ class _Blocks(asyncio.BufferedProtocol):
         return memoryview(self._block)[self._num_filled : self._num_filled + self._num_left]
 
     def buffer_updated(self, nbytes: int) -> None:
+        self._http._unset_keepalive_if_required()  # as uvicorn does for each part of a body
         self._num_filled += nbytes
         self._num_left -= nbytes
         if not self._num_left:

@@ -67,10 +67,13 @@ class Connection:
 
 
 @asynccontextmanager
-async def connected(app: Reader, **limits: Any) -> AsyncIterator[Connection]:
+async def connected(
+    app: Reader, keep_alive_seconds: int = 5, **limits: Any
+) -> AsyncIterator[Connection]:
     """A connection to a server of this app."""
     http = protocol_with_limits(LimitsSettings(**limits))
     config = uvicorn.Config(app, http=http, port=0, log_level="warning", lifespan="off", ws="none")
+    config.timeout_keep_alive = keep_alive_seconds
     listener = PromptListener(config)
     task = asyncio.create_task(listener.serve())
     while not listener.started:
@@ -140,6 +143,18 @@ async def test_rest_of_a_body_that_does_not_arrive_has_a_timeout() -> None:
         await connection.send(head(), BODY[: 2 * MAX_BLOCK_BYTES])
         await connection.answer()
         assert await connection.reader.read() == b""
+
+
+async def test_rest_of_a_body_may_take_longer_than_the_keep_alive_timeout() -> None:
+    async with connected(Reader(limit=1), keep_alive_seconds=1) as connection:
+        await connection.send(head(), BODY[:MAX_BLOCK_BYTES])
+        assert (await connection.answer())[0] == "/large"
+        cuts = range(MAX_BLOCK_BYTES, len(BODY), MAX_BLOCK_BYTES // 2)
+        for start in cuts:
+            await asyncio.sleep(1.6 / len(cuts))
+            await connection.send(BODY[start : start + cuts.step])
+        await connection.send(SMALL)
+        assert (await connection.answer())[0] == "/small"
 
 
 async def test_continue_is_sent_before_a_large_body() -> None:
