@@ -175,6 +175,7 @@ class Server:
             transfers,
             kv=self.kv_importer,
             max_samples_per_request=settings.limits.max_samples_per_request,
+            is_paused=lambda: self.activation.paused,
         )
         self.move_sender = MoveSender(
             engine,

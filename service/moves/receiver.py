@@ -37,7 +37,8 @@ MAX_CANCELLED = 1024
 class MoveReceiver:
     """Continues rollouts that other replicas send, with the same ids, seeds and results.
 
-    A refused rollout leaves nothing here: the sender tries the next replica.
+    A refused rollout leaves nothing here: the sender tries the next replica. None is accepted
+    while sampling `is_paused`.
     """
 
     def __init__(
@@ -51,11 +52,13 @@ class MoveReceiver:
         *,
         kv: KvImporter,
         max_samples_per_request: int,
+        is_paused: Callable[[], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
         self._cancelled: OrderedDict[str, float] = OrderedDict()
         self._max_samples = max_samples_per_request
+        self._is_paused = is_paused
         self._engine = engine
         self._versions = versions
         self._admission = admission
@@ -135,11 +138,13 @@ class MoveReceiver:
     def _check(self, state: MovedRollout) -> None:
         if not self._rollouts.accepts_moves:
             raise NotReady("weights are being activated", retry_after_seconds=RETRY_SECONDS)
+        if self._is_paused():
+            raise NotReady("sampling is paused", retry_after_seconds=RETRY_SECONDS)
         if state.version != self._versions.active.label:
             raise _other_version(state)
         if self._cancelled.get(state.id, 0.0) > self._clock():
             raise InvalidRequest.of_parameter("id", "the source has cancelled the move")
-        if self._rollouts.find(state.id) is not None:
+        if self._rollouts.has(state.id):
             raise InvalidRequest.of_parameter("id", "the rollout is on this replica already")
 
     def _shared(self, state: MovedRollout) -> GroupOptions:
@@ -181,6 +186,7 @@ class MoveReceiver:
         taken = list[IdempotencyClaim]()
         try:
             for claim in claims_of(state):
+                self._rollouts.keys.forget_ended(claim, state.id)
                 if self._rollouts.keys.claim(claim) is not None:
                     raise InvalidRequest.of_parameter("key", "belongs to another rollout here")
                 taken.append(claim)

@@ -67,6 +67,7 @@ class IdempotencyClaim:
 class _Entry:
     claim: IdempotencyClaim
     rollout_id: str | None = None
+    has_ended: bool = False
 
 
 class IdempotencyKeys:
@@ -120,6 +121,18 @@ class IdempotencyKeys:
 
     def ended(self, claim: IdempotencyClaim) -> None:
         self._ended.append((self._clock() + self._max_seconds, claim))
+        entry = self._claimed.get(claim.local_key)
+        if entry is not None and entry.claim is claim:
+            entry.has_ended = True
+
+    def forget_ended(self, claim: IdempotencyClaim, rollout_id: str) -> None:
+        """Forget the key of a rollout that was moved away and returns; it can be claimed again.
+
+        It is not released in the cluster registry, where another replica holds it.
+        """
+        entry = self._claimed.get(claim.local_key)
+        if entry is not None and entry.has_ended and entry.rollout_id == rollout_id:
+            del self._claimed[claim.local_key]
 
     def _drop_expired(self) -> None:
         while self._ended and self._ended[0][0] <= self._clock():

@@ -346,6 +346,7 @@ class RolloutManager:
     def run(self, rollout: Rollout, reservation: Reservation) -> Rollout:
         """Run a rollout; its reservation is released when it has ended."""
         assert self._tasks is not None, "start inside running()"
+        self._results.remove(rollout.id)  # the address of one that was moved away and returns
         self._running[rollout.id] = rollout
         self._adapters.begin(rollout.adapter)
         task = self._tasks.create_task(
@@ -416,6 +417,11 @@ class RolloutManager:
     def find(self, rollout_id: str) -> Rollout | None:
         """Rollout that runs here, or whose result or new address is retained."""
         return self._running.get(rollout_id) or self._results.get(rollout_id)
+
+    def has(self, rollout_id: str) -> bool:
+        """True if a rollout runs here or its result is retained, not only its new address."""
+        result = self._results.get(rollout_id)
+        return rollout_id in self._running or (result is not None and result.moved_to is None)
 
     @property
     def accepts_moves(self) -> bool:

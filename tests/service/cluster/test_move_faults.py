@@ -111,3 +111,12 @@ async def test_next_replica_continues_if_the_first_one_fails(
         answers = [(await each).json() for each in calling]
     samples = [sample for each in answers for sample in each["groups"][0]["samples"]]
     assert [sample["token_ids"] for sample in samples] == [list(range(3, 15))] * 12
+
+
+async def test_paused_replica_accepts_no_moves(tmp_path: Path) -> None:
+    async with replicas(tmp_path, InMemoryRegistry()) as (a, b):
+        await see_each_other(a, b)
+        await b.http.post("/v1/pause", json={"mode": "keep"})
+        answer = await answer_after_a_refused_move(a)
+        assert answer["outcome"] == "done"
+        assert engine_of(b).submitted == []

@@ -287,3 +287,25 @@ async def test_heartbeats_start_moves(tmp_path: Path) -> None:
             engine_of(b).step(1)
             await asyncio.sleep(0.001)
         assert await samples_of(calling) == [list(range(3, 15))] * 8
+
+
+async def test_rollout_returns_to_the_replica_that_has_moved_it(pair: list[Served]) -> None:
+    a, b = pair
+    request, keys = body(PROMPT, **LONG), [{"idempotency-key": str(index)} for index in range(2)]
+    calling = []
+    for index, key in enumerate(keys):
+        calling.append(asyncio.create_task(post(a, request, **key)))
+        await running_samples(a, 2 * index + 2)
+    engine_of(a).step(3)
+    for _ in range(NUM_VIEWS):
+        await compare(a, b)
+    await submitted(b, 2)
+    engine_of(b).step(4)
+    await b.server.drain(60)
+    await submitted(a, 6)
+    retries = [asyncio.create_task(post(a, request, **key)) for key in keys]
+    engine_of(a).step(9)
+    assert await samples_of(calling) == [list(range(3, 15))] * 4
+    assert await samples_of(retries) == [list(range(3, 15))] * 4
+    assert len(engine_of(a).submitted) == 6
+    a.server.rollouts.check()
