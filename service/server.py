@@ -213,7 +213,7 @@ class Server:
             self.sessions,
             self.cluster,
             transfers,
-            Peers(settings.weights.peers, settings.weights.peer_key_file),
+            peers,
             max_bytes=settings.limits.max_body_bytes,
             on_ended=lambda outcome: self.metrics.sessions.moves.labels(outcome).inc(),
         )
