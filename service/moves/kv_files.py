@@ -1,19 +1,24 @@
 """Prompt-KV files of another replica, read into memory of this process and checked."""
 
+import errno
 import os
+import re
+import stat
 import threading
 import time
 from pathlib import Path
 from typing import Protocol
 
-from coppice.errors import CoppiceError
+from coppice.errors import CoppiceError, Redirected
 from coppice.prompt_kv.http_client import Download, KvHttpClient
 from coppice.transport.redirects import RedirectPolicy, ServerAddress
 from coppice.wire.moves import MovedSpan
 from service.prompt_kv.arena import PREFIX
 from service.prompt_kv.layout import Layout, checksums
 
-PIECE_BYTES = 2**23
+PIECE_BYTES = 2**18
+"""Bytes between two checks of the deadline."""
+_ARENA_NAME = re.compile(PREFIX + "[0-9a-f]{32}")
 
 
 class FetchFailed(Exception):
@@ -51,10 +56,15 @@ class KvSource(Protocol):
 
 
 class SharedMemory:
-    """Arena of a replica on the same host. Raises OSError if it is not there."""
+    """Arena of a replica on the same host. Raises OSError if there is none of this user."""
 
     def __init__(self, path: Path) -> None:
-        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # opens FIFOs at once
+        self._file = os.open(path, flags)
+        status = os.fstat(self._file)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
+            os.close(self._file)
+            raise PermissionError(errno.EPERM, "not a regular file of this user", str(path))
 
     def read(self, span: MovedSpan, parts: list[memoryview], deadline: Deadline) -> None:
         offset = span.offset
@@ -72,6 +82,13 @@ class SharedMemory:
         os.close(self._file)
 
 
+class NoRedirects(RedirectPolicy):
+    """Redirect policy that follows none: another address may not be in `weights.peers`."""
+
+    def redirect_base_url(self, location: str | None, path: str) -> str:
+        raise Redirected("redirects between replicas are not followed")
+
+
 class HttpFiles:
     """Files of a rollout at a replica's URL, read by HTTP on one connection per file."""
 
@@ -82,7 +99,7 @@ class HttpFiles:
 
     def read(self, span: MovedSpan, parts: list[memoryview], deadline: Deadline) -> None:
         address = ServerAddress(base_url=self._url, authorization=self._authorization)
-        client = KvHttpClient(address, deadline.check(), RedirectPolicy(self._url))
+        client = KvHttpClient(address, deadline.check(), NoRedirects(self._url))
         path = f"{self._path}/{span.handle}"
         download = Download(client, path, span.num_bytes, attempts=1)
         try:
@@ -101,7 +118,7 @@ class HttpFiles:
 
 def is_arena(path: Path, directory: Path) -> bool:
     """True if a path is that of an arena in the shared memory of this replica."""
-    return path.parent == directory and path.name.startswith(PREFIX)
+    return path.parent == directory and _ARENA_NAME.fullmatch(path.name) is not None
 
 
 def read_checked(

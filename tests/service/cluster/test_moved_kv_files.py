@@ -1,9 +1,11 @@
 """KV files of another replica are taken only if they are whole and are the expected ones."""
 
+import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +28,9 @@ TOKENS = list(range(96))
 LAYOUTS = LayoutFactory("fake", FORMAT)
 LAYOUT = LAYOUTS.of(TOKENS, "v1", first_token=32)
 OFFSET = 4096
+ARENA = f"coppice-kv-{'0' * 32}"
 MINUTE = 60.0
+SENT_BYTES = 2**16
 
 
 def file_of(layout: Layout) -> bytes:
@@ -93,11 +97,31 @@ def test_arena_that_ends_early_is_refused(arena: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["/dev/shm/other", "/dev/shm/../etc/coppice-kv-x", "/tmp/coppice-kv-x", "coppice-kv-x"]
+    "path",
+    [
+        "/dev/shm/other",
+        f"/dev/shm/../etc/{ARENA}",
+        f"/tmp/{ARENA}",
+        ARENA,
+        "/dev/shm/coppice-kv-x",
+        f"/dev/shm/{ARENA}\0",
+        f"/dev/shm/{ARENA}\n",
+    ],
 )
 def test_other_files_are_no_arenas(path: str) -> None:
-    assert is_arena(Path("/dev/shm/coppice-kv-x"), Path("/dev/shm"))
+    assert is_arena(Path(f"/dev/shm/{ARENA}"), Path("/dev/shm"))
     assert not is_arena(Path(path), Path("/dev/shm"))
+
+
+def test_arena_that_is_a_fifo_or_of_another_user_is_not_opened(
+    arena: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(OSError, match="regular"):
+        SharedMemory(tmp_path / "fifo")
+    monkeypatch.setattr(os, "getuid", lambda: arena.stat().st_uid + 1)
+    with pytest.raises(OSError, match="this user"):
+        SharedMemory(arena)
 
 
 def test_arena_that_is_a_link_is_not_opened(arena: Path, tmp_path: Path) -> None:
@@ -115,8 +139,24 @@ def test_read_ends_at_the_deadline(arena: Path) -> None:
         deadline.check()
 
 
+def send(connection: socket.socket, data: bytes, bytes_per_second: float) -> None:
+    """Send data, at most at a rate if there is one, until the other side closes the connection."""
+    with suppress(ConnectionError):
+        for start in range(0, len(data), SENT_BYTES):
+            connection.sendall(data[start : start + SENT_BYTES])
+            if bytes_per_second:
+                time.sleep(SENT_BYTES / bytes_per_second)
+
+
 @contextmanager
-def source(body: bytes, *, num_sent: int, waits: threading.Event | None = None) -> Iterator[str]:
+def source(
+    body: bytes,
+    *,
+    num_sent: int,
+    waits: threading.Event | None = None,
+    status: str = "200 OK",
+    bytes_per_second: float = 0.0,
+) -> Iterator[str]:
     """HTTP server that sends the first bytes of a response and then ends, or waits."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -124,8 +164,9 @@ def source(body: bytes, *, num_sent: int, waits: threading.Event | None = None) 
             connection, _ = listener.accept()
             with connection:
                 connection.recv(65536)
-                head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-                connection.sendall(head + body[:num_sent])
+                head = f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+                connection.sendall(head)
+                send(connection, body[:num_sent], bytes_per_second)
                 if waits is not None:
                     waits.wait(MINUTE)
 
@@ -155,3 +196,22 @@ def test_download_from_a_stalled_source_ends_at_the_deadline() -> None:
     stalled = source(file_of(LAYOUT), num_sent=100, waits=threading.Event())
     with stalled as url, pytest.raises(TimeoutError):
         read(HttpFiles(url, None, "rollout"), seconds=0.2)
+
+
+def test_download_from_a_slow_source_ends_at_the_deadline() -> None:
+    """A single piece of 8 MiB would take four seconds."""
+    body = bytearray(2**23)
+    span = SPAN.model_copy(update={"num_bytes": len(body)})
+    slow = source(bytes(body), num_sent=len(body), bytes_per_second=2**21)
+    with slow as url:
+        started = time.monotonic()
+        with pytest.raises(TimeoutError):
+            HttpFiles(url, None, "rollout").read(span, [memoryview(body)], Deadline(0.3))
+        assert time.monotonic() - started < 2.0
+
+
+def test_redirect_is_not_followed() -> None:
+    place = f"http://127.0.0.1:1/v1/moves/rollout/kv/{SPAN.handle}"
+    moved = source(b"", num_sent=0, status=f"307 Temporary Redirect\r\nLocation: {place}")
+    with moved as url, pytest.raises(FetchFailed, match="Redirected"):
+        read(HttpFiles(url, "Bearer key", "rollout"))
