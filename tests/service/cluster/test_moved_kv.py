@@ -242,6 +242,7 @@ async def test_kv_that_was_moved_before_is_not_exported_again(tmp_path: Path) ->
     async with pair(tmp_path) as (a, b):
         calling = await move(a, b, group(*PROMPT, n=2))
         engine_of(b).step(TOKENS)
+        a.server.admission.close()
         moving = asyncio.create_task(b.server.move_sender.send_all(30))
         await submitted(b, 4)
         assert moved_kv(b) == {"loaded": 2, "moved_before": 2}
