@@ -13,8 +13,10 @@ from uvicorn._types import ASGIReceiveCallable as Receive
 from uvicorn._types import ASGISendCallable as Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-MIN_BLOCK_BYTES: Final = 2**18
-"""Size of the first block, and of the smallest rest of a body that is received in blocks."""
+MIN_REST_BYTES: Final = 2**18
+"""Size of the smallest rest of a body that is received in blocks."""
+MIN_BLOCK_BYTES: Final = 2**14
+"""Size of the first block."""
 MAX_BLOCK_BYTES: Final = 2**20
 ALIGNMENT: Final = 64
 """Blocks end at multiples of it, so that the numbers in a file are aligned in each block."""
@@ -76,16 +78,17 @@ class _BodyReceiver:
 
     def _start_blocks(self) -> None:
         is_parsing_body = self._http.cycle is self._cycle and self._cycle.more_body
-        if is_parsing_body and self._http.body_bytes_left >= MIN_BLOCK_BYTES:
+        if is_parsing_body and self._http.body_bytes_left >= MIN_REST_BYTES:
             self._blocks = _Blocks(self._http, self._cycle)
 
 
 class _Blocks(asyncio.BufferedProtocol):
     """Protocol of a connection until the end of a request's body, which it receives in blocks.
 
-    One block is filled in advance. Blocks grow up to `MAX_BLOCK_BYTES`, so that a client cannot
-    occupy much more memory than it has sent bytes. Once the response is complete, the rest of the
-    body is dropped.
+    One block is filled in advance. It is allocated when bytes arrive, so a client that sends none
+    occupies no memory. The size doubles after a full block, up to `MAX_BLOCK_BYTES`, and halves
+    after a block that is less than half full, so a slow client occupies a small one. Once the
+    response is complete, the rest of the body is dropped.
     """
 
     def __init__(self, http: BlockProtocol, cycle: RequestResponseCycle) -> None:
@@ -93,8 +96,10 @@ class _Blocks(asyncio.BufferedProtocol):
         self._cycle = cycle
         self._num_left = http.body_bytes_left
         self._block_bytes = MIN_BLOCK_BYTES
+        self._block = bytearray()  # empty until it is allocated
+        self._num_filled = 0
+        self._is_due = False
         self._flush: asyncio.TimerHandle | None = None
-        self._start_block()
         self._replace_protocol(self)
 
     @property
@@ -114,25 +119,26 @@ class _Blocks(asyncio.BufferedProtocol):
         return {"type": "http.request", "body": body, "more_body": self._num_left > 0}
 
     def _take(self) -> bytearray:
-        """Take the filled part of the block, and start the next one."""
-        block = self._block
-        if self._num_filled < len(block):
-            block = block[: self._num_filled]
-        else:
-            self._block_bytes = min(2 * self._block_bytes, MAX_BLOCK_BYTES)
-        self._start_block()
+        """Take the filled part of the block; the next bytes start another one."""
+        block, num_filled = self._block, self._num_filled
+        self._block, self._num_filled, self._is_due = bytearray(), 0, False
+        self._cancel_flush()
         if self._num_left:
             self._http.flow.resume_reading()
-        return block
+        if num_filled == len(block):
+            self._block_bytes = min(2 * self._block_bytes, MAX_BLOCK_BYTES)
+            return block
+        if 2 * num_filled < len(block):
+            self._block_bytes = max(self._block_bytes // 2, MIN_BLOCK_BYTES)
+        return block[:num_filled]
 
-    def _start_block(self) -> None:
+    def _allocate(self) -> bytearray:
         offset = self._http.body_bytes - self._num_left
-        self._block = bytearray(min(self._block_bytes - offset % ALIGNMENT, self._num_left))
-        self._num_filled = 0
-        self._is_due = False
-        self._cancel_flush()
+        return bytearray(min(self._block_bytes - offset % ALIGNMENT, self._num_left))
 
     def get_buffer(self, sizehint: int) -> memoryview:
+        if not self._block:
+            self._block = self._allocate()
         if self._cycle.response_complete:
             self._num_filled = 0  # dropped
         return memoryview(self._block)[self._num_filled : self._num_filled + self._num_left]

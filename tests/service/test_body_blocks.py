@@ -3,8 +3,9 @@
 import asyncio
 import hashlib
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import tracemalloc
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +15,8 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 
 from service.config.settings import LimitsSettings
-from service.http.body_blocks import ALIGNMENT, MAX_BLOCK_BYTES, MIN_BLOCK_BYTES
+from service.http import body_blocks
+from service.http.body_blocks import ALIGNMENT, MAX_BLOCK_BYTES, MIN_BLOCK_BYTES, MIN_REST_BYTES
 from service.http.uvicorn_protocol import protocol_with_limits
 from tests.serving import PromptListener
 
@@ -47,6 +49,11 @@ class Reader:
         head = {"type": "http.response.start", "status": 200}
         await send({**head, "headers": [(b"content-length", b"%d" % len(content))]})
         await send({"type": "http.response.body", "body": content})
+
+    async def received(self, num_bytes: int) -> None:
+        """Wait until the app has received so many bytes."""
+        while sum(self.sizes) < num_bytes:
+            await asyncio.sleep(0.001)
 
 
 @dataclass
@@ -89,6 +96,22 @@ async def connected(
         await task
 
 
+@contextmanager
+def memory_trace() -> Iterator[None]:
+    tracemalloc.start()
+    try:
+        yield
+    finally:
+        tracemalloc.stop()
+
+
+def num_block_bytes() -> int:
+    """Memory of the blocks that were allocated since the start of the trace."""
+    module = [tracemalloc.Filter(True, body_blocks.__file__)]
+    traces = tracemalloc.take_snapshot().filter_traces(module).traces
+    return sum(trace.size for trace in traces if trace.size >= MIN_BLOCK_BYTES // 2)
+
+
 def head(content: bytes = BODY, extra: bytes = b"") -> bytes:
     length = b"Content-Length: %d\r\n" % len(content)
     return b"PUT /large HTTP/1.1\r\nHost: localhost\r\n" + length + extra + b"\r\n"
@@ -105,7 +128,7 @@ async def test_large_body_arrives_in_few_aligned_blocks() -> None:
         assert await connection.answer() == answer_of()
     offsets = np.cumsum(app.sizes)[1:-1]
     assert max(app.sizes) <= MAX_BLOCK_BYTES
-    assert all(offset % ALIGNMENT == 0 for offset in offsets if offset > 2 * MIN_BLOCK_BYTES)
+    assert all(offset % ALIGNMENT == 0 for offset in offsets if offset > 2 * MIN_REST_BYTES)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -168,10 +191,9 @@ async def test_continue_is_sent_before_a_large_body() -> None:
 async def test_part_of_a_block_is_received_when_nothing_follows() -> None:
     app = Reader()
     async with connected(app) as connection:
-        await connection.send(head(), BODY[: MIN_BLOCK_BYTES + 1000])
-        while sum(app.sizes) < MIN_BLOCK_BYTES + 1000:
-            await asyncio.sleep(0.001)
-        await connection.send(BODY[MIN_BLOCK_BYTES + 1000 :])
+        await connection.send(head(), BODY[: MIN_REST_BYTES + 1000])
+        await app.received(MIN_REST_BYTES + 1000)
+        await connection.send(BODY[MIN_REST_BYTES + 1000 :])
         assert await connection.answer() == answer_of()
 
 
@@ -196,3 +218,41 @@ async def test_disconnect_is_detected_while_the_app_takes_no_block() -> None:
         await asyncio.sleep(0.5)
         app.wait.set()
         await app.disconnected.wait()
+
+
+async def test_client_that_sends_one_byte_occupies_no_block() -> None:
+    app = Reader()
+    with memory_trace():
+        async with connected(app) as connection:
+            await connection.send(head(), BODY[:1])
+            await app.received(1)
+            assert num_block_bytes() == 0
+
+
+async def test_client_that_becomes_slow_occupies_a_small_block() -> None:
+    app = Reader()
+    num_sent = 3 * MAX_BLOCK_BYTES
+    async with connected(app) as connection:
+        await connection.send(head(), BODY[:num_sent])
+        await app.received(num_sent)
+        with memory_trace():
+            for _ in range(8):
+                num_sent = await send_byte(connection, num_sent)
+                await app.received(num_sent)
+            app.wait = asyncio.Event()  # the app takes the next byte, but not the one after it
+            num_sent = await send_byte(connection, num_sent)
+            await app.received(num_sent)
+            num_sent = await send_byte(connection, num_sent)
+            while not num_block_bytes():
+                await asyncio.sleep(0.001)
+            occupied = num_block_bytes()
+            app.wait.set()
+        assert occupied <= MIN_BLOCK_BYTES
+        await connection.send(BODY[num_sent:])
+        assert await connection.answer() == answer_of()
+
+
+async def send_byte(connection: Connection, position: int) -> int:
+    """Send the byte of the body at this position; returns the next one."""
+    await connection.send(BODY[position : position + 1])
+    return position + 1
