@@ -13,6 +13,7 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -202,8 +203,17 @@ class CheckpointStore:
     def discard(self, upload: IncomingFile) -> None:
         upload.path.unlink(missing_ok=True)
 
-    def delete(self, label: str) -> None:
-        shutil.rmtree(self.folder(label), ignore_errors=True)
+    def delete(self, label: str) -> asyncio.Future[None]:
+        """Start the deletion of a version's files in a thread, because large files take long.
+
+        They are renamed first, so that the label can be used again at once. The thread goes on if
+        the caller is cancelled.
+        """
+        folder = self.folder(label)
+        with suppress(OSError):  # there is no such folder, or no space for another name
+            folder = folder.rename(self.folder(f".deleted-{secrets.token_hex(8)}"))
+        remove = partial(shutil.rmtree, folder, ignore_errors=True)
+        return asyncio.shield(asyncio.get_running_loop().run_in_executor(None, remove))
 
     def resolve_allowed(self, path: str) -> Path:
         """Resolve a path and check that it is below a directory that the operator allows.

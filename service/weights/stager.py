@@ -6,8 +6,8 @@ not fail on invalid files. Refused weights are deleted.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -82,17 +82,16 @@ class WeightStager:
         else:
             upload = await self._checkpoints.receive(chunks, digest, scan.update)
         try:
-            async with self._change_lock:
-                with self._delete_unless_listed(label):
-                    return await self._add(
-                        label,
-                        name,
-                        upload,
-                        sequence=sequence,
-                        sharded=sharded,
-                        announced=announced,
-                        magnitudes=scan.magnitudes,
-                    )
+            async with self._change_lock, self._delete_unless_listed(label):
+                return await self._add(
+                    label,
+                    name,
+                    upload,
+                    sequence=sequence,
+                    sharded=sharded,
+                    announced=announced,
+                    magnitudes=scan.magnitudes,
+                )
         finally:
             self._checkpoints.discard(upload)
 
@@ -117,9 +116,8 @@ class WeightStager:
         self._get_base(base)
         delta = await self._checkpoints.receive(chunks, digest)
         try:
-            async with self._change_lock:
-                with self._delete_unless_listed(label):
-                    return await self._add_from_delta(label, base, delta, sequence, announced)
+            async with self._change_lock, self._delete_unless_listed(label):
+                return await self._add_from_delta(label, base, delta, sequence, announced)
         finally:
             self._checkpoints.discard(delta)
 
@@ -151,19 +149,19 @@ class WeightStager:
         try:
             async with self._change_lock:
                 self._check_new(label, sequence)
-                with self._delete_unless_listed(label):
+                async with self._delete_unless_listed(label):
                     return await self._add_local(label, file, sequence)
         finally:
             self._checkpoints.discard(file)
 
-    @contextmanager
-    def _delete_unless_listed(self, label: str) -> Iterator[None]:
+    @asynccontextmanager
+    async def _delete_unless_listed(self, label: str) -> AsyncIterator[None]:
         """Delete the files of a version whose addition fails before it is in the table."""
         try:
             yield
         except BaseException:
             if self._versions.find(label) is None:
-                self._checkpoints.delete(label)
+                await self._checkpoints.delete(label)
             raise
 
     async def _add_local(self, label: str, file: IncomingFile, sequence: int | None) -> Version:
@@ -204,9 +202,10 @@ class WeightStager:
     async def delete(self, label: str, *, sync: bool = True) -> None:
         """Delete a weights version; with `sync` also withdraw it from the cluster registry."""
         async with self._change_lock:
-            self._drop(label)
+            deletion = self._drop(label)
             if sync:
                 await self._announcer.on_deleted(label)
+            await deletion
 
     async def trim(self) -> None:
         """Delete the oldest superseded weights versions beyond `retain_superseded`.
@@ -214,16 +213,21 @@ class WeightStager:
         Otherwise a trainer that publishes every step would fill the disk.
         """
         async with self._change_lock:
-            superseded = [
-                version
-                for version in self._versions.all()
-                if version.owned
-                and version.state == "superseded"
-                and not self._versions.is_activating(version.label)
-            ]
-            for version in superseded[: max(0, len(superseded) - self._retain)]:
-                self._drop(version.label)
-                await self._announcer.on_deleted(version.label)
+            while (label := self._find_excess()) is not None:
+                deletion = self._drop(label)
+                await self._announcer.on_deleted(label)
+                await deletion
+
+    def _find_excess(self) -> str | None:
+        """Label of the oldest superseded version if there are more than `retain_superseded`."""
+        superseded = [
+            version.label
+            for version in self._versions.all()
+            if version.owned
+            and version.state == "superseded"
+            and not self._versions.is_activating(version.label)
+        ]
+        return superseded[0] if len(superseded) > self._retain else None
 
     async def _add_from_delta(
         self, label: str, base: str, delta: Upload, sequence: int | None, announced: bool
@@ -334,7 +338,7 @@ class WeightStager:
         try:
             announced = await self._announcer.announce(version)
         except VersionConflict:
-            self._drop_unless_active(version.label)
+            await self._drop_unless_active(version.label)
             raise
         self._versions.announced(version.label, announced)
         return self._versions.get(version.label)  # it may have been activated meanwhile
@@ -365,14 +369,18 @@ class WeightStager:
             return sequence  # equal to that of an existing version, by _check_sequence
         return self._versions.next_sequence() if existing is None else existing
 
-    def _drop_unless_active(self, label: str) -> None:
+    async def _drop_unless_active(self, label: str) -> None:
         """Drop a version that could not be published, unless it was activated meanwhile."""
         if label == self._versions.active.label or self._versions.is_activating(label):
             log.warning("%s is active on this replica only: it conflicts with another one", label)
         else:
-            self._drop(label)
+            await self._drop(label)
 
-    def _drop(self, label: str) -> None:
+    def _drop(self, label: str) -> asyncio.Future[None]:
+        """Remove a version from the table, and start the deletion of its files."""
         version = self._versions.remove(label)
         if version.owned:
-            self._checkpoints.delete(label)
+            return self._checkpoints.delete(label)
+        nothing = asyncio.get_running_loop().create_future()
+        nothing.set_result(None)
+        return nothing

@@ -472,6 +472,7 @@ async def test_versions_can_be_deleted_unless_active(tmp_path: Path) -> None:
         assert folder.exists()
         assert (await served.http.delete("/v1/weights/v1")).status_code == 204
         assert not folder.exists()
+        assert not list(folder.parent.glob(".deleted-*"))
         assert (await served.http.delete("/v1/weights/v1")).json()["code"] == "version_not_found"
         assert (await served.http.delete("/v1/weights/v0")).json()["code"] == "version_conflict"
 
