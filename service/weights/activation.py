@@ -270,18 +270,29 @@ class Activation:
         *,
         allow_rollback: bool,
         kv: ActivationKv = "reset",
+        order: int | None = None,
     ) -> ActivationAnswer:
         """Activate a weights version on this replica; completes even if its caller disconnects.
 
         In mode `wait` it first waits for the running samples. A pause that freezes them, another
-        activation, and the end of a drain end the wait with an error.
+        activation, and the end of a drain end the wait with an error. `order` is that of an earlier
+        `request`, of which this is the first or a repeated attempt.
         """
         await self._announcer.check_unchanged(label)
         self._versions.check_activation(label, allow_rollback=allow_rollback)
-        self.request(label, mode)
-        return await self._run_to_completion(self._apply(label, mode, allow_rollback, kv))
+        order = self.request(label, mode, order)
+        return await self._run_to_completion(self._apply(label, mode, allow_rollback, kv, order))
 
     async def _apply(
+        self, label: str, mode: ActivationMode, allow_rollback: bool, kv: ActivationKv, order: int
+    ) -> ActivationAnswer:
+        with self._idle_wait.clearing_on_failure(order):
+            answer = await self._apply_next(label, mode, allow_rollback, kv)
+        await self._stager.trim()
+        self._on_activated(answer)
+        return answer
+
+    async def _apply_next(
         self, label: str, mode: ActivationMode, allow_rollback: bool, kv: ActivationKv
     ) -> ActivationAnswer:
         async with self._applying:
@@ -291,13 +302,9 @@ class Activation:
                 if is_new:
                     await self._prepare(version)
                 if is_new and mode == "wait":
-                    answer = await self._activate_when_idle(label, allow_rollback, kv)
-                else:
-                    async with self._lock:
-                        answer = await self._activate(label, mode, allow_rollback, kv)
-        await self._stager.trim()
-        self._on_activated(answer)
-        return answer
+                    return await self._activate_when_idle(label, allow_rollback, kv)
+                async with self._lock:
+                    return await self._activate(label, mode, allow_rollback, kv)
 
     async def _activate_when_idle(
         self, label: str, allow_rollback: bool, kv: ActivationKv
@@ -311,9 +318,16 @@ class Activation:
                         return await self._activate(label, "wait", allow_rollback, kv)
                 await self._idle_wait.run(label, "wait")
 
-    def request(self, label: str, mode: ActivationMode) -> None:
-        """Record an activation that will follow; it ends the wait of a different one."""
-        self._idle_wait.request(label, mode)
+    def request(self, label: str, mode: ActivationMode, order: int | None = None) -> int:
+        """Record an activation that follows, which ends the wait of a different one.
+
+        Returns its order.
+        """
+        return self._idle_wait.request(label, mode, order)
+
+    def is_replaced(self, order: int) -> bool:
+        """True if an activation that was requested after `order` has succeeded or runs."""
+        return self._idle_wait.is_replaced(order)
 
     def end_wait(self) -> None:
         """End the wait of an activation in mode `wait`, because the server stops."""

@@ -9,6 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
+from engine.errors import LoadFailed
+from service.http.errors import VersionConflict
 from tests.fake_engine import VOCAB_SIZE, FakeEngine
 from tests.service.test_rollouts import body, group, running_samples
 from tests.service.test_weights import activate, until, upload
@@ -72,6 +74,33 @@ async def test_same_activation_joins_one_that_waits(tmp_path: Path) -> None:
         engine.step(VOCAB_SIZE)
         assert (await activation).json()["previous"] == "v0"
         assert (await repeated).json()["previous"] == "v1"
+
+
+async def test_repeated_activation_does_not_replace_a_later_one_that_waits(tmp_path: Path) -> None:
+    async with waiting(tmp_path) as (served, engine, activation, _):
+        coordinator = served.server.activation
+        order = coordinator.request("v2", "wait")
+        assert await refusal(activation) == (409, "version_conflict")
+        later = asyncio.create_task(activate(served, "v1", mode="wait"))
+        await until(lambda: coordinator.is_replaced(order))
+        with pytest.raises(VersionConflict, match="'v1' in mode wait has replaced"):
+            await coordinator.apply("v2", "wait", allow_rollback=True, order=order)
+        assert not later.done()
+        engine.step(VOCAB_SIZE)
+        assert (await later).status_code == 200
+
+
+async def test_activation_is_repeated_after_a_later_one_has_failed(tmp_path: Path) -> None:
+    async with waiting(tmp_path) as (served, engine, activation, _):
+        coordinator = served.server.activation
+        order = coordinator.request("v2", "keep")
+        assert await refusal(activation) == (409, "version_conflict")
+        engine.prepare_error = LoadFailed("no")
+        assert (await activate(served, "v1")).json()["code"] == "activation_failed"
+        engine.prepare_error = None
+        assert not coordinator.is_replaced(order)
+        await coordinator.apply("v2", "keep", allow_rollback=True, order=order)
+        assert await active(served) == "v2"
 
 
 async def test_refused_activation_leaves_one_that_waits(tmp_path: Path) -> None:

@@ -146,14 +146,16 @@ class ActivationCoordinator:
             kv=kv,
         )
         try:
-            current_target = await self._cluster.registry.set_target(target)
+            with self._follower.setting_target(target.id):
+                current_target = await self._cluster.registry.set_target(target)
+                if current_target != target:
+                    raise VersionConflict(
+                        f"another replica activated {current_target.version!r} meanwhile"
+                    )
         except RegistryUnavailable:
             log.warning(
                 "%s is active on this replica only: the cluster registry does not respond", label
             )
-            return target
-        if current_target != target:
-            raise VersionConflict(f"another replica activated {current_target.version!r} meanwhile")
         return target
 
     async def _wait_until(

@@ -6,7 +6,8 @@ that was reset is restored.
 
 import asyncio
 import logging
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 from coppice.wire.kv_versions import ActivationKv
 from engine.types import WEIGHTS
@@ -56,7 +57,8 @@ class Follower:
         self._activation = activation
         self.fetcher = Fetcher(cluster, versions, downloader, replica_status, announcer)
         self._last_target: ActivationTarget | None = None
-        self._requested_target_id: str | None = None
+        self._requested_target: tuple[str, int] | None = None  # id, order of the request
+        self._own_target_id: str | None = None
         self._step_lock = asyncio.Lock()
         self._engine_started = asyncio.Event()
         self._fetches = asyncio.Event()
@@ -124,6 +126,22 @@ class Follower:
             if view.target is not None and self._is_newer_target(view.target):
                 await self._apply_target(view.target, view)
 
+    @contextmanager
+    def setting_target(self, target_id: str) -> Iterator[None]:
+        """Context manager in which the coordinator makes an active version the cluster's target.
+
+        The view can contain the target before the coordinator calls `on_target_applied`. If
+        another target was set meanwhile, it is applied even if its activation was replaced.
+        """
+        self._own_target_id = target_id
+        try:
+            yield
+        except BaseException:
+            self._requested_target = None
+            raise
+        finally:
+            self._own_target_id = None
+
     def on_target_applied(self, target: ActivationTarget) -> None:
         self._last_target = target
         self.replica_status.on_target_applied(target.epoch)
@@ -164,6 +182,9 @@ class Follower:
     async def _apply_target(self, target: ActivationTarget, view: ClusterView) -> None:
         if WEIGHTS in self._activation.sleeping:
             return  # a trainer uses the memory: a later view is applied after the wake
+        order = self._order_of_request(target)
+        if order is None or self._activation.is_replaced(order):
+            return  # a later activation becomes the next target, unless it fails
         version = self._versions.find(target.version)
         if target.version in self.fetcher.in_progress or not self.replica_status.is_due(
             target.version
@@ -178,20 +199,22 @@ class Follower:
             self._on_failure(target.version, "other replicas have different weights")
             return
         try:
-            await self._activate(target, is_active=version == self._versions.active)
+            await self._activate(target, order, is_active=version == self._versions.active)
         except ServiceError as error:
             self._on_failure(target.version, str(error))
         else:
             self.replica_status.on_success(target.version)
             self.on_target_applied(target)
 
-    async def _activate(self, target: ActivationTarget, *, is_active: bool) -> None:
+    async def _activate(self, target: ActivationTarget, order: int, *, is_active: bool) -> None:
         """Activate a target; an earlier one that was skipped may have reset the prefix cache."""
         has_skipped = not self._follows_last_target(target)
         if has_skipped and is_active:
             await self._activation.reset_prefix_cache()
         kv: ActivationKv = "reset" if has_skipped else target.kv
-        await self._activation.apply(target.version, target.mode, allow_rollback=True, kv=kv)
+        await self._activation.apply(
+            target.version, target.mode, allow_rollback=True, kv=kv, order=order
+        )
 
     def _follows_last_target(self, target: ActivationTarget) -> bool:
         """True if this replica has applied the target that this one replaced.
@@ -212,6 +235,8 @@ class Follower:
         Two replicas can set targets with the same epoch while partitioned. The registry's target
         wins, and the replica that set the other one applies it.
         """
+        if target.id == self._own_target_id:
+            return False
         if target.epoch == self.replica_status.epoch and self._last_target is not None:
             return target.id != self._last_target.id
         return target.epoch > self.replica_status.epoch
@@ -229,8 +254,14 @@ class Follower:
     def _on_view(self, view: ClusterView) -> None:
         self._view_changed.set()
         target = view.target
-        if target is None or target.id == self._requested_target_id:
+        if target is None or not self._is_newer_target(target):
             return
-        self._requested_target_id = target.id
-        if self._is_newer_target(target):  # the activation of an earlier one may wait for samples
-            self._activation.request(target.version, target.mode)
+        if self._order_of_request(target) is None:  # an earlier activation may wait for samples
+            order = self._activation.request(target.version, target.mode)
+            self._requested_target = target.id, order
+
+    def _order_of_request(self, target: ActivationTarget) -> int | None:
+        """Order of the activation of a target; None if this replica has seen a newer target."""
+        if self._requested_target is None or self._requested_target[0] != target.id:
+            return None
+        return self._requested_target[1]

@@ -1,13 +1,21 @@
 """A version sent to one replica is served by all."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
 from engine.errors import LoadFailed
 from service.cluster.in_memory import InMemoryRegistry
-from service.cluster.registry import ClusterView, Manifest, RegistryUnavailable, Replica
+from service.cluster.registry import (
+    ActivationTarget,
+    ClusterView,
+    Manifest,
+    RegistryUnavailable,
+    Replica,
+)
 from service.weights.replication.status import RETRY_SECONDS
 from tests.cluster import fleet, replica
 from tests.fake_engine import VOCAB_SIZE, FakeEngine
@@ -101,6 +109,75 @@ async def test_replica_that_waits_for_samples_follows_a_newer_activation(tmp_pat
         assert (await waiting).is_success
         engines[1].step(VOCAB_SIZE)
         assert (await rollout).is_success
+
+
+@asynccontextmanager
+async def sampling_replicas(
+    tmp_path: Path, registry: InMemoryRegistry | None = None
+) -> AsyncIterator[tuple[list[Served], FakeEngine]]:
+    """Two replicas with v1, v2 and v3, and the second one's engine, in which a sample runs."""
+    async with several(tmp_path, 2, registry, fleet_seconds=0.5) as (replicas, engines):
+        first, second = replicas
+        for version, content in (("v1", OLD), ("v2", NEW), ("v3", OLD)):
+            await put(first, version, content)
+        await eventually(lambda: second.server.versions.find("v3") is not None)
+        engines[1].instant = False
+        rollout = asyncio.create_task(second.http.post("/v1/rollouts", json=body(group(1))))
+        await running_samples(second, 1)
+        yield replicas, engines[1]
+        engines[1].step(VOCAB_SIZE)
+        assert (await rollout).is_success
+
+
+async def test_retry_of_an_older_target_does_not_replace_an_activation_that_waits(
+    tmp_path: Path,
+) -> None:
+    async with sampling_replicas(tmp_path) as ((first, second), engine):
+        assert (await activate(first, "v1", mode="wait")).is_success
+        status = second.server._follower.replica_status
+        newer = asyncio.create_task(activate(second, "v2", mode="wait"))
+        await eventually(lambda: status.failed == "v1")
+        status._retry_at.clear()  # the time of the retry
+        for _ in range(3):
+            await second.server.cluster.refresh()
+            await asyncio.sleep(0.05)
+        assert not newer.done()
+        engine.step(VOCAB_SIZE)
+        assert (await newer).is_success
+        assert serves(second, "v2")
+        await eventually(lambda: serves(first, "v2"))
+
+
+class SlowAnswer(InMemoryRegistry):
+    """Sets the target at once, and answers while `answers` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers = asyncio.Event()
+        self.answers.set()
+
+    async def set_target(self, target: ActivationTarget) -> ActivationTarget:
+        current = await super().set_target(target)
+        await self.answers.wait()
+        return current
+
+
+async def test_own_target_does_not_replace_a_later_activation_that_waits(tmp_path: Path) -> None:
+    registry = SlowAnswer()
+    async with sampling_replicas(tmp_path, registry) as ((_, second), engine):
+        registry.answers.clear()
+        earlier = asyncio.create_task(activate(second, "v1"))
+        await eventually(lambda: serves(second, "v1"))
+        later = asyncio.create_task(activate(second, "v2", mode="wait"))
+        await eventually(lambda: not second.server.rollouts._gate.is_set())
+        for _ in range(3):
+            await second.server.cluster.refresh()
+            await asyncio.sleep(0.05)
+        assert not later.done()
+        registry.answers.set()
+        assert (await earlier).is_success
+        engine.step(VOCAB_SIZE)
+        assert (await later).is_success
 
 
 async def test_replica_that_failed_to_activate_resets_its_kv_at_the_next_activation(
