@@ -43,6 +43,9 @@ RunToCompletion = Callable[[Coroutine[Any, Any, ActivationAnswer]], Awaitable[Ac
 WAKE_RETRY_SECONDS: Final = 2.0
 """Time until a wake at the end of a lease is repeated, if another process uses the memory."""
 
+COMPLETION_SECONDS: Final = 1.0
+"""Time for rollouts to become idle after a pause in mode `wait` or `abort` has ended samples."""
+
 log = logging.getLogger(__name__)
 
 
@@ -106,12 +109,15 @@ class Activation:
         self._engine_pauses.renew(owner, "pause", lease_seconds)
         async with self._lock:
             await self._engine_pauses.start(owner, "pause", mode, lease_seconds)
-            self._end_wait_if_frozen(mode)
+            self._check_wait_after_pause(mode)
 
-    def _end_wait_if_frozen(self, mode: PauseMode) -> None:
-        """End an activation's wait for samples that a new pause keeps from ending."""
-        if mode == "keep":
-            self._idle_wait.end(_frozen())
+    def _check_wait_after_pause(self, mode: PauseMode) -> None:
+        """Let an activation that waits check whether a new pause keeps its samples from ending.
+
+        The modes `wait` and `abort` end running samples, but freeze those that start afterwards,
+        such as the next ones of a rollout whose first samples have ended.
+        """
+        self._idle_wait.wake_after(0.0 if mode == "keep" else COMPLETION_SECONDS)
 
     async def resume(self, owner: str, *, is_for_all: bool = False) -> None:
         """End the pause of an API key, or of all; sampling resumes with the end of the last one.
@@ -154,7 +160,7 @@ class Activation:
                 self._check_same_sleep(owner, level, tags)
             else:
                 await self._engine_pauses.start(owner, "sleep", mode, lease_seconds, recompute=True)
-                self._end_wait_if_frozen(mode)
+                self._check_wait_after_pause(mode)
                 await self._fall_asleep(owner, level, tags)
             self._pauses.start(owner, lease_seconds, kind="sleep")
             self._is_overdue = False

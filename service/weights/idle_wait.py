@@ -38,7 +38,7 @@ class IdleWait:
         self._rollouts = rollouts
         self._orders = itertools.count(1)
         self._latest: _Request | None = None
-        self._ended: asyncio.Future[ServiceError] | None = None
+        self._ended: asyncio.Future[ServiceError | None] | None = None
 
     def request(self, label: str, mode: ActivationMode, order: int | None = None) -> int:
         """Record a requested activation, which ends the wait of a different one.
@@ -71,7 +71,10 @@ class IdleWait:
             raise
 
     async def run(self, label: str, mode: ActivationMode) -> None:
-        """Wait for the running samples; raises the error with which the wait was ended."""
+        """Wait for the running samples or for `wake_after`.
+
+        Raises the error with which the wait was ended.
+        """
         if self._rollouts.is_idle:
             return
         if self._latest is not None and not self._latest.is_same_activation(label, mode):
@@ -81,9 +84,10 @@ class IdleWait:
         either: set[asyncio.Future[Any]] = {idle, ended}
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if not idle.done():
-                raise ended.result()
-            idle.result()
+            if idle.done():
+                idle.result()
+            elif (error := ended.result()) is not None:
+                raise error
         finally:
             self._ended = None
             idle.cancel()
@@ -91,5 +95,15 @@ class IdleWait:
 
     def end(self, error: ServiceError) -> None:
         """Let the activation that waits, if there is one, fail with this error."""
-        if self._ended is not None and not self._ended.done():
-            self._ended.set_result(error)
+        if self._ended is not None:
+            _set_result(self._ended, error)
+
+    def wake_after(self, seconds: float) -> None:
+        """Let the current wait, if there is one, end without an error after this time."""
+        if self._ended is not None:
+            asyncio.get_running_loop().call_later(seconds, _set_result, self._ended, None)
+
+
+def _set_result(future: asyncio.Future[ServiceError | None], result: ServiceError | None) -> None:
+    if not future.done():
+        future.set_result(result)

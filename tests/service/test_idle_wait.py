@@ -11,6 +11,7 @@ import pytest
 
 from engine.errors import LoadFailed
 from service.http.errors import VersionConflict
+from service.weights.activation import COMPLETION_SECONDS
 from tests.fake_engine import VOCAB_SIZE, FakeEngine
 from tests.service.test_rollouts import body, group, running_samples
 from tests.service.test_weights import activate, until, upload
@@ -131,6 +132,32 @@ async def test_pause_whose_samples_end_lets_the_activation_follow(
         assert (await activation).status_code == 200
         assert engine.paused and await active(served) == "v1"
         assert (await served.http.post("/v1/resume")).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/pause", "/v1/sleep"])
+async def test_sample_that_a_pause_in_mode_wait_freezes_ends_the_wait(
+    tmp_path: Path, path: str
+) -> None:
+    async with waiting(tmp_path) as (served, engine, activation, _):
+        (sample,) = engine.running.values()
+        sample.is_held = True  # preempted, or not scheduled yet
+        assert (await served.http.post(path, json={"mode": "wait"})).status_code == 200
+        assert await refusal(activation) == (409, "version_conflict")
+        assert await active(served) == "v0" and served.server.rollouts._gate.is_set()
+        for call in ("/v1/wake", "/v1/resume"):
+            assert (await served.http.post(call)).status_code == 200
+
+
+async def test_pause_that_ends_soon_does_not_end_the_wait(tmp_path: Path) -> None:
+    async with waiting(tmp_path) as (served, engine, activation, _):
+        (sample,) = engine.running.values()
+        sample.is_held = True
+        assert (await served.http.post("/v1/pause", json={"mode": "wait"})).status_code == 200
+        assert (await served.http.post("/v1/resume")).status_code == 200
+        await asyncio.sleep(COMPLETION_SECONDS + 0.1)
+        assert not activation.done()
+        engine.step(VOCAB_SIZE)
+        assert (await activation).status_code == 200
 
 
 async def test_weights_that_sleep_are_not_activated_after_the_wait(tmp_path: Path) -> None:
