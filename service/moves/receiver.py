@@ -115,11 +115,14 @@ class MoveReceiver:
         """Cancel a rollout whose source did not receive the response and continues it.
 
         No caller gets its result here. A request to continue it that arrives later is refused, too.
+        A load balancer may deliver the request to the source itself, which keeps the rollout.
         """
+        rollout = self._rollouts.find(rollout_id)
+        if rollout is not None and rollout.is_moving:
+            raise RolloutNotFound()
         self._cancelled[rollout_id] = self._clock() + CANCELLED_SECONDS
         if len(self._cancelled) > MAX_CANCELLED:
             self._cancelled.popitem(last=False)
-        rollout = self._rollouts.find(rollout_id)
         if rollout is None or rollout.source is None or rollout.moved_to is not None:
             raise RolloutNotFound()
         await self._rollouts.discard(rollout, self._transfers.url_of(rollout.source))

@@ -145,6 +145,7 @@ class MoveSender:
 
         An unexpected error keeps the rollout here, and does not end the others.
         """
+        rollout.is_moving = True
         try:
             async with connect() as http:
                 with suppress(TimeoutError):
@@ -152,6 +153,8 @@ class MoveSender:
                         await self._offer(http, rollout, until, peer_id)
         except Exception:
             log.exception("a move failed")
+        finally:
+            rollout.is_moving = False
         url = rollout.moved_to
         self._on_ended("kept" if url is None else "moved")
         log.info("rollout %s", "continues here" if url is None else f"moved to {url}")

@@ -72,12 +72,15 @@ class SessionReceiver:
         """Remove the sessions of a request whose sender did not receive the response.
 
         They are named by the first one. A request with them that arrives later is refused.
+        A load balancer may deliver the request to the sender itself, which keeps the sessions.
         """
+        session = self._sessions.store.find(session_id)
+        if session is not None and session.is_moving:
+            raise SessionNotFound()
         self._cancelled[session_id] = self._clock() + CANCELLED_SECONDS
         if len(self._cancelled) > MAX_CANCELLED:
             self._cancelled.popitem(last=False)
         store = self._sessions.store
-        session = store.find(session_id)
         group = None if session is None else store.group_of(session)
         if session is None or group is None or group.source is None:
             raise SessionNotFound()

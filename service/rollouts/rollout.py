@@ -76,6 +76,7 @@ class Rollout:
 
     A rollout with its `request` can be moved to another replica: `suspend` ends its samples, and
     `Relocate` sends it. Its `moved_to` is then the URL of that replica; otherwise it goes on here.
+    `is_moving` is true while it is offered to other replicas.
     `awaits_redirect` is true if the stream of a caller ended, who has not been redirected yet.
     `source` is the id of the replica that has sent the rollout here, None for others. With
     `is_discarded` it continues there, and the result of the copy here is dropped.
@@ -95,6 +96,7 @@ class Rollout:
         self.groups = groups
         self.request = request
         self.moved_to: str | None = None
+        self.is_moving = False
         self.source: str | None = None
         self.is_discarded = False
         self.num_samples = sum(group.options.n for group in groups)

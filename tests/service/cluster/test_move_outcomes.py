@@ -322,3 +322,44 @@ async def test_rollout_that_is_cancelled_during_the_request_ends_on_both(tmp_pat
         while b.server.rollouts.num_running or engine_of(b).running:
             await asyncio.sleep(0.001)
         assert len(b.server.rollouts.keys) == 0
+
+
+class CancelsAtTheSource(httpx.AsyncClient):
+    """HTTP client that sends no offers, and whose cancellations reach the sender itself."""
+
+    own_url = ""
+    statuses: list[int]
+
+    async def post(self, *args: Any, **kwargs: Any) -> httpx.Response:
+        raise httpx.ReadError("lost")
+
+    async def delete(self, url: Any, **kwargs: Any) -> httpx.Response:
+        path = httpx.URL(url).path
+        response = await super().delete(f"{self.own_url}{path}", **kwargs)
+        self.statuses.append(response.status_code)
+        return response
+
+
+async def test_cancellation_that_reaches_the_source_does_not_end_the_rollout(
+    tmp_path: Path,
+) -> None:
+    """The source has itself received the rollout from a third replica."""
+    async with replicas(tmp_path, InMemoryRegistry(), 2) as (a, b):
+        await see_each_other(a, b)
+        calling = asyncio.create_task(post(a, body(PROMPT, **LONG)))
+        await running_samples(a, 2)
+        engine_of(a).step(5)
+        await sender_of(a).send_all(30)
+        await running_samples(b, 2)
+
+        class Client(CancelsAtTheSource):
+            own_url = str(b.http.base_url).rstrip("/")
+            statuses: list[int] = []
+
+        sending = asyncio.create_task(sender_of(b, Client).send_all(30))
+        await resubmitted(b, 2)
+        engine_of(b).step(7)
+        samples = (await calling).json()["groups"][0]["samples"]
+        assert [sample["token_ids"] for sample in samples] == [list(range(3, 15))] * 2
+        await sending
+        assert Client.statuses == [404]

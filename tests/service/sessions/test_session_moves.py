@@ -202,3 +202,18 @@ async def test_response_that_was_not_moved_must_be_sent_whole(tmp_path: Path) ->
         assert b.server.sessions.num_open == 1
     assert (first.status_code, refused.status_code) == (200, 400)
     assert "send the whole input" in refused.json()["error"]["message"]
+
+
+async def test_cancellation_that_reaches_the_sender_does_not_end_the_session(
+    tmp_path: Path,
+) -> None:
+    """The sender has itself received the session from a third replica."""
+    async with replicas(tmp_path) as (a, b), agents_of(a) as [agent]:
+        await call(agent, HELLO)
+        await drain(a)
+        session = b.server.sessions.store.find(agent.id)
+        assert session is not None
+        with session.moving():
+            response = await b.http.delete(f"/v1/moves/sessions/{agent.id}")
+        assert response.status_code == 404
+        assert b.server.sessions.num_open == 1
