@@ -167,13 +167,13 @@ class MoveSender:
         `moved_to` is set as soon as one has accepted it: a timeout, or an error while the
         connection is closed, must not continue it here, too.
         """
+        if not self._candidates(peer_id):
+            return
         source, version = self._cluster.own_id, self._versions.active.label
         async with self._kv.exported(rollout, version, until) as kv:
             state = state_of(rollout, source=source, version=version, kv=kv)
             body = await asyncio.to_thread(_encoded, state)
-            for replica in self.candidates():
-                if peer_id not in (None, replica.id):
-                    continue
+            for replica in self._candidates(peer_id):
                 if not rollout.is_suspended:
                     return  # it was cancelled, or its deadline has passed
                 if await self._is_accepted(http, replica, rollout, body):
@@ -220,6 +220,9 @@ class MoveSender:
         if rollout.source is None:
             key = IdempotencyClaim.of_move(rollout.owner, rollout.id).cluster_key
             await self._transfers.release(key, replica.id)
+
+    def _candidates(self, peer_id: str | None) -> list[Replica]:
+        return [each for each in self.candidates() if peer_id in (None, each.id)]
 
     def candidates(self) -> list[Replica]:
         """Replicas that may accept a rollout, in random order."""
