@@ -24,7 +24,8 @@ MIN_RATIO = 2.0
 NUM_VIEWS = 3
 """Successive views with an imbalance: an entry may be older than a heartbeat interval."""
 BACKOFF_SECONDS = 60.0
-"""Time without moves after a replica has accepted none: each attempt costs a prefill here."""
+"""Time without moves after a replica has accepted none, and without another move of a rollout that
+was kept: each attempt suspends it, and may cost a prefill here."""
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +67,7 @@ class Rebalancer:
         self._view_changed = asyncio.Event()
         self._num_unbalanced = 0
         self._retry_at = -float("inf")
+        self._kept_until: dict[str, float] = {}
         cluster.view_listeners.append(self._on_view)
 
     @asynccontextmanager
@@ -110,20 +112,26 @@ class Rebalancer:
         selected = self._selected(found.num_samples)
         if not selected:
             return
-        await self._sender.send_to(found.peer.id, selected, self._seconds)
+        peer_id = found.peer.id
+        await self._sender.send_to(peer_id, selected, self._seconds, self._is_enabled)
+        kept = [each for each in selected if each.moved_to is None and not each.ended]
+        retry_at = self._clock() + BACKOFF_SECONDS
+        self._kept_until |= dict.fromkeys((rollout.id for rollout in kept), retry_at)
         num_moved = sum(rollout.moved_to is not None for rollout in selected)
         self._on_moved(num_moved)
-        if not (num_moved or all(rollout.ended for rollout in selected)):
-            self._retry_at = self._clock() + BACKOFF_SECONDS
+        if kept and not num_moved:
+            self._retry_at = retry_at
 
     def _selected(self, num_samples: int) -> list[Rollout]:
         """Rollouts of at most this many running samples in all.
 
         The newest first: they have the most tokens left, and the fewest to prefill again.
         """
-        selected = []
+        selected, now = [], self._clock()
+        self._kept_until = {key: until for key, until in self._kept_until.items() if until > now}
         for rollout in self._rollouts.in_flight():
             can_move = rollout.request is not None and rollout.source is None
+            can_move = can_move and rollout.id not in self._kept_until
             if can_move and 0 < rollout.num_running <= num_samples:
                 selected.append(rollout)
                 num_samples -= rollout.num_running

@@ -90,17 +90,24 @@ class MoveSender:
                     return
                 await asyncio.sleep(POLL_SECONDS)
 
-    async def send_to(self, peer_id: str, rollouts: Sequence[Rollout], seconds: float) -> None:
+    async def send_to(
+        self,
+        peer_id: str,
+        rollouts: Sequence[Rollout],
+        seconds: float,
+        is_enabled: Callable[[], bool],
+    ) -> None:
         """Move running rollouts to one replica, within `seconds`.
 
         A rollout has at most one move at a time: a drain begins its moves when this has ended.
+        No-op if moves are no longer enabled once other moves have ended.
         """
         connect = await asyncio.to_thread(self._peers.connect)
         if connect is None:
             return
         async with self._sending, asyncio.TaskGroup() as tasks:
             until = asyncio.get_running_loop().time() + seconds
-            for rollout in rollouts:
+            for rollout in rollouts if is_enabled() else ():
                 work = self._send(connect, until, rollout, is_result=False, peer_id=peer_id)
                 tasks.create_task(work)
 

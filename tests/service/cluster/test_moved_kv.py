@@ -371,7 +371,9 @@ async def test_no_kv_is_exported_if_the_replica_has_left(tmp_path: Path) -> None
         await running_samples(a, 2)
         engine_of(a).step(TOKENS)
         rollouts = a.server.rollouts.in_flight()
-        moving = asyncio.create_task(a.server.move_sender.send_to("c" * 12, rollouts, 30))
+        moving = asyncio.create_task(
+            a.server.move_sender.send_to("c" * 12, rollouts, 30, lambda: True)
+        )
         await submitted(a, 4)
         assert all(each.export is None for each in engine_of(a).submitted)
         await finish(a, calling)

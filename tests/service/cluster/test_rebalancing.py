@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from coppice.wire.moves import MovedRollout
 from engine.errors import EngineDead
 from service.cluster.in_memory import InMemoryRegistry
 from service.cluster.registry import Replica
 from service.cluster.settings import ClusterSettings
+from service.http.errors import NotReady
 from service.moves.rebalancer import NUM_VIEWS, Rebalancer, shift
+from service.rollouts.rollout import Rollout
 from tests.service.cluster.test_move_outcomes import sender_of
 from tests.service.cluster.test_moves import (
     ASYNC,
@@ -309,3 +312,43 @@ async def test_rollout_returns_to_the_replica_that_has_moved_it(pair: list[Serve
     assert await samples_of(retries) == [list(range(3, 15))] * 4
     assert len(engine_of(a).submitted) == 6
     a.server.rollouts.check()
+
+
+async def test_rollout_that_was_kept_is_not_suspended_again_at_once(
+    pair: list[Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The peer accepts one of the two that are selected, and refuses the other one each time."""
+    a, b = pair
+    calling = await running(a, 4, body(PROMPT, **LONG))
+    refused = a.server.rollouts.in_flight()[0].id
+    receive = b.server.move_receiver.receive
+
+    async def refuses_one(state: MovedRollout) -> Rollout:
+        if state.id == refused:
+            raise NotReady("full", retry_after_seconds=1)
+        return await receive(state)
+
+    monkeypatch.setattr(b.server.move_receiver, "receive", refuses_one)
+    for _ in range(NUM_VIEWS):
+        await compare(a, b)
+    await submitted(b, 2)
+    engine_of(b).step(12)  # b is idle again
+    await submitted_to_end(b)
+    for _ in range(2 * NUM_VIEWS):
+        await compare(a, b)
+    assert len(engine_of(a).submitted) == 8 + 2  # the refused one was suspended once
+    assert len(engine_of(b).submitted) > 2
+    for each in pair:
+        engine_of(each).step(12)
+    assert await samples_of(calling) == [list(range(3, 15))] * 8
+
+
+async def test_pause_that_begins_meanwhile_prevents_a_move(pair: list[Served]) -> None:
+    a, b = pair
+    calling = await running(a, 4, body(PROMPT, **LONG))
+    await see_each_other(a, b)
+    rollouts, peer_id = a.server.rollouts.in_flight(), b.server.cluster.own_id
+    await a.server.move_sender.send_to(peer_id, rollouts, 30, lambda: False)
+    assert (len(engine_of(a).submitted), engine_of(b).submitted) == (8, [])
+    engine_of(a).step(12)
+    await samples_of(calling)
