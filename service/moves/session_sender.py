@@ -123,6 +123,7 @@ class SessionSender:
             with ExitStack() as moving:
                 for session in sessions:
                     moving.enter_context(session.moving())
+                moving.enter_context(self._sessions.store.offering(group))
                 is_moved = await self._offer(http, group, sessions)
         except Exception:
             log.exception("a move of sessions failed")
@@ -167,12 +168,19 @@ class SessionSender:
         sent = [session.id for session in sessions]
         moved = moved_group(group, sent, store.last_sequence, now)
         if group.moved_to is None:
-            left = {each.id for each in store.sessions_of(group)} - {*sent}
-            keys = [self._sessions.key_of(session_id) for session_id in group.session_ids]
-            first = {"session_ids": group.session_ids, "keys": keys, "remaining_ids": sorted(left)}
-            moved = moved.model_copy(update=first)
+            moved = moved.model_copy(update=self._first_fields(group, sent))
         own_id = self._cluster.own_id
         return await asyncio.to_thread(encoded, own_id, group.owner, moved, list(sessions), now)
+
+    def _first_fields(self, group: SessionGroup, sent: Sequence[str]) -> dict[str, object]:
+        """Fields of the first request for a group. The sessions that follow are not counted yet."""
+        left = [each for each in self._sessions.store.sessions_of(group) if each.id not in sent]
+        return {
+            "session_ids": group.session_ids,
+            "keys": [self._sessions.key_of(session_id) for session_id in group.session_ids],
+            "remaining_ids": sorted(each.id for each in left),
+            "num_finished": group.num_finished - sum(each.state == "finished" for each in left),
+        }
 
     async def _is_accepted(
         self,

@@ -40,7 +40,8 @@ class SessionGroup:
 
     While a draining replica moves a group, the receiver gets the sessions in `remaining_ids` from
     `source` later, and counts them as open; `first_received` is the first of the others. On the
-    sender `moved_to` is the receiver. `keys` are those of sessions that another replica created.
+    sender `moved_to` is the receiver, and `is_offered` is true until it has accepted the group.
+    `keys` are those of sessions that another replica created.
     """
 
     id: str
@@ -59,6 +60,7 @@ class SessionGroup:
     source: str | None = None
     first_received: str | None = None
     moved_to: Replica | None = None
+    is_offered: bool = False
 
     @property
     def cluster_keys(self) -> list[str]:

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from coppice.wire.sessions import SessionsEndRecord, SessionsProgressRecord
 from service.cluster.membership import RedirectToReplica
@@ -116,9 +117,29 @@ class SessionStore:
         group = self.group_of(session)
         group.num_open -= 1
         session.ended.set()
-        if group.moved_to is None:
-            del self._open[session.id]
-            self._add_ended(session, group)
+        if group.moved_to is None and not group.is_offered:
+            self._close(session, group)
+
+    @contextmanager
+    def offering(self, group: SessionGroup) -> Iterator[None]:
+        """Context manager around an offer of a group to other replicas.
+
+        Sessions that end meanwhile get a sequence here only if no replica accepts the group: the
+        replica that accepts it waits for them.
+        """
+        group.is_offered = True
+        try:
+            yield
+        finally:
+            group.is_offered = False
+            if group.moved_to is None:
+                for session in list(self.sessions_of(group)):
+                    if session.ended.is_set():
+                        self._close(session, group)
+
+    def _close(self, session: Session, group: SessionGroup) -> None:
+        del self._open[session.id]
+        self._add_ended(session, group)
         self._notify_idle()
 
     def _add_ended(self, session: Session, group: SessionGroup) -> None:
