@@ -56,9 +56,9 @@ class SessionReceiver:
         await asyncio.to_thread(self._restore, sessions, state.sessions)
         taken = await self._take_over(state, group, is_new=known is None)
         try:
-            self._check_memory(sessions)
             if self._check(state) is not known:
                 raise _invalid("group", "it was moved here meanwhile")
+            self._check_memory(sessions)
         except BaseException:
             self._release(taken, group, is_new=known is None)
             raise

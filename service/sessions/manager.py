@@ -159,9 +159,8 @@ class SessionManager:
     def _create(
         self, request: SessionsRequest, owner: str, claim: IdempotencyClaim | None
     ) -> SessionsAnswer:
-        self._admission.check_open()
-        self._rollouts.check_kept_kv(request.keep_kv, request.weights)
         self.check_capacity(owner, request.n)
+        self._rollouts.check_kept_kv(request.keep_kv, request.weights)
         self.store.check_memory()
         group = self.factory.group(request, owner, claim)
         self.store.add(group, self.factory.sessions(group, request))
@@ -170,6 +169,7 @@ class SessionManager:
         return self._answer(group)
 
     def check_capacity(self, owner: str, num_new: int) -> None:
+        self._admission.check_open()
         settings = self._settings
         if self._tasks is None:
             raise Draining(retry_after_seconds=DRAINING_RETRY_SECONDS)

@@ -239,13 +239,19 @@ class SessionStore:
             self._drop_group(group)
 
     def check_memory(self, num_new_bytes: int = 0) -> None:
-        """Refuse calls and new sessions if the open sessions alone take all memory."""
-        self._drop_above_limit(num_new_bytes)
-        if self.num_bytes + num_new_bytes > self._max_bytes:
+        """Refuse calls and new sessions if the open sessions alone take all memory.
+
+        Then no ended session is dropped.
+        """
+        if self.num_bytes + num_new_bytes <= self._max_bytes:
+            return
+        num_open_bytes = sum(self._sizes[session_id] for session_id in self._open)
+        if num_open_bytes + num_new_bytes > self._max_bytes:
             raise Overloaded(
                 "the sessions take all memory that they may have (sessions.max_bytes)",
                 retry_after_seconds=RETRY_SECONDS,
             )
+        self._drop_above_limit(num_new_bytes)
 
     def measure(self, session: Session) -> None:
         """Update the memory of all sessions, and drop the oldest ended ones above the limit.

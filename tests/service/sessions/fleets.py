@@ -21,6 +21,21 @@ LIMITED = {"sampling": {"max_tokens": 3}}
 DRAIN_SECONDS = 30.0
 
 
+class HeldRegistry(InMemoryRegistry):
+    """Registry in which no key is transferred before `gate` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requested, self.gate = asyncio.Event(), asyncio.Event()
+
+    async def transfer(
+        self, claim_key: str, source: str, replica_id: str, *, ttl_seconds: float
+    ) -> str:
+        self.requested.set()
+        await self.gate.wait()
+        return await super().transfer(claim_key, source, replica_id, ttl_seconds=ttl_seconds)
+
+
 @asynccontextmanager
 async def replicas(
     tmp_path: Path,

@@ -10,26 +10,19 @@ from service.cluster.in_memory import InMemoryRegistry
 from tests.service.cluster.test_move_faults import peer
 from tests.service.cluster.test_moves import see_each_other
 from tests.service.sessions.agents import HELLO
-from tests.service.sessions.fleets import agents_of, call, drain, get, records, replicas
+from tests.service.sessions.fleets import (
+    HeldRegistry,
+    agents_of,
+    call,
+    drain,
+    get,
+    records,
+    replicas,
+)
 from tests.service.sessions.test_session_move_faults import state_of
 from tests.service.test_rollouts import running_samples
 
 pytestmark = pytest.mark.slow
-
-
-class HeldRegistry(InMemoryRegistry):
-    """Registry in which no key is transferred before `gate` is set."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.requested, self.gate = asyncio.Event(), asyncio.Event()
-
-    async def transfer(
-        self, claim_key: str, source: str, replica_id: str, *, ttl_seconds: float
-    ) -> str:
-        self.requested.set()
-        await self.gate.wait()
-        return await super().transfer(claim_key, source, replica_id, ttl_seconds=ttl_seconds)
 
 
 async def test_session_that_ends_before_its_group_is_accepted_is_streamed_by_the_receiver(

@@ -13,7 +13,15 @@ from tests.service.cluster.test_move_faults import peer
 from tests.service.cluster.test_moves import see_each_other
 from tests.service.keyfile import bearer, write_keys
 from tests.service.sessions.agents import HELLO, Agent
-from tests.service.sessions.fleets import agents_of, call, drain, get, records, replicas
+from tests.service.sessions.fleets import (
+    HeldRegistry,
+    agents_of,
+    call,
+    drain,
+    get,
+    records,
+    replicas,
+)
 from tests.serving import Served
 
 pytestmark = pytest.mark.slow
@@ -26,6 +34,7 @@ async def state_of(served: Served, agent: Agent) -> Any:
     """Body of the request that moves a session, and all others of its group that have ended."""
     store = served.server.sessions.store
     session = served.server.sessions.get(agent.id, owner="local")
+    await session.wait_until_idle()
     group = store.group_of(session)
     body = await served.server._session_sender._body(group, [*group.ended.sessions, session])
     return json.loads(body)
@@ -256,6 +265,33 @@ async def test_session_without_room_or_adapter_is_refused(tmp_path: Path) -> Non
         async with agents_of(b):
             full = await b.http.post(PATH, json=await state_of(a, agent))
     assert (unknown.status_code, full.status_code) == (404, 503)
+
+
+async def test_session_is_refused_if_a_drain_begins_while_it_is_received(tmp_path: Path) -> None:
+    registry = HeldRegistry()
+    async with replicas(tmp_path, 2, registry) as (a, b), agents_of(a) as [agent]:
+        sending = asyncio.create_task(b.http.post(PATH, json=await state_of(a, agent)))
+        await registry.requested.wait()
+        await drain(b)
+        registry.gate.set()
+        answer = await sending
+        assert b.server.sessions.num_open == 0
+    assert (answer.status_code, answer.json()["code"]) == (503, "draining")
+
+
+async def test_move_that_is_refused_for_memory_drops_no_result(tmp_path: Path) -> None:
+    limits: dict[str, Any] = {"max_bytes": 30_000}
+    async with (
+        replicas(tmp_path, sessions=limits) as (a, b),
+        agents_of(a) as [large],
+        agents_of(b, n=2),
+        agents_of(b) as [ended],
+    ):
+        await get(b, f"/v1/sessions/{ended.id}", method="DELETE")
+        await call(large, [{"role": "user", "content": "long" * 100}])
+        answer = await b.http.post(PATH, json=await state_of(a, large))
+        kept = await get(b, f"/v1/sessions/{ended.id}")
+    assert (answer.status_code, kept["state"]) == (503, "cancelled")
 
 
 async def test_only_replicas_may_send_sessions(tmp_path: Path) -> None:
