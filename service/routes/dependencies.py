@@ -61,7 +61,13 @@ async def _check_rollout_local(
 async def _check_session_local(
     session_id: str, server: Annotated[Server, Depends(_server)]
 ) -> None:
+    """Redirect the request to the replica that has the session, if it is another one.
+
+    Raises ReplicaGone or ClusterUnavailable for a session of a replica that is not known.
+    """
     await server.sessions.check_local(session_id)
+    if server.sessions.store.find(session_id) is None:
+        await check_local(session_id, server)
 
 
 async def _check_handle_local(handle: str, server: Annotated[Server, Depends(_server)]) -> None:

@@ -200,6 +200,14 @@ async def test_unknown_id_is_not_found(tmp_path: Path) -> None:
     assert other.json()["code"] == "replica_gone"
 
 
+async def test_session_of_an_unknown_replica_is_gone(tmp_path: Path) -> None:
+    async with serving(FakeEngine(), tmp_path) as served:
+        own_id = served.server.cluster.own_id
+        paths = [f"/v1/sessions/{each}.1" for each in (new_replica_id(), own_id)]
+        answers = [await served.http.get(path) for path in paths]
+    assert [answer.json()["code"] for answer in answers] == ["replica_gone", "session_not_found"]
+
+
 async def test_replica_address_may_contain_a_path(tmp_path: Path) -> None:
     shared = InMemoryRegistry()
     gateway: dict[str, Any] = {"server": {"advertised_url": "https://gate/replica/a/"}}
