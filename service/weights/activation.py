@@ -285,27 +285,52 @@ class Activation:
         `request`, of which this is the first or a repeated attempt.
         """
         await self._announcer.check_unchanged(label)
-        self._versions.check_activation(label, allow_rollback=allow_rollback)
-        order = self.request(label, mode, order)
         return await self._run_to_completion(self._apply(label, mode, allow_rollback, kv, order))
 
     async def _apply(
-        self, label: str, mode: ActivationMode, allow_rollback: bool, kv: ActivationKv, order: int
+        self,
+        label: str,
+        mode: ActivationMode,
+        allow_rollback: bool,
+        kv: ActivationKv,
+        order: int | None,
     ) -> ActivationAnswer:
+        checked = await self._check_files(label, allow_rollback)
+        order = self.request(label, mode, order)
         with self._idle_wait.clearing_on_failure(order):
-            answer = await self._apply_next(label, mode, allow_rollback, kv)
+            answer = await self._apply_next(label, mode, allow_rollback, kv, checked)
         await self._stager.trim()
         self._on_activated(answer)
         return answer
 
+    async def _check_files(self, label: str, allow_rollback: bool) -> Version | None:
+        """Check the files of a version before its activation ends the wait of another one.
+
+        Returns the version, or None if it is active.
+        """
+        version = self._versions.check_activation(label, allow_rollback=allow_rollback)
+        if version == self._versions.active:
+            return None
+        self.check_weights_awake()
+        await self._stager.revalidate(version)
+        self._versions.check_activation(label, allow_rollback=allow_rollback)
+        return version
+
     async def _apply_next(
-        self, label: str, mode: ActivationMode, allow_rollback: bool, kv: ActivationKv
+        self,
+        label: str,
+        mode: ActivationMode,
+        allow_rollback: bool,
+        kv: ActivationKv,
+        checked: Version | None,
     ) -> ActivationAnswer:
         async with self._applying:
             version = self._versions.check_activation(label, allow_rollback=allow_rollback)
             with self._versions.activating(label):
                 is_new = version != self._versions.active
                 if is_new:
+                    if checked is None:  # another version was activated meanwhile
+                        await self._stager.revalidate(version)
                     await self._prepare(version)
                 if is_new and mode == "wait":
                     return await self._activate_when_idle(label, allow_rollback, kv)
@@ -351,12 +376,11 @@ class Activation:
             return await self._switch(version, previous, mode, kv)
 
     async def _prepare(self, version: Version) -> None:
-        """Check the files and copy them to the engine's other machines, while samples run.
+        """Copy the files to the engine's other machines, while samples run.
 
         Pauses can start and end meanwhile.
         """
         self.check_weights_awake()
-        await self._stager.revalidate(version)
         try:
             await self._engine.prepare_weights(version.path)
         except LoadFailed as error:

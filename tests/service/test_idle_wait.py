@@ -15,16 +15,19 @@ from service.weights.activation import COMPLETION_SECONDS
 from tests.fake_engine import VOCAB_SIZE, FakeEngine
 from tests.service.test_rollouts import body, group, running_samples
 from tests.service.test_weights import activate, until, upload
+from tests.service.weight_replication.replicas import OLD
 from tests.serving import Served, serving
 
 Answer = asyncio.Task[httpx.Response]
 
 
 @asynccontextmanager
-async def waiting(folder: Path) -> AsyncIterator[tuple[Served, FakeEngine, Answer, Answer]]:
+async def waiting(
+    folder: Path, weights: dict[str, Any] | None = None
+) -> AsyncIterator[tuple[Served, FakeEngine, Answer, Answer]]:
     """An activation of v1 that waits for a sample: the server, the activation and the rollout."""
     engine = FakeEngine(instant=False)
-    async with serving(engine, folder) as served, asyncio.timeout(30):
+    async with serving(engine, folder, weights=weights or {}) as served, asyncio.timeout(30):
         await upload(served, "v1")
         await upload(served, "v2")
         rollout = asyncio.create_task(served.http.post("/v1/rollouts", json=body(group(1))))
@@ -146,6 +149,21 @@ async def test_sample_that_a_pause_in_mode_wait_freezes_ends_the_wait(
         assert await active(served) == "v0" and served.server.rollouts._gate.is_set()
         for call in ("/v1/wake", "/v1/resume"):
             assert (await served.http.post(call)).status_code == 200
+
+
+async def test_activation_of_refused_files_leaves_one_that_waits(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    (shared / "step-3").mkdir(parents=True)
+    (shared / "step-3" / "model.safetensors").write_bytes(OLD)
+    weights = {"source_directories": (shared,)}
+    async with waiting(tmp_path, weights=weights) as (served, engine, activation, _):
+        staged = await served.http.post("/v1/weights/v3", json={"path": str(shared / "step-3")})
+        assert staged.status_code == 201, staged.text
+        engine.refused_weights["step-3"] = "changed"
+        assert (await activate(served, "v3")).json()["code"] == "weights_refused"
+        assert not activation.done()
+        engine.step(VOCAB_SIZE)
+        assert (await activation).status_code == 200
 
 
 async def test_pause_that_ends_soon_does_not_end_the_wait(tmp_path: Path) -> None:
