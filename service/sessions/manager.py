@@ -257,12 +257,14 @@ class SessionManager:
             session.outcome = outcome
             self._close_session(session, "finished", "finished")
         await session.ended.wait()
+        session.check_not_returned()
         if session.state != "finished" or session.outcome != outcome:
             raise SessionClosed(f"the session has ended ({session.end_reason})")
 
     async def _wait_for_move(self, session: Session) -> None:
         """Wait until a session is not being moved; raises RedirectToReplica if it was moved."""
         await session.wait_for_move()
+        session.check_not_returned()
         self.store.check_here(session.id)
 
     async def cancel(self, session: Session) -> None:
@@ -270,6 +272,7 @@ class SessionManager:
         if session.is_open:
             self._close_session(session, "cancelled", "cancelled")
         await session.ended.wait()
+        session.check_not_returned()
 
     def _close_session(
         self, session: Session, state: SessionState, reason: SessionEndReason
@@ -309,6 +312,8 @@ class SessionManager:
 
     def _end(self, session: Session, reason: SessionEndReason) -> None:
         self.kv_releases.add(session.id)
+        if session.is_returned:
+            return
         self.store.end(session)
         self.on_group_ended(self.store.group_of(session))
         self._metrics.ended.labels(reason).inc()

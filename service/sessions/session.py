@@ -67,7 +67,7 @@ class Session:
     `num_table_bytes` is the size of supports and top logprobs, and `num_option_bytes` the session's
     part of the size of its options, which the sessions of a request share. Sessions with the same
     `cache_salt` share prefixes in the prefix cache. While the session `is_moving`, another replica
-    receives it.
+    receives it. A session that `is_returned` to the replica that has sent it is no longer here.
     """
 
     id: str
@@ -93,6 +93,7 @@ class Session:
     num_table_bytes: int = 0
     num_preparing: int = 0
     is_moving: bool = False
+    is_returned: bool = False
     _move_ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -145,9 +146,15 @@ class Session:
         if not self.is_open:
             raise SessionClosed(f"the session has ended ({self.end_reason})")
 
+    def check_not_returned(self) -> None:
+        """Refuse a request that is to be repeated, and is then redirected to the sender."""
+        if self.is_returned:
+            raise Draining(retry_after_seconds=RETRY_SECONDS)
+
     def check_call(self, num_samples: int) -> None:
         """Refuse a call of a session that has ended, or that exceeds its turns or running calls."""
         self.check_open()
+        self.check_not_returned()
         if self.is_moving:
             raise Draining(retry_after_seconds=RETRY_SECONDS)
         if len(self.turns) + self.num_samples_running + num_samples > self.options.max_turns:

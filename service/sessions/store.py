@@ -217,14 +217,17 @@ class SessionStore:
             group.remaining_ids.add(session.id)
         if is_whole:
             self._drop_group(group)
+            group.ended.notify()
         self._notify_idle()
 
     def _remove(self, session: Session, group: SessionGroup) -> None:
+        session.is_returned = True
+        session.ended.set()
         self.num_bytes -= self._sizes.pop(session.id, 0)
+        group.num_finished -= session.state == "finished"
         if self._open.pop(session.id, None) is None:
             del self._ended[session.id]
             group.num_open += 1
-            group.num_finished -= session.state == "finished"
             for ended in (group.ended, self._ended_of[group.owner]):
                 ended.sessions = [each for each in ended.sessions if each is not session]
         self._release(moved_key(session.id))
@@ -290,6 +293,10 @@ class SessionStore:
         if not group.num_kept:
             self._drop_group(group)
 
+    def _is_returned(self, group: SessionGroup) -> bool:
+        """True if the sender of a group continues it."""
+        return self._groups.get((group.owner, group.id)) is not group
+
     def _drop_group(self, group: SessionGroup) -> None:
         del self._groups[group.owner, group.id]
         self._release(moved_key(group.id, group.owner))
@@ -328,7 +335,7 @@ class SessionStore:
             if group is not None and not group.num_open:
                 yield end_record(group)
                 return
-            if self._is_closed:
+            if self._is_closed or (group is not None and self._is_returned(group)):
                 return
             try:
                 async with asyncio.timeout(PROGRESS_SECONDS):

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from coppice.wire.sessions import SessionFinishRequest
 from service.cluster.in_memory import InMemoryRegistry
+from service.http.errors import Draining
 from tests.service.cluster.test_move_faults import peer
 from tests.service.cluster.test_moves import see_each_other
 from tests.service.keyfile import bearer, write_keys
@@ -22,6 +24,7 @@ from tests.service.sessions.fleets import (
     records,
     replicas,
 )
+from tests.service.test_rollouts import running_samples
 from tests.serving import Served
 
 pytestmark = pytest.mark.slow
@@ -166,6 +169,38 @@ async def test_sessions_are_accepted_once_and_can_be_returned(tmp_path: Path) ->
         assert not b.server.cluster.claims._claimed
     assert (first.status_code, again.status_code, late.status_code) == (201, 422, 422)
     assert [answer.status_code for answer in ended] == [204, 404]
+
+
+async def test_requests_that_wait_for_returned_sessions_are_repeated_at_the_sender(
+    tmp_path: Path,
+) -> None:
+    async with (
+        replicas(tmp_path, instant=False) as (a, b),
+        agents_of(a, n=2, group="g") as (one, two),
+    ):
+        state = await state_of(a, one)
+        assert (await b.http.post(PATH, json=state)).status_code == 201
+        sessions = b.server.sessions
+        group = sessions.store.group("local", f"{one.id.partition('.')[0]}.g")
+        reading = asyncio.create_task(anext(sessions.store.stream("local", group, 0), None))
+        body = {"messages": HELLO}
+        headers = {"x-api-key": one.key}
+        url = f"{b.url}/sessions/{one.id}/v1/chat/completions"
+        calling = asyncio.create_task(one.http.post(url, json=body, headers=headers))
+        await running_samples(b, 1)
+        session = sessions.get(one.id, owner="local")
+        finishing = asyncio.create_task(sessions.finish(session, SessionFinishRequest()))
+        while session.is_open:
+            await asyncio.sleep(0)
+        assert not session.ended.is_set()
+        await b.server.session_receiver.cancel(one.id)
+        async with asyncio.timeout(10):
+            assert await reading is None
+            with pytest.raises(Draining):
+                await finishing
+            await calling
+        again = await get(a, f"/v1/sessions/{two.id}")
+    assert again["state"] == "open"
 
 
 async def test_later_session_can_be_returned_alone(tmp_path: Path) -> None:
