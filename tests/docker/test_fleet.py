@@ -80,7 +80,10 @@ def test_nginx_is_the_tested_version_and_proxies_every_replica(compose: dict[str
     assert (DOCKER / source).resolve() == EXAMPLE
     assert (place, mode) == ("/etc/nginx/nginx.conf", "ro")
     text = EXAMPLE.read_text()
-    assert re.findall(r"server (\S+):8000", text) == list(REPLICAS)
+    balanced = re.search(r"upstream coppice \{(.*?)\}", text, re.DOTALL)
+    assert balanced is not None
+    assert re.findall(r"server (\S+):8000", balanced[1]) == list(REPLICAS)
+    assert set(re.findall(r"server (\S+):8000", text)) == set(REPLICAS)
     listens = re.search(r"listen (\d+);", text)
     assert listens is not None
     address = nginx["networks"]["default"]["ipv4_address"]
@@ -89,7 +92,9 @@ def test_nginx_is_the_tested_version_and_proxies_every_replica(compose: dict[str
     for name in REPLICAS:
         url = urlsplit(settings_of(compose, name).server.advertised_url or "")
         assert (url.hostname, url.port) == (address, int(listens[1]))
-        assert f"location {url.path}/ {{\n            proxy_pass http://{name}:8000/;" in text
+        upstream = url.path.strip("/").replace("/", "-")
+        assert f"location {url.path}/ {{\n            proxy_pass http://{upstream}/;" in text
+        assert f"upstream {upstream} {{\n        server {name}:8000 max_fails=0;" in text
 
 
 def test_prometheus_scrapes_every_replica_under_one_job(
