@@ -169,6 +169,8 @@ class KvImporter:
             outcome = await self._try_group(state, moved.get(group.index), group, imported)
             if outcome != "loaded":
                 self._on_moved(outcome, len(group.samples))
+            elif without := len(group.samples) - len(imported.loads[group.index]):
+                self._on_moved("too_small", without)
 
     async def _try_group(
         self,

@@ -162,6 +162,25 @@ async def test_kv_of_several_groups_goes_along(tmp_path: Path) -> None:
         assert moved_kv(b) == {"loaded": 5}
 
 
+async def test_sample_without_a_full_block_is_counted(tmp_path: Path) -> None:
+    first = {
+        "token_ids": [7] * TOKENS,
+        "logprobs": [-1.0] * TOKENS,
+        "versions": [{"version": "v0", "start": 0, "end": TOKENS}],
+    }
+    request = body(group(1, 2, 3, n=2), **LONG, continue_from={"samples": [first]})
+    async with pair(tmp_path) as (a, b):
+        calling = asyncio.create_task(post(a, request))
+        await running_samples(a, 2)
+        engine_of(a).step(3)
+        async with asyncio.timeout(10):
+            await a.server.move_sender.send_all(8)
+        await running_samples(b, 2)
+        assert moved_kv(b) == {"loaded": 1, "too_small": 1}
+        await finish(b, calling)
+        await is_released(a, b)
+
+
 @pytest.mark.parametrize(
     ("cluster", "receiver", "outcome", "counted"),
     [
