@@ -63,9 +63,15 @@ class KvUnavailable(Exception):
 class Span:
     """Tokens [first, end) of a prompt and its response, in full blocks."""
 
-    token_ids: Sequence[int]
+    prompt: Sequence[int]
+    response: Sequence[int]
     first: int
     end: int
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Tokens up to the end of the span, and the one after it."""
+        return [*self.prompt, *self.response][: self.end + 1]
 
 
 def owner_of(rollout_id: str) -> str:
@@ -186,7 +192,7 @@ class KvExporter:
 
     def _begin(self, rollout: Rollout, span: Span, exports: list[Export]) -> Export:
         export = self._prompt_kv.begin(
-            owner_of(rollout.id), span.token_ids[: span.end + 1], LEASE_SECONDS, span.first
+            owner_of(rollout.id), span.token_ids, LEASE_SECONDS, span.first
         )
         exports.append(export)
         if export.ended.is_set() and export.handle is None:
@@ -195,11 +201,11 @@ class KvExporter:
 
     async def _write(self, group: Group, exports: Mapping[Span, Export]) -> None:
         """Have the engine write the exports. Groups with the same prompt share its export."""
-        requests = [
-            _request(group, span, export.export_slot)
-            for span, export in exports.items()
-            if export.export_slot is not None
-        ]
+        requests, turn = list[SampleRequest](), TimeSlice()
+        for span, export in exports.items():
+            if export.export_slot is not None:
+                requests.append(_request(group, span, export.export_slot))
+                await turn.pause()
         try:
             for completion in await self._engine.submit(requests):
                 await completion
@@ -247,24 +253,24 @@ def _spans(group: Group, block_size: int) -> tuple[Span | None, list[Span | None
     The KV of a sample without a token may not have been computed.
     """
     prompt = group.options.prompt_token_ids
-    texts = [[*prompt, *part.token_ids] for part in group.suspended]
-    has_kv = [len(text) > len(prompt) for text in texts]
-    if not any(has_kv):
-        return None, [None] * len(texts)
-    first = len(prompt) // block_size * block_size if len(texts) > 1 else 0
-    ends = [(len(text) - 1) // block_size * block_size for text in texts]
+    responses = [part.token_ids for part in group.suspended]
+    with_kv = [response for response in responses if len(response)]
+    if not with_kv:
+        return None, [None] * len(responses)
+    first = len(prompt) // block_size * block_size if len(responses) > 1 else 0
+    ends = [(len(prompt) + len(each) - 1) // block_size * block_size for each in responses]
     own = [
-        Span(text, first, end) if end > first and has else None
-        for text, end, has in zip(texts, ends, has_kv, strict=True)
+        Span(prompt, response, first, end) if end > first and len(response) else None
+        for response, end in zip(responses, ends, strict=True)
     ]
-    return Span(texts[has_kv.index(True)], 0, first) if first else None, own
+    return Span(prompt, with_kv[0], 0, first) if first else None, own
 
 
 def _request(group: Group, span: Span, slot: ExportSlot) -> SampleRequest:
     """Request that prefills the token after a span, and exports the span."""
     return SampleRequest(
         id=uuid.uuid4().hex,
-        prompt_token_ids=span.token_ids[: span.end + 1],
+        prompt_token_ids=span.token_ids,
         sampling=PREFILL_ONLY,
         priority=group.options.priority,
         cache_salt=group.options.cache_salt,
