@@ -123,7 +123,7 @@ async def test_request_after_a_recomputation_finds_exact_kv(
 async def test_recomputation_across_updates_has_the_labels_of_its_kv(
     engine: VllmEngine, models: dict[str, Path]
 ) -> None:
-    """What an update interrupts continues behind the part that the limit still permits."""
+    """Recomputation, interrupted by an update, that continues behind the part within the limit."""
     context = await turn(engine, 0, max_lag=1)
     await update(engine, models, "v1")
     assert await refresh(engine) == 0
