@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine.vllm_engine import VllmEngine
 from tests.engine.seedling import MODEL
 
 
@@ -28,3 +29,11 @@ def make_disturbed_models(folder: Path, num_versions: int = 3) -> dict[str, Path
         kept = {name: t.to(weights[name].dtype) for name, t in disturbed.items()}
         save_file(kept, version / "model.safetensors", metadata={"format": "pt"})
     return made
+
+
+async def update(
+    engine: VllmEngine, models: dict[str, Path], version: str, *, keep_kv: bool = True
+) -> None:
+    await engine.pause("keep")
+    await engine.update_weights(models[version], version, keep_kv=keep_kv)
+    await engine.resume()

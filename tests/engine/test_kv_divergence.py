@@ -15,7 +15,7 @@ from engine.kv_versions.measurement import ProbeRequests
 from engine.kv_versions.probes import TOP_K, ProbeEngine, mean_divergences, measure
 from engine.types import Completion, KeptKv, SampleRequest, Sampling, TopLogprobRows
 from engine.vllm_engine import VllmEngine
-from tests.engine.disturbed_models import make_disturbed_models
+from tests.engine.disturbed_models import make_disturbed_models, update
 from tests.engine.seedling import BLOCK, settings
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
@@ -35,14 +35,6 @@ async def engine() -> AsyncIterator[VllmEngine]:
     await engine.start("v0")
     yield engine
     await engine.stop()
-
-
-async def update(
-    engine: VllmEngine, models: dict[str, Path], version: str, *, keep_kv: bool = True
-) -> None:
-    await engine.pause("keep")
-    await engine.update_weights(models[version], version, keep_kv=keep_kv)
-    await engine.resume()
 
 
 def tokens_of(number: int) -> list[int]:

@@ -12,7 +12,7 @@ import pytest_asyncio
 from bench.harness.kv_teacher_forcing import Teacher, Turn
 from engine.types import Completion, KeptKv, KvVersionSpan, SampleRequest, Sampling
 from engine.vllm_engine import VllmEngine
-from tests.engine.disturbed_models import make_disturbed_models
+from tests.engine.disturbed_models import make_disturbed_models, update
 from tests.engine.seedling import BLOCK, settings
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
@@ -42,14 +42,6 @@ async def engine(shared_engine: VllmEngine, models: dict[str, Path]) -> VllmEngi
     """Serves v0, with an empty prefix cache."""
     await update(shared_engine, models, "v0", keep_kv=False)
     return shared_engine
-
-
-async def update(
-    engine: VllmEngine, models: dict[str, Path], version: str, *, keep_kv: bool = True
-) -> None:
-    await engine.pause("keep")
-    await engine.update_weights(models[version], version, keep_kv=keep_kv)
-    await engine.resume()
 
 
 async def ask(

@@ -79,3 +79,12 @@ def exported(arena: TestArena, slot: ExportSlot) -> torch.Tensor:
 
 def max_error(arena: TestArena, slot: ExportSlot, truth: torch.Tensor) -> float:
     return float((exported(arena, slot).float() - truth).abs().max())
+
+
+def assert_nothing_is_left(engine: LiveEngine) -> None:
+    """No export or load is pending, and all blocks of the pool are free."""
+    connector = engine.core.scheduler.connector
+    assert (connector.export_planner.num_tracked, connector.load_planner.num_pending) == (0, 0)
+    pool = engine.core.coppice_check_pool()
+    assert pool["num_free_blocks"] == pool["num_blocks"]
+    assert (pool["num_references"], pool["num_requests"], pool["num_tables"]) == (0, 0, 0)

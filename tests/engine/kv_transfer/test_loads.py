@@ -19,6 +19,7 @@ from tests.arena import TestArena
 from tests.engine.kv_transfer.export_models import (
     COMMITTED,
     EXPORTING,
+    assert_nothing_is_left,
     kv_format,
     max_error,
     reference,
@@ -123,11 +124,7 @@ def scenario(
     arena = TestArena(tmp_path / "arena", kv_format(2, num_layers=1))
     yield Scenario(shared, Chains(shared, arena), models, truth)
     arena.check()
-    connector = shared.core.scheduler.connector
-    assert (connector.export_planner.num_tracked, connector.load_planner.num_pending) == (0, 0)
-    pool = shared.core.coppice_check_pool()
-    assert pool["num_free_blocks"] == pool["num_blocks"]
-    assert (pool["num_references"], pool["num_requests"], pool["num_tables"]) == (0, 0, 0)
+    assert_nothing_is_left(shared)
 
 
 def assert_matches_model(model: Any, prompt: Sequence[int], answer: Answer) -> None:

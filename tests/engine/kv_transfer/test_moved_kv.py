@@ -13,6 +13,7 @@ from engine.kv_types import ExportSlot, ExportStatus, KvLoad, LoadPiece
 from tests.arena import TestArena
 from tests.engine.kv_transfer.export_models import (
     COMMITTED,
+    assert_nothing_is_left,
     exporting,
     kv_format,
     max_error,
@@ -83,11 +84,7 @@ def scenario(shared: LiveEngine, models: dict[str, Path], tmp_path: Path) -> Ite
     arena = TestArena(tmp_path / "arena", kv_format(2))
     yield Scenario(shared, arena, models)
     arena.check()
-    connector = shared.core.scheduler.connector
-    assert (connector.export_planner.num_tracked, connector.load_planner.num_pending) == (0, 0)
-    pool = shared.core.coppice_check_pool()
-    assert pool["num_free_blocks"] == pool["num_blocks"]
-    assert (pool["num_references"], pool["num_requests"], pool["num_tables"]) == (0, 0, 0)
+    assert_nothing_is_left(shared)
 
 
 def ends(texts: Sequence[Sequence[int]]) -> list[int]:
