@@ -1,12 +1,12 @@
 """Benchmark: whole groups of samples from this server, and from `vllm serve`, in turn.
 
-Both servers run the same wheel, model, threads, block size and KV cache on one machine; all others
-are idle while one is measured. Requests are one per group: `/v1/completions` with `n` on both, and
+Both servers run the same wheel, model, block size and KV cache on one machine; all others are idle
+while one is measured. Requests are one per group: `/v1/completions` with `n` on both, and
 `/v1/rollouts` on this server. All prompts are new, and all responses have their full length.
 
-Two more servers measure how much of the result is due to processes and threads, in the case without
-shared prompts: vLLM's with the number of threads that it chooses, which leaves one processor to its
-scheduler, and vLLM's with one process for EngineCore and the worker, as in this server.
+vLLM's server runs as its users start it, and with as many threads as this one: by default it leaves
+one processor to its scheduler. A third one, in the case without shared prompts, has one process for
+EngineCore and the worker, as this server.
 
 In bfloat16, a processor with AMX runs vLLM's own attention in this server too, because
 shared-prefix attention does not support the layout of its KV cache.
@@ -31,7 +31,6 @@ from bench.harness.paired_runs import Pairs, Ratio, alternate
 from bench.harness.random_model import enlarged_seedling
 from bench.harness.record import Record, Row, add_out
 from bench.harness.server_process import coppice_server, vllm_server
-from engine.launch.environment import thread_variables
 from engine.settings import EngineSettings
 
 MAX_SEQUENCES, BATCHED_TOKENS, CACHE_BYTES, BLOCK = 64, 2048, 2**30, 32
@@ -55,6 +54,8 @@ CASES = {
     )
 }
 UNSHARED: Final = "64 x 1 at 512"
+STOCK: Final = "vllm serve"
+EQUAL: Final = "vllm serve with our threads"
 
 
 def coppice_options(settings: EngineSettings) -> dict[str, object]:
@@ -80,36 +81,30 @@ def vllm_options(settings: EngineSettings) -> dict[str, object]:
 
 
 def vllm_environments(settings: EngineSettings) -> dict[str, dict[str, str]]:
-    """Variables of vLLM's servers. The first one has one thread per processor, as this server."""
+    """Variables of vLLM's servers. The second one has one thread per processor, as this server."""
     cpus = sorted(os.sched_getaffinity(0))
     return {
-        "vllm": {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cpus))},
-        "vllm, its own number of threads": {},
-        "vllm, one engine process": thread_variables(settings, cpus),
+        STOCK: {},
+        EQUAL: {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cpus))},
     }
 
 
 async def measure(settings: EngineSettings, cases: Sequence[Case], rounds: int) -> list[Arm]:
     async with AsyncExitStack() as stack:
-        arms = await _start(stack, settings, split=CASES[UNSHARED] in cases)
+        arms = await _start(stack, settings)
         for case in cases:
-            compared = arms if case.name == UNSHARED else arms[:3]
-            runs: list[Callable[[], Awaitable[None]]] = [partial(arm.run, case) for arm in compared]
+            runs: list[Callable[[], Awaitable[None]]] = [partial(arm.run, case) for arm in arms]
             await alternate(runs, rounds=rounds)
-            print(
-                case.name, {arm.name: arm.measured[case.name][-1] for arm in compared}, flush=True
-            )
+            print(case.name, {arm.name: arm.measured[case.name][-1] for arm in arms}, flush=True)
     return arms
 
 
-async def _start(stack: AsyncExitStack, settings: EngineSettings, *, split: bool) -> list[Arm]:
-    """This server's arms and vLLM's; with `split` also those with other threads and processes."""
+async def _start(stack: AsyncExitStack, settings: EngineSettings) -> list[Arm]:
     model = settings.model
     url = await stack.enter_async_context(coppice_server(coppice_options(settings)))
     arms = [Arm(name="native", url=url, model=model, is_native=True)]
     arms.append(Arm(name="openai", url=url, model=model))
-    named = list(vllm_environments(settings).items())
-    for name, variables in named if split else named[:1]:
+    for name, variables in vllm_environments(settings).items():
         server = vllm_server(vllm_options(settings), variables)
         arms.append(Arm(name=name, url=await stack.enter_async_context(server), model=model))
     return arms
@@ -128,28 +123,27 @@ def goal_of(case: Case) -> float:
 
 
 def case_rows(case: Case, arms: Sequence[Arm]) -> list[Row]:
-    native, openai, vllm = arms[:3]
-    ratio, goal = against(native, vllm, case.name), goal_of(case)
-    compared = [arm for arm in arms if case.name in arm.measured]
+    native, openai, *servers = arms
+    goal = goal_of(case)
     return [
-        Row(
-            what=f"{case.name}: tokens/s, rollouts / vllm serve",
-            value=_text(ratio),
-            goal=f">= {goal}",
-            verdict=ratio.verdict(goal),
-        ),
-        Row(
-            what=f"{case.name}: tokens/s, our OpenAI route / vllm serve",
-            value=_text(against(openai, vllm, case.name)),
+        *(
+            Row(
+                what=f"{case.name}: tokens/s, {name} / {server.name}",
+                value=_text(ratio := against(arm, server, case.name)),
+                goal=f">= {goal}",
+                verdict=ratio.verdict(goal),
+            )
+            for server in servers
+            for name, arm in (("rollouts", native), ("our OpenAI route", openai))
         ),
         *(
             Row(
-                what=f"{case.name}: time to a whole group, vllm serve / {name}",
-                value=_text(against(vllm, arm, case.name, "group_seconds")),
+                what=f"{case.name}: time to a whole group, {server.name} / rollouts",
+                value=_text(against(server, native, case.name, "group_seconds")),
             )
-            for name, arm in (("rollouts", native), ("our OpenAI route", openai))
+            for server in servers
         ),
-        *(_medians(case, arm) for arm in compared),
+        *(_medians(case, arm) for arm in arms),
     ]
 
 
@@ -164,24 +158,25 @@ def _medians(case: Case, arm: Arm) -> Row:
     )
 
 
-def split_rows(arms: Sequence[Arm]) -> list[Row]:
-    """Rows that compare vLLM's server with itself, with other threads and processes."""
-    return [
-        Row(
-            what=f"{UNSHARED}: tokens/s, {arm.name} / vllm serve",
-            value=_text(against(arm, arms[2], UNSHARED)),
-        )
-        for arm in arms[3:]
-    ]
+def threads_row(arms: Sequence[Arm]) -> Row:
+    """Row that compares vLLM's server with itself, with as many threads as this server."""
+    *_, stock, equal = arms
+    return Row(
+        what=f"{UNSHARED}: tokens/s, {equal.name} / {stock.name}",
+        value=_text(against(equal, stock, UNSHARED)),
+    )
 
 
 def record(cases: Sequence[Case], arms: Sequence[Arm], dtype: str) -> Record:
     return Record(
         name="against_vllm_serve",
         claim="Whole groups over HTTP from this server and from `vllm serve`, with the same wheel, "
-        f"model of 25M parameters in {dtype}, threads, block size and KV cache. Groups x samples "
-        "at prompt tokens, responses of 64 tokens.",
-        rows=[*(row for case in cases for row in case_rows(case, arms)), *split_rows(arms)],
+        f"model of 25M parameters in {dtype}, block size and KV cache. Groups x samples at prompt "
+        "tokens, responses of 64 tokens.",
+        rows=[
+            *(row for case in cases for row in case_rows(case, arms)),
+            *(threads_row(arms) for case in cases if case.name == UNSHARED),
+        ],
         raw={
             arm.name: {name: list(map(asdict, runs[1:])) for name, runs in arm.measured.items()}
             for arm in arms

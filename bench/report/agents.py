@@ -155,8 +155,11 @@ Conversations of the bundled model were continued by one turn after each of {num
 updates of the GRPO example (learning rate 1e-4, float32). The baseline prefills every context
 again. Conversations that keep all KV prefill {prefilled("keep all"):.0f} % of their prompt tokens,
 at a KL divergence of {kl("keep all"):.1e} nats per token from exact KV. With `max_lag: 1` it is
-{prefilled("max_lag 1"):.0f} %, at {kl("max_lag 1"):.1e}. Teacher forcing with the served weights
-alone does not give the returned log-probabilities: the expected ratio of both probabilities is
+{prefilled("max_lag 1"):.0f} %, at {kl("max_lag 1"):.1e}; if KV beyond this limit is recomputed
+between the turns (`engine.kv_refresh_tokens_per_step`), turns prefill
+{prefilled("max_lag 1, recomputed between turns"):.0f} %, at the same divergence.
+Teacher forcing with the served weights alone does not give the returned log-probabilities: the
+expected ratio of both probabilities is
 {expected_ratio("keep all"):.4f} if all KV is kept, instead of 1. Teacher forcing over the KV that
 `kv_versions` states differs from them by at most {largest:.0e}, with every limit and without one.
 """

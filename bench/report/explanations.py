@@ -17,6 +17,13 @@ SPECULATION = (
 )
 EXPLANATIONS = {
     "adapter_cost": ("Throughput with a LoRA adapter", "A ratio below 1 is a cost."),
+    "against_vllm_serve": (
+        "Whole groups against `vllm serve`",
+        "`8 x 8 at 512` has 8 prompts of 512 tokens with 8 samples each. `native` is "
+        "`/v1/rollouts` and `openai` this server's `/v1/completions`; `vllm serve` is the same "
+        "route of vLLM's server as it starts by default. `with our threads` has one thread per "
+        "processor, as this server. Processor time is that of all processes of a server.",
+    ),
     "cross_context": (
         "Reused KV of prompt spans: time to first token, and error",
         "`1128 tokens` is the length of a prompt. `prefilled` is vLLM's prefix caching. `spliced` "

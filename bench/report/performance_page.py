@@ -10,11 +10,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from textwrap import fill
 
-from bench.report import agents, generation, serving, training
+from bench.report import agents, generation, serving, training, whole_groups
 from bench.report.drawing import svg
 from bench.report.records import Chart, record
 
-CHARTS = (serving.HEADLINE, *training.CHARTS, *generation.CHARTS, *agents.CHARTS, *serving.CHARTS)
+CHARTS = (
+    serving.HEADLINE,
+    *whole_groups.CHARTS,
+    *training.CHARTS,
+    *generation.CHARTS,
+    *agents.CHARTS,
+    *serving.CHARTS,
+)
 
 FOLDER = Path(__file__).parents[2] / "docs" / "performance"
 WIDTH = 100
@@ -35,14 +42,16 @@ compared with memory access and fixed overhead.
 """
 
 
-def machine(chart: Chart) -> str:
-    machines = [record(name)["machine"] for name in chart.records]
-    [found] = {
-        f"an {m['processor'].removesuffix(' Processor')} processor with {m['cores']} cores and "
-        f"{m['memory_gib']} GiB of memory"
-        for m in machines
-    }
-    return found
+def machines(chart: Chart) -> list[str]:
+    """Machines on which the records of a chart were made."""
+    found = (record(name)["machine"] for name in chart.records)
+    return sorted(
+        {
+            f"an {m['processor'].removesuffix(' Processor')} processor with {m['cores']} cores and "
+            f"{m['memory_gib']} GiB of memory"
+            for m in found
+        }
+    )
 
 
 def section(chart: Chart) -> str:
@@ -56,7 +65,7 @@ def section(chart: Chart) -> str:
                 f"![{chart.title}]({chart.name}.svg)",
                 fill(" ".join(chart.text().split()), WIDTH, break_on_hyphens=False),
                 fill(
-                    f"CPU: {machine(chart)}; {days}. Tables: {sources}.",
+                    f"CPU: {' or '.join(machines(chart))}; {days}. Tables: {sources}.",
                     WIDTH,
                     break_long_words=False,
                 ),
@@ -67,11 +76,11 @@ def section(chart: Chart) -> str:
 
 
 def page() -> str:
-    head = HEAD.format(machines=machines([machine(chart) for chart in CHARTS]))
+    head = HEAD.format(machines=sentence([name for chart in CHARTS for name in machines(chart)]))
     return "\n".join([head, *map(section, CHARTS)])
 
 
-def machines(of_charts: Sequence[str]) -> str:
+def sentence(of_charts: Sequence[str]) -> str:
     """Sentence about the machines of all charts, the most frequent one first."""
     if len(set(of_charts)) == 1:
         return f"The machine has {of_charts[0]}."

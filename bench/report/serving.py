@@ -2,10 +2,12 @@
 
 from matplotlib.figure import Figure
 
+from bench.against_vllm_serve import EQUAL, STOCK
 from bench.report.drawing import Ratio, bar_chart, ratio_chart
 from bench.report.generation import SPLICED
 from bench.report.records import Chart, chart, has_row, median, number, ratio, record
 from bench.report.training import step
+from bench.report.whole_groups import groups_ratio
 
 
 def headline() -> Figure:
@@ -28,6 +30,8 @@ def headline() -> Figure:
             "Decode step, 32 samples of one prompt of 16,384",
             "against vLLM's own attention",
         ),
+        groups_ratio("8 x 8 at 4096", STOCK, "8 groups of 8 samples over HTTP, prompts of 4,096"),
+        groups_ratio("8 x 8 at 4096", EQUAL, "8 groups of 8 samples over HTTP, prompts of 4,096"),
         ratio(
             "speculation_100m_1",
             "ours over suffix",
@@ -249,6 +253,7 @@ HEADLINE = Chart(
     name="results",
     title="Summary",
     records=(
+        "against_vllm_serve",
         "cross_context",
         "trainer_step",
         "shared_prefix_decode",

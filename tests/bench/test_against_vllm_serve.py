@@ -5,6 +5,8 @@ from pathlib import Path
 
 from bench.against_vllm_serve import (
     CASES,
+    EQUAL,
+    STOCK,
     UNSHARED,
     coppice_options,
     record,
@@ -41,7 +43,7 @@ def test_both_servers_get_the_same_settings() -> None:
         "--engine.model": "--model",
     }
     assert [ours[name] for name in pairs] == [theirs[name] for name in pairs.values()]
-    assert len(vllm_environments(settings)) == 3
+    assert len(vllm_environments(settings)) == 2
 
 
 def test_requests_of_both_routes_have_the_same_samples() -> None:
@@ -61,21 +63,21 @@ def test_prompts_are_new_in_every_run_and_one_group_is_long() -> None:
     assert case.lengths() == [512, 64, 64]
 
 
-def test_record_compares_each_case_and_splits_the_one_without_sharing() -> None:
+def test_record_compares_the_servers_in_each_case_and_the_threads_without_sharing() -> None:
     arms = [
         arm("native", 4.0, 6.0),
         arm("openai", 3.0, 4.5),
-        arm("vllm", 2.0, 3.0),
-        arm("vllm, its own number of threads", 1.0, 1.5),
-        arm("vllm, one engine process", 2.0, 3.0),
+        arm(STOCK, 2.0, 3.0),
+        arm(EQUAL, 4.0, 6.0),
     ]
     rows = {row.what: row for row in record(list(CASES.values()), arms, "float32").rows}
     for case in CASES:
         row = rows[f"{case}: tokens/s, rollouts / vllm serve"]
         assert row.value == "2.00 [2.00, 2.00]" and row.verdict == "met"
+        row = rows[f"{case}: tokens/s, our OpenAI route / {EQUAL}"]
+        assert row.value == "0.75 [0.75, 0.75]" and row.verdict == "missed"
         assert rows[f"{case}: time to a whole group, vllm serve / rollouts"].value[:4] == "2.00"
-    split = rows[f"{UNSHARED}: tokens/s, vllm, its own number of threads / vllm serve"]
-    assert split.value == "0.50 [0.50, 0.50]"
+    assert rows[f"{UNSHARED}: tokens/s, {EQUAL} / vllm serve"].value == "2.00 [2.00, 2.00]"
 
 
 def test_context_length_of_the_model_is_extended(tmp_path: Path) -> None:

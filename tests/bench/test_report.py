@@ -26,8 +26,8 @@ def test_charts_and_their_page_are_generated_from_the_records() -> None:
 
 
 def test_every_machine_of_the_charts_is_listed_on_their_page() -> None:
-    assert performance_page.machines(["a", "a"]) == "The machine has a."
-    assert performance_page.machines(["a", "b", "b"]).endswith("\n  b; or a.")
+    assert performance_page.sentence(["a", "a"]) == "The machine has a."
+    assert performance_page.sentence(["a", "b", "b"]).endswith("\n  b; or a.")
 
 
 def test_folder_has_no_chart_that_is_not_generated() -> None:
@@ -57,7 +57,7 @@ def test_ratios_of_the_reference_page_are_those_of_the_record() -> None:
 
 def test_divergences_of_kept_kv_on_the_concept_page_are_those_of_the_record() -> None:
     page = (RECORDS.parents[1] / "docs" / "concepts" / "weights-version.md").read_text()
-    for limit in agents.LIMITS:
+    for limit in (*agents.LIMITS, *agents.MAX_KL):
         share, kl = agents.prefilled(limit), agents.kl(limit)
         name = "no limit" if limit == "keep all" else f"`{limit.replace(' ', ': ')}`"
         ratio = agents.expected_ratio(limit)
