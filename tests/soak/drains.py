@@ -31,6 +31,7 @@ from tests.soak.replicas import NUM_REPLICAS, Replica, replicas
 from tests.soak.report import machine, write
 
 FAULT_SHARE = 0.25
+ROLLED_SHARE = 0.4
 REDIS_SECONDS = 1.0
 SETTINGS = {
     "CLUSTER__HEARTBEAT_SECONDS": "0.3",
@@ -49,7 +50,8 @@ class Drains:
         self.seconds: list[float] = []
         self.counts: Counter[str] = Counter()
         self._redis = redis
-        self._fleet = fleet
+        self._fleet = list(fleet[:NUM_REPLICAS])
+        self._spare = fleet[NUM_REPLICAS]
         self._callers = callers
         self._random = random.Random(seed)
 
@@ -57,13 +59,27 @@ class Drains:
         for index in range(number):
             time.sleep(self._random.uniform(0.0, 1.0))
             replica = self._random.choice(self._fleet)
-            if self._random.random() < FAULT_SHARE:
+            kind = self._random.random()
+            if kind < FAULT_SHARE:
                 self._drain_with_fault(replica)
+                replica.start()
+            elif kind < FAULT_SHARE + ROLLED_SHARE:
+                self._roll(replica)
             else:
-                self.seconds.append(replica.stop())
-                self.counts["none"] += 1
-            replica.start()
+                self._drain(replica, "none")
+                replica.start()
             print(f"{index + 1} of {number} drains", flush=True)
+
+    def _drain(self, replica: Replica, name: str) -> None:
+        self.seconds.append(replica.stop())
+        self.counts[name] += 1
+
+    def _roll(self, replica: Replica) -> None:
+        """Starts another replica, then drains this one, as a rolling update of the chart does."""
+        self._spare.start()
+        self._fleet[self._fleet.index(replica)] = self._spare
+        self._drain(replica, "none; a new replica was started before (rolling update)")
+        self._spare = replica
 
     def _drain_with_fault(self, replica: Replica) -> None:
         faults = (self._kill_drained, self._kill_receiver, self._pause_redis, self._restart_redis)
@@ -109,7 +125,7 @@ def main() -> None:
     with (
         tempfile.TemporaryDirectory() as folder,
         tempfile.TemporaryDirectory(dir=SHARED) as arenas,
-        replicas(model, Path(folder), Path(arenas), **SETTINGS) as (redis, fleet),
+        replicas(model, Path(folder), Path(arenas), num_spare=1, **SETTINGS) as (redis, fleet),
     ):
         callers = Callers([replica.url for replica in fleet], model, options.seed)
         drains = Drains(redis, fleet, callers, options.seed)

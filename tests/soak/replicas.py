@@ -183,16 +183,20 @@ def _lives(process: psutil.Process) -> bool:
 
 @contextmanager
 def replicas(
-    model: FleetModel, folder: Path, arenas: Path, **settings: str
+    model: FleetModel, folder: Path, arenas: Path, *, num_spare: int = 0, **settings: str
 ) -> Iterator[tuple[RedisServer, Sequence[Replica]]]:
-    """Replicas on one Redis, with further settings. `arenas`: the directory of all KV arenas."""
+    """Replicas on one Redis, with further settings. `arenas`: the directory of all KV arenas.
+
+    The last `num_spare` replicas are not started.
+    """
     with ExitStack() as stack:
         redis = stack.enter_context(redis_server(folder))
         made = [
             Replica(model, index, stack.enter_context(home()), arenas, redis.url, settings)
-            for index in range(NUM_REPLICAS)
+            for index in range(NUM_REPLICAS + num_spare)
         ]
         for replica in made:
             stack.callback(replica.end)
+        for replica in made[:NUM_REPLICAS]:
             replica.start()
         yield redis, made
