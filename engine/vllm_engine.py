@@ -429,7 +429,17 @@ class VllmEngine:
         await self._processes.call_cores("coppice_remove_exported_kv", list(names))
 
     async def pause(self, mode: PauseMode, *, recompute: bool = False) -> None:
-        await await_engine(self.llm, self.llm.pause_generation(mode=mode, clear_cache=recompute))
+        """Pause between two steps.
+
+        vLLM's `pause_generation` then sleeps for 20 ms, so that its caller receives the last
+        outputs of ended requests first. The mode `keep` ends none, and EngineCore sets the weights
+        version of each output.
+        """
+        if mode == "keep" and not recompute:
+            pausing = self.llm.engine_core.pause_scheduler_async(mode, clear_cache=False)
+        else:
+            pausing = self.llm.pause_generation(mode=mode, clear_cache=recompute)
+        await await_engine(self.llm, pausing)
 
     async def resume(self) -> None:
         await await_engine(self.llm, self.llm.resume_generation())
