@@ -79,6 +79,7 @@ class CheckpointStore:
         self._root: Path | None = None
         self._lock: BinaryIO | None = None
         self._local: LocalUploads | None = None
+        self._deletions = set[asyncio.Future[None]]()
 
     def open(self) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -127,6 +128,8 @@ class CheckpointStore:
         return await self._receive(chunks, *observers)
 
     async def _receive(self, chunks: AsyncIterator[bytes], *observers: OnBlock) -> IncomingFile:
+        if self._deletions:  # their space may be needed
+            await asyncio.wait(self._deletions)
         await self._delete_abandoned()
         handle, name = tempfile.mkstemp(prefix=".incoming-", dir=self._root)
         path = Path(name)
@@ -207,13 +210,16 @@ class CheckpointStore:
         """Start the deletion of a version's files in a thread, because large files take long.
 
         They are renamed first, so that the label can be used again at once. The thread goes on if
-        the caller is cancelled.
+        the caller is cancelled. The next upload waits for it.
         """
         folder = self.folder(label)
         with suppress(OSError):  # there is no such folder, or no space for another name
             folder = folder.rename(self.folder(f".deleted-{secrets.token_hex(8)}"))
         remove = partial(shutil.rmtree, folder, ignore_errors=True)
-        return asyncio.shield(asyncio.get_running_loop().run_in_executor(None, remove))
+        deletion = asyncio.get_running_loop().run_in_executor(None, remove)
+        self._deletions.add(deletion)
+        deletion.add_done_callback(self._deletions.discard)
+        return asyncio.shield(deletion)
 
     def resolve_allowed(self, path: str) -> Path:
         """Resolve a path and check that it is below a directory that the operator allows.

@@ -208,15 +208,15 @@ class WeightStager:
             await deletion
 
     async def trim(self) -> None:
-        """Delete the oldest superseded weights versions beyond `retain_superseded`.
+        """Start to delete the oldest superseded weights versions beyond `retain_superseded`.
 
-        Otherwise a trainer that publishes every step would fill the disk.
+        Otherwise a trainer that publishes every step would fill the disk. The caller, an
+        activation, does not wait for the deletion of large files.
         """
         async with self._change_lock:
             while (label := self._find_excess()) is not None:
-                deletion = self._drop(label)
+                self._drop(label)
                 await self._announcer.on_deleted(label)
-                await deletion
 
     def _find_excess(self) -> str | None:
         """Label of the oldest superseded version if there are more than `retain_superseded`."""
