@@ -96,6 +96,48 @@ async def check_divergence_limit(
     await assert_all_match_model(system.served, handled.groups, [TALK], before, models[before])
 
 
+async def check_recomputation(
+    system: Scene, models: Models, mode: ActivationKv, versions: Sequence[str]
+) -> None:
+    """A chain and a session whose KV is computed again before their next requests.
+
+    Meanwhile a tree runs, and a handle is kept. After a reset there is no KV to compute again.
+    """
+    before, after = versions
+    agent = await start_session(system, max_lag=0)
+    first = await system.greedy([CHAIN], NUM, keep_kv=ChainKeepKv(max_lag=0))
+    call = await call_session(system, agent, TALK)
+    tree = asyncio.create_task(grow_tree(system))
+    handled = await system.rollouts.rollout([TALK], n=2, max_tokens=4, kv=Kv())
+    num_before = num_refreshed(system)
+    await system.rollouts.activate_weights(after, kv=mode, allow_rollback=True)
+    kept = mode == "keep_running"
+    prompt = [*CHAIN, *first.groups[0].samples[0].token_ids.tolist()]
+    talk = [*TALK, *call]
+    async with asyncio.timeout(60):
+        while kept and num_refreshed(system) - num_before < len(prompt) + len(talk):
+            await asyncio.sleep(0.01)
+    keep = ChainKeepKv(chain=first.id, max_lag=0)
+    [group] = (await system.greedy([[*prompt, 9]], NUM, keep_kv=keep)).groups
+    [sample] = group.samples
+    check_greedy(models, [*prompt, 9], sample.token_ids.tolist(), sample.kv_versions, 0)
+    await call_session(system, agent, [*talk, 9])
+    [ended] = (await system.rollouts.sessions.finish(agent["id"])).groups
+    assert ended.tree is not None
+    last = ended.tree.segment(ended.tree.leaves[0])
+    for spans in (sample.kv_versions, last.kv_versions):
+        assert {span.version for span in spans} == {after}
+    block_size = system.engine.info.block_size
+    assert group.num_cached_tokens == (len(prompt) // block_size * block_size if kept else 0)
+    check_tree_spans(await tree)
+    await assert_all_match_model(system.served, handled.groups, [TALK], before, models[before])
+    assert kept or num_refreshed(system) == num_before
+
+
+def num_refreshed(system: Scene) -> int:
+    return system.engine.kept_kv().num_refreshed_tokens
+
+
 async def measured_kl(system: Scene) -> float:
     """Divergence of KV that is one update old, once it is measured."""
     async with asyncio.timeout(60):
@@ -127,11 +169,11 @@ def check_tree_spans(result: RolloutResult) -> None:
         assert spans[-1].version == segment.versions[-1].version
 
 
-async def start_session(system: Scene) -> dict[str, Any]:
+async def start_session(system: Scene, **keep_kv: int) -> dict[str, Any]:
     answer = await system.served.http.post(
         "/v1/sessions",
         json={
-            "keep_kv": {},
+            "keep_kv": keep_kv,
             "sampling": {"temperature": 0.0, "max_tokens": NUM, "ignore_eos": True},
         },
     )

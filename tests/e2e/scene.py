@@ -28,9 +28,13 @@ class Scene:
 
 @asynccontextmanager
 async def scene(
-    models: dict[str, Path], tmp_path: Path, num_ranks: int, speculation: SpeculationSettings
+    models: dict[str, Path],
+    tmp_path: Path,
+    num_ranks: int,
+    speculation: SpeculationSettings,
+    **options: Any,
 ) -> AsyncIterator[Scene]:
-    """A running server with an engine.
+    """A running server with an engine, whose settings have these further `options`.
 
     Its KV cache cannot hold all samples at once, so that some are preempted.
     """
@@ -46,6 +50,7 @@ async def scene(
         tensor_parallel_size=num_ranks,
         cpu_threads=1,
         prompt_kv=True,
+        **options,
     )
     attention = AttentionSettings(shared_prefix="always", cache_directory=tmp_path)
     engine = VllmEngine(settings, attention=attention, speculation=speculation)
