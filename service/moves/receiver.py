@@ -1,7 +1,6 @@
 """Receiving side of a move: a rollout of another replica continues here."""
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -12,6 +11,7 @@ from engine.protocol import Engine
 from engine.types import EngineInfo
 from service.cluster.key_transfers import KeyTransfers
 from service.http.errors import InvalidRequest, NotReady, RolloutNotFound, VersionConflict
+from service.moves.cancelled_moves import CancelledMoves
 from service.moves.kv_import import KvImporter
 from service.moves.state import claims_of
 from service.rollouts import validation
@@ -30,8 +30,6 @@ from service.rollouts.suspended_group import can_move, resumed, unfinished
 from service.weights.versions import Versions
 
 RETRY_SECONDS = 1.0
-CANCELLED_SECONDS = 60.0
-MAX_CANCELLED = 1024
 
 
 class MoveReceiver:
@@ -55,8 +53,7 @@ class MoveReceiver:
         is_paused: Callable[[], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._clock = clock
-        self._cancelled: OrderedDict[str, float] = OrderedDict()
+        self._cancelled = CancelledMoves(clock)
         self._max_samples = max_samples_per_request
         self._is_paused = is_paused
         self._engine = engine
@@ -120,9 +117,7 @@ class MoveReceiver:
         rollout = self._rollouts.find(rollout_id)
         if rollout is not None and rollout.is_moving:
             raise RolloutNotFound()
-        self._cancelled[rollout_id] = self._clock() + CANCELLED_SECONDS
-        if len(self._cancelled) > MAX_CANCELLED:
-            self._cancelled.popitem(last=False)
+        self._cancelled.add(rollout_id)
         if rollout is None or rollout.source is None or rollout.moved_to is not None:
             raise RolloutNotFound()
         await self._rollouts.discard(rollout, self._transfers.url_of(rollout.source))
@@ -145,7 +140,7 @@ class MoveReceiver:
             raise NotReady("sampling is paused", retry_after_seconds=RETRY_SECONDS)
         if state.version != self._versions.active.label:
             raise _other_version(state)
-        if self._cancelled.get(state.id, 0.0) > self._clock():
+        if state.id in self._cancelled:
             raise InvalidRequest.of_parameter("id", "the source has cancelled the move")
         if self._rollouts.has(state.id):
             raise InvalidRequest.of_parameter("id", "the rollout is on this replica already")

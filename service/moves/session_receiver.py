@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
 from coppice.wire.rollouts import RolloutRequest
@@ -12,7 +11,7 @@ from engine.protocol import Engine
 from service.cluster.key_transfers import KeyTransfers
 from service.cluster.membership import ClusterMembership
 from service.http.errors import InvalidRequest, SessionNotFound
-from service.moves.receiver import CANCELLED_SECONDS, MAX_CANCELLED
+from service.moves.cancelled_moves import CancelledMoves
 from service.moves.session_state import RESOURCE, restore
 from service.rollouts.idempotency import IdempotencyClaim
 from service.rollouts.manager import NO_OPTIONS, RolloutManager
@@ -45,8 +44,7 @@ class SessionReceiver:
         self._rollouts = rollouts
         self._cluster = cluster
         self._transfers = transfers
-        self._clock = clock
-        self._cancelled: OrderedDict[str, float] = OrderedDict()
+        self._cancelled = CancelledMoves(clock)
 
     async def receive(self, state: MovedSessions) -> str:
         """Continue sessions; raises a ServiceError if they cannot continue here."""
@@ -77,9 +75,7 @@ class SessionReceiver:
         session = self._sessions.store.find(session_id)
         if session is not None and session.is_moving:
             raise SessionNotFound()
-        self._cancelled[session_id] = self._clock() + CANCELLED_SECONDS
-        if len(self._cancelled) > MAX_CANCELLED:
-            self._cancelled.popitem(last=False)
+        self._cancelled.add(session_id)
         store = self._sessions.store
         group = None if session is None else store.group_of(session)
         if session is None or group is None or group.source is None:
@@ -100,9 +96,9 @@ class SessionReceiver:
 
         Returns the group if an earlier request has moved it here.
         """
-        now, store, group = self._clock(), self._sessions.store, state.group
+        store, group = self._sessions.store, state.group
         ids = [session.id for session in state.sessions]
-        if any(self._cancelled.get(session_id, 0.0) > now for session_id in ids):
+        if any(session_id in self._cancelled for session_id in ids):
             raise _invalid("sessions", "the source has cancelled the move")
         if any(store.find(session_id) is not None for session_id in ids):
             raise _invalid("sessions", "they are on this replica already")
