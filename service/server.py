@@ -27,7 +27,10 @@ from service.draft_history.stream import RedisHistoryStream
 from service.http.bodies import Bodies
 from service.http.connection_limit import Connections, connection_limit
 from service.kv_reuse.manager import KvReuseManager
+from service.moves.handle_receiver import HandleReceiver
+from service.moves.handle_sender import HandleSender
 from service.moves.kv_export import KvExporter, KvMoveOutcome
+from service.moves.kv_files import KvSources
 from service.moves.kv_import import KvImporter
 from service.moves.rebalancer import Rebalancer
 from service.moves.receiver import MoveReceiver
@@ -158,13 +161,18 @@ class Server:
         )
         transfers = self.key_transfers = KeyTransfers(self.cluster)
         peers = Peers(settings.weights.peers, settings.weights.peer_key_file)
+        kv_sources = KvSources(self.cluster, peers, settings.kv.directory)
         self.kv_importer = KvImporter(
-            engine,
-            self.kv_reuse.cache,
+            engine, self.kv_reuse.cache, kv_sources, on_moved=self._count_moved_kv
+        )
+        self.handle_receiver = HandleReceiver(self.prompt_kv, kv_sources, self.cluster, transfers)
+        self.handle_sender = HandleSender(
+            self.prompt_kv,
             self.cluster,
+            transfers,
             peers,
-            directory=settings.kv.directory,
-            on_moved=self._count_moved_kv,
+            bytes_per_second=settings.cluster.move_kv_bytes_per_second,
+            on_ended=lambda outcome: self.metrics.cluster.handle_moves.labels(outcome).inc(),
         )
         self.move_receiver = MoveReceiver(
             engine,
@@ -374,9 +382,9 @@ class Server:
     async def drain(self, seconds: float) -> None:
         """Stop admission, wait up to `seconds` for admitted work, then cancel what still runs.
 
-        First the rollouts are moved to other replicas, if possible. Meanwhile clients can read
-        prompt KV and renew leases. The wait also covers the last KV lease and the results of
-        asynchronous rollouts that have not been fetched yet.
+        First the rollouts are moved to other replicas, if possible, and then prompt-KV handles.
+        Meanwhile clients can read prompt KV and renew leases. The wait also covers the last KV
+        lease and the results of asynchronous rollouts that have not been fetched yet.
         """
         self.readiness.draining = True
         self.admission.close()
@@ -386,8 +394,10 @@ class Server:
             async with asyncio.timeout(seconds), asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._move_sessions())
                 await self.move_sender.send_all(self.settings.cluster.move_seconds)
+                moving_handles = tasks.create_task(self._move_handles())
                 await self.admission.wait_until_idle()
                 await self.prompt_kv.wait_until_idle()
+                moving_handles.cancel()
                 await self.rollouts.wait_until_fetched()
                 await self.sessions.wait_until_ended()
                 await self._wait_for_callers_of_moves()
@@ -402,6 +412,10 @@ class Server:
     async def _move_sessions(self) -> None:
         if self.settings.cluster.move_seconds:
             await self._session_sender.send_all()
+
+    async def _move_handles(self) -> None:
+        if self.settings.cluster.move_seconds:
+            await self.handle_sender.run()
 
     async def _wait_for_callers_of_moves(self) -> None:
         """Serve callers that reconnect after their stream ended; some never do."""

@@ -45,6 +45,7 @@ OnKvMoved = Callable[[KvMoveOutcome, int], None]
 """Receives what happened to the KV of moved samples, and their number."""
 log = logging.getLogger(__name__)
 
+_OWNER = "moves/"
 PREFILL_ONLY = Sampling(max_tokens=1, temperature=0.0)
 LEASE_SECONDS = 60.0
 MAX_TIME_SHARE = 0.5
@@ -76,7 +77,12 @@ class Span:
 
 def owner_of(rollout_id: str) -> str:
     """Owner of the handles of a rollout's KV, which no API key has as its name."""
-    return f"moves/{rollout_id}"
+    return f"{_OWNER}{rollout_id}"
+
+
+def is_of_move(owner: str) -> bool:
+    """True for the owner of handles of a rollout's KV."""
+    return owner.startswith(_OWNER)
 
 
 class KvExporter:

@@ -6,16 +6,22 @@ import re
 import stat
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
 from coppice.errors import CoppiceError, Redirected
+from coppice.prompt_kv.host import read_boot_id
 from coppice.prompt_kv.http_client import Download, KvHttpClient
 from coppice.transport.redirects import RedirectPolicy, ServerAddress
 from coppice.wire.moves import MovedSpan
+from service.cluster.membership import ClusterMembership
 from service.prompt_kv.arena import PREFIX
 from service.prompt_kv.layout import Layout, checksums
+from service.weights.replication.allowed_peers import Peers
 
+MAX_SECONDS = 10.0
+"""Maximum time in which the KV of a rollout or of a handle is fetched."""
 PIECE_BYTES = 2**18
 """Bytes between two checks of the deadline."""
 _ARENA_NAME = re.compile(PREFIX + "[0-9a-f]{32}")
@@ -90,12 +96,12 @@ class NoRedirects(RedirectPolicy):
 
 
 class HttpFiles:
-    """Files of a rollout at a replica's URL, read by HTTP on one connection per file."""
+    """Files at a path of a replica's URL, read by HTTP on one connection per file."""
 
-    def __init__(self, url: str, authorization: str | None, rollout_id: str) -> None:
+    def __init__(self, url: str, authorization: str | None, path: str) -> None:
         self._url = url.rstrip("/")
         self._authorization = authorization
-        self._path = f"/v1/moves/{rollout_id}/kv"
+        self._path = path
 
     def read(self, span: MovedSpan, parts: list[memoryview], deadline: Deadline) -> None:
         address = ServerAddress(base_url=self._url, authorization=self._authorization)
@@ -121,12 +127,40 @@ def is_arena(path: Path, directory: Path) -> bool:
     return path.parent == directory and _ARENA_NAME.fullmatch(path.name) is not None
 
 
+class KvSources:
+    """Access to the files of other replicas: by shared memory on this host, or else by HTTP."""
+
+    def __init__(self, cluster: ClusterMembership, peers: Peers, directory: Path) -> None:
+        self._cluster = cluster
+        self._peers = peers
+        self._directory = directory
+        self._boot_id = read_boot_id()
+
+    def open(self, replica_id: str, boot_id: str | None, arena: str, path: str) -> KvSource:
+        """Files of a replica, in the `arena` of a host, or at a path of the replica's URL.
+
+        Raises FetchFailed if its address is not allowed.
+        """
+        file = Path(arena)
+        if self._boot_id == boot_id and is_arena(file, self._directory):
+            with suppress(OSError):
+                return SharedMemory(file)
+        replica = self._cluster.view.replicas.get(replica_id)
+        if replica is None or not self._peers.allows(replica.url):
+            raise FetchFailed("the address of its source is not in weights.peers")
+        try:
+            headers = self._peers.headers()
+        except OSError as error:
+            raise FetchFailed(f"weights.peer_key_file: {error.strerror}") from error
+        return HttpFiles(replica.url, headers.get("Authorization"), path)
+
+
 def read_checked(
     source: KvSource, span: MovedSpan, layout: Layout, data: memoryview, deadline: Deadline
-) -> None:
-    """Fill `data` with the tensors of a file, which must have this layout and these checksums.
+) -> bytes:
+    """Header of a file; fills `data` with its tensors.
 
-    Raises FetchFailed or TimeoutError.
+    The file must have this layout and these checksums. Raises FetchFailed or TimeoutError.
     """
     if span.num_bytes != layout.file_bytes:
         raise FetchFailed("the file has another size")
@@ -134,6 +168,7 @@ def read_checked(
     source.read(span, [memoryview(header), data], deadline)
     if layout.header(checksums(layout, data)) != header:
         raise FetchFailed("the file is of other tokens or weights, or corrupt")
+    return bytes(header)
 
 
 def _pieces(parts: list[memoryview]) -> list[memoryview]:

@@ -15,34 +15,27 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
-from coppice.prompt_kv.host import read_boot_id
 from coppice.wire.moves import MovedGroup, MovedGroupKv, MovedKv, MovedRollout
 from engine.errors import EngineError
 from engine.kv_types import KvLoad
 from engine.protocol import Engine
-from service.cluster.membership import ClusterMembership
 from service.kv_reuse.prompt_sections import Scope
 from service.kv_reuse.span_cache import CacheEntry, EntryKey, SpanCache
 from service.moves.kv_export import KvMoveOutcome, KvUnavailable, OnKvMoved
 from service.moves.kv_files import (
+    MAX_SECONDS,
     Deadline,
     FetchFailed,
-    HttpFiles,
     KvSource,
-    SharedMemory,
-    is_arena,
+    KvSources,
     read_checked,
 )
 from service.moves.kv_spans import SpanCopy, is_valid, loads_of
 from service.prompt_kv.layout import LayoutFactory
 from service.rollouts.rollout import Rollout
-from service.weights.replication.allowed_peers import Peers
 
-MAX_SECONDS = 10.0
-"""Maximum time in which the KV of a rollout is fetched."""
 HOLD_SECONDS = 30.0
 """Maximum time for which KV is kept for samples that have not been scheduled."""
 POLL_SECONDS = 0.02
@@ -80,19 +73,14 @@ class KvImporter:
         self,
         engine: Engine,
         cache: SpanCache,
-        cluster: ClusterMembership,
-        peers: Peers,
+        sources: KvSources,
         *,
-        directory: Path,
         on_moved: OnKvMoved,
     ) -> None:
         self._engine = engine
         self._cache = cache
-        self._cluster = cluster
-        self._peers = peers
-        self._directory = directory
+        self._sources = sources
         self._on_moved = on_moved
-        self._boot_id = read_boot_id()
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="moved-kv")
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -227,7 +215,9 @@ class KvImporter:
     def _read_spans(
         self, state: MovedRollout, copies: Sequence[SpanCopy], deadline: Deadline
     ) -> None:
-        source = self._source(state)
+        assert state.kv is not None, "there is something to fetch"
+        path = f"/v1/moves/{state.id}/kv"
+        source = self._sources.open(state.source, state.kv.boot_id, state.kv.arena, path)
         try:
             for copy in copies:
                 self._read_span(state.version, copy, source, deadline)
@@ -244,22 +234,6 @@ class KvImporter:
             raise FetchFailed("the shared-memory mount is full")
         data = self._cache.view[slot.offset : slot.offset + layout.data_bytes]
         read_checked(source, span, layout, data, deadline)
-
-    def _source(self, state: MovedRollout) -> KvSource:
-        """Shared memory of the sender if it is on this host, or else its HTTP server."""
-        assert state.kv is not None, "there is something to fetch"
-        arena = Path(state.kv.arena)
-        if self._boot_id == state.kv.boot_id and is_arena(arena, self._directory):
-            with suppress(OSError):
-                return SharedMemory(arena)
-        replica = self._cluster.view.replicas.get(state.source)
-        if replica is None or not self._peers.allows(replica.url):
-            raise FetchFailed("the address of its source is not in weights.peers")
-        try:
-            headers = self._peers.headers()
-        except OSError as error:
-            raise FetchFailed(f"weights.peer_key_file: {error.strerror}") from error
-        return HttpFiles(replica.url, headers.get("Authorization"), state.id)
 
     @cached_property
     def _layouts(self) -> LayoutFactory:

@@ -17,7 +17,7 @@ from engine.feature_stats import SpeculationStats
 from engine.protocol import Engine
 from service.observability.session_snapshot import session_snapshots
 from service.observability.status import status
-from service.prompt_kv.handles import Handle
+from service.prompt_kv.handle import Handle
 from service.prompt_kv.manager import PromptKvManager
 from service.rollouts.group import Group
 from service.rollouts.rollout import Rollout

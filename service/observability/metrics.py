@@ -221,6 +221,11 @@ class ClusterMetrics(MetricTable):
         "Rollouts that were suspended for a move, by whether another replica continues them",
         outcome=("moved", "kept"),
     )
+    handle_moves = counter(
+        "kv_handle_moves",
+        "Offers of prompt-KV handles by a draining replica, by whether another one has taken them",
+        outcome=("moved", "kept"),
+    )
     rebalanced = counter(
         "rollouts_rebalanced", "Rollouts that a busy replica has moved to one with free sequences"
     )

@@ -25,7 +25,8 @@ from engine.kv_types import ExportSlot, ExportStatus
 from engine.protocol import Engine
 from service.prompt_kv.arena import Arena
 from service.prompt_kv.gpu_memory import GpuKv
-from service.prompt_kv.handles import Handle, Handles
+from service.prompt_kv.handle import Handle
+from service.prompt_kv.handles import Handles
 from service.prompt_kv.layout import Layout, LayoutFactory, checksums, etag
 from service.prompt_kv.slots import Slot, SlotState, SlotTable
 

@@ -1,142 +1,22 @@
 """Handles: unguessable ids of exported prompt KV, which their owner can read during a lease.
 
 A handle belongs to the API key that requested it and is 404 for every other key. The most recent
-ended handles are remembered, so that their owner gets 410 instead of 404.
-
-A lease is a duration measured by the server's monotonic clock; clocks of different hosts are never
-compared. It can be renewed up to a maximum lifetime. It is never shortened, and never revived once
-it has ended. Until it starts it does not expire, because its caller does not have the handle yet.
+ended handles are remembered, so that their owner gets 410 instead of 404, and the most recent moved
+ones, so that their owner is redirected to the replica that has received them.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from service.cluster.membership import RedirectToReplica
 from service.cluster.registry import new_handle_id
 from service.http.errors import KvGone, KvNotFound
+from service.prompt_kv.handle import DownloadPin, Handle
 from service.prompt_kv.settings import KvSettings
 from service.prompt_kv.slots import Slot, SlotTable
 
 MAX_RELEASED_REMEMBERED = 16_384
-
-
-class Handle:
-    """Handle by which one API key reads the prompt KV of one slot, with the lease on it.
-
-    Groups that share a slot have separate handles.
-    """
-
-    def __init__(
-        self,
-        handle_id: str,
-        owner: str,
-        slot: Slot,
-        lease_seconds: float,
-        *,
-        settings: KvSettings,
-        clock: Callable[[], float],
-    ) -> None:
-        self.id = handle_id
-        self.owner = owner
-        self.slot = slot
-        self._settings = settings
-        self._clock = clock
-        self.lease_seconds = self._clamp(lease_seconds)
-        self._max_deadline = 0.0
-        self._deadline: float | None = None
-        self._has_ended = False
-
-    def start_lease(self) -> None:
-        """Start the lease now. No effect if it has started or ended."""
-        if self._deadline is None:
-            now = self._clock()
-            self._max_deadline = now + self._settings.max_lifetime_seconds
-            self._deadline = min(now + self.lease_seconds, self._max_deadline)
-
-    def renew(self, lease_seconds: float) -> float:
-        """Renew the lease and return its remaining seconds, 0 if it has ended."""
-        if self.is_active and self._deadline is not None:
-            wanted = min(self._clock() + self._clamp(lease_seconds), self._max_deadline)
-            self._deadline = max(self._deadline, wanted)
-        return self.remaining_seconds
-
-    def end_lease(self) -> None:
-        """End the lease; the last deadline is kept for downloads in progress."""
-        self._deadline = self.deadline
-        self._has_ended = True
-
-    @property
-    def has_started(self) -> bool:
-        return self._deadline is not None
-
-    @property
-    def is_active(self) -> bool:
-        return self.remaining_seconds > 0
-
-    @property
-    def remaining_seconds(self) -> float:
-        """Remaining seconds of the lease; before its start, the maximum lease duration."""
-        if self._has_ended:
-            return 0.0
-        if self._deadline is None:
-            return self._settings.max_lease_seconds
-        return max(0.0, self._deadline - self._clock())
-
-    @property
-    def deadline(self) -> float:
-        """Time at which the lease ends; before its start, now plus the maximum lease duration."""
-        if self._deadline is None:
-            return self._clock() + self._settings.max_lease_seconds
-        return self._deadline
-
-    @property
-    def is_past_deadline(self) -> bool:
-        return self.deadline <= self._clock()
-
-    def _clamp(self, lease_seconds: float) -> float:
-        return min(lease_seconds, self._settings.max_lease_seconds)
-
-
-class DownloadPin:
-    """Pin of one download, which keeps a slot's bytes unchanged until the lease ends.
-
-    A read in progress (`turn`) extends the pin to the end of the read, and renewals of the lease
-    extend it too. After a release of the handle the last deadline still applies, so a download in
-    progress can complete.
-    """
-
-    def __init__(self, handle: Handle, slots: SlotTable) -> None:
-        self._handle = handle
-        self._slots = slots
-        self._in_turn = False
-        self._is_open = True
-        slots.pin(handle.slot)
-
-    @contextmanager
-    def turn(self) -> Iterator[bool]:
-        """Context manager around one read of the pinned bytes; yields False if the lease is over.
-
-        The bytes must not be read then. Keep it short, because the pin is not released inside a
-        turn.
-        """
-        self.sweep()
-        self._in_turn = self._is_open
-        try:
-            yield self._is_open
-        finally:
-            self._in_turn = False
-            self.sweep()
-
-    def sweep(self) -> None:
-        """Release the pin if the lease's deadline has passed and no read is in progress."""
-        if not self._in_turn and self._handle.is_past_deadline:
-            self.close()
-
-    def close(self) -> None:
-        """Release the pin; further calls have no effect."""
-        if self._is_open:
-            self._is_open = False
-            self._slots.unpin(self._handle.slot)
 
 
 class Handles:
@@ -156,6 +36,7 @@ class Handles:
         self._clock = clock
         self._handles: dict[str, Handle] = {}
         self._released: OrderedDict[str, str] = OrderedDict()
+        self._moved: OrderedDict[str, tuple[str, str]] = OrderedDict()
         self._pins: set[DownloadPin] = set()
 
     def __len__(self) -> int:
@@ -170,13 +51,90 @@ class Handles:
             new_handle_id(self._replica_id),
             owner,
             slot,
-            lease_seconds,
+            min(lease_seconds, self._settings.max_lease_seconds),
             settings=self._settings,
             clock=self._clock,
         )
         self._slots.hold(slot)
         self._handles[handle.id] = handle
         return handle
+
+    def receive(
+        self,
+        handle_id: str,
+        owner: str,
+        slot: Slot,
+        *,
+        lease_seconds: float,
+        lifetime_seconds: float,
+        source: str,
+        on_end: Callable[[], None],
+    ) -> Handle:
+        """Add a handle that the replica `source` has sent, and start its lease."""
+        assert handle_id not in self._handles, "a handle is moved here once"
+        handle = Handle(
+            handle_id,
+            owner,
+            slot,
+            lease_seconds,
+            settings=self._settings,
+            clock=self._clock,
+            source=source,
+            on_end=on_end,
+        )
+        self._forget(handle_id)
+        self._slots.hold(slot)
+        self._handles[handle_id] = handle
+        handle.start_lease(lifetime_seconds)
+        return handle
+
+    def return_to_source(self, handle: Handle) -> None:
+        """Remove a received handle, which is still on its source. Idempotent."""
+        self.end(handle)
+        self._forget(handle.id)
+
+    def on_moved(self, handle: Handle, url: str) -> None:
+        """Remove a handle that another replica has received, and redirect its owner there.
+
+        Its lease may have ended meanwhile. Downloads in progress continue until then.
+        """
+        if handle.id in self._handles:
+            self._slots.retain(handle.slot)
+            self.end(handle)
+        self._forget(handle.id)
+        self._moved[handle.id] = handle.owner, url
+        while len(self._moved) > MAX_RELEASED_REMEMBERED:
+            self._moved.popitem(last=False)
+
+    def find(self, handle_id: str) -> Handle | None:
+        """A handle of any owner; None if it has ended or is not here."""
+        handle = self._handles.get(handle_id)
+        if handle is not None and not handle.is_active:
+            self._drop(handle, expired=True)
+            return None
+        return handle
+
+    def is_known(self, handle_id: str) -> bool:
+        """True if a handle is here, or was here recently."""
+        return any(handle_id in each for each in (self._handles, self._released, self._moved))
+
+    def check_here(self, handle_id: str, owner: str) -> None:
+        """Raise RedirectToReplica if another replica has received an owner's handle."""
+        moved = self._moved.get(handle_id)
+        if moved is not None and moved[0] == owner:
+            raise RedirectToReplica(moved[1])
+
+    async def until_settled(self, handle_id: str) -> None:
+        """Wait until the handle is not being moved: its lease and its end would be lost."""
+        while handle := self._handles.get(handle_id):
+            if handle.move_ended is None:
+                return
+            await handle.move_ended.wait()
+
+    @property
+    def has_downloads(self) -> bool:
+        """True if a slot is pinned by a download."""
+        return any(pin.is_open for pin in self._pins)
 
     def get(self, handle_id: str, owner: str) -> Handle:
         """Find an owner's handle; raises KvGone if its lease has ended, KvNotFound if unknown."""
@@ -230,7 +188,12 @@ class Handles:
     def _drop(self, handle: Handle, *, expired: bool) -> None:
         del self._handles[handle.id]
         handle.end_lease()
+        handle.on_end()
         self._slots.drop(handle.slot, expired=expired)
         self._released[handle.id] = handle.owner
         while len(self._released) > MAX_RELEASED_REMEMBERED:
             self._released.popitem(last=False)
+
+    def _forget(self, handle_id: str) -> None:
+        self._released.pop(handle_id, None)
+        self._moved.pop(handle_id, None)

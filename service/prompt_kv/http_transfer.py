@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from service.http.errors import RangeNotSatisfiable
 from service.http.uvicorn_protocol import SEND_BODY_EXTENSION, SendBodyExtension
 from service.prompt_kv.bandwidth import PIECE_BYTES
-from service.prompt_kv.handles import DownloadPin, Handle
+from service.prompt_kv.handle import DownloadPin, Handle
 from service.prompt_kv.manager import PromptKvManager
 from service.prompt_kv.socket_sender import SocketSender
 

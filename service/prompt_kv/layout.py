@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from coppice.wire.kv import KvLayerShape
 from engine.kv_types import KvFormat
 from service.prompt_kv.arena import PAGE_BYTES, round_up_to_pages
 
@@ -132,6 +133,10 @@ class LayoutFactory:
         num_tokens = len(token_ids) - first_token
         return self._layout(version, num_tokens, tokens_sha256(token_ids), first_token)
 
+    def of_digest(self, version: str, num_tokens: int, digest: str) -> Layout:
+        """Layout of the KV of a prompt that is known by its digest only."""
+        return self._layout(version, num_tokens, digest)
+
     def _longest_header_bytes(self) -> int:
         longest = self._layout(LONGEST_VERSION, MAX_TOKENS, "0" * 64)
         sums = {tensor.name: NO_CHECKSUM for tensor in longest.tensors()}
@@ -163,3 +168,15 @@ def checksums(layout: Layout, data: memoryview) -> dict[str, str]:
 def etag(header: bytes) -> str:
     """Strong ETag of a KV file, from its header, which has the checksum of every tensor."""
     return f'"{xxhash.xxh3_128_hexdigest(header)}"'
+
+
+def layer_shapes(layout: Layout) -> list[KvLayerShape] | None:
+    """Shapes of all layers; None if they are the same and have all tokens."""
+    return [
+        KvLayerShape(
+            num_kv_heads=layer.num_kv_heads,
+            head_dim=layer.head_dim,
+            first_token=layer.first_token(layout.num_tokens),
+        )
+        for layer in layout.format.layers
+    ] or None

@@ -18,7 +18,7 @@ from typing import Literal
 
 from service.http.errors import Overloaded, QuotaExceeded
 from service.prompt_kv.bandwidth import RateLimiter, ReaderRate, Turns
-from service.prompt_kv.handles import DownloadPin
+from service.prompt_kv.handle import DownloadPin
 from service.prompt_kv.settings import KvSettings
 
 TURN_SECONDS = 0.25

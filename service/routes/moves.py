@@ -1,10 +1,11 @@
-"""Routes under /v1/moves: another replica sends rollouts and sessions to this one."""
+"""Routes under /v1/moves: another replica sends rollouts, sessions and handles to this one."""
 
 from fastapi import APIRouter, Request, Response
 
-from coppice.wire.moves import MoveAnswer, MovedRollout
+from coppice.wire.moves import MoveAnswer, MovedHandle, MovedRollout
 from coppice.wire.session_moves import MovedSessions
 from service.auth.access import requires_role
+from service.http.bodies import read_small_json
 from service.http.errors import (
     AdapterNotFound,
     ClusterUnavailable,
@@ -35,6 +36,7 @@ from service.http.responses import (
 from service.moves.kv_export import owner_of
 from service.prompt_kv.http_transfer import MEDIA_TYPE, KvDataResponse
 from service.routes.dependencies import AnyServer, ReadyServer
+from service.server import Server
 
 router = APIRouter(prefix="/v1/moves")
 
@@ -54,6 +56,11 @@ SESSIONS_RESPONSES = declare_responses(
     *(IdempotencyInProgress, IdempotencyMismatch, Overloaded, QuotaExceeded),
     *(VersionConflict, VersionSuperseded, VersionUnavailable),
 )
+HANDLE_RESPONSES = declare_responses(
+    {201: JSON},
+    *(*AUTH_ERRORS, *READINESS_ERRORS, *BODY_ERRORS, ClusterUnavailable, KvGone, Overloaded),
+)
+CANCEL_HANDLE_RESPONSES = declare_responses({204: NO_CONTENT}, *AUTH_ERRORS, KvNotFound)
 CANCEL_SESSIONS_RESPONSES = declare_responses({204: NO_CONTENT}, *AUTH_ERRORS, SessionNotFound)
 
 
@@ -97,15 +104,46 @@ async def cancel_sessions(session_id: str, server: AnyServer) -> Response:
     return Response(status_code=204)
 
 
+@router.post("/kv", status_code=201, responses=HANDLE_RESPONSES)
+@requires_role("replica")
+async def receive_handle(request: Request, server: ReadyServer) -> Response:
+    """Take over a prompt-KV handle that a draining replica sends.
+
+    A sender that disconnects before it was accepted keeps it.
+    """
+    state = await read_small_json(request, MovedHandle)
+    handle_id = await cancel_on_disconnect(request, server.handle_receiver.receive(state))
+    return json_response(MoveAnswer(id=handle_id), status_code=201)
+
+
+@router.delete("/kv/{handle}", status_code=204, responses=CANCEL_HANDLE_RESPONSES)
+@requires_role("replica")
+async def cancel_handle(handle: str, server: AnyServer) -> Response:
+    """Remove a moved handle, whose sender did not receive the response and keeps it."""
+    server.handle_receiver.cancel(handle)
+    return Response(status_code=204)
+
+
+@router.get("/kv/{handle}", responses=KV_RESPONSES)
+@requires_role("replica")
+async def handle_kv(handle: str, request: Request, server: AnyServer) -> Response:
+    """KV of a handle that this replica is moving, for the replica that receives it."""
+    return _kv_response(handle, server.handle_sender.moving_owner(handle), request, server)
+
+
 @router.get("/{rollout_id}/kv/{handle}", responses=KV_RESPONSES)
 @requires_role("replica")
 async def kv(rollout_id: str, handle: str, request: Request, server: AnyServer) -> Response:
     """KV of samples that this replica is moving, for the replica that continues them."""
+    return _kv_response(handle, owner_of(rollout_id), request, server)
+
+
+def _kv_response(handle: str, owner: str, request: Request, server: Server) -> Response:
     return KvDataResponse(
         server.prompt_kv,
         server.socket_sender,
         handle,
-        owner_of(rollout_id),
+        owner,
         range_header=request.headers.get("range"),
         if_range=request.headers.get("if-range"),
     )

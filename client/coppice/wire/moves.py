@@ -1,7 +1,8 @@
-"""Wire types of POST /v1/moves: a rollout that moves to another replica.
+"""Wire types of POST /v1/moves and /v1/moves/kv: a rollout or handle that moves to another replica.
 
-Its state has everything that the groups still need: the request, the results so far, and the tokens
-of the samples that have not finished. The receiver may fetch their KV, instead of a prefill.
+The state of a rollout has everything that the groups still need: the request, the results so far,
+and the tokens of the samples that have not finished. The receiver may fetch their KV, instead of a
+prefill. Of a prompt-KV handle it fetches the whole file.
 """
 
 from typing import Annotated, Literal
@@ -16,6 +17,7 @@ from coppice.wire.base import (
     RequestModel,
     TokenIds,
 )
+from coppice.wire.kv import LeaseSeconds
 from coppice.wire.result_formats import GroupRecord, SampleRecord
 from coppice.wire.rollouts import MAX_GROUPS, MAX_SAMPLES_PER_GROUP, RolloutRequest, SampleAnswer
 
@@ -63,7 +65,7 @@ class GivenTokens(RequestModel):
 
 
 class MoveAnswer(AnswerModel):
-    """Id of a rollout, or of a first session, that continues on the replica that received it."""
+    """Id of a rollout, a first session or a handle that is now on the replica that received it."""
 
     id: str
 
@@ -93,6 +95,27 @@ class MovedGroupKv(RequestModel):
     samples: Annotated[
         list[MovedSpan | None], Field(min_length=1, max_length=MAX_SAMPLES_PER_GROUP)
     ]
+
+
+class MovedHandle(RequestModel):
+    """Body of POST /v1/moves/kv: a prompt-KV handle of the replica `source`, with its lease.
+
+    The lease ends in `lease_seconds`, and can be renewed for `lifetime_seconds`. The receiver reads
+    the `file`, which has this `etag`, as that of moved samples (`MovedKv`), in at most `seconds`.
+    """
+
+    format: Literal[1] = FORMAT
+    source: ReplicaId
+    owner: Annotated[str, Field(max_length=256)]
+    version: Label
+    tokens_sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    etag: Annotated[str, Field(pattern=r'^"[0-9a-f]{32}"$')]
+    lease_seconds: LeaseSeconds
+    lifetime_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    boot_id: Annotated[str, Field(max_length=64)] | None = None
+    arena: Annotated[str, Field(min_length=1, max_length=4096)]
+    seconds: Seconds
+    file: MovedSpan
 
 
 class MovedKv(RequestModel):

@@ -181,7 +181,7 @@ def source(
 def test_file_is_read_by_http() -> None:
     body = file_of(LAYOUT)
     with source(body, num_sent=len(body)) as url:
-        data = read(HttpFiles(url, None, "rollout"))
+        data = read(HttpFiles(url, None, "/kv"))
     assert np.array_equal(np.frombuffer(data, np.float32), fake_kv(TOKENS[32:], "v1").ravel())
 
 
@@ -189,13 +189,13 @@ def test_file_is_read_by_http() -> None:
 def test_source_that_dies_during_the_download_is_a_failure(num_sent: int) -> None:
     failure = pytest.raises(FetchFailed, match="ConnectionFailed")
     with source(file_of(LAYOUT), num_sent=num_sent) as url, failure:
-        read(HttpFiles(url, None, "rollout"))
+        read(HttpFiles(url, None, "/kv"))
 
 
 def test_download_from_a_stalled_source_ends_at_the_deadline() -> None:
     stalled = source(file_of(LAYOUT), num_sent=100, waits=threading.Event())
     with stalled as url, pytest.raises(TimeoutError):
-        read(HttpFiles(url, None, "rollout"), seconds=0.2)
+        read(HttpFiles(url, None, "/kv"), seconds=0.2)
 
 
 def test_download_from_a_slow_source_ends_at_the_deadline() -> None:
@@ -206,7 +206,7 @@ def test_download_from_a_slow_source_ends_at_the_deadline() -> None:
     with slow as url:
         started = time.monotonic()
         with pytest.raises(TimeoutError):
-            HttpFiles(url, None, "rollout").read(span, [memoryview(body)], Deadline(0.3))
+            HttpFiles(url, None, "/kv").read(span, [memoryview(body)], Deadline(0.3))
         assert time.monotonic() - started < 2.0
 
 
@@ -214,4 +214,4 @@ def test_redirect_is_not_followed() -> None:
     place = f"http://127.0.0.1:1/v1/moves/rollout/kv/{SPAN.handle}"
     moved = source(b"", num_sent=0, status=f"307 Temporary Redirect\r\nLocation: {place}")
     with moved as url, pytest.raises(FetchFailed, match="Redirected"):
-        read(HttpFiles(url, "Bearer key", "rollout"))
+        read(HttpFiles(url, "Bearer key", "/kv"))

@@ -1,0 +1,156 @@
+"""Handle of exported prompt KV, the lease on it, and the pins of its downloads.
+
+A lease is a duration measured by the server's monotonic clock; clocks of different hosts are never
+compared. It can be renewed up to a maximum lifetime. It is never shortened, and never revived once
+it has ended. Until it starts it does not expire, because its caller does not have the handle yet.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from service.prompt_kv.settings import KvSettings
+from service.prompt_kv.slots import Slot, SlotTable
+
+
+class Handle:
+    """Handle by which one API key reads the prompt KV of one slot, with the lease on it.
+
+    Groups that share a slot have separate handles. `source` is the replica that has sent a moved
+    handle, and `on_end` is called when it ends here.
+    """
+
+    def __init__(
+        self,
+        handle_id: str,
+        owner: str,
+        slot: Slot,
+        lease_seconds: float,
+        *,
+        settings: KvSettings,
+        clock: Callable[[], float],
+        source: str | None = None,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.source = source
+        self.on_end = on_end
+        self.move_ended: asyncio.Event | None = None
+        self.id = handle_id
+        self.owner = owner
+        self.slot = slot
+        self._settings = settings
+        self._clock = clock
+        self.lease_seconds = lease_seconds
+        self._max_deadline = 0.0
+        self._deadline: float | None = None
+        self._has_ended = False
+
+    def start_lease(self, lifetime_seconds: float | None = None) -> None:
+        """Start the lease now. No effect if it has started or ended.
+
+        Renewals end after `lifetime_seconds`; None: after the configured time.
+        """
+        if self._deadline is None:
+            now = self._clock()
+            if lifetime_seconds is None:
+                lifetime_seconds = self._settings.max_lifetime_seconds
+            self._max_deadline = now + lifetime_seconds
+            self._deadline = min(now + self.lease_seconds, self._max_deadline)
+
+    def renew(self, lease_seconds: float) -> float:
+        """Renew the lease and return its remaining seconds, 0 if it has ended."""
+        if self.is_active and self._deadline is not None:
+            seconds = min(lease_seconds, self._settings.max_lease_seconds)
+            wanted = min(self._clock() + seconds, self._max_deadline)
+            self._deadline = max(self._deadline, wanted)
+        return self.remaining_seconds
+
+    @contextmanager
+    def moving(self) -> Iterator[None]:
+        """Context manager of a move to another replica; `move_ended` is set at its end."""
+        self.move_ended = ended = asyncio.Event()
+        try:
+            yield
+        finally:
+            self.move_ended = None
+            ended.set()
+
+    def end_lease(self) -> None:
+        """End the lease; the last deadline is kept for downloads in progress."""
+        self._deadline = self.deadline
+        self._has_ended = True
+
+    @property
+    def has_started(self) -> bool:
+        return self._deadline is not None
+
+    @property
+    def is_active(self) -> bool:
+        return self.remaining_seconds > 0
+
+    @property
+    def remaining_seconds(self) -> float:
+        """Remaining seconds of the lease; before its start, the maximum lease duration."""
+        if self._has_ended:
+            return 0.0
+        if self._deadline is None:
+            return self._settings.max_lease_seconds
+        return max(0.0, self._deadline - self._clock())
+
+    @property
+    def lifetime_seconds(self) -> float:
+        """Seconds for which a started lease can be renewed."""
+        return max(0.0, self._max_deadline - self._clock())
+
+    @property
+    def deadline(self) -> float:
+        """Time at which the lease ends; before its start, now plus the maximum lease duration."""
+        if self._deadline is None:
+            return self._clock() + self._settings.max_lease_seconds
+        return self._deadline
+
+    @property
+    def is_past_deadline(self) -> bool:
+        return self.deadline <= self._clock()
+
+
+class DownloadPin:
+    """Pin of one download, which keeps a slot's bytes unchanged until the lease ends.
+
+    A read in progress (`turn`) extends the pin to the end of the read, and renewals of the lease
+    extend it too. After a release of the handle the last deadline still applies, so a download in
+    progress can complete.
+    """
+
+    def __init__(self, handle: Handle, slots: SlotTable) -> None:
+        self._handle = handle
+        self._slots = slots
+        self._in_turn = False
+        self.is_open = True
+        slots.pin(handle.slot)
+
+    @contextmanager
+    def turn(self) -> Iterator[bool]:
+        """Context manager around one read of the pinned bytes; yields False if the lease is over.
+
+        The bytes must not be read then. Keep it short, because the pin is not released inside a
+        turn.
+        """
+        self.sweep()
+        self._in_turn = self.is_open
+        try:
+            yield self.is_open
+        finally:
+            self._in_turn = False
+            self.sweep()
+
+    def sweep(self) -> None:
+        """Release the pin if the lease's deadline has passed and no read is in progress."""
+        if not self._in_turn and self._handle.is_past_deadline:
+            self.close()
+
+    def close(self) -> None:
+        """Release the pin; further calls have no effect."""
+        if self.is_open:
+            self.is_open = False
+            self._slots.unpin(self._handle.slot)
