@@ -123,7 +123,7 @@ class Arm:
         from engine.speculation.cost import num_tokens, profile_batches
 
         proposer = self._runner.drafter
-        proposer.replace_rejection_sampler(self._runner)
+        proposer.install(self._runner)
         proposer.attach(self._runner)
         if not proposer.begin_profile():
             return

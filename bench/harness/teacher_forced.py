@@ -83,8 +83,8 @@ class OraclePolicy(Controller):
     def lengths(self, drafted: Any, *, running: int, context: int) -> Int32Array:
         texts = self._teacher_forced.left()
         if len(texts) != len(drafted.lengths):
-            # A lookup before a step, where samples of the batch have finished: request drafts.
-            return np.asarray(drafted.lengths, np.int32)
+            # Prompts of the batch are still prefilled, and have no draft.
+            return np.zeros(len(drafted.lengths), np.int32)
         right = [
             common_prefix_length(draft[:length].tolist(), text)
             for draft, length, text in zip(drafted.tokens, drafted.lengths, texts, strict=True)

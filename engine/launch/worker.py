@@ -214,9 +214,9 @@ class WorkerExtension(MachineMethods):
     def coppice_attach_proposer(self) -> bool:
         """Attach the draft proposer on rank 0, whose drafts are used by all ranks.
 
-        All ranks sample identically.
+        All ranks sample identically, with the same hooks in their model runners.
         """
-        self.model_runner.drafter.replace_rejection_sampler(self.model_runner)
+        self.model_runner.drafter.install(self.model_runner)
         if self.rank != 0:
             return False
         self.model_runner.drafter.attach(self.model_runner)

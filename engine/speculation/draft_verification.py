@@ -1,14 +1,14 @@
 """Replacements in vLLM's model runner: verification of drafts, and steps without drafting."""
 
-import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
 
-from engine.runtime.feature_guard import Feature, feature
+from engine.runtime.feature_guard import feature
+from kernels.draft_index.store_protocol import Int32Array
 
 # Separate from the drafting feature: drafting fails on one rank, but all ranks must sample alike.
 FEATURE = feature("verifying drafts")
@@ -128,71 +128,56 @@ def _token_indices(metadata: Any, num_tokens: int) -> torch.Tensor:
     return (starts_b[:, None] + steps_k).clamp_(max=num_tokens - 1).long()
 
 
-class StepObserver(Protocol):
-    """Interface of the component that decides before every step whether the step drafts."""
+class Drafter(Protocol):
+    """Interface of the draft method, as `DraftStepSkipper` uses it."""
 
-    def end(self, ended: Any) -> None:
+    def end(self, ended: Collection[str]) -> None:
         """Handle requests that have finished and are about to be dropped by the runner."""
 
-    def needs_draft_step(self, scheduled: Collection[str]) -> bool:
-        """Return whether a step of the scheduled requests must end with a call for drafts."""
-
-    def on_skipped_step(self, running: int, seconds: float) -> None:
-        """Record the duration of a step in which drafting was skipped."""
+    def propose(
+        self, sampled: Sequence[Sequence[int]], num_tokens: Int32Array, token_ids: Int32Array
+    ) -> list[list[int]]:
+        """Drafts for the next step, per batch row, as vLLM's runner requests them."""
 
 
 class DraftStepSkipper:
-    """Wrapper of one runner's `execute_model` that runs steps without drafting as plain steps.
+    """Wrapper of one model runner that verifies nothing in steps without drafts.
 
-    With a draft method, vLLM's runner prepares verification in every step, requests drafts at its
-    end and passes them to the scheduler, even if there are none. Together with this project's part
-    that costs 2.5% of a step of 64 rows (25M parameters, one thread). All of it depends on
-    `speculative_config`, which the runner reads in every step (v1/worker/gpu_model_runner.py:2184,
-    2532, 4201, 4384) and which this class owns from then on. The scheduler is not affected: a
-    request without drafts is scheduled like any other.
+    With a draft method, vLLM's runner prepares verification in every step, even if the scheduler
+    has sent no drafts. That costs 2.5% of a step of 64 rows (25M parameters, one thread). All of it
+    depends on `speculative_config`, which the runner reads in every step
+    (v1/worker/gpu_model_runner.py:2184, 2532, 4201, 4384) and which this class owns from then on.
+    So a step without drafts runs as in an engine without a draft method. Drafts for the next step
+    are requested after it and placed where vLLM's own draft method places them, from where
+    EngineCore passes them to the scheduler (v1/engine/core.py:694).
     """
 
-    def __init__(
-        self,
-        runner: Any,
-        observer: Callable[[], StepObserver | None],
-        feature: Feature,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        """Wrap a model runner; `observer` returns None if nothing will ever be drafted."""
+    def __init__(self, runner: Any, drafter: Drafter) -> None:
         self._runner = runner
-        self._observer = observer
-        self._clock = clock
+        self._drafter = drafter
         self._config = runner.speculative_config
         self._execute_model: Callable[..., Any] = runner.execute_model
-        self._needs_draft_step = feature.guarded(_has_drafts)(self._observe)
-        self._skipped_running, self._began = 0, 0.0
+        self._sample_tokens: Callable[..., Any] = runner.sample_tokens
         runner.execute_model = self.execute_model
+        runner.sample_tokens = self.sample_tokens
 
     def execute_model(self, step: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run one step, with vLLM's draft method only if needed; `step` is the scheduler's output.
-
-        The same `speculative_config` applies when the step is sampled.
-        """
-        self._runner.speculative_config = self._config if self._needs_draft_step(step) else None
+        """Run one step; `step` is the scheduler's output. Its sampling has the same config."""
+        has_drafts = bool(step.scheduled_spec_decode_tokens)
+        self._runner.speculative_config = self._config if has_drafts else None
+        self._drafter.end(step.finished_req_ids)
         return self._execute_model(step, *args, **kwargs)
 
-    def _observe(self, step: Any) -> bool:
-        observer = self._observer()
-        if observer is None:
-            return _has_drafts(step)
-        observer.end(step.finished_req_ids)
-        running, now = len(step.num_scheduled_tokens), self._clock()
-        if not running:  # an empty step must not use up an evaluation
-            self._skipped_running = 0
-            return True
-        decodes = step.total_num_scheduled_tokens == running and not step.finished_req_ids
-        if decodes and self._skipped_running == running:
-            observer.on_skipped_step(running, now - self._began)
-        needs_draft_step = observer.needs_draft_step(step.num_scheduled_tokens) or _has_drafts(step)
-        self._skipped_running, self._began = 0 if needs_draft_step or not decodes else running, now
-        return needs_draft_step
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        """Sample the tokens of a step; if it had no drafts, request those of the next step."""
+        output = self._sample_tokens(*args, **kwargs)
+        if self._runner.speculative_config is None and output.sampled_token_ids:
+            self._request_drafts(output.sampled_token_ids)
+        return output
 
-
-def _has_drafts(step: Any) -> bool:
-    return bool(step.scheduled_spec_decode_tokens)
+    def _request_drafts(self, sampled: Sequence[Sequence[int]]) -> None:
+        batch = self._runner.input_batch
+        drafts = self._drafter.propose(sampled, batch.num_tokens_no_spec, batch.token_ids_cpu)
+        if any(drafts):
+            self._runner._draft_token_ids = drafts
+            self._runner._draft_token_req_ids = batch.req_ids.copy()

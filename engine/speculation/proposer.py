@@ -5,7 +5,7 @@ RPC attaches it to the runner afterwards. Before that, and after its first error
 drafts, which are always valid.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from engine.runtime.feature_guard import feature
@@ -36,15 +36,15 @@ class Proposer:
     def load_model(self, *_: Any, **__: Any) -> None:
         """Do nothing: there is no draft model, but vLLM calls this on CPU."""
 
-    def replace_rejection_sampler(self, runner: Any) -> None:
-        """Install `DraftVerifier`."""
+    def install(self, runner: Any) -> None:
+        """Install `DraftVerifier` and `DraftStepSkipper` in the model runner, on every rank."""
         runner.rejection_sampler = DraftVerifier(runner.rejection_sampler)
+        # The state of recurrent layers is laid out differently in steps without a draft method.
+        if not runner.model_config.is_hybrid:
+            DraftStepSkipper(runner, self)
 
     def attach(self, runner: Any) -> None:
         """Attach the proposer to the model runner, which maps batch rows to requests."""
-        # The state of recurrent layers is laid out differently in steps without a draft method.
-        if not runner.model_config.is_hybrid:
-            DraftStepSkipper(runner, lambda: self.speculator if self.is_enabled else None, FEATURE)
         steps = self._profile_cache.read() or []
         self.is_enabled = not steps or may_speed_up(steps, self._config)
         vocabulary = self._config.model_config.get_vocab_size()
@@ -79,6 +79,12 @@ class Proposer:
     ) -> TokenLists:
         assert self.speculator is not None, "attached to the model runner"
         return self.speculator.drafts(sampled, num_tokens, token_ids)
+
+    @FEATURE.guarded_with_default(None)
+    def end(self, ended: Collection[str]) -> None:
+        """Store the remaining tokens of requests that the runner is about to drop."""
+        if self.speculator is not None and self.is_enabled:
+            self.speculator.end(ended)
 
     # Called by the worker between two steps.
 

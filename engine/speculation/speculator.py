@@ -1,16 +1,15 @@
 """One speculation step: store the tokens of the last step, then propose drafts for the next.
 
-It runs between two model steps, in the thread that runs them, on the rank whose drafts count.
-Drafts are first looked up before a step. Only if they are worth sending does that step run with
-vLLM's draft method, which requests drafts at its end. In models with recurrent layers all steps do.
+It runs after every step, in the thread that runs the steps, on the rank whose drafts count. A step
+that verified drafts requests the next ones as vLLM's draft method; after other steps
+`DraftStepSkipper` does. In models with recurrent layers all steps use vLLM's draft method.
 
-The last step is timed from the call for its drafts to this call, which includes the host's work. A
-step is not timed if it contained prefill or new requests, because the engine may have been idle
-before it.
+A step is timed from one call to the next, which includes the host's work. It is not timed if it
+contained prefill or new requests, because the engine may have been idle before it.
 """
 
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -53,9 +52,6 @@ class Speculator(Drafting):
         self._began = 0.0
         self._sent: SentDrafts | None = None
         self._previous_ids: set[str] = set()
-        self._drafts_wanted: bool | None = None
-        self._has_looked_up = False
-        self._skipped_step = (0, 0.0)
 
     def drafts(
         self, sampled: Sequence[Sequence[int]], lengths: Int32Array, token_ids: Int32Array
@@ -69,13 +65,9 @@ class Speculator(Drafting):
         context = int(lengths[: len(ids)].sum())
         if self._sent is not None or self.profile is not None or self._should_time_step():
             self._record_last_step(ids, sampled, context, now - self._began)
-        self._record_skipped_step(context - len(ids), len(ids))
         self._num_steps += 1
         self._steps_since_store_update += 1
-        if self._drafts_wanted is None:
-            self._drafts_wanted = self._should_draft(len(ids))
-        wanted, self._drafts_wanted, self._sent = self._drafts_wanted, None, None
-        self._has_looked_up = False
+        wanted, self._sent = self._should_draft(len(ids)), None
         sent: TokenLists = [[] for _ in ids]
         if wanted or self._must_update_store():
             rows = [index for index, new in enumerate(sampled) if new]
@@ -88,39 +80,9 @@ class Speculator(Drafting):
         self._began = now
         return sent
 
-    def needs_draft_step(self, scheduled: Collection[str]) -> bool:
-        """Return, before a step, whether `drafts` must be called at the end of the step.
-
-        It must if the step verifies drafts, or if new drafts are worth sending, as far as the
-        tokens before the step show. They are looked up here without vLLM's draft method: a step
-        with the draft method costs more than the lookup, and most lookups send nothing.
-        """
-        wanted = self._should_draft(len(scheduled))
-        if self.profile is not None or (self._sent is not None and self._sent.lengths.any()):
-            self._drafts_wanted = wanted
-            return True
-        wanted = self._look_up_if_new(scheduled, wanted=wanted)
-        self._drafts_wanted = wanted or None
-        if not wanted:
-            self._steps_since_store_update += 1
-            self._counts.record_step(self.controller.decision)
-            self._previous_ids = set()
-        return wanted
-
-    def on_skipped_step(self, running: int, seconds: float) -> None:
-        """Record the time of a step after which `drafts` was not called."""
-        self._skipped_step = running, seconds
-
     def end(self, ended: Iterable[str]) -> None:
         """Store the remaining tokens of requests that the model runner is about to drop."""
         self._end_requests(ended, self._requests)
-
-    def _record_skipped_step(self, context: int, running: int) -> None:
-        """Record the cost of the last skipped step; `context` is that after the step."""
-        (num_running, seconds), self._skipped_step = self._skipped_step, (0, 0.0)
-        if num_running == running and self.profile is None:
-            step = {"running": running, "context": context, "verified": running}
-            self._record_step(**step, seconds=seconds, emitted=running)
 
     def end_profile(self, controller: Controller) -> None:
         super().end_profile(controller)
@@ -150,60 +112,6 @@ class Speculator(Drafting):
             seconds=seconds,
             emitted=sum(map(len, sampled)),
         )
-
-    # Lookup before a step, in the tokens of the runner's batch.
-
-    def _look_up_if_new(self, scheduled: Collection[str], *, wanted: bool) -> bool:
-        """If `wanted`, return whether drafts are worth sending, as far as is known before a step.
-
-        No token has arrived since a lookup at the end of the last step, which has sent none. Only
-        if it has measured the cost without drafts were they worth sending.
-        """
-        if self._has_looked_up:
-            self._has_looked_up = False
-            return wanted and self.controller.decision == "baseline"
-        self._score_unsent()
-        if wanted or self._must_update_store(1):
-            return self._look_up(scheduled, wanted=wanted)
-        return False
-
-    def _look_up(self, scheduled: Collection[str], *, wanted: bool) -> bool:
-        """Store the tokens before a step; if `wanted`, return whether drafts are worth sending."""
-        inputs = self.runner.input_batch
-        ids, lengths = inputs.req_ids, inputs.num_tokens_no_spec
-        rows = [
-            index
-            for index, request_id in enumerate(ids)
-            if request_id in scheduled and self._requests[request_id].output_token_ids
-        ]
-        batch = self._batch(ids, rows, lengths)
-        if not batch.rows:
-            return False
-        context = int(lengths[rows].sum())
-        self._record_skipped_step(context, len(rows))
-        drafted = self._store_tokens(
-            batch, inputs.token_ids_cpu, self._max_draft_tokens if wanted else 0
-        )
-        if not wanted:
-            return False
-        chosen = self.controller.lengths(drafted, running=len(scheduled), context=context)
-        self._sent = self._sent_drafts(drafted, np.zeros_like(chosen), batch, ids)
-        return bool(chosen.any())
-
-    def _score_unsent(self) -> None:
-        """Compare drafts that were not sent with the tokens of the last step."""
-        unsent, self._sent = self._sent, None
-        if unsent is None:
-            return
-        inputs = self.runner.input_batch
-        draft_indices = unsent.to(inputs.req_ids)
-        rows = np.arange(len(draft_indices))
-        lengths = inputs.num_tokens_no_spec[rows]
-        has_token = (draft_indices >= 0) & (lengths == unsent.num_tokens[draft_indices] + 1)
-        new_tokens = NewTokens(
-            counts=has_token.astype(np.int64), last=inputs.token_ids_cpu[rows, lengths - 1]
-        )
-        self._score_drafts(unsent, draft_indices, new_tokens, np.zeros(len(rows), np.int64))
 
     def _sent_drafts(
         self, drafted: DraftBatch, lengths: Int32Array, batch: Batch, ids: Sequence[str]
@@ -261,7 +169,6 @@ class Speculator(Drafting):
         context: int,
     ) -> None:
         chosen = self.controller.lengths(drafted, running=len(ids), context=context)
-        self._has_looked_up = True
         for number in np.flatnonzero(chosen).tolist():
             sent[batch.batch_indices[number]] = drafted.tokens[number, : chosen[number]].tolist()
         self._sent = self._sent_drafts(drafted, chosen, batch, ids)

@@ -1,6 +1,6 @@
 """A live engine with sibling drafts, and a controller that verifies every draft."""
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -101,12 +101,6 @@ class Recording(Speculator):
             if draft
         }
         return sent
-
-    def needs_draft_step(self, scheduled: Collection[str]) -> bool:
-        return self.speculator.needs_draft_step(scheduled)
-
-    def on_skipped_step(self, running: int, seconds: float) -> None:
-        self.speculator.on_skipped_step(running, seconds)
 
     def end(self, ended: Iterable[str]) -> None:
         self.speculator.end(ended)

@@ -156,6 +156,16 @@ def test_steps_without_drafts_equal_those_of_a_plain_engine(
     assert configs == {True, False}
 
 
+def test_first_drafts_are_verified_by_the_next_step(drafting: Drafting) -> None:
+    engine, _ = drafting
+    engine.ask([7, 9], max_tokens=20, **in_group("known"))
+    name = engine.submit([7, 9], max_tokens=20, **in_group("later"))
+    engine.step()
+    [request] = engine.core.scheduler.requests.values()
+    assert len(request.spec_token_ids) == LONGEST
+    engine.finish(name)
+
+
 class AlternatingController(SendAllDrafts):
     """Alternates between requesting drafts and not."""
 

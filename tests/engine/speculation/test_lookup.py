@@ -1,4 +1,4 @@
-"""Lookups before a step: their tokens equal those of the runner's batch, and they become rare."""
+"""Lookups: their tokens equal those of the runner's batch, and fruitless ones become rare."""
 
 import numpy as np
 from hypothesis import given
@@ -49,13 +49,9 @@ def test_lookup_stores_each_new_token_once(steps: list[Rows]) -> None:
     for name in "abcdef":
         runner.add(name, PROMPT, group="g")
     for said in steps:
-        names = [name for name in "abcdef" if said.get(name) or runner.text[name] != PROMPT]
-        runner.input_batch.req_ids = names
-        for name, tokens in said.items():
-            runner.say(name, tokens)
-        looking.needs_draft_step(set(names))
-        counts = [len(said.get(name, [])) for name in names]
-        tokens = [token for name in names for token in said.get(name, [])]
+        runner.step(looking, said)
+        counts = [len(tokens) for tokens in said.values()]
+        tokens = [token for tokens in said.values() for token in tokens]
         assert store.steps[-1] == (counts, tokens)
 
 
@@ -76,37 +72,13 @@ def test_lookups_that_send_nothing_become_rare() -> None:
     names = ["a", "b"]
     for name in names:
         runner.add(name, PROMPT, group="g", max_tokens=1000)
-    runner.input_batch.req_ids = names
     num_steps = 240
     for number in range(num_steps):
-        for name in names:
-            runner.say(name, [10 + number % 100])
-        assert not looking.needs_draft_step(set(names))
+        drafts = runner.step(looking, {name: [10 + number % 100] for name in names})
+        assert not any(drafts.values())
     growing = BACKOFF_AFTER + MAX_BACKOFF_STEPS.bit_length()
     warm_up = 64
     assert len(store.steps) <= warm_up + growing + num_steps / MAX_BACKOFF_STEPS
-
-
-def test_tokens_are_looked_up_once_if_their_drafts_are_not_sent() -> None:
-    runner = Runner()
-    looking, store = speculator(runner, AlwaysLooks())
-    runner.add("a", PROMPT)
-    runner.step(looking, {"a": [1, 2, 3]})
-    assert not looking.needs_draft_step({"a"})
-    assert len(store.steps) == 1
-    runner.say("a", [1])
-    assert not looking.needs_draft_step({"a"})
-    assert len(store.steps) == 2
-
-
-def test_drafts_continue_after_a_step_that_measures_the_cost_without_them() -> None:
-    runner = Runner()
-    looking, store = speculator(runner, AlwaysLooks())
-    runner.add("a", PROMPT)
-    runner.step(looking, {"a": [1, 2, 3]})
-    looking.controller.decision = "baseline"
-    assert looking.needs_draft_step({"a"})
-    assert len(store.steps) == 1
 
 
 class AlwaysLooks(Controller):
