@@ -186,7 +186,7 @@ def _ended_group(sessions: str, headers: dict[str, str]) -> str:
 CONDITIONAL = {
     *("top_logprobs", "prompt_logprobs", "logprob_token_ids", "return_routed_experts"),
     *("return_message", "stream_tokens", "sampling.structured_outputs", "sampling.bad_words"),
-    *("sampling", "groups.*", "keep_kv", "tags", "group", ""),
+    *("sampling", "groups.*", "keep_kv", "kv", "tags", "group", ""),
     *("finish.num_samples", "finish.num_sessions", "replica"),
 }
 """Fields whose use depends on the engine or on other fields, which the contract states in words.
