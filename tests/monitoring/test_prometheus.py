@@ -32,7 +32,7 @@ ROLLOUT = {
 def prometheus(tmp_path: Path, target: str) -> Iterator[str]:
     """Runs Prometheus; yields its address. The log goes to a file: a full pipe would block it."""
     config = {
-        "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+        "global": {"scrape_interval": "200ms", "evaluation_interval": "200ms"},
         "rule_files": [str(rules) for rules in RULES],
         "scrape_configs": [{"job_name": "coppice", "static_configs": [{"targets": [target]}]}],
     }
@@ -69,7 +69,7 @@ def awaited(url: str, query: str) -> list[dict[str, Any]]:
     due = time.monotonic() + DEADLINE_SECONDS
     while not (found := query_prometheus(url, query)):
         assert time.monotonic() < due, query
-        time.sleep(0.2)
+        time.sleep(0.05)
     return found
 
 

@@ -131,6 +131,7 @@ async def over_network(
     ):
         await see_each_other(a, b)
         yield a, b, proxy
+        await proxy.close()  # otherwise the stop waits for the bytes that it still passes on
 
 
 async def test_move_over_a_slow_network_succeeds_in_time(tmp_path: Path) -> None:
