@@ -20,6 +20,7 @@ from engine.settings import EngineSettings, SpeculationSettings
 from engine.types import KV_CACHE, WEIGHTS, Completion, SampleRequest, Sampling, TokenDelta
 from engine.vllm_engine import VllmEngine
 from tests.engine.adapters.peft_adapters import saved, under
+from tests.engine.greedy import assert_greedy
 from tests.engine.machines.second_machine import (
     LOOPBACK,
     Node,
@@ -27,7 +28,7 @@ from tests.engine.machines.second_machine import (
     namespace_or_skip,
     node,
 )
-from tests.engine.seedling import MODEL, settings, teacher_forced
+from tests.engine.seedling import MODEL, reference, settings, teacher_forced
 from tests.ports import free_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
@@ -104,14 +105,12 @@ async def samples(engine: VllmEngine, **options: Any) -> list[Completion]:
     return list(await asyncio.gather(*await engine.submit(requests)))
 
 
-async def one_machine(model: Path) -> list[int]:
-    """Greedy tokens of an engine with one rank."""
-    engine = VllmEngine(settings(model))
-    try:
-        await engine.start("v0")
-        return list((await samples(engine))[0].token_ids)
-    finally:
-        await engine.stop()
+async def greedy_tokens(engine: VllmEngine, model: Any) -> list[int]:
+    """Tokens of all samples: equal, and the greedy ones of the model."""
+    tokens, *others = [list(sample.token_ids) for sample in await samples(engine)]
+    assert others == [tokens] * len(others)
+    assert_greedy(model, PROMPT, tokens)
+    return tokens
 
 
 async def assert_ranks_agree(engine: VllmEngine) -> None:
@@ -152,11 +151,9 @@ async def test_two_machines_sample_and_update_as_one(
     machine: SecondMachine, hidden: Path, tmp_path: Path
 ) -> None:
     """Groups, aborts, sleep, and weights and an adapter that machine 1 does not see."""
-    before, after = await one_machine(MODEL), await one_machine(hidden / "v1")
-    assert before != after
+    v0, v1 = reference(), reference(hidden / "v1")
     async with started(machine, tmp_path, seed=None, max_adapters=1) as (engine, second):
-        first = await samples(engine)
-        assert [sample.token_ids for sample in first] == [before] * 4
+        before = await greedy_tokens(engine, v0)
         await assert_ranks_agree(engine)
         await assert_samples_of_the_adapter(engine, hidden / "adapter")
         assert files_in(tmp_path / "copies") == []
@@ -167,17 +164,17 @@ async def test_two_machines_sample_and_update_as_one(
         assert (await pending).finish == "abort"
 
         await load(engine, hidden / "v1", "v1")
-        assert [list(sample.token_ids) for sample in await samples(engine)] == [after] * 4
+        assert (after := await greedy_tokens(engine, v1)) != before
         assert files_in(tmp_path / "copies") == ["model.safetensors"]
         await engine.pause("abort", recompute=True)
         await engine.sleep(2, frozenset((WEIGHTS, KV_CACHE)))
         await engine.wake(frozenset((WEIGHTS, KV_CACHE)))
         await engine.resume()
-        assert [list(sample.token_ids) for sample in await samples(engine)] == [after] * 4
+        assert await greedy_tokens(engine, v1) == after
         await assert_ranks_agree(engine)
 
         await load(engine, MODEL, "v2")
-        assert [list(sample.token_ids) for sample in await samples(engine)] == [before] * 4
+        assert await greedy_tokens(engine, v0) == before
         assert files_in(tmp_path / "copies") == []
 
         await engine.stop()
@@ -186,6 +183,7 @@ async def test_two_machines_sample_and_update_as_one(
     assert "machine 0 has ended" in second.log.read_text()
 
 
+@pytest.mark.exhaustive
 async def test_killed_rank_of_machine_1_ends_the_engine(tmp_path: Path) -> None:
     """The rank is stopped at the first token, so that no sample ends before the kill."""
     async with started(LOOPBACK, tmp_path, **DETECTION) as (engine, second):
@@ -209,6 +207,7 @@ async def test_killed_rank_of_machine_1_ends_the_engine(tmp_path: Path) -> None:
     assert "a rank of this machine has ended" in second.log.read_text()
 
 
+@pytest.mark.exhaustive
 async def test_killed_idle_machine_1_is_detected(tmp_path: Path) -> None:
     async with started(LOOPBACK, tmp_path, **DETECTION) as (engine, second):
         assert httpx.get(f"http://127.0.0.1:{second.port}/readyz").status_code == 200
@@ -220,6 +219,7 @@ async def test_killed_idle_machine_1_is_detected(tmp_path: Path) -> None:
             await samples(engine)
 
 
+@pytest.mark.exhaustive
 async def test_machines_with_different_settings_are_refused(tmp_path: Path) -> None:
     chosen = engine_settings(LOOPBACK)
     other = chosen.model_copy(update={"max_logprobs": 7})
@@ -232,6 +232,7 @@ async def test_machines_with_different_settings_are_refused(tmp_path: Path) -> N
             await engine.stop()
 
 
+@pytest.mark.exhaustive
 async def test_machine_1_without_machine_0_ends(tmp_path: Path) -> None:
     with node(LOOPBACK, engine_settings(LOOPBACK, start_seconds=8.0), tmp_path) as second:
         assert await asyncio.to_thread(second.process.wait, START_SECONDS) == 1
@@ -241,9 +242,9 @@ async def test_machine_1_without_machine_0_ends(tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 async def test_siblings_drafts_are_used_on_two_machines(tmp_path: Path) -> None:
-    plain = await one_machine(MODEL)
+    model = reference()
     speculation = SpeculationSettings(mode="siblings", allow_predicted_loss=True)
     async with started(LOOPBACK, tmp_path, speculation=speculation) as (engine, _):
         for _ in range(2):
-            assert [list(sample.token_ids) for sample in await samples(engine)] == [plain] * 4
+            await greedy_tokens(engine, model)
         await wait_for(lambda: sum(engine.speculation().accepted.values()) > 0)
