@@ -1,4 +1,4 @@
-"""Callers of long rollouts, who must not notice that a replica drains."""
+"""Callers of long rollouts and readers of prompt KV, who must not notice that a replica drains."""
 
 import asyncio
 import random
@@ -9,13 +9,15 @@ from contextlib import AsyncExitStack, suppress
 
 import httpx
 
-from coppice import AsyncRollouts, CoppiceError, Retry
+from coppice import AsyncRollouts, CoppiceError, Kv, Retry
 from coppice.rollout_options import RolloutOptions, rollout_request
 from coppice.wire.result_formats import SampleRecord, TokensRecord
 from tests.soak.cluster_model import FleetModel, TokenReport
 
 NUM_SAMPLES = 4
 MAX_TOKENS = 180
+MAX_HELD_SECONDS = 4.0
+MAX_ATTEMPTS = 4
 GRACE_SECONDS = 5.0
 """Time after a fault in which a caller may notice it: the expiry of a killed replica."""
 RETRY = Retry(attempts=10, base_seconds=0.1, max_seconds=2.0, total_seconds=60.0)
@@ -57,7 +59,7 @@ class Callers:
     """Callers of long rollouts until `over`; all their samples are in `reports`.
 
     `counts` has their outcomes. `violations` are tokens that were lost or repeated, and rollouts
-    that failed. After a fault a rollout may be lost with the replica that ran it.
+    and prompt KV that were lost. After a fault a rollout may be lost with the replica that ran it.
     """
 
     def __init__(self, urls: Sequence[str], model: FleetModel, seed: int) -> None:
@@ -87,7 +89,8 @@ class Callers:
 
     async def _call(self) -> None:
         while not self.over:
-            mode = self._random.choice((self._streamed, self._submitted, self._plain_request))
+            modes = (self._streamed, self._submitted, self._plain_request, self._held_handle)
+            mode = self._random.choice(modes)
             prompt = self._random.choices(self._model.vocabulary, k=self._random.randint(2, 60))
             name, began = mode.__name__.strip("_"), time.monotonic()
             try:
@@ -134,6 +137,36 @@ class Callers:
         samples = answer.json()["groups"][0]["samples"]
         self._check(prompt, [sample["token_ids"] for sample in samples])
         return "answered"
+
+    async def _held_handle(self, prompt: list[int]) -> str:
+        """Prompt KV that is read again and again during a lease, through any replica."""
+        kv_options = Kv(lease_seconds=60)
+        options = RolloutOptions(n=1, max_tokens=1, temperature=0.0, kv=kv_options)
+        result = await self._client.rollout([prompt], **options)
+        if (kv := result.groups[0].kv) is None:
+            return f"no handle: {result.groups[0].kv_reason}"
+        first = await self._file(kv.handle)
+        ends_at = time.monotonic() + self._random.uniform(0.0, MAX_HELD_SECONDS)
+        while time.monotonic() < ends_at:
+            await asyncio.sleep(0.2)
+            if await self._file(kv.handle) != first:
+                self.violations.append("the bytes of a handle have changed")
+        answer = await self._request("DELETE", f"/v1/kv/{kv.handle}")
+        answer.raise_for_status()
+        return "answered"
+
+    async def _file(self, handle: str) -> bytes:
+        answer = await self._request("GET", f"/v1/kv/{handle}/data")
+        answer.raise_for_status()
+        return answer.content
+
+    async def _request(self, method: str, path: str) -> httpx.Response:
+        """Response to a request that is repeated after a broken connection, as by `KvSource`."""
+        for _ in range(MAX_ATTEMPTS - 1):
+            with suppress(httpx.TransportError):
+                return await self._plain.request(method, LoadBalancer.URL + path)
+            await asyncio.sleep(0.1)
+        return await self._plain.request(method, LoadBalancer.URL + path)
 
     def _check(self, prompt: list[int], samples: Sequence[Sequence[int]]) -> None:
         if [len(tokens) for tokens in samples] != [MAX_TOKENS] * NUM_SAMPLES:

@@ -3,8 +3,9 @@
     python -m tests.soak.drains [--drains 200] [--engine fake|real] [--seed 1] [--report PAGE]
 
 Three replicas and a real Redis, each a process. Every caller must receive all tokens of its
-samples, each once. Without a fault no caller may notice the drain, except that it follows a
-redirect or continues to read a stream at another replica.
+samples, each once, and the same bytes of prompt KV as long as it holds the handle. Without a fault
+no caller may notice the drain, except that it follows a redirect or continues to read a stream at
+another replica.
 """
 
 import argparse
