@@ -6,7 +6,8 @@ oracle.
 Each arm is an engine in its own process, with the environment of the server's EngineCore; arms
 alternate over the workloads. `off` samples a workload's texts, and then all arms, `off` included,
 generate the same tokens (`bench/harness/teacher_forced.py`). The seedling is grown to a target cost
-per step; its responses do not change.
+per step; its responses do not change. `disabled` is the engine of `ours` with drafting switched off
+for this run, so that both are compared in one process, and `disabled-again` the same once more.
 
 A record is made in parts, of as many rounds as time permits. Rounds of other seeds (`--seed`) and
 of other arms are added to the record. Arms are compared on rounds that they share.
@@ -21,12 +22,13 @@ from typing import Any
 from bench.harness.decode_timing import write_config
 from bench.harness.record import Record, add_out
 from bench.harness.replay_estimate import cells, predict_seconds
-from bench.harness.speculation_arm import Workload, prompts
+from bench.harness.speculation_arm import DISABLED, Workload, prompts
 from bench.harness.speculation_results import Round, guard_rows, summarize_run, workload_rows
 from bench.harness.speculation_workers import Arms, Run, Texts, arms
 
 FIXED = ("fixed-1", "fixed-2", "fixed-4", "fixed-8")
 ALL = ("off", "ours", "ngram", "suffix", *FIXED, "oracle")
+GUARD, GUARD_TOKENS = ("off", "ours", DISABLED, f"{DISABLED}-again"), 32
 CACHE = Path("build/speculation_profile")
 
 
@@ -34,7 +36,7 @@ def run_workloads(names: Sequence[str], arms: Arms, works: Sequence[Workload]) -
     """Run all workloads with all arms; the first workload is the warm-up."""
     rounds, runs_of, texts_of = [], [], []
     for number, work in enumerate(works):
-        drawn = arms.run("off", work, None)
+        drawn = arms.run("off" if "off" in names else DISABLED, work, None)
         order = names if number % 2 else names[::-1]
         runs = {name: arms.run(name, work, drawn["texts"]) for name in order}
         assert len({run["tokens"] for run in runs.values()}) == 1, "all say the same"
@@ -61,17 +63,17 @@ def _fill(
     rounds[-1].steps.extend(steps)
 
 
-def run_guard(arms: Arms, works: Sequence[Workload]) -> list[Round]:
+def run_guard(names: Sequence[str], arms: Arms, works: Sequence[Workload]) -> list[Round]:
     """Run workloads with unpredictable texts, where speculation must not cost throughput.
 
     Responses have a fixed length, and each arm samples its own texts.
     """
     rounds = []
     for number, work in enumerate(works):
-        order = ("off", "ours") if number % 2 else ("ours", "off")
+        order = names if number % 2 else names[::-1]
         runs = {name: arms.run(name, work, None) for name in order}
         made = {name: summarize_run(run, None) for name, run in runs.items()}
-        rounds.append(Round(seed=work.seed, surprise=runs["off"]["surprise"], arms=made))
+        rounds.append(Round(seed=work.seed, surprise=runs[names[0]]["surprise"], arms=made))
     return rounds[1:]
 
 
@@ -82,7 +84,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0, help="seed of the first round")
-    parser.add_argument("--arms", nargs="*", default=list(ALL))
+    parser.add_argument("--arms", nargs="*", help="default: all of the part")
     parser.add_argument("--arctic", help="where arctic-inference is installed")
     parser.add_argument(
         "--cache", type=Path, default=CACHE, help="directory of the step-time profile"
@@ -93,14 +95,16 @@ def main() -> None:
     seeds = [10**6 + options.seed, *range(options.seed, options.seed + options.rounds)]
     with tempfile.TemporaryDirectory() as folder:
         model = write_config(Path(folder) / "model") if is_guard else options.model
-        names = ["off", "ours"] if is_guard else options.arms
-        assert "off" in names, "it draws the texts"
+        names = options.arms or list(GUARD if is_guard else ALL)
+        assert is_guard or {"off", DISABLED} & {*names}, "one of these draws the texts"
         sampling: dict[str, Any] = {"temperature": options.temperature}
         if is_guard:
-            sampling |= {"max_tokens": 64, "ignore_eos": True}
+            sampling |= {"max_tokens": GUARD_TOKENS, "ignore_eos": True}
         works = [Workload(seed=seed, **sampling) for seed in seeds]
         with arms(names, model, cache=options.cache, arctic=options.arctic) as begun:
-            rounds = run_guard(begun, works) if is_guard else run_workloads(names, begun, works)
+            rounds = (
+                run_guard(names, begun, works) if is_guard else run_workloads(names, begun, works)
+            )
     result = record(options.part, model.name, options.temperature, rounds, options.out)
     result.show()
     print(f"\nwrote {result.write(options.out).name}")

@@ -38,6 +38,8 @@ NGRAM = {
 }
 GNU = "-gnu"
 """Suffix of the name of an arm that runs with GNU's OpenMP instead of Intel's."""
+DISABLED = "disabled"
+"""Prefix of the names of arms that run in the engine of `ours` with its drafting switched off."""
 END = 1
 """The seedling's end-of-response token."""
 
@@ -59,11 +61,13 @@ class RunResult:
     """Times, counts and texts of one run of a workload.
 
     `decoded` holds, for each step without prefill, its rows, their context, the tokens computed and
-    emitted, and seconds. `texts` are all samples in the order of their prompts; `surprise` is the
-    total negative log-likelihood of their tokens in nats.
+    emitted, and seconds. `cpu_seconds` is the CPU time of these steps in the thread that runs them.
+    `texts` are all samples in the order of their prompts; `surprise` is the total negative
+    log-likelihood of their tokens in nats.
     """
 
     seconds: float = 0.0
+    cpu_seconds: float = 0.0
     tokens: int = 0
     drafted: int = 0
     accepted: int = 0
@@ -76,7 +80,8 @@ class Arm:
     """Engine with one drafter: `off` (none), `ours`, `ngram` or `suffix`.
 
     vLLM is identical in all arms, including its own attention; if the name ends in GNU, it runs
-    with GNU's OpenMP. `ours` can be limited to a fixed draft length or use the oracle (`run`).
+    with GNU's OpenMP. `ours` can be limited to a fixed draft length, use the oracle or be disabled
+    (`run`).
     """
 
     def __init__(self, name: str, model: Path, cache: Path) -> None:
@@ -167,6 +172,9 @@ class Arm:
         if name in ("off", "ngram", "suffix"):
             return
         drafter = self._runner.drafter
+        drafter.is_enabled = not name.startswith(DISABLED)
+        if not drafter.is_enabled:
+            return
         if not self._speculators:
             self._speculators["ours"] = drafter.speculator
         if name not in self._speculators:
@@ -204,13 +212,14 @@ class Arm:
         while scheduler.has_unfinished_requests():
             there = {name: each.num_output_tokens for name, each in scheduler.requests.items()}
             requests = dict(scheduler.requests)
-            began = time.perf_counter()
+            began, cpu_began = time.perf_counter(), time.thread_time()
             outputs = self._llm.llm_engine.step()
-            seconds = time.perf_counter() - began
+            seconds, cpu_seconds = time.perf_counter() - began, time.thread_time() - cpu_began
             new = sum(each.num_output_tokens - there[n] for n, each in requests.items())
             came.tokens += new
             if all(there.values()):
                 came.decoded.append((*self._computed(len(there)), new, seconds))
+                came.cpu_seconds += cpu_seconds
             for name, request in requests.items():
                 if request.is_finished():
                     said[name] = list(request.output_token_ids)

@@ -1,7 +1,7 @@
 """The speculation benchmark: teacher forcing, records and estimates."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +11,13 @@ import pytest
 import torch
 
 from bench.harness.replay_estimate import cells, predict_seconds
-from bench.harness.speculation_results import ArmResult, Round, summarize_run, workload_rows
+from bench.harness.speculation_results import (
+    ArmResult,
+    Round,
+    guard_rows,
+    summarize_run,
+    workload_rows,
+)
 from bench.harness.teacher_forced import Fixed, OraclePolicy, TeacherForced
 from engine.speculation.cost import Step
 from kernels.draft_index import store
@@ -83,7 +89,8 @@ def test_oracle_drafts_correct_tokens_and_fixed_length_its_number(
 
 def run(seconds: float) -> dict[str, Any]:
     decoded = [(8, 80, 8, 8, seconds), (8, 88, 8, 8, seconds), (1, 20, 3, 2, seconds)]
-    return {"seconds": 3, "tokens": 18, "drafted": 2, "accepted": 1, "decoded": decoded}
+    counted = {"tokens": 18, "drafted": 2, "accepted": 1}
+    return {"seconds": 3, "cpu_seconds": 2 * seconds, "decoded": decoded, **counted}
 
 
 def one_round(seed: int, *names: str) -> Round:
@@ -120,6 +127,24 @@ def test_tails_are_compared_in_rounds_that_counted_them() -> None:
     rows = {row.what: row.value for row in workload_rows(rounds)}
     assert "with 4 or fewer running, 2 rounds, 1.00x" in rows["ours over off, 3 rounds"]
     assert "<= 1: 33%, <= 4: 0%, <= 8: 67%" in rows["ours: 3 runs"]
+
+
+def test_guard_compares_times_and_an_arm_with_itself() -> None:
+    rounds = [one_round(seed, "off", "ours", "disabled", "disabled-again") for seed in (1, 2)]
+    for one in rounds:
+        one.arms["ours"] = summarize_run(run(0.8), None)
+    rows = {row.what: row for row in guard_rows(rounds)}
+    loss = rows["ours over disabled, 2 rounds, wall time"]
+    assert (loss.value, loss.verdict) == ("0.625x [0.625, 0.625] as fast", "missed")
+    assert rows["ours over off, 2 rounds, CPU time"].value == loss.value
+    assert rows["disabled-again over disabled, 2 rounds, CPU time"].verdict == "met"
+
+
+def test_guard_leaves_rounds_without_cpu_time_out_of_its_comparison() -> None:
+    new, old = (one_round(seed, "off", "ours") for seed in (1, 2))
+    old.arms["off"] = replace(old.arms["off"], cpu_seconds=None)
+    rows = [row.what for row in guard_rows([new, old])][-2:]
+    assert rows == ["ours over off, 2 rounds, wall time", "ours over off, 1 rounds, CPU time"]
 
 
 @pytest.mark.skipif(not store.is_built(), reason="the draft store was not built: no C++ compiler")
