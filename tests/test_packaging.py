@@ -180,6 +180,7 @@ def test_client_wheel_contains_only_the_client(client_wheel: Path) -> None:
     assert {name.split("/")[0].split("-")[0] for name in names} == {"coppice", "coppice_client"}
 
 
+@pytest.mark.exhaustive
 def test_server_wheel_contains_packages_type_markers_and_seedling(
     server_wheel: Path,
 ) -> None:
@@ -202,6 +203,7 @@ def test_server_wheel_contains_packages_type_markers_and_seedling(
     assert not [name for name in names if name.startswith(("tests/", "bench/", "coppice/"))]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not compiles(), reason="no C++ compiler")
 def test_server_wheel_contains_compiled_libraries_and_is_tagged_py3(server_wheel: Path) -> None:
     libraries = {
@@ -233,6 +235,7 @@ def test_files_copied_into_an_image_build_the_complete_wheel(file: Path, tmp_pat
     assert libraries | {"service/openapi.yaml", "examples/seedling/model/config.json"} <= names
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not compiles(), reason="no C++ compiler")
 def test_compiled_kernel_is_found_outside_the_checkout(server_wheel: Path, tmp_path: Path) -> None:
     python = install(server_wheel, tmp_path / "env")
@@ -257,6 +260,7 @@ def test_client_works_outside_the_checkout(client_wheel: Path, tmp_path: Path) -
     assert Path(where.strip()).is_relative_to(tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_server_works_outside_the_checkout(
     client_wheel: Path, server_wheel: Path, tmp_path: Path
 ) -> None:

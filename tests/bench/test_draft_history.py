@@ -13,13 +13,18 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+MORE_CASES = [(2, 64), (4, 16), (4, 64)]
+
+
 @pytest.fixture(scope="module", params=["1.0", "0.6"])
 def trace(request: Any) -> Trace:
     return Trace.load(TRACES / f"seedling-{request.param}.npz")
 
 
-@pytest.mark.parametrize("num_replicas", [2, 4])
-@pytest.mark.parametrize("interval", [16, 64])
+@pytest.mark.parametrize(
+    ("num_replicas", "interval"),
+    [(2, 16), *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in MORE_CASES)],
+)
 def test_accepted_length_is_within_two_percent_of_one_store(
     trace: Trace, num_replicas: int, interval: int
 ) -> None:

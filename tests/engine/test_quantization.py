@@ -70,16 +70,13 @@ def fall_asleep_and_wake(engine: LiveEngine) -> None:
     ("family", "method", "dtype"),
     [
         ("dense", "fp8_per_channel", torch.float8_e4m3fn),
+        pytest.param("dense", "fp8_per_block", torch.float8_e4m3fn, marks=needs_amx),
         pytest.param(
-            *("dense", "fp8_per_block", torch.float8_e4m3fn),
-            marks=[needs_amx, pytest.mark.exhaustive],
-        ),
-        pytest.param(
-            *("mixture_of_experts", "int8_per_channel_weight_only", torch.int8),
-            marks=[needs_amx, pytest.mark.exhaustive],
+            "mixture_of_experts", "int8_per_channel_weight_only", torch.int8, marks=needs_amx
         ),
     ],
 )
+@pytest.mark.exhaustive
 def test_versions_are_quantized_as_by_an_engine_that_starts_from_them(
     family: str, method: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:

@@ -12,13 +12,14 @@ import pytest
 
 from tests.invariants.kv_load import handle_of, latencies, readers
 from tests.invariants.kv_server import kv_server
+from tests.sample_sizes import num_examples
 
 pytestmark = pytest.mark.slow
 
 BYTES_PER_SECOND = 2**28
 MAX_BYTES_PER_REQUEST = 2**25
 """The readers get it in 1/8 s at their limit. On a busy machine they wait as all others do."""
-NUM_READS = 8
+NUM_READS = num_examples(8)
 REQUESTS_PER_ROUND = 5
 
 

@@ -87,6 +87,7 @@ def test_sigterm_under_load_answers_every_earlier_request(place: ServerHome) -> 
     assert place.leftover_files() == []
 
 
+@pytest.mark.exhaustive
 def test_second_ctrl_c_ends_everything_at_once(place: ServerHome) -> None:
     with service(place, *FRUGAL, "--server.drain-seconds", "600") as server:
         with load(server.url, max_tokens=900) as running:

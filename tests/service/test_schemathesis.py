@@ -22,6 +22,7 @@ from schemathesis.openapi import from_dict
 
 from engine.types import ChatRequest, EngineInfo
 from tests.fake_engine import FakeEngine
+from tests.sample_sizes import TIMES
 from tests.service.keyfile import write_keys
 from tests.serving_thread import serving_in_thread
 
@@ -87,7 +88,9 @@ def _config() -> schemathesis.Config:
             # Only links of the contract, not those inferred from names: a rollout whose answer was
             # awaited is not cached.
             "phases": {
-                "stateful": {"inference": {"algorithms": []}, "generation": {"mode": "positive"}}
+                # 8000 requests with values at and beyond each limit of the contract.
+                "coverage": {"enabled": TIMES >= 0.3},
+                "stateful": {"inference": {"algorithms": []}, "generation": {"mode": "positive"}},
             },
             "generation": {"deterministic": True, "database": "none", "max-examples": EXAMPLES},
             "operations": [

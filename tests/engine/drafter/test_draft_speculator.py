@@ -17,6 +17,8 @@ from tests.engine.drafter.draft_runner import (
 )
 
 pytest.importorskip("triton")
+from tests.sample_sizes import num_examples
+
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 
@@ -167,7 +169,7 @@ def test_blocks_of_an_ended_request_lose_their_drafts_kv_when_reused() -> None:
     assert runner.step(["b"], LONGEST) == stock.step(["b"], LONGEST)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(num_examples(6)))
 def test_drafts_are_those_of_vllm_after_any_sequence_of_lengths(seed: int) -> None:
     draw, pair, names, drafted = Random(seed), Pair(), ["a"], 0
     pair.add("a", PROMPT)

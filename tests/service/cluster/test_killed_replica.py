@@ -63,6 +63,7 @@ def test_replica_killed_during_a_load_returns_with_the_version_of_the_others(
     assert served(fleet) == {"v2"}
 
 
+@pytest.mark.exhaustive
 def test_version_that_only_a_killed_replica_has_loaded_is_lost_as_a_whole(
     fleet: Sequence[Replica],
 ) -> None:

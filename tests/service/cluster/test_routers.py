@@ -37,14 +37,15 @@ BODIES: dict[str, dict[str, Any]] = {
     "/generate": GENERATE,
 }
 
-both = pytest.mark.parametrize(
-    "program", [VLLM_ROUTER, SGLANG_ROUTER], ids=["vllm-router", "sglang-router"]
-)
-prefix_aware = pytest.mark.parametrize(
-    "program",
-    [replace(program, policy="cache_aware") for program in (VLLM_ROUTER, SGLANG_ROUTER)],
-    ids=["vllm-router", "sglang-router"],
-)
+
+def of_each_router(**changes: Any) -> pytest.MarkDecorator:
+    vllm, sglang = (replace(program, **changes) for program in (VLLM_ROUTER, SGLANG_ROUTER))
+    other = pytest.param(sglang, id="sglang-router", marks=pytest.mark.exhaustive)
+    return pytest.mark.parametrize("program", [pytest.param(vllm, id="vllm-router"), other])
+
+
+both = of_each_router()
+prefix_aware = of_each_router(policy="cache_aware")
 
 
 @dataclass(frozen=True)

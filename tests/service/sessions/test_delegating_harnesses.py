@@ -90,6 +90,7 @@ SCENARIOS = {
 }
 
 
+@pytest.mark.exhaustive
 async def test_openai_agents_over_responses(tmp_path: Path, family: FamilyEngine) -> None:
     install("clients")
     async with harnesses(tmp_path, family, Policy(), n=len(SCENARIOS)) as found:

@@ -103,7 +103,9 @@ async def test_tool_loop_over_mcp(tmp_path: Path, family: FamilyEngine) -> None:
         await found.check()
 
 
-@pytest.mark.parametrize("stream", ["whole", "streamed"])
+@pytest.mark.parametrize(
+    "stream", ["whole", pytest.param("streamed", marks=pytest.mark.exhaustive)]
+)
 async def test_openai_agents(tmp_path: Path, family: FamilyEngine, stream: str) -> None:
     install("clients")
     async with harness(tmp_path, family) as found:
@@ -116,6 +118,7 @@ async def test_openai_agents(tmp_path: Path, family: FamilyEngine, stream: str) 
         await found.check()
 
 
+@pytest.mark.exhaustive
 async def test_rllm_gateway(tmp_path: Path, family: FamilyEngine) -> None:
     """The gateway in front of the server, and in front of a session; its traces have all tokens."""
     install("clients")
@@ -144,6 +147,7 @@ async def test_rllm_gateway(tmp_path: Path, family: FamilyEngine) -> None:
             await each.check()
 
 
+@pytest.mark.exhaustive
 async def test_langgraph(tmp_path: Path, family: FamilyEngine) -> None:
     install("clients")
     scenarios = ("chat", "chat_streamed", "responses", "responses_streamed")
