@@ -8,30 +8,30 @@ fresh memory, over the transport that UCX selects on one machine.
 
 import argparse
 import asyncio
-import mmap
-import socket
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Awaitable, Callable
 
 import torch
 from transformers import AutoModelForCausalLM
 
+from bench.harness.bare_sockets import bare_readers, bare_sender, read_once
 from bench.harness.paired_runs import Pairs, alternate
 from bench.harness.record import Record, Row, add_out
 from coppice import KvHandle, KvSource, PromptKV
 from coppice.prompt_kv.http_client import Download
 from coppice.prompt_kv.nixl import installed
 from engine.settings import EngineSettings
-from tests.invariants.kv_load import handle_of, latencies, loopback_bytes_per_second, readers
+from tests.invariants.kv_load import (
+    Latencies,
+    handle_of,
+    latencies,
+    loopback_bytes_per_second,
+    readers,
+)
 from tests.invariants.kv_server import BYTES_PER_TOKEN, kv_server
 
 TOKENS = 1024
-PIECE_BYTES = 2**20
 ARMS = (
     "bare socket",
     "HTTP",
@@ -47,33 +47,6 @@ Arms = dict[str, Callable[[], Callable[[], None] | None]]
 H200_SECONDS_PER_TOKEN = 2 * 8.2e9 / (0.4 * 989e12)
 
 
-def serve_bytes(path: Path, offset: int, num_bytes: int) -> None:
-    """Send all bytes of a file region to each connection, as the plain-socket baseline."""
-    with path.open("rb") as file:
-        arena = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-    data = arena[offset : offset + num_bytes]
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        print(listener.getsockname()[1], flush=True)
-        while True:
-            connection, _ = listener.accept()
-            with connection:
-                for start in range(0, num_bytes, PIECE_BYTES):
-                    connection.sendall(data[start : start + PIECE_BYTES])
-
-
-@contextmanager
-def bare_sender(handle: KvHandle) -> Iterator[int]:
-    shm = handle.locators[0]
-    what = [str(shm.path), str(shm.offset), str(handle.num_bytes)]
-    command = [sys.executable, "-m", "bench.kv_transport", "--send", *what]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout
-        try:
-            yield int(process.stdout.readline())
-        finally:
-            process.kill()
-
-
 class Reader:
     """Reads the KV of one handle by every transport, and records the seconds of each read."""
 
@@ -87,10 +60,7 @@ class Reader:
         self._buffer = memoryview(bytearray(handle.num_bytes))
 
     def bare(self) -> None:
-        at = 0
-        with socket.create_connection(("127.0.0.1", self._port)) as connection:
-            while at < len(self._buffer):
-                at += connection.recv_into(self._buffer[at:])
+        read_once(self._port, self._buffer)
 
     def http(self) -> None:
         path = self._handle.locators[-1].url
@@ -168,12 +138,19 @@ def transports(rounds: int) -> tuple[dict[str, list[float]], int]:
 
 
 def latency_beside_readers(num_rounds: int) -> list[Row]:
-    """Request latency while four KV readers use a quarter of the loopback bandwidth."""
+    """Request latency while four KV readers use a quarter of the loopback bandwidth.
+
+    Four readers of bare sockets, at the same rate from a process of their own, show how much of it
+    is due to the machine's processors.
+    """
     rate = loopback_bytes_per_second() / 4
     with kv_server(rate) as url:
         handle = handle_of(url, TOKENS // 2)
         latencies(url, 20)
         idle = latencies(url, num_rounds)
+        with bare_sender(handle, rate) as port, bare_readers(port, handle.num_bytes, 4):
+            beside_sockets = latencies(url, num_rounds)
+        handle = handle_of(url, TOKENS // 2)
         with readers(url, handle, 4):
             loaded = latencies(url, num_rounds)
     slower = loaded.p50_of_rollouts / idle.p50_of_rollouts
@@ -186,11 +163,20 @@ def latency_beside_readers(num_rounds: int) -> list[Row]:
         ),
         Row(
             what="four readers: p50 latency of a small rollout, loaded / idle",
-            value=f"{slower:.2f} ({loaded.p50_of_rollouts:.1f} ms, {idle.p50_of_rollouts:.1f} ms)",
+            value=compared(loaded, idle),
             goal="<= 1.3",
             verdict="met" if slower <= 1.3 else "missed",
         ),
+        Row(
+            what="four bare sockets instead, from another process: p50 of a small rollout",
+            value=compared(beside_sockets, idle),
+        ),
     ]
+
+
+def compared(loaded: Latencies, idle: Latencies) -> str:
+    slower = loaded.p50_of_rollouts / idle.p50_of_rollouts
+    return f"{slower:.2f} ({loaded.p50_of_rollouts:.1f} ms, {idle.p50_of_rollouts:.1f} ms)"
 
 
 def record(seconds: dict[str, list[float]], num_bytes: int, rows: list[Row], model: str) -> Record:
@@ -260,15 +246,10 @@ def _worth_row(arm: str, per_second: float, speed: float, small_bytes: int, need
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--send", nargs=3, help="run as the sender of the bare socket (internal)")
     parser.add_argument("--rounds", type=int, default=15)
     add_out(parser)
     parser.add_argument("--model", default=EngineSettings().model)
     arguments = parser.parse_args()
-    if arguments.send is not None:
-        path, offset, num_bytes = arguments.send
-        serve_bytes(Path(path), int(offset), int(num_bytes))
-        return
     seconds, length = transports(arguments.rounds)
     result = record(seconds, length, latency_beside_readers(100), arguments.model)
     result.show()
