@@ -12,13 +12,14 @@ from starlette.types import Receive, Scope, Send
 
 from service.http.errors import RangeNotSatisfiable
 from service.http.uvicorn_protocol import SEND_BODY_EXTENSION, SendBodyExtension
-from service.prompt_kv.bandwidth import PIECE_BYTES
 from service.prompt_kv.handle import DownloadPin, Handle
 from service.prompt_kv.manager import PromptKvManager
 from service.prompt_kv.socket_sender import SocketSender
 
 _SINGLE_RANGE = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})")
 MEDIA_TYPE = "application/octet-stream"
+BODY_PIECE_BYTES = 2**20
+"""Number of bytes that the event loop copies at a time, under another ASGI server."""
 RangeSelection = tuple[int, dict[str, str], memoryview]
 
 
@@ -122,10 +123,10 @@ class KvDataResponse(Response):
                 lambda connection: self._socket_sender.send(connection, data, owner=owner, pin=pin)
             )
         else:
-            for start in range(0, len(data), PIECE_BYTES):
+            for start in range(0, len(data), BODY_PIECE_BYTES):
                 with pin.turn() as is_leased:
                     if not is_leased:
                         return  # a body shorter than Content-Length: the server closes
-                    piece = bytes(data[start : start + PIECE_BYTES])
+                    piece = bytes(data[start : start + BODY_PIECE_BYTES])
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body", "body": b""})

@@ -7,7 +7,6 @@ import pytest
 from service.prompt_kv.bandwidth import (
     BURST_SECONDS,
     MIN_PIECE_BYTES,
-    PIECE_BYTES,
     RateLimiter,
     ReaderRate,
     Turns,
@@ -52,7 +51,7 @@ def test_unlimited_rate_never_waits() -> None:
 
 @pytest.mark.parametrize(
     ("bytes_per_second", "expected"),
-    [(None, PIECE_BYTES), (1e12, PIECE_BYTES), (1e6, 10**5), (1.0, MIN_PIECE_BYTES)],
+    [(None, 2**22), (1e12, 2**22), (1e6, 10**5), (1.0, MIN_PIECE_BYTES)],
 )
 def test_piece_takes_a_short_time_to_send(bytes_per_second: float | None, expected: int) -> None:
     assert RateLimiter(bytes_per_second).piece_bytes == expected
