@@ -6,8 +6,10 @@ not fail on invalid files. Refused weights are deleted.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,6 +35,9 @@ from service.weights.versions import Version, Versions
 OnReceived = Callable[[int, int], None]
 """Callback for each received file: bytes received, and bytes of the resulting file."""
 
+ABANDONED_SECONDS = 3600.0
+"""Age of the last file of an incomplete version after which the next upload deletes it."""
+
 log = logging.getLogger(__name__)
 
 
@@ -48,6 +53,7 @@ class WeightStager:
         *,
         retain_superseded: int,
         on_received: OnReceived,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
         self._versions = versions
@@ -55,7 +61,9 @@ class WeightStager:
         self._retain = retain_superseded
         self._on_received = on_received
         self._announcer = announcer
+        self._clock = clock
         self._change_lock = asyncio.Lock()
+        self._num_uploads = Counter[str]()
 
     async def upload(
         self,
@@ -70,30 +78,57 @@ class WeightStager:
     ) -> tuple[Version, bool]:
         """Add an uploaded file to a version; returns the version and whether the file is new.
 
+        The version that is returned has the checksum of the received file, also of a shard.
         `announced` is set if the version was fetched from another replica, which published it.
         """
         self._check_sequence(label, sequence)
-        upload: IncomingFile
+        with self._uploading(label):
+            self._delete_abandoned()
+            upload, scan = await self._receive(chunks, digest, sharded=sharded)
+            try:
+                async with self._change_lock, self._delete_unless_listed(label):
+                    version, is_new = await self._add(
+                        label,
+                        name,
+                        upload,
+                        sequence=sequence,
+                        sharded=sharded,
+                        announced=announced,
+                        magnitudes=scan.magnitudes,
+                    )
+                    return replace(version, xxh3_128=upload.xxh3_128), is_new
+            finally:
+                self._checkpoints.discard(upload)
+
+    async def _receive(
+        self, chunks: AsyncIterator[bytes], digest: str | None, *, sharded: bool
+    ) -> tuple[IncomingFile, MagnitudeScan]:
+        """Receive a file, and find the magnitudes of its tensors unless it is a shard."""
         scan = MagnitudeScan()
         if sharded:
-            upload = await self._checkpoints.receive(chunks, digest)
-        elif digest is None and not self._announcer.publishes:
-            upload = await self._checkpoints.receive_unhashed(chunks, scan.update)
-        else:
-            upload = await self._checkpoints.receive(chunks, digest, scan.update)
+            return await self._checkpoints.receive(chunks, digest), scan
+        if digest is None and not self._announcer.publishes:
+            return await self._checkpoints.receive_unhashed(chunks, scan.update), scan
+        return await self._checkpoints.receive(chunks, digest, scan.update), scan
+
+    @contextmanager
+    def _uploading(self, label: str) -> Iterator[None]:
+        """Context manager in which an incomplete version is not abandoned."""
+        self._num_uploads[label] += 1
         try:
-            async with self._change_lock, self._delete_unless_listed(label):
-                return await self._add(
-                    label,
-                    name,
-                    upload,
-                    sequence=sequence,
-                    sharded=sharded,
-                    announced=announced,
-                    magnitudes=scan.magnitudes,
-                )
+            yield
         finally:
-            self._checkpoints.discard(upload)
+            self._num_uploads[label] -= 1
+            self._num_uploads += Counter()  # removes labels without uploads
+
+    def _delete_abandoned(self) -> None:
+        """Delete versions that are incomplete, and received their last file long ago."""
+        oldest = self._clock() - ABANDONED_SECONDS
+        for version in self._versions.all():
+            is_old = version.state == "incomplete" and version.received_at < oldest
+            if is_old and not self._num_uploads[version.label]:
+                log.info("%s is deleted: its upload was not completed", version.label)
+                self._drop(version.label)
 
     async def upload_delta(
         self,
@@ -312,6 +347,7 @@ class WeightStager:
             xxh3_128=None if sharded else upload.xxh3_128,
             digests=digests,
             missing_files=missing,
+            received_at=self._clock(),
         )
         return await self._validate_and_put(version, magnitudes), True
 

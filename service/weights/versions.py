@@ -37,6 +37,7 @@ class Version:
     digest of the delta from which it was uploaded; the delta is stored too. `announced` means that
     the version is published in the cluster registry. `xxh3_128` is the checksum of a version that
     was uploaded as one file. `digests` has the SHA-256 of each file, once it is needed.
+    `received_at` is the monotonic time at which the last file was received.
     """
 
     label: str
@@ -52,6 +53,7 @@ class Version:
     xxh3_128: str | None = None
     digests: Mapping[str, str] = field(default_factory=dict)
     missing_files: tuple[str, ...] = ()
+    received_at: float = 0.0
 
     def answer(self) -> VersionAnswer:
         return VersionAnswer(

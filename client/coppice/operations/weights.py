@@ -11,35 +11,30 @@ from urllib.parse import quote
 from pydantic import TypeAdapter
 
 from coppice.errors import (
-    BadAnswer,
     BaseUnavailable,
     TimedOut,
     TransportError,
     VersionConflict,
     WeightsRefused,
 )
+from coppice.operations.weight_streams import WeightUploads
 from coppice.transport.messages import (
     HttpRequest,
-    StreamedBody,
     file_chunks,
     file_request,
     json_request,
-    upload_request,
 )
 from coppice.transport.retry import RequestSender
 from coppice.weights.delta_writer import BaseFile
 from coppice.weights.image import (
-    ChecksummedChunks,
     SafetensorsImage,
     one_file,
     tensors_of_source,
 )
 from coppice.weights.local_upload import LocalFile, is_shared
 from coppice.weights.safetensors_index import checkpoint_files
-from coppice.weights.safetensors_writer import (
-    StateDict,
-    sha256_of,
-)
+from coppice.weights.safetensors_writer import StateDict, sha256_of
+from coppice.weights.shards import file_of, shards_of
 from coppice.wire.base import Label
 from coppice.wire.kv_versions import ActivationKv
 from coppice.wire.weights import (
@@ -53,6 +48,7 @@ from coppice.wire.weights import (
 )
 
 log = logging.getLogger("coppice")
+MAX_STREAMS = 64
 _LABEL: TypeAdapter[str] = TypeAdapter(Label)
 
 
@@ -75,6 +71,7 @@ class WeightsOperations:
         *,
         sequence: int | None = None,
         delta: bool = False,
+        streams: int = 1,
         timeout: float | None = None,
     ) -> VersionAnswer:
         """Uploads weights: a state dict, a .safetensors file or a checkpoint directory.
@@ -86,7 +83,12 @@ class WeightsOperations:
         With `delta` the weights are written to a temporary file, which is kept until the next
         upload or until the client is closed. The next upload then sends only the changes,
         bit-exactly, or the full weights if the server no longer has the base.
+
+        With several `streams` the weights are uploaded as a sharded checkpoint of as many files,
+        each over a connection of its own. This is faster where the round-trip time limits the rate
+        of a connection. Such a version cannot be the base of a delta.
         """
+        _check_streams(streams, delta)
         if delta:
             return await self._upload_changes(version, source, sequence, timeout)
         address, image = _address(version), one_file(source)
@@ -94,8 +96,11 @@ class WeightsOperations:
             answer = await self._hand_over(address, image, sequence, timeout)
             if answer is not None:
                 return answer
+        uploads = WeightUploads(self._sender, address, sequence, timeout)
+        if streams > 1:
+            return await uploads.upload_all(shards_of(tensors_of_source(source), streams))
         if image is not None:
-            return await self._stream(address, image, sequence, timeout)
+            return await uploads.upload(file_of(image))
         assert not isinstance(source, Mapping), "a state dict has an image"
         return await self._upload_shards(address, Path(source), sequence, timeout)
 
@@ -153,10 +158,13 @@ class WeightsOperations:
         kv: ActivationKv = "reset",
         allow_rollback: bool = False,
         delta: bool = False,
+        streams: int = 1,
         timeout: float | None = None,
     ) -> ActivationAnswer:
         """Uploads and activates weights: calls upload_weights, then activate_weights."""
-        await self.upload_weights(version, source, sequence=sequence, delta=delta, timeout=timeout)
+        await self.upload_weights(
+            version, source, sequence=sequence, delta=delta, streams=streams, timeout=timeout
+        )
         return await self.activate_weights(
             version, mode=mode, kv=kv, allow_rollback=allow_rollback, timeout=timeout
         )
@@ -216,33 +224,6 @@ class WeightsOperations:
             request = StageRequest(local_file=file.name, sequence=sequence)
             call = json_request("POST", address, request, read_timeout=timeout)
             return (await self._sender.send(call)).read(VersionAnswer)
-
-    async def _stream(
-        self,
-        address: str,
-        image: SafetensorsImage | Path,
-        sequence: int | None,
-        timeout: float | None,
-    ) -> VersionAnswer:
-        """Uploads weights and compares the server's checksum with that of the sent bytes.
-
-        It is computed while they are sent: a digest takes longer than a fast network.
-        """
-        chunks = ChecksummedChunks()
-        if isinstance(image, Path):
-            body = StreamedBody(
-                num_bytes=image.stat().st_size, chunks=lambda: chunks.of(file_chunks(image))
-            )
-        else:
-            body = StreamedBody(num_bytes=image.num_bytes, chunks=lambda: chunks.of(image.chunks()))
-        call = upload_request(
-            address, body, None, params=_params(sequence, None), read_timeout=timeout
-        )
-        answer = (await self._sender.send(call)).read(VersionAnswer)
-        if answer.xxh3_128 is not None and answer.xxh3_128 != chunks.checksum:
-            await self._sender.send_best_effort(HttpRequest(method="DELETE", path=address))
-            raise BadAnswer("the server received other bytes than were sent")
-        return answer
 
     async def _upload_changes(
         self,
@@ -313,3 +294,10 @@ def _params(sequence: int | None, base: str | None) -> dict[str, str]:
 
 def _address(version: str) -> str:
     return f"/v1/weights/{_LABEL.validate_python(version)}"
+
+
+def _check_streams(streams: int, delta: bool) -> None:
+    if not 1 <= streams <= MAX_STREAMS:
+        raise ValueError(f"streams must be from 1 to {MAX_STREAMS}")
+    if delta and streams > 1:
+        raise ValueError("delta and several streams exclude each other: a delta is one file")

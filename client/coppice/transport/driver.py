@@ -5,10 +5,11 @@ does its work inside the call and never suspends, so the coroutines complete in 
 event loop.
 """
 
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Coroutine, Generator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Protocol, TypeVar
+from threading import Event
+from typing import Any, Protocol, TypeVar
 
 from coppice.errors import Redirected
 from coppice.transport.messages import HttpRequest, HttpResponse
@@ -39,6 +40,9 @@ class Driver(Protocol):
     receive: yields the chunks of a response as they arrive. An unsuccessful status is raised as its
         exception first. Raises TransportError if the response ends early. Closing the generator
         closes the connection.
+    run_all: runs coroutines over this driver at the same time; returns their results in order. When
+        one fails, `stop` is set, the others are cancelled or waited for, and its exception is
+        raised.
     run_steps: runs short blocking steps, outside the event loop if there is one. When it is
         cancelled, no step is running any more.
     """
@@ -46,6 +50,8 @@ class Driver(Protocol):
     async def send(self, call: HttpRequest) -> HttpResponse: ...
 
     def receive(self, call: HttpRequest) -> AsyncGenerator[bytes, None]: ...
+
+    async def run_all(self, calls: Sequence[Coroutine[Any, Any, T]], stop: Event) -> list[T]: ...
 
     async def run_steps(self, steps: Generator[None, None, T]) -> T: ...
 
@@ -82,6 +88,9 @@ class RedirectingDriver:
                 if hop == MAX_REDIRECTS:
                     raise
                 current = self._redirected(call, redirected.location)
+
+    async def run_all(self, calls: Sequence[Coroutine[Any, Any, T]], stop: Event) -> list[T]:
+        return await self._driver.run_all(calls, stop)
 
     async def run_steps(self, steps: Generator[None, None, T]) -> T:
         return await self._driver.run_steps(steps)

@@ -3,8 +3,18 @@
 import asyncio
 import random
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator, Iterator
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Generator,
+    Iterator,
+    Sequence,
+)
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import aclosing, asynccontextmanager, closing, contextmanager
+from threading import Event
 from typing import Any, TypeVar
 
 import httpx
@@ -134,6 +144,16 @@ class AsyncDriver:
                 async for chunk in response.aiter_bytes():
                     yield chunk
 
+    async def run_all(self, calls: Sequence[Coroutine[Any, Any, T]], stop: Event) -> list[T]:
+        running = [asyncio.ensure_future(call) for call in calls]
+        try:
+            return await asyncio.gather(*running)
+        finally:
+            stop.set()
+            for task in running:
+                task.cancel()
+            await asyncio.wait(running)
+
     async def run_steps(self, steps: Generator[None, None, T]) -> T:
         try:
             while (finished := await _off_loop(lambda: _step(steps))) is None:
@@ -220,6 +240,16 @@ class BlockingDriver:
                 from_httpx_response(response).check()
             for chunk in response.iter_bytes():
                 yield chunk
+
+    async def run_all(self, calls: Sequence[Coroutine[Any, Any, T]], stop: Event) -> list[T]:
+        with ThreadPoolExecutor(len(calls), thread_name_prefix="coppice") as threads:
+            running = [threads.submit(run_sync, call) for call in calls]
+            try:
+                for each in as_completed(running):
+                    each.result()
+            finally:
+                stop.set()
+            return [each.result() for each in running]
 
     async def run_steps(self, steps: Generator[None, None, T]) -> T:
         with closing(steps):

@@ -15,7 +15,7 @@ BLOCK_BYTES = 4 * 2**20
 """Bytes of a tensor that are read, compared and written at a time."""
 LENGTH_BYTES = 8  # size of the header length at the start of the file
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
-_INDEX = "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
 
 
 class ByteSpan(NamedTuple):
@@ -134,7 +134,7 @@ class Checkpoint:
 
 def checkpoint_files(source: Path) -> Checkpoint:
     """Lists the files of a checkpoint; raises an exception if one is missing or incomplete."""
-    index = source / _INDEX
+    index = source / INDEX
     if index.is_file():
         shards = _shards(index)
         files, tensors = (index, *shards), shards
@@ -151,7 +151,7 @@ def _single_file(source: Path) -> Path:
     found = sorted(source.glob("*.safetensors"))
     if len(found) != 1:
         raise ValueError(
-            f"{source} has {len(found)} .safetensors files and no {_INDEX}:"
+            f"{source} has {len(found)} .safetensors files and no {INDEX}:"
             " expected one file, or an index of all"
         )
     return found[0]

@@ -62,7 +62,8 @@ class VersionAnswer(AnswerModel):
 
     `base` is the version of which it was received as a delta.
     `received_bytes` is the number of bytes transferred for it.
-    `xxh3_128` is the checksum of a version that was uploaded as one file.
+    `xxh3_128` is the checksum of a version that was uploaded as one file; in the response to an
+    upload, of the received file.
     `sha256` is its digest, once it was needed.
     """
 
