@@ -72,10 +72,11 @@ from engine.types import (
     VersionSpan,
 )
 from engine.weights.checkpoint import Checkpoint, read_base_checkpoint
+from engine.weights.loaded_adapters import LoadedAdapters
 from engine.weights.machine_copies import MachineCopies
 from engine.weights.magnitudes import UNKNOWN, Magnitudes
 from engine.weights.sleep_mode import SleepMode
-from engine.weights.updates import LoadedAdapters, ServedWeights
+from engine.weights.updates import ServedWeights
 from engine.weights.validation import check_adapter, check_checkpoint
 
 SAVE_SECONDS: Final = 30.0

@@ -43,7 +43,7 @@ from engine.types import (
     TopLogprobRows,
     VersionSpan,
 )
-from engine.weights.updates import LoadedAdapters
+from engine.weights.loaded_adapters import LoadedAdapters
 
 
 class PendingSample:

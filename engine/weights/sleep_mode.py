@@ -7,7 +7,8 @@ from engine.errors import EngineDead, MemoryUnavailable
 from engine.launch.processes import VllmProcesses
 from engine.runtime.heartbeat import Heartbeat
 from engine.types import WEIGHTS, SleepLevel, SleepTag
-from engine.weights.updates import LoadedAdapters, ServedWeights
+from engine.weights.loaded_adapters import LoadedAdapters
+from engine.weights.updates import ServedWeights
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Weights versions and LoRA adapters of the running engine, updated from the service's process."""
+"""Weights versions of the running engine, updated from the service's process."""
 
 import asyncio
 import logging
@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from vllm.lora.request import LoRARequest
-
-from engine.errors import EngineDead, LoadFailed, RequestRefused
+from engine.errors import EngineDead, LoadFailed
 from engine.launch.processes import VllmProcesses
 from engine.runtime.heartbeat import Heartbeat
 from engine.weights.checkpoint import Checkpoint
@@ -170,70 +168,3 @@ def _fingerprint(path: Path) -> Fingerprint:
         return tuple((f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files)
     except OSError:
         return ()
-
-
-class LoadedAdapters:
-    """LoRA adapters loaded into vLLM, by label. Only one caller may load or unload at a time.
-
-    vLLM caches prefixes by an adapter's name and path, and its weights by a number. Neither is ever
-    reused here, so a replaced adapter's KV is never matched. vLLM never holds more adapters than it
-    has slots for: it would evict one, and read it from disk again during a step.
-    """
-
-    def __init__(self, capacity: int, copies: MachineCopies) -> None:
-        self._capacity = capacity
-        self._copies = copies
-        self._requests: dict[str, LoRARequest] = {}
-        self._last_number = 0
-
-    def request(self, label: str | None) -> LoRARequest | None:
-        """The LoRARequest of a loaded adapter, or None for samples without an adapter."""
-        if label is None:
-            return None
-        if label not in self._requests:
-            raise RequestRefused(f"no adapter {label!r} is loaded")
-        return self._requests[label]
-
-    def new_request(self, label: str, path: Path) -> LoRARequest:
-        """Create a LoRARequest with an unused name and number."""
-        self._last_number += 1
-        return LoRARequest(f"{label}/{self._last_number}", self._last_number, str(path))
-
-    async def load(self, processes: VllmProcesses, label: str, path: Path) -> None:
-        assert label not in self._requests, f"{label} is loaded"
-        assert len(self._requests) < self._capacity, "vLLM would evict another adapter"
-        request = self.new_request(label, path)
-        await self._copies.create(path)
-        results = await processes.call_workers(
-            "coppice_load_adapter", request.lora_name, request.lora_int_id, request.lora_path
-        )
-        reasons = [reason for reason in results if reason is not None]
-        if reasons:
-            log.warning("the adapter %s could not be loaded: %s", label, reasons[0])
-            await self._copies.discard(path)
-            if len(reasons) < len(results):  # an engine has loaded it
-                await processes.call_workers("coppice_unload_adapter", request.lora_int_id)
-            raise LoadFailed(
-                "the engine could not load the adapter; the server's log has the reason"
-            )
-        self._requests[label] = request
-        await self._copies.keep(path)
-
-    async def reload(self, processes: VllmProcesses) -> bool:
-        """Load all adapters again, after the weights were dropped; returns False if one fails."""
-        for request in self._requests.values():
-            await processes.call_workers("coppice_unload_adapter", request.lora_int_id)
-            results = await processes.call_workers(
-                "coppice_load_adapter", request.lora_name, request.lora_int_id, request.lora_path
-            )
-            if any(reason is not None for reason in results):
-                return False
-        return True
-
-    async def unload(self, processes: VllmProcesses, label: str) -> None:
-        """Unload an adapter that no running sample uses."""
-        held = self._requests.pop(label, None)
-        if held is not None:
-            await processes.call_workers("coppice_unload_adapter", held.lora_int_id)
-            if all(other.lora_path != held.lora_path for other in self._requests.values()):
-                await self._copies.drop(Path(held.lora_path))

@@ -9,8 +9,9 @@ from engine.errors import EngineDead, LoadFailed
 from engine.runtime.heartbeat import Heartbeat
 from engine.settings import EngineSettings
 from engine.weights.checkpoint import read_base_checkpoint
+from engine.weights.loaded_adapters import LoadedAdapters
 from engine.weights.machine_copies import MachineCopies
-from engine.weights.updates import LoadedAdapters, ServedWeights
+from engine.weights.updates import ServedWeights
 from tests.engine.seedling import MODEL
 
 LOADED = {"ok": True, "seconds": 0.1}

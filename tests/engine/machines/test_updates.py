@@ -13,8 +13,9 @@ from engine.errors import LoadFailed
 from engine.launch.environment import COPIES_ENV
 from engine.runtime.heartbeat import Heartbeat
 from engine.settings import EngineSettings
+from engine.weights.loaded_adapters import LoadedAdapters
 from engine.weights.machine_copies import MachineCopies
-from engine.weights.updates import LoadedAdapters, ServedWeights
+from engine.weights.updates import ServedWeights
 from engine.weights.worker_copies import Copies, CopySource
 
 SETTINGS = EngineSettings(nnodes=2, tensor_parallel_size=2, master_addr="127.0.0.1")
