@@ -44,9 +44,21 @@ class ArmResult:
         assert seconds is not None, "an older record"
         return seconds / self.total(TOKENS)
 
-    def rate(self, most: int = ROWS) -> float:
-        """Tokens per second in decode steps of at most `most` samples; 0 if there were none."""
-        return self.total(TOKENS, most) / max(self.total(SECONDS, most), 1e-9)
+    def rate(self) -> float:
+        """Tokens per second in decode steps."""
+        return self.total(TOKENS) / max(self.total(SECONDS), 1e-9)
+
+    def sample_seconds(self, most: int) -> float:
+        """Time that samples waited for in decode steps of at most `most`: rows times seconds."""
+        found = [of for bucket, of in self.buckets.items() if int(bucket) <= most and of[STEPS]]
+        return sum(of[RUNNING] * of[SECONDS] / of[STEPS] for of in found)
+
+    def sample_rate(self, most: int) -> float:
+        """Tokens per second of each sample in decode steps of at most `most`; 0 if there were none.
+
+        The tokens per second of all would depend on how many samples ran, which drafts change.
+        """
+        return self.total(TOKENS, most) / max(self.sample_seconds(most), 1e-9)
 
 
 STEPS, RUNNING, CONTEXT, SECONDS, TOKENS = range(5)
@@ -124,13 +136,13 @@ def speedup(
     pairs = shared(rounds, other, one)
     ratio = Pairs(a=[a.rate() for a, _ in pairs], b=[b.rate() for _, b in pairs]).ratio()
     counted = [pair for pair in pairs if all(str(TAIL) in arm.buckets for arm in pair)]
-    tails = [(a.rate(TAIL), b.rate(TAIL)) for a, b in counted]
+    tails = [(a.sample_rate(TAIL), b.sample_rate(TAIL)) for a, b in counted]
     tails = [pair for pair in tails if min(pair) > 0]
     few = ""
     if len(tails) > 1:
         tail = Pairs(a=[a for a, _ in tails], b=[b for _, b in tails]).ratio()
         few = f"; with {TAIL} or fewer running, {len(tails)} rounds, {tail.median:.2f}x "
-        few += f"[{tail.low:.2f}, {tail.high:.2f}]"
+        few += f"[{tail.low:.2f}, {tail.high:.2f}] per sample"
     return Row(
         what=f"{one} over {other}, {len(pairs)} rounds",
         value=f"{ratio.median:.2f}x [{ratio.low:.2f}, {ratio.high:.2f}] tokens/s{few}",
@@ -237,17 +249,23 @@ def _has_oracle(rounds: Sequence[Round], base: str) -> bool:
 
 
 def share_of_oracle(rounds: Sequence[Round], base: str) -> Row:
-    """Table row: gain of drafting relative to the gain of the oracle, in total time."""
+    """Table row: speedups by drafting and by the oracle, in the total time of all rounds."""
     names = (base, "ours", "oracle")
     complete = [one.arms for one in rounds if one.arms.keys() >= {*names}]
-    values = []
-    for most in (ROWS, TAIL):
-        time = {name: sum(arms[name].total(SECONDS, most) for arms in complete) for name in names}
-        tokens = {name: sum(arms[name].total(TOKENS, most) for arms in complete) for name in names}
-        speed = {name: tokens[name] / max(time[name], 1e-9) for name in names}
-        ours, oracle = (speed[name] / max(speed[base], 1e-9) for name in names[1:])
-        values.append(f"{ours:.2f}x and {oracle:.2f}x")
+    seconds = {name: sum(arms[name].total(SECONDS) for arms in complete) for name in names}
+    ours, oracle = (seconds[base] / seconds[name] for name in names[1:])
+    tails = {name: _tail_rate([arms[name] for arms in complete]) for name in names}
+    tail = ""
+    if tails[base]:
+        few = [f"{tails[name] / tails[base]:.2f}x" for name in names[1:]]
+        tail = f"; with {TAIL} or fewer running {' and '.join(few)} per sample"
     return Row(
         what=f"ours and oracle over {base}, total of {len(complete)} rounds",
-        value=f"{values[0]} tokens/s; with {TAIL} or fewer running {values[1]}",
+        value=f"{ours:.2f}x and {oracle:.2f}x tokens/s{tail}",
     )
+
+
+def _tail_rate(runs: Sequence[ArmResult]) -> float:
+    """Tokens per second of each sample over all runs, with few samples running."""
+    seconds = sum(run.sample_seconds(TAIL) for run in runs)
+    return sum(run.total(TOKENS, TAIL) for run in runs) / max(seconds, 1e-9)

@@ -15,6 +15,8 @@ from bench.harness.speculation_results import (
     ArmResult,
     Round,
     guard_rows,
+    share_of_oracle,
+    speedup,
     summarize_run,
     workload_rows,
 )
@@ -127,6 +129,26 @@ def test_tails_are_compared_in_rounds_that_counted_them() -> None:
     rows = {row.what: row.value for row in workload_rows(rounds)}
     assert "with 4 or fewer running, 2 rounds, 1.00x" in rows["ours over off, 3 rounds"]
     assert "<= 1: 33%, <= 4: 0%, <= 8: 67%" in rows["ours: 3 runs"]
+
+
+def test_speed_of_tails_does_not_depend_on_the_number_of_samples() -> None:
+    rounds = [one_round(seed, "off", "ours") for seed in (1, 2)]
+    for one in rounds:
+        for name, rows in (("off", 4), ("ours", 2)):
+            steps = [(rows, 100, rows, rows, 1.0)]
+            one.arms[name] = summarize_run(run(1.0) | {"decoded": steps}, None)
+    assert "running, 2 rounds, 1.00x" in speedup(rounds, "off").value
+
+
+def test_gain_is_compared_with_the_oracle_over_all_rounds() -> None:
+    rounds = [one_round(seed, "off", "ours", "oracle") for seed in (1, 2, 3)]
+    for one in rounds[:2]:
+        one.arms["oracle"] = summarize_run(run(0.25), None)
+    del rounds[2].arms["ours"]
+    row = share_of_oracle(rounds, "off")
+    assert row.what == "ours and oracle over off, total of 2 rounds"
+    few = "with 4 or fewer running 1.00x and 2.00x per sample"
+    assert row.value == f"1.00x and 2.00x tokens/s; {few}"
 
 
 def test_guard_compares_times_and_an_arm_with_itself() -> None:
