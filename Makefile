@@ -16,11 +16,14 @@ setup := DEVICE='$(DEVICE)' PYTHON='$(PYTHON)' scripts/setup.sh
 python := .venv/bin/python
 # Statistical tests draw a tenth of their samples by default (CONTRIBUTING.md).
 more_samples := COPPICE_DRAWS=0.3
-# Each of the two processes may run an engine; more would exceed a laptop's memory. With two threads
-# each, they would block each other. An engine that does not compile its sampler starts two seconds
-# faster; servers that tests start do compile it, as in production.
-pytest_in_two := OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 $(python) -m pytest \
-	--numprocesses 2 --dist loadfile --no-loadscope-reorder
+# With two threads each, the processes would block each other. An engine that does not compile its
+# sampler starts two seconds faster; servers that tests start do compile it, as in production.
+pytest_in := OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 $(python) -m pytest \
+	--dist loadfile --no-loadscope-reorder --numprocesses
+# Tests without an engine wait for almost half of their time.
+pytest_in_three := $(pytest_in) 3
+# Each process may run an engine; more than two would exceed a laptop's memory.
+pytest_in_two := $(pytest_in) 2
 
 serve: ## install if needed, then serve MODEL (default: the bundled small model) on PORT (default: 8000)
 	@$(setup) serve
@@ -36,7 +39,7 @@ demo-agent: ## train the small model to call a tool, through agent sessions; wri
 	@PYTHONPATH=.:client $(python) -m examples.agent_training --seed '$(SEED)' --out build/demo-agent
 
 test: check ## the checks and all tests that are not exhaustive and need no GPU
-	$(pytest_in_two) -m 'not engine and not alone and not gpu and not exhaustive'
+	$(pytest_in_three) -m 'not engine and not alone and not gpu and not exhaustive'
 	$(pytest_in_two) -m 'engine and not alone and not gpu and not exhaustive'
 	$(python) -m pytest -m 'alone and not gpu and not exhaustive'
 
@@ -46,11 +49,11 @@ test-full: check coverage ## the checks and all tests, with more samples; what C
 
 test-fast: ## fast tests without an engine; takes a minute
 	@$(setup) dev
-	$(pytest_in_two) -m 'not engine and not gpu and not slow and not exhaustive'
+	$(pytest_in_three) -m 'not engine and not gpu and not slow and not exhaustive'
 
 coverage: ## tests without an engine; fails below 95 % line coverage of service/
 	@$(setup) dev
-	$(more_samples) $(pytest_in_two) -m 'not engine and not gpu' \
+	$(more_samples) $(pytest_in_three) -m 'not engine and not gpu' \
 		--cov=service --cov-report=term-missing:skip-covered --cov-fail-under=95
 
 check: ## check format, lint, types and the OpenAPI document
@@ -69,7 +72,7 @@ soak: ## long tests: clients with Ray, agent programs, vLLM's wheel and kernels 
 	$(python) -m pytest -q tests/compat/with_ray.py
 	$(python) -m pytest -q tests/service/sessions/with_agent_programs.py
 	$(python) -m pytest -q tests/soak/cuda_wheel.py tests/soak/compiled_kernels.py
-	COPPICE_DRAWS=1 $(pytest_in_two) -m 'not engine and not gpu'
+	COPPICE_DRAWS=1 $(pytest_in_three) -m 'not engine and not gpu'
 	COPPICE_DRAWS=1 $(python) -m pytest -q tests/engine/speculation tests/engine/drafter
 	PYTHONPATH=.:client $(python) -m tests.soak --report docs/operate/reliability.md
 	PYTHONPATH=.:client $(python) -m tests.soak.growth

@@ -26,7 +26,7 @@ from tests.sample_sizes import TIMES
 from tests.service.keyfile import write_keys
 from tests.serving_thread import serving_in_thread
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 Case = schemathesis.Case[Any]
 EXAMPLES = 25

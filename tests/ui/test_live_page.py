@@ -26,7 +26,7 @@ from tests.serving import Served, serving
 from tests.tools import ROOT
 from tests.ui.browser import Tab, tab
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 ON: dict[str, Any] = {"ui": True}
 PICTURE = ROOT / "docs" / "operate" / "live-page.png"
 STATE = "document.getElementById('state').textContent"

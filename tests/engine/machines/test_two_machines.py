@@ -31,7 +31,7 @@ from tests.engine.machines.second_machine import (
 from tests.engine.seedling import MODEL, reference, settings, teacher_forced
 from tests.ports import free_port
 
-pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.engine, pytest.mark.exhaustive, pytest.mark.filterwarnings("ignore")]
 
 PROMPT = [5 + i * 7 % 200 for i in range(100)]
 END_SECONDS = 30.0
@@ -183,7 +183,6 @@ async def test_two_machines_sample_and_update_as_one(
     assert "machine 0 has ended" in second.log.read_text()
 
 
-@pytest.mark.exhaustive
 async def test_killed_rank_of_machine_1_ends_the_engine(tmp_path: Path) -> None:
     """The rank is stopped at the first token, so that no sample ends before the kill."""
     async with started(LOOPBACK, tmp_path, **DETECTION) as (engine, second):
@@ -207,7 +206,6 @@ async def test_killed_rank_of_machine_1_ends_the_engine(tmp_path: Path) -> None:
     assert "a rank of this machine has ended" in second.log.read_text()
 
 
-@pytest.mark.exhaustive
 async def test_killed_idle_machine_1_is_detected(tmp_path: Path) -> None:
     async with started(LOOPBACK, tmp_path, **DETECTION) as (engine, second):
         assert httpx.get(f"http://127.0.0.1:{second.port}/readyz").status_code == 200
@@ -219,7 +217,6 @@ async def test_killed_idle_machine_1_is_detected(tmp_path: Path) -> None:
             await samples(engine)
 
 
-@pytest.mark.exhaustive
 async def test_machines_with_different_settings_are_refused(tmp_path: Path) -> None:
     chosen = engine_settings(LOOPBACK)
     other = chosen.model_copy(update={"max_logprobs": 7})
@@ -232,7 +229,6 @@ async def test_machines_with_different_settings_are_refused(tmp_path: Path) -> N
             await engine.stop()
 
 
-@pytest.mark.exhaustive
 async def test_machine_1_without_machine_0_ends(tmp_path: Path) -> None:
     with node(LOOPBACK, engine_settings(LOOPBACK, start_seconds=8.0), tmp_path) as second:
         assert await asyncio.to_thread(second.process.wait, START_SECONDS) == 1
@@ -240,7 +236,6 @@ async def test_machine_1_without_machine_0_ends(tmp_path: Path) -> None:
     assert "the ranks did not start within 8 s" in second.log.read_text()
 
 
-@pytest.mark.exhaustive
 async def test_siblings_drafts_are_used_on_two_machines(tmp_path: Path) -> None:
     model = reference()
     speculation = SpeculationSettings(mode="siblings", allow_predicted_loss=True)

@@ -19,7 +19,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return make_models(tmp_path_factory.mktemp("models"), tied=True)
 
 
-@pytest.fixture(scope="package", params=["plain", "drafting"])
+@pytest.fixture(
+    scope="package", params=[pytest.param("plain", marks=pytest.mark.exhaustive), "drafting"]
+)
 def engine(
     request: pytest.FixtureRequest,
     models: dict[str, Path],
