@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.docker.test_images import FILES, stages
+from tests.tools import compiler
 
 pytestmark = pytest.mark.slow
 
@@ -74,7 +75,7 @@ def server_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def compiles() -> bool:
-    return platform.machine() == "x86_64" and shutil.which("c++") is not None
+    return platform.machine() == "x86_64" and compiler() is not None
 
 
 def hasty(tmp_path: Path) -> Path:

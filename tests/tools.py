@@ -19,6 +19,11 @@ def tool(name: str) -> str:
     return found
 
 
+def compiler() -> str | None:
+    """Path of the C++ compiler that the setup uses."""
+    return shutil.which(os.environ.get("CXX", "c++"))
+
+
 def tool_environment() -> dict[str, str]:
     """The environment in which unpacked programs find the libraries unpacked with them."""
     roots = (_TOOLS / "lib", TOOLS / "lib")

@@ -21,6 +21,7 @@ from engine.launch.preloaded_core import (
 )
 from engine.settings import EngineSettings
 from tests.engine.process_report import MODULE, report, report_probe, send_one
+from tests.tools import compiler
 
 MODULES = (MODULE, "there_is_no_such_module")
 SECONDS = 60.0  # on a busy machine
@@ -110,6 +111,7 @@ def test_only_variables_that_are_read_at_the_start_are_compared() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler: vLLM probes with one")
 @pytest.mark.parametrize(("ranks", "expected"), [("0", (1, 1)), ("1", (0, 0))])
 def test_instruction_sets_are_probed_in_a_thread_if_the_sampler_runs_in_this_process(
     ranks: str,

@@ -1,7 +1,6 @@
 """The compiled libraries exist, and one library serves every processor."""
 
 import platform
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -10,9 +9,10 @@ import pytest
 from kernels.draft_index import store
 from kernels.shared_prefix_attention import cpu
 from kernels.shared_prefix_attention.cpu import limited
+from tests.tools import compiler
 
 pytestmark = pytest.mark.skipif(
-    platform.machine() != "x86_64" or shutil.which("c++") is None, reason="no C++ compiler"
+    platform.machine() != "x86_64" or compiler() is None, reason="no C++ compiler"
 )
 
 
@@ -35,7 +35,9 @@ def test_code_for_one_isa_is_not_called_on_another(tmp_path: Path) -> None:
     sources = Path(cpu.__file__).parent / "csrc"
     flags = ["-std=c++17", "-O1", "-fno-exceptions", "-mavx2", "-mfma", "-fopenmp"]
     compiled = tmp_path / "avx2.o"
-    subprocess.run(["c++", *flags, "-c", sources / "avx2.cpp", "-o", compiled], check=True)
+    subprocess.run(
+        [str(compiler()), *flags, "-c", sources / "avx2.cpp", "-o", compiled], check=True
+    )
     symbols = subprocess.run(["nm", "-C", compiled], capture_output=True, text=True, check=True)
     shared = [line for line in symbols.stdout.splitlines() if line.split()[-2:-1] in (["W"], ["V"])]
     assert not shared
