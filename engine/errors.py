@@ -10,6 +10,7 @@ EngineError
 |- CheckpointRefused   the weights do not fit the model; nothing was changed
 |- DrafterRefused      another drafter is under test, or its version exists; nothing was changed
 |- LoadFailed          loading failed after validation; the previous weights are still served
+|  `- FilesRestored         the weights of an earlier version are served, the last one with files
 |- SupportLost         a sample has no supports of its tokens, though they were requested
 `- StartFailed         the engine could not be started with these settings
 """
@@ -80,6 +81,17 @@ class MemoryUnavailable(EngineError):
 
 class LoadFailed(EngineError):
     """Loading weights or an adapter failed after validation; what was served before still is."""
+
+
+class FilesRestored(LoadFailed):
+    """Loading failed, and the previous weights have no files, so those of `version` are served."""
+
+    def __init__(self, version: str) -> None:
+        super().__init__(
+            f"loading failed, and the previous weights have no files; {version}, the last version "
+            "with files, is served"
+        )
+        self.version = version
 
 
 class SupportLost(EngineError):

@@ -37,6 +37,7 @@ from engine.types import (
     TopLogprobRows,
     VersionSpan,
 )
+from engine.weights.ipc_tensors import IpcTensors
 from engine.weights.magnitudes import UNKNOWN, Magnitudes
 
 DEFAULT_SAMPLING = Sampling(max_tokens=1)
@@ -147,9 +148,10 @@ class Engine(Protocol):
         released. Only while `info.can_sleep`. Do not resume, load weights or load adapters before
         wake.
     wake: allocates the memory with these tags. MemoryUnavailable: it is not free on the device,
-        and nothing has changed. As soon as everything is awake, dropped weights and
-        adapters are loaded again, unless update_weights has loaded others since the weights are
-        awake. EngineDead: the engine must not be resumed. Tags that are awake are ignored.
+        and nothing has changed. As soon as everything is awake, dropped weights and adapters are
+        loaded again, unless others were loaded meanwhile. Instead of weights without files the last
+        files are loaded, and their version is stamped and returned. EngineDead: the engine must not
+        be resumed. Tags that are awake are ignored.
     check_weights: raises CheckpointRefused if the files could not be served. Changes nothing. May
         block for seconds, so call it outside the event loop. `magnitudes` are those of the tensors
         of a single file, as far as they are known: these values are not read again.
@@ -160,6 +162,10 @@ class Engine(Protocol):
         of requests with `kept_kv` stay in the cache, and the number of their tokens is returned;
         else 0. LoadFailed: the previous weights are restored. EngineDead: they are not, and the
         engine must not be resumed. Adapters stay loaded and apply to the new weights.
+    check_tensors: as check_weights, for tensors in a trainer's GPU memory, without their values.
+    transfer_weights: as update_weights, with such tensors, if settings enable it. FilesRestored,
+        also of update_weights: the previous version had no files, and an earlier one is served and
+        stamped. Its files must not change until others are loaded.
     drafter: None without a draft model; then the drafter methods below must not be called.
     drafter_file: all tensors of the serving drafter. The file may be replaced at any later time.
     check_drafter: as check_weights, against the drafter.
@@ -269,13 +275,19 @@ class Engine(Protocol):
 
     async def sleep(self, level: SleepLevel, tags: AbstractSet[SleepTag]) -> None: ...
 
-    async def wake(self, tags: AbstractSet[SleepTag]) -> None: ...
+    async def wake(self, tags: AbstractSet[SleepTag]) -> str | None: ...
 
     def check_weights(self, path: Path, magnitudes: Magnitudes = UNKNOWN) -> None: ...
 
     async def prepare_weights(self, path: Path) -> None: ...
 
     async def update_weights(self, path: Path, version: str, *, keep_kv: bool = False) -> int: ...
+
+    def check_tensors(self, tensors: IpcTensors) -> None: ...
+
+    async def transfer_weights(
+        self, tensors: IpcTensors, version: str, *, keep_kv: bool = False
+    ) -> int: ...
 
     def drafter(self) -> DrafterStatus | None: ...
 

@@ -342,6 +342,12 @@ class EngineSettings(VllmSettings):
         "allocator of sleep mode; none: true on CPU, false on a GPU; set it to true if a trainer "
         "uses the same GPU",
     )
+    weight_transfer: Literal["ipc"] | None = Field(
+        None,
+        description="backend of vLLM's weight transfer; ipc: a trainer on the same host, whose API "
+        "key has the role admin, hands weights over in GPU memory by CUDA IPC; none: weights are "
+        "published as files only; set it to ipc if the trainer uses the engine's GPUs",
+    )
     copies_directory: Path = Field(
         default_factory=lambda: cache_directory("copies"),
         description="directory for copies of weights versions and adapters, on machines that do "

@@ -1,9 +1,9 @@
 """Implementation of the engine interface with vLLM's AsyncLLM, in the service's process."""
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -15,7 +15,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from engine.drafter.service.checkpoint_dir import DrafterDir
 from engine.drafter.service.drafter import Drafter
 from engine.drafter.service.initial_model import open_drafter_dir
-from engine.errors import EngineDead, LoadFailed, StartFailed
+from engine.errors import EngineDead, FilesRestored, LoadFailed, StartFailed
 from engine.feature_stats import (
     CudaGraphStats,
     DrafterStatus,
@@ -35,6 +35,7 @@ from engine.launch.arguments import WORKER_EXTENSION
 from engine.launch.data_parallel import check_settings
 from engine.launch.features import GPU_DEVICE, with_prediction
 from engine.launch.info import (
+    check_weight_transfer,
     collect_features,
     collect_info,
     eos_token_ids,
@@ -72,6 +73,7 @@ from engine.types import (
     VersionSpan,
 )
 from engine.weights.checkpoint import Checkpoint, read_base_checkpoint
+from engine.weights.ipc_tensors import IpcTensor
 from engine.weights.loaded_adapters import LoadedAdapters
 from engine.weights.machine_copies import MachineCopies
 from engine.weights.magnitudes import UNKNOWN, Magnitudes
@@ -194,7 +196,7 @@ class VllmEngine:
         model = await asyncio.to_thread(resolve_served_model, self._settings)
         checkpoint = await asyncio.to_thread(read_base_checkpoint, model)
         self._weights = ServedWeights(
-            self._processes, self._heartbeat, model, checkpoint, self._copies
+            self._processes, self._heartbeat, model, checkpoint, self._copies, version=version
         )
         self._sleep_mode = SleepMode(
             self._processes, self._heartbeat, self._weights, self._adapters
@@ -202,6 +204,7 @@ class VllmEngine:
         await asyncio.to_thread(self._open_drafter_dir, model, checkpoint)
         self._speculation_settings = await self._processes.start(model, self._speculation_settings)
         await self._processes.verify_plugin()
+        await check_weight_transfer(self._processes, self._settings)
         await synchronize_machines(self._processes, self._settings)
         kv = await kv_support(self._processes, self._settings)
         self._chat = await asyncio.to_thread(
@@ -476,18 +479,37 @@ class VllmEngine:
     async def prepare_weights(self, path: Path) -> None:
         await self._served_weights.prepare(path)
 
+    def check_tensors(self, tensors: Sequence[IpcTensor]) -> None:
+        self._served_weights.check_tensors(tensors)
+
     async def update_weights(self, path: Path, version: str, *, keep_kv: bool = False) -> int:
+        async with self._loading(keep_kv=keep_kv):
+            num_kept = await self._served_weights.update(path, version, keep_kv=keep_kv)
+        return num_kept
+
+    async def transfer_weights(
+        self, tensors: Sequence[IpcTensor], version: str, *, keep_kv: bool = False
+    ) -> int:
+        async with self._loading(keep_kv=keep_kv):
+            num_kept = await self._served_weights.transfer(tensors, version, keep_kv=keep_kv)
+        return num_kept
+
+    @asynccontextmanager
+    async def _loading(self, *, keep_kv: bool) -> AsyncIterator[None]:
+        """Context manager of a load of weights, which has failed if LoadFailed leaves it."""
         assert self._sleep_mode is not None, "the engine has not started"
         try:
             async with self._kv_measurement.updating(keeps_kv=keep_kv):
-                num_kept = await self._served_weights.update(path, version, keep_kv=keep_kv)
-        except LoadFailed:
+                yield
+        except LoadFailed as error:
+            if isinstance(error, FilesRestored):
+                for contexts in self._kv_contexts():
+                    contexts.clear()
             self._sleep_mode.restore_stage()
             raise
         if self._kv_refresh is not None:
             self._kv_refresh.on_update(keeps_kv=keep_kv)
         self._sleep_mode.on_weights_loaded()
-        return num_kept
 
     async def sleep(self, level: SleepLevel, tags: AbstractSet[SleepTag]) -> None:
         assert self._sleep_mode is not None, "the engine has not started"
@@ -495,9 +517,9 @@ class VllmEngine:
             contexts.clear()
         await self._sleep_mode.sleep(level, tags)
 
-    async def wake(self, tags: AbstractSet[SleepTag]) -> None:
+    async def wake(self, tags: AbstractSet[SleepTag]) -> str | None:
         assert self._sleep_mode is not None, "the engine has not started"
-        await self._sleep_mode.wake(tags)
+        return await self._sleep_mode.wake(tags)
 
     def check_adapter(self, path: Path) -> AdapterInfo:
         base, max_rank = self._served_weights.checkpoint, self.info.max_adapter_rank

@@ -64,6 +64,7 @@ from service.weights.replication.downloader import WeightsDownloader
 from service.weights.replication.follower import Follower
 from service.weights.replication.status import ReplicaStatus, ReplicationStatus
 from service.weights.stager import WeightStager
+from service.weights.transfers import WeightTransfers
 from service.weights.versions import Versions, first_version
 
 RECONNECT_SECONDS = 1.0
@@ -280,6 +281,12 @@ class Server:
             self._follower,
             run_to_completion=self.run_to_completion,
             seconds=settings.weights.fleet_seconds,
+        )
+        self.transfers = WeightTransfers(
+            self.versions,
+            self.stager,
+            self.activation,
+            run_to_completion=self.run_to_completion,
         )
         self.replication = ReplicationStatus(self.cluster, self.versions)
         self._rebalancer = Rebalancer(

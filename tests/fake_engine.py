@@ -22,6 +22,7 @@ from engine.errors import (
     ConversationRefused,
     EngineDead,
     EngineError,
+    FilesRestored,
     RequestRefused,
 )
 from engine.feature_stats import (
@@ -60,6 +61,7 @@ from engine.types import (
     VersionSpan,
     truncated,
 )
+from engine.weights.ipc_tensors import IpcTensor
 from engine.weights.magnitudes import UNKNOWN, Magnitudes
 from tests.fake_export import FORMAT, write_export
 
@@ -127,6 +129,8 @@ class FakeEngine:
         self.sampling_error: EngineError | None = None
         self.loaded: list[Path] = []
         self.prepared: list[Path] = []
+        self.transferred: list[Sequence[IpcTensor]] = []
+        self.transfer_gate: asyncio.Event | None = None
         self.prepare_error: EngineError | None = None
         self.running: dict[str, Running] = {}
         self.written: dict[str, str] = {}
@@ -142,6 +146,7 @@ class FakeEngine:
         self.sleeping: frozenset[SleepTag] = frozenset()
         self.sleep_error: EngineError | None = None
         self.wake_error: EngineError | None = None
+        self.restored_version: str | None = None
         self.counted = SharedPrefixStats()
         self.speculated = SpeculationStats()
         self.update_graphs = CudaGraphStats()
@@ -462,13 +467,17 @@ class FakeEngine:
         self.sleeping = frozenset(tags)
         self._stage = "sleeping"
 
-    async def wake(self, tags: AbstractSet[SleepTag]) -> None:
+    async def wake(self, tags: AbstractSet[SleepTag]) -> str | None:
         assert self.paused
         if (error := self.wake_error or self.sleep_error) is not None:
             raise error
         self.calls.append(f"wake {' '.join(sorted(tags))}")
         self.sleeping -= tags
         self._stage = "sleeping" if self.sleeping else "serving"
+        if self.sleeping or self.restored_version is None:
+            return None
+        self.version = self.restored_version
+        return self.version
 
     async def reset_prefix_cache(self) -> None:
         assert self.paused, "prefixes are forgotten under a pause"
@@ -491,15 +500,34 @@ class FakeEngine:
             raise self.prepare_error
         self.prepared.append(path)
 
+    def check_tensors(self, tensors: Sequence[IpcTensor]) -> None:
+        if tensors[0].name in self.refused_weights:
+            raise CheckpointRefused(self.refused_weights[tensors[0].name])
+
+    async def transfer_weights(
+        self, tensors: Sequence[IpcTensor], version: str, *, keep_kv: bool = False
+    ) -> int:
+        if self.transfer_gate is not None:
+            await self.transfer_gate.wait()
+        num_kept = self._swap(version, keep_kv=keep_kv)
+        self.transferred.append(tensors)
+        return num_kept
+
     async def update_weights(self, path: Path, version: str, *, keep_kv: bool = False) -> int:
+        num_kept = self._swap(version, keep_kv=keep_kv)
+        self.loaded.append(path)
+        return num_kept
+
+    def _swap(self, version: str, *, keep_kv: bool) -> int:
         assert self.paused, "weights are swapped under a pause"
         assert "weights" not in self.sleeping, "weights are written to memory"
         self.calls.append(f"swap {version}{' keep_kv' if keep_kv else ''}")
         if isinstance(self.load_error, EngineDead):
             self._stage = "dead"
+        if isinstance(self.load_error, FilesRestored):
+            self.version = self.load_error.version
         if self.load_error is not None:
             raise self.load_error
-        self.loaded.append(path)
         self.version = version
         if not keep_kv:
             self.chains.clear()

@@ -74,6 +74,7 @@ def settings_for(tmp_path: Path, **sections: dict[str, Any]) -> Settings:
 async def serving(
     engine: Engine,
     tmp_path: Path,
+    /,
     *,
     wait: bool = True,
     port: int = 0,

@@ -13,7 +13,9 @@ from tests.serving import serving
 
 
 @contextmanager
-def serving_in_thread(engine: Engine, tmp_path: Path, **sections: dict[str, Any]) -> Iterator[str]:
+def serving_in_thread(
+    engine: Engine, tmp_path: Path, /, **sections: dict[str, Any]
+) -> Iterator[str]:
     """Yields the server's address."""
     address: Future[str] = Future()
     leave: Future[None] = Future()

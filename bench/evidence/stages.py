@@ -119,6 +119,7 @@ STAGES: Final[Mapping[str, Sequence[Measurement]]] = {
         _host("vllm", 30),
         _tests("engine-tests", ["tests/gpu/test_engine.py"], 180),
         _tests("prompt-kv-tests", ["tests/gpu/test_kv_transfer.py"], 120),
+        _tests("weight-transfer-tests", ["tests/gpu/test_weight_transfer.py"], 90),
         _tests("speculation-tests", ["tests/gpu/test_speculation.py"], 120),
         _tests("graph-tests", ["tests/engine/cudagraphs/test_gpu.py"], 90),
     ),

@@ -60,6 +60,7 @@ from coppice.results import Group, RolloutResult, Sample, Segment, Tree
 from coppice.sessions import AgentSession, SessionGroup, SessionResult
 from coppice.support import Support
 from coppice.transport.retry import Retry
+from coppice.weights.gpu_weights import GpuWeights
 from coppice.wire.branching import Branching, BranchRequest, Entropy
 from coppice.wire.chat import Message, ParsedMessage, ParsedToolCall, Tool, ToolFunction
 from coppice.wire.control import PauseAnswer, SleepAnswer, StatusAnswer
@@ -125,6 +126,7 @@ __all__ = [
     "GatewayFailed",
     "GpuKvReader",
     "GpuPromptKV",
+    "GpuWeights",
     "Group",
     "GroupRecord",
     "GroupRequest",

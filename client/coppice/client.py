@@ -12,6 +12,7 @@ from coppice.operations.drafter import DrafterOperations
 from coppice.operations.rollouts import AsyncPending, RolloutOperations
 from coppice.operations.scoring import ScoreOperations
 from coppice.operations.sessions import AsyncSessions
+from coppice.operations.weight_transfer import WeightTransferOperations
 from coppice.operations.weights import WeightsOperations
 from coppice.prompts import PromptLike
 from coppice.rollout_options import RolloutOptions
@@ -69,6 +70,7 @@ class Operations(
     RolloutOperations,
     ScoreOperations,
     WeightsOperations,
+    WeightTransferOperations,
     DrafterOperations,
     AdapterOperations,
     ControlOperations,
@@ -216,6 +218,7 @@ class Rollouts(SyncWrapper[Operations]):
     stage_weights = sync_method(Operations.stage_weights)
     activate_weights = sync_method(Operations.activate_weights)
     publish_weights = sync_method(Operations.publish_weights)
+    transfer_weights = sync_method(Operations.transfer_weights)
     weights = sync_method(Operations.weights)
     delete_weights = sync_method(Operations.delete_weights)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from vllm.config import StructuredOutputsConfig
+from vllm.config import StructuredOutputsConfig, WeightTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.usage.usage_lib import UsageContext
 
@@ -145,6 +145,7 @@ def engine_arguments(
         use_tqdm_on_load=False,
         **_memory_arguments(settings, on_cpu=on_cpu),
         **_sleep_mode_arguments(settings, on_cpu=on_cpu),
+        **_weight_transfer_arguments(settings),
         **_kv_transfer_arguments(settings, on_cpu=on_cpu),
         **adapters(settings.max_adapters, settings.max_adapter_rank),
     )
@@ -180,6 +181,12 @@ def _sleep_mode_arguments(settings: EngineSettings, *, on_cpu: bool) -> dict[str
     if on_cpu or not settings.enable_sleep_mode:
         return {}
     return {"enable_sleep_mode": True, "sleep_preserve_parameter_names": ["draft.*"]}
+
+
+def _weight_transfer_arguments(settings: EngineSettings) -> dict[str, Any]:
+    if settings.weight_transfer is None:
+        return {}
+    return {"weight_transfer_config": WeightTransferConfig(backend=settings.weight_transfer)}
 
 
 def _set_capture_sizes(arguments: AsyncEngineArgs, plan: Plan) -> None:

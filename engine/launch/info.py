@@ -11,6 +11,7 @@ from vllm import __version__ as vllm_version
 from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from engine.errors import StartFailed
 from engine.feature_stats import FeatureStatus
 from engine.kv_types import GpuMemory, KvFormat, LayerFormat
 from engine.launch.features import GPU_DEVICE, engine_features
@@ -143,6 +144,17 @@ async def kept_kv_reason(processes: VllmProcesses, settings: EngineSettings) -> 
         return "kv_offloading"
     can_keep = await processes.call_cores("coppice_can_keep_kv")
     return None if all(can_keep) else "unsupported_cache"
+
+
+async def check_weight_transfer(processes: VllmProcesses, settings: EngineSettings) -> None:
+    """Raise StartFailed if a worker cannot receive weights in GPU memory, as the settings ask."""
+    if settings.weight_transfer is None:
+        return
+    obstacles = await processes.call_workers("coppice_transfer_obstacle")
+    if found := [obstacle for obstacle in obstacles if obstacle is not None]:
+        raise StartFailed(
+            f"engine.weight_transfer is {settings.weight_transfer}: {found[0]}; set it to none"
+        )
 
 
 def _gpu_reason(settings: EngineSettings, failures: Sequence[str | None]) -> str:

@@ -58,6 +58,11 @@ def check_machines(settings: EngineSettings, speculation: SpeculationSettings) -
             "offloaded KV is in the host memory of one machine",
         ),
         (
+            settings.weight_transfer is not None,
+            "engine.weight_transfer to none",
+            "weights in GPU memory are handed over on one machine",
+        ),
+        (
             speculation.mode == "drafter",
             "speculation.mode to siblings or off",
             "checkpoints of the draft model are files of one machine",

@@ -30,6 +30,7 @@ COVERED: Final = {
     "enforce_eager": "engine.eager",
     "kv_cache_memory_bytes": "engine.cache_bytes",
     "enable_sleep_mode": "engine.enable_sleep_mode",
+    "weight_transfer_config": "engine.weight_transfer",
     "enable_return_routed_experts": "engine.return_routed_experts",
     "enable_lora": "engine.max_adapters",
     "max_loras": "engine.max_adapters",
@@ -85,8 +86,6 @@ OWNED: Final = {
     "enable_fault_tolerance": _RESTART,
     "fault_tolerance_config": _RESTART,
     "sleep_preserve_parameter_names": "dropped weights are loaded from the active version's files",
-    "weight_transfer_config": "weights versions are loaded from files; publish them over HTTP, or "
-    "by path",
 }
 """Arguments of vLLM that the server sets, with the reason."""
 DATA_PARALLEL: Final = "data_parallel_"

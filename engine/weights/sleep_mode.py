@@ -54,7 +54,9 @@ class SleepMode:
         finally:
             self.restore_stage()
 
-    async def wake(self, tags: AbstractSet[SleepTag]) -> None:
+    async def wake(self, tags: AbstractSet[SleepTag]) -> str | None:
+        """Allocate memory with these tags; see `engine.protocol.Engine.wake`."""
+        restored = None
         self._heartbeat.set_stage("activating")
         try:
             if woken := self._sleeping & tags:
@@ -62,9 +64,10 @@ class SleepMode:
                 await self._call("coppice_wake", sorted(woken))
                 self._sleeping -= woken
             if not self._sleeping:
-                await self._load_dropped()
+                restored = await self._load_dropped()
         finally:
             self.restore_stage()
+        return restored
 
     async def _check_memory(self, tags: AbstractSet[SleepTag]) -> None:
         """Raise MemoryUnavailable, before anything is changed, if a worker lacks the memory."""
@@ -78,15 +81,18 @@ class SleepMode:
         self._are_weights_dropped = False
         self.restore_stage()
 
-    async def _load_dropped(self) -> None:
+    async def _load_dropped(self) -> str | None:
+        """Load what was dropped; returns the version of the weights if it is another one now."""
+        restored = None
         if self._are_weights_dropped:
-            await self._weights.reload()
+            restored = await self._weights.reload()
             self._are_weights_dropped = False
         if self._are_adapters_dropped:
             if not await self._adapters.reload(self._processes):
                 self._heartbeat.mark_dead("an adapter cannot be loaded again")
                 raise EngineDead("an adapter cannot be loaded again")
             self._are_adapters_dropped = False
+        return restored
 
     async def _call(self, method: str, *args: object) -> None:
         reasons = await self._processes.call_workers(method, *args)

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from engine.errors import EngineDead, LoadFailed
+from engine.errors import EngineDead, FilesRestored, LoadFailed
 from engine.launch.processes import VllmProcesses
 from engine.runtime.heartbeat import Heartbeat
 from engine.weights.checkpoint import Checkpoint
+from engine.weights.ipc_tensors import IpcTensor, check_tensors
 from engine.weights.machine_copies import MachineCopies
 from engine.weights.magnitudes import Magnitudes
 from engine.weights.validation import check_checkpoint
@@ -18,9 +19,11 @@ log = logging.getLogger(__name__)
 
 
 class ServedWeights:
-    """Weights files that the engine serves, and their replacement by new ones.
+    """Weights that the engine serves, and their replacement by new ones.
 
     `checkpoint` indexes the files that the engine started from, the reference for candidates.
+    `version` is their label. Weights from a trainer's GPU memory have no files: if a later load
+    fails after weights have changed, the files that were loaded last are loaded again.
     """
 
     def __init__(
@@ -30,11 +33,15 @@ class ServedWeights:
         path: Path,
         checkpoint: Checkpoint,
         copies: MachineCopies,
+        *,
+        version: str,
     ) -> None:
         self._processes = processes
         self._copies = copies
         self._heartbeat = heartbeat
         self._path = path
+        self._version = version
+        self._serves_files = True
         self._fingerprint = _fingerprint(path)
         self._initial = path, self._fingerprint
         self._were_reloaded = False
@@ -43,6 +50,9 @@ class ServedWeights:
 
     def check(self, candidate: Path, *, dtype: str, magnitudes: Magnitudes) -> None:
         check_checkpoint(self.checkpoint, candidate, dtype=dtype, magnitudes=magnitudes)
+
+    def check_tensors(self, tensors: Sequence[IpcTensor]) -> None:
+        check_tensors(self.checkpoint, tensors)
 
     async def prepare(self, path: Path) -> None:
         """Copy the files to the engine's other machines, unless it is done. Samples may run."""
@@ -68,23 +78,80 @@ class ServedWeights:
         results = await self._processes.call_workers(
             "coppice_load_weights", str(path), str(self._path)
         )
-        if failed := self._failed(results):
-            if len(failed) < len(results):
-                await self._restore_all()
-            await self._on_restored()
+        try:
+            await self._check_loaded(results)
+        except LoadFailed:
             await self._copies.discard(path)
             await self._copies.keep(self._path)
-            raise LoadFailed("loading failed; the previous weights are still served")
-        resets = await self._processes.call_cores("coppice_reset_prefix_cache", keep_kv)
-        await self._processes.set_version(version)
+            raise
+        num_kept = await self._on_loaded(results, version, keep_kv=keep_kv)
         await self._copies.keep(path)
         if path != self._path:
             await self._copies.drop(self._path)
         self._path, self._fingerprint, self._were_reloaded = path, fingerprint, True
-        loaded_seconds = max(result["seconds"] for result in results if result["ok"])
-        log.info("loaded the weights of %s in %.3f s", version, loaded_seconds)
+        self._version, self._serves_files = version, True
         self._heartbeat.set_stage("serving")
+        return num_kept
+
+    async def transfer(
+        self, tensors: Sequence[IpcTensor], version: str, *, keep_kv: bool = False
+    ) -> int:
+        """Load weights from GPU memory; returns the number of tokens whose KV is kept."""
+        if await self._have_served_files_changed():
+            raise LoadFailed(
+                f"the files of {self._version}, to be loaded if the transfer fails, have changed; "
+                "activate a version with files"
+            )
+        values = await asyncio.to_thread(lambda: [tensor.to_dict() for tensor in tensors])
+        self._heartbeat.set_stage("activating")
+        results = await self._processes.call_workers(
+            "coppice_transfer_weights", values, str(self._path)
+        )
+        try:
+            await self._check_loaded(results)
+        except FilesRestored:
+            raise
+        except LoadFailed as error:
+            reason = next(result["error"] for result in results if not result["ok"])
+            raise LoadFailed(f"{error}: {reason}") from error
+        num_kept = await self._on_loaded(results, version, keep_kv=keep_kv)
+        self._serves_files, self._were_reloaded = False, True
+        self._heartbeat.set_stage("serving")
+        return num_kept
+
+    async def _on_loaded(self, results: Sequence[Any], version: str, *, keep_kv: bool) -> int:
+        """Reset the prefix cache and set the version; returns the number of kept tokens."""
+        resets = await self._processes.call_cores("coppice_reset_prefix_cache", keep_kv)
+        await self._processes.set_version(version)
+        loaded_seconds = max(result["seconds"] for result in results)
+        log.info("loaded the weights of %s in %.3f s", version, loaded_seconds)
         return sum(int(reset["num_kept_tokens"]) for reset in resets)
+
+    async def _check_loaded(self, results: Sequence[Any]) -> None:
+        """Raise LoadFailed, with one set of weights on all engines, unless all have loaded."""
+        failed = self._failed(results)
+        if not failed:
+            return
+        is_changed = len(failed) < len(results) or any(one["has_reloaded"] for one in failed)
+        if is_changed and not self._serves_files:
+            await self._restore_files(results)
+            raise FilesRestored(self._version)
+        if len(failed) < len(results):
+            await self._restore_all()
+        await self._on_restored()
+        raise LoadFailed("loading failed; the previous weights are still served")
+
+    async def _restore_files(self, results: Sequence[Any]) -> None:
+        """Serve the files that were loaded last, on all engines, in place of other weights."""
+        log.warning("the previous weights have no files; %s is served again", self._version)
+        if await self._have_served_files_changed():
+            self._raise_partly_loaded()
+        if any(one["ok"] or not one["has_reloaded"] for one in results):
+            await self._restore_all()
+        await self._processes.call_cores("coppice_reset_prefix_cache")
+        await self._processes.set_version(self._version)
+        self._serves_files = True
+        self._heartbeat.set_stage("serving")
 
     async def _copy_served_files_if_changed(self) -> None:
         """Give all machines the files that machine 0 would restore, so that ranks stay equal."""
@@ -129,16 +196,20 @@ class ServedWeights:
         """Check that the served files can be loaded again, by loading them once.
 
         Raises LoadFailed if the files have changed, or if vLLM cannot reload this model; then the
-        weights are as before. Call it while paused.
+        weights are as before. Call it while paused. Served weights without files stay: their own
+        load has shown that vLLM can reload the model, and `reload` loads the last files.
         """
         if await self._have_served_files_changed():
-            raise LoadFailed("the files of the served weights have changed since they were loaded")
+            raise LoadFailed(f"the files of {self._version} have changed since they were loaded")
         if not self._were_reloaded:
             await self._load_served_files()
             self._were_reloaded = True
 
-    async def reload(self) -> None:
-        """Load the served files after the weights were dropped; EngineDead if that fails."""
+    async def reload(self) -> str | None:
+        """Load the last files after the weights were dropped; EngineDead if that fails.
+
+        Returns their version if the dropped weights were others, without files.
+        """
         try:
             if await self._have_served_files_changed():
                 raise LoadFailed("the files of the served weights have changed")
@@ -146,6 +217,11 @@ class ServedWeights:
         except LoadFailed as error:
             self._heartbeat.mark_dead(f"the dropped weights cannot be loaded: {error}")
             raise EngineDead("the dropped weights cannot be loaded again") from error
+        if self._serves_files:
+            return None
+        self._serves_files = True
+        await self._processes.set_version(self._version)
+        return self._version
 
     async def _load_served_files(self) -> None:
         results = await self._load_served()

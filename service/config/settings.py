@@ -350,6 +350,11 @@ class Settings(Section):
             raise ValueError(
                 "cluster.redis_url requires server.advertised_url, for redirects between replicas"
             )
+        if self.engine.weight_transfer is not None and self.cluster.redis_url is not None:
+            raise ValueError(
+                "engine.weight_transfer and cluster.redis_url exclude each other: other replicas "
+                "cannot fetch weights that have no files"
+            )
         if self.draft_history.enabled and self.cluster.redis_url is None:
             raise ValueError(
                 "draft_history.enabled requires cluster.redis_url, where replicas share samples"

@@ -4,6 +4,7 @@ Other replicas download the uploaded files through the router `files`.
 """
 
 import asyncio
+import base64
 from collections.abc import AsyncIterator
 from dataclasses import asdict
 from pathlib import Path
@@ -11,7 +12,10 @@ from pathlib import Path
 from fastapi import APIRouter, Request, Response
 from starlette.responses import StreamingResponse
 
+from coppice.wire import weight_transfer
+from coppice.wire.weight_transfer import TransferRequest
 from coppice.wire.weights import ActivateRequest, KvDivergence, StageRequest
+from engine.weights.ipc_tensors import IpcHandle, IpcTensor, WeightTransfer
 from service.auth.access import requires_role
 from service.http.bodies import read_small_json
 from service.http.errors import (
@@ -21,10 +25,12 @@ from service.http.errors import (
     InvalidRequest,
     PathRefused,
     RollbackRefused,
+    Unsupported,
     VersionConflict,
     VersionNotFound,
     WeightsRefused,
 )
+from service.http.exception_handlers import cancel_on_disconnect
 from service.http.params import label, sequence, upload_parameters
 from service.http.responses import (
     ADMIN_ERRORS,
@@ -56,6 +62,11 @@ STAGE_RESPONSES = declare_responses(
 ACTIVATE_RESPONSES = declare_responses(
     {200: JSON},
     *(*ADMIN_ERRORS, *BODY_ERRORS, VersionNotFound, VersionConflict, RollbackRefused),
+    *(WeightsRefused, ActivationFailed, Asleep),
+)
+TRANSFER_RESPONSES = declare_responses(
+    {200: JSON},
+    *(*ADMIN_ERRORS, *BODY_ERRORS, Unsupported, VersionNotFound, VersionConflict, RollbackRefused),
     *(WeightsRefused, ActivationFailed, Asleep),
 )
 DELETE_RESPONSES = declare_responses(
@@ -139,6 +150,20 @@ async def activate(version: str, request: Request, server: ReadyServer) -> Respo
     return json_response(answer)
 
 
+@router.post("/{version}/transfer", responses=TRANSFER_RESPONSES)
+@requires_role("admin")
+async def transfer(version: str, request: Request, server: ReadyServer) -> Response:
+    if server.settings.engine.weight_transfer is None:
+        raise Unsupported(
+            "engine.weight_transfer is none: publish the weights over HTTP (PUT /v1/weights)"
+        )
+    name = label(version)
+    body = await server.bodies.read_json(request, TransferRequest)
+    tensors = await asyncio.to_thread(_tensors, body)
+    work = server.transfers.activate(name, body, WeightTransfer(tensors=tensors))
+    return json_response(await cancel_on_disconnect(request, work))
+
+
 @router.delete("/{version}", responses=DELETE_RESPONSES)
 @requires_role("admin")
 async def delete(version: str, server: ReadyServer) -> Response:
@@ -155,6 +180,27 @@ async def download(version: str, name: str, server: AnyServer) -> Response:
     num_bytes = path.stat().st_size
     return StreamingResponse(
         _chunks(path), media_type=FILE, headers={"Content-Length": str(num_bytes)}
+    )
+
+
+def _tensors(body: TransferRequest) -> list[IpcTensor]:
+    return [
+        IpcTensor(
+            name=tensor.name,
+            dtype=tensor.dtype,
+            shape=tuple(tensor.shape),
+            handles={gpu: _handle(handle) for gpu, handle in tensor.handles.items()},
+        )
+        for tensor in body.tensors
+    ]
+
+
+def _handle(sent: weight_transfer.IpcHandle) -> IpcHandle:
+    return IpcHandle(
+        handle=base64.b64decode(sent.handle),
+        offset=sent.offset,
+        ref_counter=sent.ref_counter,
+        ref_counter_offset=sent.ref_counter_offset,
     )
 
 

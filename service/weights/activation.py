@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from coppice.wire.kv_versions import ActivationKv
 from coppice.wire.weights import ActivationAnswer, ActivationMode
-from engine.errors import EngineDead, EngineError, LoadFailed, MemoryUnavailable
+from engine.errors import EngineDead, EngineError, FilesRestored, LoadFailed, MemoryUnavailable
 from engine.protocol import Engine
 from engine.types import WEIGHTS, PauseMode, SleepLevel, SleepTag
 from service.http.errors import (
@@ -214,11 +214,26 @@ class Activation:
     async def _wake(self, tags: AbstractSet[SleepTag]) -> None:
         began, woken = self._clock(), self._sleeping & tags
         if woken:
-            await self._engine.wake(woken)
+            await self._wake_engine(woken)
             self._sleeping -= woken
             log.info("woke %s in %.3f s", _names(woken), self._clock() - began)
         if not self._sleeping:
             self._is_overdue = False
+
+    async def _wake_engine(self, tags: AbstractSet[SleepTag]) -> None:
+        """Wake the engine. Dropped weights without files are replaced by the last ones with files.
+
+        Groups that require the replaced version end.
+        """
+        if self._versions.active.has_files:
+            await self._engine.wake(tags)
+            return
+        async with self._rollouts.close_gate():
+            restored = await self._engine.wake(tags)
+            if restored is not None:
+                await self._rollouts.end_groups_bound_to_other_versions(restored)
+                log.warning("%s has no files; %s is active", self._versions.active.label, restored)
+                self._on_loaded(restored)
 
     def check_weights_awake(self) -> None:
         if WEIGHTS in self._sleeping:
@@ -344,6 +359,7 @@ class Activation:
         async with self._rollouts.close_gate():
             while True:
                 async with self._lock:
+                    _check_not_withdrawn(self._versions.get(label))
                     self._check_can_wait()
                     if self._rollouts.is_idle:
                         return await self._activate(label, "wait", allow_rollback, kv)
@@ -360,6 +376,10 @@ class Activation:
         """True if an activation that was requested after `order` has succeeded or runs."""
         return self._idle_wait.is_replaced(order)
 
+    def on_transfer_withdrawn(self) -> None:
+        """End the wait of an activation in mode `wait` whose publisher has gone."""
+        self._idle_wait.wake_after(0.0)
+
     def end_wait(self) -> None:
         """End the wait of an activation in mode `wait`, because the server stops."""
         self._idle_wait.end(Draining(retry_after_seconds=DRAINING_RETRY_SECONDS))
@@ -372,6 +392,7 @@ class Activation:
         if version == previous:
             return _answer(version, previous, mode, paused_seconds=0.0, samples_ended=0)
         self.check_weights_awake()
+        _check_not_withdrawn(version)
         async with self._rollouts.close_gate():
             return await self._switch(version, previous, mode, kv)
 
@@ -381,6 +402,8 @@ class Activation:
         Pauses can start and end meanwhile.
         """
         self.check_weights_awake()
+        if not version.has_files:
+            return
         try:
             await self._engine.prepare_weights(version.path)
         except LoadFailed as error:
@@ -424,18 +447,28 @@ class Activation:
 
     async def _load(self, version: Version, kv: ActivationKv) -> int:
         """Load a version; returns the number of tokens whose KV stays in the prefix cache."""
-        keep_kv = kv == "keep_running"
         try:
-            num_kept = await self._engine.update_weights(
-                version.path, version.label, keep_kv=keep_kv
-            )
+            num_kept = await self._load_into_engine(version, keep_kv=kv == "keep_running")
+        except FilesRestored as error:
+            self._on_loaded(error.version)
+            raise ActivationFailed(str(error)) from error
         except LoadFailed as error:
             raise ActivationFailed(str(error)) from error
         except EngineDead as error:
             raise EngineGone(str(error)) from error
-        self._versions.activated(version.label)
-        self._prompt_kv.after_weights_update(version.label)
+        self._on_loaded(version.label)
         return num_kept
+
+    async def _load_into_engine(self, version: Version, *, keep_kv: bool) -> int:
+        if version.transfer is None:
+            return await self._engine.update_weights(version.path, version.label, keep_kv=keep_kv)
+        _check_not_withdrawn(version)
+        tensors = version.transfer.tensors
+        return await self._engine.transfer_weights(tensors, version.label, keep_kv=keep_kv)
+
+    def _on_loaded(self, label: str) -> None:
+        self._versions.activated(label)
+        self._prompt_kv.after_weights_update(label)
 
     async def _resume_unless_paused(self) -> None:
         await self._engine_pauses.resume_unless_paused()
@@ -443,6 +476,12 @@ class Activation:
 
 def _names(tags: AbstractSet[SleepTag]) -> str:
     return " and ".join(sorted(tags))
+
+
+def _check_not_withdrawn(version: Version) -> None:
+    """Refuse tensors in GPU memory whose publisher does not wait: it may have changed them."""
+    if version.transfer is not None and version.transfer.is_withdrawn:
+        raise VersionConflict("the publisher has closed its connection; nothing was loaded")
 
 
 def _frozen() -> VersionConflict:

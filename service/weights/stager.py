@@ -15,6 +15,7 @@ from pathlib import Path
 
 from engine.errors import CheckpointRefused
 from engine.protocol import Engine
+from engine.weights.ipc_tensors import WeightTransfer
 from engine.weights.magnitudes import UNKNOWN, Magnitudes, MagnitudeScan
 from service.http.errors import BaseUnavailable, VersionConflict, WeightsRefused
 from service.weights.checkpoint_store import (
@@ -189,6 +190,28 @@ class WeightStager:
         finally:
             self._checkpoints.discard(file)
 
+    async def stage_transfer(
+        self, label: str, transfer: WeightTransfer, *, sequence: int | None
+    ) -> Version:
+        """Stage tensors in a trainer's GPU memory; call `Versions.end_transfer` afterwards."""
+        async with self._change_lock:
+            self._check_new(label, sequence)
+            try:
+                await asyncio.to_thread(self._engine.check_tensors, transfer.tensors)
+            except CheckpointRefused as refused:
+                raise WeightsRefused(str(refused)) from refused
+            version = Version(
+                label=label,
+                sequence=self._sequence(label, sequence),
+                state="staged",
+                path=Path(),
+                num_bytes=transfer.num_bytes,
+                owned=False,
+                has_files=False,
+                transfer=transfer,
+            )
+            return self._versions.put(version)
+
     @asynccontextmanager
     async def _delete_unless_listed(self, label: str) -> AsyncIterator[None]:
         """Delete the files of a version whose addition fails before it is in the table."""
@@ -231,7 +254,7 @@ class WeightStager:
 
     async def revalidate(self, version: Version) -> None:
         """Check a version again if its files were not uploaded, since they may have changed."""
-        if not version.owned:
+        if version.has_files and not version.owned:
             await self._check(version.path)
 
     async def delete(self, label: str, *, sync: bool = True) -> None:
@@ -254,15 +277,23 @@ class WeightStager:
                 await self._announcer.on_deleted(label)
 
     def _find_excess(self) -> str | None:
-        """Label of the oldest superseded version if there are more than `retain_superseded`."""
-        superseded = [
-            version.label
+        """Label of the oldest superseded version if there are more than `retain_superseded`.
+
+        Uploaded versions and those without files are counted apart.
+        """
+        removable = [
+            version
             for version in self._versions.all()
-            if version.owned
-            and version.state == "superseded"
+            if version.state == "superseded"
             and not self._versions.is_activating(version.label)
+            and not self._versions.is_restorable(version.label)
         ]
-        return superseded[0] if len(superseded) > self._retain else None
+        uploaded = [version.label for version in removable if version.owned]
+        without_files = [version.label for version in removable if not version.has_files]
+        for labels in (uploaded, without_files):
+            if len(labels) > self._retain:
+                return labels[0]
+        return None
 
     async def _add_from_delta(
         self, label: str, base: str, delta: Upload, sequence: int | None, announced: bool

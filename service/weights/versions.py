@@ -16,6 +16,7 @@ from pathlib import Path
 
 from coppice.wire.rollouts import WeightsConstraint
 from coppice.wire.weights import VersionAnswer, VersionState
+from engine.weights.ipc_tensors import WeightTransfer
 from service.http.errors import (
     RollbackRefused,
     VersionConflict,
@@ -38,6 +39,9 @@ class Version:
     the version is published in the cluster registry. `xxh3_128` is the checksum of a version that
     was uploaded as one file. `digests` has the SHA-256 of each file, once it is needed.
     `received_at` is the monotonic time at which the last file was received.
+
+    A version without files (`has_files`) was handed over in GPU memory, and is activated once.
+    `transfer` is set while its publisher waits.
     """
 
     label: str
@@ -54,6 +58,8 @@ class Version:
     digests: Mapping[str, str] = field(default_factory=dict)
     missing_files: tuple[str, ...] = ()
     received_at: float = 0.0
+    has_files: bool = True
+    transfer: WeightTransfer | None = None
 
     def answer(self) -> VersionAnswer:
         return VersionAnswer(
@@ -66,6 +72,7 @@ class Version:
             sha256=next(iter(self.digests.values())) if len(self.digests) == 1 else None,
             xxh3_128=self.xxh3_128,
             missing_files=list(self.missing_files),
+            has_files=self.has_files,
         )
 
 
@@ -91,6 +98,7 @@ class Versions:
         assert first.state == "active"
         self._versions = {first.label: first}
         self._active = first.label
+        self._with_files = first.label
         self._activating: str | None = None
         self._remote_sequences: dict[str, int] = {}
         self._activated_sequences = deque([first.sequence], maxlen=MAX_AGE)
@@ -144,7 +152,27 @@ class Versions:
             raise VersionConflict("the active version cannot be deleted")
         if self.is_activating(label):
             raise VersionConflict("the version is being activated")
+        if self.is_restorable(label):
+            raise VersionConflict(
+                "the active version has no files, so this one is served if an activation fails"
+            )
         return self._versions.pop(label)
+
+    def is_restorable(self, label: str) -> bool:
+        """True for the version that the engine serves if it loses an active one without files."""
+        return not self.active.has_files and label == self._with_files
+
+    def end_transfer(self, label: str) -> None:
+        """Remove a version without files, which its publisher may change now, unless it is active.
+
+        The label of an earlier active version stays, as it orders versions.
+        """
+        version = self.find(label)
+        if version is None or version.has_files:
+            return
+        self._versions[label] = replace(version, transfer=None)
+        if version.state == "staged":
+            self.forget(label)
 
     @contextmanager
     def activating(self, label: str) -> Iterator[None]:
@@ -189,6 +217,12 @@ class Versions:
             )
         return version
 
+    def check_has_files(self, label: str) -> None:
+        """Refuse a version in GPU memory, which only its publisher's call can activate."""
+        version = self.find(label)
+        if version is not None and not version.has_files and version != self.active:
+            raise VersionConflict("the version was handed over in GPU memory: publish it again")
+
     def announced(self, label: str, announced: bool) -> None:
         self._versions[label] = replace(self._versions[label], announced=announced)
 
@@ -196,6 +230,8 @@ class Versions:
         self._versions[self._active] = replace(self.active, state="superseded")
         self._active = label
         self._versions[label] = replace(self._versions[label], state="active")
+        if self.active.has_files:
+            self._with_files = label
         self._activated_sequences.append(self.active.sequence)
         self.epoch += 1
 

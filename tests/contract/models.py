@@ -29,6 +29,7 @@ from coppice.wire import (
     session_moves,
     sessions,
     support,
+    weight_transfer,
     weights,
 )
 from coppice.wire.base import RequestModel
@@ -52,6 +53,7 @@ MODULES: tuple[ModuleType, ...] = (
     session_moves,
     sessions,
     support,
+    weight_transfer,
     weights,
 )
 BOUNDS = ("minimum", "maximum", "minLength", "maxLength", "minItems", "maxItems", "pattern")
@@ -81,21 +83,32 @@ def _differences(contract: Node, model: Node, exact: bool, at: str) -> Iterator[
         exact = False  # an answer inside a request
     yield from _keywords(ours, theirs, exact, at)
     yield from _members(ours, theirs, exact, at)
-    if "items" in ours and "items" in theirs:
-        yield from _differences(ours["items"], theirs["items"], exact, f"{at}[]")
+    for key in ("items", "additionalProperties"):
+        if _have_schemas(ours, theirs, key):
+            yield from _differences(ours[key], theirs[key], exact, f"{at}[]")
 
 
 def _keywords(ours: Node, theirs: Node, exact: bool, at: str) -> Iterator[str]:
     same = ("type", "additionalProperties", "nullable", *BOUNDS) if exact else ("type",)
     for key in same:
-        if ours.get(key) != theirs.get(key):
+        if not _have_schemas(ours, theirs, key) and ours.get(key) != theirs.get(key):
             yield f"{at}: {key} is {ours.get(key)}, the model's {theirs.get(key)}"
     if ours.get("enum") != theirs.get("enum") and (exact or "enum" in theirs):
         yield f"{at}: the enums differ"
     if ours["nullable"] and not theirs["nullable"]:
         yield f"{at}: the model takes no null"
+    if exact and "propertyNames" in theirs and _bounds_of_names(ours) != _bounds_of_names(theirs):
+        yield f"{at}: the names of members have other bounds"
     if exact and "default" in theirs and ours.get("default") != theirs["default"]:
         yield f"{at}: the defaults differ"
+
+
+def _have_schemas(ours: Node, theirs: Node, key: str) -> bool:
+    return isinstance(ours.get(key), dict) and isinstance(theirs.get(key), dict)
+
+
+def _bounds_of_names(node: Node) -> Node:
+    return {key: value for key, value in node["propertyNames"].items() if key in BOUNDS}
 
 
 def _members(ours: Node, theirs: Node, exact: bool, at: str) -> Iterator[str]:
@@ -117,6 +130,9 @@ def _normal(schema: Node) -> Node:
     for exclusive, (inclusive, step) in EXCLUSIVE.items():
         if exclusive in node and node.get("type") == "integer":
             node[inclusive] = node.pop(exclusive) + step
+    if len(patterns := node.get("patternProperties", {})) == 1:
+        [(pattern, node["additionalProperties"])] = patterns.items()
+        node["propertyNames"] = {"pattern": pattern}
     if "const" in node:
         node["enum"] = [node.pop("const")]
     if "enum" in node:

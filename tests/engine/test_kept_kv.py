@@ -136,7 +136,7 @@ def served_weights(engine: LiveEngine, path: Path) -> ServedWeights:
     processes: Any = CoreProcesses(engine)
     copies = MachineCopies(processes, EngineSettings())
     return ServedWeights(
-        processes, Heartbeat(timeouts={}), path, read_base_checkpoint(path), copies
+        processes, Heartbeat(timeouts={}), path, read_base_checkpoint(path), copies, version="v7"
     )
 
 

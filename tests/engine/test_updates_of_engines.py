@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from engine.errors import EngineDead, LoadFailed
+from engine.errors import EngineDead, FilesRestored, LoadFailed
 from engine.runtime.heartbeat import Heartbeat
 from engine.settings import EngineSettings
 from engine.weights.checkpoint import read_base_checkpoint
@@ -15,8 +15,9 @@ from engine.weights.updates import ServedWeights
 from tests.engine.seedling import MODEL
 
 LOADED = {"ok": True, "seconds": 0.1}
-RESTORED = {"ok": False, "error": "the disk is gone", "restored": True}
-BROKEN = {"ok": False, "error": "the disk is gone", "restored": False}
+RESTORED = {"ok": False, "error": "the disk is gone", "restored": True, "has_reloaded": True}
+KEPT = RESTORED | {"error": "no handle for this GPU", "has_reloaded": False}
+BROKEN = {"ok": False, "error": "the disk is gone", "restored": False, "has_reloaded": False}
 NEW = Path("new")
 
 
@@ -43,7 +44,8 @@ class Processes:
 def served(processes: Any) -> tuple[ServedWeights, Heartbeat]:
     heartbeat = Heartbeat(timeouts={})
     copies = MachineCopies(processes, EngineSettings())
-    weights = ServedWeights(processes, heartbeat, MODEL, read_base_checkpoint(MODEL), copies)
+    base = read_base_checkpoint(MODEL)
+    weights = ServedWeights(processes, heartbeat, MODEL, base, copies, version="v0")
     return weights, heartbeat
 
 
@@ -105,13 +107,111 @@ async def test_kv_is_reset_if_other_files_were_restored(tmp_path: Path, is_chang
     processes: Any = Processes([RESTORED, RESTORED])
     copies = MachineCopies(processes, EngineSettings())
     checkpoint = read_base_checkpoint(MODEL)
-    weights = ServedWeights(processes, Heartbeat(timeouts={}), tmp_path, checkpoint, copies)
+    weights = ServedWeights(
+        processes, Heartbeat(timeouts={}), tmp_path, checkpoint, copies, version="v0"
+    )
     if is_changed:
         (tmp_path / "model.safetensors").write_bytes(b"other")
     with pytest.raises(LoadFailed):
         await weights.update(NEW, "v1", keep_kv=True)
     resets = [call for call in processes.calls if call[0] == "coppice_reset_prefix_cache"]
     assert len(resets) == is_changed
+
+
+TRANSFER: tuple[Any, ...] = ("coppice_transfer_weights", [], str(MODEL))
+RESET = ("coppice_reset_prefix_cache",)
+
+
+async def test_transferred_weights_are_stamped_on_all_engines() -> None:
+    processes = Processes([LOADED, LOADED])
+    weights, heartbeat = served(processes)
+    assert await weights.transfer([], "gpu-1", keep_kv=True) == 7
+    assert processes.calls == [TRANSFER, (*RESET, True)]
+    assert (processes.version, heartbeat.stage) == ("gpu-1", "serving")
+
+
+async def test_refused_transfer_keeps_weights_without_files_and_their_kv() -> None:
+    processes = Processes([LOADED, LOADED], [KEPT, KEPT])
+    weights, heartbeat = served(processes)
+    await weights.transfer([], "gpu-1")
+    with pytest.raises(LoadFailed, match="still served: no handle for this GPU") as raised:
+        await weights.transfer([], "gpu-2")
+    assert not isinstance(raised.value, FilesRestored)
+    assert processes.calls == [TRANSFER, (*RESET, False), TRANSFER]
+    assert (processes.version, heartbeat.stage) == ("gpu-1", "serving")
+
+
+async def test_failed_transfer_restores_the_previous_files() -> None:
+    processes = Processes([LOADED, RESTORED], [LOADED, LOADED])
+    weights, _ = served(processes)
+    with pytest.raises(LoadFailed) as raised:
+        await weights.transfer([], "gpu-1")
+    assert not isinstance(raised.value, FilesRestored)
+    assert processes.calls == [TRANSFER, load(MODEL)]
+    assert processes.version == "v0"
+
+
+@pytest.mark.parametrize("is_transfer", [False, True])
+@pytest.mark.parametrize(
+    ("results", "reloads"),
+    [
+        ([RESTORED, RESTORED], 0),
+        ([RESTORED, LOADED], 1),
+        ([KEPT, LOADED], 1),
+        ([RESTORED, KEPT], 1),
+    ],
+)
+async def test_all_engines_serve_the_last_files_if_weights_without_files_are_lost(
+    results: list[Any], reloads: int, is_transfer: bool
+) -> None:
+    processes = Processes([LOADED, LOADED], results, *[[LOADED, LOADED]] * (reloads + 1))
+    weights, heartbeat = served(processes)
+    await weights.transfer([], "gpu-1")
+    processes.calls.clear()
+    with pytest.raises(FilesRestored) as raised:
+        if is_transfer:
+            await weights.transfer([], "gpu-2")
+        else:
+            await weights.update(NEW, "v1", keep_kv=True)
+    failed = TRANSFER if is_transfer else load(NEW)
+    assert processes.calls == [failed, *[load(MODEL)] * reloads, RESET]
+    assert raised.value.version == processes.version == "v0"
+    assert heartbeat.stage == "serving"
+    assert await weights.reload() is None, "the files are served"
+
+
+async def test_last_files_are_restored_only_if_they_are_unchanged(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"one")
+    processes: Any = Processes([LOADED, LOADED], [RESTORED, RESTORED])
+    copies = MachineCopies(processes, EngineSettings())
+    heartbeat, base = Heartbeat(timeouts={}), read_base_checkpoint(MODEL)
+    weights = ServedWeights(processes, heartbeat, tmp_path, base, copies, version="v0")
+    await weights.transfer([], "gpu-1")
+    file.write_bytes(b"other")
+    with pytest.raises(LoadFailed, match="the files of v0, to be loaded if .*, have changed"):
+        await weights.transfer([], "gpu-2")
+    assert heartbeat.stage == "serving"
+    with pytest.raises(EngineDead):
+        await weights.update(NEW, "v1", keep_kv=False)
+
+
+async def test_dropped_weights_without_files_are_replaced_by_the_last_files() -> None:
+    processes = Processes([LOADED, LOADED], [LOADED, LOADED])
+    weights, _ = served(processes)
+    await weights.transfer([], "gpu-1")
+    processes.calls.clear()
+    await weights.check_reload()
+    assert not processes.calls, "the served weights stay until they are dropped"
+    assert await weights.reload() == processes.version == "v0"
+    assert processes.calls == [load(MODEL)]
+
+
+async def test_dropped_weights_with_files_are_loaded_again() -> None:
+    processes = Processes([LOADED, LOADED])
+    weights, _ = served(processes)
+    assert await weights.reload() is None
+    assert processes.version == "v0"
 
 
 @pytest.mark.parametrize("restoring", [RESTORED, BROKEN])

@@ -226,7 +226,12 @@ def test_interrupted_load_keeps_the_previous_weights(
     with engine.paused():
         engine.rpc("coppice_fail_next", num_tensors)
         (answer,) = engine.load(models["v8"])
-    assert answer == {"ok": False, "error": "OSError: the disk is gone", "restored": True}
+    assert answer == {
+        "ok": False,
+        "error": "OSError: the disk is gone",
+        "restored": True,
+        "has_reloaded": True,
+    }
     (straddled,) = engine.finish(straddler)
     assert straddled == undisturbed
 
@@ -288,6 +293,7 @@ def test_nothing_is_changed_without_a_way_to_restore_it(
         "ok": False,
         "error": "CheckpointRefused: the checkpoint does not exist",
         "restored": True,
+        "has_reloaded": False,
     }
     assert_same(engine.ask(*PROMPTS, max_tokens=40), expected.v7)
 
@@ -297,7 +303,12 @@ def test_failed_restore_of_the_previous_weights_is_reported(
 ) -> None:
     engine.rpc("coppice_fail_next", 9, 2)
     (answer,) = engine.load(models["v8"])
-    assert answer == {"ok": False, "error": "OSError: the disk is gone", "restored": False}
+    assert answer == {
+        "ok": False,
+        "error": "OSError: the disk is gone",
+        "restored": False,
+        "has_reloaded": False,
+    }
     engine.rpc("coppice_reset")
     engine.swap(models["v7"])
     assert_same(engine.ask(*PROMPTS, max_tokens=40), expected.v7)

@@ -2,7 +2,9 @@
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,11 +25,29 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return make_models(tmp_path_factory.mktemp("models"), tied=True)
 
 
-@pytest.fixture
-def engine(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveEngine]:
+@pytest.fixture(autouse=True)
+def separate_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     cpus = sorted(os.sched_getaffinity(0))
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{cpus[0]}|{cpus[-1]}")
+
+
+@pytest.fixture
+def engine(models: dict[str, Path]) -> Iterator[LiveEngine]:
     with live_engine(models["v7"], extension=FAULTY, tensor_parallel_size=2) as engine:
+        yield engine
+
+
+@pytest.fixture
+def receiver(models: dict[str, Path]) -> Iterator[LiveEngine]:
+    """An engine that receives weights in memory."""
+    from vllm.config import WeightTransferConfig
+
+    from tests.engine.transfer_worker import TRANSFER
+
+    config = WeightTransferConfig(backend="ipc")
+    with live_engine(
+        models["v7"], extension=TRANSFER, tensor_parallel_size=2, weight_transfer_config=config
+    ) as engine:
         yield engine
 
 
@@ -36,8 +56,9 @@ def test_ranks_update_together(engine: LiveEngine, models: dict[str, Path]) -> N
 
     engine.rpc("coppice_fail_next", 9, 1, 1)
     first, second = engine.load(models["v8"])
-    assert first == {"ok": False, "error": "failed on ranks [1]", "restored": True}
-    assert second == {"ok": False, "error": "OSError: the disk is gone", "restored": True}
+    failure = {"ok": False, "restored": True, "has_reloaded": True}
+    assert first == failure | {"error": "failed on ranks [1]"}
+    assert second == failure | {"error": "OSError: the disk is gone"}
     assert_same(engine.ask(*PROMPTS, max_tokens=20), before)
 
     engine.rpc("coppice_fail_next", 9, 2, 1)
@@ -54,3 +75,45 @@ def test_ranks_update_together(engine: LiveEngine, models: dict[str, Path]) -> N
     engine.close()
     with live_engine(models["v8"]) as one_rank:
         assert_same(swapped, one_rank.ask(*PROMPTS, max_tokens=20))
+
+
+def test_ranks_receive_tensors_together(receiver: LiveEngine, models: dict[str, Path]) -> None:
+    """Both ranks read all tensors, and each loads its part."""
+    from tests.engine.transfer_worker import shared, tensors_of
+
+    engine, tensors = receiver, tensors_of(models["v8"])
+    before = engine.ask(*PROMPTS, max_tokens=20)
+    with shared(tensors) as handed_over, engine.paused():
+        values = [tensor.to_dict() for tensor in handed_over]
+        first_only = [
+            replace(tensor, handles={"cpu-0": tensor.handles["cpu-0"]}).to_dict()
+            for tensor in handed_over
+        ]
+        first, second = transfer(engine, first_only)
+        kept = {"ok": False, "restored": True, "has_reloaded": False}
+        assert (first, second) == (
+            kept | {"error": "failed on ranks [1]"},
+            kept | {"error": "KeyError: 'cpu-1'"},
+        )
+        engine.rpc("coppice_fail_next", 9, 1, 1)
+        failed = transfer(engine, values)
+        assert [(answer["restored"], answer["has_reloaded"]) for answer in failed] == [
+            (True, True),
+            (True, True),
+        ]
+    assert_same(engine.ask(*PROMPTS, max_tokens=20), before)
+    with shared(tensors) as handed_over, engine.paused():
+        answers = transfer(engine, [tensor.to_dict() for tensor in handed_over])
+        assert all(answer["ok"] for answer in answers), answers
+        engine.core.coppice_reset_prefix_cache(False)
+    transferred = engine.ask(*PROMPTS, max_tokens=20)
+    engine.close()
+    with live_engine(models["v8"]) as one_rank:
+        assert_same(transferred, one_rank.ask(*PROMPTS, max_tokens=20))
+
+
+def transfer(engine: LiveEngine, tensors: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    answers: list[dict[str, Any]] = engine.rpc(
+        "coppice_transfer_weights", tensors, str(engine.serving)
+    )
+    return answers

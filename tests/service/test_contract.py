@@ -113,6 +113,8 @@ def changes() -> list[Any]:
         ("RolloutRequest", "required", []),
         ("Prompt", "properties", "token_ids", "items", "maximum", 5),
         ("Prompt", "properties", "text", "type", "string"),
+        ("IpcTensor", "properties", "handles", "propertyNames", "pattern", "^a$"),
+        ("IpcTensor", "properties", "handles", "additionalProperties", "required", ["handle"]),
         ("WeightsConstraint", "properties", "min_version", {"type": "string"}),
         ("PauseRequest", "properties", "mode", "enum", ["keep"]),
         ("VersionAnswer", "required", ["version"]),

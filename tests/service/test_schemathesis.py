@@ -53,6 +53,7 @@ UNSERVABLE = {
     "createSessions": ["422"],
     "streamSessions": ["410", "422"],
     "activateWeights": ["422"],
+    "transferWeights": ["422"],
     "sleep": ["422"],
 }
 # A list beyond its `maxItems` may also exceed the number of JSON values that a body may hold.
@@ -170,6 +171,7 @@ def serving_target(folder: Path) -> Iterator[ServerList]:
     sections: dict[str, dict[str, Any]] = {
         "server": {"keys_file": folder / "keys.yaml"},
         "weights": {"source_directories": [folder]},
+        "engine": {"weight_transfer": "ipc"},
         # No caller returns to the trees opened here.
         "limits": {"max_tree_lease_seconds": 0.1},
     }

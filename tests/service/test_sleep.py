@@ -43,10 +43,10 @@ class SlowlyWakingEngine(FakeEngine):
         super().__init__()
         self.waking, self.may_wake = asyncio.Event(), asyncio.Event()
 
-    async def wake(self, tags: AbstractSet[SleepTag]) -> None:
+    async def wake(self, tags: AbstractSet[SleepTag]) -> str | None:
         self.waking.set()
         await self.may_wake.wait()
-        await super().wake(tags)
+        return await super().wake(tags)
 
 
 async def test_engine_releases_its_memory_and_allocates_it_again(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ class WeightsOperations:
         _check_streams(streams, delta)
         if delta:
             return await self._upload_changes(version, source, sequence, timeout)
-        address, image = _address(version), one_file(source)
+        address, image = address_of(version), one_file(source)
         if image is not None and self._is_loopback:
             answer = await self._hand_over(address, image, sequence, timeout)
             if answer is not None:
@@ -118,7 +118,7 @@ class WeightsOperations:
         VersionConflict.
         """
         request = StageRequest(path=fspath(path), sequence=sequence)
-        call = json_request("POST", _address(version), request, read_timeout=timeout)
+        call = json_request("POST", address_of(version), request, read_timeout=timeout)
         return (await self._sender.send(call)).read(VersionAnswer)
 
     async def activate_weights(
@@ -139,7 +139,7 @@ class WeightsOperations:
         request = ActivateRequest(mode=mode, kv=kv, allow_rollback=allow_rollback)
         call = json_request(
             "POST",
-            _address(version) + "/activate",
+            address_of(version) + "/activate",
             request,
             read_timeout=timeout,
             # Activating the active version again does nothing. If another client has activated a
@@ -175,7 +175,7 @@ class WeightsOperations:
 
     async def delete_weights(self, version: str) -> None:
         """Deletes a weights version that is not active. Not retried after a lost connection."""
-        reply = await self._sender.send(HttpRequest(method="DELETE", path=_address(version)))
+        reply = await self._sender.send(HttpRequest(method="DELETE", path=address_of(version)))
         reply.check()
 
     async def _hand_over(
@@ -239,7 +239,7 @@ class WeightsOperations:
             answer = await self._put_delta(base, new_file, sequence, timeout)
         if answer is None:
             answer = await self._put(
-                _address(version), new_file.path, new_file.digest, sequence, timeout
+                address_of(version), new_file.path, new_file.digest, sequence, timeout
             )
         self._base_file = new_file
         return answer
@@ -254,7 +254,7 @@ class WeightsOperations:
             if await run_steps(new_file.write_delta(base, path)) is None:
                 return None
             digest = await run_steps(sha256_of(path))
-            address = _address(new_file.version)
+            address = address_of(new_file.version)
             try:
                 return await self._put(address, path, digest, sequence, timeout, base.version)
             except BaseUnavailable as error:
@@ -292,7 +292,7 @@ def _params(sequence: int | None, base: str | None) -> dict[str, str]:
     return {name: value for name, value in params.items() if value is not None}
 
 
-def _address(version: str) -> str:
+def address_of(version: str) -> str:
     return f"/v1/weights/{_LABEL.validate_python(version)}"
 
 

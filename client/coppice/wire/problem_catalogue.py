@@ -190,7 +190,8 @@ _KINDS = (
           "An unexpected error occurred; the server's log has the details under the request id.",
           "Report the error with its request id."),
     _kind("activation_failed", 500, "The weights could not be activated",
-          "The engine could not load the version; it continues with the previous one.",
+          "The engine could not load the version; it continues with the previous one, or with the "
+          "one that `detail` names.",
           "See the server's log, correct the version, and upload it under another label."),
     _kind("not_ready", 503, "The server is starting",
           "The engine is loading the model, or the server is fetching the active weights.",

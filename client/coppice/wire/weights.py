@@ -65,6 +65,7 @@ class VersionAnswer(AnswerModel):
     `xxh3_128` is the checksum of a version that was uploaded as one file; in the response to an
     upload, of the received file.
     `sha256` is its digest, once it was needed.
+    `has_files` is false if it was handed over in GPU memory: it cannot be activated again.
     """
 
     version: str
@@ -76,6 +77,7 @@ class VersionAnswer(AnswerModel):
     sha256: str | None = None
     xxh3_128: str | None = None
     missing_files: list[str] = []
+    has_files: bool = True
 
 
 class ActivationAnswer(AnswerModel):

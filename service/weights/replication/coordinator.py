@@ -88,6 +88,7 @@ class ActivationCoordinator:
 
         Once started, it does not stop half-way.
         """
+        self._versions.check_has_files(label)
         if self._cluster.is_standalone:
             return await self._activation.apply(label, mode, allow_rollback=allow_rollback, kv=kv)
         return await self._run_to_completion(self._activate_on_all(label, mode, allow_rollback, kv))

@@ -72,7 +72,7 @@ class MachineOne:
             for read in (path, previous)
         )
         self.loaded.append(restored if self.load_error else content)
-        failed = {"ok": False, "error": self.load_error, "restored": True}
+        failed = {"ok": False, "error": self.load_error, "restored": True, "has_reloaded": True}
         return failed if self.load_error else {"ok": True, "seconds": 0.0}
 
     def load_adapter(self, name: str, number: int, path: str) -> Any:
@@ -115,6 +115,7 @@ def served(machine: MachineOne, model: Path) -> ServedWeights:
         model,
         checkpoint,
         MachineCopies(processes, SETTINGS),
+        version="v0",
     )
 
 

@@ -1,0 +1,49 @@
+"""Client operation that hands weights over in GPU memory."""
+
+from contextlib import ExitStack
+
+from coppice.operations.weights import address_of
+from coppice.transport.messages import json_request
+from coppice.transport.retry import RequestSender
+from coppice.weights.gpu_weights import GpuWeights
+from coppice.weights.safetensors_writer import StateDict
+from coppice.wire.kv_versions import ActivationKv
+from coppice.wire.weight_transfer import TransferRequest
+from coppice.wire.weights import ActivationAnswer, ActivationMode
+
+
+class WeightTransferOperations:
+    """Operation of a trainer that uses the GPUs of a server with engine.weight_transfer."""
+
+    _sender: RequestSender
+
+    async def transfer_weights(
+        self,
+        version: str,
+        source: StateDict | GpuWeights,
+        *,
+        sequence: int | None = None,
+        mode: ActivationMode = "keep",
+        kv: ActivationKv = "reset",
+        allow_rollback: bool = False,
+        timeout: float | None = None,
+    ) -> ActivationAnswer:
+        """Activates weights that are in GPU memory of this host; no file is written.
+
+        The server opens the tensors by CUDA IPC, so they must not change before the call returns.
+        The version cannot be activated again later. The call is not retried after a lost
+        connection: a version that exists raises VersionConflict.
+        """
+        with ExitStack() as exported:
+            if not isinstance(source, GpuWeights):
+                source = exported.enter_context(GpuWeights(source))
+            request = TransferRequest(
+                tensors=source.tensors,
+                sequence=sequence,
+                mode=mode,
+                kv=kv,
+                allow_rollback=allow_rollback,
+            )
+            path = address_of(version) + "/transfer"
+            call = json_request("POST", path, request, read_timeout=timeout)
+            return (await self._sender.send(call)).read(ActivationAnswer)
