@@ -4,22 +4,32 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
+import pybase64
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 
+from bench.harness.delayed_proxy import delayed_proxy
 from coppice import Rollouts, WeightsConstraint
 from coppice.wire.weights import ActivationMode
 
 LOADED = re.compile(r"loaded the weights of (\S+) in ([0-9.]+) s")
 DELTA = "HTTP, delta"
+STREAMS = 4
+ROUND_TRIP_SECONDS = 0.05
+WINDOW_BYTES = 2**22
+"""Bytes of a connection that are sent but not acknowledged: the maximum of Linux' tcp_wmem."""
+DELAYED = f"HTTP, {1000 * ROUND_TRIP_SECONDS:.0f} ms round trip"
+MAX_DELAYED_BYTES = 2**28
+"""Size of the largest weights that are uploaded over the delayed connection."""
 VLLM = "vLLM's server, reload_weights"
+BASE64 = "vLLM's server, base64 in one request"
 NUM_RUNNING = 8
 RUNNING: Mapping[str, ActivationMode] = {
     f"same host, {NUM_RUNNING} samples running": "keep",
@@ -54,24 +64,31 @@ class Publication:
 class WeightsPublisher:
     """Publisher of weights to one server, with several ways of upload."""
 
-    def __init__(self, url: str, log: Path, folder: Path) -> None:
+    def __init__(self, url: str, log: Path, folder: Path, num_bytes: int) -> None:
         self._log = log
         self._folder = folder
         self._num_published = 0
         self._local = Rollouts(url)
         # The client takes only loopback addresses for the same host; 0.0.0.0 reaches it, too.
         self._remote = Rollouts(url.replace("127.0.0.1", "0.0.0.0"))
+        self._resources = ExitStack()
+        far_port = self._resources.enter_context(
+            delayed_proxy(httpx.URL(url).port or 80, ROUND_TRIP_SECONDS, WINDOW_BYTES)
+        )
+        self._far = Rollouts(f"http://0.0.0.0:{far_port}")
         self.arms: dict[str, Upload] = {
             "same host": self._local.upload_weights,
-            "HTTP": self._remote.upload_weights,
+            **_over_streams("HTTP", self._remote),
             DELTA: partial(self._remote.upload_weights, delta=True),
+            **(_over_streams(DELAYED, self._far) if num_bytes <= MAX_DELAYED_BYTES else {}),
             "shared directory": self._stage,
             **dict.fromkeys(RUNNING, self._local.upload_weights),
         }
 
     def close(self) -> None:
-        self._local.close()
-        self._remote.close()
+        for client in (self._local, self._remote, self._far):
+            client.close()
+        self._resources.close()
 
     def publish_next(self, arm: str, state: State, previous: State) -> Publication:
         """Publish weights after others; a delta has the version just before as its base."""
@@ -143,27 +160,53 @@ class WeightsPublisher:
         return float(found[label])
 
 
-class VllmPublisher:
-    """Publisher to vLLM's server: a file of the safetensors library, and vLLM's `reload_weights`.
+def _over_streams(arm: str, client: Rollouts) -> dict[str, Upload]:
+    """Uploads over one connection and over several."""
+    return {
+        arm: client.upload_weights,
+        f"{arm}, {STREAMS} streams": partial(client.upload_weights, streams=STREAMS),
+    }
 
-    vLLM's transfer of weights between processes needs a GPU.
+
+class VllmPublisher:
+    """Publisher to vLLM's server, whose transfer of weights between processes needs a GPU.
+
+    Either the safetensors library writes a file that vLLM's `reload_weights` loads, or all tensors
+    are sent in base64 in one JSON request, as to SGLang's `update_weights_from_tensor`.
     """
 
     def __init__(self, url: str, model: Path) -> None:
         self._model = model
         self._http = httpx.Client(base_url=url, timeout=300)
+        self.arms: dict[str, Callable[[State], Publication]] = {
+            VLLM: self._publish_file,
+            BASE64: self._publish_request,
+        }
 
     def close(self) -> None:
         self._http.close()
 
-    def publish(self, state: State) -> Publication:
+    def publish(self, arm: str, state: State) -> Publication:
+        return self.arms[arm](state)
+
+    def _publish_file(self, state: State) -> Publication:
         began = time.perf_counter()
         save_file(dict(state), self._model / "model.safetensors", metadata={"format": "pt"})
+        call = {"method": "reload_weights", "kwargs": {"weights_path": str(self._model)}}
+        return self._load(began, call)
+
+    def _publish_request(self, state: State) -> Publication:
+        began = time.perf_counter()
+        tensors = pybase64.b64encode(save(dict(state)))
+        call = b'{"method": "receive_base64", "args": ["%b"]}' % tensors
+        self._post("/collective_rpc", content=call)
+        return self._load(began, {"method": "load_received"})
+
+    def _load(self, began: float, call: Mapping[str, object]) -> Publication:
         uploaded = time.perf_counter()
         self._post("/pause", params={"mode": "wait"})  # clears the caches, too
         paused = time.perf_counter()
-        call = {"method": "reload_weights", "kwargs": {"weights_path": str(self._model)}}
-        self._post("/collective_rpc", json=call)
+        [load_seconds] = self._post("/collective_rpc", json=call).json()["results"]
         loaded = time.perf_counter()
         self._post("/resume")
         activated = time.perf_counter()
@@ -172,12 +215,12 @@ class VllmPublisher:
             upload=uploaded - began,
             activate=activated - uploaded,
             paused=activated - paused,
-            load=loaded - paused,
+            load=loaded - paused if load_seconds is None else float(load_seconds),
             first_token=time.perf_counter() - activated,
         )
 
-    def _post(self, route: str, **options: Any) -> None:
-        self._http.post(route, **options).raise_for_status()
+    def _post(self, route: str, **options: Any) -> httpx.Response:
+        return self._http.post(route, **options).raise_for_status()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench.harness.publications import RUNNING, VLLM, Publication
+from bench.harness.publications import BASE64, DELAYED, RUNNING, STREAMS, VLLM, Publication
 from bench.weight_publish import (
     CHANGED_SHARE,
     _as_dict,
@@ -70,7 +70,8 @@ def test_step_moves_a_share_of_the_values_by_one_unit() -> None:
 @pytest.mark.exhaustive
 async def test_every_arm_is_measured_on_a_small_model(tmp_path: Path) -> None:
     found: dict[str, Any] = await measure("2m", 1, tmp_path)
-    assert found["arms"].keys() == {*ARMS, VLLM}
+    over_streams = {f"{arm}, {STREAMS} streams" for arm in ("HTTP", DELAYED)}
+    assert found["arms"].keys() == {*ARMS, DELAYED, *over_streams, VLLM, BASE64}
     assert found["running"].keys() == RUNNING.keys()
     for [publication] in (found["arms"] | found["running"]).values():
         assert 0 < publication["load"] <= publication["paused"] <= publication["activate"]
