@@ -76,6 +76,25 @@ class ThresholdPolicy(StatelessPolicy):
         return sent
 
 
+TAIL = 4
+"""Most running requests of the steps that are counted as the tail of a workload."""
+
+
+@dataclass(slots=True)
+class Times:
+    """Simulated time of some steps, and the time of their tokens in steps without drafts.
+
+    A step without drafts has the same running requests, each with one token.
+    """
+
+    seconds: float = 0.0
+    without_drafts: float = 0.0
+
+    @property
+    def speedup(self) -> float:
+        return self.without_drafts / self.seconds if self.seconds else 1.0
+
+
 @dataclass(slots=True)
 class ReplayResult:
     """Counts and simulated time of the decode steps of a replay."""
@@ -88,6 +107,8 @@ class ReplayResult:
     seconds: float = 0.0
     by_group: dict[bytes, list[int]] = field(default_factory=dict)
     """Forward passes and tokens of each group."""
+    tail: Times = field(default_factory=Times)
+    """Times of the steps with at most TAIL running requests."""
 
     @property
     def accepted_length(self) -> float:
@@ -181,6 +202,10 @@ class Replay:
         self.result.emitted += emitted
         self.result.sent += verified
         self.result.seconds += seconds
+        if len(running) <= TAIL:
+            self.result.tail.seconds += seconds
+            without = self.costs.of(**step, tokens=passes) / passes
+            self.result.tail.without_drafts += without * emitted
         return came
 
     def _sent(self, running: Sequence[Request], drafts: DraftBatch, context: int) -> "Sent":

@@ -128,6 +128,11 @@ EXPLANATIONS = {
     "speculation_25m_0_6": ("Speculation: 25M parameters, temperature 0.6", SPECULATION),
     "speculation_25m_1": ("Speculation: 25M parameters, temperature 1.0", SPECULATION),
     "speculation_guard": ("Speculation where no draft can be predicted", SPECULATION),
+    "straggler_drafts": (
+        "Gain of sibling drafts for whole batches and their last samples",
+        "Times are simulated. With `known prompts` the drafts are looked up in the responses of "
+        "earlier epochs too. The speed of steps of at most 4 samples is that of each sample.",
+    ),
     "stragglers": ("Groups that do not wait for their longest samples", ""),
     "support_replay": (
         "Importance ratios of constrained samples",

@@ -64,11 +64,10 @@ BASELINES = {
 
 
 def speculation() -> Figure:
-    workloads = WORKLOADS | {"speculation_guard": "25M, random weights"}
     rows = [
         ratio(name, f"ours over {arm},", f"against {baseline}", label)
         for arm, baseline in BASELINES.items()
-        for name, label in workloads.items()
+        for name, label in WORKLOADS.items()
         if has_row(name, f"ours over {arm},")
     ]
     return ratio_chart(
@@ -86,13 +85,11 @@ def extremes(arm: str) -> tuple[float, float]:
 
 def speculation_text() -> str:
     suffix, off = extremes("suffix"), extremes("off")
-    guard = median("speculation_guard", "ours over off")
     return f"""
 Eight groups of eight samples were generated with sibling drafts of adaptive length and with each
 baseline. All generate the same tokens. Sibling drafts are {suffix[0]:.2f} to {suffix[1]:.2f}
 times as fast as Arctic's suffix decoding in vLLM. On this machine, however, speculation gains
-nothing: the ratio to no speculation is {off[0]:.2f}x to {off[1]:.2f}x. With random weights, where
-no draft can be predicted, it is {guard}.
+nothing: the ratio to no speculation is {off[0]:.2f}x to {off[1]:.2f}x.
 """
 
 
@@ -222,7 +219,7 @@ misses the goal from 490 tokens on, and reaches {worst:.2f} at 994.
 
 CHARTS = (
     chart(decode, decode_text, "Decoding after a shared prefix", "shared_prefix_decode"),
-    chart(speculation, speculation_text, "Speculation", *WORKLOADS, "speculation_guard"),
+    chart(speculation, speculation_text, "Speculation", *WORKLOADS),
     chart(draft_length, draft_length_text, "Tokens per forward pass", "drafter_replay"),
     chart(kv_reuse, kv_reuse_text, "Time to first token with reused KV", "cross_context"),
     chart(splice_error, splice_error_text, "Error of reused KV", "cross_context"),

@@ -9,6 +9,7 @@ from bench.replay.costs import LinearCost, MeasuredCost
 from bench.replay.drafters import NgramDrafter, StoreDrafter
 from bench.replay.replay import Controller, Fixed, Replay, ThresholdPolicy, common_prefix_length
 from bench.replay.traces import TRACES, Group, Trace
+from bench.straggler_drafts import NO_DRAFTS, ORACLE, OURS, replay_waves, rows_of
 from engine.speculation.calibration import DraftCalibration
 from engine.speculation.controller import Controller as Ruling
 from engine.speculation.cost import Step, StepCostModel
@@ -121,3 +122,43 @@ def test_controller_of_the_engine_runs_in_a_replay() -> None:
     }
     assert found["ruled"] < 0.9 * found["none"]
     assert found["ruled"] < 1.3 * found["max_draft_tokens"]
+
+
+def test_tail_without_drafts_is_as_fast_as_itself() -> None:
+    tail = replayed(Fixed(0), running=4).result.tail
+    assert tail.seconds > 0
+    assert tail.speedup == pytest.approx(1)
+
+
+def test_speedup_of_a_single_request_is_its_accepted_length_if_drafts_are_free() -> None:
+    replayer = Replay(drafter=StoreDrafter(), controller=Fixed(8), max_running=1)
+    replayer.epoch(0, trace().epochs[0])
+    assert replayer.result.accepted_length > 1.1
+    assert replayer.result.tail.speedup == pytest.approx(replayer.result.accepted_length)
+
+
+STEPS = [
+    Step(running=running, context=50 * running, verified=verified, seconds=1 + 0.02 * verified)
+    for running in (1, 4, 16, 32)
+    for verified in (running, 2 * running, 4 * running)
+]
+
+
+def test_earlier_epochs_are_known_only_with_history() -> None:
+    known, forgotten = (
+        replay_waves(trace(), ORACLE, STEPS, has_history=has_history)
+        for has_history in (True, False)
+    )
+    assert known.emitted == forgotten.emitted
+    assert known.accepted_length > 1.2 * forgotten.accepted_length
+
+
+def test_gains_are_rated_by_that_of_the_oracle() -> None:
+    rows = {row.what: row for row in rows_of(trace(), "CPU", STEPS, has_history=True)}
+    plain, ours, oracle = (
+        replay_waves(trace(), name, STEPS, has_history=True).seconds
+        for name in (NO_DRAFTS, OURS, ORACLE)
+    )
+    row = rows[f"CPU, T 1.0, known prompts, {OURS}: all steps"]
+    assert row.value == f"{plain / ours:.2f} times as fast as no drafts"
+    assert row.goal == f">= {1 + (plain / oracle - 1) / 2:.2f}, half of the oracle's gain"
