@@ -89,8 +89,8 @@ class Drafting:
         self._rows.finish_missing((), keep=False)
         self.profile, self.controller = None, controller
 
-    def _must_update_store(self, more: int = 0) -> bool:
-        return self._steps_since_store_update + more >= STORE_UPDATE_INTERVAL
+    def _must_update_store(self) -> bool:
+        return self._steps_since_store_update >= STORE_UPDATE_INTERVAL
 
     def _should_draft(self, running: int) -> bool:
         return self.profile is not None or self.controller.should_draft(running)

@@ -177,13 +177,9 @@ class NewTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SentDrafts:
-    """Drafts of the step in progress, and how many tokens of each were sent to verification.
-
-    `num_tokens` are the lengths of their requests at the lookup.
-    """
+    """Drafts of the step in progress, and how many tokens of each were sent to verification."""
 
     draft_indices: dict[str, int]
-    num_tokens: Int32Array
     lengths: Int32Array
     drafted: DraftBatch | None
     """None while a profile is measured, where the draft tokens do not matter."""

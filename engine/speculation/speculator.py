@@ -120,7 +120,6 @@ class Speculator(Drafting):
             return None
         return SentDrafts(
             draft_indices=batch.draft_indices(ids),
-            num_tokens=batch.lengths,
             lengths=lengths,
             drafted=drafted,
         )
@@ -183,7 +182,6 @@ class Speculator(Drafting):
             sent[batch_index] = [0] * number
         self._sent = SentDrafts(
             draft_indices=batch.draft_indices(ids),
-            num_tokens=batch.lengths,
             lengths=lengths,
             drafted=None,
         )

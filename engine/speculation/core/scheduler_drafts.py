@@ -286,7 +286,6 @@ class SchedulerDrafts(Drafting):
         ]
         sent = SentDrafts(
             draft_indices=lookup.late.rows,
-            num_tokens=lookup.late.num_tokens,
             lengths=lookup.expected.lengths,
             drafted=lookup.expected,
         )
