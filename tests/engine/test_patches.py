@@ -164,6 +164,7 @@ def test_drafted_samples_follow_the_model(engine: LiveEngine, model: Path) -> No
     assert abs(surprise(model, responses)) < 4
 
 
+@pytest.mark.exhaustive
 @pytest.mark.engine
 @vllm_warns
 def test_drafted_samples_do_not_without_the_patch(unpatched: dict[str, Any], model: Path) -> None:
@@ -183,6 +184,7 @@ def test_seed_gives_the_same_tokens_for_every_chunking(engine: LiveEngine) -> No
     assert alone.token_ids == cached.token_ids == beside.token_ids
 
 
+@pytest.mark.exhaustive
 @pytest.mark.engine
 @vllm_warns
 def test_seeded_chunked_prompt_ends_the_engine_without_the_patch(

@@ -105,6 +105,7 @@ async def test_one_rank_uses_its_threads_and_its_death_is_detected() -> None:
             await one_sample(engine, 5)
 
 
+@pytest.mark.exhaustive
 async def test_long_load_of_weights_does_not_count_as_death() -> None:
     assert LOAD_SECONDS > STEP_SECONDS + 1
     async with started(worker="tests.engine.slow_load.SlowWorker") as engine:

@@ -345,6 +345,7 @@ def test_engine_whose_draft_model_runs_in_every_step_measures_no_baseline() -> N
     assert coppice_begin_baseline(core(v2=False), False)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.engine
 @pytest.mark.filterwarnings("ignore")
 async def test_engine_without_speculation_measures_the_baseline(tmp_path: Path) -> None:

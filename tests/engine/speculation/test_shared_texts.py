@@ -85,6 +85,7 @@ def test_texts_that_the_store_refuses_are_not_counted() -> None:
     assert store.num_tokens == 2 + 2 + 2
 
 
+@pytest.mark.exhaustive
 @pytest.mark.engine
 @needs_library
 def test_first_sample_is_drafted_from_texts_of_another_engine(tmp_path: Path) -> None:
