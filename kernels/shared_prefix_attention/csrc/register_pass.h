@@ -4,7 +4,8 @@
 // queries and probabilities in products; Vector of kWidth floats; Operand of a product over kStep
 // elements of the summed dimension. Keys are stored transposed, [head_size][block_size], so an
 // operand has several tokens. Values are stored [block_size][head_size], so an operand has several
-// dimensions. The first pass over a tile packs it into operands, which later passes read.
+// dimensions. If a tile has three or more passes, the first packs it into operands, which later passes
+// read.
 #pragma once
 #include "prefetch.h"
 #include "tile.h"

@@ -23,8 +23,11 @@ class TileAttention {
     Prefetch prefetch;
     if (ahead) add_lines(*ahead, prefetch);
     const int passes = (tile.num_queries + kRows - 1) / kRows;
+    // Packing costs more than it saves if only one more pass reads what is packed.
     if (passes == 1)
-      pass_of_some<kCache, 4>(tile.num_queries, {tile, slice(all, tile.query), 0, &prefetch});
+      pass_from_cache<4>(tile, all, prefetch);
+    else if (passes == 2)
+      pass_from_cache<2>(tile, all, prefetch);
     else if (passes < 4)
       pack_and_pass<4>(tile, all, prefetch);
     else if (passes < 8)
@@ -35,6 +38,13 @@ class TileAttention {
   }
 
  private:
+  template <int kPrefetchLines>
+  void pass_from_cache(const Tile<Element>& tile, const Accumulators<F>& all, Prefetch& prefetch) {
+    for (int m = 0; m < tile.num_queries; m += kRows)
+      pass_of_some<kCache, kPrefetchLines>(std::min(kRows, tile.num_queries - m),
+                                           {tile, slice(all, tile.query + m), m, &prefetch});
+  }
+
   template <int kPrefetchLines>
   void pack_and_pass(const Tile<Element>& tile, const Accumulators<F>& all, Prefetch& prefetch) {
     pass_of<kRows, kPacking, kPrefetchLines>({tile, slice(all, tile.query), 0, &prefetch});

@@ -28,8 +28,8 @@ class ValueSum {
 
  private:
   // Values are packed in pairs of vectors, for any number C of columns that a pass handles at once.
-  // Not inlined, for the same reason as Softmax::exp_scores. If a tile has only one pass (kCache), it
-  // prefetches the next tile here as well.
+  // Not inlined, for the same reason as Softmax::exp_scores. If the passes over a tile read the cache
+  // (kCache), they prefetch the next tile here as well.
   template <int M, int C, Source kSource>
   __attribute__((noinline)) void add_columns(const Pass<F>& pass, const Weight* weights,
                                              const float* output_scales, int column) {
