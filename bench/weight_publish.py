@@ -110,8 +110,9 @@ async def measure(size: str, rounds: int, folder: Path) -> dict[str, object]:
     }
     log, reloaded = folder / "log", shutil.copytree(model, folder / "vllm")
     async with coppice_server(options, log=log) as url, vllm_server(vllm_options(model)) as vllm:
-        publishers = WeightsPublisher(url, log, folder, num_bytes), VllmPublisher(vllm, reloaded)
-        arms, limits = await asyncio.to_thread(_measure_all, *publishers, state, rounds)
+        publisher = WeightsPublisher(url, log, folder, num_bytes)
+        peer = VllmPublisher(vllm, reloaded, num_bytes)
+        arms, limits = await asyncio.to_thread(_measure_all, publisher, peer, state, rounds)
     adapters = await measure_adapters(model, folder, rounds)
     for path in (model, reloaded):
         shutil.rmtree(path)

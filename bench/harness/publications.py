@@ -30,6 +30,8 @@ MAX_DELAYED_BYTES = 2**28
 """Size of the largest weights that are uploaded over the delayed connection."""
 VLLM = "vLLM's server, reload_weights"
 BASE64 = "vLLM's server, base64 in one request"
+MAX_BASE64_BYTES = 2**28
+"""Size of the largest weights that are sent in base64: many copies of the request exist."""
 NUM_RUNNING = 8
 RUNNING: Mapping[str, ActivationMode] = {
     f"same host, {NUM_RUNNING} samples running": "keep",
@@ -175,13 +177,12 @@ class VllmPublisher:
     are sent in base64 in one JSON request, as to SGLang's `update_weights_from_tensor`.
     """
 
-    def __init__(self, url: str, model: Path) -> None:
+    def __init__(self, url: str, model: Path, num_bytes: int) -> None:
         self._model = model
         self._http = httpx.Client(base_url=url, timeout=300)
-        self.arms: dict[str, Callable[[State], Publication]] = {
-            VLLM: self._publish_file,
-            BASE64: self._publish_request,
-        }
+        self.arms: dict[str, Callable[[State], Publication]] = {VLLM: self._publish_file}
+        if num_bytes <= MAX_BASE64_BYTES:
+            self.arms[BASE64] = self._publish_request
 
     def close(self) -> None:
         self._http.close()

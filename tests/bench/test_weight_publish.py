@@ -1,12 +1,22 @@
 """Weights that the benchmark of publications sends, and the rows that it makes of its figures."""
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from bench.harness.publications import BASE64, DELAYED, RUNNING, STREAMS, VLLM, Publication
+from bench.harness.publications import (
+    BASE64,
+    DELAYED,
+    MAX_BASE64_BYTES,
+    RUNNING,
+    STREAMS,
+    VLLM,
+    Publication,
+    VllmPublisher,
+)
 from bench.weight_publish import (
     CHANGED_SHARE,
     _as_dict,
@@ -67,6 +77,17 @@ def test_step_moves_a_share_of_the_values_by_one_unit() -> None:
 
 @pytest.mark.engine
 @pytest.mark.long
+@pytest.mark.parametrize(
+    ("num_bytes", "arms"),
+    [(MAX_BASE64_BYTES, {VLLM, BASE64}), (MAX_BASE64_BYTES + 1, {VLLM})],
+)
+def test_large_weights_are_not_sent_in_base64(
+    tmp_path: Path, num_bytes: int, arms: set[str]
+) -> None:
+    with closing(VllmPublisher("http://127.0.0.1", tmp_path, num_bytes)) as publisher:
+        assert publisher.arms.keys() == arms
+
+
 @pytest.mark.exhaustive
 async def test_every_arm_is_measured_on_a_small_model(tmp_path: Path) -> None:
     found: dict[str, Any] = await measure("2m", 1, tmp_path)
