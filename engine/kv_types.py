@@ -297,7 +297,8 @@ class KvLoad:
     of `num_requests` requests. Each ends where the next span begins, and finds the blocks of the
     previous requests in the prefix cache. They are scheduled together once all have arrived. Blocks
     from the one that holds token `exact_tokens`, or the first loaded token, onwards are private to
-    the chain. Earlier blocks are shared with every request of the same tokens and salt.
+    the chain. Earlier blocks are shared with every request of the same tokens and salt. A request
+    without `pieces` finds the blocks of its chain, and loads nothing.
 
     Consecutive spans are loaded together, starting at a block boundary, if everything before them
     is cached and they were exported under the weights version that serves when the request is
@@ -308,6 +309,11 @@ class KvLoad:
     num_requests: int
     exact_tokens: int
     pieces: tuple[LoadPiece, ...]
+
+    @property
+    def of_chain(self) -> Self:
+        """The same without pieces, for a later request of the chain."""
+        return replace(self, num_requests=1, pieces=())
 
     def to_dict(self) -> dict[str, Any]:
         return {**_field_values(self), "pieces": [piece.to_dict() for piece in self.pieces]}

@@ -640,6 +640,9 @@ class FakeEngine:
         length = len(sample.request.prompt_token_ids)
         count, k = len(sample.token_versions), sample.request.num_top_logprobs
         self._write_chain(sample, [(length + i) % VOCAB_SIZE for i in range(count)])
+        if sample.request.load is not None and count:
+            left = (length + count - 1) // BLOCK_SIZE * BLOCK_SIZE
+            self.left[sample.request.load.chain, self.version] = left
         places = range(length, length + count)
         completion = Completion(
             token_ids=[place % VOCAB_SIZE for place in places],

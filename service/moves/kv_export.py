@@ -20,7 +20,7 @@ from coppice.prompt_kv.host import read_boot_id
 from coppice.wire.moves import MovedGroupKv, MovedKv, MovedSpan
 from coppice.wire.rollouts import SampleAnswer
 from engine.errors import EngineError
-from engine.kv_types import ExportSlot
+from engine.kv_types import ExportSlot, KvLoad
 from engine.protocol import Engine
 from engine.types import SampleRequest, Sampling
 from service.prompt_kv.exports import Export
@@ -33,7 +33,6 @@ KvMoveOutcome = Literal[
     "loaded",
     "disabled",
     "other_version",
-    "moved_before",
     "too_small",
     "too_large",
     "no_room",
@@ -62,12 +61,16 @@ class KvUnavailable(Exception):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Span:
-    """Tokens [first, end) of a prompt and its response, in full blocks."""
+    """Tokens [first, end) of a prompt and its response, in full blocks.
+
+    If the sample itself was moved here, its blocks are private to the chain of its `load`.
+    """
 
     prompt: Sequence[int]
     response: Sequence[int]
     first: int
     end: int
+    load: KvLoad | None
 
     @property
     def token_ids(self) -> list[int]:
@@ -181,8 +184,6 @@ class KvExporter:
             raise KvUnavailable("disabled")
         if kv_format is None or kv_format.layers:
             raise KvUnavailable("disabled")
-        if group.loads:  # its blocks are private to the chain of its requests
-            raise KvUnavailable("moved_before")
         if not all(_is_of_version(part, version) for part in group.suspended):
             raise KvUnavailable("other_version")
 
@@ -258,18 +259,23 @@ def _spans(group: Group, block_size: int) -> tuple[Span | None, list[Span | None
 
     The KV of a sample without a token may not have been computed.
     """
-    prompt = group.options.prompt_token_ids
-    responses = [part.token_ids for part in group.suspended]
-    with_kv = [response for response in responses if len(response)]
+    prompt, parts = group.options.prompt_token_ids, group.suspended
+    with_kv = [part for part in parts if len(part.token_ids)]
     if not with_kv:
-        return None, [None] * len(responses)
-    first = len(prompt) // block_size * block_size if len(responses) > 1 else 0
-    ends = [(len(prompt) + len(each) - 1) // block_size * block_size for each in responses]
+        return None, [None] * len(parts)
+    first = len(prompt) // block_size * block_size if len(parts) > 1 else 0
+    ends = [(len(prompt) + len(each.token_ids) - 1) // block_size * block_size for each in parts]
     own = [
-        Span(prompt, response, first, end) if end > first and len(response) else None
-        for response, end in zip(responses, ends, strict=True)
+        _span(group, part, first, end) if end > first and len(part.token_ids) else None
+        for part, end in zip(parts, ends, strict=True)
     ]
-    return Span(prompt, with_kv[0], 0, first) if first else None, own
+    return _span(group, with_kv[0], 0, first) if first else None, own
+
+
+def _span(group: Group, part: SampleAnswer, first: int, end: int) -> Span:
+    load = group.loads.get(part.index)
+    chain = None if load is None else load.of_chain
+    return Span(group.options.prompt_token_ids, part.token_ids, first, end, chain)
 
 
 def _request(group: Group, span: Span, slot: ExportSlot) -> SampleRequest:
@@ -283,5 +289,6 @@ def _request(group: Group, span: Span, slot: ExportSlot) -> SampleRequest:
         group=group.name,
         adapter=group.options.adapter,
         speculation=False,
+        load=span.load,
         export=slot,
     )

@@ -59,14 +59,18 @@ def is_valid(moved: MovedGroup, kv: MovedGroupKv, block_size: int) -> bool:
 def loads_of(
     moved: MovedGroup, kv: MovedGroupKv, copies: Mapping[str, SpanCopy]
 ) -> dict[int, KvLoad]:
-    """KV that each sample of a group loads; they share that of the prompt."""
+    """KV that each sample of a group loads; they share that of the prompt.
+
+    All its blocks are private to their chain, so that one request finds them all if the samples are
+    moved again.
+    """
     spans = [[span for span in (kv.prompt, own) if span is not None] for own in kv.samples]
     chain, number = uuid.uuid4().hex, sum(map(bool, spans))
     return {
         sample.index: KvLoad(
             chain=chain,
             num_requests=number,
-            exact_tokens=own[-1].start + own[-1].num_tokens,
+            exact_tokens=0,
             pieces=tuple(copies[span.handle].piece for span in own),
         )
         for sample, own in zip(moved.samples, spans, strict=True)

@@ -44,6 +44,7 @@ def can_move(request: RolloutRequest, options: GroupOptions) -> bool:
 async def resumed(group: Group) -> Group:
     """Group that continues the suspended samples of `group`, which has ended.
 
+    Samples that were moved here find their KV in the blocks of their chain.
     The caller passes on a reason to end it that was set meanwhile.
     """
     return Group(
@@ -58,6 +59,7 @@ async def resumed(group: Group) -> Group:
         seconds_used=group.seconds_used,
         seconds_before=group.elapsed_seconds,
         sample_seconds=group.sample_seconds,
+        loads={index: load.of_chain for index, load in group.loads.items()},
     )
 
 

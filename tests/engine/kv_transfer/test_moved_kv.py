@@ -46,10 +46,12 @@ class Scenario:
         ]
         return [[*PROMPT, *answer.token_ids] for answer in self.engine.finish(*names)]
 
-    def export(self, tokens: Sequence[int], first: int, end: int) -> tuple[ExportSlot, int]:
+    def export(
+        self, tokens: Sequence[int], first: int, end: int, load: KvLoad | None = None
+    ) -> tuple[ExportSlot, int]:
         """Export tokens [first, end); returns the number of tokens that were computed for it."""
         slot = replace(self.arena.slot(end - first), first_token=first, name=f"{first}-{tokens}")
-        name = self.engine.submit(tokens[: end + 1], export=slot, max_tokens=1)
+        name = self.engine.submit(tokens[: end + 1], export=slot, load=load, max_tokens=1)
         (answer,) = self.engine.finish(name)
         return slot, end + 1 - answer.num_cached_tokens
 
@@ -101,8 +103,8 @@ def loads_of(texts: Sequence[list[int]], slots: Sequence[ExportSlot]) -> list[Kv
         for slot in slots
     )
     return [
-        KvLoad(chain="group", num_requests=len(texts), exact_tokens=end, pieces=(prompt, piece))
-        for end, piece in zip(ends(texts), own, strict=True)
+        KvLoad(chain="group", num_requests=len(texts), exact_tokens=0, pieces=(prompt, piece))
+        for piece in own
     ]
 
 
@@ -172,3 +174,27 @@ def test_samples_prefill_what_they_may_not_load(scenario: Scenario, case: str) -
     answers = scenario.go_on(texts, loads_of(texts, slots))
     assert [answer.token_ids for answer in answers] == [each.token_ids for each in expected]
     assert answers[0].num_cached_tokens == 0
+
+
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_loaded_kv_is_exported_again_by_a_request_of_its_chain(
+    scenario: Scenario, is_cached: bool
+) -> None:
+    """Also if the receiver had the prompt in its prefix cache before."""
+    texts = scenario.texts()
+    slots = exported_group(scenario, texts)
+    scenario.reset()
+    if is_cached:
+        scenario.engine.finish(scenario.engine.submit(PROMPT, max_tokens=1))
+    scenario.engine.core.coppice_add_exported_kv([slot.name for slot in slots])
+    loads = loads_of(texts, slots)
+    answers = scenario.go_on(texts, loads)
+    text, load = [*texts[1], *answers[1].token_ids], loads[1]
+    assert load is not None
+    (end,) = ends([text])
+    for first, until in ((0, SHARED), (SHARED, end)):
+        slot, num_computed = scenario.export(text, first, until, load.of_chain)
+        assert scenario.arena.words(slot) == COMMITTED
+        assert num_computed == 1
+        truth = reference_kv(reference(scenario.models["v7"]), text, until)[:, :, :, first:]
+        assert max_error(scenario.arena, slot, truth) < 1e-4

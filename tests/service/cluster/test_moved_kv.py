@@ -256,15 +256,42 @@ async def test_kv_of_an_earlier_version_is_not_moved(tmp_path: Path) -> None:
         await finish(b, calling)
 
 
-async def test_kv_that_was_moved_before_is_not_exported_again(tmp_path: Path) -> None:
-    """Its blocks are private. Here the rollout goes on after its source has refused it."""
+async def test_kv_of_samples_is_moved_again_from_the_blocks_of_their_chain(
+    tmp_path: Path,
+) -> None:
     async with pair(tmp_path) as (a, b):
         calling = await move(a, b, group(*PROMPT, n=2))
         engine_of(b).step(TOKENS)
+        chain = engine_of(b).submitted[0].load
+        await b.server.move_sender.send_all(30)
+        await running_samples(a, 2)
+        exports = [each for each in engine_of(b).submitted if each.export is not None]
+        assert chain is not None
+        assert [each.load for each in exports] == [chain.of_chain] * 2  # the samples are equal
+        again = engine_of(a).submitted[-2:]
+        end = (len(PROMPT) + 2 * TOKENS - 1) // BLOCK_SIZE * BLOCK_SIZE
+        assert [each.load.pieces[-1].end for each in again if each.load] == [end, end]
+        assert all(each.load and each.load.chain != chain.chain for each in again)
+        assert moved_kv(a) == moved_kv(b) == {"loaded": 2}
+        await finish(a, calling)
+        await is_released(a, b)
+        await is_released(b, a)
+
+
+async def test_samples_that_no_other_replica_accepts_find_their_moved_kv(tmp_path: Path) -> None:
+    async with pair(tmp_path) as (a, b):
+        calling = await move(a, b, group(*PROMPT, n=2))
+        engine_of(b).step(TOKENS)
+        first = engine_of(b).submitted[0].load
         a.server.admission.close()
         moving = asyncio.create_task(b.server.move_sender.send_all(30))
-        await submitted(b, 4)
-        assert moved_kv(b) == {"loaded": 2, "moved_before": 2}
+        await submitted(b, 6)  # each sample twice, and two exports: the samples are equal
+        assert first is not None
+        assert [each.load for each in engine_of(b).submitted[-2:]] == [first.of_chain] * 2
+        assert moved_kv(b) == {"loaded": 2}
+        engine_of(b).step()
+        end = (len(PROMPT) + 2 * TOKENS - 1) // BLOCK_SIZE * BLOCK_SIZE
+        assert [each.num_cached for each in engine_of(b).running.values()] == [end, end]
         await finish(b, calling)
         await moving
         await is_released(a, b)
