@@ -18,7 +18,7 @@ from engine.speculation.calibration import DraftCalibration
 from engine.speculation.controller import Controller as EngineController
 from engine.speculation.cost import Step, StepCostModel
 
-MEASURED = ("speculation_100m_0_6",)
+MEASURED = ("speculation_100m_0_6", "speculation_100m_amx_1")
 """Records with measured step times of 100M parameters, each of another processor."""
 LONGEST, WAVE = 8, 8
 NO_DRAFTS, OURS, ORACLE = "no drafts", "the engine's controller", "oracle"

@@ -125,6 +125,10 @@ EXPLANATIONS = {
     ),
     "speculation_100m_0_6": ("Speculation: 100M parameters, temperature 0.6", SPECULATION),
     "speculation_100m_1": ("Speculation: 100M parameters, temperature 1.0", SPECULATION),
+    "speculation_100m_amx_1": (
+        "Speculation: 100M parameters, temperature 1.0, a processor with AMX",
+        SPECULATION + " `disabled` is the engine of `ours` without drafts.",
+    ),
     "speculation_25m_0_6": ("Speculation: 25M parameters, temperature 0.6", SPECULATION),
     "speculation_25m_1": ("Speculation: 25M parameters, temperature 1.0", SPECULATION),
     "speculation_guard": ("Speculation where no draft can be predicted", SPECULATION),
