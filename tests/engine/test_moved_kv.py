@@ -140,6 +140,30 @@ async def test_moved_samples_compute_at_most_a_block_again(pair: tuple[Served, S
     assert (status.num_handles, status.leased_bytes, status.reserved_bytes) == (0, 0, 0)
 
 
+async def test_samples_that_move_again_compute_at_most_a_block_each_time(
+    pair: tuple[Served, Served],
+) -> None:
+    """Back to the first replica, from blocks that the second one has loaded."""
+    a, b = pair
+    expected = await rollout(a, request(65))
+    before, computed = counted(a).get("loaded", 0), list[int]()
+
+    def on_finished(sample: SampleRequest, done: Completion) -> None:
+        if sample.export is not None or sample.num_prior_tokens:
+            computed.append(len(sample.prompt_token_ids) - done.num_cached_tokens)
+
+    calling = asyncio.create_task(rollout(a, request(65)))
+    await have_sampled(a, 100)
+    for served in (a, b):
+        served.server.engine.listen_finished(on_finished)
+    await a.server.move_sender.send_all(60.0)
+    await have_sampled(b, 200)
+    await b.server.move_sender.send_all(60.0)
+    assert_same(await calling, expected)
+    assert counted(a)["loaded"] - before == NUM_SAMPLES
+    assert max(computed) <= BLOCK
+
+
 async def test_moved_samples_are_prefilled_if_the_arena_is_full(
     pair: tuple[Served, Served],
 ) -> None:

@@ -208,15 +208,22 @@ def privatize_blocks(request: Any, num_public_blocks: int, chain: str) -> None:
     requests.
 
     A later call may only lower `num_public_blocks`. No token is hashed again: the private hashes
-    are derived from the hashes that vLLM computed when it created the request.
+    are derived from the `plain` ones that vLLM computes. So blocks that are sampled have the same
+    hashes as in the prompt of a later request of the chain.
     """
     hasher, num_plain = request._block_hasher, len(request.block_hashes)
+    hashes = list(request.block_hashes)
     if isinstance(hasher, functools.partial) and hasher.func is _block_hashes:
-        hasher, num_plain = hasher.keywords["hasher"], hasher.keywords["num_public_blocks"]
+        num_plain, hashes = hasher.keywords["num_public_blocks"], hasher.keywords["plain"]
+        hasher = hasher.keywords["hasher"]
         assert num_public_blocks <= num_plain, "private blocks cannot become public"
     chain_bytes = chain.encode()
     request._block_hasher = functools.partial(
-        _block_hashes, hasher=hasher, num_public_blocks=num_public_blocks, chain=chain_bytes
+        _block_hashes,
+        hasher=hasher,
+        num_public_blocks=num_public_blocks,
+        chain=chain_bytes,
+        plain=hashes,
     )
     plain = request.block_hashes[num_public_blocks:num_plain]
     request.block_hashes[num_public_blocks:num_plain] = [
@@ -224,13 +231,26 @@ def privatize_blocks(request: Any, num_public_blocks: int, chain: str) -> None:
     ]
 
 
+class _PlainRequest:
+    """A request with the hashes that it would have without a chain."""
+
+    def __init__(self, request: Any, block_hashes: list[bytes]) -> None:
+        self._request = request
+        self.block_hashes = block_hashes
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)
+
+
 def _block_hashes(
-    request: Any, *, hasher: Hasher, num_public_blocks: int, chain: bytes
+    request: Any, *, hasher: Hasher, num_public_blocks: int, chain: bytes, plain: list[bytes]
 ) -> list[bytes]:
     first = len(request.block_hashes)
+    added = hasher(_PlainRequest(request, plain))
+    plain += added
     return [
         block_hash if index < num_public_blocks else _private_hash(block_hash, chain)
-        for index, block_hash in enumerate(hasher(request), start=first)
+        for index, block_hash in enumerate(added, start=first)
     ]
 
 

@@ -59,10 +59,12 @@ class Scenario:
         with self.engine.paused():
             self.engine.core.coppice_reset_prefix_cache()
 
-    def go_on(self, texts: Sequence[list[int]], loads: Sequence[KvLoad | None]) -> list[Answer]:
+    def go_on(
+        self, texts: Sequence[list[int]], loads: Sequence[KvLoad | None], max_tokens: int = 8
+    ) -> list[Answer]:
         """Greedy continuations of the samples, after a reset of the prefix cache."""
         names = [
-            self.engine.submit(text, load=load, max_tokens=8)
+            self.engine.submit(text, load=load, max_tokens=max_tokens)
             for text, load in zip(texts, loads, strict=True)
         ]
         return self.engine.finish(*names)
@@ -180,7 +182,7 @@ def test_samples_prefill_what_they_may_not_load(scenario: Scenario, case: str) -
 def test_loaded_kv_is_exported_again_by_a_request_of_its_chain(
     scenario: Scenario, is_cached: bool
 ) -> None:
-    """Also if the receiver had the prompt in its prefix cache before."""
+    """With that of new tokens, and also if the prompt was in the receiver's cache before."""
     texts = scenario.texts()
     slots = exported_group(scenario, texts)
     scenario.reset()
@@ -188,7 +190,7 @@ def test_loaded_kv_is_exported_again_by_a_request_of_its_chain(
         scenario.engine.finish(scenario.engine.submit(PROMPT, max_tokens=1))
     scenario.engine.core.coppice_add_exported_kv([slot.name for slot in slots])
     loads = loads_of(texts, slots)
-    answers = scenario.go_on(texts, loads)
+    answers = scenario.go_on(texts, loads, max_tokens=2 * BLOCK + 5)
     text, load = [*texts[1], *answers[1].token_ids], loads[1]
     assert load is not None
     (end,) = ends([text])
