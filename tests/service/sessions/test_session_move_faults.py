@@ -78,7 +78,7 @@ async def test_sessions_that_the_drain_cancels_are_sent_to_their_group(tmp_path:
         calling = asyncio.create_task(call(busy, HELLO))
         while not a.server.sessions.get(busy.id, owner="local").calls:
             await asyncio.sleep(0.001)
-        await a.server.drain(1.0)
+        await a.server.drain(3.0)
         await asyncio.gather(calling, return_exceptions=True)
         await get(b, f"/v1/sessions/{idle.id}", method="DELETE")
         found = await records(b, f"{busy.id.partition('.')[0]}.g")
