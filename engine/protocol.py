@@ -163,7 +163,11 @@ class Engine(Protocol):
         else 0. LoadFailed: the previous weights are restored. EngineDead: they are not, and the
         engine must not be resumed. Adapters stay loaded and apply to the new weights.
     check_tensors: as check_weights, for tensors in a trainer's GPU memory, without their values.
-    transfer_weights: as update_weights, with such tensors, if settings enable it. FilesRestored,
+    open_transfer: opens such tensors on all ranks and checks their values, if settings enable it,
+        also while samples run. CheckpointRefused: none are open. LoadFailed: the files to be loaded
+        after a failed load have changed. Call transfer_weights or close_transfer afterwards.
+    close_transfer: closes the open tensors; none need be open.
+    transfer_weights: as update_weights, with the open tensors, which it closes. FilesRestored,
         also of update_weights: the previous version had no files, and an earlier one is served and
         stamped. Its files must not change until others are loaded.
     drafter: None without a draft model; then the drafter methods below must not be called.
@@ -285,9 +289,11 @@ class Engine(Protocol):
 
     def check_tensors(self, tensors: IpcTensors) -> None: ...
 
-    async def transfer_weights(
-        self, tensors: IpcTensors, version: str, *, keep_kv: bool = False
-    ) -> int: ...
+    async def open_transfer(self, tensors: IpcTensors) -> None: ...
+
+    async def close_transfer(self) -> None: ...
+
+    async def transfer_weights(self, version: str, *, keep_kv: bool = False) -> int: ...
 
     def drafter(self) -> DrafterStatus | None: ...
 

@@ -487,11 +487,15 @@ class VllmEngine:
             num_kept = await self._served_weights.update(path, version, keep_kv=keep_kv)
         return num_kept
 
-    async def transfer_weights(
-        self, tensors: Sequence[IpcTensor], version: str, *, keep_kv: bool = False
-    ) -> int:
+    async def open_transfer(self, tensors: Sequence[IpcTensor]) -> None:
+        await self._served_weights.open_transfer(tensors)
+
+    async def close_transfer(self) -> None:
+        await self._served_weights.close_transfer()
+
+    async def transfer_weights(self, version: str, *, keep_kv: bool = False) -> int:
         async with self._loading(keep_kv=keep_kv):
-            num_kept = await self._served_weights.transfer(tensors, version, keep_kv=keep_kv)
+            num_kept = await self._served_weights.transfer(version, keep_kv=keep_kv)
         return num_kept
 
     @asynccontextmanager

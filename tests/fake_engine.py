@@ -131,6 +131,8 @@ class FakeEngine:
         self.prepared: list[Path] = []
         self.transferred: list[Sequence[IpcTensor]] = []
         self.transfer_gate: asyncio.Event | None = None
+        self.opened: Sequence[IpcTensor] | None = None
+        self.open_error: EngineError | None = None
         self.prepare_error: EngineError | None = None
         self.running: dict[str, Running] = {}
         self.written: dict[str, str] = {}
@@ -504,9 +506,17 @@ class FakeEngine:
         if tensors[0].name in self.refused_weights:
             raise CheckpointRefused(self.refused_weights[tensors[0].name])
 
-    async def transfer_weights(
-        self, tensors: Sequence[IpcTensor], version: str, *, keep_kv: bool = False
-    ) -> int:
+    async def open_transfer(self, tensors: Sequence[IpcTensor]) -> None:
+        if self.open_error is not None:
+            raise self.open_error
+        self.opened = tensors
+
+    async def close_transfer(self) -> None:
+        self.opened = None
+
+    async def transfer_weights(self, version: str, *, keep_kv: bool = False) -> int:
+        tensors, self.opened = self.opened, None
+        assert tensors is not None, "tensors are opened first"
         if self.transfer_gate is not None:
             await self.transfer_gate.wait()
         num_kept = self._swap(version, keep_kv=keep_kv)

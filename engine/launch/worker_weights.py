@@ -48,6 +48,7 @@ class WeightMethods:
     model_config: Any
     vllm_config: Any
     coppice_sleeping: frozenset[SleepTag] = frozenset()
+    coppice_opened: dict[str, torch.Tensor] | None = None
 
     def coppice_load_weights(self, path: str, previous_path: str) -> LoadSuccess | LoadFailure:
         """Load validated weights into the paused model, on every rank or on none.
@@ -82,23 +83,42 @@ class WeightMethods:
         obstacle = attempt(worker_transfer.obstacle, self)
         return obstacle.message if isinstance(obstacle, Failure) else obstacle
 
-    def coppice_transfer_weights(
-        self, tensors: Sequence[Mapping[str, Any]], previous_path: str
-    ) -> LoadSuccess | LoadFailure:
-        """Load weights from GPU memory of a trainer into the paused model, on every rank or none.
+    def coppice_open_transfer(self, tensors: Sequence[Mapping[str, Any]]) -> str | None:
+        """Open and check tensors in GPU memory of a trainer, on every rank or on none.
 
-        The tensors are opened and checked on every rank before any weight changes. If a rank fails
-        later, all ranks load the files at `previous_path`, which need not be those of the previous
-        weights.
+        Samples may run. Returns None, or the reason why nothing is open.
+        """
+        self.coppice_close_transfer()
+        opened = attempt(self.coppice_receive, tensors)
+        if failed := failed_ranks(isinstance(opened, Failure)):
+            return _reason(opened, failed)
+        assert not isinstance(opened, Failure)
+        self.coppice_opened = opened
+        return None
+
+    def coppice_close_transfer(self) -> None:
+        """Close the tensors that are open and will not be loaded."""
+        self.coppice_opened = None
+
+    def coppice_load_transfer(self, previous_path: str) -> LoadSuccess | LoadFailure:
+        """Load the open tensors into the paused model, on every rank or on none, and close them.
+
+        If a rank fails after weights have changed, all ranks load the files at `previous_path`,
+        which need not be those of the previous weights.
         """
         path = COPIES.local_path(previous_path)
         answer = self.coppice_load_or_restore(
-            lambda: (self.coppice_receive(tensors), self.coppice_read_checkpoint(path)),
+            lambda: (self.coppice_take_opened(), self.coppice_read_checkpoint(path)),
             self.coppice_load_received,
         )
         if answer["ok"]:
             self.coppice_on_weights_changed()
         return answer
+
+    def coppice_take_opened(self) -> dict[str, torch.Tensor]:
+        opened, self.coppice_opened = self.coppice_opened, None
+        assert opened is not None, "no tensors are open"
+        return opened
 
     def coppice_load_or_restore(
         self,
@@ -190,5 +210,9 @@ def failed_ranks(failed: bool) -> list[int]:
 def _load_failure(
     outcome: object, failed: list[int], *, restored: bool, has_reloaded: bool
 ) -> LoadFailure:
-    error = outcome.message if isinstance(outcome, Failure) else f"failed on ranks {failed}"
+    error = _reason(outcome, failed)
     return LoadFailure(ok=False, error=error, restored=restored, has_reloaded=has_reloaded)
+
+
+def _reason(outcome: object, failed: list[int]) -> str:
+    return outcome.message if isinstance(outcome, Failure) else f"failed on ranks {failed}"

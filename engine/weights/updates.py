@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from engine.errors import EngineDead, FilesRestored, LoadFailed
+from engine.errors import CheckpointRefused, EngineDead, FilesRestored, LoadFailed
 from engine.launch.processes import VllmProcesses
 from engine.runtime.heartbeat import Heartbeat
 from engine.weights.checkpoint import Checkpoint
@@ -45,6 +45,7 @@ class ServedWeights:
         self._fingerprint = _fingerprint(path)
         self._initial = path, self._fingerprint
         self._were_reloaded = False
+        self._are_tensors_open = False
         self._prepared: tuple[Path, Fingerprint] | None = None
         self.checkpoint = checkpoint
 
@@ -93,20 +94,34 @@ class ServedWeights:
         self._heartbeat.set_stage("serving")
         return num_kept
 
-    async def transfer(
-        self, tensors: Sequence[IpcTensor], version: str, *, keep_kv: bool = False
-    ) -> int:
-        """Load weights from GPU memory; returns the number of tokens whose KV is kept."""
+    async def open_transfer(self, tensors: Sequence[IpcTensor]) -> None:
+        """Open tensors in GPU memory on all ranks, and check their values. Samples may run.
+
+        Raises CheckpointRefused with the reason if a rank could not; then none are open.
+        """
         if await self._have_served_files_changed():
             raise LoadFailed(
                 f"the files of {self._version}, to be loaded if the transfer fails, have changed; "
                 "activate a version with files"
             )
         values = await asyncio.to_thread(lambda: [tensor.to_dict() for tensor in tensors])
+        self._are_tensors_open = True
+        reasons = await self._processes.call_workers("coppice_open_transfer", values)
+        if failed := sorted(filter(None, reasons), key=_names_ranks_only):
+            await self.close_transfer()
+            raise CheckpointRefused(failed[0].removeprefix("CheckpointRefused: "))
+
+    async def close_transfer(self) -> None:
+        """Close the tensors that are open and were not loaded."""
+        if self._are_tensors_open:
+            self._are_tensors_open = False
+            await self._processes.call_workers("coppice_close_transfer")
+
+    async def transfer(self, version: str, *, keep_kv: bool = False) -> int:
+        """Load the open tensors; returns the number of tokens whose KV is kept."""
         self._heartbeat.set_stage("activating")
-        results = await self._processes.call_workers(
-            "coppice_transfer_weights", values, str(self._path)
-        )
+        self._are_tensors_open = False
+        results = await self._processes.call_workers("coppice_load_transfer", str(self._path))
         try:
             await self._check_loaded(results)
         except FilesRestored:
@@ -232,6 +247,11 @@ class ServedWeights:
         """Load the served files on all engines; returns one result per worker."""
         path = str(self._path)
         return await self._processes.call_workers("coppice_load_weights", path, path)
+
+
+def _names_ranks_only(reason: str) -> bool:
+    """True for the reason of a rank that has not failed itself."""
+    return reason.startswith("failed on ranks")
 
 
 Fingerprint = tuple[tuple[str, int, int], ...]

@@ -16,9 +16,17 @@ from typing import Any, Final
 
 from coppice.wire.kv_versions import ActivationKv
 from coppice.wire.weights import ActivationAnswer, ActivationMode
-from engine.errors import EngineDead, EngineError, FilesRestored, LoadFailed, MemoryUnavailable
+from engine.errors import (
+    CheckpointRefused,
+    EngineDead,
+    EngineError,
+    FilesRestored,
+    LoadFailed,
+    MemoryUnavailable,
+)
 from engine.protocol import Engine
 from engine.types import WEIGHTS, PauseMode, SleepLevel, SleepTag
+from engine.weights.ipc_tensors import WeightTransfer
 from service.http.errors import (
     ActivationFailed,
     Asleep,
@@ -26,6 +34,7 @@ from service.http.errors import (
     EngineGone,
     ServiceError,
     VersionConflict,
+    WeightsRefused,
 )
 from service.prompt_kv.manager import PromptKvManager
 from service.rollouts.admission import DRAINING_RETRY_SECONDS
@@ -393,8 +402,32 @@ class Activation:
             return _answer(version, previous, mode, paused_seconds=0.0, samples_ended=0)
         self.check_weights_awake()
         _check_not_withdrawn(version)
-        async with self._rollouts.close_gate():
+        async with self._rollouts.close_gate(), self._opened(version):
             return await self._switch(version, previous, mode, kv)
+
+    @asynccontextmanager
+    async def _opened(self, version: Version) -> AsyncIterator[None]:
+        """Context manager in which all ranks have opened and checked tensors in GPU memory.
+
+        So tensors that cannot be loaded are refused before a sample ends.
+        """
+        if version.transfer is not None:
+            await self._open(version.transfer)
+        try:
+            yield
+        finally:
+            if version.transfer is not None:
+                await self._engine.close_transfer()
+
+    async def _open(self, transfer: WeightTransfer) -> None:
+        try:
+            await self._engine.open_transfer(transfer.tensors)
+        except CheckpointRefused as refused:
+            raise WeightsRefused(str(refused)) from refused
+        except LoadFailed as error:
+            raise ActivationFailed(str(error)) from error
+        except EngineDead as error:
+            raise EngineGone(str(error)) from error
 
     async def _prepare(self, version: Version) -> None:
         """Copy the files to the engine's other machines, while samples run.
@@ -463,8 +496,7 @@ class Activation:
         if version.transfer is None:
             return await self._engine.update_weights(version.path, version.label, keep_kv=keep_kv)
         _check_not_withdrawn(version)
-        tensors = version.transfer.tensors
-        return await self._engine.transfer_weights(tensors, version.label, keep_kv=keep_kv)
+        return await self._engine.transfer_weights(version.label, keep_kv=keep_kv)
 
     def _on_loaded(self, label: str) -> None:
         self._versions.activated(label)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from engine.errors import EngineDead, FilesRestored, LoadFailed
+from engine.errors import CheckpointRefused, EngineDead, FilesRestored, LoadFailed
 from engine.runtime.heartbeat import Heartbeat
 from engine.settings import EngineSettings
 from engine.weights.checkpoint import read_base_checkpoint
@@ -118,14 +118,14 @@ async def test_kv_is_reset_if_other_files_were_restored(tmp_path: Path, is_chang
     assert len(resets) == is_changed
 
 
-TRANSFER: tuple[Any, ...] = ("coppice_transfer_weights", [], str(MODEL))
+TRANSFER: tuple[Any, ...] = ("coppice_load_transfer", str(MODEL))
 RESET = ("coppice_reset_prefix_cache",)
 
 
 async def test_transferred_weights_are_stamped_on_all_engines() -> None:
     processes = Processes([LOADED, LOADED])
     weights, heartbeat = served(processes)
-    assert await weights.transfer([], "gpu-1", keep_kv=True) == 7
+    assert await weights.transfer("gpu-1", keep_kv=True) == 7
     assert processes.calls == [TRANSFER, (*RESET, True)]
     assert (processes.version, heartbeat.stage) == ("gpu-1", "serving")
 
@@ -133,9 +133,9 @@ async def test_transferred_weights_are_stamped_on_all_engines() -> None:
 async def test_refused_transfer_keeps_weights_without_files_and_their_kv() -> None:
     processes = Processes([LOADED, LOADED], [KEPT, KEPT])
     weights, heartbeat = served(processes)
-    await weights.transfer([], "gpu-1")
+    await weights.transfer("gpu-1")
     with pytest.raises(LoadFailed, match="still served: no handle for this GPU") as raised:
-        await weights.transfer([], "gpu-2")
+        await weights.transfer("gpu-2")
     assert not isinstance(raised.value, FilesRestored)
     assert processes.calls == [TRANSFER, (*RESET, False), TRANSFER]
     assert (processes.version, heartbeat.stage) == ("gpu-1", "serving")
@@ -145,7 +145,7 @@ async def test_failed_transfer_restores_the_previous_files() -> None:
     processes = Processes([LOADED, RESTORED], [LOADED, LOADED])
     weights, _ = served(processes)
     with pytest.raises(LoadFailed) as raised:
-        await weights.transfer([], "gpu-1")
+        await weights.transfer("gpu-1")
     assert not isinstance(raised.value, FilesRestored)
     assert processes.calls == [TRANSFER, load(MODEL)]
     assert processes.version == "v0"
@@ -166,11 +166,11 @@ async def test_all_engines_serve_the_last_files_if_weights_without_files_are_los
 ) -> None:
     processes = Processes([LOADED, LOADED], results, *[[LOADED, LOADED]] * (reloads + 1))
     weights, heartbeat = served(processes)
-    await weights.transfer([], "gpu-1")
+    await weights.transfer("gpu-1")
     processes.calls.clear()
     with pytest.raises(FilesRestored) as raised:
         if is_transfer:
-            await weights.transfer([], "gpu-2")
+            await weights.transfer("gpu-2")
         else:
             await weights.update(NEW, "v1", keep_kv=True)
     failed = TRANSFER if is_transfer else load(NEW)
@@ -187,10 +187,10 @@ async def test_last_files_are_restored_only_if_they_are_unchanged(tmp_path: Path
     copies = MachineCopies(processes, EngineSettings())
     heartbeat, base = Heartbeat(timeouts={}), read_base_checkpoint(MODEL)
     weights = ServedWeights(processes, heartbeat, tmp_path, base, copies, version="v0")
-    await weights.transfer([], "gpu-1")
+    await weights.transfer("gpu-1")
     file.write_bytes(b"other")
     with pytest.raises(LoadFailed, match="the files of v0, to be loaded if .*, have changed"):
-        await weights.transfer([], "gpu-2")
+        await weights.open_transfer([])
     assert heartbeat.stage == "serving"
     with pytest.raises(EngineDead):
         await weights.update(NEW, "v1", keep_kv=False)
@@ -199,7 +199,7 @@ async def test_last_files_are_restored_only_if_they_are_unchanged(tmp_path: Path
 async def test_dropped_weights_without_files_are_replaced_by_the_last_files() -> None:
     processes = Processes([LOADED, LOADED], [LOADED, LOADED])
     weights, _ = served(processes)
-    await weights.transfer([], "gpu-1")
+    await weights.transfer("gpu-1")
     processes.calls.clear()
     await weights.check_reload()
     assert not processes.calls, "the served weights stay until they are dropped"
@@ -233,4 +233,28 @@ async def test_adapter_that_one_engine_refuses_is_unloaded_on_the_others() -> No
     assert [method for method, *_ in processes.calls] == [
         "coppice_load_adapter",
         "coppice_unload_adapter",
+    ]
+
+
+async def test_tensors_that_an_engine_could_not_open_are_closed_on_all() -> None:
+    reason = "CheckpointRefused: norm contains NaN or infinity"
+    processes = Processes([None, None, "failed on ranks [1]", reason], [None] * 4)
+    weights, _ = served(processes)
+    with pytest.raises(CheckpointRefused, match=r"^norm contains NaN or infinity$"):
+        await weights.open_transfer([])
+    await weights.close_transfer()
+    assert processes.calls == [("coppice_open_transfer", []), ("coppice_close_transfer",)]
+
+
+async def test_open_tensors_are_closed_unless_they_are_loaded() -> None:
+    processes = Processes([None, None], [LOADED, LOADED], [None, None], [None, None])
+    weights, _ = served(processes)
+    await weights.open_transfer([])
+    await weights.transfer("gpu-1")
+    await weights.close_transfer()
+    await weights.open_transfer([])
+    await weights.close_transfer()
+    assert [call[0] for call in processes.calls] == [
+        *("coppice_open_transfer", "coppice_load_transfer", "coppice_reset_prefix_cache"),
+        *("coppice_open_transfer", "coppice_close_transfer"),
     ]

@@ -80,11 +80,18 @@ def transfer(engine: LiveEngine, tensors: dict[str, torch.Tensor]) -> dict[str, 
         return load(engine, handed_over)
 
 
+def opened(engine: LiveEngine, tensors: list[IpcTensor]) -> str | None:
+    """Reason why the tensors are not open, or None."""
+    reason: str | None
+    [reason] = engine.rpc("coppice_open_transfer", [tensor.to_dict() for tensor in tensors])
+    return reason
+
+
 def load(engine: LiveEngine, tensors: list[IpcTensor]) -> dict[str, Any]:
     check_tensors(read_base_checkpoint(engine.serving), tensors)
-    values = [tensor.to_dict() for tensor in tensors]
+    assert opened(engine, tensors) is None
     with engine.paused():
-        [answer] = engine.rpc("coppice_transfer_weights", values, str(engine.serving))
+        [answer] = engine.rpc("coppice_load_transfer", str(engine.serving))
         if answer["ok"]:
             engine.core.coppice_reset_prefix_cache(False)
             engine.core.set_weight_version("transferred")
@@ -152,7 +159,8 @@ def test_value_that_is_not_finite_changes_nothing(
     tensors = tensors_of(models["v8"])
     tensors[NORM][3] = value
     reason = f"CheckpointRefused: {NORM} contains NaN or infinity"
-    assert transfer(engine, tensors) == KEPT | {"error": reason}
+    with shared(tensors) as handed_over:
+        assert opened(engine, handed_over) == reason
     assert_same(engine.ask(*PROMPTS, max_tokens=20), before)
 
 
@@ -162,9 +170,9 @@ def test_tensor_that_cannot_be_opened_changes_nothing(
     before = engine.ask(*PROMPTS, max_tokens=20)
     with shared(tensors_of(models["v8"])) as tensors:
         pass  # the publisher has exited
-    answer = load(engine, tensors)
-    assert "FileNotFoundError" in answer.pop("error")
-    assert answer == KEPT
+    assert "FileNotFoundError" in (opened(engine, tensors) or "")
+    [answer] = engine.rpc("coppice_load_transfer", str(engine.serving))
+    assert answer == KEPT | {"error": "AssertionError: no tensors are open"}
     assert_same(engine.ask(*PROMPTS, max_tokens=20), before)
 
 
@@ -173,9 +181,9 @@ def test_nothing_is_received_without_files_to_restore(
 ) -> None:
     before = engine.ask(*PROMPTS, max_tokens=20)
     with shared(tensors_of(models["v8"])) as tensors:
-        values = [tensor.to_dict() for tensor in tensors]
         absent = str(models["v7"] / "absent")
-        [answer] = engine.rpc("coppice_transfer_weights", values, absent)
+        assert opened(engine, tensors) is None
+        [answer] = engine.rpc("coppice_load_transfer", absent)
     assert answer == KEPT | {"error": "CheckpointRefused: the checkpoint does not exist"}
     assert_same(engine.ask(*PROMPTS, max_tokens=20), before)
 

@@ -89,12 +89,8 @@ def test_ranks_receive_tensors_together(receiver: LiveEngine, models: dict[str, 
             replace(tensor, handles={"cpu-0": tensor.handles["cpu-0"]}).to_dict()
             for tensor in handed_over
         ]
-        first, second = transfer(engine, first_only)
-        kept = {"ok": False, "restored": True, "has_reloaded": False}
-        assert (first, second) == (
-            kept | {"error": "failed on ranks [1]"},
-            kept | {"error": "KeyError: 'cpu-1'"},
-        )
+        reasons = engine.rpc("coppice_open_transfer", first_only)
+        assert reasons == ["failed on ranks [1]", "KeyError: 'cpu-1'"]
         engine.rpc("coppice_fail_next", 9, 1, 1)
         failed = transfer(engine, values)
         assert [(answer["restored"], answer["has_reloaded"]) for answer in failed] == [
@@ -113,7 +109,6 @@ def test_ranks_receive_tensors_together(receiver: LiveEngine, models: dict[str, 
 
 
 def transfer(engine: LiveEngine, tensors: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    answers: list[dict[str, Any]] = engine.rpc(
-        "coppice_transfer_weights", tensors, str(engine.serving)
-    )
+    assert engine.rpc("coppice_open_transfer", tensors) == [None, None]
+    answers: list[dict[str, Any]] = engine.rpc("coppice_load_transfer", str(engine.serving))
     return answers

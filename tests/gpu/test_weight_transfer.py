@@ -68,7 +68,8 @@ def test_engine_loads_the_tensors_of_another_process_and_closes_them(tmp_path: P
             here.send(True)
             fields = fields_of(here.recv())
             with live.paused():
-                [answer] = live.rpc("coppice_transfer_weights", fields, str(models["v7"]))
+                assert live.rpc("coppice_open_transfer", fields) == [None]
+                [answer] = live.rpc("coppice_load_transfer", str(models["v7"]))
                 assert answer["ok"], answer
                 live.core.coppice_reset_prefix_cache(False)
             here.send(None)

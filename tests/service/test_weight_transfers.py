@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from engine.errors import FilesRestored, LoadFailed
+from engine.errors import CheckpointRefused, FilesRestored, LoadFailed
 from service.config.settings import Settings
 from tests.fake_engine import FakeEngine
 from tests.service.keyfile import bearer, write_keys
@@ -149,6 +149,32 @@ async def test_tensors_that_do_not_fit_leave_nothing(tmp_path: Path) -> None:
         assert await states(served) == {"v0": "active"}
         engine.refused_weights.clear()
         assert (await transfer(served, "v1")).status_code == 200
+
+
+@pytest.mark.parametrize("mode", ["keep", "recompute", "abort"])
+async def test_tensors_that_cannot_be_opened_end_no_sample(tmp_path: Path, mode: str) -> None:
+    """Also not one that is bound to the served version."""
+    engine = FakeEngine(instant=False)
+    engine.open_error = CheckpointRefused("model.norm.weight contains NaN or infinity")
+    async with serving(engine, tmp_path, **IPC) as served:
+        bound = asyncio.create_task(sample(served, exact_version="v0"))
+        await running_samples(served, 1)
+        refused = await transfer(served, "v1", mode=mode)
+        assert (refused.status_code, refused.json()["code"]) == (422, "weights_refused")
+        assert refused.json()["detail"] == "model.norm.weight contains NaN or infinity"
+        assert await states(served) == {"v0": "active"}
+        assert not any(call.startswith("pause") for call in engine.calls)
+        engine.step(8)
+        sampled = (await bound).json()["groups"][0]["samples"][0]
+        assert sampled["finish_reason"] == "length"
+
+
+async def test_tensors_are_closed_if_they_are_not_loaded(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    async with serving(engine, tmp_path, **IPC) as served:
+        engine.load_error = LoadFailed("loading failed")
+        assert (await transfer(served, "v1")).status_code == 500
+        assert engine.opened is None
 
 
 async def test_label_is_used_once(tmp_path: Path) -> None:
