@@ -134,6 +134,7 @@ class FakeEngine:
         self.opened: Sequence[IpcTensor] | None = None
         self.open_error: EngineError | None = None
         self.prepare_error: EngineError | None = None
+        self.prepare_gate: asyncio.Event | None = None
         self.running: dict[str, Running] = {}
         self.written: dict[str, str] = {}
         self.left: dict[tuple[str, str], int] = {}
@@ -498,6 +499,8 @@ class FakeEngine:
             raise CheckpointRefused(self.refused_weights[path.name])
 
     async def prepare_weights(self, path: Path) -> None:
+        if self.prepare_gate is not None:
+            await self.prepare_gate.wait()
         if self.prepare_error is not None:
             raise self.prepare_error
         self.prepared.append(path)

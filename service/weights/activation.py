@@ -44,7 +44,7 @@ from service.weights.idle_wait import IdleWait
 from service.weights.pauses import Pause, PauseKind, Pauses
 from service.weights.replication.announcer import Announcer
 from service.weights.stager import WeightStager
-from service.weights.versions import Version, Versions
+from service.weights.versions import Version, Versions, publish_again
 
 RunToCompletion = Callable[[Coroutine[Any, Any, ActivationAnswer]], Awaitable[ActivationAnswer]]
 """Runs a state change to completion, even if the calling task is cancelled."""
@@ -368,7 +368,7 @@ class Activation:
         async with self._rollouts.close_gate():
             while True:
                 async with self._lock:
-                    _check_not_withdrawn(self._versions.get(label))
+                    _check_available(self._versions.get(label))
                     self._check_can_wait()
                     if self._rollouts.is_idle:
                         return await self._activate(label, "wait", allow_rollback, kv)
@@ -401,7 +401,7 @@ class Activation:
         if version == previous:
             return _answer(version, previous, mode, paused_seconds=0.0, samples_ended=0)
         self.check_weights_awake()
-        _check_not_withdrawn(version)
+        _check_available(version)
         async with self._rollouts.close_gate(), self._opened(version):
             return await self._switch(version, previous, mode, kv)
 
@@ -495,7 +495,7 @@ class Activation:
     async def _load_into_engine(self, version: Version, *, keep_kv: bool) -> int:
         if version.transfer is None:
             return await self._engine.update_weights(version.path, version.label, keep_kv=keep_kv)
-        _check_not_withdrawn(version)
+        _check_available(version)
         return await self._engine.transfer_weights(version.label, keep_kv=keep_kv)
 
     def _on_loaded(self, label: str) -> None:
@@ -510,9 +510,16 @@ def _names(tags: AbstractSet[SleepTag]) -> str:
     return " and ".join(sorted(tags))
 
 
-def _check_not_withdrawn(version: Version) -> None:
-    """Refuse tensors in GPU memory whose publisher does not wait: it may have changed them."""
-    if version.transfer is not None and version.transfer.is_withdrawn:
+def _check_available(version: Version) -> None:
+    """Refuse tensors in GPU memory whose publisher does not wait: it may have changed them.
+
+    Repeated while an activation waits: the active version may have been one, and been replaced.
+    """
+    if version.has_files:
+        return
+    if version.transfer is None:
+        raise publish_again()
+    if version.transfer.is_withdrawn:
         raise VersionConflict("the publisher has closed its connection; nothing was loaded")
 
 

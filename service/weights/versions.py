@@ -221,7 +221,7 @@ class Versions:
         """Refuse a version in GPU memory, which only its publisher's call can activate."""
         version = self.find(label)
         if version is not None and not version.has_files and version != self.active:
-            raise VersionConflict("the version was handed over in GPU memory: publish it again")
+            raise publish_again()
 
     def announced(self, label: str, announced: bool) -> None:
         self._versions[label] = replace(self._versions[label], announced=announced)
@@ -242,6 +242,10 @@ class Versions:
         if sequence is not None and sequence > self.active.sequence:
             raise _version_unavailable(label)
         raise VersionSuperseded(f"{self._active!r} is active")
+
+
+def publish_again() -> VersionConflict:
+    return VersionConflict("the version was handed over in GPU memory: publish it again")
 
 
 def _version_unavailable(label: str) -> VersionUnavailable:

@@ -245,6 +245,28 @@ async def test_version_without_files_cannot_be_activated_again(tmp_path: Path) -
         assert (await activate(served, "v2")).status_code == 200, "it is active"
 
 
+@pytest.mark.parametrize("mode", ["keep", "wait"])
+async def test_active_version_that_is_replaced_meanwhile_is_not_activated_again(
+    tmp_path: Path, mode: str
+) -> None:
+    engine = FakeEngine()
+    async with serving(engine, tmp_path, **IPC) as served:
+        assert (await transfer(served, "v1")).status_code == 200
+        await upload(served, "v2")
+        engine.prepare_gate = asyncio.Event()
+        replacing = asyncio.create_task(activate(served, "v2"))
+        await until(lambda: served.server.versions.is_activating("v2"))
+        again = asyncio.create_task(activate(served, "v1", mode=mode, allow_rollback=True))
+        await asyncio.sleep(0.05)
+        engine.prepare_gate.set()
+        assert (await replacing).status_code == 200
+        refused = await again
+        assert (refused.status_code, refused.json()["code"]) == (409, "version_conflict")
+        assert "publish it again" in refused.json()["detail"]
+        assert len(engine.loaded) == 1
+        assert (await states(served))["v2"] == "active"
+
+
 async def test_transfer_in_mode_wait_begins_after_the_running_samples(tmp_path: Path) -> None:
     engine = FakeEngine(instant=False)
     async with serving(engine, tmp_path, **IPC) as served:
