@@ -131,6 +131,7 @@ class FakeEngine:
         self.prepared: list[Path] = []
         self.transferred: list[Sequence[IpcTensor]] = []
         self.transfer_gate: asyncio.Event | None = None
+        self.transfer_delay_seconds = 0.0
         self.opened: Sequence[IpcTensor] | None = None
         self.open_error: EngineError | None = None
         self.prepare_error: EngineError | None = None
@@ -522,6 +523,7 @@ class FakeEngine:
         assert tensors is not None, "tensors are opened first"
         if self.transfer_gate is not None:
             await self.transfer_gate.wait()
+        await asyncio.sleep(self.transfer_delay_seconds)
         num_kept = self._swap(version, keep_kv=keep_kv)
         self.transferred.append(tensors)
         return num_kept

@@ -2,7 +2,7 @@
 
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +11,16 @@ import pytest
 import torch
 from torch.multiprocessing import reductions
 
-from coppice import ActivationFailed, GpuWeights, Rollouts, VersionConflict
-from engine.errors import LoadFailed
+from coppice import (
+    ActivationFailed,
+    ConnectionFailed,
+    GpuWeights,
+    Rollouts,
+    TimedOut,
+    VersionConflict,
+    WeightsRefused,
+)
+from engine.errors import CheckpointRefused, LoadFailed
 from tests.fake_engine import FakeEngine
 from tests.serving_thread import serving_in_thread
 
@@ -46,15 +54,21 @@ class CudaTensor:
 
 @dataclass
 class FakeIpc:
-    """PyTorch's functions of CUDA IPC. `events` lists their calls."""
+    """PyTorch's functions of CUDA IPC. `events` lists their calls, `released` the counters."""
 
     events: list[str]
     kind: bytes = ALLOCATION
+    released: list[tuple[bytes, int]] = field(default_factory=list)
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(reductions, "reduce_tensor", self.reduce)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda _: self.events.append("synchronize"))
         monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: self.events.append("collect"))
+        monkeypatch.setattr(
+            torch.UntypedStorage,
+            "_release_ipc_counter_cuda",
+            lambda name, offset: self.released.append((name, offset)),
+        )
         monkeypatch.setattr(
             torch.cuda,
             "get_device_properties",
@@ -71,7 +85,7 @@ class FakeIpc:
         return reductions.rebuild_cuda_tensor, (
             *(*layout, tensor.value.storage_offset(), torch.storage.TypedStorage),
             *(tensor.value.dtype, tensor.index, handle, num_bytes, 512, False),
-            *(b"/torch_9_8_7", 5, b"event", True),
+            *(b"/torch_9_8_7", 4 + self.events.count("export"), b"event", True),
         )
 
 
@@ -164,3 +178,64 @@ def test_failed_transfer_releases_the_tensors_and_is_not_repeated(
         rollouts.transfer_weights("v1", state())
         with pytest.raises(VersionConflict):
             rollouts.transfer_weights("v1", state())
+
+
+COUNTERS = [(b"/torch_9_8_7", offset) for offset in (5, 6, 7)]
+
+
+def test_memory_of_refused_tensors_is_released(tmp_path: Path, ipc: FakeIpc) -> None:
+    """Also if they are exported once and sent again."""
+    engine = FakeEngine()
+    engine.open_error = CheckpointRefused("q contains NaN or infinity")
+    with serving_in_thread(engine, tmp_path, **IPC) as url, Rollouts(url) as rollouts:
+        with GpuWeights(state()) as weights:
+            for _ in range(2):
+                with pytest.raises(WeightsRefused, match="q contains NaN"):
+                    rollouts.transfer_weights("v1", weights)
+            assert not ipc.released, "a repeated transfer opens them"
+        assert ipc.released == COUNTERS
+        assert ipc.events[-1] == "collect"
+
+
+def test_memory_of_loaded_tensors_is_left_to_the_server(tmp_path: Path, ipc: FakeIpc) -> None:
+    with serving_in_thread(FakeEngine(), tmp_path, **IPC) as url, Rollouts(url) as rollouts:
+        rollouts.transfer_weights("v1", state())
+    assert not ipc.released
+
+
+def test_memory_of_tensors_that_a_server_may_have_open_is_not_released(
+    tmp_path: Path, ipc: FakeIpc
+) -> None:
+    """Also if a repeated transfer is refused, because the first one goes on."""
+    engine = FakeEngine()
+    engine.transfer_delay_seconds = 1.0
+    with (
+        serving_in_thread(engine, tmp_path, **IPC) as url,
+        Rollouts(url) as rollouts,
+        GpuWeights(state()) as weights,
+    ):
+        with pytest.raises(TimedOut):
+            rollouts.transfer_weights("v1", weights, timeout=0.1)
+        with pytest.raises(VersionConflict):
+            rollouts.transfer_weights("v1", weights)
+    assert not ipc.released
+
+
+def test_memory_of_tensors_that_were_not_sent_is_released(ipc: FakeIpc) -> None:
+    with Rollouts("http://127.0.0.1:9") as rollouts, pytest.raises(ConnectionFailed):
+        rollouts.transfer_weights("v1", state())
+    assert ipc.released == COUNTERS
+
+
+def test_memory_of_tensors_that_could_not_be_exported_is_released(ipc: FakeIpc) -> None:
+    ipc.kind = SEGMENT
+    with pytest.raises(ValueError, match="q is in an expandable segment"):
+        GpuWeights(state())
+    assert ipc.released == COUNTERS[:1]
+    assert ipc.events[-1] == "collect"
+
+
+def test_other_rank_releases_its_memory_after_a_refusal(ipc: FakeIpc) -> None:
+    with GpuWeights(state(1)) as weights:
+        weights.mark_refused()
+    assert ipc.released == COUNTERS

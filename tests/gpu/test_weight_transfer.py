@@ -82,3 +82,11 @@ def test_engine_loads_the_tensors_of_another_process_and_closes_them(tmp_path: P
         allocated, left = here.recv()
         assert allocated > 0 and left == 0, "the engine has closed all tensors"
         process.join()
+
+
+def test_memory_of_a_refused_transfer_is_released() -> None:
+    weights = GpuWeights({"w": torch.ones(2**20, device="cuda")})
+    before = torch.cuda.memory_allocated()
+    weights.mark_refused()
+    weights.close()
+    assert torch.cuda.memory_allocated() <= before - 4 * 2**20

@@ -1,7 +1,9 @@
 """Client operation that hands weights over in GPU memory."""
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
+from coppice.errors import ProblemError, TransportError
 from coppice.operations.weights import address_of
 from coppice.transport.messages import json_request
 from coppice.transport.retry import RequestSender
@@ -46,4 +48,22 @@ class WeightTransferOperations:
             )
             path = address_of(version) + "/transfer"
             call = json_request("POST", path, request, read_timeout=timeout)
-            return (await self._sender.send(call)).read(ActivationAnswer)
+            with _recording_refusal(source):
+                return (await self._sender.send(call)).read(ActivationAnswer)
+
+
+@contextmanager
+def _recording_refusal(weights: GpuWeights) -> Iterator[None]:
+    """Context manager of a transfer that records its outcome in the weights.
+
+    A server that has answered with an error has opened no tensor, or closed all.
+    """
+    try:
+        yield
+    except ProblemError:
+        weights.mark_refused()
+        raise
+    except BaseException as error:
+        is_unsent = isinstance(error, TransportError) and error.unsent
+        weights.mark_refused() if is_unsent else weights.mark_lost()
+        raise

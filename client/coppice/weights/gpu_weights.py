@@ -28,9 +28,16 @@ class GpuWeights:
     def __init__(self, state: StateDict) -> None:
         tensors = tensors_of(state)
         self._memory = {one.name: _on_gpu(one.name, state[one.name]) for one in tensors}
-        self._tensors = [_exported(one, self._memory[one.name]) for one in tensors]
-        for device in {tensor.device for tensor in self._memory.values()}:
-            import_module("torch").cuda.synchronize(device)  # the server waits for no event
+        self._exports: list[IpcHandle] = []
+        self._is_refused = self._is_lost = False
+        try:
+            self._tensors = [self._export(one) for one in tensors]
+            for device in {tensor.device for tensor in self._memory.values()}:
+                import_module("torch").cuda.synchronize(device)  # the server waits for no event
+        except BaseException:
+            self.mark_refused()
+            self.close()
+            raise
 
     @property
     def tensors(self) -> list[IpcTensor]:
@@ -47,10 +54,51 @@ class GpuWeights:
             raise ValueError("the other rank has tensors of other names")
         self._tensors = [_merged(tensor, others[tensor.name]) for tensor in self._tensors]
 
+    def mark_refused(self) -> None:
+        """Marks the tensors as not open in a server, so that `close` releases their memory.
+
+        PyTorch keeps the memory of exported tensors until another process has opened and closed
+        them. `transfer_weights` calls it if the server answers with an error. Call it on the other
+        ranks, whose tensors were added, too.
+        """
+        self._is_refused = True
+
+    def mark_lost(self) -> None:
+        """Marks the tensors as possibly open in a server; `close` leaves them to it."""
+        self._is_lost = True
+
     def close(self) -> None:
-        """Releases the memory that only this object refers to. Call it after the transfer."""
+        """Releases the memory that only this object refers to. Call it after the transfer.
+
+        A server that still has a tensor open, as after TimedOut, keeps its memory.
+        """
+        if self._is_refused and not self._is_lost:
+            self._release_exports()
         self._memory.clear()
         import_module("torch").cuda.ipc_collect()
+
+    def _release_exports(self) -> None:
+        """Decrements the counters of this rank's exports, as a process does that closes them.
+
+        Counters that the server has decremented become negative, which PyTorch takes for zero.
+        """
+        storage: Any = import_module("torch").UntypedStorage
+        for one in self._exports:
+            storage._release_ipc_counter_cuda(one.ref_counter.encode(), one.ref_counter_offset)
+        self._exports.clear()
+
+    def _export(self, tensor: Tensor) -> IpcTensor:
+        memory = self._memory[tensor.name]
+        location, is_segment = _shared(memory)
+        self._exports.append(location)
+        if is_segment:
+            raise ValueError(
+                f"{tensor.name} is in an expandable segment, which cannot be opened: remove "
+                "expandable_segments from PYTORCH_CUDA_ALLOC_CONF, or use publish_weights"
+            )
+        gpu = str(import_module("torch").cuda.get_device_properties(memory.device).uuid)
+        dtype, shape = _dtype(tensor), list(tensor.shape)
+        return IpcTensor(name=tensor.name, dtype=dtype, shape=shape, handles={gpu: location})
 
     def __enter__(self) -> Self:
         return self
@@ -66,25 +114,18 @@ def _on_gpu(name: str, tensor: Any) -> Any:
     return tensor.detach().contiguous()
 
 
-def _exported(tensor: Tensor, memory: Any) -> IpcTensor:
+def _shared(memory: Any) -> tuple[IpcHandle, bool]:
+    """Location of an exported tensor, and True if it is in an expandable segment."""
     reductions: Any = import_module("torch.multiprocessing.reductions")
     _, arguments = reductions.reduce_tensor(memory)
     handle, _, start, _, counter, counter_offset, *_ = arguments[7:]
-    if handle[1:2] != CUDA_MALLOC:
-        raise ValueError(
-            f"{tensor.name} is in an expandable segment, which cannot be opened: remove "
-            "expandable_segments from PYTORCH_CUDA_ALLOC_CONF, or use publish_weights"
-        )
-    location = IpcHandle(
+    location = IpcHandle.model_construct(
         handle=base64.b64encode(handle).decode(),
         offset=start + memory.storage_offset() * memory.element_size(),
         ref_counter=counter.decode(),
         ref_counter_offset=counter_offset,
     )
-    gpu = str(import_module("torch").cuda.get_device_properties(memory.device).uuid)
-    return IpcTensor(
-        name=tensor.name, dtype=_dtype(tensor), shape=list(tensor.shape), handles={gpu: location}
-    )
+    return location, handle[1:2] != CUDA_MALLOC
 
 
 def _dtype(tensor: Tensor) -> TransferDtype:
