@@ -28,11 +28,13 @@ from service.prompt_kv.manager import PromptKvManager
 from service.rollouts.fairness import TimeSlice
 from service.rollouts.group import Group
 from service.rollouts.rollout import Rollout
+from service.trees.tree_group import TreeGroup
 
 KvMoveOutcome = Literal[
     "loaded",
     "disabled",
     "other_version",
+    "tree",
     "too_small",
     "too_large",
     "no_room",
@@ -122,6 +124,9 @@ class KvExporter:
         try:
             ends_at = _now() + MAX_TIME_SHARE * (until - _now())
             groups = [group for group in rollout.groups if group.suspended]
+            trees = (group for group in rollout.groups if isinstance(group, TreeGroup))
+            if num_paths := sum(len(tree.suspended_paths) for tree in trees):
+                self._on_prefilled("tree", num_paths)  # forks would not find KV that is loaded
             async with asyncio.TaskGroup() as tasks:
                 work = [
                     tasks.create_task(self._try_group(rollout, group, version, ends_at, exports))

@@ -2,16 +2,21 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
-from coppice.wire.moves import MovedGroup, MovedRollout
-from coppice.wire.result_formats import GroupRecord, SampleRecord
-from coppice.wire.rollouts import RolloutRequest, SampleAnswer
+from coppice.wire.moves import MovedRollout
+from coppice.wire.rollouts import RolloutRequest
 from engine.protocol import Engine
-from engine.types import EngineInfo
 from service.cluster.key_transfers import KeyTransfers
 from service.http.errors import InvalidRequest, NotReady, RolloutNotFound, VersionConflict
 from service.moves.cancelled_moves import CancelledMoves
+from service.moves.group_state import (
+    check_group,
+    check_groups,
+    continued,
+    num_prompt_tokens_of,
+    num_samples_of,
+    results_of,
+)
 from service.moves.kv_import import KvImporter
 from service.moves.state import claims_of
 from service.rollouts import validation
@@ -25,8 +30,7 @@ from service.rollouts.manager import RolloutManager
 from service.rollouts.record_reader import SampleKey
 from service.rollouts.rollout import NO_REQUEST, Rollout
 from service.rollouts.sampling import check_sampling
-from service.rollouts.supports import given_support
-from service.rollouts.suspended_group import can_move, resumed, unfinished
+from service.rollouts.suspended_group import can_move
 from service.weights.versions import Versions
 
 RETRY_SECONDS = 1.0
@@ -128,8 +132,8 @@ class MoveReceiver:
             num_bytes = self._rollouts.support_bytes(request, _prompts(state, request))
         return self._admission.reserve(
             state.owner,
-            samples=sum(len(group.samples) for group in state.groups),
-            prompt_tokens=_num_prompt_tokens(state),
+            samples=sum(num_samples_of(group, request) for group in state.groups),
+            prompt_tokens=sum(map(num_prompt_tokens_of, state.groups)),
             support_bytes=num_bytes,
         )
 
@@ -158,24 +162,24 @@ class MoveReceiver:
         return options
 
     async def _groups(self, state: MovedRollout, shared: GroupOptions) -> list[Group]:
-        """All groups of the request; those that have not ended continue their samples."""
-        request = state.request
+        """All groups of the request; those that have not ended continue their samples or paths."""
+        request, results = state.request, await results_of(state)
         if request is None or not state.groups:
             if request is not None or state.groups:
                 raise InvalidRequest.of_parameter("request", "needed for the groups, and only then")
             return []
-        _check_groups(state, request)
+        check_groups(state, request)
         validation.check(request, max_samples=self._max_samples, is_blocking=False)
-        ended, turn = await _ended_samples(state), TimeSlice()
+        info, turn = self._engine.info, TimeSlice()
         for group in state.groups:
-            await _check_group(group, ended.get(group.index, []), request, self._engine.info)
+            await check_group(group, results.samples.get(group.index, []), request, info)
             await turn.pause()
         await check_sampling(self._engine, request.sampling)
         prompts = _prompts(state, request)
         groups = await self._group_factory.groups(request, prompts, shared, {})
         for group in state.groups:
             index = group.index
-            groups[index] = await _continued(groups[index], group, ended.get(index, []))
+            groups[index] = await continued(groups[index], group, results, info.vocab_size)
             await turn.pause()
         return groups
 
@@ -204,76 +208,10 @@ def _other_version(state: MovedRollout) -> VersionConflict:
     return VersionConflict(f"the active weights version is not {state.version!r}")
 
 
-def _num_prompt_tokens(state: MovedRollout) -> int:
-    return sum(
-        len(group.prompt_token_ids) + sum(len(sample.token_ids) for sample in group.samples)
-        for group in state.groups
-    )
-
-
 def _prompts(state: MovedRollout, request: RolloutRequest) -> list[list[int]]:
     """Prompts of the groups that have not ended, by index; empty for the others."""
     moved = {group.index: group.prompt_token_ids for group in state.groups}
     return [moved.get(index, []) for index in range(len(request.groups))]
-
-
-async def _ended_samples(state: MovedRollout) -> dict[int, list[SampleAnswer]]:
-    """Finished samples by group, in the order in which they finished."""
-    samples: dict[int, list[SampleAnswer]] = {}
-    turn = TimeSlice()
-    for record in state.records:
-        if isinstance(record, SampleRecord):
-            samples.setdefault(record.group, []).append(record.sample)
-        await turn.pause()
-    return samples
-
-
-def _check_groups(state: MovedRollout, request: RolloutRequest) -> None:
-    """Refuse a state in which a group has neither ended nor samples to continue, or both."""
-    ended = [record.group.index for record in state.records if isinstance(record, GroupRecord)]
-    indices = sorted([*ended, *(group.index for group in state.groups)])
-    if indices != list(range(len(request.groups))) or request.continue_from is not None:
-        raise InvalidRequest.of_parameter("groups", "they are not those of the request")
-
-
-async def _check_group(
-    moved: MovedGroup, ended: list[SampleAnswer], request: RolloutRequest, info: EngineInfo
-) -> None:
-    """Refuse samples that do not fit the request: they would break an assertion of the engine."""
-    n, given = request.groups[moved.index].n, moved.num_given_tokens
-    indices = sorted(sample.index for sample in (*ended, *moved.samples))
-    if indices != list(range(n)) or len(given) != n:
-        raise _does_not_fit(moved)
-    if max(moved.prompt_token_ids) >= info.vocab_size:
-        raise InvalidRequest(f"token ids must be below {info.vocab_size}")
-    for part in moved.samples:
-        if given[part.index] > len(part.token_ids) or min(part.token_ids, default=0) < 0:
-            raise _does_not_fit(moved)
-        sample = unfinished(part)
-        if part.token_ids:
-            validation.check_sample(sample, request, len(moved.prompt_token_ids), info)
-            wanted = request.return_support
-            await given_support(sample, wanted=wanted, vocab_size=info.vocab_size)
-        elif part.logprobs or part.raw_logprobs or part.versions or part.kv_versions:
-            raise _does_not_fit(moved)
-
-
-def _does_not_fit(moved: MovedGroup) -> InvalidRequest:
-    return InvalidRequest.of_parameter("groups", f"group {moved.index} does not fit its request")
-
-
-async def _continued(group: Group, moved: MovedGroup, ended: list[SampleAnswer]) -> Group:
-    group.options = replace(group.options, num_given_tokens=moved.num_given_tokens)
-    group.ended, group.suspended = ended, moved.samples
-    group.num_done, group.seconds_used = len(ended), moved.seconds_used
-    group.seconds_before, group.sample_seconds = moved.elapsed_seconds, moved.sample_seconds
-    if moved.num_cached_tokens is not None:
-        group.cached_tokens[0] = moved.num_cached_tokens
-    if group.finish_policy is not None:
-        for sample in ended:
-            if sample.finish_reason in ("stop", "length"):
-                group.finish_policy.on_sample_end(sample.index, len(sample.token_ids))
-    return await resumed(group)
 
 
 async def _num_resumed(state: MovedRollout) -> dict[SampleKey, int]:

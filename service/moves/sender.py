@@ -178,7 +178,7 @@ class MoveSender:
             return
         source, version = self._cluster.own_id, self._versions.active.label
         async with self._kv.exported(rollout, version, until) as kv:
-            state = state_of(rollout, source=source, version=version, kv=kv)
+            state = await state_of(rollout, source=source, version=version, kv=kv)
             body = await asyncio.to_thread(_encoded, state)
             for replica in self._candidates(peer_id):
                 if not rollout.is_suspended:

@@ -1,14 +1,10 @@
 """State of a session and its group, as it is sent to another replica and restored there."""
 
-import math
 from collections.abc import Iterator
-from itertools import pairwise
 
 import numpy as np
 
-from coppice.wire.base import MAX_TOKENS
 from coppice.wire.moves import FORMAT, MovedKey
-from coppice.wire.rollouts import SegmentAnswer
 from coppice.wire.session_moves import (
     MovedResponse,
     MovedSegment,
@@ -16,19 +12,19 @@ from coppice.wire.session_moves import (
     MovedSessionGroup,
     MovedSessions,
 )
-from coppice.wire.support import rows_of
 from service.http.errors import InvalidRequest
+from service.moves.segment_state import check_ids, invalid, sampled_tokens
 from service.moves.state import TOKEN_BYTES
-from service.rollouts.supports import Supports
 from service.sessions.history import RecordedCall, RecordedResponse
 from service.sessions.segment import Segment
 from service.sessions.session import CONTEXT_TOKEN_BYTES, TURN_BYTES, Session
 from service.sessions.session_group import SessionGroup
 from service.sessions.tree import SessionTree, segment_answer
-from service.trees.segment_tree import GeneratedTokens
 
 RESOURCE = "sessions"
 """Resource of the idempotency keys of groups."""
+WHERE = "sessions"
+"""Field of the request that errors name."""
 TABLE_FACTOR = 4
 """Characters of a number in JSON per byte of it in a table of logprobs."""
 
@@ -138,20 +134,12 @@ def restore(session: Session, moved: MovedSession, *, vocab_size: int) -> None:
 
 def _segments(moved: MovedSession, prefix: str, vocab_size: int) -> Iterator[Segment]:
     """Segments of a tree, each after its parent."""
+    answers = [part.segment for part in moved.segments]
+    check_ids(answers, prefix, moved.num_segment_ids, WHERE)
     found: dict[str | None, Segment] = {}
     for part in moved.segments:
-        answer = part.segment
-        _check_id(answer.id, prefix, moved.num_segment_ids)
-        if answer.id in found or not (answer.parent is None or answer.parent in found):
-            raise _invalid("segments", "a segment is repeated or has no parent")
-        yield found.setdefault(answer.id, _segment(part, found.get(answer.parent), vocab_size))
-
-
-def _check_id(segment_id: str, prefix: str, num_ids: int) -> None:
-    head, _, number = segment_id.rpartition(".")
-    is_number = number.isascii() and number.isdecimal() and len(number) <= 10
-    if head != prefix or not is_number or int(number) >= num_ids:
-        raise _invalid("segments", "an id is not one of the session's tree")
+        parent = found.get(part.segment.parent)
+        yield found.setdefault(part.segment.id, _segment(part, parent, vocab_size))
 
 
 def _segment(part: MovedSegment, parent: Segment | None, vocab_size: int) -> Segment:
@@ -162,54 +150,12 @@ def _segment(part: MovedSegment, parent: Segment | None, vocab_size: int) -> Seg
         id=answer.id,
         token_ids=np.asarray(answer.token_ids, np.int32),
         parent=parent,
-        sample=_sample(answer, vocab_size) if answer.sampled else None,
+        sample=sampled_tokens(answer, WHERE, vocab_size) if answer.sampled else None,
         finish=answer.finish_reason,
         stop_reason=answer.stop_reason,
         num_cached_tokens=part.num_cached_tokens,
         num_prompts=part.num_prompts,
     )
-
-
-def _sample(answer: SegmentAnswer, vocab_size: int) -> GeneratedTokens:
-    _check_tables(answer, vocab_size)
-    try:
-        rows = None if answer.support is None else rows_of(answer.support)
-    except ValueError as error:
-        raise _invalid("support", str(error)) from error
-    return GeneratedTokens(
-        token_ids=answer.token_ids,
-        logprobs=answer.logprobs,
-        entropy=None,
-        versions=answer.versions,
-        kv_versions=answer.kv_versions,
-        support=None if rows is None else Supports(rows, vocab_size),
-        top_logprobs=answer.top_logprobs,
-    )
-
-
-def _check_tables(answer: SegmentAnswer, vocab_size: int) -> None:
-    """Refuse a sample whose logprobs, versions and supports are not those of its tokens."""
-    num, top, support = len(answer.token_ids), answer.top_logprobs, answer.support
-    if len(answer.logprobs) != num or any(map(math.isnan, answer.logprobs)):
-        raise _invalid("logprobs", "a sample needs one per token")
-    if top is not None and top.num_positions != num:
-        raise _invalid("top_logprobs", "a sample needs those of each token")
-    if support is not None and (support.vocab_size, len(support.lengths)) != (vocab_size, num):
-        raise _invalid("support", "a sample needs one per token, of the same vocabulary")
-    borders = [0, *(span.end for span in answer.versions)]
-    starts = [span.start for span in answer.versions]
-    if starts != borders[:-1] or borders[-1] != num or any(a >= b for a, b in pairwise(borders)):
-        raise _invalid("versions", "the spans must cover the tokens")
-    _check_kv_versions(answer)
-
-
-def _check_kv_versions(answer: SegmentAnswer) -> None:
-    first_tokens = [span.first_token for span in answer.kv_versions]
-    is_ascending = first_tokens == sorted(first_tokens) and first_tokens[:1] in ([], [0])
-    if not is_ascending or (first_tokens and first_tokens[-1] >= len(answer.token_ids)):
-        raise _invalid("kv_versions", "the first tokens must ascend from 0")
-    if any(not 0 <= span.start < span.end <= 2 * MAX_TOKENS for span in answer.kv_versions):
-        raise _invalid("kv_versions", "the spans must have positions")
 
 
 def _response(moved: MovedResponse, segments: dict[str, Segment]) -> RecordedResponse:
@@ -239,4 +185,4 @@ def _table_bytes(moved: MovedSegment) -> int:
 
 
 def _invalid(name: str, message: str) -> InvalidRequest:
-    return InvalidRequest.of_parameter(f"sessions.{name}", message)
+    return invalid(WHERE, name, message)

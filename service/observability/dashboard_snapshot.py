@@ -258,11 +258,12 @@ def _running_paths(engine: Engine, paths: Sequence[Path]) -> list[dict[str, Any]
         {
             "path": path.name,
             "parent": path.parent_id,
-            "tokens": spans[-1].end if spans else 0,
+            "tokens": sum(tokens for _, tokens in spans),
             "limit": path.bounds.limit,
-            "versions": _spans((s.version, s.end - s.start) for s in spans),
+            "versions": _spans(spans),
         }
-        for path, spans in zip(paths, progress, strict=True)
+        for path, found in zip(paths, progress, strict=True)
+        for spans in [path.prior_spans + [(s.version, s.end - s.start) for s in found]]
     ]
 
 

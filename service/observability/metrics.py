@@ -231,7 +231,7 @@ class ClusterMetrics(MetricTable):
     )
     moved_kv = counter(
         "moved_samples_kv",
-        "Moved samples, by whether they load their KV, or why they are prefilled",
+        "Moved samples and paths, by whether they load their KV, or why they are prefilled",
         outcome=get_args(KvMoveOutcome),
     )
     unregistered_keys = counter(

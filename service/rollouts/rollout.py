@@ -8,6 +8,7 @@ error.
 import asyncio
 import logging
 import sys
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 
@@ -48,6 +49,7 @@ from service.rollouts.group_options import GroupOptions, given_tokens, num_given
 from service.rollouts.idempotency import IdempotencyClaim
 from service.rollouts.record_reader import PartialSample, RecordReader, SampleKey
 from service.rollouts.suspended_group import resumed
+from service.trees.tree_answer import with_num_leaves
 
 log = logging.getLogger(__name__)
 
@@ -166,7 +168,7 @@ class Rollout:
         rollout_id.set(self.id)
         try:
             await self._run_groups(engine, prompt_kv, record_group)
-            while any(group.suspended for group in self.groups):
+            while any(group.is_suspended for group in self.groups):
                 assert self._relocate is not None, "suspended for a move"
                 await self._relocate(self)
                 if self.moved_to is not None:
@@ -194,19 +196,19 @@ class Rollout:
 
     async def _resume_groups(self) -> None:
         """Continue the suspended groups on this replica."""
-        left = [group for group in self.groups if group.suspended]
+        left = [group for group in self.groups if group.is_suspended]
         groups = [await resumed(group) for group in left]
         for before, group in zip(left, groups, strict=True):
             # Here, without an await until the assignment: a cancellation ends the groups of before.
             group.end_reason = None if before.end_reason == "suspended" else before.end_reason
-        self._num_done += sum(group.num_done for group in self.groups if not group.suspended)
+        self._num_done += sum(group.num_done for group in self.groups if not group.is_suspended)
         self.groups = groups
         if self._partial is not None:
             for group in groups:
                 self._restore_tokens(group)
 
     async def suspend(self, engine: Engine, relocate: Relocate) -> None:
-        """End the running samples, so that `relocate` sends the rollout to another replica.
+        """End the running samples and paths, so that `relocate` sends the rollout elsewhere.
 
         Returns when the rollout was moved, continues here, or has ended.
         """
@@ -217,7 +219,8 @@ class Rollout:
     @property
     def is_suspended(self) -> bool:
         """True if no group that is left was cancelled, or has reached its deadline, meanwhile."""
-        return all(group.end_reason == "suspended" for group in self.groups if group.suspended)
+        suspended = [group for group in self.groups if group.is_suspended]
+        return all(group.end_reason == "suspended" for group in suspended)
 
     @property
     def streams_tokens(self) -> bool:
@@ -236,27 +239,40 @@ class Rollout:
         self.num_resumed = num_resumed
         self._partial = {} if streams_tokens else None
         self._log = [StartRecord(id=self.id)]
-        samples: dict[int, list[SampleAnswer]] = {}
+        samples = defaultdict[int, list[SampleAnswer]](list)
+        segments = defaultdict[int, list[SegmentAnswer]](list)
         turn = TimeSlice()
         for record in records:
             await turn.pause()
             if isinstance(record, SampleRecord):
-                samples.setdefault(record.group, []).append(record.sample)
+                samples[record.group].append(record.sample)
                 self._num_bytes += _num_bytes(record.sample)
                 self._append(record)
+            elif isinstance(record, SegmentRecord):
+                segments[record.group].append(record.segment)
+                self._num_bytes += _num_bytes(record.segment)
+                self._append(record)
             elif isinstance(record, GroupRecord):
-                self._restore_group(record.group, samples.get(record.group.index, []))
-        num_samples = sum(map(len, samples.values()))
-        self.num_samples = max(self.num_samples, num_samples)
-        self._num_done = num_samples - sum(group.num_done for group in groups)
+                index = record.group.index
+                await self._restore_group(record.group, samples[index], segments[index])
+        self._num_done = sum(answer.num_samples for answer in self._answers.values())
+        self.num_samples = max(self.num_samples, self._num_done)
         self.groups = groups
         for group in groups if self._partial is not None else ():
             self._restore_tokens(group)
             await turn.pause()
 
-    def _restore_group(self, head: GroupHead, samples: Sequence[SampleAnswer]) -> None:
+    async def _restore_group(
+        self,
+        head: GroupHead,
+        samples: Sequence[SampleAnswer],
+        segments: Sequence[SegmentAnswer],
+    ) -> None:
         by_index = sorted(samples, key=lambda sample: sample.index)
-        answer = GroupAnswer(**dict(head), samples=by_index)
+        tree = None
+        if head.leaves is not None:
+            tree = await asyncio.to_thread(with_num_leaves, segments)
+        answer = GroupAnswer(**dict(head), samples=by_index, segments=tree)
         self._num_bytes += _num_group_bytes(answer)
         self._answers[head.index] = answer
         self._append(GroupRecord(group=head))

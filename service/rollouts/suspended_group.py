@@ -19,34 +19,39 @@ from service.rollouts.group import Group
 from service.rollouts.group_options import GroupOptions, num_given
 from service.rollouts.prompt_kv_source import PrefilledPrompt
 from service.rollouts.supports import supports_of_answer
+from service.trees.suspended_tree import resumed_tree
+from service.trees.tree_group import TreeGroup
 
 
 def can_move(request: RolloutRequest, options: GroupOptions) -> bool:
     """True if the state of a rollout is in its request, its results and its tokens.
 
-    Trees, calls of sessions, exported, spliced and kept KV, routed experts, and logprobs of further
-    tokens have more, and a random selection of samples without a seed cannot be repeated. Responses
-    of other servers' routes cannot be continued by another replica.
+    External trees, calls of sessions, exported, spliced and kept KV, routed experts, and logprobs
+    of further tokens have more, and a random selection of samples without a seed cannot be
+    repeated. Responses of other servers' routes cannot be continued by another replica.
     """
     finish = request.finish
     is_random = finish is not None and finish.num_samples is not None and finish.select == "random"
     is_unseeded = is_random and any(group.seed is None for group in request.groups)
     spans = any(group.prompt.spans is not None for group in request.groups)
-    more = (request.branching, request.kv, request.kv_reuse, request.keep_kv, options.kept_kv)
+    is_external = request.branching is not None and request.branching.mode == "external"
+    more = (request.kv, request.kv_reuse, request.keep_kv, options.kept_kv)
     tables = (request.top_logprobs, request.logprob_token_ids, request.prompt_logprobs)
     return (
         options.can_move
-        and not (spans or is_unseeded or request.return_routed_experts)
+        and not (spans or is_external or is_unseeded or request.return_routed_experts)
         and all(value is None for value in (*more, *tables))
     )
 
 
 async def resumed(group: Group) -> Group:
-    """Group that continues the suspended samples of `group`, which has ended.
+    """Group that continues the suspended samples or paths of `group`, which has ended.
 
     Samples that were moved here find their KV in the blocks of their chain.
     The caller passes on a reason to end it that was set meanwhile.
     """
+    if isinstance(group, TreeGroup):
+        return resumed_tree(group)
     return Group(
         options=await _continued(group.options, group.suspended),
         source=PrefilledPrompt(),

@@ -4,19 +4,19 @@ Owned by the tree group. Parents precede their children. Segments are immutable 
 """
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from coppice.wire.kv_versions import KvVersionSpan, cut_kv_versions, joined_kv_versions
 from coppice.wire.logprobs import TokenLogprobs, joined_logprobs
-from coppice.wire.rollouts import Outcome, SampleAnswer, SegmentAnswer, SegmentFinish, VersionSpan
+from coppice.wire.rollouts import SegmentAnswer, SegmentFinish, VersionSpan
 from coppice.wire.support import SupportAnswer
 from coppice.wire.version_span_slicing import cut_spans, joined_spans
 from engine.types import Completion
 from service.http.errors import SegmentNotFound
 from service.rollouts.group_options import GroupOptions
 from service.rollouts.sample_answer import AnswerTables, wire_kv_versions, wire_spans
-from service.rollouts.sampling import parsed_message
 from service.rollouts.supports import Supports, joined, support_of
 from service.trees.plan import Plan
 
@@ -55,6 +55,27 @@ class GeneratedTokens:
         """Split the tokens at the given positions, which are ascending and not at the ends."""
         borders = [0, *cuts, len(self.token_ids)]
         return [self.part(start, end) for start, end in zip(borders, borders[1:], strict=False)]
+
+
+def joined_tokens(parts: Sequence[GeneratedTokens]) -> GeneratedTokens:
+    """Tokens of consecutive parts. A list that one of the parts lacks is missing in the result."""
+    return GeneratedTokens(
+        token_ids=[token for part in parts for token in part.token_ids],
+        logprobs=[logprob for part in parts for logprob in part.logprobs],
+        entropy=_concatenated(part.entropy for part in parts),
+        versions=joined_spans((part.versions, len(part.token_ids)) for part in parts),
+        kv_versions=joined_kv_versions((part.kv_versions, len(part.token_ids)) for part in parts),
+        top_logprobs=joined_logprobs(part.top_logprobs for part in parts),
+        given_logprobs=joined_logprobs(part.given_logprobs for part in parts),
+        raw_logprobs=_concatenated(part.raw_logprobs for part in parts),
+        support=joined(part.support for part in parts),
+    )
+
+
+def _concatenated(parts: Iterable[list[float] | None]) -> list[float] | None:
+    found = list(parts)
+    known = [part for part in found if part is not None]
+    return [*chain.from_iterable(known)] if len(known) == len(found) else None
 
 
 def tokens_from_completion(
@@ -119,30 +140,30 @@ class Segment:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class LeafPath:
     """Tokens of all segments from the prompt to a leaf, joined like the tokens of one sample."""
 
     leaf: Segment
-    token_ids: list[int]
-    logprobs: list[float]
-    versions: list[VersionSpan]
-    kv_versions: list[KvVersionSpan]
-    top_logprobs: TokenLogprobs | None
-    given_logprobs: TokenLogprobs | None
-    raw_logprobs: list[float] | None
-    support: Supports | None
+    tokens: GeneratedTokens
 
 
 class Tree:
-    """Segments of one rollout tree; `prefix` makes their ids unique within the rollout."""
+    """Segments of one rollout tree; `prefix` makes their ids unique within the rollout.
 
-    def __init__(self, prefix: str) -> None:
+    The ids of the first `segments`, if there are any, end with the numbers below theirs.
+    """
+
+    def __init__(self, prefix: str, segments: Sequence[Segment] = ()) -> None:
         self._prefix = prefix
-        self._segments: dict[str, Segment] = {}
+        self._segments = {segment.id: segment for segment in segments}
         self._supports: dict[str, SupportAnswer] = {}
-        self._num_added = 0
+        self._num_added = len(segments)
         self.num_dropped = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(segment.tokens.token_ids) for segment in self._segments.values())
 
     def get_segment(self, segment_id: str | None) -> Segment | None:
         """Find a segment of the tree by its id; the id None stands for the prompt."""
@@ -224,63 +245,4 @@ class Tree:
         return [self._row(leaf) for leaf in self.leaves()]
 
     def _row(self, leaf: Segment) -> LeafPath:
-        parts = [segment.tokens for segment in self.path(leaf)]
-        return LeafPath(
-            leaf=leaf,
-            token_ids=[token for part in parts for token in part.token_ids],
-            logprobs=[logprob for part in parts for logprob in part.logprobs],
-            versions=joined_spans((part.versions, len(part.token_ids)) for part in parts),
-            kv_versions=joined_kv_versions(
-                (part.kv_versions, len(part.token_ids)) for part in parts
-            ),
-            top_logprobs=joined_logprobs(part.top_logprobs for part in parts),
-            given_logprobs=joined_logprobs(part.given_logprobs for part in parts),
-            raw_logprobs=None
-            if any(part.raw_logprobs is None for part in parts)
-            else [logprob for part in parts for logprob in part.raw_logprobs or ()],
-            support=joined(part.support for part in parts),
-        )
-
-
-async def row_answer(index: int, row: LeafPath, options: GroupOptions) -> SampleAnswer:
-    """Convert the path from the prompt to a leaf to the answer of a sample without a tree."""
-    finish, stop_reason, decode = row.leaf.finish, row.leaf.stop_reason, options.decode
-    return SampleAnswer(
-        index=index,
-        token_ids=row.token_ids,
-        logprobs=row.logprobs,
-        support=None if row.support is None else await row.support.encoded(),
-        text=await decode(row.token_ids, stop_reason, options.sampling) if decode else None,
-        finish_reason="length" if finish == "cut" or finish == "budget" else finish,
-        stop_reason=stop_reason,
-        versions=row.versions,
-        kv_versions=row.kv_versions,
-        top_logprobs=row.top_logprobs,
-        given_logprobs=row.given_logprobs,
-        raw_logprobs=row.raw_logprobs,
-        message=await parsed_message(options, row.token_ids, stop_reason),
-    )
-
-
-def outcome_of(
-    leaves: Collection[Segment],
-    *,
-    complete_finishes: Collection[SegmentFinish],
-    num_required: int | None,
-    was_truncated: bool,
-    cancelled: bool,
-) -> Outcome:
-    """Outcome of a tree rollout, from the finish reasons of its leaves.
-
-    `complete_finishes` are the finish reasons of a complete leaf. `was_truncated`: the tree was
-    ended before it was complete.
-    """
-    finishes = Counter(leaf.finish for leaf in leaves)
-    num_complete = sum(finishes[finish] for finish in complete_finishes)
-    if num_required is not None and num_complete >= num_required:
-        return "done"
-    if num_complete and num_complete == len(leaves) and not was_truncated:
-        return "done"
-    if leaves and finishes["error"] == len(leaves):
-        return "failed"
-    return "cancelled" if cancelled else "partial"
+        return LeafPath(leaf, joined_tokens([segment.tokens for segment in self.path(leaf)]))

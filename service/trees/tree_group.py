@@ -4,32 +4,33 @@ Every path is one engine request whose prompt is the group's prompt plus the seg
 fork prefills only the part of this that is not cached, which is one token. In the modes that cut by
 position, paths stop at the cut. In mode entropy, paths run to their end and are cut afterwards at
 their most uncertain tokens.
+
+A suspended tree goes on as another group, with the same segments, paths and random streams.
 """
 
 import asyncio
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from coppice.wire.rollouts import GroupAnswer, SegmentFinish
 from engine.kv_types import ExportSlot
 from engine.protocol import Engine
 from engine.types import Completion, SampleRequest
 from service.rollouts.group import Group, OnPart
-from service.rollouts.group_options import derive_seed
-from service.rollouts.sample_answer import num_valid_tokens, tables_of
-from service.trees.path_request import Budget, Path, PathBounds, path_bounds
-from service.trees.plan import Plan, distribute_leaves, select_entropy_cuts, split
-from service.trees.segment_tree import (
-    COMPLETE_FINISHES,
-    GeneratedTokens,
-    Segment,
-    Tree,
-    outcome_of,
-    row_answer,
-    tokens_from_completion,
+from service.trees.path_request import (
+    Budget,
+    Path,
+    PathBounds,
+    entropy_forks,
+    path_bounds,
+    path_request,
+    path_tokens,
 )
+from service.trees.plan import Plan, split
+from service.trees.segment_tree import COMPLETE_FINISHES, GeneratedTokens, Segment, Tree
+from service.trees.tree_answer import outcome_of, tree_answer
 
 Fork = tuple[Segment | None, int, list[int]]
 """Parent segment of new paths, their depth in splits, and the number of leaves of each."""
@@ -40,42 +41,57 @@ class TreeGroup(Group):
     """Group whose samples are the leaves of a tree and share the segments above them.
 
     `n` is the maximum number of leaves. Cancelling `run` at any point aborts all running paths.
+    `num_children` counts the paths that have started at a segment, by its name; those at the prompt
+    have the empty name. `suspended_paths` are the paths of a suspended tree with their tokens so
+    far, and `continued_paths` those with which this tree goes on.
     """
 
     plan: Plan
     tree: Tree = field(init=False)
     budget: Budget = field(init=False)
-    num_cached_tokens: int | None = None
     num_complete: int = 0
+    was_truncated: bool = False
+    num_children: Counter[str] = field(default_factory=Counter)
+    continued_paths: Sequence[Path] = ()
+    suspended_paths: list[Path] = field(default_factory=list)
     _engine: Engine = field(init=False)
     _tasks: asyncio.TaskGroup = field(init=False)
     _done: OnPart = field(init=False)
     _paths: dict[str, Path] = field(default_factory=dict)
-    _num_children: Counter[str] = field(default_factory=Counter)
-    _was_truncated: bool = False
+    _held: list[tuple[Path, Completion | None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.tree = Tree(str(self.options.index))
         self.budget = Budget(self.plan.branching.max_new_tokens_total)
 
-    async def run(self, engine: Engine, done: OnPart) -> GroupAnswer:
+    async def run(self, engine: Engine, done: OnPart) -> GroupAnswer | None:
+        """Grow the tree and return the answer; None if the group was suspended."""
         self._engine, self._done = engine, done
-        self.began_at = asyncio.get_running_loop().time()
+        self.began_at = asyncio.get_running_loop().time() - self.seconds_before
         try:
-            async with self._deadline(engine), asyncio.TaskGroup() as self._tasks:
-                await self._run_until_done()
+            async with self._deadline(engine):
+                async with asyncio.TaskGroup() as self._tasks:
+                    await self._run_until_done()
+                await self._settle_held()
         finally:
             await engine.abort(list(self._unfinished))
             self._unfinished.clear()
             self._paths.clear()
-        return await self._tree_answer()
+        return None if self.is_suspended else await self._tree_answer()
+
+    @property
+    def is_suspended(self) -> bool:
+        return bool(self.suspended_paths)
 
     @property
     def running_paths(self) -> list[Path]:
         return list(self._paths.values())
 
     async def _run_until_done(self) -> None:
-        plan = self.plan
+        plan, continued = self.plan, self.continued_paths
+        if continued:
+            await self._submit(continued, self._register(continued))
+            return
         share = min(self.options.n, plan.capacity(0), self.budget.remaining)
         if plan.splits_at_prompt:
             await self._start(self._fork_paths([(None, 1, split(share, plan.factor(0)))]))
@@ -106,12 +122,12 @@ class TreeGroup(Group):
     ) -> Path:
         """Create a path and reserve its maximum length in the tree's token budget."""
         at = "" if parent is None else parent.name
-        self._num_children[at] += 1
+        self.num_children[at] += 1
         self.budget.reserve(bounds.limit)
         self.budget.num_future_leaves += bounds.num_future_leaves
         return Path(
             id=uuid.uuid4().hex,
-            name=f"{at}/{self._num_children[at]}",
+            name=f"{at}/{self.num_children[at]}",
             parent=parent,
             depth=depth,
             start=start,
@@ -120,12 +136,18 @@ class TreeGroup(Group):
 
     async def _start(self, paths: Sequence[Path]) -> None:
         """Submit new paths to the engine; if the group is ending, release their tokens instead."""
-        if self.end_reason or not paths:
-            self._was_truncated |= bool(paths)
-            for path in paths:
-                self._release_budget(path, used=0)
-            return
-        await self._submit(paths, self._register(paths))
+        if self.end_reason == "suspended":
+            self._held += [(path, None) for path in paths]
+        elif self.end_reason:
+            self._truncate(paths)
+        elif paths:
+            await self._submit(paths, self._register(paths))
+
+    def _truncate(self, paths: Sequence[Path]) -> None:
+        """Release the tokens of paths that do not start because the group is ending."""
+        self.was_truncated |= bool(paths)
+        for path in paths:
+            self._release_budget(path, used=0)
 
     def _register(self, paths: Sequence[Path]) -> list[SampleRequest]:
         """Register new paths of the tree as running and return their engine requests."""
@@ -145,29 +167,9 @@ class TreeGroup(Group):
         ]
 
     def _path_request(self, path: Path) -> SampleRequest:
-        seed = None if self.options.seed is None else derive_seed(self.options.seed, path.name)
-        prompt = [*self.options.prompt_token_ids, *self.tree.token_ids(path.parent)]
-        num_prompt_tokens = len(self.options.prompt_token_ids)
-        topk = self.plan.needs_entropy and self.plan.entropy.source == "topk"
-        return SampleRequest(
-            id=path.id,
-            prompt_token_ids=prompt,
-            sampling=self.options.sampling.after(path.start - num_prompt_tokens, path.bounds.limit),
-            seed=seed,
-            priority=self.options.priority,
-            cache_salt=self.options.cache_salt,
-            kept_kv=self.options.kept_kv,
-            entropy_top_k=self.plan.entropy.k if topk else 0,
-            export=self._export_place(path, prompt),
-            group=self.name,
-            support=self.options.support_vocab_size is not None,
-            speculation=self.options.speculation,
-            adapter=self.options.adapter,
-            num_prior_tokens=path.start - num_prompt_tokens,
-            num_top_logprobs=self.options.num_top_logprobs,
-            logprob_token_ids=self.options.logprob_token_ids,
-            raw_logprobs=self.options.raw_logprobs,
-        )
+        above = [*self.options.prompt_token_ids, *self.tree.token_ids(path.parent)]
+        export = self._export_place(path, above)
+        return path_request(self.plan, self.options, path, above, group=self.name, export=export)
 
     def _export_place(self, path: Path, prompt: list[int]) -> ExportSlot | None:
         """KV export slot for a path that is the first at its fork; None for other paths.
@@ -181,23 +183,27 @@ class TreeGroup(Group):
         return self.exports.begin(prompt, path.parent_id)
 
     async def _await_path(self, path: Path, completion: Awaitable[Completion]) -> Segment | None:
-        """Wait for a path, add it to the tree, and start the paths that fork from it.
+        """Wait for a path, and end it.
 
-        Returns the last segment of the path, or None if the path was dropped.
+        Returns the last segment of the path, or None if the path was dropped or is to be suspended.
         """
         result = await completion
-        tables = await tables_of(self.options, result, 0, len(result.token_ids))
+        if self.end_reason == "suspended" and result.finish == "abort":
+            self._unfinished.discard(path.id)
+            self._held.append((path, result))
+            return None
+        return await self._end_path(path, result)
+
+    async def _end_path(self, path: Path, result: Completion) -> Segment | None:
+        """Add a path to the tree, and start the paths that fork from it."""
+        tokens = await path_tokens(self.plan, self.options, path, result)
         self._unfinished.discard(path.id)
-        self._release_budget(path, used=len(result.token_ids))
+        self._release_budget(path, used=len(path.prior_token_ids) + len(result.token_ids))
         if self.exports is not None and path.is_first:
             self.exports.on_writer_ended(path.parent_id)
-        if self.num_cached_tokens is None:
-            self.num_cached_tokens = result.num_cached_tokens
+        self._note_cached_tokens(0, result)
         if self._paths.pop(path.id, None) is None:
             return None
-        tokens = tokens_from_completion(self.plan, result, self.options, tables).part(
-            0, num_valid_tokens(self.options, result)
-        )
         finish = self._finish_reason_of(path, result)
         stop_reason = result.stop_reason if finish == "stop" else None
         segment, forks = self._add_to_tree(path, tokens, finish, stop_reason)
@@ -208,6 +214,24 @@ class TreeGroup(Group):
         await self._count_leaf(segment, forks)
         await self._start(forked)
         return segment
+
+    async def _settle_held(self) -> None:
+        """Suspend the paths that were aborted for it, unless the group has ended meanwhile."""
+        for path, result in sorted(self._held, key=lambda held: held[0].name):
+            is_other = result is not None and self._has_other_versions(result)
+            if self.end_reason == "suspended" and not is_other:
+                self.suspended_paths.append(await self._suspended(path, result))
+            elif result is None:
+                self._truncate([path])
+            else:
+                await self._end_path(path, result)
+
+    async def _suspended(self, path: Path, result: Completion | None) -> Path:
+        """Path with its tokens so far; one that had not started has no result."""
+        if result is None or not result.token_ids:
+            return path
+        self._note_cached_tokens(0, result)
+        return replace(path, tokens=await path_tokens(self.plan, self.options, path, result))
 
     def _release_budget(self, path: Path, *, used: int) -> None:
         self.budget.release(path.bounds.limit, used=used)
@@ -220,7 +244,8 @@ class TreeGroup(Group):
         self.num_done += 1
         self.sample_seconds.append(asyncio.get_running_loop().time() - self.began_at)
         self.num_complete += segment.finish in self.complete_finishes
-        if self.num_complete == self.options.num_required and (self._unfinished or forks):
+        is_growing = self._unfinished or self._held or forks
+        if self.num_complete == self.options.num_required and is_growing:
             await self.end(self._engine, "surplus")
 
     def _finish_reason_of(self, path: Path, result: Completion) -> SegmentFinish:
@@ -228,7 +253,8 @@ class TreeGroup(Group):
         if finish != "length":
             return finish
         if path.bounds.cut:
-            return "cut" if not self.end_reason else self._aborted_reason()
+            is_ending = self.end_reason not in (None, "suspended")
+            return self._aborted_reason() if is_ending else "cut"
         return "budget" if path.bounds.is_budget_limited else "length"
 
     # Cuts
@@ -243,7 +269,7 @@ class TreeGroup(Group):
         """Add a path's tokens to the tree as segments; returns the last one and the new forks."""
         if finish == "cut":
             return self._cut_at_position(path, tokens)
-        cuts, shares = self._entropy_forks(path, tokens, finish)
+        cuts, shares = entropy_forks(self.plan, path, tokens, finish)
         pieces = tokens.pieces([place - path.start for place in cuts])
         parent, forks = path.parent, list[Fork]()
         for i, piece in enumerate(pieces[:-1]):
@@ -263,46 +289,21 @@ class TreeGroup(Group):
         segment = self.tree.add(path.parent, path.depth, f"{path.name}+0", tokens, finish)
         return segment, [(segment, path.depth + 1, shares)] if affordable else []
 
-    def _entropy_forks(
-        self, path: Path, tokens: GeneratedTokens, finish: SegmentFinish
-    ) -> tuple[list[int], list[list[int]]]:
-        plan = self.plan
-        max_cuts = min(plan.entropy.top_n, plan.max_depth - path.depth, path.bounds.share - 1)
-        if plan.branching.mode != "entropy" or finish not in COMPLETE_FINISHES or max_cuts < 1:
-            return [], []
-        entropy = tokens.entropy or []
-        cuts = select_entropy_cuts(plan, entropy, start=path.start, max_cuts=max_cuts)
-        capacities = [plan.capacity(path.depth + i + 1) for i in range(len(cuts))]
-        per_cut = plan.factor(path.depth) - 1
-        return cuts, distribute_leaves(path.bounds.share - 1, capacities, per_cut=per_cut)
-
-    # The answer
-
     async def _tree_answer(self) -> GroupAnswer:
         self.budget.check()
-        flatten = self.plan.branching.flatten
-        rows = self.tree.rows() if flatten else []
-        samples = [await row_answer(i, row, self.options) for i, row in enumerate(rows)]
-        for sample in samples:
-            self._done(sample)
-        leaves = self.tree.leaves()
-        answer = GroupAnswer(
-            id=self.options.id,
-            index=self.options.index,
+        answer = await tree_answer(
+            self.tree,
+            self.options,
+            self._done,
+            flatten=self.plan.branching.flatten,
             outcome=outcome_of(
-                leaves,
+                self.tree.leaves(),
                 complete_finishes=self.complete_finishes,
                 num_required=self.options.num_required,
-                was_truncated=self._was_truncated,
+                was_truncated=self.was_truncated,
                 cancelled=self.end_reason == "cancelled",
             ),
-            num_prompt_tokens=len(self.options.prompt_token_ids),
-            prompt_token_ids=self.options.prompt_token_ids if self.options.echo else None,
-            num_cached_tokens=self.num_cached_tokens or 0,
-            samples=samples,
-            segments=await self.tree.answers(),
-            leaves=[leaf.id for leaf in leaves],
-            num_dropped=self.tree.num_dropped,
+            num_cached_tokens=self.cached_tokens.get(0, 0),
             prompt_logprobs=self.prompt_logprobs,
         )
         return self.source.annotated(answer)

@@ -73,6 +73,7 @@ async def grown(branching: Branching, prompt: int, max_tokens: int, seed: int) -
     engine = Whimsical(seed)
     await engine.start("v0")
     answer = await tree.run(engine, lambda part: None)
+    assert answer is not None, "nothing suspends the tree"
     assert tree.budget.num_future_leaves == 0, "leaves are still to come, and nothing grows"
     assert not engine.running
     return answer
