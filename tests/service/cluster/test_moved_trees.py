@@ -32,6 +32,8 @@ PROMPT = [1]
 STEPS = 7
 """Tokens per call of `step`, so that paths are suspended anywhere."""
 FULL: dict[str, Any] = {"return_support": True, "logprobs_mode": "raw_logprobs"}
+STOPS: dict[str, Any] = {"sampling": {"max_tokens": 200, "stop": [chr(60)]}}
+"""Paths end at the 60th token, before they are cut, and their other leaves start above."""
 TREES: dict[str, dict[str, Any]] = {
     "interval": tree_request(prompt=PROMPT, flatten=True, rest=FULL),
     "later first split": tree_request(prompt=PROMPT, first_split=40, max_depth=3, max_leaves=8),
@@ -39,6 +41,10 @@ TREES: dict[str, dict[str, Any]] = {
     "entropy": tree_request("entropy", prompt=PROMPT, first_split=8, max_leaves=6, rest=FULL),
     "entropies of an interval": tree_request(prompt=PROMPT, entropy={"k": 4}),
     "budget": tree_request(prompt=PROMPT, max_new_tokens_total=300, max_leaves=8, max_depth=3),
+    "redistributed": tree_request(prompt=PROMPT, max_leaves=8, max_depth=3, rest=STOPS),
+    "redistributed entropy": tree_request(
+        "entropy", prompt=PROMPT, first_split=70, max_leaves=4, rest=STOPS
+    ),
     "seeded": tree_request(prompt=PROMPT, rest={"groups": [group(*PROMPT, seed=5)]}),
 }
 
