@@ -9,9 +9,9 @@ from contextlib import AsyncExitStack, suppress
 
 import httpx
 
-from coppice import AsyncRollouts, CoppiceError, Kv, Retry
+from coppice import AsyncRollouts, Branching, CoppiceError, Kv, Retry
 from coppice.rollout_options import RolloutOptions, rollout_request
-from coppice.wire.result_formats import SampleRecord, TokensRecord
+from coppice.wire.result_formats import SampleRecord, SegmentRecord, TokensRecord
 from tests.soak.cluster_model import FleetModel, TokenReport
 
 NUM_SAMPLES = 4
@@ -21,7 +21,13 @@ MAX_ATTEMPTS = 4
 GRACE_SECONDS = 5.0
 """Time after a fault in which a caller may notice it: the expiry of a killed replica."""
 RETRY = Retry(attempts=10, base_seconds=0.1, max_seconds=2.0, total_seconds=60.0)
-OPTIONS = RolloutOptions(n=NUM_SAMPLES, max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True)
+GREEDY = RolloutOptions(max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True)
+OPTIONS = RolloutOptions(**GREEDY, n=NUM_SAMPLES)
+BRANCHING = Branching(
+    mode="interval", interval=48, max_depth=2, max_leaves=NUM_SAMPLES, flatten=True
+)
+NUM_SEGMENTS = 6
+"""Two paths at the prompt, and two after the cut of each."""
 
 
 class LoadBalancer(httpx.AsyncBaseTransport):
@@ -89,7 +95,13 @@ class Callers:
 
     async def _call(self) -> None:
         while not self.over:
-            modes = (self._streamed, self._submitted, self._plain_request, self._held_handle)
+            modes = (
+                self._streamed,
+                self._submitted,
+                self._plain_request,
+                self._held_handle,
+                self._tree,
+            )
             mode = self._random.choice(modes)
             prompt = self._random.choices(self._model.vocabulary, k=self._random.randint(2, 60))
             name, began = mode.__name__.strip("_"), time.monotonic()
@@ -114,6 +126,23 @@ class Callers:
                 if tokens != received[record.sample.index]:
                     self.violations.append("a sample differs from its streamed tokens")
         self._check(prompt, received)
+        return "answered"
+
+    async def _tree(self, prompt: list[int]) -> str:
+        """A streamed tree, whose segments arrive once, and whose leaves are samples at its end."""
+        segments, samples = set[str](), list[list[int]]()
+        options = RolloutOptions(**GREEDY, branching=BRANCHING)
+        async for record in self._client.stream([prompt], **options):
+            if isinstance(record, SegmentRecord):
+                segment = record.segment
+                if segment.id in segments or segment.parent not in {None, *segments}:
+                    self.violations.append(f"segment {segment.id} was repeated or has no parent")
+                segments.add(segment.id)
+            elif isinstance(record, SampleRecord):
+                samples.append(list(record.sample.token_ids))
+        if len(segments) != NUM_SEGMENTS:
+            self.violations.append(f"a tree of {len(segments)} segments")
+        self._check(prompt, samples)
         return "answered"
 
     async def _submitted(self, prompt: list[int]) -> str:

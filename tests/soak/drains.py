@@ -179,7 +179,7 @@ def _table(model: FleetModel, drains: Drains, callers: Callers) -> str:
     return f"""
 `python -m tests.soak.drains {" ".join(sys.argv[1:])}` on {today}, {machine()}: {NUM_REPLICAS} \
 replicas ({model.name} engine) and a real Redis, {model.num_callers} callers of rollouts with \
-{NUM_SAMPLES} samples of {MAX_TOKENS} tokens, {drains.counts.total()} drains.
+{NUM_SAMPLES} samples of {MAX_TOKENS} tokens, some of them trees, {drains.counts.total()} drains.
 
 No token was lost, wrong or received twice: {len(callers.reports):,} different samples had the \
 tokens of an undisturbed run.
