@@ -126,28 +126,32 @@ def counted(ours: Sequences, theirs: Sequences) -> tuple[Ints, Ints]:
     return np.array([one[s] for s in every]), np.array([other[s] for s in every])
 
 
-def pairs_of_siblings(samples: Sequences, num: int = 5) -> Ints:
-    """[token, token] of adjacent samples of a group, at their last positions.
+def pairs_of_siblings(samples: Sequences) -> Ints:
+    """[cell, cell] of adjacent samples of a group, by their last tokens; each is in one pair.
 
-    Each sample is in one pair. The most common tokens have a cell each, all others share one. Each
-    pair must be expected five times at least, for the chi-square approximation to hold.
+    A cell has as many tokens as it takes for each pair of cells to be expected five times, so that
+    the chi-square approximation holds.
     """
-    common = _common(samples)
-    often = [token for token, count in common[:num] if count**2 >= 10 * len(samples)]
-    others = sum(count for token, count in common if token not in often)
-    if others**2 < 10 * len(samples):
-        often.pop()
-    table = np.zeros((len(often) + 1, len(often) + 1), np.int64)
-    ranks = {token: rank for rank, token in enumerate(often)}
+    cells = _cells(samples)
+    table = np.zeros((max(cells.values()) + 1,) * 2, np.int64)
     for one, other in zip(samples[::2], samples[1::2], strict=True):
-        table[ranks.get(one[-1], -1), ranks.get(other[-1], -1)] += 1
-    assert often, "two kinds of token can be told apart"
+        table[cells[one[-1]], cells[other[-1]]] += 1
+    assert len(table) > 1
     return table
+
+
+def _cells(samples: Sequences, num: int = 6) -> dict[int, int]:
+    """The cell of each last token, the most common tokens first; the last cell has all others."""
+    cells: dict[int, int] = {}
+    in_cell, left, cell = 0, len(samples), 0
+    for token, count in Counter(sample[-1] for sample in samples).most_common():
+        cells[token] = cell
+        in_cell, left = in_cell + count, left - count
+        enough = min(in_cell, left) ** 2 >= 10 * len(samples)
+        if enough and cell < num - 1:
+            in_cell, cell = 0, cell + 1
+    return cells
 
 
 def num_accepted() -> int:
     return sum(COUNTERS.read()["accepted"].values())
-
-
-def _common(samples: Sequences) -> list[tuple[int, int]]:
-    return Counter(sample[-1] for sample in samples).most_common()
