@@ -1,4 +1,7 @@
-"""Samples that move between two real engines go on from their KV, with the tokens of no move."""
+"""Samples and trees that move between two real engines have the tokens of no move.
+
+Samples go on from their KV.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -9,13 +12,15 @@ import pytest
 import pytest_asyncio
 
 from engine.settings import AttentionSettings
-from engine.types import Completion, SampleRequest
+from engine.types import Completion, FinishedListener, SampleRequest
 from engine.vllm_engine import VllmEngine
 from service.cluster.in_memory import InMemoryRegistry
 from service.kv_reuse.prompt_sections import Scope
 from service.kv_reuse.span_cache import EntryKey
+from service.trees.tree_group import TreeGroup
 from tests.cluster import replica, sees
 from tests.engine.seedling import BLOCK, settings
+from tests.service.trees import check_tree
 from tests.serving import Served
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
@@ -100,17 +105,22 @@ def samples(answer: Any) -> list[Any]:
     return [sample for group in answer["groups"] for sample in group["samples"]]
 
 
-async def moved(
-    a: Served, b: Served, body: dict[str, Any], seconds: float
-) -> tuple[Any, list[int]]:
-    """Answer of a rollout that is moved, and the tokens computed again per sample."""
-    recomputed = list[int]()
+def recorder(recomputed: list[int]) -> FinishedListener:
+    """Listener that adds the tokens computed again of each sample that goes on."""
 
     def on_finished(sample: SampleRequest, done: Completion) -> None:
         if sample.num_prior_tokens:
             recomputed.append(len(sample.prompt_token_ids) - done.num_cached_tokens)
 
-    b.server.engine.listen_finished(on_finished)
+    return on_finished
+
+
+async def moved(
+    a: Served, b: Served, body: dict[str, Any], seconds: float
+) -> tuple[Any, list[int]]:
+    """Answer of a rollout that is moved, and the tokens computed again per sample."""
+    recomputed = list[int]()
+    b.server.engine.listen_finished(recorder(recomputed))
     calling = asyncio.create_task(rollout(a, body))
     await have_sampled(a, 100)
     await a.server.move_sender.send_all(seconds)
@@ -202,3 +212,82 @@ async def test_moved_handle_has_the_same_file(pair: tuple[Served, Served]) -> No
         assert (await a.http.get(f"{place}/data")).headers["location"] == f"{b.url}{place}/data"
         assert (await b.http.get(f"{place}/data")).content == before
         assert (await b.http.delete(place)).status_code == 204
+
+
+TREES: dict[str, dict[str, Any]] = {
+    "interval": {"mode": "interval", "interval": 90, "max_depth": 3, "max_leaves": 8},
+    "positions": {"mode": "positions", "positions": [0, 150], "factor": 3, "max_leaves": 9},
+    "entropy": {"mode": "entropy", "first_split": 8, "max_depth": 2, "max_leaves": 5},
+}
+
+
+def tree_request(kind: str, temperature: float, *, first: int) -> dict[str, Any]:
+    prompt = [first + i % 70 for i in range(50)]
+    return {
+        "groups": [{"prompt": {"token_ids": prompt}, "seed": 3}],
+        "sampling": {"max_tokens": 300, "ignore_eos": True, "temperature": temperature},
+        "branching": {**TREES[kind], "flatten": True},
+        "return_support": True,
+    }
+
+
+async def have_grown(served: Served, num_tokens: int) -> None:
+    """Wait until the segments and the running paths of a tree have this many tokens."""
+    async with asyncio.timeout(120):
+        while True:
+            for rollout in served.server.rollouts.in_flight():
+                (group,) = rollout.groups
+                assert isinstance(group, TreeGroup)
+                paths = group.running_paths
+                spans = served.server.engine.progress([path.id for path in paths])
+                new = sum(each[-1].end for each in spans if each)
+                prior = sum(len(path.prior_token_ids) for path in paths)
+                if group.tree.num_tokens + prior + new >= num_tokens and new:
+                    return
+            await asyncio.sleep(0.001)
+
+
+def tree_shape(answer: Any) -> list[Any]:
+    """Segments below each other, without ids; equal parts of siblings are in any order."""
+    (group,) = answer["groups"]
+    check_tree(group)
+    names = ("depth", "token_ids", "finish_reason", "num_leaves", "support")
+
+    def below(parent: str | None) -> list[Any]:
+        children = [each for each in group["segments"] if each.get("parent") == parent]
+        found = [([each[name] for name in names], below(each["id"])) for each in children]
+        return sorted(found, key=repr)
+
+    return below(None)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("kind", TREES)
+async def test_moved_tree_has_the_segments_of_no_move(
+    pair: tuple[Served, Served], kind: str, temperature: float
+) -> None:
+    """It moves to the other replica, which prefills each token once, and back."""
+    a, b = pair
+    body = tree_request(kind, temperature, first=len(kind) + int(temperature))
+    expected = await rollout(a, body)
+    num_tokens = sum(len(each["token_ids"]) for each in expected["groups"][0]["segments"])
+    calling = asyncio.create_task(rollout(a, body))
+    recomputed = list[int]()
+    b.server.engine.listen_finished(recorder(recomputed))
+    await have_grown(a, num_tokens // 2)
+    await a.server.move_sender.send_all(60.0)
+    assert not calling.done()
+    await have_grown(b, num_tokens * 3 // 4)
+    await b.server.move_sender.send_all(60.0)
+    b.server.engine.listen_finished(None)
+    answer = await calling
+    assert recomputed and sum(recomputed) <= 50 + num_tokens * 2 // 3 + BLOCK * len(recomputed)
+    assert tree_shape(answer) == tree_shape(expected)
+    rows = [
+        sorted((row["token_ids"], row["logprobs"]) for row in samples(each))
+        for each in (answer, expected)
+    ]
+    for (tokens, logprobs), (other, others) in zip(*rows, strict=True):
+        assert tokens == other
+        assert logprobs == pytest.approx(others, abs=TOLERANCE)
+    assert counted(a)["tree"] and counted(b)["tree"]
