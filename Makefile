@@ -70,6 +70,7 @@ bench: ## run all benchmarks and write docs/performance; takes hours
 soak: ## long tests: clients with Ray, agent programs, vLLM's wheel and kernels for GPUs, 10,000 groups, malformed requests, cluster faults, drains; writes docs/operate/reliability.md
 	@$(setup) dev
 	$(python) -m pytest -q tests/compat/with_ray.py
+	$(python) -m pytest -q tests/engine/machines/with_ray.py
 	$(python) -m pytest -q tests/service/sessions/with_agent_programs.py
 	$(python) -m pytest -q tests/soak/cuda_wheel.py tests/soak/compiled_kernels.py
 	COPPICE_DRAWS=1 $(pytest_in_three) -m 'not engine and not gpu'
@@ -108,7 +109,7 @@ lock: ## resolve requirements/*.txt again, and write their hashes
 	@scripts/lock.sh $(python)
 
 clean: ## remove the environments and all build outputs
-	rm -rf .venv .clients .routers .verl .miles .arctic .verifiers .agent_sdk .codex_cli build dist client/build client/dist *.egg-info client/*.egg-info
+	rm -rf .venv .clients .routers .verl .miles .ray .arctic .verifiers .agent_sdk .codex_cli build dist client/build client/dist *.egg-info client/*.egg-info
 	rm -f kernels/shared_prefix_attention/libshared_prefix_attention.so kernels/draft_index/libdraft_index.so
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,17 +1,20 @@
 # The server on NVIDIA GPUs; the driver comes from the host, CUDA from the wheels.
 #   docker build -f docker/gpu.Dockerfile -t coppice:gpu .
+# With Ray, for engine.distributed_executor_backend: ray, add --build-arg RAY=true.
 # For a reproducible build, pin the base image: --build-arg BASE=debian:bookworm-slim@sha256:...
 ARG BASE=debian:bookworm-slim
 
 FROM ${BASE} AS build
+ARG RAY=
 # Debian package versions are not pinned, because security updates remove old ones from the mirrors.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install -y --no-install-recommends ca-certificates python3-venv g++ \
     && python3 -m venv /opt/coppice
 WORKDIR /src
-COPY requirements/gpu.txt requirements/
-RUN /opt/coppice/bin/pip install -qq --no-cache-dir --no-deps --require-hashes -r requirements/gpu.txt
+COPY requirements/gpu.txt requirements/ray.txt requirements/
+RUN /opt/coppice/bin/pip install -qq --no-cache-dir --no-deps --require-hashes -r requirements/gpu.txt \
+        ${RAY:+-r requirements/ray.txt}
 COPY pyproject.toml setup.py openapi.yaml README.md LICENSE ./
 COPY client client
 COPY service service
@@ -37,6 +40,7 @@ COPY --from=build /opt/coppice /opt/coppice
 # Only /cache and /dev/shm are written to; the root file system may be read-only.
 # torch needs a user name, which an arbitrary uid of a pod does not have in /etc/passwd.
 ENV USER=coppice \
+    PATH=/opt/coppice/bin:${PATH} \
     HOME=/cache \
     TMPDIR=/cache \
     XDG_CACHE_HOME=/cache \

@@ -348,6 +348,13 @@ class EngineSettings(VllmSettings):
         "key has the role admin, hands weights over in GPU memory by CUDA IPC; none: weights are "
         "published as files only; set it to ipc if the trainer uses the engine's GPUs",
     )
+    ray_address: str | None = Field(
+        None,
+        pattern=r"^[^\s/]+:\d+$",
+        description="host and port of the Ray cluster for engine.distributed_executor_backend ray; "
+        "none: the environment variable RAY_ADDRESS, or else the cluster that runs on this "
+        "machine; set it if several clusters run here",
+    )
     copies_directory: Path = Field(
         default_factory=lambda: cache_directory("copies"),
         description="directory for copies of weights versions and adapters, on machines that do "
@@ -377,16 +384,19 @@ class EngineSettings(VllmSettings):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_unsupported(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
-            return values
-        values = with_same_names(values)
-        if values.get("distributed_executor_backend") == "ray":
+    def _apply_same_names(cls, values: Any) -> Any:
+        return with_same_names(values) if isinstance(values, dict) else values
+
+    @model_validator(mode="after")
+    def _check_ray(self) -> Self:
+        if self.uses_ray and self.nnodes > 1:
             raise ValueError(
-                "vLLM's Ray executor is not supported: for ranks on several machines start one "
-                "service on each and set nnodes"
+                "distributed_executor_backend ray and nnodes above 1 exclude each other: Ray "
+                "places the ranks, and only one machine runs a service"
             )
-        return values
+        if self.ray_address is not None and not self.uses_ray:
+            raise ValueError("ray_address is set, and distributed_executor_backend is not ray")
+        return self
 
     @model_validator(mode="after")
     def _check_nodes(self) -> Self:
@@ -416,6 +426,15 @@ class EngineSettings(VllmSettings):
     @property
     def ranks_per_node(self) -> int:
         return self.num_ranks // self.nnodes
+
+    @property
+    def uses_ray(self) -> bool:
+        return self.distributed_executor_backend == "ray"
+
+    @property
+    def uses_several_machines(self) -> bool:
+        """True if ranks are, or may be, on other machines than the service."""
+        return self.nnodes > 1 or self.uses_ray
 
     @property
     def has_workers(self) -> bool:

@@ -33,6 +33,7 @@ from engine.kv_versions.measurement import KvMeasurement, ProbeRequests
 from engine.kv_versions.refresh import EndedContexts, KvRefresh, RefreshLimits
 from engine.launch.arguments import WORKER_EXTENSION
 from engine.launch.data_parallel import check_settings
+from engine.launch.digests import synchronize_machines
 from engine.launch.features import GPU_DEVICE, with_prediction
 from engine.launch.info import (
     check_weight_transfer,
@@ -42,7 +43,7 @@ from engine.launch.info import (
     kept_kv_reason,
     kv_support,
 )
-from engine.launch.machines import check_machines, check_serves, synchronize_machines
+from engine.launch.machines import check_machines, check_serves
 from engine.launch.model_files import resolve_served_model
 from engine.launch.preloaded_core import PreloadedCore
 from engine.launch.processes import VllmProcesses, kill_processes

@@ -70,11 +70,12 @@ class VllmSettings(Section):
         "instead of splitting each one; enable it on GPUs for models of many small experts; "
         "refused on a CPU with several ranks",
     )
-    distributed_executor_backend: Literal["mp"] | None = Field(
+    distributed_executor_backend: Literal["mp", "ray"] | None = Field(
         None,
         description="vLLM's executor of the ranks; mp: a process per rank, on engine.nnodes "
-        "machines; none: mp if there are several ranks; set it to run a single rank in a process "
-        "of its own",
+        "machines; ray: an actor per rank, placed by the Ray cluster that this machine is a node "
+        "of; none: mp if there are several ranks; set it to ray if a Ray cluster has the GPUs, or "
+        "to mp to run a single rank in a process of its own",
     )
     nnodes: PositiveInt = Field(
         1,

@@ -4,6 +4,7 @@
 # A NAME with requirements/NAME/package-lock.json is installed with npm.
 #   clients   third-party clients that tests use
 #   routers   third-party routers that tests put in front of replicas
+#   ray       Ray, which `make soak` uses for the ranks of an engine
 #   verl      verl and Ray, which `make soak` uses
 #   verifiers verifiers, which `make soak` uses
 #   miles     miles, which `make soak` uses

@@ -47,5 +47,5 @@ compile cpu pyproject.toml requirements/cpu.in requirements/torch-cpu.txt --extr
 compile gpu pyproject.toml requirements/gpu.in --extra gpu --no-emit-package colorama
 compile dev requirements/dev.in --constraint requirements/cpu.txt --constraint requirements/torch-cpu.txt \
     --no-emit-package torch ${links:+--find-links "$links"} # torch's build depends on the device
-for name in clients routers verl miles verifiers agent_sdk arctic; do add_hashes $name; done
+for name in clients routers ray verl miles verifiers agent_sdk arctic; do add_hashes $name; done
 "$python" scripts/dependencies.py

@@ -89,7 +89,7 @@ def with_prompt_kv(settings: Settings) -> EngineSettings:
     """
     if settings.engine.prompt_kv is not None:
         return settings.engine
-    has_room = settings.engine.nnodes == 1 and (
+    has_room = not settings.engine.uses_several_machines and (
         settings.kv.capacity_bytes is not None or default_capacity_bytes(settings.kv.directory)
     )
     return settings.engine.model_copy(update={"prompt_kv": bool(has_room)})

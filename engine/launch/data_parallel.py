@@ -22,6 +22,11 @@ def check_settings(settings: EngineSettings, speculation: SpeculationSettings) -
             "engine.data_parallel_size and engine.nnodes above 1 exclude each other: all engines "
             "of a service are on one machine; run more replicas instead"
         )
+    if settings.uses_ray:
+        raise StartFailed(
+            "engine.data_parallel_size above 1 and engine.distributed_executor_backend ray exclude "
+            "each other: all engines of a service are on one machine; run more replicas instead"
+        )
     if settings.prompt_kv_gpu_bytes is not None:
         raise StartFailed(
             "engine.data_parallel_size and engine.prompt_kv_gpu_bytes exclude each other: a handle "

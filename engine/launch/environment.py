@@ -10,7 +10,7 @@ import re
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -31,6 +31,20 @@ _OF_ONE_NODE = frozenset(
     + ("start_seconds", "step_seconds", "hang_seconds", "activation_seconds")
 )
 """Engine settings in which the machines of one engine may differ. Prompt KV is off on several."""
+_OF_RANKS = frozenset(
+    (ENGINE_ENV, ATTENTION_ENV, SPECULATION_ENV, GRAPHS_ENV, DIGEST_ENV, COPIES_ENV)
+    + ("LD_PRELOAD", "PYTHONWARNINGS", "PYTHONHASHSEED", "HF_HUB_OFFLINE")
+    + ("COPPICE_SHARED_PREFIX_ISA",)
+)
+_PREFIXES_OF_RANKS = (
+    *("VLLM_", "NCCL_", "GLOO_", "UCX_", "TORCH", "PYTORCH_"),
+    *("OMP_", "KMP_", "GOMP_", "MKL_"),
+)
+_NOT_OF_RANKS = frozenset(
+    ("VLLM_HOST_IP", "VLLM_HOST_PORT", "VLLM_PORT", "VLLM_RPC_BASE_PATH", "VLLM_API_KEY")
+    + ("TORCHINDUCTOR_CACHE_DIR",)
+)
+"""Variables of one machine, and credentials, that begin like variables of ranks."""
 _OPENMP_LIBRARY = re.compile(r"lib(g|i)?omp\d*[.-]")
 NO_STEP_DEADLINE_SECONDS = 10**6
 """Deadline of a vLLM step that is never reached.
@@ -87,6 +101,15 @@ def graph_plan() -> Plan | None:
     return Plan.from_json(text) if text else None
 
 
+def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables of EngineCore that ranks need which do not inherit its environment, as with Ray."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name in _OF_RANKS or (name.startswith(_PREFIXES_OF_RANKS) and name not in _NOT_OF_RANKS)
+    }
+
+
 @contextmanager
 def engine_environment(
     settings: EngineSettings,
@@ -107,6 +130,8 @@ def engine_environment(
     os.environ[DIGEST_ENV] = settings_digest(settings, attention, speculation, graphs)
     copies = f"{COPIES_PREFIX}{secrets.token_hex(16)}"  # pids repeat if a container restarts
     os.environ[COPIES_ENV] = str(settings.copies_directory / copies)
+    if settings.ray_address is not None:
+        os.environ["RAY_ADDRESS"] = settings.ray_address
     if speculation.mode != "off":
         # Positions beyond the model's context are only reserved for drafts, never computed.
         os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
@@ -131,6 +156,7 @@ def _common_variables() -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_DO_NOT_TRACK": "1",
         "VLLM_SERVER_DEV_MODE": "0",
+        "VLLM_USE_RAY_V2_EXECUTOR_BACKEND": "1",  # engine.launch.ray_executor extends it
         "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(NO_STEP_DEADLINE_SECONDS),
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
         # Suppress warnings of vLLM and torch about each other in the engine's processes, and of
@@ -177,7 +203,8 @@ def thread_variables(settings: EngineSettings, cpus: list[int]) -> dict[str, str
     threads = {"TORCHINDUCTOR_CPP_DYNAMIC_THREADS": "1"}
     if preload:
         threads["LD_PRELOAD"] = _preload_variable(preload)
-    binds = settings.data_parallel_size == 1 and num_ranks * num_threads >= len(cpus)
+    uses_all_cpus = num_ranks * num_threads >= len(cpus)
+    binds = settings.data_parallel_size == 1 and not settings.uses_ray and uses_all_cpus
     if settings.has_workers and binds:
         binding = "|".join(",".join(map(str, share)) for share in shares)
         return threads | {"VLLM_CPU_OMP_THREADS_BIND": binding}

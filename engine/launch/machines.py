@@ -6,46 +6,35 @@ Features that keep files or shared memory of one machine are refused at the star
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
+from importlib.util import find_spec
 from ipaddress import ip_address
-from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict
+from typing import Any, Final
 
 import psutil
 
 from engine.errors import StartFailed
 from engine.settings import EngineSettings, SpeculationSettings
 
-if TYPE_CHECKING:
-    from engine.launch.processes import VllmProcesses
-
 LOOPBACK: Final = "127.0.0.1"
 RESOLVE_SECONDS: Final = 1.0
 MAX_RESOLVE_SECONDS: Final = 120.0
 
 
-class MachineDigests(TypedDict):
-    """Digests of what all machines of an engine must have in common."""
+def check_machines(
+    settings: EngineSettings,
+    speculation: SpeculationSettings,
+    *,
+    finds: Callable[[str], object] = find_spec,
+) -> None:
+    """Raise StartFailed if a feature in the settings does not work on several machines.
 
-    settings: str
-    versions: str
-    model: str
-
-
-_DIFFERENCES: Final[tuple[tuple[Literal["settings", "versions", "model"], str], ...]] = (
-    (
-        "settings",
-        "were started with other settings than machine 0; all but engine.node_rank must be the "
-        "same",
-    ),
-    ("versions", "have other versions of Coppice, vLLM or torch than machine 0"),
-    ("model", "have other files of the model than machine 0"),
-)
-
-
-def check_machines(settings: EngineSettings, speculation: SpeculationSettings) -> None:
-    """Raise StartFailed if a feature in the settings does not work on several machines."""
-    if settings.nnodes == 1:
+    Also if Ray is needed and not installed, by `finds`, or cannot be reached as a node of it.
+    """
+    if not settings.uses_several_machines:
         return
+    if settings.uses_ray:
+        _check_ray(settings, finds)
     for is_set, change, reason in (
         (
             settings.prompt_kv,
@@ -69,7 +58,27 @@ def check_machines(settings: EngineSettings, speculation: SpeculationSettings) -
         ),
     ):
         if is_set:
-            raise StartFailed(f"{reason}, and engine.nnodes is {settings.nnodes}; set {change}")
+            raise StartFailed(f"{reason}, and {_setting(settings)}; set {change}")
+
+
+def _check_ray(settings: EngineSettings, finds: Callable[[str], object]) -> None:
+    if not finds("ray"):
+        raise StartFailed(
+            "engine.distributed_executor_backend ray needs Ray, which is not installed: install "
+            "coppice-rl[ray]"
+        )
+    if settings.ray_address is None and "://" in os.environ.get("RAY_ADDRESS", ""):
+        raise StartFailed(
+            "RAY_ADDRESS is the address of a Ray client, and the service must be on a node of the "
+            "cluster: set engine.ray_address to host and port"
+        )
+
+
+def _setting(settings: EngineSettings) -> str:
+    """The setting with which ranks are on several machines."""
+    if settings.uses_ray:
+        return "engine.distributed_executor_backend is ray"
+    return f"engine.nnodes is {settings.nnodes}"
 
 
 def network_variables(settings: EngineSettings) -> dict[str, str]:
@@ -84,6 +93,13 @@ def network_variables(settings: EngineSettings) -> dict[str, str]:
     if "GLOO_SOCKET_IFNAME" not in os.environ and (interface := _interface_of(address)):
         variables["GLOO_SOCKET_IFNAME"] = interface
     return variables
+
+
+def set_network_variables(address: str) -> None:
+    """Set the address of a Ray node for its rank, unless the node's environment has one."""
+    os.environ.setdefault("VLLM_HOST_IP", address)
+    if interface := _interface_of(address):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
 def own_address(settings: EngineSettings) -> str:
@@ -127,28 +143,6 @@ def _interface_of(address: str) -> str | None:
         if any(ip_address(one.address.partition("%")[0]) == wanted for one in internet):
             return name
     return None
-
-
-async def synchronize_machines(processes: "VllmProcesses", settings: EngineSettings) -> None:
-    """Give the ranks of all machines one random seed, and the model's path on machine 0.
-
-    Each rank samples all tokens itself, so unequal seeds would give unequal tokens. Raises
-    StartFailed if the machines have different settings, versions or models.
-    """
-    if settings.nnodes == 1:
-        return
-    check_equal(await processes.call_workers("coppice_machine_digests"), settings.ranks_per_node)
-    model = processes.llm.vllm_config.model_config
-    await processes.call_workers("coppice_join_machines", model.seed, model.model)
-
-
-def check_equal(digests: Sequence[MachineDigests], ranks_per_node: int) -> None:
-    """Raise StartFailed if the ranks of machines differ."""
-    for name, difference in _DIFFERENCES:
-        values = [found[name] for found in digests]
-        if others := [rank for rank, value in enumerate(values) if value != values[0]]:
-            nodes = sorted({rank // ranks_per_node for rank in others})
-            raise StartFailed(f"machines {nodes} {difference}")
 
 
 def check_serves(settings: EngineSettings) -> None:

@@ -100,6 +100,10 @@ class VllmProcesses:
         if current_platform.is_cpu():
             _check_cpu(self._settings)
             accept_cpu_runner()
+        if self._settings.uses_ray:
+            from engine.launch.ray_executor import install_ray_executor  # needs the extra `ray`
+
+            install_ray_executor()
         with _start_failures():
             self.no_drafts_reason = self._launch(model, speculation, self._temp_dir)
             if self.no_drafts_reason is not None:

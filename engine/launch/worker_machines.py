@@ -1,22 +1,14 @@
 """Methods of vLLM's worker class for engines on several machines. They never raise."""
 
-import hashlib
-import os
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-import torch
-from vllm import __version__ as vllm_version
 from vllm.utils.torch_utils import set_random_seed
 
+from engine.launch.digests import MachineDigests, model_digest, package_versions
 from engine.launch.environment import own_settings_digest
-from engine.launch.machines import MachineDigests
 from engine.runtime.feature_guard import Failure, attempt
 from engine.weights.worker_copies import COPIES, CopySource, CopyState
-
-BLOCK_BYTES: Final = 2**16
-NUM_BLOCKS: Final = 32
 
 
 class MachineMethods:
@@ -30,7 +22,7 @@ class MachineMethods:
         model = attempt(model_digest, Path(self.model_config.model))
         return MachineDigests(
             settings=own_settings_digest(),
-            versions=_versions(),
+            versions=package_versions(),
             model=model.message if isinstance(model, Failure) else model,
         )
 
@@ -63,24 +55,3 @@ def _state(path: str) -> CopyState:
 
 def _failed(failure: Failure) -> CopyState:
     return CopyState(is_ready=False, error=failure.message)
-
-
-def _versions() -> str:
-    try:
-        own = version("coppice-rl")
-    except PackageNotFoundError:  # run from a source tree
-        own = ""
-    return f"{own} {vllm_version} {torch.__version__}"
-
-
-def model_digest(folder: Path) -> str:
-    """Digest of a model's configuration, and of blocks at equal distances in its weights files."""
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for file in sorted(folder.glob("*.safetensors")):
-        with file.open("rb") as stream:
-            num_bytes = stream.seek(0, os.SEEK_END)
-            digest.update(f"{file.name} {num_bytes}".encode())
-            for start in range(0, num_bytes, max(BLOCK_BYTES, num_bytes // NUM_BLOCKS)):
-                stream.seek(start)
-                digest.update(stream.read(BLOCK_BYTES))
-    return digest.hexdigest()

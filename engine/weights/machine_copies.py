@@ -33,8 +33,8 @@ class MachineCopies:
 
     @property
     def is_needed(self) -> bool:
-        """True if the engine has ranks on other machines than machine 0."""
-        return self._settings.nnodes > 1
+        """True if the engine has, or may have, ranks on other machines than machine 0."""
+        return self._settings.uses_several_machines
 
     async def create(self, path: Path, *, is_initial: bool = False) -> None:
         """Copy the files of a directory, or one file. Raises LoadFailed.
@@ -44,9 +44,8 @@ class MachineCopies:
         """
         if not self.is_needed:
             return
-        address, files = await asyncio.to_thread(
-            lambda: (own_address(self._settings), _files(path))
-        )
+        address = await self._address()
+        files = await asyncio.to_thread(_files, path)
         server = FileServer(address, files)
         try:
             sources = await asyncio.to_thread(lambda: [_source_file(file) for file in files])
@@ -58,6 +57,13 @@ class MachineCopies:
             raise
         finally:
             await asyncio.to_thread(server.close)
+
+    async def _address(self) -> str:
+        """Address at which the other machines reach this one."""
+        if not self._settings.uses_ray:
+            return await asyncio.to_thread(own_address, self._settings)
+        (address,) = await self._processes.call_cores("coppice_ray_address")
+        return str(address)
 
     async def _copy(self, source: CopySource) -> None:
         limit = self._settings.activation_seconds

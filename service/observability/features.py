@@ -54,8 +54,8 @@ def _prompt_kv(server: "Server") -> FeatureStatus:
         return _feature("prompt_kv", True, reason, "engine.prompt_kv: false")
     if kv.reason != "disabled":
         return _feature("prompt_kv", False, OFF.get(kv.reason or "internal", "it failed"), "")
-    if server.settings.engine.nnodes > 1:
-        reason, how = "it is not supported on several machines", "engine.nnodes: 1"
+    if server.settings.engine.uses_several_machines:
+        reason, how = "it is not supported on several machines", _one_machine(server)
     elif setting is False:
         reason, how = "engine.prompt_kv is false", "engine.prompt_kv: true"
     else:
@@ -63,6 +63,11 @@ def _prompt_kv(server: "Server") -> FeatureStatus:
         reason = f"kv.directory has less than {2 * least} MiB free"
         how = "more shared memory (docker run --shm-size, shm.arena of the chart)"
     return _feature("prompt_kv", False, reason, how)
+
+
+def _one_machine(server: "Server") -> str:
+    uses_ray = server.settings.engine.uses_ray
+    return "engine.distributed_executor_backend: mp" if uses_ray else "engine.nnodes: 1"
 
 
 def _kv_reuse(server: "Server") -> FeatureStatus:

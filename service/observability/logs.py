@@ -29,6 +29,7 @@ _STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {
     "taskName",
     "color_message",  # uvicorn's message with escape codes
     "vllm_process_name",
+    "_ray_timestamp_ns",  # Ray adds it to all records
 }
 
 

@@ -51,6 +51,7 @@ MISTAKES: list[tuple[str, Object]] = [
             "cache": {"existingClaim": "c"},
         },
     ),
+    ("needs Ray nodes", {"engine": {"distributed_executor_backend": "ray"}}),
     ("node_rank", {"engine": {"node_rank": 1}}),
     ("data_parallel_size is 2", {"gpu": {"count": 1}, "engine": {"data_parallel_size": 2}}),
     (

@@ -137,11 +137,15 @@ def _lives(process: psutil.Process) -> bool:
 
 
 @contextmanager
-def service(place: ServerHome, *flags: str) -> Iterator[ServiceProcess]:
-    """Kills the service and its descendants if the test leaves it running."""
+def service(place: ServerHome, *flags: str, path: Path | None = None) -> Iterator[ServiceProcess]:
+    """Kills the service and its descendants if the test leaves it running.
+
+    It imports packages from `path`, too.
+    """
     command = [sys.executable, "-m", "service", "serve", "--port", "0"]
     command += ["--weights.directory", str(place.weights), "--log.format", "json", *flags]
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'client'}"}
+    packages = (ROOT, ROOT / "client", *([path] if path else []))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, packages))}
     environment["TMPDIR"] = str(place.temporary)
     environment.setdefault("COPPICE_ENGINE__CPU_THREADS", "1")  # other tests need the cores
     # A shared compile cache makes other engines of the tests start faster (Makefile).

@@ -261,5 +261,7 @@ def test_end_of_the_engine_ends_the_process_of_another_machine() -> None:
 def test_prompt_kv_is_off_on_several_machines_unless_set() -> None:
     two = {"nnodes": 2, "tensor_parallel_size": 2}
     assert with_prompt_kv(Settings.model_validate({"engine": two})).prompt_kv is False
+    ray = {"distributed_executor_backend": "ray"}
+    assert with_prompt_kv(Settings.model_validate({"engine": ray})).prompt_kv is False
     forced = Settings.model_validate({"engine": two | {"prompt_kv": True}})
     assert with_prompt_kv(forced).prompt_kv is True

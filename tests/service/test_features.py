@@ -76,13 +76,17 @@ async def test_prompt_kv_and_kv_reuse_are_on_with_room(tmp_path: Path) -> None:
         (False, "engine.prompt_kv is false", "engine.prompt_kv: true"),
         (None, "kv.directory has less than 128 MiB free", "more shared memory"),
         ("two machines", "it is not supported on several machines", "engine.nnodes: 1"),
+        ("ray", "it is not supported on several machines", "engine.distributed_executor_backend"),
     ],
 )
 async def test_reason_of_disabled_prompt_kv_says_who_disabled_it(
     tmp_path: Path, setting: bool | str | None, reason: str, how: str
 ) -> None:
-    two_machines = {"nnodes": 2, "tensor_parallel_size": 2}
-    engine = two_machines if setting == "two machines" else {"prompt_kv": setting}
+    several: dict[object, dict[str, Any]] = {
+        "two machines": {"nnodes": 2, "tensor_parallel_size": 2},
+        "ray": {"distributed_executor_backend": "ray"},
+    }
+    engine = several.get(setting, {"prompt_kv": setting})
     server = Server(settings_for(tmp_path, engine=engine), Featured())
     found = {feature.name: feature for feature in features(server)}["prompt_kv"]
     assert (found.enabled, found.reason) == (False, reason)

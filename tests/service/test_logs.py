@@ -60,6 +60,10 @@ def test_human_readable_line_ends_with_the_ids() -> None:
     assert line.endswith("INFO    done group_id=g1")
 
 
+def test_timestamp_that_ray_adds_is_not_written() -> None:
+    assert "_ray_timestamp_ns" not in as_json(record("up", _ray_timestamp_ns=1))
+
+
 def test_line_of_another_process_names_it() -> None:
     line = HumanFormatter().format(record("up", vllm_process_name="EngineCore"))
     assert line.endswith("up process=EngineCore")

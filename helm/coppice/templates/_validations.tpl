@@ -35,6 +35,9 @@
 {{- end -}}
 {{- $ranks := mul (int (get $v.engine "tensor_parallel_size" | default 1)) (int (get $v.engine "pipeline_parallel_size" | default 1)) -}}
 {{- $engines := int (get $v.engine "data_parallel_size" | default 1) -}}
+{{- if eq (get $v.engine "distributed_executor_backend" | default "mp") "ray" -}}
+{{- fail "engine.distributed_executor_backend ray needs Ray nodes, which this chart does not create; use KubeRay, as in docs/operate/several-machines.md, or engine.nnodes" -}}
+{{- end -}}
 {{- $nodes := include "coppice.nnodes" . | int -}}
 {{- if and (gt $engines 1) (gt $nodes 1) -}}
 {{- fail "engine.data_parallel_size and engine.nnodes above 1 exclude each other: all engines of a replica are on one machine" -}}

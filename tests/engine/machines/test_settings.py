@@ -10,18 +10,26 @@ from pydantic import ValidationError
 from engine.cudagraphs.planner import Plan
 from engine.cudagraphs.shapes import GraphShape
 from engine.errors import StartFailed
-from engine.launch.environment import settings_digest
-from engine.launch.machines import (
+from engine.launch.data_parallel import check_settings
+from engine.launch.digests import (
+    BLOCK_BYTES,
+    NUM_BLOCKS,
     MachineDigests,
-    check_equal,
+    check_machines_equal,
+    check_ranks_equal,
+    model_digest,
+)
+from engine.launch.environment import rank_variables, settings_digest, thread_variables
+from engine.launch.machines import (
     check_machines,
     check_serves,
     network_variables,
+    set_network_variables,
 )
-from engine.launch.worker_machines import BLOCK_BYTES, NUM_BLOCKS, model_digest
 from engine.settings import AttentionSettings, EngineSettings, SpeculationSettings
 
 TWO: dict[str, Any] = {"nnodes": 2, "tensor_parallel_size": 2}
+RAY: dict[str, Any] = {"distributed_executor_backend": "ray", "tensor_parallel_size": 2}
 OFF = SpeculationSettings(mode="off")
 
 
@@ -31,8 +39,9 @@ OFF = SpeculationSettings(mode="off")
         ({"node_rank": 1}, "node_rank is 1, and nnodes is 1"),
         ({"nnodes": 2}, "does not divide the 1 ranks"),
         ({"nnodes": 2, "tensor_parallel_size": 3}, "does not divide the 3 ranks"),
-        ({"distributed_executor_backend": "ray"}, "Ray executor is not supported"),
-        ({"vllm_args": {"distributed_executor_backend": "ray"}}, "Ray executor is not supported"),
+        (TWO | {"distributed_executor_backend": "ray"}, "exclude each other: Ray places"),
+        ({"ray_address": "10.0.0.1:6379"}, "distributed_executor_backend is not ray"),
+        (RAY | {"ray_address": "ray://10.0.0.1:10001"}, "should match pattern"),
         (TWO | {"vllm_args": {"nnodes": 2}}, "nnodes and vllm_args.nnodes are both set"),
         ({"distributed_executor_backend": "uni"}, "'mp'"),
     ],
@@ -62,6 +71,38 @@ def test_features_of_one_machine_are_refused(
     with pytest.raises(StartFailed, match=message) as refused:
         check_machines(EngineSettings(**TWO, **changes), speculation)
     assert "engine.nnodes is 2" in str(refused.value)
+    with pytest.raises(StartFailed, match=message) as refused:
+        check_machines(EngineSettings(**RAY, **changes), speculation, finds=lambda _: True)
+    assert "engine.distributed_executor_backend is ray" in str(refused.value)
+
+
+def test_start_without_ray_names_the_package() -> None:
+    with pytest.raises(StartFailed, match=r"install coppice-rl\[ray\]"):
+        check_machines(EngineSettings(**RAY), OFF, finds=lambda _: False)
+
+
+def test_address_of_a_ray_client_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "ray://10.0.0.1:10001")
+    with pytest.raises(StartFailed, match="must be on a node"):
+        check_machines(EngineSettings(**RAY), OFF, finds=lambda _: True)
+    node = EngineSettings(**RAY, ray_address="10.0.0.1:6379")
+    check_machines(node, OFF, finds=lambda _: True)
+
+
+def test_ray_is_an_argument_of_vllm_too() -> None:
+    same = EngineSettings(tensor_parallel_size=2, vllm_args={"distributed_executor_backend": "ray"})
+    assert same == EngineSettings(**RAY) and same.uses_ray and same.uses_several_machines
+
+
+def test_ray_places_the_ranks_of_one_engine() -> None:
+    with pytest.raises(StartFailed, match="distributed_executor_backend ray exclude"):
+        check_settings(EngineSettings(**RAY, data_parallel_size=2), OFF)
+
+
+def test_ranks_in_ray_are_not_bound_to_processors_of_the_service() -> None:
+    variables = thread_variables(EngineSettings(**RAY, cpu_threads=2), [0, 1])
+    assert variables["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    assert variables["OMP_NUM_THREADS"] == "2"
 
 
 def test_ranks_of_one_machine_use_loopback() -> None:
@@ -123,9 +164,41 @@ def test_digest_differs_by_shared_settings_only() -> None:
 def test_machines_that_differ_are_refused(name: str, message: str) -> None:
     first = MachineDigests(settings="a", versions="b", model="c")
     other = first | {name: "d"}
-    check_equal([first, first, first, first], ranks_per_node=2)
+    check_machines_equal([first, first, first, first], ranks_per_node=2)
     with pytest.raises(StartFailed, match=rf"machines \[1\] {message}"):
-        check_equal([first, first, cast(MachineDigests, other), first], ranks_per_node=2)
+        check_machines_equal([first, first, cast(MachineDigests, other), first], ranks_per_node=2)
+
+
+def test_ranks_in_ray_get_the_variables_of_engines_and_no_credentials() -> None:
+    kept = {
+        "COPPICE_ENGINE_ATTENTION": "{}",
+        "VLLM_PLUGINS": "coppice",
+        "NCCL_DEBUG": "INFO",
+        "LD_PRELOAD": "libiomp5.so",
+        "OMP_NUM_THREADS": "1",
+    }
+    others = ("COPPICE_AUTH__KEYS", "HF_TOKEN", "VLLM_API_KEY", "VLLM_HOST_IP", "TMPDIR", "PATH")
+    assert rank_variables(kept | dict.fromkeys(others, "x")) == kept
+
+
+def test_address_of_a_ray_node_gives_way_to_the_variables_of_its_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("VLLM_HOST_IP", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")  # restored at the end
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("VLLM_HOST_IP", "192.0.2.7")
+    set_network_variables("127.0.0.1")
+    assert (os.environ["VLLM_HOST_IP"], os.environ["GLOO_SOCKET_IFNAME"]) == ("192.0.2.7", "lo")
+
+
+@pytest.mark.parametrize("name", ["versions", "model"])
+def test_nodes_of_ray_that_differ_from_the_service_are_refused(name: str) -> None:
+    own = MachineDigests(settings="a", versions="b", model="c")
+    other = cast(MachineDigests, own | {name: "d"})
+    check_ranks_equal([own, own], own)
+    with pytest.raises(StartFailed, match=r"the nodes of ranks \[1\] have other .* than the mach"):
+        check_ranks_equal([own, other], own)
 
 
 def test_engine_is_on_machine_0_only() -> None:
