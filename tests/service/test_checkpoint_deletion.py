@@ -1,11 +1,13 @@
 """Deletion of a version's files in a thread."""
 
 import asyncio
+import itertools
 import threading
-from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from service.weights.checkpoint_store import CheckpointStore
 from tests.fake_engine import FakeEngine
@@ -45,25 +47,39 @@ async def test_deletion_of_a_version_without_files_succeeds(tmp_path: Path) -> N
     store.close()
 
 
+class HoldingExecutor(ThreadPoolExecutor):
+    """Threads of which the first task begins only after `proceed` is set; others begin at once."""
+
+    def __init__(self, proceed: threading.Event) -> None:
+        super().__init__(4)
+        self._proceed = proceed
+        self._tasks = itertools.count()
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        if next(self._tasks):
+            return super().submit(fn, *args, **kwargs)
+        return super().submit(lambda: self._proceed.wait() and fn(*args, **kwargs))
+
+
 async def test_next_upload_waits_for_the_deletion(tmp_path: Path) -> None:
+    is_deleted: list[bool] = []
+
     async def chunks() -> AsyncIterator[bytes]:
+        is_deleted.append(not deleted(store))
         yield b"new"
 
     store, proceed = CheckpointStore(tmp_path, []), threading.Event()
     store.open()
     store.folder("v1").mkdir()
     (store.folder("v1") / "model.safetensors").write_bytes(b"old")
-    with ThreadPoolExecutor(1) as only_thread:
-        asyncio.get_running_loop().set_default_executor(only_thread)
-        only_thread.submit(proceed.wait)
+    with HoldingExecutor(proceed) as threads:
+        asyncio.get_running_loop().set_default_executor(threads)
         store.delete("v1")
-        receiving = asyncio.create_task(store.receive_unhashed(chunks()))
-        await asyncio.sleep(0)
-        assert not list(store.folder("v1").parent.glob(".incoming-*"))
-        proceed.set()
-        received = await receiving
-        assert not deleted(store)
-        assert received.path.read_bytes() == b"new"
+        assert deleted(store)
+        threading.Timer(0.2, proceed.set).start()
+        received = await store.receive_unhashed(chunks())
+    assert is_deleted == [True], "nothing is received before the space is free"
+    assert received.path.read_bytes() == b"new"
     store.close()
 
 
