@@ -285,6 +285,7 @@ class WeightStager:
             version
             for version in self._versions.all()
             if version.state == "superseded"
+            and version.transfer is None
             and not self._versions.is_activating(version.label)
             and not self._versions.is_restorable(version.label)
         ]

@@ -152,6 +152,8 @@ class Versions:
             raise VersionConflict("the active version cannot be deleted")
         if self.is_activating(label):
             raise VersionConflict("the version is being activated")
+        if version.transfer is not None:
+            raise VersionConflict("the version is being handed over in GPU memory")
         if self.is_restorable(label):
             raise VersionConflict(
                 "the active version has no files, so this one is served if an activation fails"

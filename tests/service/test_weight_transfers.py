@@ -283,6 +283,22 @@ async def test_transfer_in_mode_wait_begins_after_the_running_samples(tmp_path: 
         assert [span["version"] for span in sampled["versions"]] == ["v0"]
 
 
+async def test_version_whose_publisher_waits_cannot_be_deleted(tmp_path: Path) -> None:
+    """Neither while it waits for samples nor while it waits for another activation."""
+    engine = FakeEngine()
+    async with serving(engine, tmp_path, **IPC) as served:
+        await upload(served, "v1")
+        engine.prepare_gate = asyncio.Event()
+        first = asyncio.create_task(activate(served, "v1"))
+        await until(lambda: served.server.versions.is_activating("v1"))
+        transferring = asyncio.create_task(transfer(served, "v2"))
+        await until(lambda: served.server.versions.find("v2") is not None)
+        refused = await served.http.delete("/v1/weights/v2")
+        engine.prepare_gate.set()
+        assert refused.status_code == 409 and "handed over" in refused.json()["detail"]
+        assert (await first).status_code == (await transferring).status_code == 200
+
+
 async def test_tensors_of_a_publisher_that_has_gone_are_not_opened(tmp_path: Path) -> None:
     engine = FakeEngine(instant=False)
     async with serving(engine, tmp_path, **IPC) as served:
