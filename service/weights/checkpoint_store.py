@@ -37,6 +37,8 @@ from service.weights.local_directory import LocalUploads
 
 _PREFIX = "weights-"
 WRITE_BYTES = 2**20
+MAX_DELETION_WAIT_SECONDS = 20.0
+"""Longest wait of an upload for deletions. It is below the client's write timeout, 60 s."""
 SINGLE_FILE = "model.safetensors"
 DELTA = ".delta"
 """Name of the uploaded delta in a version's directory; sent to replicas with the base version."""
@@ -73,7 +75,14 @@ class CheckpointStore:
     `sources` are the directories from which weights may be loaded by path.
     """
 
-    def __init__(self, directory: Path, sources: Sequence[Path]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        sources: Sequence[Path],
+        *,
+        max_deletion_wait_seconds: float = MAX_DELETION_WAIT_SECONDS,
+    ) -> None:
+        self._max_deletion_wait_seconds = max_deletion_wait_seconds
         self._directory = directory
         self._sources = [source.resolve() for source in sources]
         self._root: Path | None = None
@@ -129,7 +138,7 @@ class CheckpointStore:
 
     async def _receive(self, chunks: AsyncIterator[bytes], *observers: OnBlock) -> IncomingFile:
         if self._deletions:  # their space may be needed
-            await asyncio.wait(self._deletions)
+            await asyncio.wait(self._deletions, timeout=self._max_deletion_wait_seconds)
         await self._delete_abandoned()
         handle, name = tempfile.mkstemp(prefix=".incoming-", dir=self._root)
         path = Path(name)

@@ -83,6 +83,26 @@ async def test_next_upload_waits_for_the_deletion(tmp_path: Path) -> None:
     store.close()
 
 
+async def test_wait_for_a_deletion_is_bounded(tmp_path: Path) -> None:
+    async def chunks() -> AsyncIterator[bytes]:
+        yield b"new"
+
+    proceed = threading.Event()
+    store = CheckpointStore(tmp_path, [], max_deletion_wait_seconds=0.01)
+    store.open()
+    store.folder("v1").mkdir()
+    (store.folder("v1") / "model.safetensors").write_bytes(b"old")
+    with HoldingExecutor(proceed) as threads:
+        asyncio.get_running_loop().set_default_executor(threads)
+        store.delete("v1")
+        try:
+            received = await asyncio.wait_for(store.receive_unhashed(chunks()), 5)
+        finally:
+            proceed.set()
+    assert received.path.read_bytes() == b"new"
+    store.close()
+
+
 async def test_activation_does_not_wait_for_the_deletion(tmp_path: Path) -> None:
     proceed = threading.Event()
     async with serving(FakeEngine(), tmp_path, weights={"retain_superseded": 0}) as served:
