@@ -263,7 +263,7 @@ class WeightStager:
             deletion = self._drop(label)
             if sync:
                 await self._announcer.on_deleted(label)
-            await deletion
+        await deletion  # outside the lock: large files take long
 
     async def trim(self) -> None:
         """Start to delete the oldest superseded weights versions beyond `retain_superseded`.

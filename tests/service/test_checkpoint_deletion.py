@@ -103,6 +103,25 @@ async def test_wait_for_a_deletion_is_bounded(tmp_path: Path) -> None:
     store.close()
 
 
+async def test_other_changes_do_not_wait_for_the_deletion_of_a_version(tmp_path: Path) -> None:
+    proceed = threading.Event()
+    async with serving(FakeEngine(), tmp_path) as served:
+        for label in ("v1", "v2"):
+            assert (await served.http.put(f"/v1/weights/{label}", content=b"x")).is_success
+        with HoldingExecutor(proceed) as threads:
+            asyncio.get_running_loop().set_default_executor(threads)
+            first, second = (
+                asyncio.create_task(served.server.stager.delete(label)) for label in ("v1", "v2")
+            )
+            try:
+                await asyncio.wait_for(second, 5)
+                assert not first.done()
+            finally:
+                proceed.set()
+            await first
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+
+
 async def test_activation_does_not_wait_for_the_deletion(tmp_path: Path) -> None:
     proceed = threading.Event()
     async with serving(FakeEngine(), tmp_path, weights={"retain_superseded": 0}) as served:
