@@ -507,9 +507,8 @@ class VllmEngine:
             async with self._kv_measurement.updating(keeps_kv=keep_kv):
                 yield
         except LoadFailed as error:
-            if isinstance(error, FilesRestored):
-                for contexts in self._kv_contexts():
-                    contexts.clear()
+            if isinstance(error, FilesRestored) and self._kv_refresh is not None:
+                self._kv_refresh.on_update(keeps_kv=False)
             self._sleep_mode.restore_stage()
             raise
         if self._kv_refresh is not None:
@@ -524,7 +523,13 @@ class VllmEngine:
 
     async def wake(self, tags: AbstractSet[SleepTag]) -> str | None:
         assert self._sleep_mode is not None, "the engine has not started"
-        return await self._sleep_mode.wake(tags)
+        restored = await self._sleep_mode.wake(tags)
+        if restored is not None:
+            async with self._kv_measurement.updating(keeps_kv=False):
+                pass  # the last files are served, as after FilesRestored
+            if self._kv_refresh is not None:
+                self._kv_refresh.on_update(keeps_kv=False)
+        return restored
 
     def check_adapter(self, path: Path) -> AdapterInfo:
         base, max_rank = self._served_weights.checkpoint, self.info.max_adapter_rank

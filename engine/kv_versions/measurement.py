@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.errors import FilesRestored
 from engine.feature_stats import KeptKvStats, KvDivergence
 from engine.io.vllm_requests import Generation
 from engine.kv_versions.contexts import ChainContexts, ProbeChoice
@@ -41,14 +42,24 @@ class KvMeasurement:
 
     @asynccontextmanager
     async def updating(self, *, keeps_kv: bool) -> AsyncIterator[None]:
-        """Context manager of a load of weights, which has failed if an exception leaves it."""
+        """Context manager of a load of weights, which has failed if an exception leaves it.
+
+        FilesRestored is an update, too, to weights that keep no KV.
+        """
         async with self._update_lock:
-            yield
-            self._choice = ProbeChoice(self.contexts)
-            self._results, self._divergences, self._limits = [], (), MeasuredDivergence()
-            self.contexts.on_update()
-            if not keeps_kv:
-                self.contexts.clear()
+            try:
+                yield
+            except FilesRestored:
+                self._on_update(keeps_kv=False)
+                raise
+            self._on_update(keeps_kv=keeps_kv)
+
+    def _on_update(self, *, keeps_kv: bool) -> None:
+        self._choice = ProbeChoice(self.contexts)
+        self._results, self._divergences, self._limits = [], (), MeasuredDivergence()
+        self.contexts.on_update()
+        if not keeps_kv:
+            self.contexts.clear()
 
     def add_to(self, stats: KeptKvStats) -> KeptKvStats:
         return replace(stats, divergences=self._divergences)

@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.errors import LoadFailed
+from engine.errors import FilesRestored, LoadFailed
+from engine.feature_stats import KeptKvStats
 from engine.kv_versions.measurement import KvMeasurement, ProbeRequests
 from engine.types import Completion, KeptKv, SampleRequest, Sampling, TopLogprobRows, VersionSpan
 
@@ -111,6 +112,22 @@ async def test_update_discards_a_measurement_that_ends_meanwhile() -> None:
         await asyncio.sleep(0.01)
     await measuring
     assert core.calls == []
+
+
+async def test_restored_files_discard_measurements_and_contexts() -> None:
+    core, generation = Core(), FakeGeneration()
+    generation.may_end.set()
+    made = await measurement(core, generation)
+    await made.run(100, 0)
+    updates = made.contexts.num_updates
+    assert made.add_to(KeptKvStats()).divergences
+    with pytest.raises(FilesRestored):
+        async with made.updating(keeps_kv=True):
+            raise FilesRestored("v0")
+    assert made.contexts.num_updates == updates + 1
+    assert not made.add_to(KeptKvStats()).divergences
+    await made.run(100, 0)
+    assert len(core.calls) == 1, "no context is left to be measured"
 
 
 async def test_repeated_measurement_adds_chains_that_ended_since() -> None:
