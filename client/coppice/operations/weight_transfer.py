@@ -33,8 +33,10 @@ class WeightTransferOperations:
         """Activates weights that are in GPU memory of this host; no file is written.
 
         The server opens the tensors by CUDA IPC, so they must not change before the call returns.
-        The version cannot be activated again later. The call is not retried after a lost
-        connection: a version that exists raises VersionConflict.
+        After TimedOut or a lost connection a load that has begun goes on: leave the tensors as
+        they are until `weights` lists the version as active, or does not list it. The version
+        cannot be activated again later. The call is not retried after a lost connection: a version
+        that exists raises VersionConflict.
         """
         with ExitStack() as exported:
             if not isinstance(source, GpuWeights):
