@@ -166,7 +166,13 @@ class Server:
         self.kv_importer = KvImporter(
             engine, self.kv_reuse.cache, kv_sources, on_moved=self._count_moved_kv
         )
-        self.handle_receiver = HandleReceiver(self.prompt_kv, kv_sources, self.cluster, transfers)
+        self.handle_receiver = HandleReceiver(
+            self.prompt_kv,
+            kv_sources,
+            self.cluster,
+            transfers,
+            check_ready=self.readiness.check_ready,
+        )
         self.handle_sender = HandleSender(
             self.prompt_kv,
             self.cluster,

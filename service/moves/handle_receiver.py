@@ -26,7 +26,8 @@ log = logging.getLogger(__name__)
 class HandleReceiver:
     """Takes over prompt-KV handles of other replicas, with their files, ids and leases.
 
-    A refused handle leaves nothing here, and its sender tries the next replica.
+    A refused handle leaves nothing here, and its sender tries the next replica. `check_ready`
+    raises an error once this replica drains, which does not wait for a copy in progress.
     """
 
     def __init__(
@@ -36,12 +37,14 @@ class HandleReceiver:
         cluster: ClusterMembership,
         transfers: KeyTransfers,
         *,
+        check_ready: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._prompt_kv = prompt_kv
         self._sources = sources
         self._cluster = cluster
         self._transfers = transfers
+        self._check_ready = check_ready
         self._clock = clock
         self._cancelled = CancelledMoves(clock)
         self._receiving: set[str] = set()
@@ -54,6 +57,7 @@ class HandleReceiver:
         self._receiving.add(handle_id)
         try:
             slot = await self._slot(state)
+            self._check_ready()
             handle = self._add(state, slot, lease_ends_at - self._clock())
             await self._take_over(state, handle)
         finally:
@@ -142,6 +146,7 @@ class HandleReceiver:
             if handles.find(handle.id) is not handle:
                 self._cluster.release(_cluster_key(state))
                 raise KvGone("its lease has ended, or the source has cancelled the move")
+            self._check_ready()
         except BaseException:
             handles.return_to_source(handle)
             raise

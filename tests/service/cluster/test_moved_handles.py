@@ -361,6 +361,63 @@ async def test_lease_that_ends_during_the_move_ends_at_both(tmp_path: Path) -> N
             assert (await file_of(served, kv.handle)).json()["code"] == "kv_gone"
 
 
+class PausedTransfer(InMemoryRegistry):
+    """Registry whose transfers wait before they are executed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at, self.go_on = asyncio.Event(), asyncio.Event()
+
+    async def transfer(
+        self, claim_key: str, source: str, replica_id: str, *, ttl_seconds: float
+    ) -> str:
+        self.at.set()
+        await self.go_on.wait()
+        return await super().transfer(claim_key, source, replica_id, ttl_seconds=ttl_seconds)
+
+
+async def test_handle_stays_if_the_receiver_drains_during_the_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at, go_on = asyncio.Event(), asyncio.Event()
+    async with pair(tmp_path) as (a, b):
+        files = b.server.prompt_kv.received_files
+        assert files is not None
+        copy = files.slot
+
+        async def paused_copy(*args: Any) -> Any:
+            at.set()
+            await go_on.wait()
+            return await copy(*args)
+
+        monkeypatch.setattr(files, "slot", paused_copy)
+        kv = await export_handle(a, PROMPT)
+        async with sending(a, httpx.AsyncClient):
+            await at.wait()
+            await drain(b)
+            go_on.set()
+            await until(lambda: bool(moves(a)))
+        assert (moves(a), num_handles(a), num_handles(b)) == ({"kept": 1}, 1, 0)
+        assert (await file_of(a, kv.handle)).status_code == 200
+
+
+async def test_handle_stays_if_the_receiver_drains_while_it_takes_over_the_key(
+    tmp_path: Path,
+) -> None:
+    shared = PausedTransfer()
+    async with pair(tmp_path, registry=shared) as (a, b):
+        kv = await export_handle(a, PROMPT)
+        async with sending(a, httpx.AsyncClient):
+            await shared.at.wait()
+            draining = asyncio.create_task(drain(b))
+            await until(lambda: b.server.readiness.draining)
+            shared.go_on.set()
+            await until(lambda: bool(moves(a)))
+        await draining
+        assert (moves(a), num_handles(a), num_handles(b)) == ({"kept": 1}, 1, 0)
+        assert (await file_of(a, kv.handle)).status_code == 200
+
+
 @pytest.mark.parametrize("is_accepted", [True, False])
 async def test_renewal_and_release_wait_for_the_move(tmp_path: Path, is_accepted: bool) -> None:
     at, go_on = asyncio.Event(), asyncio.Event()
