@@ -29,6 +29,8 @@ POLL_SECONDS = 0.1
 RETRY_SECONDS = 2.0
 RESPONSE_SECONDS = 1.0
 """Time for the response, after that for the copy."""
+MAX_LEASE_SHARE = 0.5
+"""Share of the remaining lease in which a handle is offered: a renewal waits for its end."""
 
 log = logging.getLogger(__name__)
 
@@ -84,9 +86,13 @@ class HandleSender:
             raise KvNotFound()
         return handle.owner
 
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()
+
     def _due(self) -> dict[Slot, list[Handle]]:
         """Handles that can be sent now, by their slots."""
-        now, found = asyncio.get_running_loop().time(), dict[Slot, list[Handle]]()
+        now, found = self._now(), dict[Slot, list[Handle]]()
         for handle in self._prompt_kv.handles:
             slot = handle.slot
             is_due = slot not in self._busy and self._retry_at.get(slot, 0.0) <= now
@@ -107,33 +113,40 @@ class HandleSender:
         except Exception:
             log.exception("a move of prompt KV failed")
         finally:
-            self._retry_at[slot] = asyncio.get_running_loop().time() + RETRY_SECONDS
+            self._retry_at[slot] = self._now() + RETRY_SECONDS
             self._busy.discard(slot)
 
     async def _offer(
         self, http: httpx.AsyncClient, handle: Handle, candidates: Sequence[Replica]
     ) -> Sequence[Replica]:
         """Offer a handle to one replica after the other; returns the one that has accepted it."""
-        accepted: list[Replica] = []
+        accepted, until = list[Replica](), self._now() + self._offer_seconds(handle)
         with handle.moving():
             for replica in candidates:
-                if await self._is_accepted(http, replica, handle):
+                seconds = until - self._now() - RESPONSE_SECONDS
+                if seconds <= 0:
+                    break
+                if await self._is_accepted(http, replica, handle, seconds):
                     accepted = [replica]
                     break
         self._on_ended("moved" if accepted else "kept")
         return accepted
 
-    def _seconds(self, handle: Handle) -> float:
-        """Time in which a handle's file is copied; 0 if it is estimated to take longer."""
-        seconds = min(handle.remaining_seconds, MAX_SECONDS)
+    def _offer_seconds(self, handle: Handle) -> float:
+        """Time in which a handle is offered; 0 if its copy is estimated to take longer."""
+        share = handle.remaining_seconds * MAX_LEASE_SHARE
+        seconds = min(share, MAX_SECONDS + RESPONSE_SECONDS)
         estimate = handle.slot.layout.file_bytes / self._bytes_per_second
-        return seconds if estimate <= seconds else 0.0
+        return seconds if estimate <= seconds - RESPONSE_SECONDS else 0.0
 
-    async def _is_accepted(self, http: httpx.AsyncClient, replica: Replica, handle: Handle) -> bool:
-        """True if the other replica has accepted a handle, which is then there only."""
-        url, seconds, is_accepted = replica.url.rstrip("/") + PATH, self._seconds(handle), False
-        if not seconds:
-            return False
+    async def _is_accepted(
+        self, http: httpx.AsyncClient, replica: Replica, handle: Handle, seconds: float
+    ) -> bool:
+        """True if the other replica has accepted a handle, which is then there only.
+
+        It may take `seconds` for the copy.
+        """
+        url, is_accepted = replica.url.rstrip("/") + PATH, False
         body = self._body(handle, seconds)
         try:
             async with asyncio.timeout(seconds + RESPONSE_SECONDS):

@@ -98,6 +98,7 @@ async def gpu(handle: str, request: Request, server: AnyServer, caller: Caller) 
 @requires_role("kv")
 async def renew(handle: str, request: Request, server: AnyServer, caller: Caller) -> Response:
     body = await read_small_json(request, KvLease)
+    server.prompt_kv.get(handle, caller.name).renew(body.lease_seconds)  # a move may keep it here
     await server.prompt_kv.handles.until_settled(handle)
     found = server.prompt_kv.get(handle, caller.name)
     return json_response(KvLeaseAnswer(lease_seconds=found.renew(body.lease_seconds)))

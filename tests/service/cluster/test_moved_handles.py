@@ -446,6 +446,47 @@ async def test_renewal_and_release_wait_for_the_move(tmp_path: Path, is_accepted
         assert num_handles(b) == (2 if is_accepted else 0)
 
 
+class Stalled(httpx.AsyncClient):
+    """HTTP client whose peer does not respond to moves."""
+
+    async def post(self, *args: Any, **kwargs: Any) -> httpx.Response:
+        return await asyncio.Future()
+
+
+async def test_renewal_in_time_is_granted_if_the_receiver_stalls(tmp_path: Path) -> None:
+    async with pair(tmp_path) as (a, _):
+        kv = await export_handle(a, PROMPT, kv={"lease_seconds": 3})
+        (handle,) = a.server.prompt_kv.handles
+        async with sending(a, Stalled):
+            await until(lambda: handle.move_ended is not None)
+            renewed = await a.http.post(f"/v1/kv/{kv.handle}/lease", json={"lease_seconds": 60})
+        assert renewed.status_code == 200
+        assert 55 < renewed.json()["lease_seconds"] <= 60
+
+
+async def test_renewal_during_a_move_takes_effect_on_arrival(tmp_path: Path) -> None:
+    """Its end may be later than that of the lease."""
+    async with pair(tmp_path) as (a, _):
+        kv = await export_handle(a, PROMPT, kv={"lease_seconds": 1})
+        (handle,) = a.server.prompt_kv.handles
+        with handle.moving():
+            place = f"/v1/kv/{kv.handle}/lease"
+            renewing = asyncio.create_task(a.http.post(place, json={"lease_seconds": 60}))
+            await asyncio.sleep(1.2)
+        assert (await renewing).status_code == 200
+
+
+async def test_time_of_all_candidates_together_is_half_of_the_lease(tmp_path: Path) -> None:
+    async with pair(tmp_path) as (a, _):
+        await export_handle(a, PROMPT, kv={"lease_seconds": 4})
+        (handle,) = a.server.prompt_kv.handles
+        sender = sender_of(a, Stalled)
+        peers = list(a.server.cluster.view.replicas.values())[:1] * 3
+        async with Stalled() as http:
+            assert await sender._offer(http, handle, peers) == []
+        assert handle.remaining_seconds > 1.0
+
+
 async def test_open_download_of_a_moved_handle_completes(tmp_path: Path) -> None:
     async with pair(tmp_path) as (a, _):
         kv = await export_handle(a, PROMPT)
