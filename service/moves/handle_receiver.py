@@ -70,11 +70,9 @@ class HandleReceiver:
         A request with it that arrives later is refused. A load balancer may deliver the request to
         the source itself, which keeps the handle.
         """
-        handle = self._prompt_kv.handles.find(handle_id)
-        if handle is not None and handle.move_ended is not None:
-            raise KvNotFound()
         self._cancelled.add(handle_id)
-        if handle is None or handle.source is None:
+        handle = self._prompt_kv.handles.find(handle_id)
+        if handle is None or handle.source is None or handle.move_ended is not None:
             raise KvNotFound()
         self._prompt_kv.handles.return_to_source(handle)
 
@@ -147,6 +145,7 @@ class HandleReceiver:
                 self._cluster.release(_cluster_key(state))
                 raise KvGone("its lease has ended, or the source has cancelled the move")
             self._check_ready()
+            handle.is_arriving = False
         except BaseException:
             handles.return_to_source(handle)
             raise

@@ -96,7 +96,7 @@ class HandleSender:
         for handle in self._prompt_kv.handles:
             slot = handle.slot
             is_due = slot not in self._busy and self._retry_at.get(slot, 0.0) <= now
-            if is_due and handle.has_started and not is_of_move(handle.owner):
+            if is_due and _can_move(handle):
                 found.setdefault(slot, []).append(handle)
         return found
 
@@ -208,6 +208,10 @@ class HandleSender:
             await self._transfers.take_back(key, replica.id)
         else:
             await self._transfers.release(key, replica.id)
+
+
+def _can_move(handle: Handle) -> bool:
+    return handle.has_started and not handle.is_arriving and not is_of_move(handle.owner)
 
 
 def _cluster_key(handle: Handle) -> str:

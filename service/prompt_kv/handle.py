@@ -17,7 +17,8 @@ class Handle:
     """Handle by which one API key reads the prompt KV of one slot, with the lease on it.
 
     Groups that share a slot have separate handles. `source` is the replica that has sent a moved
-    handle, and `on_end` is called when it ends here.
+    handle, and `on_end` is called when it ends here. While `is_arriving`, this replica takes over
+    its key, and does not move it on.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class Handle:
     ) -> None:
         self.source = source
         self.on_end = on_end
+        self.is_arriving = False
         self.move_ended: asyncio.Event | None = None
         self.id = handle_id
         self.owner = owner

@@ -70,7 +70,7 @@ class Handles:
         source: str,
         on_end: Callable[[], None],
     ) -> Handle:
-        """Add a handle that the replica `source` has sent, and start its lease."""
+        """Add a handle that the replica `source` has sent, which arrives; start its lease."""
         assert handle_id not in self._handles, "a handle is moved here once"
         handle = Handle(
             handle_id,
@@ -82,6 +82,7 @@ class Handles:
             source=source,
             on_end=on_end,
         )
+        handle.is_arriving = True
         self._forget(handle_id)
         self._slots.hold(slot)
         self._handles[handle_id] = handle
@@ -89,9 +90,10 @@ class Handles:
         return handle
 
     def return_to_source(self, handle: Handle) -> None:
-        """Remove a received handle, which is still on its source. Idempotent."""
-        self.end(handle)
-        self._forget(handle.id)
+        """Remove a received handle, which is still on its source. No effect if it is not here."""
+        if self._handles.get(handle.id) is handle:
+            self._drop(handle, expired=False)
+            self._forget(handle.id)
 
     def on_moved(self, handle: Handle, url: str) -> None:
         """Remove a handle that another replica has received, and redirect its owner there.

@@ -12,6 +12,7 @@ import pytest
 from coppice import KvSource, PromptKV
 from coppice.wire.kv import KvHandle
 from service.cluster.in_memory import InMemoryRegistry
+from service.cluster.membership import RedirectToReplica
 from service.moves.handle_sender import HandleSender
 from service.moves.kv_export import owner_of
 from service.weights.replication.allowed_peers import Peers
@@ -418,6 +419,30 @@ async def test_handle_stays_if_the_receiver_drains_while_it_takes_over_the_key(
         assert (await file_of(a, kv.handle)).status_code == 200
 
 
+async def test_handle_is_not_moved_on_before_its_key_is_taken_over(tmp_path: Path) -> None:
+    shared = PausedTransfer()
+    async with pair(tmp_path, registry=shared) as (a, b):
+        await export_handle(a, PROMPT)
+        async with sending(a, httpx.AsyncClient):
+            await shared.at.wait()
+            (handle,) = b.server.prompt_kv.handles
+            assert b.server.handle_sender._due() == {}
+            shared.go_on.set()
+            await until(lambda: bool(moves(a)))
+        assert b.server.handle_sender._due() == {handle.slot: [handle]}
+
+
+async def test_handle_that_was_moved_on_is_still_redirected(tmp_path: Path) -> None:
+    async with pair(tmp_path) as (a, _):
+        await export_handle(a, PROMPT)
+        handles = a.server.prompt_kv.handles
+        (handle,) = handles
+        handles.on_moved(handle, "http://other")
+        handles.return_to_source(handle)
+        with pytest.raises(RedirectToReplica):
+            handles.check_here(handle.id, handle.owner)
+
+
 @pytest.mark.parametrize("is_accepted", [True, False])
 async def test_renewal_and_release_wait_for_the_move(tmp_path: Path, is_accepted: bool) -> None:
     at, go_on = asyncio.Event(), asyncio.Event()
@@ -613,6 +638,23 @@ async def test_handle_is_received_once(tmp_path: Path) -> None:
         assert sorted(statuses) == [201, 422, 422]
         assert num_handles(b) == 1
         assert (await b.http.delete(f"/v1/moves/kv/{handle.id}")).status_code == 204
+        again = await b.http.post("/v1/moves/kv", content=content, headers=JSON_BODY)
+        assert (again.status_code, num_handles(b)) == (422, 0)
+
+
+async def test_cancelled_handle_that_is_being_moved_on_is_not_received_again(
+    tmp_path: Path,
+) -> None:
+    async with pair(tmp_path) as (a, b):
+        await export_handle(a, PROMPT)
+        (handle,) = a.server.prompt_kv.handles
+        content = sender_of(a, Dead)._body(handle, 5)
+        first = await b.http.post("/v1/moves/kv", content=content, headers=JSON_BODY)
+        assert first.status_code == 201
+        (received,) = b.server.prompt_kv.handles
+        with received.moving():
+            assert (await b.http.delete(f"/v1/moves/kv/{handle.id}")).status_code == 404
+        b.server.prompt_kv.handles.end(received)
         again = await b.http.post("/v1/moves/kv", content=content, headers=JSON_BODY)
         assert (again.status_code, num_handles(b)) == (422, 0)
 
