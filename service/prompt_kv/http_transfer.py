@@ -66,7 +66,7 @@ class KvDataResponse(Response):
     """HTTP response with prompt KV that looks up the handle only when the response is sent.
 
     There is no await between the lookup and the pin of the slot. Exceptions of the lookup become
-    problem documents.
+    problem documents. The download counts as one of `counted_as`, by default of the owner.
     """
 
     def __init__(
@@ -78,12 +78,14 @@ class KvDataResponse(Response):
         *,
         range_header: str | None,
         if_range: str | None,
+        counted_as: str | None = None,
     ) -> None:
         super().__init__(media_type=MEDIA_TYPE)
         self._prompt_kv = prompt_kv
         self._socket_sender = socket_sender
         self._handle_id = handle_id
         self._owner = owner
+        self._counted_as = owner if counted_as is None else counted_as
         self._range = range_header
         self._if_range = if_range
 
@@ -97,11 +99,11 @@ class KvDataResponse(Response):
             await send({"type": "http.response.body", "body": b""})
             return
         with (
-            self._socket_sender.admitted(handle.owner),
+            self._socket_sender.admitted(self._counted_as),
             self._prompt_kv.handles.pinned(handle) as pin,
         ):
             await send(start)
-            await self._send_body(scope, send, data, handle.owner, pin)
+            await self._send_body(scope, send, data, pin)
 
     def _select_range(self, handle: Handle) -> RangeSelection:
         file, etag = self._prompt_kv.file(handle), handle.slot.etag
@@ -115,12 +117,14 @@ class KvDataResponse(Response):
         return 206, headers, file[byte_range.start : byte_range.end]
 
     async def _send_body(
-        self, scope: Scope, send: Send, data: memoryview, owner: str, pin: DownloadPin
+        self, scope: Scope, send: Send, data: memoryview, pin: DownloadPin
     ) -> None:
         hand_off: SendBodyExtension | None = scope.get("extensions", {}).get(SEND_BODY_EXTENSION)
         if hand_off is not None:
             await hand_off(
-                lambda connection: self._socket_sender.send(connection, data, owner=owner, pin=pin)
+                lambda connection: self._socket_sender.send(
+                    connection, data, owner=self._counted_as, pin=pin
+                )
             )
         else:
             for start in range(0, len(data), BODY_PIECE_BYTES):

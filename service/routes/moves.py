@@ -128,17 +128,22 @@ async def cancel_handle(handle: str, server: AnyServer) -> Response:
 @requires_role("replica")
 async def handle_kv(handle: str, request: Request, server: AnyServer) -> Response:
     """KV of a handle that this replica is moving, for the replica that receives it."""
-    return _kv_response(handle, server.handle_sender.moving_owner(handle), request, server)
+    owner = server.handle_sender.moving_owner(handle)
+    return _kv_response(handle, owner, request, server, counted_as=owner_of(handle))
 
 
 @router.get("/{rollout_id}/kv/{handle}", responses=KV_RESPONSES)
 @requires_role("replica")
 async def kv(rollout_id: str, handle: str, request: Request, server: AnyServer) -> Response:
     """KV of samples that this replica is moving, for the replica that continues them."""
-    return _kv_response(handle, owner_of(rollout_id), request, server)
+    owner = owner_of(rollout_id)
+    return _kv_response(handle, owner, request, server, counted_as=owner)
 
 
-def _kv_response(handle: str, owner: str, request: Request, server: Server) -> Response:
+def _kv_response(
+    handle: str, owner: str, request: Request, server: Server, *, counted_as: str
+) -> Response:
+    """File of a handle; its download is not one of the owner's API key."""
     return KvDataResponse(
         server.prompt_kv,
         server.socket_sender,
@@ -146,4 +151,5 @@ def _kv_response(handle: str, owner: str, request: Request, server: Server) -> R
         owner,
         range_header=request.headers.get("range"),
         if_range=request.headers.get("if-range"),
+        counted_as=counted_as,
     )

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -510,6 +510,19 @@ async def test_time_of_all_candidates_together_is_half_of_the_lease(tmp_path: Pa
         async with Stalled() as http:
             assert await sender._offer(http, handle, peers) == []
         assert handle.remaining_seconds > 1.0
+
+
+async def test_copy_is_not_a_download_of_the_api_key(tmp_path: Path) -> None:
+    async with pair(tmp_path, one_host=False) as (a, b):
+        await export_handle(a, PROMPT)
+        (handle,) = a.server.prompt_kv.handles
+        share = a.server.settings.kv.max_open_transfers // 2
+        with ExitStack() as downloads:
+            for _ in range(share):
+                downloads.enter_context(a.server.socket_sender.admitted(handle.owner))
+            async with sending(a, httpx.AsyncClient):
+                await until(lambda: bool(moves(a)))
+        assert (moves(a), num_handles(b)) == ({"moved": 1}, 1)
 
 
 async def test_open_download_of_a_moved_handle_completes(tmp_path: Path) -> None:
