@@ -39,9 +39,9 @@ class HandleSender:
     """Moves the prompt-KV handles of this replica to others, with their files and leases.
 
     The handles of a slot go to one replica, one after the other, so that it copies the file once.
-    A handle that no replica accepts stays here, and is offered again after `RETRY_SECONDS`. A file
-    that takes too long at `bytes_per_second` is not offered. `on_ended` is called with the outcome
-    of each offer.
+    A handle that no replica accepts stays here, and is offered again after `RETRY_SECONDS`. One
+    whose file takes too long at `bytes_per_second` is not offered. `on_ended` is called with the
+    outcome of each handle that was offered to at least one replica.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class HandleSender:
     async def run(self) -> None:
         """Move handles as soon as their leases have started, until it is cancelled."""
         is_enabled = self._bytes_per_second and not self._cluster.is_standalone
-        connect = self._peers.connect() if is_enabled else None
+        connect = await asyncio.to_thread(self._peers.connect) if is_enabled else None
         if connect is None:
             return
         async with connect() as http, asyncio.TaskGroup() as tasks:
@@ -105,10 +105,11 @@ class HandleSender:
     ) -> None:
         """Send the handles of a slot; an unexpected error keeps them here."""
         try:
+            self._log_size(slot)
             async with self._files:
                 candidates: Sequence[Replica] = self._peers.candidates()
                 for handle in handles:
-                    if candidates and handle.is_active:
+                    if candidates and self._offer_seconds(handle):
                         candidates = await self._offer(http, handle, candidates)
         except Exception:
             log.exception("a move of prompt KV failed")
@@ -120,24 +121,36 @@ class HandleSender:
         self, http: httpx.AsyncClient, handle: Handle, candidates: Sequence[Replica]
     ) -> Sequence[Replica]:
         """Offer a handle to one replica after the other; returns the one that has accepted it."""
-        accepted, until = list[Replica](), self._now() + self._offer_seconds(handle)
+        accepted, num_offers = list[Replica](), 0
+        until = self._now() + self._offer_seconds(handle)
         with handle.moving():
             for replica in candidates:
                 seconds = until - self._now() - RESPONSE_SECONDS
                 if seconds <= 0:
                     break
+                num_offers += 1
                 if await self._is_accepted(http, replica, handle, seconds):
                     accepted = [replica]
                     break
-        self._on_ended("moved" if accepted else "kept")
+        if num_offers:
+            self._on_ended("moved" if accepted else "kept")
         return accepted
 
     def _offer_seconds(self, handle: Handle) -> float:
         """Time in which a handle is offered; 0 if its copy is estimated to take longer."""
         share = handle.remaining_seconds * MAX_LEASE_SHARE
         seconds = min(share, MAX_SECONDS + RESPONSE_SECONDS)
-        estimate = handle.slot.layout.file_bytes / self._bytes_per_second
-        return seconds if estimate <= seconds - RESPONSE_SECONDS else 0.0
+        return seconds if self._estimate(handle.slot) < seconds - RESPONSE_SECONDS else 0.0
+
+    def _estimate(self, slot: Slot) -> float:
+        """Estimated time for the copy of a slot's file."""
+        return slot.layout.file_bytes / self._bytes_per_second
+
+    def _log_size(self, slot: Slot) -> None:
+        """Log once that the file of a slot is too large."""
+        if slot not in self._retry_at and self._estimate(slot) >= MAX_SECONDS:
+            num_bytes, version = slot.layout.file_bytes, slot.layout.version
+            log.warning("prompt KV of %d bytes (%s) is too large for a move", num_bytes, version)
 
     async def _is_accepted(
         self, http: httpx.AsyncClient, replica: Replica, handle: Handle, seconds: float

@@ -240,7 +240,31 @@ async def test_handle_that_cannot_move_is_read_during_the_drain(
         assert not draining.done()
         await a.http.delete(f"/v1/kv/{kv.handle}")
         await draining
-        assert (num_handles(b), moves(a).get("moved")) == (0, None)
+        assert (num_handles(b), moves(a)) == (0, {})
+
+
+async def test_file_that_is_too_large_is_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster = {"move_kv_bytes_per_second": 1}
+    async with pair(tmp_path, cluster=cluster) as (a, _):
+        await export_handle(a, PROMPT)
+        (handle,) = a.server.prompt_kv.handles
+        async with httpx.AsyncClient() as http:
+            for _ in range(2):
+                await a.server.handle_sender._send_slot(http, handle.slot, [handle])
+        assert caplog.text.count("is too large for a move") == 1
+
+
+async def test_short_lease_does_not_keep_other_handles_of_the_prompt(tmp_path: Path) -> None:
+    async with pair(tmp_path) as (a, b):
+        short = await export_handle(a, PROMPT, kv={"lease_seconds": 1.9})
+        long = await export_handle(a, PROMPT)
+        async with sending(a, httpx.AsyncClient):
+            await until(lambda: bool(moves(a)))
+            assert [handle.id for handle in a.server.prompt_kv.handles] == [short.handle]
+            assert [handle.id for handle in b.server.prompt_kv.handles] == [long.handle]
+        assert moves(a) == {"moved": 1}
 
 
 async def test_handle_stays_if_the_receiver_has_no_room(tmp_path: Path) -> None:
