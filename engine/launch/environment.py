@@ -91,6 +91,11 @@ def copies_directory() -> Path:
     return Path(os.environ[COPIES_ENV])
 
 
+def separate_copies(node_id: str) -> None:
+    """Give the ranks of a Ray node a directory of their own, also in a home that nodes share."""
+    os.environ[COPIES_ENV] = f"{os.environ[COPIES_ENV]}-{node_id}"
+
+
 def speculation_settings() -> SpeculationSettings:
     return SpeculationSettings.model_validate_json(os.environ[SPECULATION_ENV])
 

@@ -10,6 +10,7 @@ device and inode: a semaphore is mapped under a different name than the one it k
 numbers repeat across filesystems.
 """
 
+import errno
 import fcntl
 import os
 import re
@@ -75,17 +76,22 @@ def create_locked_dir(prefix: str, parent: Path) -> tuple[Path, BinaryIO]:
         lock.close()
 
 
-def create_lock(folder: Path) -> BinaryIO:
-    """Create a directory with a known name, owned for as long as the returned file is open."""
-    while True:
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            lock = (folder / LOCK_FILE).open("wb")
-        except FileNotFoundError:
-            continue  # removed before it had a lock
-        if acquire_lock(lock.fileno()):
-            return lock
+def create_named_dir(folder: Path, prefix: str) -> BinaryIO:
+    """Directory with a known name that begins with `prefix`, owned while the lock file is open.
+
+    It is renamed once it is locked. FileExistsError is raised if the name is taken.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    path, lock = create_locked_dir(prefix, folder.parent)
+    try:
+        path.rename(folder)
+    except OSError as error:
         lock.close()
+        shutil.rmtree(path, ignore_errors=True)
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            raise FileExistsError(f"{folder} exists: another process uses it") from error
+        raise
+    return lock
 
 
 def remove_abandoned_dirs(prefix: str, parent: Path) -> None:

@@ -18,7 +18,7 @@ import xxhash
 
 from engine.launch.environment import COPIES_PREFIX, copies_directory
 from engine.runtime.feature_guard import Failure, attempt
-from engine.runtime.leftover_files import create_lock, remove_abandoned_dirs
+from engine.runtime.leftover_files import create_named_dir
 from engine.weights.file_server import CHUNK_BYTES, HASH_BYTES, SEND_SECONDS
 
 
@@ -191,8 +191,7 @@ class Copies:
         """Directory of this engine's copies; the first rank creates and locks it."""
         root = copies_directory()
         if owns and self._lock is None:
-            self._lock = create_lock(root)
-            remove_abandoned_dirs(COPIES_PREFIX, root.parent)
+            self._lock = create_named_dir(root, COPIES_PREFIX)
         return root
 
 

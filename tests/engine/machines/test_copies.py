@@ -1,6 +1,7 @@
 """Copies of machine 0's files: complete or an error, and only with the token."""
 
 import http.client
+import os
 import shutil
 import socket
 import threading
@@ -12,10 +13,14 @@ from urllib.parse import urlsplit
 import pytest
 import xxhash
 
-from engine.launch.environment import COPIES_ENV
+from engine.launch.environment import COPIES_ENV, separate_copies
 from engine.launch.worker_machines import MachineMethods
 from engine.runtime import leftover_files
-from engine.runtime.leftover_files import acquire_lock, create_lock, remove_abandoned_dirs
+from engine.runtime.leftover_files import (
+    acquire_lock,
+    create_named_dir,
+    remove_abandoned_dirs,
+)
 from engine.weights.file_server import FileServer
 from engine.weights.worker_copies import Copies, CopySource, CopyState, SourceFile
 
@@ -257,10 +262,10 @@ def test_copy_that_cannot_start_is_an_error(
     worker.local_rank = 0
     state = worker.coppice_start_copy(source(server))
     assert not state["is_ready"]
-    assert "Not a directory" in (state["error"] or "")
+    assert "File exists" in (state["error"] or "")
 
 
-def test_lock_is_created_again_if_its_directory_was_removed(
+def test_directory_is_created_again_if_it_was_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A cleanup removes a directory between its creation and its lock."""
@@ -269,13 +274,36 @@ def test_lock_is_created_again_if_its_directory_was_removed(
     def acquire(file: int) -> bool:
         if left:
             left.pop()
-            shutil.rmtree(folder)
+            shutil.rmtree(next(tmp_path.glob("engine-*")))
         return acquire_lock(file)
 
     monkeypatch.setattr(leftover_files, "acquire_lock", acquire)
-    with create_lock(folder):
+    with create_named_dir(folder, "engine-"):
         remove_abandoned_dirs("engine-", tmp_path)
-        assert folder.exists()
+        assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_directory_of_another_process_is_an_error_at_once(
+    server: FileServer, copies: Copies
+) -> None:
+    """The start of a copy is an RPC to all ranks, so it must not wait for a lock."""
+    worker = MachineMethods()
+    worker.local_rank = 0
+    with create_named_dir(Path(os.environ[COPIES_ENV]), "engine-"):
+        state = worker.coppice_start_copy(source(server))
+        assert "another process uses it" in (state["error"] or "")
+        assert [path.name for path in Path(os.environ[COPIES_ENV]).parent.iterdir()] == ["engine-0"]
+
+
+def test_ray_nodes_with_one_home_directory_have_separate_copies(
+    server: FileServer, monkeypatch: pytest.MonkeyPatch, copies: Copies
+) -> None:
+    other, root = Copies(), os.environ[COPIES_ENV]
+    for one, node in ((copies, "a"), (other, "b")):
+        monkeypatch.setenv(COPIES_ENV, root)
+        separate_copies(node)
+        assert copied(one, server).is_relative_to(f"{root}-{node}")
+    other.close()
 
 
 def test_server_that_has_ended_is_an_error(server: FileServer, copies: Copies) -> None:
