@@ -88,15 +88,24 @@ class TreeGroup(Group):
         return list(self._paths.values())
 
     async def _run_until_done(self) -> None:
-        plan, continued = self.plan, self.continued_paths
-        if continued:
-            await self._submit(continued, self._register(continued))
+        plan = self.plan
+        if self.continued_paths:
+            await self._continue_paths()
             return
         share = min(self.options.n, plan.capacity(0), self.budget.remaining)
         if plan.splits_at_prompt:
             await self._start(self._fork_paths([(None, 1, split(share, plan.factor(0)))]))
         else:
             await self._start(self._fork_paths([(None, 0, [share])]))
+
+    async def _continue_paths(self) -> None:
+        """Submit the paths of a suspended tree; if it is ending, only those with tokens."""
+        paths = self.continued_paths
+        if self.end_reason:
+            await self._start([path for path in paths if path.tokens is None])
+            paths = [path for path in paths if path.tokens is not None]
+        if paths:
+            await self._submit(paths, self._register(paths))
 
     def _fork_paths(self, forks: Sequence[Fork]) -> list[Path]:
         num_starting_leaves = sum(sum(shares) for _, _, shares in forks)

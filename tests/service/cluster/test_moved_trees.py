@@ -255,6 +255,7 @@ async def test_enough_leaves_end_a_tree_that_is_being_suspended(pair: list[Serve
 async def test_tree_that_is_cancelled_during_its_move_keeps_its_tokens(
     pair: list[Served], num_tokens: int
 ) -> None:
+    """Paths that have not started, below segments of a block, are no segments."""
     a, _ = pair
     calling = asyncio.create_task(post(a, tree_request()))
     await running_samples(a, 2)
@@ -269,7 +270,7 @@ async def test_tree_that_is_cancelled_during_its_move_keeps_its_tokens(
     (tree,) = answer["groups"]
     check_tree(tree)
     assert answer["outcome"] == "cancelled"
-    assert sum(len(each["token_ids"]) for each in tree["segments"]) == 2 * num_tokens
+    assert [len(each["token_ids"]) for each in tree["segments"]] == [num_tokens] * 2
     assert not engine_of(a).running
 
 
