@@ -1,4 +1,4 @@
-"""Numbers of samples and of Hypothesis's examples, which depend on the target of make."""
+"""Numbers of samples and of random cases, which depend on the target of make."""
 
 import math
 import os
@@ -8,5 +8,5 @@ TIMES = float(os.environ.get("COPPICE_DRAWS", "0.1"))
 
 
 def num_examples(number: int) -> int:
-    """Number of Hypothesis's examples: a quarter of them in `make test`."""
+    """Number of random or repeated cases: a quarter of them in `make test`."""
     return number if TIMES >= 0.3 else math.ceil(number / 4)
