@@ -97,10 +97,13 @@ def _does_not_fit(moved: MovedGroup) -> InvalidRequest:
 
 
 def num_samples_of(moved: MovedGroup, request: RolloutRequest | None) -> int:
-    """Maximum number of samples that a group may have in the engine at once."""
+    """Maximum number of samples that a group may have in the engine at once.
+
+    For a tree it is the number of leaves below its paths; leaves that have ended do not count.
+    """
     if moved.tree is None or request is None or request.branching is None:
         return len(moved.samples)
-    return request.branching.max_leaves
+    return min(request.branching.max_leaves, sum(path.num_leaves for path in moved.tree.paths))
 
 
 def num_prompt_tokens_of(moved: MovedGroup) -> int:

@@ -318,6 +318,22 @@ async def test_several_trees_of_a_rollout_move(pair: list[Served]) -> None:
     assert answer["usage"]["num_samples"] == 8
 
 
+async def test_moved_tree_reserves_the_leaves_that_have_not_ended(pair: list[Served]) -> None:
+    a, b = pair
+    calling = asyncio.create_task(post(a, tree_request(on_early_stop="none")))
+    await running_samples(a, 2)
+    stop_after(engine_of(a), 3, 0)
+    engine_of(a).step(5)
+    await running_samples(a, 1)
+    assert a.server.admission.num_samples == 4
+    await drain(a)
+    await running_samples(b, 1)
+    assert b.server.admission.num_samples == 2
+    answer = await grown(b, calling)
+    assert answer["usage"]["num_samples"] == 3
+    assert b.server.admission.num_samples == 0
+
+
 async def test_retry_and_stream_find_a_moved_tree(pair: list[Served]) -> None:
     a, b = pair
     ids, samples = list[str](), list[int]()
