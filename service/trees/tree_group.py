@@ -18,6 +18,7 @@ from coppice.wire.rollouts import GroupAnswer, SegmentFinish
 from engine.kv_types import ExportSlot
 from engine.protocol import Engine
 from engine.types import Completion, SampleRequest
+from service.rollouts.fairness import TimeSlice
 from service.rollouts.group import Group, OnPart
 from service.trees.path_request import (
     Budget,
@@ -100,12 +101,16 @@ class TreeGroup(Group):
 
     async def _continue_paths(self) -> None:
         """Submit the paths of a suspended tree; if it is ending, only those with tokens."""
-        paths = self.continued_paths
+        requests, turn = dict[Path, SampleRequest](), TimeSlice()
+        for path in self.continued_paths:
+            requests[path] = self._path_request(path)
+            await turn.pause()
         if self.end_reason:
-            await self._start([path for path in paths if path.tokens is None])
-            paths = [path for path in paths if path.tokens is not None]
-        if paths:
-            await self._submit(paths, self._register(paths))
+            await self._start([path for path in requests if path.tokens is None])
+            requests = {path: each for path, each in requests.items() if path.tokens is not None}
+        if requests:
+            self._set_running(list(requests))
+            await self._submit(list(requests), list(requests.values()))
 
     def _fork_paths(self, forks: Sequence[Fork]) -> list[Path]:
         num_starting_leaves = sum(sum(shares) for _, _, shares in forks)
@@ -160,9 +165,12 @@ class TreeGroup(Group):
 
     def _register(self, paths: Sequence[Path]) -> list[SampleRequest]:
         """Register new paths of the tree as running and return their engine requests."""
+        self._set_running(paths)
+        return [self._path_request(path) for path in paths]
+
+    def _set_running(self, paths: Sequence[Path]) -> None:
         self._paths |= {path.id: path for path in paths}
         self._unfinished |= {path.id for path in paths}
-        return [self._path_request(path) for path in paths]
 
     async def _submit(
         self, paths: Sequence[Path], requests: Sequence[SampleRequest]

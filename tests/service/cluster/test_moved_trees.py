@@ -1,6 +1,7 @@
 """A tree that is moved grows as it would without the move, wherever its paths were suspended."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -8,9 +9,13 @@ from typing import Any
 import pytest
 
 from coppice import AsyncRollouts, Branching
+from engine.types import SampleRequest
 from service.cluster.in_memory import InMemoryRegistry
 from service.moves.state import estimated_bytes, state_of
+from service.rollouts.fairness import SLICE_SECONDS
 from service.rollouts.rollout import Rollout
+from service.trees import tree_group
+from service.trees.path_request import path_request
 from tests.service.cluster.test_move_outcomes import sender_of
 from tests.service.cluster.test_moved_kv import moved_kv
 from tests.service.cluster.test_moves import (
@@ -289,6 +294,32 @@ async def test_tree_that_is_cancelled_while_it_is_suspended_keeps_its_tokens(
     assert answer["outcome"] == "cancelled"
     assert [each["finish_reason"] for each in tree["segments"]] == ["aborted"] * 2
     assert [len(each["token_ids"]) for each in tree["segments"]] == [5, 5]
+
+
+async def test_requests_of_a_resumed_tree_are_built_in_several_turns(
+    pair: list[Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tree is cancelled after the first of them, and submits none."""
+    a, _ = pair
+    calling = asyncio.create_task(post(a, tree_request()))
+    await running_samples(a, 2)
+    engine_of(a).step(BLOCK)
+    (rollout,), tasks = a.server.rollouts.in_flight(), list[asyncio.Task[None]]()
+
+    def build_slowly(*args: Any, **options: Any) -> SampleRequest:
+        time.sleep(2 * SLICE_SECONDS)
+        if not tasks:
+            tasks.append(asyncio.create_task(a.server.rollouts.cancel(rollout)))
+        return path_request(*args, **options)
+
+    num_submitted = len(engine_of(a).submitted)
+    monkeypatch.setattr(tree_group, "path_request", build_slowly)
+    await suspended_now(a, stays)
+    answer = (await calling).json()
+    await asyncio.gather(*tasks)
+    assert answer["outcome"] == "cancelled"
+    assert [len(each["token_ids"]) for each in answer["groups"][0]["segments"]] == [BLOCK] * 2
+    assert len(engine_of(a).submitted) == num_submitted
 
 
 async def test_several_trees_of_a_rollout_move(pair: list[Served]) -> None:
