@@ -126,7 +126,9 @@ class KvExporter:
             groups = [group for group in rollout.groups if group.suspended]
             trees = (group for group in rollout.groups if isinstance(group, TreeGroup))
             if num_paths := sum(len(tree.suspended_paths) for tree in trees):
-                self._on_prefilled("tree", num_paths)  # forks would not find KV that is loaded
+                # Forks are not requests of a path's chain. A tree in one chain would lose the
+                # public prefix cache.
+                self._on_prefilled("tree", num_paths)
             async with asyncio.TaskGroup() as tasks:
                 work = [
                     tasks.create_task(self._try_group(rollout, group, version, ends_at, exports))

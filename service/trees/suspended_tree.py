@@ -1,7 +1,9 @@
 """Continuation of a suspended tree: a new group with the segments and paths of the old one.
 
-Each path goes on after its last token, with the same seed. The tree has the shape that it would
-have without the suspension, if the same weights are active.
+Each path goes on after its last token, with the same seed. If the same weights are
+active, the tree has the segments that it would have without the suspension, with two exceptions.
+vLLM's first model runner on a GPU gives seeded paths with tokens another seed. And where
+`max_new_tokens_total` ends paths, the order in which paths end decides about the others.
 """
 
 import uuid
