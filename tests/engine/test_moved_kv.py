@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from prometheus_client import Counter
 
 from engine.settings import AttentionSettings
 from engine.types import Completion, FinishedListener, SampleRequest
@@ -92,13 +93,23 @@ async def have_sampled(served: Served, num_tokens: int) -> None:
             await asyncio.sleep(0.001)
 
 
-def counted(served: Served) -> dict[str, float]:
-    (family,) = served.server.metrics.cluster.moved_kv.collect()
+def counts_of(counter: Counter) -> dict[str, float]:
+    (family,) = counter.collect()
     return {
         each.labels["outcome"]: each.value
         for each in family.samples
         if each.name.endswith("_total") and each.value
     }
+
+
+def counted(served: Served) -> dict[str, float]:
+    return counts_of(served.server.metrics.cluster.moved_kv)
+
+
+def num_moved(served: Served) -> tuple[float, float]:
+    """Numbers of moved rollouts and of their paths."""
+    moves = counts_of(served.server.metrics.cluster.moves)
+    return moves.get("moved", 0), counted(served).get("tree", 0)
 
 
 def samples(answer: Any) -> list[Any]:
@@ -231,11 +242,14 @@ def tree_request(kind: str, temperature: float, *, first: int) -> dict[str, Any]
     }
 
 
-async def have_grown(served: Served, num_tokens: int) -> None:
+async def have_grown(served: Served, num_tokens: int, calling: asyncio.Task[Any]) -> None:
     """Wait until the segments and the running paths of a tree have this many tokens."""
     async with asyncio.timeout(120):
         while True:
+            assert not calling.done(), "the tree was complete before its move"
             for rollout in served.server.rollouts.in_flight():
+                if rollout.ended:
+                    continue
                 (group,) = rollout.groups
                 assert isinstance(group, TreeGroup)
                 paths = group.running_paths
@@ -271,13 +285,13 @@ async def test_moved_tree_has_the_segments_of_no_move(
     body = tree_request(kind, temperature, first=len(kind) + int(temperature))
     expected = await rollout(a, body)
     num_tokens = sum(len(each["token_ids"]) for each in expected["groups"][0]["segments"])
+    before = [num_moved(served) for served in pair]
     calling = asyncio.create_task(rollout(a, body))
     recomputed = list[int]()
     b.server.engine.listen_finished(recorder(recomputed))
-    await have_grown(a, num_tokens // 2)
+    await have_grown(a, num_tokens // 2, calling)
     await a.server.move_sender.send_all(60.0)
-    assert not calling.done()
-    await have_grown(b, num_tokens * 3 // 4)
+    await have_grown(b, num_tokens * 3 // 4, calling)
     await b.server.move_sender.send_all(60.0)
     b.server.engine.listen_finished(None)
     answer = await calling
@@ -290,4 +304,6 @@ async def test_moved_tree_has_the_segments_of_no_move(
     for (tokens, logprobs), (other, others) in zip(*rows, strict=True):
         assert tokens == other
         assert logprobs == pytest.approx(others, abs=TOLERANCE)
-    assert counted(a)["tree"] and counted(b)["tree"]
+    for served, (num_rollouts, num_paths) in zip(pair, before, strict=True):
+        assert num_moved(served)[0] == num_rollouts + 1
+        assert num_moved(served)[1] > num_paths
