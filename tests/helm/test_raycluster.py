@@ -26,6 +26,10 @@ def container(node: Any) -> Any:
     return found
 
 
+def chart_values() -> Any:
+    return yaml.safe_load((HERE / "coppice" / "values.yaml").read_text())
+
+
 def settings(folder: Path) -> Settings:
     file = folder / "settings.yaml"
     file.write_text(CONFIG_MAP["data"]["settings.yaml"])
@@ -57,8 +61,49 @@ def test_server_is_probed_and_reached_at_its_port(tmp_path: Path) -> None:
     probes = [probe for name, probe in container(HEAD).items() if name.endswith("Probe")]
     assert [probe["httpGet"]["port"] for probe in probes] == ["http"] * 3
     assert SERVICE["spec"]["selector"]["ray.io/cluster"] == CLUSTER["metadata"]["name"]
-    grace = HEAD["template"]["spec"]["terminationGracePeriodSeconds"]
-    assert grace >= server.drain_seconds + server.stop_seconds
+
+
+def test_ranks_are_kept_until_the_service_has_drained(tmp_path: Path) -> None:
+    server = settings(tmp_path).server
+    waits, ranks = (container(node)["lifecycle"]["preStop"]["exec"]["command"] for node in NODES)
+    endpoint = int(chart_values()["drain"]["endpointSeconds"])
+    assert waits == ["sleep", str(endpoint)]
+    graces = [node["template"]["spec"]["terminationGracePeriodSeconds"] for node in NODES]
+    assert graces[0] >= endpoint + server.drain_seconds + server.stop_seconds
+    assert graces[1] > graces[0]
+    assert ranks[:2] == ["bash", "-c"] and "while ray health-check --address" in ranks[2]
+    assert "/cache/head" in ranks[2] and "/cache/head" in container(WORKERS)["args"][0]
+
+
+def test_pods_are_as_restricted_as_those_of_the_chart() -> None:
+    values = chart_values()
+    for node in NODES:
+        assert node["template"]["spec"]["securityContext"] == values["podSecurityContext"]
+        assert container(node)["securityContext"] == values["securityContext"]
+
+
+def test_only_the_own_pods_reach_ray_and_they_reach_nothing_else() -> None:
+    own = {"podSelector": {"matchLabels": {"ray.io/cluster": CLUSTER["metadata"]["name"]}}}
+    policy = POLICY["spec"]
+    assert policy["policyTypes"] == ["Ingress", "Egress"]
+    ranks, callers = policy["ingress"]
+    assert ranks == {"from": [own]}
+    assert callers["ports"] == [{"protocol": "TCP", "port": "http"}]
+    assert not any("namespaceSelector" in peer for peer in callers["from"])
+    names, pods = policy["egress"]
+    assert {port["port"] for port in names["ports"]} == {53}
+    assert pods == {"to": [own]}
+
+
+def test_nodes_of_ray_authenticate_and_send_no_usage_reports() -> None:
+    for node in NODES:
+        variables = {one["name"]: one["value"] for one in container(node)["env"]}
+        assert variables["RAY_AUTH_MODE"] == "token"
+        assert variables["RAY_USAGE_STATS_ENABLED"] == "0"
+        mounts = {mount["name"]: mount["mountPath"] for mount in container(node)["volumeMounts"]}
+        assert variables["RAY_AUTH_TOKEN_PATH"] == f"{mounts['ray']}/token"
+        (secret,) = (v for v in node["template"]["spec"]["volumes"] if v["name"] == "ray")
+        assert secret["secret"]["secretName"] == "coppice-ray"
 
 
 def test_files_in_the_settings_are_mounted(tmp_path: Path) -> None:
