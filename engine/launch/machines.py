@@ -4,6 +4,7 @@ Features that keep files or shared memory of one machine are refused at the star
 """
 
 import os
+import re
 import socket
 import time
 from collections.abc import Callable
@@ -19,6 +20,8 @@ from engine.settings import EngineSettings, SpeculationSettings
 LOOPBACK: Final = "127.0.0.1"
 RESOLVE_SECONDS: Final = 1.0
 MAX_RESOLVE_SECONDS: Final = 120.0
+_JOINED: Final = re.compile(r"|auto|[^\s/]+:\d+")
+"""RAY_ADDRESS of a running cluster. Ray starts one for `local`, and `ray://` is a client's."""
 
 
 def check_machines(
@@ -67,10 +70,11 @@ def _check_ray(settings: EngineSettings, finds: Callable[[str], object]) -> None
             "engine.distributed_executor_backend ray needs Ray, which is not installed: install "
             "coppice-rl[ray]"
         )
-    if settings.ray_address is None and "://" in os.environ.get("RAY_ADDRESS", ""):
+    address = os.environ.get("RAY_ADDRESS", "")
+    if settings.ray_address is None and not _JOINED.fullmatch(address):
         raise StartFailed(
-            "RAY_ADDRESS is the address of a Ray client, and the service must be on a node of the "
-            "cluster: set engine.ray_address to host and port"
+            f"RAY_ADDRESS is {address!r}, and the service must be on a node of a running cluster: "
+            "set engine.ray_address to host and port"
         )
 
 

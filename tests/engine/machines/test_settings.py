@@ -81,12 +81,18 @@ def test_start_without_ray_names_the_package() -> None:
         check_machines(EngineSettings(**RAY), OFF, finds=lambda _: False)
 
 
-def test_address_of_a_ray_client_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", "ray://10.0.0.1:10001")
+@pytest.mark.parametrize("address", ["ray://10.0.0.1:10001", "local", "LOCAL", "10.0.0.1", " "])
+def test_address_that_is_not_of_a_node_is_refused(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(StartFailed, match="must be on a node"):
         check_machines(EngineSettings(**RAY), OFF, finds=lambda _: True)
     node = EngineSettings(**RAY, ray_address="10.0.0.1:6379")
     check_machines(node, OFF, finds=lambda _: True)
+    for joined in ("", "auto", "10.0.0.1:6379", "[fd00::1]:6379"):
+        monkeypatch.setenv("RAY_ADDRESS", joined)
+        check_machines(EngineSettings(**RAY), OFF, finds=lambda _: True)
 
 
 def test_ray_is_an_argument_of_vllm_too() -> None:
