@@ -195,11 +195,17 @@ def _follows(name: str, parent: Segment | None) -> bool:
 
 
 def _bounds(plan: Plan, moved: MovedPath, *, start: int) -> PathBounds:
-    """Limits of a path; refuses those that `path_bounds` cannot have for the same request."""
+    """Limits of a path; refuses lengths and cuts that `path_bounds` cannot have for the request.
+
+    Leaves, and the tokens of the tree's budget, are only limited in sum.
+    """
     limit, share = moved.max_tokens, moved.num_leaves
     is_entropy = plan.branching.mode == "entropy"
     if start + limit > plan.max_length:
         raise _invalid("tree", "a path exceeds max_tokens or the context")
+    is_shorter = not moved.is_cut and start + limit < plan.max_length
+    if moved.is_budget_limited != is_shorter:
+        raise _invalid("tree", "a path has not the length that max_tokens and the context allow")
     if moved.is_cut and (is_entropy or plan.cut(start, moved.segment.depth) != start + limit):
         raise _invalid("tree", "a path is not cut as the request describes")
     if not is_entropy and moved.is_cut != (share > 1):
