@@ -33,7 +33,7 @@ _OF_ONE_NODE = frozenset(
 """Engine settings in which the machines of one engine may differ. Prompt KV is off on several."""
 _OF_RANKS = frozenset(
     (ENGINE_ENV, ATTENTION_ENV, SPECULATION_ENV, GRAPHS_ENV, DIGEST_ENV, COPIES_ENV)
-    + ("LD_PRELOAD", "PYTHONWARNINGS", "PYTHONHASHSEED", "HF_HUB_OFFLINE")
+    + ("PYTHONWARNINGS", "PYTHONHASHSEED", "HF_HUB_OFFLINE")
     + ("COPPICE_SHARED_PREFIX_ISA",)
 )
 _PREFIXES_OF_RANKS = (
@@ -42,9 +42,10 @@ _PREFIXES_OF_RANKS = (
 )
 _NOT_OF_RANKS = frozenset(
     ("VLLM_HOST_IP", "VLLM_HOST_PORT", "VLLM_PORT", "VLLM_RPC_BASE_PATH", "VLLM_API_KEY")
-    + ("TORCHINDUCTOR_CACHE_DIR",)
+    + ("TORCHINDUCTOR_CACHE_DIR", "VLLM_NIXL_SIDE_CHANNEL_HOST")
 )
 """Variables of one machine, and credentials, that begin like variables of ranks."""
+_INTERFACE_SUFFIX = "_SOCKET_IFNAME"
 _OPENMP_LIBRARY = re.compile(r"lib(g|i)?omp\d*[.-]")
 NO_STEP_DEADLINE_SECONDS = 10**6
 """Deadline of a vLLM step that is never reached.
@@ -108,11 +109,24 @@ def graph_plan() -> Plan | None:
 
 def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Variables of EngineCore that ranks need which do not inherit its environment, as with Ray."""
-    return {
-        name: value
-        for name, value in environment.items()
-        if name in _OF_RANKS or (name.startswith(_PREFIXES_OF_RANKS) and name not in _NOT_OF_RANKS)
-    }
+    return {name: value for name, value in environment.items() if _is_of_ranks(name)}
+
+
+def _is_of_ranks(name: str) -> bool:
+    is_of_one_machine = name in _NOT_OF_RANKS or name.endswith(_INTERFACE_SUFFIX)
+    return name in _OF_RANKS or (name.startswith(_PREFIXES_OF_RANKS) and not is_of_one_machine)
+
+
+def rank_preload(environment: Mapping[str, str]) -> dict[str, str]:
+    """LD_PRELOAD of a CPU rank: the OpenMP runtime, if it is preloaded here."""
+    library = str(intel_openmp_library())
+    is_preloaded = library in environment.get("LD_PRELOAD", "").split(":")
+    return {"LD_PRELOAD": library} if is_preloaded else {}
+
+
+def interface_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Names of network interfaces, which ranks use unless their node has names of its own."""
+    return {name: value for name, value in environment.items() if name.endswith(_INTERFACE_SUFFIX)}
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from ipaddress import ip_address
 from typing import Any, Final
@@ -99,9 +99,13 @@ def network_variables(settings: EngineSettings) -> dict[str, str]:
     return variables
 
 
-def set_network_variables(address: str) -> None:
-    """Set the address of a Ray node for its rank, unless the node's environment has one."""
-    os.environ.setdefault("VLLM_HOST_IP", address)
+def set_network_variables(address: str, defaults: Mapping[str, str]) -> None:
+    """Set the address of a Ray node for its rank, unless the node's environment has one.
+
+    `defaults` are variables of the service, and come before the interface of the address.
+    """
+    for name, value in ({"VLLM_HOST_IP": address} | dict(defaults)).items():
+        os.environ.setdefault(name, value)
     if interface := _interface_of(address):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 

@@ -19,7 +19,12 @@ from vllm.v1.executor import ray_executor_v2
 from vllm.v1.executor.ray_utils import WORKER_SPECIFIC_ENV_VARS
 
 from engine.errors import StartFailed
-from engine.launch.environment import rank_variables, separate_copies
+from engine.launch.environment import (
+    interface_variables,
+    rank_preload,
+    rank_variables,
+    separate_copies,
+)
 from engine.launch.machines import set_network_variables
 
 CPU: Final = "CPU"
@@ -40,7 +45,8 @@ class RayExecutor(ray_executor_v2.RayExecutorV2):  # type: ignore[misc]
 
     def _init_executor(self) -> None:
         ray_executor_v2.RayWorkerProc = RayRank
-        WORKER_SPECIFIC_ENV_VARS.update(os.environ)  # or vLLM would send all variables
+        # vLLM would send all other variables as defaults of a rank.
+        WORKER_SPECIFIC_ENV_VARS.update(os.environ.keys() - interface_variables(os.environ))
         if current_platform.is_cpu():
             current_platform.ray_device_key = CPU
         _connect(self.parallel_config.ray_runtime_env)
@@ -48,7 +54,8 @@ class RayExecutor(ray_executor_v2.RayExecutorV2):  # type: ignore[misc]
 
     def _build_runtime_env(self) -> dict[str, Any]:
         runtime_env: dict[str, Any] = super()._build_runtime_env()
-        variables = rank_variables(os.environ)
+        preload = rank_preload(os.environ) if current_platform.is_cpu() else {}
+        variables = rank_variables(os.environ) | preload
         return runtime_env | {"env_vars": variables | runtime_env["env_vars"]}
 
     @staticmethod
@@ -90,7 +97,7 @@ class RayRank(ray_executor_v2.RayWorkerProc):  # type: ignore[misc]
     ) -> None:
         address = ray.util.get_node_ip_address()
         _check_model(self._init_kwargs["vllm_config"].model_config.model, address)
-        set_network_variables(address)
+        set_network_variables(address, driver_env_vars or {})
         node_id = ray.get_runtime_context().get_node_id()
         separate_copies(node_id)
         if current_platform.is_cpu():

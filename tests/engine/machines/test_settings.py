@@ -19,7 +19,14 @@ from engine.launch.digests import (
     check_ranks_equal,
     model_digest,
 )
-from engine.launch.environment import rank_variables, settings_digest, thread_variables
+from engine.launch.environment import (
+    intel_openmp_library,
+    interface_variables,
+    rank_preload,
+    rank_variables,
+    settings_digest,
+    thread_variables,
+)
 from engine.launch.machines import (
     check_machines,
     check_serves,
@@ -180,11 +187,33 @@ def test_ranks_in_ray_get_the_variables_of_engines_and_no_credentials() -> None:
         "COPPICE_ENGINE_ATTENTION": "{}",
         "VLLM_PLUGINS": "coppice",
         "NCCL_DEBUG": "INFO",
-        "LD_PRELOAD": "libiomp5.so",
         "OMP_NUM_THREADS": "1",
     }
-    others = ("COPPICE_AUTH__KEYS", "HF_TOKEN", "VLLM_API_KEY", "VLLM_HOST_IP", "TMPDIR", "PATH")
+    others = (
+        *("COPPICE_AUTH__KEYS", "HF_TOKEN", "VLLM_API_KEY", "VLLM_HOST_IP", "TMPDIR", "PATH"),
+        *("VLLM_NIXL_SIDE_CHANNEL_HOST", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "LD_PRELOAD"),
+    )
     assert rank_variables(kept | dict.fromkeys(others, "x")) == kept
+
+
+def test_only_the_openmp_runtime_is_preloaded_in_ray() -> None:
+    library = str(intel_openmp_library())
+    assert rank_preload({"LD_PRELOAD": f"/x/libtcmalloc.so:{library}"}) == {"LD_PRELOAD": library}
+    assert rank_preload({"LD_PRELOAD": "/x/libtcmalloc.so"}) == rank_preload({}) == {}
+
+
+def test_interfaces_of_a_ray_node_precede_those_of_the_service(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = ("VLLM_HOST_IP", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    for name in names:
+        monkeypatch.setenv(name, "")  # restored at the end
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
+    service = {"NCCL_SOCKET_IFNAME": "eth0", "GLOO_SOCKET_IFNAME": "eth1", "NCCL_DEBUG": "INFO"}
+    set_network_variables("127.0.0.1", interface_variables(service))
+    assert [os.environ[name] for name in names] == ["127.0.0.1", "eth1", "ib0"]
+    assert os.environ.get("NCCL_DEBUG") != "INFO"
 
 
 def test_address_of_a_ray_node_gives_way_to_the_variables_of_its_environment(
@@ -194,7 +223,7 @@ def test_address_of_a_ray_node_gives_way_to_the_variables_of_its_environment(
         monkeypatch.setenv(name, "")  # restored at the end
         monkeypatch.delenv(name)
     monkeypatch.setenv("VLLM_HOST_IP", "192.0.2.7")
-    set_network_variables("127.0.0.1")
+    set_network_variables("127.0.0.1", {})
     assert (os.environ["VLLM_HOST_IP"], os.environ["GLOO_SOCKET_IFNAME"]) == ("192.0.2.7", "lo")
 
 
