@@ -3,8 +3,9 @@
     .venv/bin/python scripts/dependencies.py
 
 Licences of the CPU packages are from the metadata of installed packages, so it needs the
-environment of `make serve`. Those of packages that only GPUs need are kept from the page. For new
-versions they are read from the wheels on the package index: only the metadata is downloaded.
+environment of `make serve`. Those of Ray, and of packages that only GPUs need, are kept from the
+page. For new versions they are read from the wheels on the package index: only the metadata is
+downloaded.
 """
 
 import io
@@ -46,6 +47,14 @@ GPU = """
 ## Only on GPUs
 
 `requirements/gpu.txt`, without the packages that are listed above at the same version.
+
+| package | version | licence |
+|---|---|---|
+"""
+RAY = """
+## With Ray
+
+`requirements/ray.txt`, for `engine.distributed_executor_backend: ray`.
 
 | package | version | licence |
 |---|---|---|
@@ -140,13 +149,16 @@ def row(name: str, version: str, text: str) -> str:
 def rendered(known: dict[tuple[str, str], str]) -> str:
     """The page. `known` has the licences that need not be looked up on the package index."""
     cpu = [(name, v, installed_licence(name)) for name, v in pinned("torch-cpu", "cpu")]
-    gpu = [(n, v, known.get((n, v)) or published_licence(n, v)) for n, v in only_gpu()]
-    tables = ["".join(row(*cells) for cells in table) for table in (cpu, gpu)]
-    return HEAD + CPU + tables[0] + GPU + tables[1]
+    gpu, ray = (
+        [(n, v, known.get((n, v)) or published_licence(n, v)) for n, v in packages]
+        for packages in (only_gpu(), pinned("ray"))
+    )
+    tables = ["".join(row(*cells) for cells in table) for table in (cpu, gpu, ray)]
+    return HEAD + CPU + tables[0] + GPU + tables[1] + RAY + tables[2]
 
 
 def listed() -> dict[tuple[str, str], str]:
-    """Licences on the page of packages that only GPUs need."""
+    """Licences on the page of packages that are not installed here."""
     rows = ROW.findall(FILE.read_text(encoding="utf-8").partition(GPU)[2])
     return {(name, version): text.strip("*") for name, version, text in rows}
 

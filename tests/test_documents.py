@@ -140,10 +140,11 @@ def test_every_picture_of_the_diagrams_is_shown_on_a_page() -> None:
 def test_dependency_report_matches_the_lock_files() -> None:
     """Licences come from packages' metadata, names and versions from the lock files."""
     dependencies = script("dependencies")
-    cpu, _, gpu = dependencies.FILE.read_text().partition("## Only on GPUs")
-    tables = [dependencies.ROW.findall(part)[1:] for part in (cpu, gpu)]
+    parts = re.split("## Only on GPUs|## With Ray", dependencies.FILE.read_text())
+    tables = [dependencies.ROW.findall(part)[1:] for part in parts]
     named = [[(name, version) for name, version, _ in table] for table in tables]
     expected = [dependencies.pinned("torch-cpu", "cpu"), dependencies.only_gpu()]
+    expected.append(dependencies.pinned("ray"))
     assert named == expected, "python scripts/dependencies.py"
     proprietary = [licence for name, _, licence in tables[1] if name.startswith("nvidia-cu")]
     assert proprietary and all(
