@@ -3,6 +3,7 @@
 The id of a moved rollout is registered as a key, too, so that every replica finds the new one.
 """
 
+from collections.abc import Sequence
 from contextlib import suppress
 
 from service.cluster.membership import (
@@ -81,6 +82,17 @@ class KeyTransfers:
         """Take a key of this replica back from one that has not accepted its rollout."""
         with suppress(RegistryUnavailable):
             await self._transfer(claim_key, replica_id)
+
+    async def restore(self, claim_keys: Sequence[str], replica_id: str) -> None:
+        """Take keys back that a replica may have taken over with what it has not accepted.
+
+        Those that this replica does not hold are released.
+        """
+        for claim_key in claim_keys:
+            if claim_key in self._cluster.claims:
+                await self.take_back(claim_key, replica_id)
+            else:
+                await self.release(claim_key, replica_id)
 
     async def release(self, claim_key: str, replica_id: str) -> None:
         """Release a key that a replica may have taken over, and that this one does not need."""

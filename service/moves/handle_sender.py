@@ -3,7 +3,6 @@
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 import httpx
 
@@ -13,11 +12,12 @@ from service.cluster.key_transfers import KeyTransfers
 from service.cluster.membership import ClusterMembership
 from service.cluster.registry import Replica
 from service.http.errors import KvNotFound
+from service.moves import offers
 from service.moves.handle_receiver import PATH
 from service.moves.kv_export import is_of_move
 from service.moves.kv_files import MAX_SECONDS
 from service.moves.peers import MovePeers
-from service.moves.sender import CANCEL_SECONDS, MoveOutcome
+from service.moves.sender import MoveOutcome
 from service.prompt_kv.handle import Handle
 from service.prompt_kv.manager import PromptKvManager
 from service.prompt_kv.slots import Slot
@@ -159,25 +159,16 @@ class HandleSender:
 
         It may take `seconds` for the copy.
         """
-        url, is_accepted = replica.url.rstrip("/") + PATH, False
-        body = self._body(handle, seconds)
+        body, is_accepted, limit = self._body(handle, seconds), False, seconds + RESPONSE_SECONDS
         try:
-            async with asyncio.timeout(seconds + RESPONSE_SECONDS):
-                response = await http.post(url, content=body)
-            is_accepted = response.status_code == 201
+            is_accepted = await offers.is_accepted(
+                http, replica, PATH, body, resource_id=handle.id, seconds=limit
+            )
             if is_accepted:
                 self._on_moved(handle, replica)
-            else:
-                log.warning("%s refused prompt KV: %s", replica.id, response.status_code)
-        except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
-            log.warning("a move to %s failed: %s", replica.id, type(error).__name__)
-            await _cancel(http, f"{url}/{handle.id}")
-        except asyncio.CancelledError:
-            await _cancel(http, f"{url}/{handle.id}")
-            raise
         finally:
             if not is_accepted:
-                await self._take_back(replica, handle)
+                await self._transfers.restore([_cluster_key(handle)], replica.id)
         return is_accepted
 
     def _body(self, handle: Handle, seconds: float) -> bytes:
@@ -211,17 +202,6 @@ class HandleSender:
         self._prompt_kv.handles.on_moved(handle, replica.url)
         log.info("a prompt-KV handle moved to %s", replica.url)
 
-    async def _take_back(self, replica: Replica, handle: Handle) -> None:
-        """Take back the key of a handle, which the replica may have taken over.
-
-        It is released if this replica has not received the handle by a move.
-        """
-        key = _cluster_key(handle)
-        if key in self._cluster.claims:
-            await self._transfers.take_back(key, replica.id)
-        else:
-            await self._transfers.release(key, replica.id)
-
 
 def _can_move(handle: Handle) -> bool:
     return handle.has_started and not handle.is_arriving and not is_of_move(handle.owner)
@@ -229,10 +209,3 @@ def _can_move(handle: Handle) -> bool:
 
 def _cluster_key(handle: Handle) -> str:
     return IdempotencyClaim.of_move(handle.owner, handle.id).cluster_key
-
-
-async def _cancel(http: httpx.AsyncClient, url: str) -> None:
-    """Cancel a move whose outcome is unknown."""
-    with suppress(httpx.HTTPError, httpx.InvalidURL, TimeoutError):
-        async with asyncio.timeout(CANCEL_SECONDS):
-            await http.delete(url)

@@ -14,6 +14,7 @@ from engine.protocol import Engine
 from service.cluster.key_transfers import KeyTransfers
 from service.cluster.membership import ClusterMembership
 from service.cluster.registry import Replica
+from service.moves import offers
 from service.moves.kv_export import KvExporter
 from service.moves.peers import Connect, MovePeers
 from service.moves.state import estimated_bytes, state_of
@@ -27,7 +28,6 @@ from service.weights.versions import Versions
 MoveOutcome = Literal["moved", "kept"]
 OnMoveEnded = Callable[[MoveOutcome], None]
 CONCURRENT_MOVES = 8
-CANCEL_SECONDS = 0.5
 POLL_SECONDS = 0.01
 PATH = "/v1/moves"
 
@@ -199,23 +199,17 @@ class MoveSender:
             elif rollout.is_suspended:
                 is_accepted = True
             else:
-                await self._cancel(http, replica, rollout)
+                await offers.cancel(http, f"{_url(replica)}/{rollout.id}")
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             log.warning("a move to %s failed: %s", replica.id, type(error).__name__)
-            await self._cancel(http, replica, rollout)
+            await offers.cancel(http, f"{_url(replica)}/{rollout.id}")
         except asyncio.CancelledError:
-            await self._cancel(http, replica, rollout)
+            await offers.cancel(http, f"{_url(replica)}/{rollout.id}")
             raise
         finally:
             if not is_accepted:
                 await self._take_back(replica, rollout)
         return is_accepted
-
-    async def _cancel(self, http: httpx.AsyncClient, replica: Replica, rollout: Rollout) -> None:
-        """Cancel a move without a response, or of a rollout that was cancelled meanwhile."""
-        with suppress(httpx.HTTPError, httpx.InvalidURL, TimeoutError):
-            async with asyncio.timeout(CANCEL_SECONDS):
-                await http.delete(f"{_url(replica)}/{rollout.id}")
 
     async def _take_back(self, replica: Replica, rollout: Rollout) -> None:
         """Take back the keys, of which the other replica may have taken over some.

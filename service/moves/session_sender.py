@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from itertools import islice
 
 import httpx
@@ -11,8 +11,9 @@ import httpx
 from service.cluster.key_transfers import KeyTransfers
 from service.cluster.membership import ClusterMembership
 from service.cluster.registry import Replica
+from service.moves import offers
 from service.moves.peers import MovePeers
-from service.moves.sender import CANCEL_SECONDS, CONCURRENT_MOVES, OnMoveEnded
+from service.moves.sender import CONCURRENT_MOVES, OnMoveEnded
 from service.moves.session_state import encoded, estimated_bytes, moved_group
 from service.sessions.manager import SessionManager
 from service.sessions.session import Session
@@ -191,24 +192,16 @@ class SessionSender:
         body: bytes,
     ) -> bool:
         """True if the other replica has accepted the sessions, which then are there only."""
-        url, is_accepted = replica.url.rstrip("/") + PATH, False
+        is_accepted = False
         try:
-            async with asyncio.timeout(OFFER_SECONDS):
-                response = await http.post(url, content=body)
-            is_accepted = response.status_code == 201
+            is_accepted = await offers.is_accepted(
+                http, replica, PATH, body, resource_id=sessions[0].id, seconds=OFFER_SECONDS
+            )
             if is_accepted:
                 self._on_moved(group, sessions, replica)
-            else:
-                log.warning("%s refused sessions: %s", replica.id, response.status_code)
-        except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
-            log.warning("a move to %s failed: %s", replica.id, type(error).__name__)
-            await _cancel(http, f"{url}/{sessions[0].id}")
-        except asyncio.CancelledError:
-            await _cancel(http, f"{url}/{sessions[0].id}")
-            raise
         finally:
             if not is_accepted:
-                await self._take_back(replica, group, sessions)
+                await self._transfers.restore(_cluster_keys(group, sessions), replica.id)
         return is_accepted
 
     def _on_moved(self, group: SessionGroup, sessions: Sequence[Session], replica: Replica) -> None:
@@ -220,28 +213,8 @@ class SessionSender:
             self._sessions.kv_releases.add(session.id)
         log.info("%d sessions moved to %s", len(sessions), replica.url)
 
-    async def _take_back(
-        self, replica: Replica, group: SessionGroup, sessions: Sequence[Session]
-    ) -> None:
-        """Take back the keys, of which the other replica may have taken over some.
-
-        Those that this replica does not hold are released.
-        """
-        for key in _cluster_keys(group, sessions):
-            if key in self._cluster.claims:
-                await self._transfers.take_back(key, replica.id)
-            else:
-                await self._transfers.release(key, replica.id)
-
 
 def _cluster_keys(group: SessionGroup, sessions: Sequence[Session]) -> list[str]:
     """Keys that the receiver takes over: those of the group with its first sessions."""
     keys = [moved_key(session.id) for session in sessions]
     return keys if group.moved_to is not None else [*keys, *group.cluster_keys]
-
-
-async def _cancel(http: httpx.AsyncClient, url: str) -> None:
-    """Cancel a move whose outcome is unknown."""
-    with suppress(httpx.HTTPError, httpx.InvalidURL, TimeoutError):
-        async with asyncio.timeout(CANCEL_SECONDS):
-            await http.delete(url)

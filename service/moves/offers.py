@@ -1,0 +1,49 @@
+"""Offers of a draining replica's rollouts, sessions and prompt-KV handles to another replica."""
+
+import asyncio
+import logging
+from contextlib import suppress
+
+import httpx
+
+from service.cluster.registry import Replica
+
+CANCEL_SECONDS = 0.5
+
+log = logging.getLogger(__name__)
+
+
+async def is_accepted(
+    http: httpx.AsyncClient,
+    replica: Replica,
+    path: str,
+    body: bytes,
+    *,
+    resource_id: str,
+    seconds: float,
+) -> bool:
+    """True if the replica has accepted the resources; an offer without a response is cancelled.
+
+    `resource_id` is the id by which the offer is cancelled.
+    """
+    url = replica.url.rstrip("/") + path
+    try:
+        async with asyncio.timeout(seconds):
+            response = await http.post(url, content=body)
+    except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
+        log.warning("a move to %s failed: %s", replica.id, type(error).__name__)
+        await cancel(http, f"{url}/{resource_id}")
+        return False
+    except asyncio.CancelledError:
+        await cancel(http, f"{url}/{resource_id}")
+        raise
+    if response.status_code != 201:
+        log.warning("%s refused %s: %s", replica.id, path, response.status_code)
+    return response.status_code == 201
+
+
+async def cancel(http: httpx.AsyncClient, url: str) -> None:
+    """Cancel a move whose outcome is unknown."""
+    with suppress(httpx.HTTPError, httpx.InvalidURL, TimeoutError):
+        async with asyncio.timeout(CANCEL_SECONDS):
+            await http.delete(url)
