@@ -27,12 +27,24 @@ class TrackedRequest:
     `num_stored` of its at most `num_tokens` tokens are in the store. `skip_reason` is the reason it
     gets no drafts. `seeded`: the sample must depend only on its own random stream, and the number
     of draws from it would depend on the drafts. `store_full`: the store has no slot for it.
+    `stop_token_ids` end the sample.
     """
 
     slot: int | None
     num_stored: int
     num_tokens: int
     skip_reason: SpeculationSkipReason | None
+    stop_token_ids: frozenset[int] = frozenset()
+
+    def end_at_stop(self, new_tokens: Sequence[int], num_tokens: int) -> None:
+        """End the sample at the first stop token of a step; it has `num_tokens` after the step.
+
+        A step may accept draft tokens after a stop token. vLLM's scheduler drops them later.
+        """
+        if self.stop_token_ids.isdisjoint(new_tokens):
+            return
+        stop = next(i for i, token in enumerate(new_tokens) if token in self.stop_token_ids)
+        self.num_tokens = min(self.num_tokens, num_tokens - len(new_tokens) + stop + 1)
 
 
 class RequestTable:
@@ -68,6 +80,7 @@ class RequestTable:
             num_stored=len(prompt),
             num_tokens=len(prompt) + sampling.max_tokens,
             skip_reason="store_full" if slot is None else find_skip_reason(extra_args, sampling),
+            stop_token_ids=frozenset((sampling.eos_token_id, *(sampling.stop_token_ids or ()))),
         )
 
     def end(self, ended: Iterable[str], requests: Mapping[str, Any]) -> None:
@@ -81,13 +94,15 @@ class RequestTable:
                 continue
             row = self.row(request_id, requests)
             if row.slot is not None:
-                self._append_remaining(row.slot, row.num_stored, request)
+                self._append_remaining(row.slot, row, request)
                 self._store.end(row.slot, keep=True)
             del self._rows[request_id]
 
-    def _append_remaining(self, slot: int, num_stored: int, request: Any) -> None:
-        new_tokens = request.output_token_ids[num_stored - len(request.prompt_token_ids) :]
-        if new_tokens:
+    def _append_remaining(self, slot: int, row: TrackedRequest, request: Any) -> None:
+        start = row.num_stored - len(request.prompt_token_ids)
+        remaining = request.output_token_ids[start:]
+        row.end_at_stop(remaining, row.num_stored + len(remaining))
+        if new_tokens := remaining[: row.num_tokens - row.num_stored]:
             slots, counts, tokens = (
                 np.array(a, np.int32) for a in ([slot], [len(new_tokens)], new_tokens)
             )
@@ -125,16 +140,20 @@ class Batch:
 
     @classmethod
     def of(cls, rows: Mapping[int, TrackedRequest], lengths: Int32Array) -> "Batch":
-        """Batch of rows by their index in the runner's batch; `lengths` are those of all rows."""
+        """Batch of rows by their index in the runner's batch; `lengths` are those of all rows.
+
+        Tokens after the end of a sample do not count.
+        """
         tracked = {index: row for index, row in rows.items() if row.slot is not None}
         indices, known = list(tracked), list(tracked.values())
+        num_tokens = np.array([row.num_tokens for row in known], np.int32)
         ends = [0 if row.skip_reason is not None else row.num_tokens - 1 for row in known]
         return cls(
             batch_indices=indices,
             rows=known,
             slots=np.array([row.slot for row in known], np.int32),
             max_lengths=np.array(ends, np.int32),
-            lengths=np.asarray(lengths, np.int32)[indices],
+            lengths=np.minimum(np.asarray(lengths, np.int32)[indices], num_tokens),
         )
 
     def limits(self, max_draft_tokens: int) -> Int32Array:

@@ -70,8 +70,7 @@ class Speculator(Drafting):
         wanted, self._sent = self._should_draft(len(ids)), None
         sent: TokenLists = [[] for _ in ids]
         if wanted or self._must_update_store():
-            rows = [index for index, new in enumerate(sampled) if new]
-            batch = self._batch(ids, rows, lengths)
+            batch = self._batch(ids, sampled, lengths)
             if batch.rows:
                 self._draft(batch, ids, token_ids, sent, context=context, wanted=wanted)
         if self.profile is None:
@@ -124,10 +123,15 @@ class Speculator(Drafting):
             drafted=drafted,
         )
 
-    def _batch(self, ids: Sequence[str], rows: Sequence[int], lengths: Int32Array) -> Batch:
+    def _batch(
+        self, ids: Sequence[str], sampled: Sequence[Sequence[int]], lengths: Int32Array
+    ) -> Batch:
         self._steps_since_store_update = 0
         self._rows.finish_missing(self._requests, keep=self.profile is None)
-        return Batch.of({index: self._row(ids[index]) for index in rows}, lengths)
+        rows = {index: self._row(ids[index]) for index, new in enumerate(sampled) if new}
+        for index, row in rows.items():
+            row.end_at_stop(sampled[index], int(lengths[index]))
+        return Batch.of(rows, lengths)
 
     def _store_tokens(
         self, batch: Batch, token_ids: Int32Array, max_draft_tokens: int

@@ -11,6 +11,7 @@ from engine.speculation.request_table import GROUP_ARG, NO_DRAFTS_ARG
 from engine.speculation.speculator import Speculator
 
 WIDTH = 256
+EOS = 99
 
 
 @dataclass
@@ -34,6 +35,7 @@ class Runner:
         logit_bias: dict[int, float] | None = None,
         min_tokens: int = 0,
         max_tokens: int = 100,
+        stop_token_ids: Sequence[int] = (),
     ) -> None:
         named = ({GROUP_ARG: group} if group else {}) | ({} if drafts else {NO_DRAFTS_ARG: True})
         sampling = SimpleNamespace(
@@ -43,6 +45,8 @@ class Runner:
             min_tokens=min_tokens,
             logit_bias=logit_bias,
             max_tokens=max_tokens,
+            eos_token_id=EOS,
+            stop_token_ids=list(stop_token_ids),
         )
         self.requests[name] = SimpleNamespace(
             prompt_token_ids=list(prompt), sampling_params=sampling, output_token_ids=[]

@@ -11,7 +11,7 @@ from engine.speculation.drafting import STORE_UPDATE_INTERVAL
 from engine.speculation.speculator import Speculator
 from kernels.draft_index.store_protocol import Int32Array
 from tests.engine.speculation.drafting_engine import SendAllDrafts
-from tests.engine.speculation.fake_runner import Runner
+from tests.engine.speculation.fake_runner import EOS, Runner
 from tests.kernels.draft_index.reference import ReferenceStore
 
 PROMPT = [1, 2, 3]
@@ -96,6 +96,24 @@ def test_finished_sample_leaves_its_text_to_later_samples_of_its_prompt(
     runner.forget("a")
     runner.add("later", PROMPT, group="h")
     assert runner.step(speculator, {"later": SAID[:3]})["later"] == SAID[3:7]
+
+
+@pytest.mark.parametrize("is_looked_up", [True, False], ids=["looked up", "not looked up"])
+@pytest.mark.parametrize("stop", [EOS, 14], ids=["EOS", "stop token"])
+def test_text_ends_at_the_stop_token_that_a_step_accepted(
+    runner: Runner, speculator: Speculator, stop: int, is_looked_up: bool
+) -> None:
+    runner.add("a", PROMPT, group="g", stop_token_ids=[14])
+    runner.step(speculator, {"a": SAID[:3]})
+    accepted = [stop, 70, 14, 71]
+    if is_looked_up:
+        assert runner.step(speculator, {"a": accepted})["a"] == []
+    else:
+        runner.say("a", accepted)
+    speculator.end(["a"])
+    runner.forget("a")
+    runner.add("later", PROMPT, group="h")
+    assert runner.step(speculator, {"later": SAID[:1]})["later"] == [*SAID[1:3], stop]
 
 
 def test_incomplete_prefill_gets_no_draft(runner: Runner, speculator: Speculator) -> None:
