@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from coppice.wire.rollouts import GroupAnswer
-from coppice.wire.weights import ActivationAnswer
 from engine.errors import EngineError
 from engine.protocol import Engine
 from engine.types import EngineHealth
@@ -262,7 +261,8 @@ class Server:
             announcer,
             max_pause_lease_seconds=settings.limits.max_pause_lease_seconds,
             run_to_completion=self.run_to_completion,
-            on_activated=self._record_activation,
+            on_activated=self.metrics.weights.record_activation,
+            on_weights_changed=self._on_weights_changed,
             on_lease_ended=self.metrics.server.pause_leases_ended.inc,
         )
         downloader = WeightsDownloader(
@@ -473,11 +473,9 @@ class Server:
         self.readiness.caught_up = True
         self.cluster.request_heartbeat()
 
-    def _record_activation(self, answer: ActivationAnswer) -> None:
-        self.metrics.weights.record_activation(answer)
-        if answer.version != answer.previous:
-            self._activated_at = time.monotonic()
-            self._kept_kv_tasks.on_activated()
+    def _on_weights_changed(self) -> None:
+        self._activated_at = time.monotonic()
+        self._kept_kv_tasks.on_weights_changed()
 
     def _count_group(self, rollout: Rollout, group: Group, answer: GroupAnswer) -> None:
         self.metrics.record_group(answer, group.sample_seconds)

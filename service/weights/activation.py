@@ -59,7 +59,11 @@ log = logging.getLogger(__name__)
 
 
 class Activation:
-    """Switches the engine to another weights version, and owns the engine's pause state."""
+    """Switches the engine to another weights version, and owns the engine's pause state.
+
+    `on_weights_changed` is called for each change of the active version. That includes the return
+    to the last version with files if weights without files are lost, which is no activation.
+    """
 
     def __init__(
         self,
@@ -73,6 +77,7 @@ class Activation:
         max_pause_lease_seconds: float,
         run_to_completion: RunToCompletion,
         on_activated: Callable[[ActivationAnswer], None],
+        on_weights_changed: Callable[[], None],
         on_lease_ended: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -84,6 +89,7 @@ class Activation:
         self._announcer = announcer
         self._run_to_completion = run_to_completion
         self._on_activated = on_activated
+        self._on_weights_changed = on_weights_changed
         self._on_lease_ended = on_lease_ended
         self._clock = clock
         self._applying = asyncio.Lock()
@@ -501,6 +507,7 @@ class Activation:
     def _on_loaded(self, label: str) -> None:
         self._versions.activated(label)
         self._prompt_kv.after_weights_update(label)
+        self._on_weights_changed()
 
     async def _resume_unless_paused(self) -> None:
         await self._engine_pauses.resume_unless_paused()

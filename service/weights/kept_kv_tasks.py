@@ -50,8 +50,8 @@ class KeptKvTasks:
                 self._tasks = None
                 self._cancel()
 
-    def on_activated(self) -> None:
-        """Start the task. Call it once the new weights are served."""
+    def on_weights_changed(self) -> None:
+        """Start the task for the new weights."""
         self._cancel()
         if self._tasks is not None:
             self._running = self._tasks.create_task(self._run(), name="kept-kv")

@@ -83,7 +83,7 @@ async def test_measurement_is_repeated_until_the_next_activation() -> None:
     engine = FakeEngine()
     probes = KeptKvTasks(engine, PriorityAging(overtaken_seconds=1), repeat_seconds=0.001)
     async with probes.running():
-        probes.on_activated()
+        probes.on_weights_changed()
         await eventually(lambda: len(engine.measured) >= 3)
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import time
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -211,9 +212,11 @@ async def test_version_with_files_is_active_if_weights_without_files_are_lost(
             if fails is activate:
                 await upload(served, "next")
             engine.load_error = FilesRestored("v1")
+            began = time.monotonic()
             failed = await fails(served, "next")
             assert (failed.status_code, failed.json()["code"]) == (500, "activation_failed")
             assert "v1, the last version with files" in failed.json()["detail"]
+            assert served.server.weights_age_seconds < time.monotonic() - began
             engine.load_error = None
             assert (await states(served))["v1"] == "active"
             sampled = (await sample(served)).json()["groups"][0]["samples"][0]
