@@ -26,6 +26,7 @@ from service.draft_history.stream import RedisHistoryStream
 from service.http.bodies import Bodies
 from service.http.connection_limit import Connections, connection_limit
 from service.kv_reuse.manager import KvReuseManager
+from service.moves.exports import MoveExports
 from service.moves.handle_receiver import HandleReceiver
 from service.moves.handle_sender import HandleSender
 from service.moves.kv_export import KvExporter, KvMoveOutcome
@@ -191,6 +192,11 @@ class Server:
             max_samples_per_request=settings.limits.max_samples_per_request,
             is_paused=lambda: self.activation.paused,
         )
+        exports = MoveExports(
+            engine,
+            self.prompt_kv,
+            bytes_per_second=settings.cluster.move_kv_bytes_per_second,
+        )
         self.move_sender = MoveSender(
             engine,
             self.versions,
@@ -199,12 +205,7 @@ class Server:
             self.cluster,
             transfers,
             peers,
-            kv=KvExporter(
-                engine,
-                self.prompt_kv,
-                bytes_per_second=settings.cluster.move_kv_bytes_per_second,
-                on_prefilled=self._count_moved_kv,
-            ),
+            kv=KvExporter(engine, exports, on_prefilled=self._count_moved_kv),
             max_bytes=settings.limits.max_body_bytes,
             on_ended=lambda outcome: self.metrics.cluster.moves.labels(outcome).inc(),
         )

@@ -13,8 +13,8 @@ from service.cluster.membership import ClusterMembership
 from service.cluster.registry import Replica
 from service.http.errors import KvNotFound
 from service.moves import offers
+from service.moves.exports import is_of_move
 from service.moves.handle_receiver import PATH
-from service.moves.kv_export import is_of_move
 from service.moves.kv_files import MAX_SECONDS
 from service.moves.peers import MovePeers
 from service.moves.sender import MoveOutcome

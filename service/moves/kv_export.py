@@ -11,54 +11,36 @@ within the time for moves. All other samples are prefilled by the receiver.
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-from coppice.prompt_kv.host import read_boot_id
-from coppice.wire.moves import MovedGroupKv, MovedKv, MovedSpan
+from coppice.wire.moves import MovedGroupKv, MovedKv
 from coppice.wire.rollouts import SampleAnswer
 from engine.errors import EngineError
 from engine.kv_types import ExportSlot, KvLoad
 from engine.protocol import Engine
-from engine.types import SampleRequest, Sampling
+from engine.types import SampleRequest
+from service.moves.exports import (
+    MAX_TIME_SHARE,
+    PREFILL_ONLY,
+    KvUnavailable,
+    MoveExports,
+    PrefillReason,
+    owner_of,
+)
 from service.prompt_kv.exports import Export
-from service.prompt_kv.manager import PromptKvManager
 from service.rollouts.fairness import TimeSlice
 from service.rollouts.group import Group
 from service.rollouts.rollout import Rollout
 from service.trees.tree_group import TreeGroup
 
-KvMoveOutcome = Literal[
-    "loaded",
-    "disabled",
-    "other_version",
-    "tree",
-    "too_small",
-    "too_large",
-    "no_room",
-    "timeout",
-    "failed",
-]
-"""`loaded`, or the reason for which a moved sample is prefilled."""
+KvMoveOutcome = Literal["loaded", "tree", PrefillReason]
+"""`loaded`, or the reason for which a moved sample or path is prefilled."""
 OnKvMoved = Callable[[KvMoveOutcome, int], None]
 """Receives what happened to the KV of moved samples, and their number."""
 log = logging.getLogger(__name__)
-
-_OWNER = "moves/"
-PREFILL_ONLY = Sampling(max_tokens=1, temperature=0.0)
-LEASE_SECONDS = 60.0
-MAX_TIME_SHARE = 0.5
-"""Share of the time that is left for moves, in which KV is exported."""
-
-
-class KvUnavailable(Exception):
-    """The samples of a group are moved without their KV."""
-
-    def __init__(self, outcome: KvMoveOutcome) -> None:
-        super().__init__(outcome)
-        self.outcome: KvMoveOutcome = outcome
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,36 +62,16 @@ class Span:
         return [*self.prompt, *self.response][: self.end + 1]
 
 
-def owner_of(rollout_id: str) -> str:
-    """Owner of the handles of a rollout's KV, which no API key has as its name."""
-    return f"{_OWNER}{rollout_id}"
-
-
-def is_of_move(owner: str) -> bool:
-    """True for the owner of handles of a rollout's KV."""
-    return owner.startswith(_OWNER)
-
-
 class KvExporter:
     """Exports the KV of suspended rollouts.
 
-    `bytes_per_second` is the assumed rate at which KV is copied to another replica; 0: none is.
     `on_prefilled` is called with the number of samples that are moved without their KV.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        prompt_kv: PromptKvManager,
-        *,
-        bytes_per_second: float,
-        on_prefilled: OnKvMoved,
-    ) -> None:
+    def __init__(self, engine: Engine, exports: MoveExports, *, on_prefilled: OnKvMoved) -> None:
         self._engine = engine
-        self._prompt_kv = prompt_kv
-        self._bytes_per_second = bytes_per_second
+        self._exports = exports
         self._on_prefilled = on_prefilled
-        self._boot_id = read_boot_id()
         self._busy_until = 0.0
 
     @asynccontextmanager
@@ -120,7 +82,7 @@ class KvExporter:
 
         None if no KV was exported by `until`, of which it uses only a part.
         """
-        exports = list[Export]()
+        begun = list[Export]()
         try:
             ends_at = _now() + MAX_TIME_SHARE * (until - _now())
             groups = [group for group in rollout.groups if group.suspended]
@@ -131,124 +93,76 @@ class KvExporter:
                 self._on_prefilled("tree", num_paths)
             async with asyncio.TaskGroup() as tasks:
                 work = [
-                    tasks.create_task(self._try_group(rollout, group, version, ends_at, exports))
+                    tasks.create_task(self._try_group(rollout, group, version, ends_at, begun))
                     for group in groups
                 ]
             found = [kv for task in work if (kv := task.result()) is not None]
             yield self._moved_kv(found, MAX_TIME_SHARE * (until - _now())) if found else None
         finally:
-            for export in exports:
-                self._release(export)
+            self._exports.release(begun)
 
     def _moved_kv(self, groups: list[MovedGroupKv], seconds: float) -> MovedKv:
-        assert self._prompt_kv.arena is not None, "KV was exported to it"
         return MovedKv.model_construct(
-            boot_id=self._boot_id,
-            arena=str(self._prompt_kv.arena.path),
+            boot_id=self._exports.boot_id,
+            arena=str(self._exports.arena),
             seconds=max(seconds, 0.0),
             groups=groups,
         )
 
     async def _try_group(
-        self, rollout: Rollout, group: Group, version: str, ends_at: float, exports: list[Export]
+        self, rollout: Rollout, group: Group, version: str, ends_at: float, begun: list[Export]
     ) -> MovedGroupKv | None:
-        outcome: KvMoveOutcome = "failed"
+        reason: PrefillReason = "failed"
         try:
             async with asyncio.timeout_at(ends_at):
-                return await self._export(rollout, group, version, ends_at, exports)
+                return await self._export(rollout, group, version, ends_at, begun)
         except KvUnavailable as error:
-            outcome = error.outcome
+            reason = error.reason
         except TimeoutError:
-            outcome = "timeout"
+            reason = "timeout"
         except EngineError as error:
             log.warning("the KV of a moved rollout was not exported: %s", type(error).__name__)
-        self._on_prefilled(outcome, len(group.suspended))
+        self._on_prefilled(reason, len(group.suspended))
         return None
 
     async def _export(
-        self, rollout: Rollout, group: Group, version: str, ends_at: float, exports: list[Export]
+        self, rollout: Rollout, group: Group, version: str, ends_at: float, begun: list[Export]
     ) -> MovedGroupKv:
-        self._check(group, version)
+        self._exports.check_enabled()
+        if not all(_is_of_version(part, version) for part in group.suspended):
+            raise KvUnavailable("other_version")
         prompt, own = _spans(group, self._engine.info.block_size)
         spans = [span for span in (prompt, *own) if span is not None]
         self._reserve_time(sum(span.end - span.first for span in spans), ends_at)
-        begun, turn = dict[Span, Export](), TimeSlice()
-        for span in spans:
-            begun[span] = self._begin(rollout, span, exports)
-            await turn.pause()
-        await self._write(group, begun)
-        moved = {span: self._moved_span(span, export) for span, export in begun.items()}
+        exports = await self._write(rollout, group, spans, begun)
+        moved = {span: self._exports.moved_span(export, span.first) for span, export in exports}
         return MovedGroupKv.model_construct(
             index=group.options.index,
             prompt=None if prompt is None else moved[prompt],
             samples=[None if span is None else moved[span] for span in own],
         )
 
-    def _check(self, group: Group, version: str) -> None:
-        """Raise KvUnavailable if the group's KV cannot be loaded by another replica."""
-        kv_format = self._engine.info.kv_format
-        if not self._bytes_per_second or self._prompt_kv.reason is not None:
-            raise KvUnavailable("disabled")
-        if kv_format is None or kv_format.layers:
-            raise KvUnavailable("disabled")
-        if not all(_is_of_version(part, version) for part in group.suspended):
-            raise KvUnavailable("other_version")
-
     def _reserve_time(self, num_tokens: int, ends_at: float) -> None:
         """Reserve the time to copy these tokens' KV after that of other groups."""
-        if not num_tokens:
-            raise KvUnavailable("too_small")
-        num_bytes = num_tokens * self._engine.info.kv_bytes_per_token
-        until = max(_now(), self._busy_until) + num_bytes / self._bytes_per_second
+        until = max(_now(), self._busy_until) + self._exports.estimated_seconds(num_tokens)
         if until > ends_at:
             raise KvUnavailable("too_large")
         self._busy_until = until
 
-    def _begin(self, rollout: Rollout, span: Span, exports: list[Export]) -> Export:
-        export = self._prompt_kv.begin(
-            owner_of(rollout.id), span.token_ids, LEASE_SECONDS, span.first
-        )
-        exports.append(export)
-        if export.ended.is_set() and export.handle is None:
-            raise KvUnavailable("no_room")
-        return export
-
-    async def _write(self, group: Group, exports: Mapping[Span, Export]) -> None:
-        """Have the engine write the exports. Groups with the same prompt share its export."""
-        requests, turn = list[SampleRequest](), TimeSlice()
-        for span, export in exports.items():
+    async def _write(
+        self, rollout: Rollout, group: Group, spans: Sequence[Span], begun: list[Export]
+    ) -> list[tuple[Span, Export]]:
+        """Have the engine write the spans. Groups with the same prompt share its export."""
+        exports, requests, turn = list[Export](), list[SampleRequest](), TimeSlice()
+        for span in spans:
+            owner, first = owner_of(rollout.id), span.first
+            export = self._exports.begin(owner, span.token_ids, begun, first)
+            exports.append(export)
             if export.export_slot is not None:
                 requests.append(_request(group, span, export.export_slot))
-                await turn.pause()
-        try:
-            for completion in await self._engine.submit(requests):
-                await completion
-        finally:
-            await self._engine.abort([request.id for request in requests])
-        for export in exports.values():
-            if export.is_writer:
-                await self._prompt_kv.finish(export)
-        for export in exports.values():
-            await export.ended.wait()
-
-    def _moved_span(self, span: Span, export: Export) -> MovedSpan:
-        handle = export.handle
-        if handle is None:
-            raise KvUnavailable("failed")
-        handle.start_lease()
-        return MovedSpan.model_construct(
-            handle=handle.id,
-            start=span.first,
-            num_tokens=handle.slot.layout.num_tokens,
-            num_bytes=handle.slot.layout.file_bytes,
-            offset=handle.slot.file_offset,
-        )
-
-    def _release(self, export: Export) -> None:
-        if export.handle is not None:
-            self._prompt_kv.handles.end(export.handle)
-        else:
-            self._prompt_kv.abandon(export)
+            await turn.pause()
+        await self._exports.write(requests, exports)
+        return list(zip(spans, exports, strict=True))
 
 
 def _now() -> float:

@@ -6,7 +6,9 @@ import re
 import stat
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
@@ -15,9 +17,11 @@ from coppice.prompt_kv.host import read_boot_id
 from coppice.prompt_kv.http_client import Download, KvHttpClient
 from coppice.transport.redirects import RedirectPolicy, ServerAddress
 from coppice.wire.moves import MovedSpan
+from engine.protocol import Engine
 from service.cluster.membership import ClusterMembership
+from service.kv_reuse.span_cache import CacheEntry, SpanCache
 from service.prompt_kv.arena import PREFIX
-from service.prompt_kv.layout import Layout, checksums
+from service.prompt_kv.layout import Layout, LayoutFactory, checksums
 from service.weights.replication.allowed_peers import Peers
 
 MAX_SECONDS = 10.0
@@ -153,6 +157,41 @@ class KvSources:
         except OSError as error:
             raise FetchFailed(f"weights.peer_key_file: {error.strerror}") from error
         return HttpFiles(replica.url, headers.get("Authorization"), path)
+
+
+class EntryReader:
+    """Reader of the KV of other replicas into entries of the span cache, in the caller's thread."""
+
+    def __init__(self, engine: Engine, cache: SpanCache) -> None:
+        self._engine = engine
+        self._cache = cache
+
+    def read(
+        self,
+        source: KvSource,
+        span: MovedSpan,
+        entry: CacheEntry,
+        token_ids: Sequence[int],
+        version: str,
+        deadline: Deadline,
+    ) -> None:
+        """Copy a file, which must be that of these tokens and this weights version.
+
+        `token_ids` are those up to the end of the span. Raises FetchFailed or TimeoutError.
+        """
+        deadline.check()
+        layout = self._layouts.of(token_ids, version, first_token=span.start)
+        if not self._cache.allocate_pages(entry):
+            raise FetchFailed("the shared-memory mount is full")
+        start = entry.slot.offset
+        data = self._cache.view[start : start + layout.data_bytes]
+        read_checked(source, span, layout, data, deadline)
+
+    @cached_property
+    def _layouts(self) -> LayoutFactory:
+        info = self._engine.info
+        assert info.kv_format is not None, "the cache is open"
+        return LayoutFactory(info.model, info.kv_format)
 
 
 def read_checked(

@@ -14,7 +14,6 @@ from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 from coppice.wire.moves import MovedGroup, MovedGroupKv, MovedKv, MovedRollout
@@ -23,17 +22,16 @@ from engine.kv_types import KvLoad
 from engine.protocol import Engine
 from service.kv_reuse.prompt_sections import Scope
 from service.kv_reuse.span_cache import CacheEntry, EntryKey, SpanCache
-from service.moves.kv_export import KvMoveOutcome, KvUnavailable, OnKvMoved
+from service.moves.exports import KvUnavailable
+from service.moves.kv_export import KvMoveOutcome, OnKvMoved
 from service.moves.kv_files import (
     MAX_SECONDS,
     Deadline,
+    EntryReader,
     FetchFailed,
-    KvSource,
     KvSources,
-    read_checked,
 )
 from service.moves.kv_spans import SpanCopy, is_valid, loads_of
-from service.prompt_kv.layout import LayoutFactory
 from service.rollouts.rollout import Rollout
 
 HOLD_SECONDS = 30.0
@@ -80,6 +78,7 @@ class KvImporter:
         self._engine = engine
         self._cache = cache
         self._sources = sources
+        self._reader = EntryReader(engine, cache)
         self._on_moved = on_moved
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="moved-kv")
         self._tasks: set[asyncio.Task[None]] = set()
@@ -176,7 +175,7 @@ class KvImporter:
             await self._read(state, copies, imported)
             imported.loads[kv.index] = loads_of(moved, kv, copies)
         except KvUnavailable as error:
-            return error.outcome
+            return error.reason
         except TimeoutError:
             return "timeout"
         except FetchFailed as error:
@@ -220,23 +219,8 @@ class KvImporter:
         source = self._sources.open(state.source, state.kv.boot_id, state.kv.arena, path)
         try:
             for copy in copies:
-                self._read_span(state.version, copy, source, deadline)
+                self._reader.read(
+                    source, copy.span, copy.entry, copy.token_ids, state.version, deadline
+                )
         finally:
             source.close()
-
-    def _read_span(
-        self, version: str, copy: SpanCopy, source: KvSource, deadline: Deadline
-    ) -> None:
-        span, slot = copy.span, copy.entry.slot
-        layout = self._layouts.of(copy.token_ids, version, first_token=span.start)
-        deadline.check()
-        if not self._cache.allocate_pages(copy.entry):
-            raise FetchFailed("the shared-memory mount is full")
-        data = self._cache.view[slot.offset : slot.offset + layout.data_bytes]
-        read_checked(source, span, layout, data, deadline)
-
-    @cached_property
-    def _layouts(self) -> LayoutFactory:
-        info = self._engine.info
-        assert info.kv_format is not None, "the cache is open"
-        return LayoutFactory(info.model, info.kv_format)

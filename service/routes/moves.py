@@ -33,7 +33,7 @@ from service.http.responses import (
     declare_responses,
     json_response,
 )
-from service.moves.kv_export import owner_of
+from service.moves.exports import owner_of
 from service.prompt_kv.http_transfer import MEDIA_TYPE, KvDataResponse
 from service.routes.dependencies import AnyServer, ReadyServer
 from service.server import Server

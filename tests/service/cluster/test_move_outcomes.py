@@ -14,6 +14,7 @@ from coppice.wire.support import support_answer
 from engine.sampling_support.rows import encode_mask
 from service.cluster.in_memory import InMemoryRegistry
 from service.cluster.registry import RegistryUnavailable, Replica
+from service.moves.exports import MoveExports
 from service.moves.kv_export import KvExporter
 from service.moves.sender import CONCURRENT_MOVES, MoveSender
 from service.rollouts.group import Group
@@ -79,8 +80,7 @@ def sender_of(
         Peers(["http://127.0.0.1:*"], None),
         kv=KvExporter(
             server.engine,
-            server.prompt_kv,
-            bytes_per_second=2**30,
+            MoveExports(server.engine, server.prompt_kv, bytes_per_second=2**30),
             on_prefilled=lambda outcome, num_samples: None,
         ),
         max_bytes=max_bytes,

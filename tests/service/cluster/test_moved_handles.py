@@ -13,8 +13,8 @@ from coppice import KvSource, PromptKV
 from coppice.wire.kv import KvHandle
 from service.cluster.in_memory import InMemoryRegistry
 from service.cluster.membership import RedirectToReplica
+from service.moves.exports import owner_of
 from service.moves.handle_sender import HandleSender
-from service.moves.kv_export import owner_of
 from service.weights.replication.allowed_peers import Peers
 from tests.cluster import replica, sees
 from tests.fake_engine import FakeEngine
