@@ -26,7 +26,7 @@ from service.draft_history.stream import RedisHistoryStream
 from service.http.bodies import Bodies
 from service.http.connection_limit import Connections, connection_limit
 from service.kv_reuse.manager import KvReuseManager
-from service.moves.exports import MoveExports
+from service.moves.exports import MoveExports, SessionKvOutcome
 from service.moves.handle_receiver import HandleReceiver
 from service.moves.handle_sender import HandleSender
 from service.moves.kv_export import KvExporter, KvMoveOutcome
@@ -35,6 +35,8 @@ from service.moves.kv_import import KvImporter
 from service.moves.rebalancer import Rebalancer
 from service.moves.receiver import MoveReceiver
 from service.moves.sender import MoveSender
+from service.moves.session_kv_export import SessionKvExporter
+from service.moves.session_kv_import import SessionKvImporter
 from service.moves.session_receiver import SessionReceiver
 from service.moves.session_sender import SessionSender
 from service.observability.features import features, table
@@ -221,14 +223,27 @@ class Server:
             keep_seconds=settings.limits.keep_answers_seconds,
             release_kv=engine.release_session_kv,
         )
+        self._session_kv_importer = SessionKvImporter(
+            engine,
+            self.kv_reuse.cache,
+            kv_sources,
+            version=lambda: self.versions.active.label if self.rollouts.accepts_moves else None,
+            on_ended=self._count_session_kv,
+        )
         self.session_receiver = SessionReceiver(
-            engine, self.sessions, self.rollouts, self.cluster, transfers
+            engine, self.sessions, self.rollouts, self.cluster, transfers, self._session_kv_importer
         )
         self._session_sender = SessionSender(
             self.sessions,
             self.cluster,
             transfers,
             peers,
+            kv=SessionKvExporter(
+                engine,
+                exports,
+                move_seconds=settings.cluster.move_seconds,
+                on_prefilled=self._count_session_kv,
+            ),
             max_bytes=settings.limits.max_body_bytes,
             on_ended=lambda outcome: self.metrics.sessions.moves.labels(outcome).inc(),
         )
@@ -370,6 +385,7 @@ class Server:
                 await self.draft_history.close()
             self.socket_sender.close()
             await self.kv_importer.close()
+            await self._session_kv_importer.close()
             await self.kv_reuse.close()
             await self.prompt_kv.close()
             await self.engine.stop()
@@ -396,7 +412,8 @@ class Server:
     async def drain(self, seconds: float) -> None:
         """Stop admission, wait up to `seconds` for admitted work, then cancel what still runs.
 
-        First the rollouts are moved to other replicas, if possible, and then prompt-KV handles.
+        First the rollouts are moved to other replicas, if possible, and then agent sessions and
+        prompt-KV handles.
         Meanwhile clients can read prompt KV and renew leases. The wait also covers the last KV
         lease and the results of asynchronous rollouts that have not been fetched yet.
         """
@@ -406,8 +423,8 @@ class Server:
         self.cluster.request_heartbeat()
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds), asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._move_sessions())
                 await self.move_sender.send_all(self.settings.cluster.move_seconds)
+                tasks.create_task(self._move_sessions())
                 moving_handles = tasks.create_task(self._move_handles())
                 await self.admission.wait_until_idle()
                 await self.prompt_kv.wait_until_idle()
@@ -484,6 +501,9 @@ class Server:
 
     def _count_moved_kv(self, outcome: KvMoveOutcome, num_samples: int) -> None:
         self.metrics.cluster.moved_kv.labels(outcome).inc(num_samples)
+
+    def _count_session_kv(self, outcome: SessionKvOutcome) -> None:
+        self.metrics.sessions.moved_kv.labels(outcome).inc()
 
     def _count_failed(self, rollout: Rollout) -> None:
         """Count in the metrics the groups of a rollout that failed, i.e. that have no answer."""

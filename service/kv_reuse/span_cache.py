@@ -216,6 +216,23 @@ class SpanCache:
         cached.ended.set()
         self.unpin(cached, settled=False)
 
+    def add_written(self, cached: CacheEntry) -> None:
+        """Add a reserved entry that its user has written, and unpin it: it can be evicted."""
+        if (other := self._entries.get(cached.key)) is not None:
+            self.forget(other)
+        cached.is_written = True
+        cached.ended.set()
+        self._entries[cached.key] = cached
+        self._unpin_now(cached)
+
+    def pin(self, cached: CacheEntry) -> bool:
+        """Pin an entry; False if it was evicted or is of earlier weights."""
+        if self._entries.get(cached.key) is not cached or cached.key.epoch != self._epoch():
+            return False
+        self._entries.move_to_end(cached.key)
+        cached.pins += 1
+        return True
+
     def unpin(self, cached: CacheEntry, *, settled: bool) -> None:
         """Release one pin of an entry, at once if `settled`, else after a flush of the exports.
 

@@ -18,6 +18,8 @@ PrefillReason = Literal[
     "disabled", "other_version", "too_small", "too_large", "no_room", "timeout", "failed"
 ]
 """Reason for which the receiver of a move prefills tokens instead of loading their KV."""
+SessionKvOutcome = Literal["received", PrefillReason]
+"""`received`, or the reason for which the next call of a moved session is prefilled."""
 PREFILL_ONLY = Sampling(max_tokens=1, temperature=0.0)
 LEASE_SECONDS = 60.0
 MAX_TIME_SHARE = 0.5

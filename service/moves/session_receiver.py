@@ -12,6 +12,7 @@ from service.cluster.key_transfers import KeyTransfers
 from service.cluster.membership import ClusterMembership
 from service.http.errors import InvalidRequest, SessionNotFound
 from service.moves.cancelled_moves import CancelledMoves
+from service.moves.session_kv_import import SessionKvImporter
 from service.moves.session_state import RESOURCE, restore
 from service.rollouts.idempotency import IdempotencyClaim
 from service.rollouts.manager import NO_OPTIONS, RolloutManager
@@ -36,6 +37,7 @@ class SessionReceiver:
         rollouts: RolloutManager,
         cluster: ClusterMembership,
         transfers: KeyTransfers,
+        kv: SessionKvImporter,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -44,6 +46,7 @@ class SessionReceiver:
         self._rollouts = rollouts
         self._cluster = cluster
         self._transfers = transfers
+        self._kv = kv
         self._cancelled = CancelledMoves(clock)
 
     async def receive(self, state: MovedSessions) -> str:
@@ -52,6 +55,23 @@ class SessionReceiver:
         group = known or _new_group(state, self._sessions.now())
         sessions = [self._sessions.factory.session(group, each.id) for each in state.sessions]
         await asyncio.to_thread(self._restore, sessions, state.sessions)
+        try:
+            await self._kv.fetch(state, sessions)
+            await self._add(state, known, group, sessions)
+        except BaseException:
+            for session in sessions:
+                session.release_received_kv()
+            raise
+        return sessions[0].id
+
+    async def _add(
+        self,
+        state: MovedSessions,
+        known: SessionGroup | None,
+        group: SessionGroup,
+        sessions: list[Session],
+    ) -> None:
+        """Take over the keys of restored sessions, and add the sessions."""
         taken = await self._take_over(state, group, is_new=known is None)
         try:
             if self._check(state) is not known:
@@ -64,7 +84,6 @@ class SessionReceiver:
         if known is None and group.claim is not None:
             self._sessions.keys.bind(group.claim, group.id)
         self._sessions.on_group_ended(group)
-        return sessions[0].id
 
     async def cancel(self, session_id: str) -> None:
         """Remove the sessions of a request whose sender did not receive the response.
@@ -86,6 +105,7 @@ class SessionReceiver:
         if is_first and group.claim is not None:
             self._sessions.keys.release(group.claim)
         for session in sessions:
+            session.release_received_kv()
             await self._sessions.abort_calls(session)
 
     def _known(self, state: MovedSessions) -> SessionGroup | None:

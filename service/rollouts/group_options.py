@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from coppice.wire.rollouts import UnfinishedSample
 from engine.types import ChatResponse, KeptKv, Sampling
+from service.rollouts.prompt_kv_source import PromptSource
 from service.rollouts.supports import Supports
 
 Decode = Callable[[Sequence[int], int | str | None, Sampling], Awaitable[str]]
@@ -19,21 +20,21 @@ Parse = Callable[[Sequence[int], int | str | None, Sampling], Awaitable[ChatResp
 class GroupOptions:
     """Prompt, sampling parameters and limits of one group (one prompt and its samples).
 
-    The compat routes set `cache_salt`, calls of agent sessions also `session_id`, sessions and the
-    rollout manager `kept_kv`, the native route `can_move` if the caller can find a
-    rollout after a move to another replica, the rollout manager `owner`,
+    The compat routes set `cache_salt`, calls of agent sessions also `session_id` and the `source`
+    of received KV, sessions and the rollout manager `kept_kv`, the native route `can_move` if the
+    caller can find a rollout after a move to another replica, the rollout manager `owner`,
     `exact_version` and `adapter`, and `GroupFactory` the options that follow from the request.
-    `owner` to `returns_routed_experts` are
-    the same in all groups of a rollout. With `stream_tokens`, tokens are received while samples
-    run. `num_returned_top_logprobs` are in the responses of compat routes; None: all of them. With
-    `answers_top_logprobs`, the top logprobs are part of the samples' answers. `logprob_token_ids`
-    and `raw_logprobs` are those of `engine.types.SampleRequest`. With `support_vocab_size`, the
-    size of the vocabulary, supports are returned. After `deadline_seconds` the group ends with the
-    samples as they are. Its first samples resume those in `continued`, whose supports are
-    `given_supports`. `num_required` is the number of samples after which the finish policy ends the
-    group. `seeds` has one seed per sample. With `echo` the answer has the prompt's token ids.
-    A group that was suspended resumes all its samples; `num_given_tokens` are then the numbers of
-    tokens that `continue_from` gave, without those sampled before the suspension.
+    `owner` to `returns_routed_experts` are the same in all groups of a rollout. With
+    `stream_tokens`, tokens are received while samples run. `num_returned_top_logprobs` are in the
+    responses of compat routes; None: all of them. With `answers_top_logprobs`, the top logprobs are
+    part of the samples' answers. `logprob_token_ids` and `raw_logprobs` are those of
+    `engine.types.SampleRequest`. With `support_vocab_size`, the size of the vocabulary, supports
+    are returned. After `deadline_seconds` the group ends with the samples as they are. Its first
+    samples resume those in `continued`, whose supports are `given_supports`. `num_required` is the
+    number of samples after which the finish policy ends the group. `seeds` has one seed per sample.
+    With `echo` the answer has the prompt's token ids. A group that was suspended resumes all its
+    samples; `num_given_tokens` are then the numbers of tokens that `continue_from` gave, without
+    those sampled before the suspension.
     """
 
     owner: str = ""
@@ -43,6 +44,7 @@ class GroupOptions:
     kept_kv: KeptKv | None = None
     can_move: bool = False
     session_id: str | None = None
+    source: PromptSource | None = None
     num_top_logprobs: int = 0
     num_returned_top_logprobs: int | None = None
     stream_tokens: bool = False

@@ -111,7 +111,7 @@ Bytes = Annotated[int, Field(ge=0, le=2**53 - 1), JsonInteger()]
 
 
 class MovedSpan(RequestModel):
-    """KV of `num_tokens` tokens of a sample, from its token `start` on.
+    """KV of `num_tokens` tokens of a sample or a conversation, from its token `start` on.
 
     It is in the prompt-KV file of a handle, which has `num_bytes` at `offset` of the arena.
     """

@@ -1,7 +1,7 @@
 """Wire types of POST /v1/moves/sessions: agent sessions that move to another replica.
 
 A session's state is its trees, its turns, and the digests by which the responses of its calls are
-found in later prompts. No call of it runs. Its KV is not sent.
+found in later prompts. No call of it runs. The receiver may fetch the KV of its last conversation.
 """
 
 from typing import Annotated, Literal
@@ -9,7 +9,15 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from coppice.wire.base import JsonInteger, Label, RequestModel
-from coppice.wire.moves import FORMAT, MovedKey, NumTokens, ReplicaId, RolloutId, Seconds
+from coppice.wire.moves import (
+    FORMAT,
+    MovedKey,
+    MovedSpan,
+    NumTokens,
+    ReplicaId,
+    RolloutId,
+    Seconds,
+)
 from coppice.wire.rollouts import SegmentAnswer
 from coppice.wire.sessions import (
     MAX_SESSIONS,
@@ -53,6 +61,19 @@ class MovedResponse(RequestModel):
     rest: str
 
 
+class MovedSessionKv(RequestModel):
+    """KV of the full blocks of a conversation, which ends with the last token of `segment`.
+
+    The receiver reads the `file` as that of moved samples (`MovedKv`), in at most `seconds`.
+    """
+
+    segment: str
+    boot_id: Annotated[str, Field(max_length=64)] | None = None
+    arena: Annotated[str, Field(min_length=1, max_length=4096)]
+    seconds: Seconds
+    file: MovedSpan
+
+
 class MovedSession(RequestModel):
     """State of one session, whose parents precede their children in `segments`.
 
@@ -70,6 +91,7 @@ class MovedSession(RequestModel):
     turns: Annotated[list[Turn], Field(max_length=MAX_TURNS, fail_fast=True)]
     versions: Annotated[list[Label], Field(max_length=MAX_TURNS, fail_fast=True)]
     responses: Annotated[list[MovedResponse], Field(max_length=3 * MAX_TURNS, fail_fast=True)]
+    kv: MovedSessionKv | None = None
 
 
 class MovedSessionGroup(RequestModel):

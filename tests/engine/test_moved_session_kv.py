@@ -1,0 +1,121 @@
+"""Sessions that move between two real engines go on from their KV, with the tokens of no move."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from engine.types import Completion, SampleRequest
+from service.sessions.received_kv import ReceivedKv
+from tests.engine.seedling import BLOCK
+from tests.engine.test_moved_kv import pair
+from tests.service.sessions.agents import Agent
+from tests.service.sessions.fleets import agents_of
+from tests.serving import Served
+
+pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
+
+__all__ = ["pair"]
+GREEDY = {"max_tokens": 60, "temperature": 0.0, "ignore_eos": True}
+PROMPT = [5 + i % 90 for i in range(70)]
+NEW = [40 + i for i in range(11)]
+
+
+async def turn(agent: Agent, prompt: list[int]) -> list[int]:
+    """Sampled tokens of a call whose prompt is given as token ids."""
+    body = {"prompt": prompt, "return_token_ids": True}
+    answer = await agent.post("/v1/completions", body, headers={"x-api-key": agent.key})
+    assert answer.status_code == 200, answer.text
+    token_ids: list[int] = answer.json()["choices"][0]["token_ids"]
+    return token_ids
+
+
+async def send(a: Served, b: Served) -> None:
+    """Move all sessions from one replica to another, as a drain does."""
+    async with asyncio.timeout(30):
+        await a.server._session_sender.send_all()
+    assert (a.server.sessions.num_open, b.server.sessions.num_open) == (0, 1)
+
+
+def forget(served: Served) -> None:
+    """Forget the moved group, as a replica does that has been restarted after its drain."""
+    store = served.server.sessions.store
+    for group in store.groups():
+        store._drop_group(group)
+
+
+def received(served: Served) -> ReceivedKv | None:
+    (session,) = served.server.sessions.open_sessions()
+    return session.received_kv
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def expected(pair: tuple[Served, Served]) -> AsyncIterator[list[list[int]]]:
+    """Tokens of the calls of a session that is not moved."""
+    async with agents_of(pair[0], sampling=GREEDY) as [agent]:
+        sampled = await conversation(agent, 3)
+        await pair[0].http.delete(f"/v1/sessions/{agent.id}")
+    yield sampled
+
+
+async def conversation(agent: Agent, num_turns: int) -> list[list[int]]:
+    prompt, sampled = PROMPT, list[list[int]]()
+    for _ in range(num_turns):
+        sampled.append(await turn(agent, prompt))
+        prompt = [*prompt, *sampled[-1], *NEW]
+    return sampled
+
+
+def computed(served: Served) -> list[int]:
+    """Numbers of prompt tokens that a replica computes from now on, per request."""
+    found = list[int]()
+
+    def on_finished(sample: SampleRequest, done: Completion) -> None:
+        found.append(len(sample.prompt_token_ids) - done.num_cached_tokens)
+
+    served.server.engine.listen_finished(on_finished)
+    return found
+
+
+async def test_moved_session_computes_the_new_turn_and_at_most_a_block(
+    pair: tuple[Served, Served], expected: list[list[int]]
+) -> None:
+    a, b = pair
+    async with agents_of(a, sampling=GREEDY) as [agent]:
+        assert await turn(agent, PROMPT) == expected[0]
+        await send(a, b)
+        assert received(b) is not None
+        numbers = computed(b)
+        prompt = [*PROMPT, *expected[0], *NEW]
+        assert await turn(agent, prompt) == expected[1]
+        assert b.server.kv_reuse.cache.num_bytes == 0
+        assert await turn(agent, [*prompt, *expected[1], *NEW]) == expected[2]
+        await b.http.delete(f"/v1/sessions/{agent.id}")
+    assert len(numbers) == 2
+    assert max(numbers) <= BLOCK + len(NEW)
+
+
+@pytest.mark.parametrize("is_loaded", [True, False])
+async def test_session_that_moves_again_is_exported_with_its_received_kv(
+    pair: tuple[Served, Served], expected: list[list[int]], is_loaded: bool
+) -> None:
+    """Also if no call has loaded it before."""
+    a, b = pair
+    prompt, texts = PROMPT, list(expected)
+    async with agents_of(a, sampling=GREEDY) as [agent]:
+        assert await turn(agent, prompt) == texts[0]
+        prompt = [*prompt, *texts.pop(0), *NEW]
+        numbers: Any = [computed(a), computed(b)]
+        await send(a, b)
+        if is_loaded:
+            assert await turn(agent, prompt) == texts[0]
+            prompt = [*prompt, *texts.pop(0), *NEW]
+        forget(a)
+        await send(b, a)
+        assert received(a) is not None
+        assert b.server.kv_reuse.cache.num_bytes == 0
+        assert await turn(agent, prompt) == texts[0]
+        await a.http.delete(f"/v1/sessions/{agent.id}")
+    assert max(sum(numbers, [])) <= BLOCK + len(NEW)
