@@ -1,0 +1,282 @@
+"""Sessions whose KV cannot be moved are moved without it, and no memory is left anywhere."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from coppice.wire.session_moves import MovedSessionKv
+from service.cluster.registry import Replica
+from service.prompt_kv.exports import Export
+from tests.cluster import sees
+from tests.service.cluster.test_moved_kv import ExportingEngine, pair
+from tests.service.cluster.test_moves import engine_of
+from tests.service.sessions.agents import Agent
+from tests.service.sessions.fleets import agents_of, drain, get
+from tests.service.sessions.test_moved_session_kv import (
+    END,
+    PROMPT,
+    loaded_tokens,
+    outcomes,
+    received,
+    turn,
+)
+from tests.service.sessions.test_session_move_faults import PATH, state_of
+from tests.serving import Served
+
+pytestmark = pytest.mark.slow
+
+SOURCE_ID = "c" * 12
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/octet-stream\r\ncontent-length: %d\r\n\r\n"
+
+
+async def is_released(a: Served, b: Served) -> None:
+    """Wait until no KV of the move is left."""
+    async with asyncio.timeout(30):
+        while b.server.kv_reuse.cache.num_bytes:
+            await asyncio.sleep(0.001)
+    b.server.kv_reuse.cache.check()
+    status = a.server.prompt_kv.status()
+    assert (status.num_handles, status.leased_bytes, status.reserved_bytes) == (0, 0, 0)
+
+
+@asynccontextmanager
+async def exported(
+    tmp_path: Path, **options: Any
+) -> AsyncIterator[tuple[Served, Served, Agent, Any, MovedSessionKv]]:
+    """A session with one turn, the request that moves it, and its exported KV."""
+    async with pair(tmp_path, **options) as (a, b), agents_of(a) as [agent]:
+        await turn(a, agent, PROMPT)
+        session = a.server.sessions.get(agent.id, owner="local")
+        await session.wait_until_idle()
+        async with a.server._session_sender._kv.exported([session]) as found:
+            kv = found[agent.id]
+            state = await state_of(a, agent)
+            state["sessions"][0]["kv"] = kv.model_dump(mode="json")
+            yield a, b, agent, state, kv
+        await is_released(a, b)
+
+
+async def receive(served: Served, state: Any, timeout: float = 30.0) -> int:
+    answer = await served.http.post(PATH, json=state, timeout=timeout)
+    return answer.status_code
+
+
+async def test_exported_kv_is_received(tmp_path: Path) -> None:
+    """The request of the other tests, unchanged."""
+    async with exported(tmp_path) as (a, b, agent, state, _):
+        [request] = [each for each in engine_of(a).submitted if each.export is not None]
+        session = a.server.sessions.get(agent.id, owner="local")
+        assert (request.session_id, request.cache_salt) == (agent.id, session.cache_salt)
+        assert len(request.prompt_token_ids) == END + 1
+        assert await receive(b, state) == 201
+        assert outcomes(b) == {"received": 1}
+        await get(b, f"/v1/sessions/{agent.id}", method="DELETE")
+
+
+async def test_changed_bytes_are_not_loaded(tmp_path: Path) -> None:
+    async with exported(tmp_path) as (a, b, _, state, kv):
+        arena = a.server.prompt_kv.arena
+        assert arena is not None
+        last = kv.file.offset + kv.file.num_bytes - 1
+        arena.view[last] ^= 1
+        assert await receive(b, state) == 201
+        assert outcomes(b) == {"failed": 1} and received(b) is None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"start": 32},
+        {"num_tokens": 0},
+        {"num_tokens": END - 1},
+        {"num_tokens": END + 32},
+        {"num_tokens": 2**20},
+        {"num_bytes": 0},
+        {"offset": 0},
+        {"offset": 2**53 - 1},
+    ],
+)
+async def test_file_that_does_not_fit_the_session_is_not_loaded(
+    tmp_path: Path, fields: dict[str, int]
+) -> None:
+    async with exported(tmp_path) as (_, b, _, state, _):
+        state["sessions"][0]["kv"]["file"].update(fields)
+        assert await receive(b, state) == 201
+        assert outcomes(b) == {"failed": 1} and received(b) is None
+
+
+async def test_kv_of_other_tokens_is_not_loaded(tmp_path: Path) -> None:
+    async with exported(tmp_path) as (_, b, _, state, _):
+        state["sessions"][0]["segments"][0]["segment"]["token_ids"][0] += 1
+        assert await receive(b, state) == 201
+        assert outcomes(b) == {"failed": 1} and received(b) is None
+
+
+async def test_kv_of_an_unknown_segment_is_not_loaded(tmp_path: Path) -> None:
+    async with exported(tmp_path) as (_, b, _, state, _):
+        state["sessions"][0]["kv"]["segment"] = "7"
+        assert await receive(b, state) == 201
+        assert outcomes(b) == {"failed": 1}
+
+
+async def test_kv_of_an_ended_session_is_ignored(tmp_path: Path) -> None:
+    async with exported(tmp_path) as (_, b, _, state, _):
+        ended = {"state": "cancelled", "end_reason": "cancelled", "sequence": 1}
+        state["sessions"][0].update(ended)
+        assert await receive(b, state) == 201
+        assert outcomes(b) == {}
+
+
+@asynccontextmanager
+async def source(served: Served, behaviour: str, num_bytes: int) -> AsyncIterator[None]:
+    """Replica in the registry that dies or stalls while its file is read."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(HEAD % num_bytes + b"\0" * (num_bytes // 2))
+        await writer.drain()
+        if behaviour == "stalls":
+            await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    entry = Replica(id=SOURCE_ID, url=url, state="draining", version="v0", sequence=0)
+    await served.server.cluster.registry.beat(entry, ttl_seconds=60)
+    await sees(served, 3)
+    async with server:
+        yield
+
+
+@pytest.mark.parametrize(("behaviour", "outcome"), [("dies", "failed"), ("stalls", "timeout")])
+async def test_session_is_received_if_its_source_stops_sending(
+    tmp_path: Path, behaviour: str, outcome: str
+) -> None:
+    async with exported(tmp_path, one_host=False) as (_, b, _, state, kv):
+        state["source"] = SOURCE_ID
+        state["sessions"][0]["kv"]["seconds"] = 0.5 if behaviour == "stalls" else 5.0
+        async with source(b, behaviour, kv.file.num_bytes):
+            assert await receive(b, state) == 201
+        assert outcomes(b) == {outcome: 1} and received(b) is None
+
+
+async def test_memory_is_released_if_the_sender_gives_up(tmp_path: Path) -> None:
+    """It is freed once the thread that reads the file has ended, at its deadline."""
+    async with exported(tmp_path, one_host=False) as (_, b, _, state, kv):
+        state["source"] = SOURCE_ID
+        state["sessions"][0]["kv"]["seconds"] = 1.5
+        async with source(b, "stalls", kv.file.num_bytes):
+            with pytest.raises(httpx.ReadTimeout):
+                await receive(b, state, timeout=0.5)
+            assert b.server.kv_reuse.cache.num_bytes
+            async with asyncio.timeout(30):
+                while b.server.kv_reuse.cache.num_bytes:
+                    await asyncio.sleep(0.001)
+        assert b.server.sessions.num_open == 0 and outcomes(b) == {}
+
+
+async def test_kv_is_not_loaded_if_weights_are_activated_meanwhile(tmp_path: Path) -> None:
+    async with exported(tmp_path) as (_, b, _, state, _):
+        engine, cache = engine_of(b), b.server.kv_reuse.cache
+        assert isinstance(engine, ExportingEngine)
+
+        async def activate() -> None:
+            cache._epoch = lambda: 1
+
+        engine.on_added = activate
+        assert await receive(b, state) == 201
+        assert outcomes(b) == {"other_version": 1} and received(b) is None
+
+
+async def test_kv_of_other_weights_is_not_loaded(tmp_path: Path) -> None:
+    async with exported(tmp_path) as (_, b, _, state, _):
+        b.server._session_kv_importer._version = lambda: "v7"
+        assert await receive(b, state) == 201
+        assert outcomes(b) == {"failed": 1} and received(b) is None
+
+
+async def test_kv_is_not_fetched_during_an_activation(tmp_path: Path) -> None:
+    async with exported(tmp_path) as (_, b, _, state, _):
+        b.server._session_kv_importer._version = lambda: None
+        assert await receive(b, state) == 201
+        assert outcomes(b) == {"other_version": 1} and received(b) is None
+
+
+async def test_cancelled_move_releases_its_kv(tmp_path: Path) -> None:
+    """The sender has cancelled it while the KV was fetched, or afterwards."""
+    async with exported(tmp_path) as (_, b, agent, state, _):
+        engine = engine_of(b)
+        assert isinstance(engine, ExportingEngine)
+
+        async def cancel() -> None:
+            assert (await b.http.delete(f"{PATH}/{agent.id}")).status_code == 404
+
+        engine.on_added = cancel
+        assert await receive(b, state) == 422
+        assert outcomes(b) == {"received": 1}
+        assert b.server.sessions.num_open == 0
+
+
+async def test_returned_session_releases_its_kv(tmp_path: Path) -> None:
+    async with exported(tmp_path) as (_, b, agent, state, _):
+        assert await receive(b, state) == 201
+        assert b.server.kv_reuse.cache.num_bytes
+        assert (await b.http.delete(f"{PATH}/{agent.id}")).status_code == 204
+        assert b.server.kv_reuse.cache.num_bytes == 0
+
+
+async def test_session_received_twice_has_its_kv_once(tmp_path: Path) -> None:
+    async with exported(tmp_path) as (_, b, agent, state, _):
+        assert sorted(await asyncio.gather(receive(b, state), receive(b, state))) == [201, 422]
+        assert b.server.kv_reuse.cache.num_spans <= 1
+        await get(b, f"/v1/sessions/{agent.id}", method="DELETE")
+
+
+async def test_refused_session_is_exported_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.moves.session_sender.RETRY_SECONDS", 0.05)
+    async with pair(tmp_path) as (a, b), agents_of(a) as [agent]:
+        sampled = await turn(a, agent, PROMPT)
+        store = b.server.sessions.store
+        store._max_bytes, max_bytes = 0, store._max_bytes
+        draining = asyncio.create_task(drain(a))
+        while not a.server.metrics.sessions.moves.labels("kept")._value.get():
+            await asyncio.sleep(0.001)
+        store._max_bytes = max_bytes
+        await draining
+        await turn(b, agent, [*PROMPT, *sampled, 9, 9])
+        assert loaded_tokens(b) == END
+        await is_released(a, b)
+
+
+async def test_exports_take_a_limited_time_together(tmp_path: Path) -> None:
+    """The first one uses all of it. All sessions are moved."""
+    async with pair(tmp_path, move_seconds=0.4) as (a, b), agents_of(a, n=3) as agents:
+        for agent in agents[:2]:
+            await turn(a, agent, PROMPT)
+        engine = engine_of(a)
+        assert isinstance(engine, ExportingEngine)
+        engine.exports = False
+        await drain(a)
+        assert outcomes(a) == {"timeout": 1, "too_large": 1} and outcomes(b) == {}
+        assert b.server.sessions.num_open == 3
+        assert not engine.running
+        await is_released(a, b)
+
+
+async def test_session_moves_without_kv_if_the_export_has_no_room(tmp_path: Path) -> None:
+    async with pair(tmp_path) as (a, b), agents_of(a) as [agent]:
+        await turn(a, agent, PROMPT)
+        prompt_kv, tokens, others = a.server.prompt_kv, [1] * END, list[Export]()
+        while not others or others[-1].export_slot is not None:
+            others.append(prompt_kv.begin("local", [len(others), *tokens], 60.0))
+        await drain(a)
+        assert outcomes(a) == {"no_room": 1} and received(b) is None
+        for export in others:
+            prompt_kv.abandon(export)
