@@ -91,7 +91,8 @@ class SessionKvExporter:
             raise KvUnavailable("disabled")
         segment = session.turns[-1].segment
         tokens = await asyncio.to_thread(conversation, session, segment)
-        end = (len(tokens) - 1) // self._engine.info.block_size * self._engine.info.block_size
+        block_size = self._engine.info.block_size
+        end = max(len(tokens) - 1, 0) // block_size * block_size
         seconds = self._exports.estimated_seconds(end)
         async with self._turn:
             if seconds > self._seconds_left:

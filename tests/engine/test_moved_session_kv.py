@@ -35,11 +35,15 @@ class Conversation:
 
 async def turn(agent: Agent, prompt: list[int]) -> list[int]:
     """Sampled tokens of a call whose prompt is given as token ids."""
-    body = {"prompt": prompt, "max_tokens": NUM_SAMPLED, "return_token_ids": True}
+    [token_ids] = await samples(agent, prompt, 1)
+    return token_ids
+
+
+async def samples(agent: Agent, prompt: list[int], n: int) -> list[list[int]]:
+    body = {"prompt": prompt, "n": n, "max_tokens": NUM_SAMPLED, "return_token_ids": True}
     answer = await agent.post("/v1/completions", body, headers={"x-api-key": agent.key})
     assert answer.status_code == 200, answer.text
-    token_ids: list[int] = answer.json()["choices"][0]["token_ids"]
-    return token_ids
+    return [choice["token_ids"] for choice in answer.json()["choices"]]
 
 
 async def send(a: Served, b: Served) -> None:
@@ -156,6 +160,22 @@ async def test_branch_and_main_conversation_load_what_they_share(
         assert b.server.kv_reuse.cache.num_bytes == 0
         await b.http.delete(f"/v1/sessions/{agent.id}")
     assert len(numbers) == 2
+    assert max(numbers) <= BLOCK + len(NEW)
+
+
+async def test_samples_of_one_call_share_the_received_kv(
+    pair: tuple[Served, Served], expected: Conversation
+) -> None:
+    a, b = pair
+    async with agents_of(a, sampling=GREEDY) as [agent]:
+        assert await turn(agent, PROMPT) == expected.turns[0]
+        await send(a, b)
+        numbers = computed(b)
+        prompt = [*PROMPT, *expected.turns[0], *NEW]
+        assert await samples(agent, prompt, 3) == [expected.turns[1]] * 3
+        assert b.server.kv_reuse.cache.num_bytes == 0
+        await b.http.delete(f"/v1/sessions/{agent.id}")
+    assert len(numbers) == 3
     assert max(numbers) <= BLOCK + len(NEW)
 
 
