@@ -75,9 +75,10 @@ class ClusterSettings(Section):
         2**29,
         ge=0,
         allow_inf_nan=False,
-        description="rate at which the KV of moved samples is assumed to be copied, in bytes per "
-        "second; samples whose KV would take more than half of cluster.move_seconds are prefilled "
-        "by the other replica; 0: all are; increase it on a fast network, reduce it on a slow one",
+        description="rate at which the KV of moved samples and agent sessions is assumed to be "
+        "copied, in bytes per second; those whose KV would take more than half of "
+        "cluster.move_seconds are prefilled by the other replica; 0: all are; increase it on a "
+        "fast network, reduce it on a slow one",
     )
     claim_seconds: int = Field(
         86_400,

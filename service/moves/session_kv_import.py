@@ -45,7 +45,7 @@ class SessionKvCopy:
 
 
 class SessionKvImporter:
-    """Fetches the KV of moved sessions, in threads.
+    """Fetches the KV of moved sessions, in threads. Few have reserved memory at the same time.
 
     `version` is the active weights version, and None while weights are being activated.
     `on_ended` is called for each session with KV. `close` it before the cache.
@@ -66,6 +66,7 @@ class SessionKvImporter:
         self._version = version
         self._on_ended = on_ended
         self._reader = EntryReader(engine, cache)
+        self._turns = asyncio.Semaphore(NUM_THREADS)
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="session-kv")
 
     async def close(self) -> None:
@@ -84,8 +85,10 @@ class SessionKvImporter:
         self, source: str, session: Session, kv: MovedSessionKv, seconds: float
     ) -> SessionKvOutcome:
         try:
-            copy = await self._reserve(source, session, kv)
-            await self._fill(copy, Deadline(seconds))
+            deadline = Deadline(seconds)
+            async with asyncio.timeout(seconds), self._turns:
+                copy = await self._reserve(source, session, kv)
+                await self._fill(copy, deadline)
         except KvUnavailable as error:
             return error.reason
         except TimeoutError:
@@ -132,7 +135,7 @@ class SessionKvImporter:
         entry = copy.entry
         work = asyncio.get_running_loop().run_in_executor(self._threads, self._read, copy, deadline)
         try:
-            await asyncio.wait_for(asyncio.shield(work), deadline.seconds_left)
+            await asyncio.shield(work)
             await self._engine.add_exported_kv([entry.slot.name or ""])
             if self._version() != copy.version or self._cache.epoch != entry.key.epoch:
                 raise KvUnavailable("other_version")

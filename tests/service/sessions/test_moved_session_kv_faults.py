@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from coppice.wire.session_moves import MovedSessionKv
 from service.cluster.registry import Replica
 from service.prompt_kv.exports import Export
 from tests.cluster import sees
-from tests.service.cluster.test_moved_kv import ExportingEngine, pair
+from tests.service.cluster.test_moved_kv import NUM_BYTES, ExportingEngine, pair
 from tests.service.cluster.test_moves import engine_of
 from tests.service.sessions.agents import Agent
 from tests.service.sessions.fleets import agents_of, drain, get
@@ -34,11 +34,15 @@ SOURCE_ID = "c" * 12
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/octet-stream\r\ncontent-length: %d\r\n\r\n"
 
 
+async def is_released_by(receiver: Served) -> None:
+    async with asyncio.timeout(30):
+        while receiver.server.kv_reuse.cache.num_bytes:
+            await asyncio.sleep(0.001)
+
+
 async def is_released(a: Served, b: Served) -> None:
     """Wait until no KV of the move is left."""
-    async with asyncio.timeout(30):
-        while b.server.kv_reuse.cache.num_bytes:
-            await asyncio.sleep(0.001)
+    await is_released_by(b)
     b.server.kv_reuse.cache.check()
     status = a.server.prompt_kv.status()
     assert (status.num_handles, status.leased_bytes, status.reserved_bytes) == (0, 0, 0)
@@ -50,15 +54,27 @@ async def exported(
 ) -> AsyncIterator[tuple[Served, Served, Agent, Any, MovedSessionKv]]:
     """A session with one turn, the request that moves it, and its exported KV."""
     async with pair(tmp_path, **options) as (a, b), agents_of(a) as [agent]:
-        await turn(a, agent, PROMPT)
-        session = a.server.sessions.get(agent.id, owner="local")
-        await session.wait_until_idle()
-        async with a.server._session_sender._kv.exported([session]) as found:
-            kv = found[agent.id]
-            state = await state_of(a, agent)
-            state["sessions"][0]["kv"] = kv.model_dump(mode="json")
+        async with exported_by(a, agent) as (state, kv):
             yield a, b, agent, state, kv
         await is_released(a, b)
+
+
+@asynccontextmanager
+async def exported_by(served: Served, agent: Agent) -> AsyncIterator[tuple[Any, MovedSessionKv]]:
+    await turn(served, agent, PROMPT)
+    session = served.server.sessions.get(agent.id, owner="local")
+    await session.wait_until_idle()
+    async with served.server._session_sender._kv.exported([session]) as found:
+        kv = found[agent.id]
+        state = await state_of(served, agent)
+        state["sessions"][0]["kv"] = kv.model_dump(mode="json")
+        yield state, kv
+
+
+@asynccontextmanager
+async def exported_session(served: Served) -> AsyncIterator[tuple[Any, MovedSessionKv]]:
+    async with agents_of(served) as [agent], exported_by(served, agent) as found:
+        yield found
 
 
 async def receive(served: Served, state: Any, timeout: float = 30.0) -> int:
@@ -174,10 +190,29 @@ async def test_memory_is_released_if_the_sender_gives_up(tmp_path: Path) -> None
             with pytest.raises(httpx.ReadTimeout):
                 await receive(b, state, timeout=0.5)
             assert b.server.kv_reuse.cache.num_bytes
-            async with asyncio.timeout(30):
-                while b.server.kv_reuse.cache.num_bytes:
-                    await asyncio.sleep(0.001)
+            await is_released_by(b)
         assert b.server.sessions.num_open == 0 and outcomes(b) == {}
+
+
+async def test_fetches_that_wait_for_others_have_no_memory(tmp_path: Path) -> None:
+    """Otherwise they would displace entries of the span cache for nothing."""
+    async with pair(tmp_path, one_host=False) as (a, b), AsyncExitStack() as stack:
+        found = [await stack.enter_async_context(exported_session(a)) for _ in range(3)]
+        *first, last = [state for state, _ in found]
+        cache, num_bytes = b.server.kv_reuse.cache, found[0][1].file.num_bytes
+        for state, seconds in ((first[0], 2.0), (first[1], 2.0), (last, 0.2)):
+            state["source"], state["sessions"][0]["kv"]["seconds"] = SOURCE_ID, seconds
+        async with source(b, "stalls", num_bytes):
+            receiving = asyncio.gather(*(receive(b, state) for state in first))
+            async with asyncio.timeout(30):
+                while cache.num_bytes < 2 * END * NUM_BYTES:
+                    await asyncio.sleep(0.001)
+            reserved = cache.num_bytes
+            assert await receive(b, last) == 201
+            assert outcomes(b) == {"timeout": 1} and cache.num_bytes == reserved
+            assert await receiving == [201, 201]
+        assert outcomes(b) == {"timeout": 3}
+        await is_released_by(b)
 
 
 async def test_kv_is_not_loaded_if_weights_are_activated_meanwhile(tmp_path: Path) -> None:
