@@ -15,7 +15,7 @@ from coppice.wire.session_moves import MovedSessionKv
 from engine.errors import EngineError
 from engine.kv_types import ExportSlot, KvLoad
 from engine.protocol import Engine
-from engine.types import SampleRequest
+from engine.types import EngineInfo, SampleRequest
 from service.moves.exports import (
     MAX_TIME_SHARE,
     PREFILL_ONLY,
@@ -91,8 +91,7 @@ class SessionKvExporter:
             raise KvUnavailable("disabled")
         segment = session.turns[-1].segment
         tokens = await asyncio.to_thread(conversation, session, segment)
-        block_size = self._engine.info.block_size
-        end = max(len(tokens) - 1, 0) // block_size * block_size
+        end = _exported_tokens(len(tokens), self._engine.info)
         seconds = self._exports.estimated_seconds(end)
         async with self._turn:
             if seconds > self._seconds_left:
@@ -132,6 +131,12 @@ class SessionKvExporter:
             if source is not None:
                 source.release(settled=is_settled)
         return export
+
+
+def _exported_tokens(num_tokens: int, info: EngineInfo) -> int:
+    """Length of the full blocks of a conversation that one more token of a prompt can follow."""
+    longest_prompt = min(num_tokens, info.max_context_tokens - 1)
+    return max(longest_prompt - 1, 0) // info.block_size * info.block_size
 
 
 def _request(

@@ -6,13 +6,13 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from coppice.wire.session_moves import MovedSessionKv
 from service.cluster.registry import Replica
 from service.prompt_kv.exports import Export
 from tests.cluster import sees
+from tests.fake_engine import BLOCK_SIZE
 from tests.service.cluster.test_moved_kv import NUM_BYTES, ExportingEngine, pair
 from tests.service.cluster.test_moves import engine_of
 from tests.service.sessions.agents import Agent
@@ -77,8 +77,8 @@ async def exported_session(served: Served) -> AsyncIterator[tuple[Any, MovedSess
         yield found
 
 
-async def receive(served: Served, state: Any, timeout: float = 30.0) -> int:
-    answer = await served.http.post(PATH, json=state, timeout=timeout)
+async def receive(served: Served, state: Any) -> int:
+    answer = await served.http.post(PATH, json=state, timeout=30.0)
     return answer.status_code
 
 
@@ -92,6 +92,20 @@ async def test_exported_kv_is_received(tmp_path: Path) -> None:
         assert await receive(b, state) == 201
         assert outcomes(b) == {"received": 1}
         await get(b, f"/v1/sessions/{agent.id}", method="DELETE")
+
+
+async def test_conversation_that_fills_the_context_is_exported_in_a_prompt_that_fits(
+    tmp_path: Path,
+) -> None:
+    async with pair(tmp_path) as (a, _), agents_of(a) as [agent]:
+        await turn(a, agent, PROMPT)
+        engine = engine_of(a)
+        engine.max_context_tokens = END + 1
+        session = a.server.sessions.get(agent.id, owner="local")
+        await session.wait_until_idle()
+        async with a.server._session_sender._kv.exported([session]) as found:
+            assert found[agent.id].file.num_tokens == END - BLOCK_SIZE
+        assert len(engine.submitted[-1].prompt_token_ids) < END + 1
 
 
 async def test_changed_bytes_are_not_loaded(tmp_path: Path) -> None:
@@ -149,15 +163,15 @@ async def test_kv_of_an_ended_session_is_ignored(tmp_path: Path) -> None:
 
 
 @asynccontextmanager
-async def source(served: Served, behaviour: str, num_bytes: int) -> AsyncIterator[None]:
-    """Replica in the registry that dies or stalls while its file is read."""
+async def source(served: Served, num_bytes: int) -> AsyncIterator[asyncio.Event]:
+    """Replica in the registry that sends half of a file, and dies when the event is set."""
+    dies = asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(HEAD % num_bytes + b"\0" * (num_bytes // 2))
         await writer.drain()
-        if behaviour == "stalls":
-            await reader.read()
+        await dies.wait()
         writer.close()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
@@ -166,32 +180,49 @@ async def source(served: Served, behaviour: str, num_bytes: int) -> AsyncIterato
     await served.server.cluster.registry.beat(entry, ttl_seconds=60)
     await sees(served, 3)
     async with server:
-        yield
+        try:
+            yield dies
+        finally:
+            dies.set()
 
 
-@pytest.mark.parametrize(("behaviour", "outcome"), [("dies", "failed"), ("stalls", "timeout")])
-async def test_session_is_received_if_its_source_stops_sending(
-    tmp_path: Path, behaviour: str, outcome: str
-) -> None:
+async def has_reserved(served: Served, number: int) -> None:
+    """Wait until a replica has reserved memory for the KV of so many sessions."""
+    async with asyncio.timeout(30):
+        while served.server.kv_reuse.cache.num_bytes < number * END * NUM_BYTES:
+            await asyncio.sleep(0.001)
+
+
+async def test_session_is_received_if_its_source_dies(tmp_path: Path) -> None:
     async with exported(tmp_path, one_host=False) as (_, b, _, state, kv):
         state["source"] = SOURCE_ID
-        state["sessions"][0]["kv"]["seconds"] = 0.5 if behaviour == "stalls" else 5.0
-        async with source(b, behaviour, kv.file.num_bytes):
+        async with source(b, kv.file.num_bytes) as dies:
+            dies.set()
             assert await receive(b, state) == 201
-        assert outcomes(b) == {outcome: 1} and received(b) is None
+        assert outcomes(b) == {"failed": 1} and received(b) is None
+
+
+async def test_session_is_received_if_its_source_stalls(tmp_path: Path) -> None:
+    async with exported(tmp_path, one_host=False) as (_, b, _, state, kv):
+        state["source"] = SOURCE_ID
+        state["sessions"][0]["kv"]["seconds"] = 0.5
+        async with source(b, kv.file.num_bytes):
+            assert await receive(b, state) == 201
+        assert outcomes(b) == {"timeout": 1} and received(b) is None
 
 
 async def test_memory_is_released_if_the_sender_gives_up(tmp_path: Path) -> None:
-    """It is freed once the thread that reads the file has ended, at its deadline."""
+    """It is freed once the thread that reads the file has ended."""
     async with exported(tmp_path, one_host=False) as (_, b, _, state, kv):
         state["source"] = SOURCE_ID
-        state["sessions"][0]["kv"]["seconds"] = 1.5
-        async with source(b, "stalls", kv.file.num_bytes):
-            with pytest.raises(httpx.ReadTimeout):
-                await receive(b, state, timeout=0.5)
-            assert b.server.kv_reuse.cache.num_bytes
+        async with source(b, kv.file.num_bytes) as dies:
+            receiving = asyncio.create_task(receive(b, state))
+            await has_reserved(b, 1)
+            receiving.cancel()
+            await asyncio.gather(receiving, return_exceptions=True)
+            dies.set()
             await is_released_by(b)
-        assert b.server.sessions.num_open == 0 and outcomes(b) == {}
+        assert b.server.sessions.num_open == 0
 
 
 async def test_fetches_that_wait_for_others_have_no_memory(tmp_path: Path) -> None:
@@ -199,19 +230,19 @@ async def test_fetches_that_wait_for_others_have_no_memory(tmp_path: Path) -> No
     async with pair(tmp_path, one_host=False) as (a, b), AsyncExitStack() as stack:
         found = [await stack.enter_async_context(exported_session(a)) for _ in range(3)]
         *first, last = [state for state, _ in found]
-        cache, num_bytes = b.server.kv_reuse.cache, found[0][1].file.num_bytes
-        for state, seconds in ((first[0], 2.0), (first[1], 2.0), (last, 0.2)):
-            state["source"], state["sessions"][0]["kv"]["seconds"] = SOURCE_ID, seconds
-        async with source(b, "stalls", num_bytes):
+        for state in (*first, last):
+            state["source"] = SOURCE_ID
+        last["sessions"][0]["kv"]["seconds"] = 0.2
+        async with source(b, found[0][1].file.num_bytes) as dies:
             receiving = asyncio.gather(*(receive(b, state) for state in first))
-            async with asyncio.timeout(30):
-                while cache.num_bytes < 2 * END * NUM_BYTES:
-                    await asyncio.sleep(0.001)
-            reserved = cache.num_bytes
+            await has_reserved(b, 2)
+            reserved = b.server.kv_reuse.cache.num_bytes
             assert await receive(b, last) == 201
-            assert outcomes(b) == {"timeout": 1} and cache.num_bytes == reserved
+            assert outcomes(b) == {"timeout": 1}
+            assert b.server.kv_reuse.cache.num_bytes == reserved
+            dies.set()
             assert await receiving == [201, 201]
-        assert outcomes(b) == {"timeout": 3}
+        assert outcomes(b) == {"timeout": 1, "failed": 2}
         await is_released_by(b)
 
 
