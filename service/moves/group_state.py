@@ -51,6 +51,22 @@ def _check_ids(segments: Mapping[int, Sequence[SegmentAnswer]]) -> None:
         check_ids(answers, str(group), len(answers), "records")
 
 
+def check_results(results: MovedResults, request: RolloutRequest) -> None:
+    """Refuse more results of a group than its request allows: they are kept in memory.
+
+    A segment that ends at a cut has at least one token.
+    """
+    for index, group in enumerate(request.groups):
+        limit = validation.num_samples_of(request, group)
+        finishes = [each.finish_reason for each in results.segments.get(index, ())]
+        num_leaves = len(finishes) - finishes.count("cut")
+        if max(num_leaves, len(results.samples.get(index, ()))) > limit:
+            raise InvalidRequest.of_parameter("records", f"group {index} has more than {limit}")
+        tokens = 0 if request.branching is None else request.branching.max_new_tokens_total
+        if finishes.count("cut") > tokens:
+            raise InvalidRequest.of_parameter("records", f"group {index} has too many segments")
+
+
 def check_groups(state: MovedRollout, request: RolloutRequest) -> None:
     """Refuse a state in which a group has neither ended nor samples to continue, or both."""
     ended = [record.group.index for record in state.records if isinstance(record, GroupRecord)]

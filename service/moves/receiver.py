@@ -1,5 +1,6 @@
 """Receiving side of a move: a rollout of another replica continues here."""
 
+import asyncio
 import time
 from collections.abc import Callable
 
@@ -12,6 +13,7 @@ from service.moves.cancelled_moves import CancelledMoves
 from service.moves.group_state import (
     check_group,
     check_groups,
+    check_results,
     continued,
     num_prompt_tokens_of,
     num_samples_of,
@@ -169,6 +171,7 @@ class MoveReceiver:
                 raise InvalidRequest.of_parameter("request", "needed for the groups, and only then")
             return []
         check_groups(state, request)
+        await asyncio.to_thread(check_results, results, request)
         validation.check(request, max_samples=self._max_samples, is_blocking=False)
         info, turn = self._engine.info, TimeSlice()
         for group in state.groups:

@@ -139,7 +139,7 @@ class _RestoredTree:
         self.paths.append(path)
 
     def check_limits(self) -> None:
-        """Refuse more leaves or tokens than the request allows."""
+        """Refuse more leaves or tokens than the request allows, and a cut without a child."""
         branching, options = self._group.plan.branching, self._group.options
         leaves = sum(segment.finish != "cut" for segment in self._segments.values())
         if leaves + sum(path.bounds.share for path in self.paths) > options.n:
@@ -148,6 +148,10 @@ class _RestoredTree:
         reserved = sum(path.bounds.limit for path in self.paths)
         if used + reserved > branching.max_new_tokens_total:
             raise _invalid("tree", f"has more than {branching.max_new_tokens_total} tokens")
+        parents = {segment.parent for segment in self._segments.values()}
+        parents |= {path.parent_id for path in self.paths}
+        if any(each.finish == "cut" and each.id not in parents for each in self.segments()):
+            raise _invalid("tree", "nothing follows a segment that ended at a cut")
 
     def _parent_of(self, answer: SegmentAnswer) -> Segment | None:
         """Parent of a segment or path, whose depth is checked."""
@@ -197,9 +201,12 @@ def _follows(name: str, parent: Segment | None) -> bool:
 def _bounds(plan: Plan, moved: MovedPath, *, start: int) -> PathBounds:
     """Limits of a path; refuses lengths and cuts that `path_bounds` cannot have for the request.
 
-    Leaves, and the tokens of the tree's budget, are only limited in sum.
+    The tokens of the tree's budget are only limited in sum, as are the leaves, which also have a
+    limit by depth.
     """
     limit, share = moved.max_tokens, moved.num_leaves
+    if share > plan.capacity(moved.segment.depth):
+        raise _invalid("tree", "a path has more leaves than its depth allows")
     is_entropy = plan.branching.mode == "entropy"
     if start + limit > plan.max_length:
         raise _invalid("tree", "a path exceeds max_tokens or the context")

@@ -76,11 +76,15 @@ class Plan:
 
     def capacity(self, depth: int) -> int:
         """Maximum number of leaves below a path that starts after `depth` splits."""
-        most = self.branching.max_leaves
-        leaves = 1
-        for at in range(self.max_depth - 1, depth - 1, -1):
-            leaves = min(most, self._leaves_above(leaves, at))
-        return leaves
+        return self._capacities[min(depth, self.max_depth)]
+
+    @cached_property
+    def _capacities(self) -> list[int]:
+        """Capacities by depth, up to the maximum depth, at which a path has one leaf."""
+        leaves = [1]
+        for depth in range(self.max_depth - 1, -1, -1):
+            leaves.append(min(self.branching.max_leaves, self._leaves_above(leaves[-1], depth)))
+        return leaves[::-1]
 
     def _leaves_above(self, leaves: int, depth: int) -> int:
         """Number of leaves below a path at `depth` if each of its children has `leaves` leaves."""

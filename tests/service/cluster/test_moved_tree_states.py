@@ -15,7 +15,7 @@ from service.moves.state import state_of
 from service.rollouts.rollout import Rollout
 from tests.service.cluster.test_moved_trees import grown, grown_by, suspended_now
 from tests.service.cluster.test_moves import engine_of, post, replicas, see_each_other
-from tests.service.test_rollouts import running_samples
+from tests.service.test_rollouts import body, group, running_samples
 from tests.service.trees import BLOCK, tree_request
 from tests.serving import Served
 
@@ -38,11 +38,11 @@ ENTROPY = tree_request(
 
 @asynccontextmanager
 async def state_and_receiver(
-    tmp_path: Path, request: dict[str, Any], num_steps: int
+    tmp_path: Path, request: dict[str, Any], num_steps: int, **limits: int
 ) -> AsyncIterator[tuple[State, Served]]:
-    """State of a tree with segments and paths, and a replica to receive it."""
+    """State of a tree with segments and paths, and a replica with these limits to receive it."""
     states = list[State]()
-    async with replicas(tmp_path, InMemoryRegistry()) as (a, b):
+    async with replicas(tmp_path, InMemoryRegistry(), limits=limits) as (a, b):
         await see_each_other(a, b)
         calling = asyncio.create_task(post(a, request))
         await grown_by(a, num_steps)
@@ -91,6 +91,20 @@ def with_tokens(state: State, number: int) -> None:
     tokens(state)["kv_versions"] = []
 
 
+def with_one_path_of_more_leaves(state: State) -> None:
+    """Give the leaves of a path to its sibling, so that their number stays the same."""
+    first, second, *_ = tree(state)["paths"]
+    assert first["segment"]["parent"] == second["segment"]["parent"]
+    first["num_leaves"] += second["num_leaves"]
+    tree(state)["paths"].remove(second)
+
+
+def without_paths_of_a_segment(state: State) -> None:
+    parent = tokens(state)["parent"]
+    paths = tree(state)["paths"]
+    tree(state)["paths"] = [each for each in paths if each["segment"]["parent"] != parent]
+
+
 def with_older_tokens(state: State) -> None:
     tokens(state)["versions"][0]["version"] = "older"
 
@@ -136,6 +150,8 @@ CHANGES: dict[str, Change] = {
     "no cut": lambda s: path(s).update(is_cut=False),
     "too long": lambda s: path(s).update(max_tokens=400, is_cut=False, num_leaves=1),
     "too many leaves": lambda s: path(s).update(num_leaves=3),
+    "too many leaves for its depth": with_one_path_of_more_leaves,
+    "no path after a cut": without_paths_of_a_segment,
     "too many tokens": lambda s: s["request"]["branching"].update(max_new_tokens_total=100),
     "entropies": lambda s: tokens(s).update(entropy=[0.0] * len(tokens(s)["token_ids"])),
     "external": lambda s: s["request"]["branching"].update(
@@ -193,3 +209,65 @@ async def test_second_piece_of_a_path_needs_the_first_above_it(tmp_path: Path) -
         (index,) = [i for i, name in enumerate(names) if name.endswith("+1")][:1]
         names[index] = names[index].removesuffix("1") + "2"
         await is_refused(b, state)
+
+
+def with_paths(state: State, number: int) -> None:
+    """Give the first segment of a tree more paths, each with one leaf and all tokens to come."""
+    one = path(state) | {"num_leaves": 1, "is_cut": False, "max_tokens": 200 - BLOCK}
+    parent, depth = tokens(state)["parent"], tokens(state)["depth"]
+    empty: dict[str, Any] = {"token_ids": [], "logprobs": [], "versions": [], "kv_versions": []}
+    tree(state)["paths"] = [
+        one | {"segment": tokens(state) | empty | {"id": f"/1+0/{index}", "depth": depth}}
+        for index in range(1, number + 1)
+    ]
+    tree(state)["segment_names"], state["records"] = ["/1+0"], state["records"][:1]
+    assert segments(state)[0]["id"] == parent
+    state["request"]["branching"]["max_new_tokens_total"] = 2**20
+
+
+async def test_number_of_paths_is_limited_by_the_leaves_of_the_request(tmp_path: Path) -> None:
+    async with state_and_receiver(tmp_path, INTERVAL, 6) as (state, b):
+        with_paths(state, 9)
+        assert "more than 8 leaves" in await is_refused(b, state)
+
+
+async def test_running_samples_and_leaves_of_moved_trees_have_one_limit(tmp_path: Path) -> None:
+    async with state_and_receiver(tmp_path, INTERVAL, 6, max_samples_running=10) as (state, b):
+        calling = asyncio.create_task(post(b, body(group(1, n=3))))
+        await running_samples(b, 3)
+        response = await b.http.post("/v1/moves", json=state)
+        assert (response.status_code, response.json()["code"]) == (503, "overloaded")
+        assert b.server.admission.num_samples == 3
+        engine_of(b).step(4)
+        await calling
+        response = await b.http.post("/v1/moves", json=state)
+        assert (response.status_code, b.server.admission.num_samples) == (201, 8)
+        engine_of(b).instant = True
+        engine_of(b).step(250)
+
+
+async def test_leaves_of_a_moved_tree_are_limited_per_request(tmp_path: Path) -> None:
+    async with state_and_receiver(tmp_path, INTERVAL, 6, max_samples_per_request=8) as (state, b):
+        state["request"]["branching"]["max_leaves"] = 9
+        assert "9 samples" in await is_refused(b, state)
+
+
+@pytest.mark.parametrize("finish", ["length", "cut"])
+async def test_number_of_segments_is_limited_by_the_request(tmp_path: Path, finish: str) -> None:
+    """Also those of an ended tree, whose request has no further paths to check."""
+    async with state_and_receiver(tmp_path, INTERVAL, 6) as (state, b):
+        request = state["request"]
+        request["groups"] *= 2
+        request["branching"]["max_new_tokens_total"] = 1000
+        one = segments(state)[0] | {"token_ids": [], "logprobs": [], "versions": []}
+        one |= {"finish_reason": finish, "parent": None, "depth": 1, "kv_versions": []}
+        number = 9 if finish == "length" else 1001
+        state["records"] += [
+            {"type": "segment", "group": 1, "segment": one | {"id": f"1.{index}"}}
+            for index in range(number)
+        ]
+        head = {"id": "1", "index": 1, "outcome": "done", "leaves": []}
+        head |= {"num_prompt_tokens": 1, "num_cached_tokens": 0}
+        state["records"].append({"type": "group", "group": head})
+        detail = await is_refused(b, state)
+        assert ("more than 8" if finish == "length" else "too many segments") in detail
