@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -23,6 +23,7 @@ from service.cluster.settings import ClusterSettings
 from service.config.settings import Settings
 from service.draft_history.exchange import DraftHistory
 from service.draft_history.stream import RedisHistoryStream
+from service.drain import Drain
 from service.http.bodies import Bodies
 from service.http.connection_limit import Connections, connection_limit
 from service.kv_reuse.manager import KvReuseManager
@@ -68,10 +69,6 @@ from service.weights.replication.status import ReplicaStatus, ReplicationStatus
 from service.weights.stager import WeightStager
 from service.weights.transfers import WeightTransfers
 from service.weights.versions import Versions, first_version
-
-RECONNECT_SECONDS = 1.0
-LAST_MOVES_SECONDS = 2.0
-"""Time to send the sessions that the end of a drain has cancelled to the replica of their group."""
 
 log = logging.getLogger(__name__)
 
@@ -319,6 +316,20 @@ class Server:
             is_enabled=self._can_rebalance,
             on_moved=self.metrics.cluster.rebalanced.inc,
         )
+        self._drain = Drain(
+            readiness=self.readiness,
+            admission=self.admission,
+            external_trees=self.external_trees,
+            cluster=self.cluster,
+            rollouts=self.rollouts,
+            prompt_kv=self.prompt_kv,
+            sessions=self.sessions,
+            activation=self.activation,
+            move_sender=self.move_sender,
+            handle_sender=self.handle_sender,
+            session_sender=self._session_sender,
+            move_seconds=settings.cluster.move_seconds,
+        )
         self._background: set[asyncio.Task[Any]] = set()
         self._started_at = self._activated_at = time.monotonic()
 
@@ -410,49 +421,8 @@ class Server:
         return self.readiness.state == "serving"
 
     async def drain(self, seconds: float) -> None:
-        """Stop admission, wait up to `seconds` for admitted work, then cancel what still runs.
-
-        First the rollouts are moved to other replicas, if possible, and then agent sessions and
-        prompt-KV handles.
-        Meanwhile clients can read prompt KV and renew leases. The wait also covers the last KV
-        lease and the results of asynchronous rollouts that have not been fetched yet.
-        """
-        self.readiness.draining = True
-        self.admission.close()
-        self.external_trees.close()
-        self.cluster.request_heartbeat()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds), asyncio.TaskGroup() as tasks:
-                await self.move_sender.send_all(self.settings.cluster.move_seconds)
-                tasks.create_task(self._move_sessions())
-                moving_handles = tasks.create_task(self._move_handles())
-                await self.admission.wait_until_idle()
-                await self.prompt_kv.wait_until_idle()
-                moving_handles.cancel()
-                await self.rollouts.wait_until_fetched()
-                await self.sessions.wait_until_ended()
-                await self._wait_for_callers_of_moves()
-        self.prompt_kv.stop_new_readers()
-        self.activation.end_wait()
-        await self.sessions.close()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(LAST_MOVES_SECONDS):
-                await self._move_sessions()
-        await self.rollouts.cancel_all()
-
-    async def _move_sessions(self) -> None:
-        if self.settings.cluster.move_seconds:
-            await self._session_sender.send_all()
-
-    async def _move_handles(self) -> None:
-        if self.settings.cluster.move_seconds:
-            await self.handle_sender.run()
-
-    async def _wait_for_callers_of_moves(self) -> None:
-        """Serve callers that reconnect after their stream ended; some never do."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(RECONNECT_SECONDS):
-                await self.rollouts.wait_until_redirected()
+        """Stop admission, wait up to `seconds` for admitted work, then cancel what still runs."""
+        await self._drain.run(seconds)
 
     def kill(self) -> None:
         self.readiness.draining = True

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -29,6 +30,9 @@ MoveOutcome = Literal["moved", "kept"]
 OnMoveEnded = Callable[[MoveOutcome], None]
 CONCURRENT_MOVES = 8
 POLL_SECONDS = 0.01
+RESULT_POLL_SECONDS = 0.1
+RESULT_SECONDS = 10.0
+RETRY_SECONDS = 2.0
 PATH = "/v1/moves"
 
 log = logging.getLogger(__name__)
@@ -38,8 +42,9 @@ class MoveSender:
     """Moves the rollouts of this replica to replicas with the same active weights version.
 
     A rollout that no replica accepts within the time continues here, as does one of more than
-    `max_bytes`, the limit of request bodies, which is assumed to be the same there. `on_ended` is
-    called with the outcome of each move.
+    `max_bytes`, the limit of request bodies, which is assumed to be the same there. A result that
+    no replica accepts is offered again after `RETRY_SECONDS`. `on_ended` is called with the outcome
+    of each move.
     """
 
     def __init__(
@@ -69,6 +74,8 @@ class MoveSender:
         self._on_ended = on_ended
         self._slots = asyncio.Semaphore(CONCURRENT_MOVES)
         self._sending = asyncio.Lock()
+        self._busy: set[str] = set()
+        self._retry_at: dict[str, float] = {}
 
     async def send_all(self, seconds: float) -> None:
         """Move all rollouts that can be moved, within `seconds`.
@@ -78,10 +85,10 @@ class MoveSender:
         connect = self._peers.connect() if seconds and self.candidates() else None
         if connect is None:
             return
-        clock, tried = asyncio.get_running_loop().time, set[tuple[str, bool]]()
+        tried = set[tuple[str, bool]]()
         async with self._sending, asyncio.TaskGroup() as tasks:
-            until = clock() + seconds
-            while clock() < until:
+            until = _now() + seconds
+            while _now() < until:
                 is_idle = self._admission.is_idle
                 for rollout in self._untried(tried):
                     work = self._send(connect, until, rollout, is_result=rollout.ended)
@@ -89,6 +96,38 @@ class MoveSender:
                 if is_idle:
                     return
                 await asyncio.sleep(POLL_SECONDS)
+
+    async def send_results(self) -> None:
+        """Move the results that callers are to fetch, until it is cancelled.
+
+        These are the results that `send_all` has not moved, and those of rollouts that it has not
+        moved and that have ended since.
+        """
+        is_alone = self._cluster.is_standalone
+        connect = None if is_alone else await asyncio.to_thread(self._peers.connect)
+        if connect is None:
+            return
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                for rollout in self._due_results() if self.candidates() else ():
+                    self._busy.add(rollout.id)
+                    tasks.create_task(self._send_result(connect, rollout))
+                await asyncio.sleep(RESULT_POLL_SECONDS)
+
+    def _due_results(self) -> list[Rollout]:
+        now, found = _now(), self._rollouts.results_to_move()
+        self._retry_at = {each.id: self._retry_at.get(each.id, 0.0) for each in found}
+        return [
+            each for each in found if each.id not in self._busy and self._retry_at[each.id] <= now
+        ]
+
+    async def _send_result(self, connect: Connect, rollout: Rollout) -> None:
+        try:
+            await self._send(connect, _now() + RESULT_SECONDS, rollout, is_result=True)
+        finally:
+            is_large = self._is_too_large(rollout)
+            self._retry_at[rollout.id] = math.inf if is_large else _now() + RETRY_SECONDS
+            self._busy.discard(rollout.id)
 
     async def send_to(
         self,
@@ -106,7 +145,7 @@ class MoveSender:
         if connect is None:
             return
         async with self._sending, asyncio.TaskGroup() as tasks:
-            until = asyncio.get_running_loop().time() + seconds
+            until = _now() + seconds
             for rollout in rollouts if is_enabled() else ():
                 work = self._send(connect, until, rollout, is_result=False, peer_id=peer_id)
                 tasks.create_task(work)
@@ -135,15 +174,18 @@ class MoveSender:
         """
         relocate = partial(self._relocate, connect, until, peer_id)
         async with self._slots:
-            if asyncio.get_running_loop().time() >= until:
+            if _now() >= until:
                 self._on_ended("kept")
-            elif estimated_bytes(rollout, self._engine) > self._max_bytes:
+            elif self._is_too_large(rollout):
                 log.info("rollout %s is too large for a move", rollout.id)
                 self._on_ended("kept")
             elif not is_result and not rollout.ended:
                 await rollout.suspend(self._engine, relocate)
             elif is_result and self._rollouts.is_result_to_move(rollout):
                 await self._rollouts.move_result(rollout, relocate)
+
+    def _is_too_large(self, rollout: Rollout) -> bool:
+        return estimated_bytes(rollout, self._engine) > self._max_bytes
 
     async def _relocate(
         self, connect: Connect, until: float, peer_id: str | None, rollout: Rollout
@@ -228,6 +270,10 @@ class MoveSender:
     def candidates(self) -> list[Replica]:
         """Replicas that may accept a rollout, in random order."""
         return self._peers.candidates(self._versions.active.label)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def _url(replica: Replica) -> str:

@@ -134,9 +134,9 @@ class Handles:
             await handle.move_ended.wait()
 
     @property
-    def has_downloads(self) -> bool:
-        """True if a slot is pinned by a download."""
-        return any(pin.is_open for pin in self._pins)
+    def num_downloads(self) -> int:
+        """Number of downloads that pin a slot."""
+        return sum(pin.is_open for pin in self._pins)
 
     def get(self, handle_id: str, owner: str) -> Handle:
         """Find an owner's handle; raises KvGone if its lease has ended, KvNotFound if unknown."""

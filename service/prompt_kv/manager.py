@@ -187,7 +187,7 @@ class PromptKvManager:
 
     async def wait_until_idle(self) -> None:
         """Wait until no handle has an active lease, and no download of a moved one is open."""
-        while len(self.handles) or self.handles.has_downloads:
+        while len(self.handles) or self.handles.num_downloads:
             self.handles.sweep()
             await asyncio.sleep(0.05)
 

@@ -54,6 +54,10 @@ class Admission:
     def num_samples(self) -> int:
         return self._num_samples
 
+    @property
+    def num_requests(self) -> int:
+        return len(self._reservations)
+
     def check_open(self) -> None:
         if self._closed:
             raise Draining(retry_after_seconds=DRAINING_RETRY_SECONDS)

@@ -331,8 +331,12 @@ class RolloutManager:
 
     async def wait_until_fetched(self) -> None:
         """Wait until every retained result that a caller is to fetch was fetched or has expired."""
-        while self._results.awaiting_fetch():
+        while self.results_to_fetch():
             await asyncio.sleep(POLL_SECONDS)
+
+    def results_to_fetch(self) -> dict[str, float]:
+        """Ids of the retained results that a caller is to fetch, each with its time to live."""
+        return self._results.awaiting_fetch()
 
     async def wait_until_redirected(self) -> None:
         """Wait until every caller whose stream ended because of a move was redirected."""

@@ -31,9 +31,15 @@ class ResultCache:
     def num_bytes(self) -> int:
         return self._num_bytes
 
-    def awaiting_fetch(self) -> list[Rollout]:
-        """Cached results that a caller is to fetch and has not fetched yet."""
-        return [rollout for rollout in self.list() if rollout.awaits_fetch]
+    def awaiting_fetch(self) -> dict[str, float]:
+        """Ids of the results that a caller is to fetch, each with the seconds until it expires."""
+        self.drop_expired()
+        expired = self._clock() - self._max_seconds
+        return {
+            rollout_id: ended_at - expired
+            for rollout_id, (ended_at, rollout) in self._rollouts.items()
+            if rollout.awaits_fetch
+        }
 
     def list(self) -> list[Rollout]:
         self.drop_expired()

@@ -1,0 +1,160 @@
+"""Drain of a server: its work moves to other replicas, or ends here, before the server stops."""
+
+import asyncio
+import logging
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+
+from service.cluster.membership import ClusterMembership
+from service.moves.handle_sender import HandleSender
+from service.moves.sender import MoveSender
+from service.moves.session_sender import SessionSender
+from service.observability.readiness import Readiness
+from service.prompt_kv.manager import PromptKvManager
+from service.rollouts.admission import Admission
+from service.rollouts.manager import RolloutManager
+from service.sessions.manager import SessionManager
+from service.trees.external_tree import ExternalTrees
+from service.weights.activation import Activation
+
+LOG_SECONDS = 10.0
+RECONNECT_SECONDS = 1.0
+LAST_MOVES_SECONDS = 2.0
+"""Time to send the sessions that the end of a drain has cancelled to the replica of their group."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemainingWork:
+    """Work that a drain waits for, in the order in which it waits.
+
+    `lease_seconds` is the remaining time of the last lease, and `result_seconds` that of the last
+    result, each without renewals.
+    """
+
+    num_requests: int
+    num_samples: int
+    num_handles: int
+    lease_seconds: float
+    num_downloads: int
+    num_results: int
+    result_seconds: float
+    num_sessions: int
+
+    def __str__(self) -> str:
+        parts = (
+            (self.num_requests, "admitted requests", f"{self.num_samples} samples"),
+            (self.num_handles, "prompt-KV handles", f"leases end in {self.lease_seconds:.0f} s"),
+            (self.num_downloads, "downloads of prompt KV", ""),
+            (self.num_results, "results to fetch", f"kept for {self.result_seconds:.0f} s"),
+            (self.num_sessions, "agent sessions", ""),
+        )
+        found = (_part(*part) for part in parts if part[0])
+        return ", ".join(found) or "nothing"
+
+
+def _part(number: int, name: str, detail: str) -> str:
+    return f"{name}: {number} ({detail})" if detail else f"{name}: {number}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Drain:
+    """Drain of a server: moves its work to other replicas, and waits for what ends here.
+
+    `move_seconds` is the time in which running rollouts are moved; 0: nothing is moved.
+    """
+
+    readiness: Readiness
+    admission: Admission
+    external_trees: ExternalTrees
+    cluster: ClusterMembership
+    rollouts: RolloutManager
+    prompt_kv: PromptKvManager
+    sessions: SessionManager
+    activation: Activation
+    move_sender: MoveSender
+    handle_sender: HandleSender
+    session_sender: SessionSender
+    move_seconds: float
+
+    async def run(self, seconds: float) -> None:
+        """Stop admission, wait up to `seconds` for admitted work, then cancel what still runs."""
+        self.readiness.draining = True
+        self.admission.close()
+        self.external_trees.close()
+        self.cluster.request_heartbeat()
+        began = asyncio.get_running_loop().time()
+        try:
+            async with asyncio.timeout(seconds):
+                await self._move_and_wait(seconds)
+            log.info("drained in %.1f s", asyncio.get_running_loop().time() - began)
+        except TimeoutError:
+            left = self.remaining_work()
+            log.warning("the drain ends after %.0f s; left: %s", seconds, left, extra=asdict(left))
+        await self._close()
+
+    async def _move_and_wait(self, seconds: float) -> None:
+        """Move the rollouts to other replicas, if possible, then the rest; wait for all.
+
+        The rest are agent sessions, prompt-KV handles, and results that nobody has fetched.
+        Meanwhile clients can read prompt KV and renew leases. The wait also covers the last KV
+        lease and the results of asynchronous rollouts that have not been fetched yet.
+        """
+        async with asyncio.TaskGroup() as tasks:
+            background = [tasks.create_task(self._log_regularly(seconds))]
+            await self.move_sender.send_all(self.move_seconds)
+            tasks.create_task(self._move_sessions())
+            if self.move_seconds:
+                background.append(tasks.create_task(self.handle_sender.run()))
+                background.append(tasks.create_task(self.move_sender.send_results()))
+            await self.admission.wait_until_idle()
+            await self.prompt_kv.wait_until_idle()
+            await self.rollouts.wait_until_fetched()
+            await self.sessions.wait_until_ended()
+            await self._wait_for_callers_of_moves()
+            for task in background:
+                task.cancel()
+
+    async def _move_sessions(self) -> None:
+        if self.move_seconds:
+            await self.session_sender.send_all()
+
+    async def _wait_for_callers_of_moves(self) -> None:
+        """Serve callers that reconnect after their stream ended; some never do."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(RECONNECT_SECONDS):
+                await self.rollouts.wait_until_redirected()
+
+    async def _close(self) -> None:
+        """Cancel what still runs. Sessions that this ends go to the replica of their group."""
+        self.prompt_kv.stop_new_readers()
+        self.activation.end_wait()
+        await self.sessions.close()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LAST_MOVES_SECONDS):
+                await self._move_sessions()
+        await self.rollouts.cancel_all()
+
+    async def _log_regularly(self, seconds: float) -> None:
+        """Log what the drain waits for, until it is cancelled."""
+        began = asyncio.get_running_loop().time()
+        while True:
+            await asyncio.sleep(LOG_SECONDS)
+            passed, left = asyncio.get_running_loop().time() - began, self.remaining_work()
+            message = "draining for %.0f s, for at most %.0f s more; left: %s"
+            log.info(message, passed, seconds - passed, left, extra=asdict(left))
+
+    def remaining_work(self) -> RemainingWork:
+        handles = self.prompt_kv.handles
+        results = self.rollouts.results_to_fetch()
+        return RemainingWork(
+            num_requests=self.admission.num_requests,
+            num_samples=self.admission.num_samples,
+            num_handles=len(handles),
+            lease_seconds=max((each.remaining_seconds for each in handles), default=0.0),
+            num_downloads=handles.num_downloads,
+            num_results=len(results),
+            result_seconds=max(results.values(), default=0.0),
+            num_sessions=self.sessions.num_open,
+        )
