@@ -66,17 +66,28 @@ class KeyTransfers:
         Raises ClusterUnavailable if the registry does not respond, as other replicas could not find
         the new holder, or if a third replica holds the key.
         """
+        if not await self.try_to_take_over(claim_key, source):
+            raise ClusterUnavailable(retry_after_seconds=RETRY_AFTER_SECONDS)
+
+    async def try_to_take_over(self, claim_key: str, source: str) -> bool:
+        """Take over a key; False if a third replica holds it, which is registered.
+
+        One that is not was the holder before the registry lost the transfer to `source`.
+        """
         self._cluster.claims.add(claim_key)
         try:
             holder = await self._transfer(claim_key, source)
             if holder != self._cluster.own_id:
-                raise RegistryUnavailable("another replica holds the key")
+                holder = await self._cluster.register_claim(claim_key)
         except RegistryUnavailable:
             self._cluster.release(claim_key)  # the registry may have executed the transfer
             raise ClusterUnavailable(retry_after_seconds=RETRY_AFTER_SECONDS) from None
         except BaseException:
             self._cluster.release(claim_key)
             raise
+        if holder != self._cluster.own_id:
+            self._cluster.release(claim_key)
+        return holder == self._cluster.own_id
 
     async def take_back(self, claim_key: str, replica_id: str) -> None:
         """Take a key of this replica back from one that has not accepted its rollout."""

@@ -75,7 +75,7 @@ class ClusterMembership:
         self.view_listeners: list[Callable[[ClusterView], None]] = []
         self._view = ClusterView(known=False, replicas={}, manifests={}, target=None)
         self._known_replicas: dict[str, Replica] = {}
-        self.claims = Claims(claim=self._register_claim, release=self._unregister_claim)
+        self.claims = Claims(claim=self.register_claim, release=self._unregister_claim)
         self._stopped = False
         self._heartbeat_lock = asyncio.Lock()
         self._heartbeat_requested = asyncio.Event()
@@ -183,6 +183,19 @@ class ClusterMembership:
             self.claims.discard(claim_key)
             raise
 
+    async def register_claim(self, claim_key: str) -> str:
+        """Claim a key in the registry; returns the id of the replica that holds it.
+
+        A holder that is no longer registered is replaced, if the view is settled.
+        """
+        with self.count_failures("claim"):
+            return await self.registry.claim(
+                claim_key,
+                self.own_id,
+                ttl_seconds=self.claim_seconds,
+                allow_takeover=self.is_settled,
+            )
+
     def release(self, claim_key: str) -> None:
         """Release an idempotency key; the release is sent with the next heartbeat. Idempotent."""
         self.claims.release(claim_key)
@@ -210,7 +223,7 @@ class ClusterMembership:
         if self.unavailable:
             return self._on_unshared_key()
         try:
-            holder = await self._register_claim(claim_key)
+            holder = await self.register_claim(claim_key)
         except RegistryUnavailable:
             self.request_heartbeat()
             return self._on_unshared_key()
@@ -219,15 +232,6 @@ class ClusterMembership:
         except ReplicaGone:
             # The holder has left since the claim. A retry can take its claim over.
             raise ClusterUnavailable(retry_after_seconds=RETRY_AFTER_SECONDS) from None
-
-    async def _register_claim(self, claim_key: str) -> str:
-        with self.count_failures("claim"):
-            return await self.registry.claim(
-                claim_key,
-                self.own_id,
-                ttl_seconds=self.claim_seconds,
-                allow_takeover=self.is_settled,
-            )
 
     async def _unregister_claim(self, claim_key: str) -> None:
         with self.count_failures("release"):

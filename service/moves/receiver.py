@@ -8,7 +8,14 @@ from coppice.wire.moves import MovedRollout
 from coppice.wire.rollouts import RolloutRequest
 from engine.protocol import Engine
 from service.cluster.key_transfers import KeyTransfers
-from service.http.errors import InvalidRequest, NotReady, RolloutNotFound, VersionConflict
+from service.http.errors import (
+    IdempotencyInProgress,
+    IdempotencyMismatch,
+    InvalidRequest,
+    NotReady,
+    RolloutNotFound,
+    VersionConflict,
+)
 from service.moves.cancelled_moves import CancelledMoves
 from service.moves.group_state import (
     check_group,
@@ -187,20 +194,42 @@ class MoveReceiver:
         return groups
 
     async def _take_over(self, state: MovedRollout) -> list[IdempotencyClaim]:
-        """Take over the keys of a rollout, here and in the cluster registry."""
+        """Take over the keys of a rollout, here and in the cluster registry.
+
+        The caller's key stays where it is if another rollout has it: a retry has started that one
+        while the registry did not respond, or had lost the key. This rollout is found by its id.
+        """
         taken = list[IdempotencyClaim]()
         try:
             for claim in claims_of(state):
-                self._rollouts.keys.forget_ended(claim, state.id)
-                if self._rollouts.keys.claim(claim) is not None:
-                    raise InvalidRequest.of_parameter("key", "belongs to another rollout here")
+                if not self._claim_here(claim, state):
+                    continue
                 taken.append(claim)
-                await self._transfers.take_over(claim.cluster_key, state.source)
+                if claim.is_move:
+                    await self._transfers.take_over(claim.cluster_key, state.source)
+                elif not await self._transfers.try_to_take_over(claim.cluster_key, state.source):
+                    self._rollouts.keys.release(taken.pop())
+                    continue
                 self._rollouts.keys.bind(claim, state.id)
         except BaseException:
             self._release(taken)
             raise
         return taken
+
+    def _claim_here(self, claim: IdempotencyClaim, state: MovedRollout) -> bool:
+        """Claim a key on this replica; False if it is a caller's key of another rollout."""
+        keys = self._rollouts.keys
+        keys.forget_ended(claim, state.id)
+        try:
+            is_free = keys.claim(claim) is None
+        except IdempotencyMismatch:
+            is_free = False
+        except IdempotencyInProgress:
+            message = "a request with the key of the rollout starts"
+            raise NotReady(message, retry_after_seconds=RETRY_SECONDS) from None
+        if claim.is_move and not is_free:
+            raise InvalidRequest.of_parameter("id", "belongs to another rollout here")
+        return is_free
 
     def _release(self, claims: list[IdempotencyClaim]) -> None:
         for claim in claims:
