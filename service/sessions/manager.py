@@ -18,9 +18,10 @@ from coppice.wire.sessions import (
     SessionState,
 )
 from service.cluster.key_transfers import KeyTransfers
-from service.cluster.membership import ClusterMembership
+from service.cluster.membership import RETRY_AFTER_SECONDS, ClusterMembership
 from service.cluster.registry import replica_id_of
 from service.http.errors import (
+    ClusterUnavailable,
     Draining,
     Overloaded,
     QuotaExceeded,
@@ -204,7 +205,8 @@ class SessionManager:
     async def check_local(self, session_id: str) -> None:
         """Redirect to the replica that has a session, if it is another one.
 
-        Agents are not authenticated yet: few look-ups in the registry run at the same time.
+        Agents are not authenticated yet: few look-ups in the registry run at the same time. Raises
+        ClusterUnavailable if a replica may have it that is not known here yet, as after a start.
         """
         replica_id = replica_id_of(session_id)
         if replica_id is None or self.store.find(session_id) is not None:
@@ -214,6 +216,8 @@ class SessionManager:
                 await self._transfers.check_local(session_id, moved_key(session_id))
             else:
                 await self._transfers.check_holder(moved_key(session_id))
+                if not self._cluster.is_settled:
+                    raise ClusterUnavailable(retry_after_seconds=RETRY_AFTER_SECONDS)
 
     async def check_group_local(self, group_id: str, *, owner: str) -> None:
         """Redirect to the replica that has a group, if it is another one."""

@@ -1,11 +1,15 @@
 """A draining replica moves its agent sessions to another one, where the agents continue them."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from service.cluster.in_memory import InMemoryRegistry
+from service.cluster.registry import ClusterView, Replica
+from tests.cluster import replica
 from tests.fake_engine import FakeEngine
 from tests.service.sessions.agents import HELLO, tokens
 from tests.service.sessions.fleets import agents_of, call, drain, get, records, replicas
@@ -217,3 +221,39 @@ async def test_cancellation_that_reaches_the_sender_does_not_end_the_session(
             response = await b.http.delete(f"/v1/moves/sessions/{agent.id}")
         assert response.status_code == 404
         assert b.server.sessions.num_open == 1
+
+
+class SlowView(InMemoryRegistry):
+    """Registry that sends its second replica no view before `gate` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = asyncio.Event()
+        self.first: str | None = None
+
+    async def beat(self, replica: Replica, *, ttl_seconds: float) -> ClusterView:
+        self.first = self.first or replica.id
+        if replica.id != self.first:
+            await self.gate.wait()
+        return await super().beat(replica, ttl_seconds=ttl_seconds)
+
+
+async def test_agent_that_calls_a_replica_without_a_view_of_the_cluster_may_retry(
+    tmp_path: Path,
+) -> None:
+    """A load balancer may send a call to a replica that starts; 401 would end the agent."""
+    shared = SlowView()
+    async with (
+        replica(tmp_path / "a", FakeEngine(), shared) as a,
+        agents_of(a) as (agent,),
+        replica(tmp_path / "b", FakeEngine(), shared, False) as b,
+    ):
+        path = "/v1/chat/completions"
+        at_b = replace(agent, url=f"{b.url}/sessions/{agent.id}")
+        early = await at_b.post(path, {"messages": HELLO}, follow_redirects=False)
+        assert early.status_code == 503
+        assert int(early.headers["retry-after"]) > 0
+        shared.gate.set()
+        await b.server.cluster.refresh()
+        later = await at_b.post(path, {"messages": HELLO}, follow_redirects=False)
+        assert later.headers["location"] == agent.url + path
