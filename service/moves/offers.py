@@ -5,10 +5,13 @@ import logging
 from contextlib import suppress
 
 import httpx
+from pydantic import ValidationError
 
+from coppice.wire.problem_catalogue import Problem
 from service.cluster.registry import Replica
 
 CANCEL_SECONDS = 0.5
+MAX_DETAIL = 200
 
 log = logging.getLogger(__name__)
 
@@ -38,8 +41,19 @@ async def is_accepted(
         await cancel(http, f"{url}/{resource_id}")
         raise
     if response.status_code != 201:
-        log.warning("%s refused %s: %s", replica.id, path, response.status_code)
+        log.warning("replica %s refused %s: %s", replica.id, resource_id, refusal_of(response))
     return response.status_code == 201
+
+
+def refusal_of(response: httpx.Response) -> str:
+    """Status, code and detail of a problem document; only the status of another response."""
+    try:
+        problem = Problem.model_validate_json(response.content)
+    except ValidationError:
+        return str(response.status_code)
+    return (
+        f"{response.status_code} {problem.code} ({(problem.detail or problem.title)[:MAX_DETAIL]})"
+    )
 
 
 async def cancel(http: httpx.AsyncClient, url: str) -> None:

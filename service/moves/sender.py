@@ -206,7 +206,8 @@ class MoveSender:
             rollout.is_moving = False
         url = rollout.moved_to
         self._on_ended("kept" if url is None else "moved")
-        log.info("rollout %s", "continues here" if url is None else f"moved to {url}")
+        outcome = "stays here" if url is None else f"moved to {url}"
+        log.info("rollout %s %s", rollout.id, outcome)
 
     async def _offer(
         self, http: httpx.AsyncClient, rollout: Rollout, until: float, peer_id: str | None
@@ -237,7 +238,8 @@ class MoveSender:
         try:
             response = await http.post(_url(replica), content=body)
             if response.status_code != 201:
-                log.warning("replica %s refused a move: %s", replica.id, response.status_code)
+                refusal = offers.refusal_of(response)
+                log.warning("replica %s refused rollout %s: %s", replica.id, rollout.id, refusal)
             elif rollout.is_suspended:
                 is_accepted = True
             else:

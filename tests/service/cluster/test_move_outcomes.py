@@ -16,6 +16,7 @@ from service.cluster.in_memory import InMemoryRegistry
 from service.cluster.registry import RegistryUnavailable, Replica
 from service.moves.exports import MoveExports
 from service.moves.kv_export import KvExporter
+from service.moves.offers import refusal_of
 from service.moves.sender import CONCURRENT_MOVES, MoveSender
 from service.rollouts.group import Group
 from service.rollouts.group_options import GroupOptions
@@ -363,3 +364,12 @@ async def test_cancellation_that_reaches_the_source_does_not_end_the_rollout(
         assert [sample["token_ids"] for sample in samples] == [list(range(3, 15))] * 2
         await sending
         assert Client.statuses == [404]
+
+
+def test_refusal_is_logged_with_its_problem() -> None:
+    problem = {"code": "overloaded", "title": "t", "status": 503, "detail": "no room"}
+    refused = httpx.Response(503, json={"type": "about:blank", **problem})
+    assert refusal_of(refused) == "503 overloaded (no room)"
+    plain = httpx.Response(503, json={"type": "about:blank", **problem, "detail": None})
+    assert refusal_of(plain) == "503 overloaded (t)"
+    assert refusal_of(httpx.Response(404, text="<html>")) == "404"
