@@ -48,17 +48,18 @@ class KeyTransfers:
         if not self._cluster.is_standalone:
             await self.check_holder(claim_key)
 
-    async def check_holder(self, claim_key: str) -> None:
-        """Raise RedirectToReplica if another known replica holds the key."""
+    async def check_holder(self, claim_key: str) -> str | None:
+        """Raise RedirectToReplica if another known replica holds the key; returns its holder."""
         try:
             with self._cluster.count_failures("holder"):
                 holder = await self._cluster.registry.holder(claim_key)
         except RegistryUnavailable:
             raise ClusterUnavailable(retry_after_seconds=RETRY_AFTER_SECONDS) from None
         if holder is None or holder == self._cluster.own_id:
-            return
+            return holder
         if (replica := self._cluster.find(holder)) is not None:
             raise RedirectToReplica(replica.url)
+        return holder
 
     async def take_over(self, claim_key: str, source: str) -> None:
         """Take over a key from the replica `source`, which has sent it.

@@ -206,7 +206,8 @@ class SessionManager:
         """Redirect to the replica that has a session, if it is another one.
 
         Agents are not authenticated yet: few look-ups in the registry run at the same time. Raises
-        ClusterUnavailable if a replica may have it that is not known here yet, as after a start.
+        ClusterUnavailable if a replica may have it that is not known here yet, as after a start, or
+        if it is just arriving here: its key is taken over before.
         """
         replica_id = replica_id_of(session_id)
         if replica_id is None or self.store.find(session_id) is not None:
@@ -215,8 +216,8 @@ class SessionManager:
             if replica_id == self._cluster.own_id or self._cluster.find(replica_id) is not None:
                 await self._transfers.check_local(session_id, moved_key(session_id))
             else:
-                await self._transfers.check_holder(moved_key(session_id))
-                if not self._cluster.is_settled:
+                holder = await self._transfers.check_holder(moved_key(session_id))
+                if holder == self._cluster.own_id or not self._cluster.is_settled:
                     raise ClusterUnavailable(retry_after_seconds=RETRY_AFTER_SECONDS)
 
     async def check_group_local(self, group_id: str, *, owner: str) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from service.cluster.in_memory import InMemoryRegistry
 from service.cluster.registry import ClusterView, Replica
+from service.sessions.session_group import moved_key
 from tests.cluster import replica
 from tests.fake_engine import FakeEngine
 from tests.service.sessions.agents import HELLO, tokens
@@ -257,3 +258,16 @@ async def test_agent_that_calls_a_replica_without_a_view_of_the_cluster_may_retr
         await b.server.cluster.refresh()
         later = await at_b.post(path, {"messages": HELLO}, follow_redirects=False)
         assert later.headers["location"] == agent.url + path
+
+
+async def test_agent_whose_session_is_arriving_may_retry(tmp_path: Path) -> None:
+    """The receiver has taken over the key of a session whose first replica has left."""
+    session_id = f"{'d' * 12}.0"
+    async with replicas(tmp_path) as (a, _), agents_of(a) as (agent,):
+        other = replace(agent, url=agent.url.replace(agent.id, session_id))
+        statuses = list[int]()
+        for is_arriving in (False, True):
+            if is_arriving:
+                await a.server.key_transfers.take_over(moved_key(session_id), "e" * 12)
+            statuses.append((await other.chat()).status_code)
+        assert statuses == [401, 503]
