@@ -1,16 +1,18 @@
-"""Callers of long rollouts and readers of prompt KV, who must not notice that a replica drains."""
+"""Callers of rollouts, readers of prompt KV and agents, who must not notice a drain."""
 
 import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AsyncExitStack, suppress
 
 import httpx
 
 from coppice import AsyncRollouts, Branching, CoppiceError, Kv, Retry
+from coppice.operations.sessions import SessionOptions
 from coppice.rollout_options import RolloutOptions, rollout_request
+from coppice.sessions import AgentSession
 from coppice.wire.result_formats import SampleRecord, SegmentRecord, TokensRecord
 from tests.soak.cluster_model import FleetModel, TokenReport
 
@@ -18,6 +20,10 @@ NUM_SAMPLES = 4
 MAX_TOKENS = 180
 MAX_HELD_SECONDS = 4.0
 MAX_ATTEMPTS = 4
+NUM_TURNS = 3
+MAX_TURN_SECONDS = 30.0
+SESSION_OPTIONS = SessionOptions(sampling={"max_tokens": 12, "temperature": 0.0}, ttl_seconds=30)
+"""A session whose agent has lost it after a fault expires soon."""
 GRACE_SECONDS = 5.0
 """Time after a fault in which a caller may notice it: the expiry of a killed replica."""
 RETRY = Retry(attempts=10, base_seconds=0.1, max_seconds=2.0, total_seconds=60.0)
@@ -28,6 +34,8 @@ BRANCHING = Branching(
 )
 NUM_SEGMENTS = 6
 """Two paths at the prompt, and two after the cut of each."""
+
+Message = dict[str, str]
 
 
 class LoadBalancer(httpx.AsyncBaseTransport):
@@ -64,8 +72,9 @@ class LoadBalancer(httpx.AsyncBaseTransport):
 class Callers:
     """Callers of long rollouts until `over`; all their samples are in `reports`.
 
-    `counts` has their outcomes. `violations` are tokens that were lost or repeated, and rollouts
-    and prompt KV that were lost. After a fault a rollout may be lost with the replica that ran it.
+    `counts` has their outcomes, with the names in `kinds`. `violations` are tokens that were lost
+    or repeated, and rollouts, prompt KV and sessions that were lost. After a fault a rollout may be
+    lost with the replica that ran it.
     """
 
     def __init__(self, urls: Sequence[str], model: FleetModel, seed: int) -> None:
@@ -79,6 +88,19 @@ class Callers:
         self._random = random.Random(seed)
         self._client: AsyncRollouts
         self._plain: httpx.AsyncClient
+        modes = (
+            self._streamed,
+            self._submitted,
+            self._plain_request,
+            self._held_handle,
+            self._tree,
+            self._session,
+        )
+        self._modes = {mode.__name__.strip("_"): mode for mode in modes}
+
+    @property
+    def kinds(self) -> Collection[str]:
+        return self._modes.keys()
 
     async def run(self) -> None:
         async with AsyncExitStack() as stack:
@@ -95,16 +117,9 @@ class Callers:
 
     async def _call(self) -> None:
         while not self.over:
-            modes = (
-                self._streamed,
-                self._submitted,
-                self._plain_request,
-                self._held_handle,
-                self._tree,
-            )
-            mode = self._random.choice(modes)
+            name = self._random.choice(list(self._modes))
             prompt = self._random.choices(self._model.vocabulary, k=self._random.randint(2, 60))
-            name, began = mode.__name__.strip("_"), time.monotonic()
+            mode, began = self._modes[name], time.monotonic()
             try:
                 self.counts[f"{await mode(prompt)} ({name})"] += 1
             except (CoppiceError, httpx.HTTPError) as error:
@@ -183,6 +198,34 @@ class Callers:
         answer = await self._request("DELETE", f"/v1/kv/{kv.handle}")
         answer.raise_for_status()
         return "answered"
+
+    async def _session(self, prompt: list[int]) -> str:
+        """An agent session, whose result must have each turn once, and the agent's reward."""
+        reward = float(len(prompt))
+        created = await self._client.sessions.create(**SESSION_OPTIONS)
+        (agent,), messages = created.sessions, list[Message]()
+        for turn in range(NUM_TURNS):
+            messages.append({"role": "user", "content": f"turn {turn}"})
+            messages.append({"role": "assistant", "content": await self._respond(agent, messages)})
+            await asyncio.sleep(self._random.uniform(0.0, 0.5))
+        result = await self._client.sessions.finish(agent.id, reward=reward)
+        if (len(result.turns), result.reward) != (NUM_TURNS, reward):
+            self.violations.append(f"a session of {len(result.turns)} turns")
+        return "answered"
+
+    async def _respond(self, agent: AgentSession, messages: Sequence[Message]) -> str:
+        """Response to an agent, whose request is refused while its session moves."""
+        url = f"{LoadBalancer.URL}{httpx.URL(agent.openai_url).path}/chat/completions"
+        ends_at = time.monotonic() + MAX_TURN_SECONDS
+        while True:
+            headers = {"x-api-key": agent.key}
+            answer = await self._plain.post(url, json={"messages": messages}, headers=headers)
+            if answer.status_code != 503 or time.monotonic() > ends_at:
+                break
+            await asyncio.sleep(0.05)
+        answer.raise_for_status()
+        content: str = answer.json()["choices"][0]["message"]["content"]
+        return content
 
     async def _file(self, handle: str) -> bytes:
         answer = await self._request("GET", f"/v1/kv/{handle}/data")

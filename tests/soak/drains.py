@@ -5,7 +5,8 @@
 Three replicas and a real Redis, each a process. Every caller must receive all tokens of its
 samples, each once, and the same bytes of prompt KV as long as it holds the handle. Without a fault
 no caller may notice the drain, except that it follows a redirect or continues to read a stream at
-another replica.
+another replica. The run fails if too few requests of a kind were answered, or moved, or if the log
+of a replica has no reason for a long drain.
 """
 
 import argparse
@@ -18,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,6 +28,7 @@ import psutil
 from tests.redis_server import RedisServer
 from tests.soak.cluster_model import CountingModel, FleetModel, SeedlingModel
 from tests.soak.drain_callers import MAX_TOKENS, NUM_SAMPLES, Callers
+from tests.soak.drain_checks import SlowDrain, messages, not_exercised, num_moved, slow_drain
 from tests.soak.fault_injection import SHARED
 from tests.soak.replicas import NUM_REPLICAS, Replica, replicas
 from tests.soak.report import machine, write
@@ -43,12 +45,16 @@ SETTINGS = {
 
 
 class Drains:
-    """Drains replicas one after the other; `seconds` are those of the drains without a fault."""
+    """Drains replicas one after the other.
+
+    `seconds` are those of the drains without a fault, and `slow` those that took long.
+    """
 
     def __init__(
         self, redis: RedisServer, fleet: Sequence[Replica], callers: Callers, seed: int
     ) -> None:
         self.seconds: list[float] = []
+        self.slow: list[SlowDrain] = []
         self.counts: Counter[str] = Counter()
         self._redis = redis
         self._fleet = list(fleet[:NUM_REPLICAS])
@@ -72,8 +78,13 @@ class Drains:
             print(f"{index + 1} of {number} drains", flush=True)
 
     def _drain(self, replica: Replica, name: str) -> None:
+        before = replica.place.log.stat().st_size
         self.seconds.append(replica.stop())
         self.counts[name] += 1
+        with replica.place.log.open() as file:
+            file.seek(before)
+            slow = slow_drain(self.seconds[-1], messages(file))
+        self.slow += [] if slow is None else [slow]
 
     def _roll(self, replica: Replica) -> None:
         """Starts another replica, then drains this one, as a rolling update of the chart does."""
@@ -131,10 +142,16 @@ def main() -> None:
         callers = Callers([replica.url for replica in fleet], model, options.seed)
         drains = Drains(redis, fleet, callers, options.seed)
         _under_load(drains, callers, options.drains)
-    table = _table(model, drains, callers)
+        moved = Counter[str]()
+        for replica in fleet:
+            moved += num_moved(messages(replica.place.log.read_text().splitlines()))
+    table = _table(model, drains, callers, moved)
     print(table)
     wrong = model.find_wrong(callers.reports)
     assert not callers.violations, callers.violations
+    missing = not_exercised(callers.counts, callers.kinds, moved, options.drains)
+    assert not missing, missing
+    assert all(slow.reason for slow in drains.slow), drains.slow
     assert not wrong, f"{len(wrong)} of {len(callers.reports)}, such as {wrong[:3]}"
     if options.report:
         write(options.report, f"drains, {model.name} engine", table)
@@ -169,10 +186,14 @@ def _under_load(drains: Drains, callers: Callers, number: int) -> None:
         raise failures[0]
 
 
-def _table(model: FleetModel, drains: Drains, callers: Callers) -> str:
+def _table(model: FleetModel, drains: Drains, callers: Callers, moved: Mapping[str, int]) -> str:
     faults = "\n".join(f"| {name} | {count} |" for name, count in sorted(drains.counts.items()))
     outcomes = "\n".join(
         f"| {name} | {count:,} |" for name, count in sorted(callers.counts.items())
+    )
+    moves = "\n".join(f"| {kind} | {count:,} |" for kind, count in sorted(moved.items()))
+    slow = "".join(
+        f"A drain of {each.seconds:.1f} s waited for: {each.reason}.\n" for each in drains.slow
     )
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     seconds = drains.seconds or [float("nan")]
@@ -185,14 +206,18 @@ No token was lost, wrong or received twice: {len(callers.reports):,} different s
 tokens of an undisturbed run.
 From SIGTERM to the exit of a process without a fault: median {statistics.median(seconds):.2f} s, \
 longest {max(seconds):.2f} s.
-
+{slow}
 | fault during the drain | times |
 |---|---|
 {faults}
 
-| outcome of a rollout | times |
+| outcome of a request | times |
 |---|---|
 {outcomes}
+
+| moved to another replica | times |
+|---|---|
+{moves}
 
 """
 
