@@ -18,7 +18,7 @@ from tests.soak.cluster_model import FleetModel, TokenReport
 
 NUM_SAMPLES = 4
 MAX_TOKENS = 180
-MAX_HELD_SECONDS = 4.0
+MAX_HELD_SECONDS = 8.0
 MAX_ATTEMPTS = 4
 NUM_TURNS = 3
 MAX_TURN_SECONDS = 30.0
