@@ -95,16 +95,16 @@ class Drain:
         await self._close()
 
     async def _move_and_wait(self, seconds: float) -> None:
-        """Move the rollouts to other replicas, if possible, then the rest; wait for all.
+        """Move rollouts to other replicas, if possible, then handles and results; wait for all.
 
-        The rest are agent sessions, prompt-KV handles, and results that nobody has fetched.
-        Meanwhile clients can read prompt KV and renew leases. The wait also covers the last KV
-        lease and the results of asynchronous rollouts that have not been fetched yet.
+        Agent sessions are moved from the beginning, each as soon as no call of it runs. Meanwhile
+        clients can read prompt KV and renew leases. The wait also covers the last KV lease and the
+        results of asynchronous rollouts that have not been fetched yet.
         """
         async with asyncio.TaskGroup() as tasks:
             background = [tasks.create_task(self._log_regularly(seconds))]
-            await self.move_sender.send_all(self.move_seconds)
             tasks.create_task(self._move_sessions())
+            await self.move_sender.send_all(self.move_seconds)
             if self.move_seconds:
                 background.append(tasks.create_task(self.handle_sender.run()))
                 background.append(tasks.create_task(self.move_sender.send_results()))

@@ -13,7 +13,15 @@ from service.sessions.session_group import moved_key
 from tests.cluster import replica
 from tests.fake_engine import FakeEngine
 from tests.service.sessions.agents import HELLO, tokens
-from tests.service.sessions.fleets import agents_of, call, drain, get, records, replicas
+from tests.service.sessions.fleets import (
+    DRAIN_SECONDS,
+    agents_of,
+    call,
+    drain,
+    get,
+    records,
+    replicas,
+)
 from tests.service.sessions.test_sessions import replied
 from tests.service.test_rollouts import running_samples
 
@@ -271,3 +279,25 @@ async def test_agent_whose_session_is_arriving_may_retry(tmp_path: Path) -> None
                 await a.server.key_transfers.take_over(moved_key(session_id), "e" * 12)
             statuses.append((await other.chat()).status_code)
         assert statuses == [401, 503]
+
+
+async def test_sessions_do_not_wait_for_rollouts_that_cannot_move(tmp_path: Path) -> None:
+    """The call of another session runs to its end, for longer than rollouts are moved."""
+    cluster = {"move_seconds": DRAIN_SECONDS}
+    async with (
+        replicas(tmp_path, instant=False, cluster=cluster) as (a, b),
+        agents_of(a) as [busy],
+        agents_of(a),
+    ):
+        calling = asyncio.create_task(call(busy, HELLO))
+        await running_samples(a, 1)
+        draining = asyncio.create_task(drain(a))
+        async with asyncio.timeout(DRAIN_SECONDS / 2):
+            while not b.server.sessions.num_open:
+                await asyncio.sleep(0.001)
+        assert not calling.done()
+        engine = a.server.engine
+        assert isinstance(engine, FakeEngine)
+        engine.step(3)
+        await calling
+        await draining
