@@ -73,13 +73,16 @@ class KeyTransfers:
     async def try_to_take_over(self, claim_key: str, source: str) -> bool:
         """Take over a key; False if a third replica holds it, which is registered.
 
-        One that is not was the holder before the registry lost the transfer to `source`.
+        One that is not was the holder before the registry lost the transfer to `source`. Raises
+        ClusterUnavailable while it is unknown whether that replica has left.
         """
         self._cluster.claims.add(claim_key)
         try:
             holder = await self._transfer(claim_key, source)
             if holder != self._cluster.own_id:
                 holder = await self._cluster.register_claim(claim_key)
+            if holder != self._cluster.own_id and holder not in self._cluster.view.replicas:
+                raise RegistryUnavailable("the holder may have left")
         except RegistryUnavailable:
             self._cluster.release(claim_key)  # the registry may have executed the transfer
             raise ClusterUnavailable(retry_after_seconds=RETRY_AFTER_SECONDS) from None
@@ -91,7 +94,7 @@ class KeyTransfers:
         return holder == self._cluster.own_id
 
     async def take_back(self, claim_key: str, replica_id: str) -> None:
-        """Take a key of this replica back from one that has not accepted its rollout."""
+        """Transfer a key from another replica to this one, which has its rollout."""
         with suppress(RegistryUnavailable):
             await self._transfer(claim_key, replica_id)
 

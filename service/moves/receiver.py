@@ -76,10 +76,24 @@ class MoveReceiver:
         self._rollouts = rollouts
         self._transfers = transfers
         self._kv = kv
+        self._arriving: set[str] = set()
+
+    def is_arriving(self, rollout_id: str) -> bool:
+        """Return True from the time a rollout is received until it is here, or refused."""
+        return rollout_id in self._arriving
 
     async def receive(self, state: MovedRollout) -> Rollout:
         """Continue a rollout; raises a ServiceError if it cannot run here as on its source."""
         self._check(state)
+        if state.id in self._arriving:
+            raise NotReady("the rollout is received already", retry_after_seconds=RETRY_SECONDS)
+        self._arriving.add(state.id)
+        try:
+            return await self._receive(state)
+        finally:
+            self._arriving.discard(state.id)
+
+    async def _receive(self, state: MovedRollout) -> Rollout:
         reservation = self._reserve(state)
         try:
             shared = self._shared(state)
@@ -118,6 +132,8 @@ class MoveReceiver:
         except BaseException:
             self._kv.release(imported)
             raise
+        for claim in claims:
+            self._rollouts.keys.bind(claim, state.id)
         self._kv.hold(imported, rollout)
         return rollout
 
@@ -203,14 +219,14 @@ class MoveReceiver:
         try:
             for claim in claims_of(state):
                 if not self._claim_here(claim, state):
+                    # Retries must find the rollout with this key here once the source has left.
+                    await self._transfers.take_back(claim.cluster_key, state.source)
                     continue
                 taken.append(claim)
                 if claim.is_move:
                     await self._transfers.take_over(claim.cluster_key, state.source)
                 elif not await self._transfers.try_to_take_over(claim.cluster_key, state.source):
                     self._rollouts.keys.release(taken.pop())
-                    continue
-                self._rollouts.keys.bind(claim, state.id)
         except BaseException:
             self._release(taken)
             raise

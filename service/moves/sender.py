@@ -175,7 +175,8 @@ class MoveSender:
         relocate = partial(self._relocate, connect, until, peer_id)
         async with self._slots:
             if _now() >= until:
-                self._on_ended("kept")
+                if not is_result:  # results are offered again
+                    self._on_ended("kept")
             elif self._is_too_large(rollout):
                 log.info("rollout %s is too large for a move", rollout.id)
                 self._on_ended("kept")

@@ -218,7 +218,7 @@ class ClusterMetrics(MetricTable):
     redirects = counter("cluster_redirects", "Requests redirected to another replica")
     moves = counter(
         "rollout_moves",
-        "Rollouts that were suspended for a move, by whether another replica continues them",
+        "Running rollouts and results that were offered to other replicas, by whether one accepted",
         outcome=("moved", "kept"),
     )
     handle_moves = counter(

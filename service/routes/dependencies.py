@@ -9,7 +9,7 @@ from fastapi import Depends, Request
 from service.auth.access import Caller
 from service.cluster.registry import replica_id_of
 from service.http.bodies import stream_body
-from service.http.errors import KvGone, ReplicaGone
+from service.http.errors import KvGone, NotReady, ReplicaGone
 from service.rollouts.idempotency import IdempotencyClaim
 from service.server import Server
 
@@ -52,8 +52,13 @@ async def check_local(resource_id: str, server: Server) -> None:
 async def _check_rollout_local(
     rollout_id: str, server: Annotated[Server, Depends(_server)], caller: Caller
 ) -> None:
-    """Redirect the request to the replica that has the rollout, if it is another one."""
+    """Redirect the request to the replica that has the rollout, if it is another one.
+
+    Raises NotReady while the rollout moves to this replica, which has its keys already.
+    """
     if server.rollouts.find(rollout_id) is None:
+        if server.move_receiver.is_arriving(rollout_id):
+            raise NotReady("the rollout is moving to this replica", retry_after_seconds=1.0)
         claim = IdempotencyClaim.of_move(caller.name, rollout_id)
         await server.key_transfers.check_local(rollout_id, claim.cluster_key)
 

@@ -41,11 +41,15 @@ def num_moved(log: Iterable[str]) -> Counter[str]:
 
 
 def slow_drain(seconds: float, log: Iterable[str]) -> SlowDrain | None:
-    """The drain with its last logged reason, which is empty if there is none."""
+    """The drain with its last logged reason, which is empty if there is none.
+
+    A drain that waits although nothing is left has none.
+    """
     if seconds < 1.5 * LOG_SECONDS:
         return None
     waiting = [message for message in log if message.startswith(WAITING)]
-    return SlowDrain(seconds=seconds, reason=waiting[-1].partition("left: ")[2] if waiting else "")
+    reason = waiting[-1].partition("left: ")[2] if waiting else ""
+    return SlowDrain(seconds=seconds, reason="" if reason == "nothing" else reason)
 
 
 def not_exercised(

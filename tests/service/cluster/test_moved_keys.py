@@ -1,0 +1,115 @@
+"""Keys of a rollout that moves: retries and readers find it, or are asked to repeat the request."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from coppice.wire.moves import MovedRollout
+from service.cluster.in_memory import InMemoryRegistry
+from service.cluster.membership import ClusterMembership
+from service.moves.kv_import import ImportedKv
+from tests.service.cluster.test_moved_results import GONE, KEY, ended, set_holder, submit
+from tests.service.cluster.test_moves import (
+    ASYNC,
+    LONG,
+    PROMPT,
+    drain,
+    engine_of,
+    replicas,
+    see_each_other,
+)
+from tests.service.test_rollouts import body
+from tests.serving import Served
+
+pytestmark = pytest.mark.slow
+
+CLUSTER = {"move_seconds": 0.5}
+
+
+async def test_key_goes_to_the_replica_whose_retry_has_started_another_rollout(
+    tmp_path: Path,
+) -> None:
+    registry = InMemoryRegistry()
+    async with replicas(tmp_path, registry, cluster=CLUSTER) as (a, b):
+        await see_each_other(a, b)
+        place = await submit(a, **KEY)
+        (claim_key,) = a.server.cluster.claims._claimed
+        b.server.cluster._on_unavailable("down")
+        assert await submit(b, **KEY) != place
+        await see_each_other(a, b)
+        assert await registry.holder(claim_key) == a.server.cluster.own_id
+        for each in (a, b):
+            await ended(each)
+        await drain(a)
+        assert await registry.holder(claim_key) == b.server.cluster.own_id
+
+
+async def test_rollout_does_not_leave_its_key_to_a_replica_that_may_have_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After an outage of the registry, replicas that are not registered may still run."""
+    async with replicas(tmp_path, InMemoryRegistry(), 3, cluster=CLUSTER) as (a, b, c):
+        await see_each_other(a, b, c)
+        rollout_id = (await submit(a, **KEY)).rpartition("/")[2]
+        await set_holder(a, GONE)
+        await ended(a)
+        with monkeypatch.context() as patched:
+            patched.setattr(ClusterMembership, "is_settled", property(lambda _: False))
+            draining = asyncio.create_task(drain(a))
+            await asyncio.sleep(0.5)
+            assert not (b.server.rollouts.has(rollout_id) or c.server.rollouts.has(rollout_id))
+        await draining
+        other = c if b.server.rollouts.has(rollout_id) else b
+        again = await other.http.post("/v1/rollouts", json=body(PROMPT, **LONG), headers=KEY)
+        assert again.is_redirect
+
+
+@asynccontextmanager
+async def fetching_kv(b: Served) -> AsyncIterator[asyncio.Event]:
+    """Context manager in which rollouts wait for their KV after their keys are taken over.
+
+    The event is set when one has arrived.
+    """
+    importer, has_arrived, may_go_on = b.server.kv_importer, asyncio.Event(), asyncio.Event()
+    fetch = importer.fetch
+
+    async def slow_fetch(state: MovedRollout) -> ImportedKv:
+        has_arrived.set()
+        await may_go_on.wait()
+        return await fetch(state)
+
+    importer.fetch = slow_fetch  # type: ignore[method-assign]
+    try:
+        yield has_arrived
+    finally:
+        importer.fetch = fetch  # type: ignore[method-assign]
+        may_go_on.set()
+
+
+async def test_retry_and_reader_of_a_rollout_that_arrives_may_repeat_the_request(
+    tmp_path: Path,
+) -> None:
+    """Also if the replica that has given it its id has left."""
+    registry = InMemoryRegistry()
+    async with replicas(tmp_path, registry, cluster={"move_seconds": 5}) as (a, b):
+        await see_each_other(a, b)
+        place = await submit(a, **KEY)
+        async with fetching_kv(b) as has_arrived:
+            draining = asyncio.create_task(drain(a))
+            await has_arrived.wait()
+            b.server.cluster.view.replicas.pop(a.server.cluster.own_id)
+            headers = {**KEY, **ASYNC}
+            retry = await b.http.post("/v1/rollouts", json=body(PROMPT, **LONG), headers=headers)
+            read = await b.http.get(place)
+        assert (retry.status_code, retry.json()["code"]) == (409, "idempotency_in_progress")
+        assert (read.status_code, read.json()["code"]) == (503, "not_ready")
+        assert int(retry.headers["retry-after"]) > 0 and int(read.headers["retry-after"]) > 0
+        engine_of(b).instant = True
+        while not b.server.rollouts.has(place.rpartition("/")[2]):
+            await asyncio.sleep(0.001)
+        engine_of(b).step(12)
+        await draining
+        assert (await b.http.get(place)).json()["outcome"] == "done"
