@@ -73,6 +73,7 @@ class SessionKvExporter:
             self._exports.release(begun)
 
     async def _try_to_export(self, session: Session, begun: list[Export]) -> MovedSessionKv | None:
+        """Export the KV of a session, which is moved without it after any error."""
         reason: PrefillReason = "failed"
         try:
             return await self._export(session, begun)
@@ -82,6 +83,8 @@ class SessionKvExporter:
             reason = "timeout"
         except EngineError as error:
             log.warning("the KV of a moved session was not exported: %s", type(error).__name__)
+        except Exception:
+            log.exception("the export of a moved session's KV failed")
         self._on_prefilled(reason)
         return None
 

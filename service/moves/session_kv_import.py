@@ -99,6 +99,9 @@ class SessionKvImporter:
         except EngineError as error:
             log.warning("the KV of a moved session was not fetched: %s", type(error).__name__)
             return "failed"
+        except Exception:
+            log.exception("the fetch of a moved session's KV failed")
+            return "failed"
         block_size = self._engine.info.block_size
         session.received_kv = ReceivedKv(self._cache, copy.entry, copy.token_ids, block_size)
         self._cache.add_written(copy.entry)

@@ -346,3 +346,27 @@ async def test_session_moves_without_kv_if_the_export_has_no_room(tmp_path: Path
         assert outcomes(a) == {"no_room": 1} and received(b) is None
         for export in others:
             prompt_kv.abandon(export)
+
+
+async def test_session_moves_without_its_kv_after_an_unexpected_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with pair(tmp_path) as (a, b), agents_of(a) as [agent]:
+        await turn(a, agent, PROMPT)
+        monkeypatch.setattr(a.server._session_sender._kv._exports, "begin", _fail)
+        await drain(a)
+        assert b.server.sessions.num_open == 1 and outcomes(a) == {"failed": 1}
+
+
+async def test_session_is_received_without_its_kv_after_an_unexpected_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with exported(tmp_path) as (_, b, _, state, _):
+        monkeypatch.setattr(b.server._session_kv_importer._reader, "read", _fail)
+        assert await receive(b, state) == 201
+        await is_released_by(b)
+        assert outcomes(b) == {"failed": 1} and received(b) is None
+
+
+def _fail(*_: object) -> None:
+    raise RuntimeError("unexpected")
