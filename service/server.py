@@ -238,6 +238,7 @@ class Server:
             kv=SessionKvExporter(
                 engine,
                 exports,
+                priority_aging,
                 move_seconds=settings.cluster.move_seconds,
                 on_prefilled=self._count_session_kv,
             ),

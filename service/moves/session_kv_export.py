@@ -27,6 +27,7 @@ from service.moves.exports import (
 )
 from service.moves.session_state import conversation
 from service.prompt_kv.exports import Export
+from service.rollouts.fairness import PriorityAging
 from service.sessions.session import Session
 
 OnSessionKv = Callable[[SessionKvOutcome], None]
@@ -47,12 +48,14 @@ class SessionKvExporter:
         self,
         engine: Engine,
         exports: MoveExports,
+        priority_aging: PriorityAging,
         *,
         move_seconds: float,
         on_prefilled: OnSessionKv,
     ) -> None:
         self._engine = engine
         self._exports = exports
+        self._priority_aging = priority_aging
         self._seconds_left = MAX_TIME_SHARE * move_seconds
         self._on_prefilled = on_prefilled
         self._turn = asyncio.Lock()
@@ -128,7 +131,8 @@ class SessionKvExporter:
         source, is_settled = session.kv_source(tokens, 1), False
         try:
             load = None if source is None else source.load()
-            request = _request(session, tokens, export.export_slot, load)
+            priority = self._priority_aging.to_engine_priority(session.options.priority)
+            request = _request(session, tokens, priority, export.export_slot, load)
             is_settled = await self._exports.write([request], [export])
         finally:
             if source is not None:
@@ -143,14 +147,14 @@ def _exported_tokens(num_tokens: int, info: EngineInfo) -> int:
 
 
 def _request(
-    session: Session, tokens: list[int], slot: ExportSlot, load: KvLoad | None
+    session: Session, tokens: list[int], priority: int, slot: ExportSlot, load: KvLoad | None
 ) -> SampleRequest:
     """Request that prefills the last token, and exports the others."""
     return SampleRequest(
         id=uuid.uuid4().hex,
         prompt_token_ids=tokens,
         sampling=PREFILL_ONLY,
-        priority=session.options.priority,
+        priority=priority,
         cache_salt=session.cache_salt,
         session_id=session.id,
         speculation=False,

@@ -112,7 +112,8 @@ class SessionKvImporter:
 
         Raises KvUnavailable or FetchFailed.
         """
-        if self._cache.reason is not None:
+        has_other_kv = session.options.keep_kv is not None or session.options.adapter is not None
+        if self._cache.reason is not None or has_other_kv:
             raise KvUnavailable("disabled")
         token_ids = await asyncio.to_thread(self._tokens, session, kv)
         if (version := self._version()) is None:

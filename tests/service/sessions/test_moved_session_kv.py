@@ -10,6 +10,7 @@ import pytest
 
 from service.kv_reuse.prompt_sections import Scope
 from service.kv_reuse.span_cache import CacheEntry, EntryKey, SpanCache
+from service.rollouts.fairness import MICROSECONDS
 from service.sessions.received_kv import ReceivedKv
 from tests.fake_engine import BLOCK_SIZE, FakeEngine
 from tests.service.cluster.test_moved_kv import pair
@@ -225,3 +226,13 @@ async def test_no_memory_is_left_if_the_session_is_refused(tmp_path: Path) -> No
         assert (status.num_handles, status.leased_bytes, status.reserved_bytes) == (0, 0, 0)
         answer = await get(a, f"/v1/sessions/{agent.id}")
         assert answer["usage"]["num_sampled_tokens"] == NUM_TOKENS
+
+
+async def test_export_has_the_priority_of_a_call_that_arrives_then(tmp_path: Path) -> None:
+    """Not behind all requests that arrive later."""
+    async with pair(tmp_path) as (a, _), agents_of(a, priority=2**31 - 1) as [agent]:
+        await turn(a, agent, PROMPT)
+        [call] = engine_of(a).submitted
+        await drain(a)
+        [export] = [each for each in engine_of(a).submitted if each.export is not None]
+        assert 0 < export.priority - call.priority < 60 * MICROSECONDS

@@ -368,5 +368,14 @@ async def test_session_is_received_without_its_kv_after_an_unexpected_error(
         assert outcomes(b) == {"failed": 1} and received(b) is None
 
 
+async def test_kv_of_a_session_that_keeps_kv_of_older_weights_is_not_fetched(
+    tmp_path: Path,
+) -> None:
+    async with exported(tmp_path) as (_, b, _, state, _):
+        state["group"]["options"]["keep_kv"] = {}
+        assert await receive(b, state) == 201
+        assert outcomes(b) == {"disabled": 1} and received(b) is None
+
+
 def _fail(*_: object) -> None:
     raise RuntimeError("unexpected")
