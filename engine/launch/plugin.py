@@ -5,6 +5,7 @@ not start it does nothing.
 """
 
 import multiprocessing
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -28,6 +29,8 @@ from engine.speculation import mrv2_speculators
 from engine.speculation import process_settings as speculation
 
 MODEL_PROCESSES = ("EngineCore", "VllmWorker")
+CPU_SHIM = "vllm.v1.worker.cpu.shm"
+"""Module of vLLM's CPU worker that replaces torch's streams, events and pinned memory."""
 _installed = False
 
 
@@ -135,6 +138,18 @@ def install_patches(process_name: str) -> tuple[str, ...]:
     return tuple(patch.name for patch in wanted)
 
 
+def check_cpu_shim() -> None:
+    """Raise RuntimeError, which ends the start, if this process has a GPU and vLLM's CPU shim."""
+    from vllm.platforms import current_platform
+
+    if CPU_SHIM in sys.modules and not current_platform.is_cpu():
+        raise RuntimeError(
+            f"{CPU_SHIM} is imported in a process of a GPU engine, where it replaces CUDA streams "
+            "and events by placeholders: remove the vLLM plugin or the package that imports "
+            "vllm.v1.worker.cpu_worker"
+        )
+
+
 def install() -> None:
     global _installed
     if _installed or not started_by_coppice():
@@ -152,4 +167,5 @@ def install() -> None:
         sampling_hooks.install()
         attention.install(attention_settings())
         speculation.install(speculation_settings())
+    check_cpu_shim()
     gc_and_process_group.freeze_gc()

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from engine.types import KvVersionSpan, VersionSpan
 
 EXTENSION = "engine.launch.worker.WorkerExtension"
 FAULTY = "tests.engine.faulty_worker.FaultyExtension"
+WORKERS = (("vllm.v1.worker.cpu_worker", "CPUWorker"), ("vllm.v1.worker.gpu_worker", "Worker"))
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
@@ -188,16 +190,17 @@ class LiveEngine:
     def close(self) -> None:
         """Shuts down.
 
-        Also removes the extension from vLLM's worker class, which keeps it otherwise.
+        Also removes the extension from vLLM's worker classes, which keep it otherwise. Those that
+        are not imported are left alone: vLLM's CPU worker replaces CUDA's streams when imported.
         """
         from vllm.utils.import_utils import resolve_obj_by_qualname
-        from vllm.v1.worker.cpu_worker import CPUWorker
-        from vllm.v1.worker.gpu_worker import Worker
 
         self._client.shutdown()
         extension = resolve_obj_by_qualname(self._extension)
-        for worker in (CPUWorker, Worker):
-            worker.__bases__ = tuple(b for b in worker.__bases__ if b is not extension)
+        for module, name in WORKERS:
+            if module in sys.modules:
+                worker = getattr(sys.modules[module], name)
+                worker.__bases__ = tuple(b for b in worker.__bases__ if b is not extension)
 
 
 class Preemptions:
