@@ -135,6 +135,11 @@ def schedule(limits: CaptureLimits) -> list[tuple[int, int, int]]:
     return ranges
 
 
+def prompt_of(row: int, vocabulary: int) -> list[int]:
+    """Prompt of a sample. vLLM does not check its ids if the tokenizer is skipped."""
+    return [2 + (7 * row + place) % (vocabulary - 2) for place in range(CONTEXT_TOKENS)]
+
+
 class _Engine:
     def __init__(self, llm: Any) -> None:
         self._engine = llm.llm_engine
@@ -180,7 +185,7 @@ class _Engine:
         from vllm import SamplingParams
 
         self._number += 1
-        prompt = [2 + (7 * row + place) % 1000 for place in range(CONTEXT_TOKENS)]
+        prompt = prompt_of(row, self._engine.model_config.get_vocab_size())
         params = SamplingParams(max_tokens=1024, ignore_eos=True, temperature=0, detokenize=False)
         name = self._engine.add_request(str(self._number), {"prompt_token_ids": prompt}, params)
         return str(name)

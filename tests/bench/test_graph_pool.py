@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.harness.graph_arms import Captured, schedule
+from bench.harness.graph_arms import Captured, prompt_of, schedule
 from bench.harness.paired_runs import Pairs
 from bench.planned_graphs_gpu import (
     BYTES_GOAL,
@@ -65,6 +65,12 @@ def test_schedule_has_the_longest_draft_that_may_be_chosen() -> None:
     assert schedule(limits("8:0,4 32:2 0")) == [(1, 8, 4), (9, 32, 2), (33, 64, 0)]
     with pytest.raises(AssertionError, match="leaves out drafts"):
         schedule(limits("8:1,4 0"))
+
+
+def test_prompts_are_different_and_within_a_small_vocabulary() -> None:
+    prompts = [prompt_of(row, 269) for row in range(64)]
+    assert max(map(max, prompts)) < 269
+    assert len(set(map(tuple, prompts))) == 64
 
 
 def test_table_reports_the_goals_met() -> None:
