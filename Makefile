@@ -20,6 +20,8 @@ more_samples := COPPICE_DRAWS=0.3
 # sampler starts two seconds faster; servers that tests start do compile it, as in production.
 pytest_in := OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 $(python) -m pytest \
 	--dist loadfile --no-loadscope-reorder --numprocesses
+# Without a GPU, what needs none of the GPU tests runs on the CPU.
+gpu := $(shell command -v nvidia-smi)
 # Tests without an engine wait for almost half of their time.
 pytest_in_three := $(pytest_in) 3
 # Each process may run an engine; more than two would exceed a laptop's memory.
@@ -45,7 +47,8 @@ test: check ## the checks and all tests that are not exhaustive and need no GPU
 
 test-full: check coverage ## the checks and all tests, with more samples; what CI runs
 	$(more_samples) $(pytest_in_two) -m 'engine and not alone and not gpu'
-	$(more_samples) $(python) -m pytest -m 'alone or gpu'
+	$(more_samples) $(python) -m pytest -m 'alone and not gpu'
+	$(python) -m tests.gpu $(if $(gpu),,--rehearse)
 
 test-fast: ## fast tests without an engine; takes a minute
 	@$(setup) dev

@@ -23,7 +23,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -104,7 +103,7 @@ def _measured(
         if status != "stopped":
             try:
                 result["result"] = measurement.read(place, output)
-            except (ValueError, OSError, IndexError, ElementTree.ParseError):
+            except (ValueError, OSError, IndexError):
                 result["status"] = "failed"
     if result["status"] != "done":
         result["output"] = output[-TAIL_CHARACTERS:]

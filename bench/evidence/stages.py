@@ -1,13 +1,12 @@
 """Stages of `bench.gpu_evidence`: which processes measure what, and how their results are read."""
 
 import json
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-PYTEST: Final = ("pytest", "-c", "/dev/null", "--rootdir=.", "-p", "no:cacheprovider", "-q", "-rs")
+TESTS: Final = "tests.gpu"
 NO_TRITON: Final = "Triton runs kernels on a GPU only"
 NO_TOOL: Final = "NVIDIA's tool examines kernels on a GPU"
 NO_FLASH: Final = "FlashAttention and CUDA graphs exist on a GPU only"
@@ -47,15 +46,12 @@ def read_record(place: Place, output: str) -> Any:
 
 def read_report(place: Place, output: str) -> Any:
     """Outcome of every test that did not pass, and the number of those that did."""
-    outcomes: dict[str, list[str]] = {"failed": [], "skipped": []}
-    cases = list(ElementTree.parse(place.folder / "tests.xml").iter("testcase"))
-    for case in cases:
-        for kind, tags in (("failed", ("failure", "error")), ("skipped", ("skipped",))):
-            for found in (case.find(tag) for tag in tags):
-                if found is not None:
-                    name = f"{case.get('classname')}.{case.get('name')}"
-                    outcomes[kind].append(f"{name}: {found.get('message', '')[:300]}")
-    return {"passed": len(cases) - sum(map(len, outcomes.values())), **outcomes}
+    [result] = [json.loads(file.read_text()) for file in place.folder.glob("*.json")]
+    reasons = {
+        kind: [f"{test}: {reason[-300:]}" for test, reason in result[kind].items()]
+        for kind in ("failed", "skipped")
+    }
+    return {"passed": len(result["passed"]), **reasons}
 
 
 def _host(name: str, seconds: int, not_on_cpu: str = "") -> Measurement:
@@ -92,9 +88,10 @@ def _bench(
     )
 
 
-def _tests(name: str, files: Sequence[str], seconds: int) -> Measurement:
+def _tests(name: str, file: str, seconds: int) -> Measurement:
     def arguments(place: Place) -> list[str]:
-        return [*PYTEST, *files, f"--junit-xml={place.folder / 'tests.xml'}"]
+        rehearse = ["--rehearse"] if place.rehearse else []
+        return [TESTS, file, "--out", str(place.folder), *rehearse]
 
     return Measurement(name=name, arguments=arguments, read=read_report, seconds=seconds)
 
@@ -107,8 +104,8 @@ STAGES: Final[Mapping[str, Sequence[Measurement]]] = {
         _host("empty-grids", 30, NO_TRITON),
     ),
     "A": (
-        _tests("kernel-tests", ["tests/gpu/test_kernels.py"], 60),
-        _tests("attention-tests", ["tests/gpu/test_shared_prefix.py"], 60),
+        _tests("kernel-tests", "tests/gpu/test_kernels.py", 60),
+        _tests("attention-tests", "tests/gpu/test_shared_prefix.py", 60),
         _bench("shared_prefix_gpu", ["--quick", "--rounds", "3"], 120, not_on_cpu=NO_FLASH),
         _host("kv-gather", 30, NO_TRITON),
         _host("kv-scatter", 30, NO_TRITON),
@@ -117,11 +114,11 @@ STAGES: Final[Mapping[str, Sequence[Measurement]]] = {
     ),
     "B": (
         _host("vllm", 30),
-        _tests("engine-tests", ["tests/gpu/test_engine.py"], 180),
-        _tests("prompt-kv-tests", ["tests/gpu/test_kv_transfer.py"], 120),
-        _tests("weight-transfer-tests", ["tests/gpu/test_weight_transfer.py"], 90),
-        _tests("speculation-tests", ["tests/gpu/test_speculation.py"], 120),
-        _tests("graph-tests", ["tests/engine/cudagraphs/test_gpu.py"], 90),
+        _tests("engine-tests", "tests/gpu/test_engine.py", 180),
+        _tests("prompt-kv-tests", "tests/gpu/test_kv_transfer.py", 120),
+        _tests("weight-transfer-tests", "tests/gpu/test_weight_transfer.py", 90),
+        _tests("speculation-tests", "tests/gpu/test_speculation.py", 120),
+        _tests("graph-tests", "tests/gpu/test_graphs.py", 90),
     ),
     "C1": (_engine("greedy", 100), _engine("defaults", 90), _engine("small-limits", 90)),
     "C2": (

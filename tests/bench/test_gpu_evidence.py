@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from bench.evidence.stages import PYTEST, STAGES, Measurement, Place
+from bench.evidence.stages import STAGES, TESTS, Measurement, Place
 from bench.evidence.stages import read_printed as printed
 from bench.evidence.stages import read_report as report
 from bench.gpu_evidence import ROOT, Results, main, prepare, run_stage
@@ -119,15 +119,10 @@ def test_rehearsal_says_why_something_cannot_run(tmp_path: Path, measure: Measur
 
 
 def test_tests_that_failed_or_were_skipped_are_named(tmp_path: Path) -> None:
-    xml = (
-        "<testsuites><testsuite><testcase classname='a' name='ok'/>"
-        "<testcase classname='a' name='bad'><failure message='assert 1 == 2'/></testcase>"
-        "<testcase classname='a' name='no'><skipped message='no GPU'/></testcase>"
-        "</testsuite></testsuites>"
-    )
-    (tmp_path / "tests.xml").write_text(xml)
+    written = {"passed": ["ok"], "failed": {"bad": "assert 1 == 2"}, "skipped": {"no": "no GPU"}}
+    (tmp_path / "test_some.json").write_text(json.dumps(written))
     found = report(Place(folder=tmp_path, models=tmp_path, rehearse=False), "")
-    assert found == {"passed": 1, "failed": ["a.bad: assert 1 == 2"], "skipped": ["a.no: no GPU"]}
+    assert found == {"passed": 1, "failed": ["bad: assert 1 == 2"], "skipped": ["no: no GPU"]}
 
 
 @pytest.mark.parametrize("rehearse", [False, True])
@@ -141,7 +136,7 @@ def test_every_measurement_names_a_module_and_existing_tests(
         module, *arguments = measurement.arguments(place)
         assert importlib.util.find_spec(module) is not None
         tests = [Path(argument) for argument in arguments if argument.startswith("tests/")]
-        assert bool(tests) == (module == PYTEST[0])
+        assert bool(tests) == (module == TESTS)
         assert all((ROOT / file).exists() for file in tests)
 
 

@@ -10,4 +10,5 @@ import torch
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
-CAN_RUN = ON_GPU or "COPPICE_REHEARSE" in os.environ
+REHEARSE = "COPPICE_REHEARSE"
+CAN_RUN = ON_GPU or REHEARSE in os.environ

@@ -24,7 +24,7 @@ from tests.engine.speculation.drafting_engine import (
     in_group,
 )
 from tests.engine.stepped_engine import LiveEngine
-from tests.gpu.device import CAN_RUN
+from tests.gpu.device import CAN_RUN, ON_GPU
 from tests.gpu.live import ENGINE, engine
 from tests.gpu.test_engine import OTHERS, SHARED, judge
 
@@ -108,6 +108,7 @@ def sibling_engine(model: Path, folder: Path) -> Iterator[tuple[LiveEngine, Sche
         yield live, drafts
 
 
+@pytest.mark.skipif(not ON_GPU, reason="Model Runner V2 runs on a GPU only")
 def test_sibling_drafts_are_lossless_with_async_scheduling_and_full_graphs(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
