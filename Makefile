@@ -91,9 +91,10 @@ docs: ## build the documentation site into build/site; fails on broken links
 	@$(setup) dev
 	NO_MKDOCS_2_WARNING=1 $(python) -m mkdocs build
 
-reference: ## generate the tables of docs/reference: settings, HTTP API, errors, metrics, commands, Python types
+reference: ## generate the tables of docs/reference (settings, HTTP API, errors, metrics, commands, Python types) and README's GPU column
 	@$(setup) dev
 	PYTHONPATH=.:client $(python) -m scripts.reference
+	$(python) scripts/gpu_status.py
 
 diagrams: ## render the Mermaid diagrams of README.md and docs/diagrams
 	@$(setup) dev

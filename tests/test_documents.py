@@ -31,7 +31,7 @@ FOLDERS = [
     "scripts",
     "service",
 ]
-HISTORY = ("CHANGELOG.md", "docs/decisions/")
+HISTORY = ("CHANGELOG.md", "docs/decisions/", "bench/records/gpu/")
 UNTRIED = re.compile(
     r"\b(?:not|never|nothing|none) [^.;|]{0,60}\b(?:run|ran|executed|measured|tested|tried)\b"
     r"[^.;|]{0,20}\bon (?:a |any )?GPUs?\b"
@@ -83,6 +83,28 @@ def test_status_section_may_state_it() -> None:
     readme = "# A\n\n## Status\n\nnot run on a GPU\n\n## Results\n"
     assert statements("README.md", readme) == []
     assert statements("README.md", readme + "Nothing was run on a GPU.\n")
+
+
+def test_gpu_column_of_the_status_table_is_that_of_the_records() -> None:
+    status, readme = script("gpu_status"), (ROOT / "README.md").read_text()
+    assert readme == status.rendered(readme, status.records()), "scripts/gpu_status.py"
+    for record in status.records():
+        assert sorted(record["capabilities"]) == sorted(status.keys(readme))
+
+
+def test_gpu_column_has_the_latest_result_of_each_capability() -> None:
+    ran = {"status": "ran", "what": "reads"}
+    failed, not_run = {"status": "failed, fixed", "what": "x"}, {"status": "not run", "what": ""}
+    runs = [
+        {"gpu": "H100 80GB", "capabilities": {"a": failed, "b": ran, "c": not_run}},
+        {"gpu": "H200", "capabilities": {"a": ran, "b": not_run, "c": not_run}},
+    ]
+    assert script("gpu_status").cells(runs) == {
+        "a": "ran on an H200: reads",
+        "b": "ran on an H100: reads",
+        "c": "not run",
+    }
+    assert "fixed, not run again" in script("gpu_status").cells(runs[:1])["a"]
 
 
 def test_tests_named_by_the_threat_model_exist() -> None:
