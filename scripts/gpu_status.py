@@ -38,10 +38,10 @@ def cells(runs: list[Record]) -> dict[str, str]:
 
 
 def _cell(run: Record, status: str, what: str) -> str:
-    gpu = run["gpu"].split()[0]
+    device = run["gpu"].split()[0]
     prefixes = {
-        "ran": f"ran on an {gpu}",
-        "failed, fixed": f"failed on an {gpu}, fixed, not run again",
+        "ran": f"ran on an {device}",
+        "failed, fixed": f"failed on an {device}, fixed, not run again",
         "not run": "not run",
     }
     return f"{prefixes[status]}: {what}" if what else prefixes[status]

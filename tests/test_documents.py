@@ -31,7 +31,7 @@ FOLDERS = [
     "scripts",
     "service",
 ]
-HISTORY = ("CHANGELOG.md", "docs/decisions/", "bench/records/gpu/")
+HISTORY = ("CHANGELOG.md", "bench/records/gpu/")
 UNTRIED = re.compile(
     r"\b(?:not|never|nothing|none) [^.;|]{0,60}\b(?:run|ran|executed|measured|tested|tried)\b"
     r"[^.;|]{0,20}\bon (?:a |any )?GPUs?\b"
