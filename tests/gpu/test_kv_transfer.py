@@ -32,7 +32,7 @@ from tests.engine.kv_transfer.load_chains import Chains
 from tests.engine.seedling import teacher_forced
 from tests.engine.stepped_engine import LiveEngine
 from tests.gpu.device import CAN_RUN, DEVICE, ON_GPU
-from tests.gpu.live import LOGPROB_TOLERANCE, engine
+from tests.gpu.live import DTYPE, LOGPROB_TOLERANCE, engine
 from tests.kernels.kv_layout_reference import slow_gather
 from tests.kernels.rope_shift_reference import slow_shift
 
@@ -269,7 +269,7 @@ def exporting(model: Path) -> Iterator[LiveEngine]:
 
 
 def arena_of(folder: Path) -> TestArena:
-    return TestArena(folder / "arena", kv_format(2, dtype="bfloat16"))
+    return TestArena(folder / "arena", kv_format(2, dtype=DTYPE))
 
 
 def flushed(live: LiveEngine) -> None:
@@ -316,7 +316,7 @@ def test_loaded_span_gives_the_tokens_of_a_prefilled_one(tmp_path: Path) -> None
         PromptSpan(token_ids=span, cache_key="a"),
         PromptSpan(token_ids=[1, 2, 3]),
     ]
-    form = replace(kv_format(2, dtype="bfloat16"), num_layers=1)
+    form = replace(kv_format(2, dtype=DTYPE), num_layers=1)
     with engine(model, **(EXPORTING | {"max_model_len": 512})) as live:
         live.rpc("coppice_prepare_kv_export")
         chains = Chains(live, TestArena(tmp_path / "arena", form))
