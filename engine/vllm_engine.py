@@ -73,7 +73,7 @@ from engine.types import (
     TopLogprobRows,
     VersionSpan,
 )
-from engine.weights.checkpoint import Checkpoint, read_base_checkpoint
+from engine.weights.checkpoint import NO_TENSORS, Checkpoint, read_base_checkpoint
 from engine.weights.ipc_tensors import IpcTensor
 from engine.weights.loaded_adapters import LoadedAdapters
 from engine.weights.machine_copies import MachineCopies
@@ -198,7 +198,9 @@ class VllmEngine:
         phases = self._processes.phases
         with phases.phase("reading model files"):
             model = await asyncio.to_thread(resolve_served_model, self._settings)
-            checkpoint = await asyncio.to_thread(read_base_checkpoint, model)
+            checkpoint = NO_TENSORS
+            if not self._settings.has_random_weights:
+                checkpoint = await asyncio.to_thread(read_base_checkpoint, model)
         self._weights = ServedWeights(
             self._processes, self._heartbeat, model, checkpoint, self._copies, version=version
         )
