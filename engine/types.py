@@ -426,6 +426,20 @@ FinishedListener = Callable[[SampleRequest, Completion], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StartPhase:
+    """Current phase of a start, such as compiling, and how far it is, if that is known."""
+
+    name: str
+    seconds: float
+    num_done: int | None = None
+    num_total: int | None = None
+
+    def __str__(self) -> str:
+        progress = "" if self.num_total is None else f" ({self.num_done} of {self.num_total})"
+        return f"{self.name}, {self.seconds:.0f} s{progress}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineHealth:
     """Liveness of the engine: its stage and the seconds since the last heartbeat."""
 
@@ -433,3 +447,4 @@ class EngineHealth:
     alive: bool
     age_seconds: float
     reason: str | None = None
+    start_phase: StartPhase | None = None

@@ -73,7 +73,7 @@ from engine.types import (
     TopLogprobRows,
     VersionSpan,
 )
-from engine.weights.checkpoint import Checkpoint, read_base_checkpoint
+from engine.weights.checkpoint import NO_TENSORS, Checkpoint, read_base_checkpoint
 from engine.weights.ipc_tensors import IpcTensor
 from engine.weights.loaded_adapters import LoadedAdapters
 from engine.weights.machine_copies import MachineCopies
@@ -161,7 +161,7 @@ class VllmEngine:
         return self._processes.llm
 
     def health(self) -> EngineHealth:
-        return self._heartbeat.health()
+        return replace(self._heartbeat.health(), start_phase=self._processes.phases.current())
 
     def shared_prefix(self) -> SharedPrefixStats:
         return self._monitor.shared_prefix
@@ -184,7 +184,8 @@ class VllmEngine:
 
     async def start(self, version: str) -> None:
         try:
-            await self._start(version)
+            async with self._processes.phases.logged():
+                await self._start(version)
         except StartFailed as error:
             self._heartbeat.mark_dead(str(error))
             raise
@@ -194,8 +195,12 @@ class VllmEngine:
 
     async def _start(self, version: str) -> None:
         remove_leftover_shared_memory()
-        model = await asyncio.to_thread(resolve_served_model, self._settings)
-        checkpoint = await asyncio.to_thread(read_base_checkpoint, model)
+        phases = self._processes.phases
+        with phases.phase("reading model files"):
+            model = await asyncio.to_thread(resolve_served_model, self._settings)
+            checkpoint = NO_TENSORS
+            if not self._settings.has_random_weights:
+                checkpoint = await asyncio.to_thread(read_base_checkpoint, model)
         self._weights = ServedWeights(
             self._processes, self._heartbeat, model, checkpoint, self._copies, version=version
         )
@@ -223,7 +228,8 @@ class VllmEngine:
         )
         if self._settings.kv_refresh_tokens_per_step:
             self._kv_refresh = self._create_kv_refresh(self._info)
-        await self._generation.warm_up(self._info.eos_token_ids)
+        with phases.phase("warming up the sampler"):
+            await self._generation.warm_up(self._info.eos_token_ids)
         await self._start_drafting()
         await self._start_session_kv_retention()
         await self._monitor.start_graph_counters()
@@ -260,7 +266,9 @@ class VllmEngine:
 
     async def _start_drafting(self) -> None:
         settings = self._speculation_settings
-        await speculation_lifecycle.start_drafting(self.llm, settings, self.info)
+        if settings.mode != "off":
+            with self._processes.phases.phase("calibrating"):
+                await speculation_lifecycle.start_drafting(self.llm, settings, self.info)
         if self._drafter_dir is not None:
             sleep_mode = self._sleep_mode
             assert sleep_mode is not None, "created before"

@@ -10,8 +10,10 @@ from pydantic import BeforeValidator, Field
 
 from engine.settings_base import BufferBytes, Count, PositiveInt, Section
 
-LoadFormat = Literal["safetensors", "auto", "fastsafetensors", "instanttensor", "runai_streamer"]
-"""Load formats of vLLM that read `*.safetensors` files, as a later weights version does."""
+LoadFormat = Literal[
+    "safetensors", "auto", "fastsafetensors", "instanttensor", "runai_streamer", "dummy"
+]
+"""Load formats of vLLM that read `*.safetensors` files, as a later version does, or none."""
 
 
 def parse_map(value: object) -> object:
@@ -51,8 +53,9 @@ class VllmSettings(Section):
     load_format: LoadFormat = Field(
         "safetensors",
         description="vLLM's reader of the model's *.safetensors files; fastsafetensors and "
-        "runai_streamer need the packages fastsafetensors and runai-model-streamer; set it to one "
-        "of these two to load large models faster",
+        "runai_streamer need the packages fastsafetensors and runai-model-streamer; dummy: random "
+        "weights, for benchmarks, without weights versions, adapters or a draft model; set it to "
+        "one of the first two to load large models faster",
     )
     trust_remote_code: bool = Field(
         False,
@@ -136,6 +139,10 @@ class VllmSettings(Section):
         "as {stream_interval: 4}; --engine.vllm-args.NAME sets a single one; set it for fields "
         "that have no setting here",
     )
+
+    @property
+    def has_random_weights(self) -> bool:
+        return self.load_format == "dummy"
 
 
 PASSED_UNCHANGED = tuple(

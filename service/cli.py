@@ -24,6 +24,7 @@ from engine.launch.model_files import resolve_model_config
 from engine.launch.preloaded_core import preload_core
 from engine.protocol import Engine
 from engine.runtime import gc_and_process_group
+from engine.runtime.start_phases import StartPhases
 from engine.settings import EngineSettings
 from service.auth.keys import generate_key, read_keys
 from service.config.flags import SettingsCommand, with_settings_flags
@@ -67,7 +68,8 @@ def _create(module: str, name: str, settings: Settings, **options: object) -> An
     The import is by name and only here, so that no other service module imports torch or vLLM.
     """
     try:
-        with gc_and_process_group.gc_disabled_during_imports():
+        imports = gc_and_process_group.gc_disabled_during_imports()
+        with StartPhases().phase("importing vLLM"), imports:
             created = getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "vllm"):

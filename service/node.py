@@ -18,11 +18,11 @@ from engine.errors import EngineDead
 from engine.types import EngineHealth
 from service.config.settings import Settings
 from service.http.connection_limit import Connections, connection_limit
-from service.http.errors import EngineGone, NotReady
+from service.http.errors import EngineGone
 from service.http.exception_handlers import problem_response
 from service.http.responses import json_response
 from service.http.serve import SignalFreeServer, server_config, signal_handlers
-from service.observability.readiness import STARTING_RETRY_SECONDS
+from service.observability.readiness import starting
 
 log = logging.getLogger(__name__)
 
@@ -50,12 +50,9 @@ def _probes(node: Node) -> APIRouter:
     @router.get("/startupz")
     @router.get("/readyz")
     async def started() -> Response:
-        if node.health().stage == "starting":
-            return problem_response(
-                NotReady(
-                    "the model is loading", retry_after_seconds=STARTING_RETRY_SECONDS
-                ).problem()
-            )
+        health = node.health()
+        if health.stage == "starting":
+            return problem_response(starting(health).problem())
         return _health(node)
 
     @router.get("/livez")

@@ -90,7 +90,11 @@ class Server:
         self.metrics = Metrics()
         self.callers, self.operators = (self._connections() for _ in range(2))
         self.traces = Tracing(settings.trace)
-        self.versions = Versions(first_version(settings.weights.initial_version))
+        self.versions = Versions(
+            first_version(
+                settings.weights.initial_version, is_random=settings.engine.has_random_weights
+            )
+        )
         self.readiness = Readiness(engine)
         replica_status = ReplicaStatus(
             new_replica_id(),

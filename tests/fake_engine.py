@@ -55,6 +55,7 @@ from engine.types import (
     Sampling,
     SleepLevel,
     SleepTag,
+    StartPhase,
     TokenDelta,
     ToolCall,
     TopLogprobRows,
@@ -170,6 +171,7 @@ class FakeEngine:
         self.finished_listener: FinishedListener | None = None
         self.draft_texts: list[DraftTexts] = []
         self._stage: EngineStage = "starting"
+        self.start_phase: StartPhase | None = None
 
     @property
     def info(self) -> EngineInfo:
@@ -206,7 +208,13 @@ class FakeEngine:
 
     def health(self) -> EngineHealth:
         reason = None if self.alive else "stopped"
-        return EngineHealth(stage=self._stage, alive=self.alive, age_seconds=0.0, reason=reason)
+        return EngineHealth(
+            stage=self._stage,
+            alive=self.alive,
+            age_seconds=0.0,
+            reason=reason,
+            start_phase=self.start_phase,
+        )
 
     def shared_prefix(self) -> SharedPrefixStats:
         return self.counted

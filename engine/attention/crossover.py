@@ -24,6 +24,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.runtime.start_phases import phase
 from kernels.shared_prefix_attention.sharing_plan import Int32s, SharingPlan
 
 Floats = NDArray[np.float64]
@@ -161,7 +162,8 @@ def crossover(
     kept = _read(file)
     if kept is not None:
         return kept
-    trials = measure()
+    with phase("calibrating"):
+        trials = measure()
     measured = Crossover.fit(trials)
     if sum(trial.steady for trial in trials) < MIN_STEADY_SHARE * len(trials):
         logger.info("attention crossover not cached: the machine was busy during the measurement")

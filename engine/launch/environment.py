@@ -17,6 +17,7 @@ from pathlib import Path
 
 from engine.cudagraphs.planner import Plan
 from engine.launch.machines import network_variables
+from engine.runtime import start_phases
 from engine.settings import AttentionSettings, EngineSettings, SpeculationSettings
 
 ENGINE_ENV = "COPPICE_ENGINE"
@@ -33,6 +34,7 @@ _OF_ONE_NODE = frozenset(
 """Engine settings in which the machines of one engine may differ. Prompt KV is off on several."""
 _OF_RANKS = frozenset(
     (ENGINE_ENV, ATTENTION_ENV, SPECULATION_ENV, GRAPHS_ENV, DIGEST_ENV, COPIES_ENV)
+    + (start_phases.FILE_ENV,)
     + ("PYTHONWARNINGS", "PYTHONHASHSEED", "HF_HUB_OFFLINE")
     + ("COPPICE_SHARED_PREFIX_ISA",)
 )
@@ -192,6 +194,7 @@ def _temp_dir_variables(temp_dir: Path) -> dict[str, str]:
     return {
         "VLLM_RPC_BASE_PATH": str(temp_dir),
         "TMPDIR": str(temp_dir),
+        start_phases.FILE_ENV: str(temp_dir / start_phases.FILE_NAME),
         "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(compiled)),
     }
 

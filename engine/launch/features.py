@@ -75,6 +75,7 @@ def engine_features(
         _shared_prefix(*attention),
         _speculation(*speculation),
         _graph_plan(settings, graphs, device),
+        _random_weights(settings),
         _adapters(settings),
         _direct_kv_copies(indirect_kv),
         _gpu_kv(settings, gpu_kv),
@@ -149,6 +150,12 @@ def _graph_plan(settings: EngineSettings, plan: Plan | None, device: str) -> Fea
     if settings.eager:
         return _feature(name, False, "engine.eager is true", "engine.eager: false")
     return _feature(name, False, "graphs.budget_bytes is none: vLLM captures its own sizes", how)
+
+
+def _random_weights(settings: EngineSettings) -> FeatureStatus:
+    is_on = settings.has_random_weights
+    reason = "no weights are loaded: benchmarks only" if is_on else "the model's files are loaded"
+    return _feature("random_weights", is_on, reason, "engine.load_format")
 
 
 def _adapters(settings: EngineSettings) -> FeatureStatus:

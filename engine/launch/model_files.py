@@ -10,7 +10,8 @@ from engine.settings import EngineSettings
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_FILES = ["*.json", "*.jinja", "*.model", "*.safetensors", "*.txt"]
+_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]
+WEIGHTS = "*.safetensors"
 
 
 def download_snapshot(*arguments: Any, **options: Any) -> str:
@@ -26,21 +27,27 @@ def resolve_model(
     download: Callable[..., str] = download_snapshot,
     *,
     with_code: bool = False,
+    with_weights: bool = True,
 ) -> Path:
     """The model's local directory, downloaded with its Python code if `with_code`.
 
     Raises StartFailed with the reason if there is none.
     """
-    files = [*_FILES, "*.py"] if with_code else _FILES
+    files = [*_FILES, *([WEIGHTS] if with_weights else []), *(["*.py"] if with_code else [])]
     directory = _resolve(model, revision, download, files)
-    if not any(directory.glob("*.safetensors")):
+    if with_weights and not any(directory.glob(WEIGHTS)):
         raise StartFailed(f"{directory} has no *.safetensors file; other formats are not supported")
     return directory
 
 
 def resolve_served_model(settings: EngineSettings) -> Path:
     """Directory of `engine.model`, with its Python code if the settings trust it."""
-    return resolve_model(settings.model, settings.revision, with_code=settings.trust_remote_code)
+    return resolve_model(
+        settings.model,
+        settings.revision,
+        with_code=settings.trust_remote_code,
+        with_weights=not settings.has_random_weights,
+    )
 
 
 def resolve_model_config(

@@ -62,7 +62,13 @@ class EngineNode:
 
     def health(self) -> EngineHealth:
         alive = self._stage != "dead"
-        return EngineHealth(stage=self._stage, alive=alive, age_seconds=0.0, reason=self._reason)
+        return EngineHealth(
+            stage=self._stage,
+            alive=alive,
+            age_seconds=0.0,
+            reason=self._reason,
+            start_phase=self._processes.phases.current(),
+        )
 
     async def run(self) -> str:
         """Start the ranks and wait until the engine ends. Returns the reason.
@@ -71,7 +77,7 @@ class EngineNode:
         """
         start_seconds = self._settings.start_seconds
         try:
-            async with asyncio.timeout(start_seconds):
+            async with asyncio.timeout(start_seconds), self._processes.phases.logged():
                 await self._start()
         except TimeoutError:
             raise StartFailed(

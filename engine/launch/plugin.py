@@ -23,7 +23,7 @@ from engine.patches import (
     reload_memory,
 )
 from engine.runner import prompt_token_ids, routed_experts
-from engine.runtime import gc_and_process_group
+from engine.runtime import gc_and_process_group, start_phases
 from engine.sampling_support import hooks as sampling_support
 from engine.speculation import mrv2_speculators
 from engine.speculation import process_settings as speculation
@@ -167,5 +167,6 @@ def install() -> None:
         sampling_hooks.install()
         attention.install(attention_settings())
         speculation.install(speculation_settings())
+        start_phases.install()
     check_cpu_shim()
     gc_and_process_group.freeze_gc()

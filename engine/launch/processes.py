@@ -38,6 +38,7 @@ from engine.launch.vllm_seams import check_version
 from engine.runner.routed_experts import accept_cpu_runner
 from engine.runtime.await_engine import await_engine
 from engine.runtime.leftover_files import TempDir, remove_leftover_shared_memory
+from engine.runtime.start_phases import StartPhases
 from engine.sampling_support import hooks as sampling_support
 from engine.settings import AttentionSettings, EngineSettings, GraphsSettings, SpeculationSettings
 from engine.speculation.startup import find_obstacle
@@ -72,6 +73,7 @@ class VllmProcesses:
         self._starting: asyncio.Future[SpeculationSettings] | None = None
         self._temp_dir: TempDir | None = None
         self._llm: AsyncLLM | None = None
+        self.phases = StartPhases()
         self.graph_plan: Plan | None = None
         self.no_drafts_reason: str | None = None
         """Reason why the mode `auto` is off, if vLLM's configuration is the reason."""
@@ -92,11 +94,13 @@ class VllmProcesses:
         Returns the settings that apply: the mode is `off` if `no_drafts_reason` is set.
         """
         self._starting = asyncio.ensure_future(asyncio.to_thread(self._start, model, speculation))
-        return await asyncio.shield(self._starting)
+        with self.phases.phase("starting processes"):
+            return await asyncio.shield(self._starting)
 
     def _start(self, model: Path, speculation: SpeculationSettings) -> SpeculationSettings:
         check_version(vllm_version)
         self._temp_dir = TempDir()
+        self.phases.follow(self._temp_dir.path)
         if current_platform.is_cpu():
             _check_cpu(self._settings)
             accept_cpu_runner()

@@ -111,6 +111,10 @@ class Checkpoint:
         return found[0] if len(found) == 1 else None
 
 
+NO_TENSORS: Final = Checkpoint(tensors={})
+"""Index for an engine with random weights, which have no files."""
+
+
 def read_checkpoint(path: Path, *, follow_links: bool = False) -> Checkpoint:
     """Index a .safetensors file, or a directory with model.safetensors or with shards.
 

@@ -21,7 +21,8 @@ log = logging.getLogger(__name__)
 class ServedWeights:
     """Weights that the engine serves, and their replacement by new ones.
 
-    `checkpoint` indexes the files that the engine started from, the reference for candidates.
+    `checkpoint` indexes the files that the engine started from, the reference for candidates. It
+    is empty if the weights are random.
     `version` is their label. Weights from a trainer's GPU memory have no files: if a later load
     fails after weights have changed, the files that were loaded last are loaded again.
     """
@@ -214,6 +215,8 @@ class ServedWeights:
         weights are as before. Call it while paused. Served weights without files stay: their own
         load has shown that vLLM can reload the model, and `reload` loads the last files.
         """
+        if not self.checkpoint.tensors:
+            raise LoadFailed("random weights (engine.load_format dummy) cannot be loaded again")
         if await self._have_served_files_changed():
             raise LoadFailed(f"the files of {self._version} have changed since they were loaded")
         if not self._were_reloaded:

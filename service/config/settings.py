@@ -355,11 +355,26 @@ class Settings(Section):
                 "engine.weight_transfer and cluster.redis_url exclude each other: other replicas "
                 "cannot fetch weights that have no files"
             )
+        if self.engine.has_random_weights and (named := self._needs_weights()):
+            raise ValueError(
+                f"engine.load_format dummy and {named} exclude each other: random weights are no "
+                "version of the model"
+            )
         if self.draft_history.enabled and self.cluster.redis_url is None:
             raise ValueError(
                 "draft_history.enabled requires cluster.redis_url, where replicas share samples"
             )
         return self
+
+    def _needs_weights(self) -> str | None:
+        """The first setting that has no meaning with random weights."""
+        set_ones = {
+            "cluster.redis_url": self.cluster.redis_url is not None,
+            "engine.weight_transfer": self.engine.weight_transfer is not None,
+            "engine.max_adapters": self.engine.max_adapters > 0,
+            "speculation.mode drafter": self.speculation.mode == "drafter",
+        }
+        return next((name for name, is_set in set_ones.items() if is_set), None)
 
 
 def settings_fields() -> Iterator[tuple[str, str, FieldInfo]]:

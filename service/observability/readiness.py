@@ -10,6 +10,12 @@ STARTING_RETRY_SECONDS = 2.0
 WEIGHTS_RETRY_SECONDS = 2.0
 
 
+def starting(health: EngineHealth) -> NotReady:
+    """Error of a request during the start, with its current phase, if it is known."""
+    phase = "" if health.start_phase is None else f": {health.start_phase}"
+    return NotReady(f"the model is loading{phase}", retry_after_seconds=STARTING_RETRY_SECONDS)
+
+
 class Readiness:
     """Lifecycle state of the server, with the checks that health probes and routes call.
 
@@ -53,7 +59,7 @@ class Readiness:
         if health.stage == "dead" or (self.started and not health.alive):
             raise EngineGone(retry_after_seconds=30)
         if not self.started:
-            raise NotReady("the model is loading", retry_after_seconds=STARTING_RETRY_SECONDS)
+            raise starting(health)
 
     def check_alive(self) -> EngineHealth:
         health = self._engine.health()

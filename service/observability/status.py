@@ -2,8 +2,9 @@
 
 from collections.abc import Callable
 
-from coppice.wire.control import EngineStatus, StatusAnswer
+from coppice.wire.control import EngineStatus, StartPhase, StatusAnswer
 from engine.protocol import Engine
+from engine.types import EngineHealth
 from service import __version__
 from service.http.errors import ServiceError
 from service.observability.features import features
@@ -12,10 +13,11 @@ from service.server import Server
 
 def status(server: Server) -> StatusAnswer:
     active = server.versions.active
-    started = server.readiness.started
+    started, health = server.readiness.started, server.engine.health()
     return StatusAnswer(
         version=__version__,
-        stage=server.engine.health().stage,
+        stage=health.stage,
+        start_phase=_start_phase(health),
         paused=server.activation.paused,
         pause_lease_seconds=server.activation.pause_seconds_left,
         sleep_level=server.activation.sleep_level,
@@ -68,6 +70,11 @@ def update_gauges(server: Server) -> None:
     metrics.speculation.update(server.engine.speculation())
     metrics.draft_history.update(server.draft_history)
     metrics.drafter.update(server.engine.drafter())
+
+
+def _start_phase(health: EngineHealth) -> StartPhase | None:
+    phase = health.start_phase
+    return None if phase is None else StartPhase.model_validate(phase, from_attributes=True)
 
 
 def _engine_status(engine: Engine) -> EngineStatus:

@@ -423,7 +423,11 @@ class WeightStager:
             raise VersionConflict("the version already exists")
 
     def _check_sequence(self, label: str, sequence: int | None) -> None:
-        """Refuse a sequence number that conflicts with the label or with another version."""
+        """Refuse a sequence number that conflicts with the label or with another version.
+
+        Any is refused if the server's weights are random.
+        """
+        self._versions.check_replaceable()
         existing = self._versions.find(label)
         if sequence is None:
             return

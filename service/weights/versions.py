@@ -26,6 +26,8 @@ from service.http.errors import (
 )
 
 RETRY_SECONDS = 1.0
+RANDOM = "random"
+WHY_RANDOM = "the server has random weights (engine.load_format dummy)"
 MAX_AGE = 256
 """Number of latest activations in which ages are counted."""
 
@@ -41,7 +43,8 @@ class Version:
     `received_at` is the monotonic time at which the last file was received.
 
     A version without files (`has_files`) was handed over in GPU memory, and is activated once.
-    `transfer` is set while its publisher waits.
+    `transfer` is set while its publisher waits. Weights that `is_random` are the only ones that
+    their server serves, and no request may require them by name.
     """
 
     label: str
@@ -59,6 +62,7 @@ class Version:
     missing_files: tuple[str, ...] = ()
     received_at: float = 0.0
     has_files: bool = True
+    is_random: bool = False
     transfer: WeightTransfer | None = None
 
     def answer(self) -> VersionAnswer:
@@ -76,15 +80,19 @@ class Version:
         )
 
 
-def first_version(label: str) -> Version:
-    """Table entry for the weights that the engine starts with; not uploaded, so not owned."""
+def first_version(label: str, *, is_random: bool = False) -> Version:
+    """Table entry for the weights that the engine starts with; not uploaded, so not owned.
+
+    Random weights are not those that the label means, so theirs is RANDOM.
+    """
     return Version(
-        label=label,
+        label=RANDOM if is_random else label,
         sequence=0,
         state="active",
         path=Path(),  # known to the engine only
         num_bytes=0,
         owned=False,
+        is_random=is_random,
     )
 
 
@@ -200,6 +208,8 @@ class Versions:
         """
         if constraint is None:
             return None
+        if self.active.is_random:
+            raise VersionSuperseded(f"{WHY_RANDOM}, and no weights version")
         if constraint.exact_version is not None:
             return self._admit_exact(constraint.exact_version)
         assert constraint.min_version is not None
@@ -208,7 +218,16 @@ class Versions:
             raise _version_unavailable(constraint.min_version)
         return None
 
+    def check_replaceable(self) -> None:
+        """Refuse versions of a server with random weights.
+
+        A load that fails would leave weights of the model's files under the name of random ones.
+        """
+        if self.active.is_random:
+            raise VersionConflict(f"{WHY_RANDOM}, which no version can replace")
+
     def check_activation(self, label: str, *, allow_rollback: bool) -> Version:
+        self.check_replaceable()
         version = self.get(label)
         if version.state == "incomplete":
             missing = ", ".join(version.missing_files)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.errors import StartFailed
+from engine.errors import LoadFailed, StartFailed
+from engine.types import WEIGHTS
 from engine.vllm_engine import VllmEngine
 from tests.engine.default_engine.test_vllm_engine import prompt_of, run
 from tests.engine.seedling import MODEL, settings
@@ -34,6 +35,25 @@ async def test_generation_config_is_ignored_except_for_stop_tokens(
         assert len({tuple(sample.token_ids) for sample in samples}) > 8
         assert all(extra_end not in sample.token_ids[:-1] for sample in samples)
         assert all(math.isfinite(p) for sample in samples for p in sample.logprobs)
+    finally:
+        await engine.stop()
+
+
+async def test_model_without_weights_files_is_served_with_random_weights(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(MODEL, model, ignore=shutil.ignore_patterns("*.safetensors"))
+    with pytest.raises(StartFailed, match="has no"):
+        await VllmEngine(settings(model)).start("v0")
+    engine = VllmEngine(settings(model, load_format="dummy"))
+    try:
+        await engine.start("random")
+        (sample,) = await run(engine, prompt_of(4, first=5), n=1, max_tokens=4)
+        assert len(sample.token_ids) == 4
+        features = {feature.name: feature for feature in engine.info.features}
+        assert features["random_weights"].enabled
+        await engine.pause("keep", recompute=True)
+        with pytest.raises(LoadFailed, match="random weights"):
+            await engine.sleep(2, frozenset((WEIGHTS,)))
     finally:
         await engine.stop()
 

@@ -34,6 +34,19 @@ def test_directory_without_a_model_is_one_sentence(tmp_path: Path) -> None:
     assert resolve_model(str(tmp_path), None) == tmp_path
 
 
+def test_model_with_random_weights_needs_no_weights_files(tmp_path: Path) -> None:
+    (tmp_path / "config.json").touch()
+    assert resolve_model(str(tmp_path), None, with_weights=False) == tmp_path
+    downloaded: list[object] = []
+
+    def download(*_: object, allow_patterns: list[str], **__: object) -> str:
+        downloaded.extend(allow_patterns)
+        return str(tmp_path)
+
+    resolve_model("org/name", COMMIT, download, with_weights=False)
+    assert "*.json" in downloaded and "*.safetensors" not in downloaded
+
+
 def test_unreachable_hub_is_one_sentence() -> None:
     def download(*_: object, **__: object) -> str:
         raise OSError("Name or service\nnot known")

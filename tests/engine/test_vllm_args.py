@@ -68,6 +68,7 @@ def test_value_replaces_the_one_that_the_server_passes() -> None:
         ("quantization", "fp8"),
         ("kv_cache_dtype", "fp8_e5m2"),
         ("load_format", "runai_streamer"),
+        ("load_format", "dummy"),
         ("trust_remote_code", True),
         ("tokenizer", "/t"),
         ("enable_expert_parallel", True),

@@ -7,6 +7,7 @@ import pytest
 
 from engine.errors import StartFailed
 from engine.feature_stats import SharedPrefixStats
+from engine.types import StartPhase
 from service.kv_reuse.span_cache import SpanCache
 from tests.fake_engine import FakeEngine
 from tests.service.test_resume import started
@@ -33,6 +34,27 @@ async def test_probes_answer_while_the_model_loads(tmp_path: Path) -> None:
         engine.start_gate.set()
         while (await served.http.get("/readyz")).status_code != 200:
             await asyncio.sleep(0.001)
+
+
+async def test_probes_and_status_show_the_phase_of_a_start(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    engine.start_gate = asyncio.Event()
+    engine.start_phase = StartPhase(
+        name="capturing CUDA graphs", seconds=45.2, num_done=3, num_total=67
+    )
+    async with serving(engine, tmp_path, wait=False) as served:
+        detail = (await served.http.get("/readyz")).json()["detail"]
+        assert detail == "the model is loading: capturing CUDA graphs, 45 s (3 of 67)"
+        assert (await served.http.get("/v1/status")).json()["start_phase"] == {
+            "name": "capturing CUDA graphs",
+            "seconds": 45.2,
+            "num_done": 3,
+            "num_total": 67,
+        }
+        engine.start_phase = None
+        assert (await served.http.get("/readyz")).json()["detail"] == "the model is loading"
+        assert (await served.http.get("/v1/status")).json()["start_phase"] is None
+        engine.start_gate.set()
 
 
 async def test_engine_that_fails_to_start_is_not_alive(tmp_path: Path) -> None:

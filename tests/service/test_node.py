@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from engine.errors import EngineDead, StartFailed
-from engine.types import EngineHealth, EngineStage
+from engine.types import EngineHealth, EngineStage, StartPhase
 from service.config.settings import Settings
 from service.http.serve import open_listener
 from service.node import create_node_app, run_node
@@ -29,7 +29,10 @@ class FakeNode:
     def health(self) -> EngineHealth:
         alive = self.stage != "dead"
         reason = None if alive else REASON
-        return EngineHealth(stage=self.stage, alive=alive, age_seconds=0.0, reason=reason)
+        phase = StartPhase(name="compiling", seconds=45.2) if self.stage == "starting" else None
+        return EngineHealth(
+            stage=self.stage, alive=alive, age_seconds=0.0, reason=reason, start_phase=phase
+        )
 
     async def run(self) -> str:
         if self._error is not None:
@@ -48,6 +51,14 @@ async def statuses(node: FakeNode) -> dict[str, int]:
     async with httpx.AsyncClient(transport=transport, base_url="http://node") as http:
         paths = ("/startupz", "/livez", "/readyz", "/v1/rollouts")
         return {path: (await http.get(path)).status_code for path in paths}
+
+
+async def test_probe_shows_the_phase_of_the_start_of_ranks() -> None:
+    transport = httpx.ASGITransport(create_node_app(Settings(), FakeNode()))
+    async with httpx.AsyncClient(transport=transport, base_url="http://node") as http:
+        assert (await http.get("/readyz")).json()[
+            "detail"
+        ] == "the model is loading: compiling, 45 s"
 
 
 async def test_probes_show_the_state_of_the_ranks() -> None:

@@ -92,6 +92,15 @@ class HealthAnswer(AnswerModel):
     stage: Stage
 
 
+class StartPhase(AnswerModel):
+    """Current phase of a start, such as compiling, and how far it is, if that is known."""
+
+    name: str
+    seconds: float
+    num_done: int | None = None
+    num_total: int | None = None
+
+
 class EngineStatus(AnswerModel):
     """Properties of the running inference engine, as reported by GET /v1/status."""
 
@@ -144,6 +153,7 @@ class StatusAnswer(AnswerModel):
 
     version: str
     stage: Stage
+    start_phase: StartPhase | None = None
     paused: bool
     pause_lease_seconds: float | None = None
     sleep_level: Literal[0, 1, 2] = 0
