@@ -96,6 +96,7 @@ async def _score_once(
     # vLLM requires that the request samples a token.
     params = SamplingParams(
         max_tokens=1,
+        logprobs=0,  # of this token: NaN then ends no other request, see patches/nan_logits.py
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,

@@ -155,12 +155,14 @@ def _num_possible(logprobs: Sequence[float]) -> int:
 
 
 def _possible_part(found: Completion, num_prompt_tokens: int) -> Completion:
-    """The completion up to the position where its constraints exclude all tokens.
+    """The completion up to a position with NaN logits, or where its constraints exclude all tokens.
 
     vLLM samples an arbitrary token there, with the logprob NaN.
     """
-    end, length = _num_possible(found.logprobs), len(found.token_ids)
-    if end == length or not found.logprobs:
+    length = len(found.token_ids)
+    given = [values for values in (found.logprobs, found.raw_logprobs) if values]
+    end = min(map(_num_possible, given), default=length)
+    if end == length:
         return found
     experts = found.routed_experts
     return replace(

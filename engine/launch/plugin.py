@@ -20,6 +20,7 @@ from engine.patches import (
     cpu_sampling_expansion,
     graph_candidates,
     lora_cpu_ops,
+    nan_logits,
     reload_memory,
 )
 from engine.runner import prompt_token_ids, routed_experts
@@ -76,6 +77,18 @@ PATCHES = (
         name="moe_reload",
         install=cpu_moe_reload.install,
         platform="cpu",
+        processes=MODEL_PROCESSES,
+    ),
+    Patch(
+        name="nan_logits",
+        install=nan_logits.install,
+        platform="cpu",
+        processes=MODEL_PROCESSES,
+    ),
+    Patch(
+        name="nan_logits",
+        install=nan_logits.install_on_gpu,
+        platform="gpu",
         processes=MODEL_PROCESSES,
     ),
     Patch(

@@ -33,6 +33,12 @@ class GraphPlanMismatch(RuntimeError):
 
 def filter_candidates(manager: Any, plan: Plan) -> None:
     """Restrict the graphs that vLLM's CUDA graph manager captures and uses to the plan."""
+    mode = manager.cudagraph_mode
+    if not mode.separate_routine():
+        raise GraphPlanMismatch(
+            f"vLLM captures no graphs of decode steps with this attention backend (mode "
+            f"{mode.name}), so none can be planned: remove graphs.budget_bytes"
+        )
     wanted = set(plan.shapes)
     kept = {
         mode: [desc for desc in descs if _shape(desc) in wanted]
@@ -40,7 +46,7 @@ def filter_candidates(manager: Any, plan: Plan) -> None:
     }
     manager._capture_descs = {mode: descs for mode, descs in kept.items() if descs}
     candidates = [desc for descs in manager._capture_descs.values() for desc in descs]
-    _check_shapes(plan, candidates, f"vLLM can capture (mode {manager.cudagraph_mode})")
+    _check_shapes(plan, candidates, "vLLM can capture")
     manager._candidates = candidates_by_num_tokens(candidates)
 
 

@@ -28,6 +28,13 @@ def check_count(info: EngineInfo, **counts: int | None) -> None:
             )
 
 
+def check_finite(computed: TopLogprobRows | Sequence[float], version: str) -> None:
+    """Reject a request whose tokens have the logprob NaN, which JSON has no number for."""
+    logprobs = computed.logprobs if isinstance(computed, TopLogprobRows) else computed
+    if np.isnan(logprobs).any():
+        raise InvalidRequest(f"the logits of these tokens are NaN with the weights {version}")
+
+
 def check_total(name: str, num_positions: int, k: int) -> None:
     """Reject a request whose answer would hold too many logprobs."""
     if num_positions * k > MAX_REQUEST_LOGPROBS:

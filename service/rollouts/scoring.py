@@ -20,6 +20,7 @@ from service.rollouts.admission import Admission
 from service.rollouts.logprob_tables import (
     MAX_COMPUTED_LOGPROBS,
     check_count,
+    check_finite,
     check_total,
     given_table,
     padded_token_ids,
@@ -30,7 +31,7 @@ from service.rollouts.manager import RolloutManager
 from service.rollouts.tokenizer import Tokenizer
 from service.weights.versions import Versions
 
-Result = TypeVar("Result")
+Result = TypeVar("Result", list[float], TopLogprobRows)
 ComputedResult: TypeAlias = Coroutine[Any, Any, tuple[Result, str, str | None]]
 
 
@@ -203,6 +204,7 @@ class Scoring:
             with self._adapters.using(options.adapter) as adapter:
                 result = await compute(adapter)
             if epoch == self._versions.epoch:
+                check_finite(result, version)
                 return result, version, adapter
 
 

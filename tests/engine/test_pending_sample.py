@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from vllm.v1.outputs import SamplingMaskLists
 
 from engine.io.logprob_arrays import LogprobChunks
-from engine.io.vllm_requests import Generation, PendingSample
+from engine.io.vllm_requests import Generation, PendingSample, to_completion
 from engine.types import SampleRequest, Sampling, TokenDelta, VersionSpan
 
 NAN = math.nan
@@ -63,6 +64,19 @@ async def test_sample_ends_before_a_position_without_tokens(
         range(min(num_tokens, 3))
     )
     assert not any(math.isnan(logprob) for delta in deltas for logprob in delta.logprobs)
+
+
+async def test_sample_ends_before_a_raw_logprob_that_is_nan() -> None:
+    """The model's distribution may have NaN at a token that the constraints exclude."""
+    found, raw = output([-1.0, -2.0, -3.0], finished=True), np.array([-1.5, NAN, -2.5], np.float32)
+    rows = SamplingMaskLists(raw.view(np.uint8), np.arange(0, 13, 4))
+    found.outputs[0].sampling_mask = [rows]
+    request = SampleRequest(
+        id="s", prompt_token_ids=[1], sampling=Sampling(max_tokens=3), raw_logprobs=True
+    )
+    completion = to_completion(found, request)
+    assert (completion.finish, completion.token_ids) == ("error", [0])
+    assert (completion.logprobs, completion.raw_logprobs) == ([-1.0], [-1.5])
 
 
 class FakeLlm:

@@ -1,6 +1,8 @@
 """POST /v1/score."""
 
 import asyncio
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,27 @@ async def test_invalid_score_request_is_refused(
     async with serving(FakeEngine(), tmp_path) as served:
         refused = await score(served, *responses)
     assert (refused.status_code, refused.json()["code"]) == (422, code)
+
+
+class NanEngine(FakeEngine):
+    """An engine whose weights give NaN logits from the third token of a text on."""
+
+    async def score(
+        self, prompt: Sequence[int], response: Sequence[int], adapter: str | None = None
+    ) -> list[float]:
+        scores = await super().score(prompt, response, adapter)
+        return [math.nan if len(prompt) + i > 1 else each for i, each in enumerate(scores)]
+
+
+@pytest.mark.parametrize("fields", [{}, {"top_logprobs": 2}])
+async def test_logprobs_that_are_nan_are_refused(tmp_path: Path, fields: dict[str, int]) -> None:
+    async with serving(NanEngine(), tmp_path) as served:
+        refused = await score(served, [5, 6], **fields)
+        rollout = {"groups": [{"prompt": {"token_ids": [1, 2, 3]}}], "prompt_logprobs": 0}
+        refused_rollout = await served.http.post("/v1/rollouts", json=rollout)
+    for answer in (refused, refused_rollout):
+        assert (answer.status_code, answer.json()["code"]) == (422, "invalid_request")
+        assert answer.json()["detail"] == "the logits of these tokens are NaN with the weights v0"
 
 
 async def test_response_interrupted_by_an_activation_is_scored_again(tmp_path: Path) -> None:

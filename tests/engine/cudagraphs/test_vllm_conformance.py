@@ -158,6 +158,19 @@ def test_lengths_unknown_to_the_engine_are_refused_at_the_start() -> None:
         manager_of(config("0", made.capture_sizes), keeping_to(made))
 
 
+@pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL"])
+def test_backend_without_graphs_of_decode_steps_is_refused_at_the_start(mode: str) -> None:
+    from vllm.config import CUDAGraphMode
+
+    made = planned("0")
+    configured = config("0", made.capture_sizes)
+    configured.compilation_config.cudagraph_mode = CUDAGraphMode[mode]
+    with pytest.raises(
+        graph_candidates.GraphPlanMismatch, match=rf"mode {mode}\).*remove graphs\.budget_bytes$"
+    ):
+        manager_of(configured, keeping_to(made))
+
+
 def test_graph_that_was_not_captured_is_detected() -> None:
     made = planned("0")
     manager = manager_of(config("0", made.capture_sizes), keeping_to(made))
