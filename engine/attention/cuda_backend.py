@@ -31,7 +31,7 @@ from engine.attention.base_backend import (
     GroupingMetadataBuilder,
 )
 from engine.attention.grouping import StepGrouping
-from engine.attention.register import FEATURE, record_prepared, settings
+from engine.attention.register import FEATURE, settings
 from engine.feature_stats import AttentionFallbackReason
 from kernels.shared_prefix_attention import cuda
 from kernels.shared_prefix_attention.sharing_plan import Int32s, SharingPlan
@@ -116,11 +116,7 @@ class SharedPrefixBuilder(GroupingMetadataBuilder, FlashAttentionMetadataBuilder
 
     @FEATURE.guarded_with_default(None)
     def _init_grouper(self) -> None:
-        unsupported = self._unsupported_engine()
-        if unsupported is None:
-            unsupported = self.prepare_layers()
-        else:
-            record_prepared(unsupported)
+        unsupported = self._unsupported_engine() or self.prepare_layers()
         is_measured = settings().shared_prefix == "auto" and unsupported is None
         self.grouper = self.make_grouper(
             unsupported=unsupported,

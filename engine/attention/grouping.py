@@ -233,14 +233,15 @@ class StepGrouper:
     ) -> None:
         """Create a grouper; `bytes_per_token` is the KV size of all its layers on this rank.
 
-        If all of its layers have sliding windows, `window` is the longest one.
+        If all of its layers have sliding windows, `window` is the longest one. `unsupported` is the
+        reason why no step can share prefixes.
         """
         self.mode = mode
         self._planner = Planner(block_size)
         self._bytes_per_token = bytes_per_token
         self._max_query_tokens = max_query_tokens
         self._counts = counts
-        self._unsupported = unsupported
+        self.unsupported = unsupported
         self._crossover = crossover
         self._window = window
 
@@ -253,7 +254,7 @@ class StepGrouper:
         """
         if self.mode == "off":
             return None
-        grouping_or_reason = self._unsupported or self._decide(table, seq_lens, query_starts)
+        grouping_or_reason = self.unsupported or self._decide(table, seq_lens, query_starts)
         if isinstance(grouping_or_reason, StepGrouping):
             self._counts.record_grouped(
                 num_rows=num_grouped_rows(grouping_or_reason.plan),

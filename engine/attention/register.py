@@ -4,9 +4,11 @@ Must run before a model is loaded, in the processes that load one.
 """
 
 import functools
+from typing import Any
 
 from engine.attention import cuda_steps
-from engine.feature_stats import AttentionFallbackReason, AttentionState
+from engine.attention.target_builders import target_builders
+from engine.feature_stats import AttentionState
 from engine.runtime.feature_guard import feature
 from engine.settings import AttentionSettings
 
@@ -16,7 +18,6 @@ CUDA_BACKEND = "engine.attention.cuda_backend.SharedPrefixBackend"
 FEATURE = feature("shared-prefix attention")
 
 _settings: AttentionSettings | None = None
-_prepared: list[AttentionFallbackReason | None] = []
 
 
 def install(settings: AttentionSettings) -> None:
@@ -32,20 +33,14 @@ def settings() -> AttentionSettings:
     return _settings
 
 
-def record_prepared(unsupported: AttentionFallbackReason | None) -> None:
-    """Record whether the kernel supports a group of layers, and if not, why."""
-    _prepared.append(unsupported)
-
-
-def state() -> AttentionState:
-    """State of shared-prefix attention in this process, once the model is loaded."""
+def state(runner: Any) -> AttentionState:
+    """State of shared-prefix attention in this process, once vLLM's model runner has a KV cache."""
     if settings().shared_prefix == "off":
         return "off"
     if not (FEATURE.state.on and cuda_steps.FEATURE.state.on):
         return "failed"
-    if None in _prepared:
-        return "on"
-    return next(filter(None, _prepared), "backend")
+    reasons = [builder.grouper.unsupported for _, builder in target_builders(runner)]
+    return "on" if None in reasons else next(filter(None, reasons), "backend")
 
 
 @functools.cache
