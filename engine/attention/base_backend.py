@@ -73,6 +73,7 @@ class GroupingMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         layer_bytes_per_token: int,
         max_query_tokens: int,
         crossover: Crossover | None = None,
+        counts_rows: bool = False,
     ) -> StepGrouper:
         return StepGrouper(
             mode=settings().shared_prefix,
@@ -82,6 +83,7 @@ class GroupingMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
             counts=COUNTERS,
             unsupported=unsupported,
             crossover=crossover,
+            counts_rows=counts_rows,
             window=max((window or sys.maxsize for window in self.windows), default=None),
         )
 

@@ -7,9 +7,11 @@ import functools
 from typing import Any
 
 from engine.attention import cuda_steps
+from engine.attention.counters import COUNTERS
 from engine.attention.target_builders import target_builders
 from engine.feature_stats import AttentionState
 from engine.runtime.feature_guard import feature
+from engine.runtime.warm_up import on_warmed_up
 from engine.settings import AttentionSettings
 
 CPU_BACKEND = "engine.attention.cpu_backend.SharedPrefixBackend"
@@ -43,6 +45,14 @@ def state(runner: Any) -> AttentionState:
     return "on" if None in reasons else next(filter(None, reasons), "backend")
 
 
+def _prepare(worker: Any) -> None:
+    """Callback after the warm-up, whose steps are not counted."""
+    from engine.attention import cuda_warm_up
+
+    cuda_warm_up.prepare(worker.model_runner)
+    COUNTERS.reset()
+
+
 @functools.cache
 def _register() -> None:
     from vllm.platforms import current_platform
@@ -52,4 +62,5 @@ def _register() -> None:
         register_backend(AttentionBackendEnum.CPU_ATTN, CPU_BACKEND)
     else:
         cuda_steps.install()
+        on_warmed_up(_prepare)
         register_backend(AttentionBackendEnum.FLASH_ATTN, CUDA_BACKEND)
