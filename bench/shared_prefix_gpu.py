@@ -4,9 +4,9 @@
 
 Without a GPU it prints that and writes no record. The shape is 32 query and 8 KV heads of
 128, blocks of 16 tokens, bfloat16. FlashAttention gets its scheduler metadata beforehand in either
-arm, as in vLLM. FlashAttention alone is replayed from a CUDA graph, as in vLLM's full graphs;
-shared-prefix attention is launched call by call, as between the pieces of a piecewise graph. A
-third arm replays the latter from a graph as well, which shows the cost of the launches.
+arm, as in vLLM. Both are replayed from a CUDA graph, with a cold L2 cache. Shared-prefix attention
+runs between the pieces of a piecewise graph, so it takes at least the time to launch it, which is
+measured as well.
 
 The possible gain is bounded by rho, the number of tokens that rows attend to over the number of
 distinct tokens. Where FlashAttention takes 100 microseconds or more the goal is 85 % of rho, and
@@ -25,12 +25,8 @@ from vllm.v1.attention.backends import fa_utils
 from bench.harness.paired_runs import Pairs, alternate
 from bench.harness.prefix_trees import Tree
 from bench.harness.record import Record, Row, add_out
-from engine.attention.cuda_calibration import (
-    CalibrationStep,
-    LayerGeometry,
-    graph_times,
-    launched_times,
-)
+from engine.attention.cuda_calibration import CalibrationStep, LayerGeometry
+from engine.attention.cuda_timing import graph_times, launch_times
 
 BLOCK = 16
 LONG_SECONDS, SHARE, FLOOR = 100e-6, 0.85, 0.98
@@ -102,24 +98,23 @@ def step_of(case: Case) -> CalibrationStep:
 
 async def measure(case: Case, rounds: int) -> tuple[Row, dict[str, list[float]]]:
     step = step_of(case)
-    seconds: dict[str, list[float]] = {"stock": [], "shared": [], "shared_graph": []}
+    seconds: dict[str, list[float]] = {"stock": [], "shared_graph": [], "shared": []}
 
     async def stock() -> None:
-        seconds["stock"].append(min(graph_times(step.stock_calls())))
+        seconds["stock"].append(min(graph_times(step.stock_call())))
 
     async def shared() -> None:
-        seconds["shared"].append(min(launched_times(step.shared_calls())))
+        seconds["shared_graph"].append(min(graph_times(step.shared_call())))
+        launches = min(launch_times(step.shared_call()))
+        seconds["shared"].append(max(seconds["shared_graph"][-1], launches))
 
-    async def shared_graph() -> None:
-        seconds["shared_graph"].append(min(graph_times(step.shared_calls())))
-
-    await alternate([stock, shared, shared_graph], rounds=rounds, warm_up=1)
+    await alternate([stock, shared], rounds=rounds, warm_up=1)
     for values in seconds.values():
         del values[:1]
     ratio = Pairs(a=seconds["stock"], b=seconds["shared"]).ratio()
     long = sorted(seconds["stock"])[rounds // 2] >= LONG_SECONDS
     goal = round(max(FLOOR, SHARE * case.tree.ratio), 2) if long else FLOOR
-    stock_us, shared_us, graph_us = (min(values) * 1e6 for values in seconds.values())
+    stock_us, graph_us, shared_us = (min(values) * 1e6 for values in seconds.values())
     row = Row(
         what=case.name,
         value=f"{ratio.median:.2f} [{ratio.low:.2f}, {ratio.high:.2f}] times of at most "

@@ -26,7 +26,7 @@ from vllm.v1.attention.backend import (
 from engine.attention.counters import COUNTERS
 from engine.attention.crossover import Crossover
 from engine.attention.grouping import StepGrouper, StepGrouping
-from engine.attention.register import FEATURE, record_prepared, settings
+from engine.attention.register import FEATURE, settings
 from engine.feature_stats import AttentionFallbackReason
 
 logger = logging.getLogger(__name__)
@@ -73,6 +73,7 @@ class GroupingMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         layer_bytes_per_token: int,
         max_query_tokens: int,
         crossover: Crossover | None = None,
+        counts_rows: bool = False,
     ) -> StepGrouper:
         return StepGrouper(
             mode=settings().shared_prefix,
@@ -82,6 +83,7 @@ class GroupingMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
             counts=COUNTERS,
             unsupported=unsupported,
             crossover=crossover,
+            counts_rows=counts_rows,
             window=max((window or sys.maxsize for window in self.windows), default=None),
         )
 
@@ -96,11 +98,7 @@ class GroupingMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         ]
         if "not_built" in reasons:
             logger.warning("shared-prefix attention kernel not built; using stock attention")
-        unsupported: AttentionFallbackReason | None = (
-            None if None in reasons else next(iter(reasons), "failed")
-        )
-        record_prepared(unsupported)
-        return unsupported
+        return None if None in reasons else next(iter(reasons), "failed")
 
     def build(
         self,

@@ -24,6 +24,10 @@ class Counters:
     """
 
     def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Reset all counts, after the warm-up steps."""
         self.steps_grouped = 0
         self.rows_grouped = 0
         self.prefix_bytes_not_read = 0

@@ -2,7 +2,8 @@
 
 The time of either kernel is modeled as a sum of non-negative costs (per call, per query token, per
 shared node, per token of KV cache packed, per token of KV cache read for a query), fitted to the
-times of a dozen small steps at startup.
+times of a dozen small steps at startup. A kernel that is launched layer by layer takes at least as
+long as its launches.
 
 Fitted costs are cached in files, so that only a machine's first start measures them. The file name
 is a digest of all inputs that the times depend on, and the content lists them. An unreadable file
@@ -15,6 +16,7 @@ import json
 import logging
 import os
 import platform
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -35,7 +37,8 @@ class StepWork:
     """Quantities of attention work in one step, from which its time is predicted.
 
     A node is a prefix range that several rows share. A pair is a query token and a KV cache token
-    that it reads.
+    that it reads. A kernel that reads the KV of a row once for all of its query tokens counts rows
+    instead: then `num_queries` is the number of work units per KV head.
     """
 
     num_queries: int
@@ -91,12 +94,14 @@ class BatchShape:
 class CrossoverTrial:
     """Times of one calibration step with vLLM's and shared-prefix attention, per layer.
 
+    `launch_seconds` is the time to launch shared-prefix attention, 0 if it runs as it is called.
     `steady` is True if repetitions of the step took similar times.
     """
 
     work: StepWork
     stock_seconds: float
     shared_seconds: float
+    launch_seconds: float = 0.0
     steady: bool = True
 
 
@@ -104,21 +109,61 @@ class CrossoverTrial:
 class Crossover:
     """Fitted costs of vLLM's and shared-prefix attention, in seconds per unit of work.
 
-    Costs are in the order of `StepWork.stock_terms` and `StepWork.shared_terms`.
+    Costs are in the order of `StepWork.stock_terms` and `StepWork.shared_terms`. Launches of
+    shared-prefix attention take `launch_seconds`, while the GPU works.
     """
 
     stock: tuple[float, ...]
     shared: tuple[float, ...]
+    launch_seconds: float = 0.0
 
     @classmethod
     def fit(cls, trials: Sequence[CrossoverTrial]) -> Self:
         return cls(
             stock=_fit_costs([(t.work.stock_terms(), t.stock_seconds) for t in trials]),
             shared=_fit_costs([(t.work.shared_terms(), t.shared_seconds) for t in trials]),
+            launch_seconds=min(trial.launch_seconds for trial in trials),
         )
 
     def is_faster(self, work: StepWork) -> bool:
-        return _dot(self.shared, work.shared_terms()) < _dot(self.stock, work.stock_terms())
+        shared = max(_dot(self.shared, work.shared_terms()), self.launch_seconds)
+        return shared < _dot(self.stock, work.stock_terms())
+
+    def __str__(self) -> str:
+        return "sharing pays " + ", ".join(
+            f"from {rows} samples per prefix of {tokens} tokens"
+            if (rows := self._min_rows(tokens)) is not None
+            else f"at no number of samples up to {MAX_LOGGED_ROWS} for {tokens} tokens"
+            for tokens in LOGGED_PREFIXES
+        )
+
+    def _min_rows(self, prefix_tokens: int) -> int | None:
+        """Smallest group, alone in its step, that is faster with shared-prefix attention."""
+        sizes = range(2, MAX_LOGGED_ROWS + 1)
+        return next((n for n in sizes if self.is_faster(_group(n, prefix_tokens))), None)
+
+
+LOGGED_PREFIXES, MAX_LOGGED_ROWS = (512, 4096), 256
+
+
+def _group(num_rows: int, prefix_tokens: int, suffix_tokens: int = 128) -> StepWork:
+    return StepWork(
+        num_queries=num_rows,
+        num_nodes=1,
+        node_tokens=prefix_tokens,
+        prefix_pairs=num_rows * prefix_tokens,
+        suffix_pairs=num_rows * suffix_tokens,
+    )
+
+
+def steady_trial(measure: Callable[[], CrossoverTrial]) -> CrossoverTrial:
+    """The first steady trial of a few, or the last one."""
+    trial = measure()
+    for _ in range(MAX_TRIALS - 1):
+        if trial.steady:
+            break
+        trial = measure()
+    return trial
 
 
 # Cached because a plan serves many steps.
@@ -152,6 +197,7 @@ def _fit_costs(samples: Sequence[tuple[list[float], float]]) -> tuple[float, ...
 
 logger = logging.getLogger(__name__)
 MIN_STEADY_SHARE = 0.75
+MAX_TRIALS = 3
 CacheKey = dict[str, str | int]
 
 
@@ -162,9 +208,12 @@ def crossover(
     kept = _read(file)
     if kept is not None:
         return kept
+    began = time.perf_counter()
     with phase("calibrating"):
         trials = measure()
     measured = Crossover.fit(trials)
+    seconds = time.perf_counter() - began
+    logger.info("attention crossover measured in %.1f s: %s", seconds, measured)
     if sum(trial.steady for trial in trials) < MIN_STEADY_SHARE * len(trials):
         logger.info("attention crossover not cached: the machine was busy during the measurement")
         return measured
@@ -189,7 +238,11 @@ def _digest_of(cache_key: CacheKey) -> str:
 def _read(file: Path) -> Crossover | None:
     try:
         costs = json.loads(file.read_text())["costs"]
-        return Crossover(stock=tuple(costs["stock"]), shared=tuple(costs["shared"]))
+        return Crossover(
+            stock=tuple(costs["stock"]),
+            shared=tuple(costs["shared"]),
+            launch_seconds=float(costs.get("launch_seconds", 0)),
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

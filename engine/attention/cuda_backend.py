@@ -24,14 +24,13 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
-from engine.attention import cuda_calibration
 from engine.attention.base_backend import (
     GroupedAttentionImpl,
     GroupedMetadata,
     GroupingMetadataBuilder,
 )
 from engine.attention.grouping import StepGrouping
-from engine.attention.register import FEATURE, record_prepared, settings
+from engine.attention.register import FEATURE
 from engine.feature_stats import AttentionFallbackReason
 from kernels.shared_prefix_attention import cuda
 from kernels.shared_prefix_attention.sharing_plan import Int32s, SharingPlan
@@ -116,12 +115,7 @@ class SharedPrefixBuilder(GroupingMetadataBuilder, FlashAttentionMetadataBuilder
 
     @FEATURE.guarded_with_default(None)
     def _init_grouper(self) -> None:
-        unsupported = self._unsupported_engine()
-        if unsupported is None:
-            unsupported = self.prepare_layers()
-        else:
-            record_prepared(unsupported)
-        is_measured = settings().shared_prefix == "auto" and unsupported is None
+        unsupported = self._unsupported_engine() or self.prepare_layers()
         self.grouper = self.make_grouper(
             unsupported=unsupported,
             layer_bytes_per_token=2
@@ -129,7 +123,7 @@ class SharedPrefixBuilder(GroupingMetadataBuilder, FlashAttentionMetadataBuilder
             * self.headdim
             * self.kv_cache_dtype.itemsize,
             max_query_tokens=MAX_QUERY_TOKENS,
-            crossover=cuda_calibration.crossover_of(self) if is_measured else None,
+            counts_rows=True,
         )
 
     def _unsupported_engine(self) -> AttentionFallbackReason | None:

@@ -1,14 +1,17 @@
 """Timing of calibration steps on a GPU with vLLM's attention and with shared prefixes.
 
-Both are timed as they run in the engine. vLLM's attention is replayed from a CUDA graph. Attention
-with shared prefixes is launched call by call, each after a small graph, like the pieces between the
-layers of a piecewise graph. Where launching takes longer than the GPU's work, the launches are what
-is timed.
+The GPU's work is timed in CUDA graphs, for both kinds alike, and with a cold L2 cache: between two
+layers a model reads more weights than the cache holds. Attention with shared prefixes runs between
+the pieces of a piecewise graph, so its launches are timed as well, each after a small graph. Where
+they take longer than the GPU's work, they decide. Neither the launches of vLLM's own code around a
+piece nor the GPU's other work, behind which launches hide, are part of the model.
+
+A calibration step has one query token per row. Rows with draft tokens cost as much: a tile of
+FlashAttention holds all of them, and reads the KV once. So the unit of work is a row.
 """
 
 import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from typing import Any
@@ -16,21 +19,24 @@ from typing import Any
 import numpy as np
 import torch
 from vllm import __version__ as vllm_version
-from vllm.distributed import get_tp_group
 from vllm.v1.attention.backends import fa_utils
 
 from engine.attention import crossover
-from engine.attention.crossover import BatchShape, CacheKey, Crossover, CrossoverTrial, StepWork
+from engine.attention.crossover import (
+    BatchShape,
+    CacheKey,
+    Crossover,
+    CrossoverTrial,
+    StepWork,
+    steady_trial,
+)
+from engine.attention.cuda_timing import Timer, graph_times, launch_times
 from engine.attention.grouping import Planner
 from engine.attention.register import settings
-from engine.runtime.feature_guard import Failure, attempt
 from kernels.shared_prefix_attention import cuda
 from kernels.shared_prefix_attention.sharing_plan import Int32s
 
-REPEATS = 5
-CALLS = 16
-NUM_CACHES = 2
-VERSION = 1
+VERSION = 2
 """Version of the measurement, part of the key of cached results."""
 
 
@@ -56,25 +62,25 @@ SHAPES = (
     (1, 16, 512, 64),
     (1, 64, 1024, 128),
     (16, 4, 256, 128),
-    (16, 16, 1024, 256),
+    (16, 16, 1024, 64),
+    (8, 8, 256, 512),
     (4, 8, 2048, 512),
     (1, 8, 4096, 128),
     (1, 64, 4096, 256),
-    (8, 8, 4096, 256),
+    (4, 16, 4096, 128),
     (2, 16, 8192, 256),
     (32, 8, 128, 64),
     (2, 2, 256, 2048),
 )
-"""Number of groups, rows per group, and tokens of each prefix and suffix."""
+"""Number of groups, rows per group, and tokens of each prefix and suffix.
+
+The largest cache has 34,816 tokens, 143 MB for 8 KV heads of 128 in bfloat16.
+"""
 
 
-def crossover_of(builder: Any) -> Crossover:
-    """Crossover for the layers of a metadata builder, the same on all tensor-parallel ranks.
-
-    The ranks must agree on each step, because they run its collectives from the same graph. The
-    first rank measures.
-    """
-    geometry = LayerGeometry(
+def geometry_of(builder: Any) -> LayerGeometry:
+    """Geometry of the layers of a metadata builder."""
+    return LayerGeometry(
         num_heads=builder.num_heads_q,
         num_kv_heads=builder.num_heads_kv,
         head_size=builder.headdim,
@@ -82,16 +88,11 @@ def crossover_of(builder: Any) -> Crossover:
         dtype=builder.model_config.dtype,
         fa_version=fa_utils.get_flash_attn_version(head_size=builder.headdim) or 2,
     )
-    group = get_tp_group()
-    measured = attempt(_crossover, geometry) if group.rank_in_group == 0 else None
-    agreed: Crossover | Failure = group.broadcast_object(measured, src=0)
-    if isinstance(agreed, Failure):
-        raise RuntimeError(f"the attention crossover was not measured: {agreed.message}")
-    return agreed
 
 
 @cache
-def _crossover(geometry: LayerGeometry) -> Crossover:
+def crossover_of(geometry: LayerGeometry) -> Crossover:
+    """Crossover of this GPU, measured by the first start with such layers."""
     found = crossover.crossover(
         settings().cache_directory, geometry.cache_key(), partial(measure_trials, geometry)
     )
@@ -106,20 +107,28 @@ def measure_trials(geometry: LayerGeometry) -> list[CrossoverTrial]:
         BatchShape(num_groups=n, group_size=rows, prefix_blocks=-(-p // size), suffix_tokens=s)
         for n, rows, p, s in SHAPES
     ]
-    return [_trial(geometry, shape) for shape in shapes]
+    return [_trial(_step(geometry, shape)) for shape in shapes]
 
 
-def _trial(geometry: LayerGeometry, shape: BatchShape) -> CrossoverTrial:
+def compile_kernels(geometry: LayerGeometry) -> None:
+    """Compile the kernels of a step with shared prefixes, for any number of rows.
+
+    Triton compiles for strides that are multiples of 16 and for others.
+    """
+    for rows in (2, 16):
+        shape = BatchShape(num_groups=1, group_size=rows, prefix_blocks=1, suffix_tokens=1)
+        _step(geometry, shape).shared_call()()
+
+
+def _step(geometry: LayerGeometry, shape: BatchShape) -> "CalibrationStep":
     length = shape.prefix_blocks * geometry.block_size + shape.suffix_tokens
     lens = np.full(shape.num_rows, length, np.int32)
     table = shape.block_table(geometry.block_size)
-    return CalibrationStep(geometry, table, lens, torch.device("cuda"), fa_utils).trial(
-        graph_times, launched_times
-    )
+    return CalibrationStep(geometry, table, lens, torch.device("cuda"), fa_utils)
 
 
-Timer = Callable[[Sequence[Callable[[], None]]], list[float]]
-"""Times per call of repeated rounds of some calls, in seconds."""
+def _trial(step: "CalibrationStep") -> CrossoverTrial:
+    return steady_trial(lambda: step.trial(graph_times, launch_times))
 
 
 class CalibrationStep:
@@ -154,33 +163,29 @@ class CalibrationStep:
         heads, size, dtype = geometry.num_heads, geometry.head_size, geometry.dtype
         self._query = torch.zeros(rows, heads, size, dtype=dtype, device=device)
         self.out = torch.empty_like(self._query)
-        # Several caches, so that a call does not find the previous call's cache in the GPU's L2.
         cache_shape = int(table.max()) + 1, geometry.block_size, geometry.num_kv_heads, 2 * size
-        self._caches = [
-            torch.zeros(cache_shape, dtype=dtype, device=device) for _ in range(NUM_CACHES)
-        ]
+        self.cache = torch.zeros(cache_shape, dtype=dtype, device=device)
 
-    def trial(self, stock_times: Timer, shared_times: Timer) -> CrossoverTrial:
-        stock, shared = stock_times(self.stock_calls()), shared_times(self.shared_calls())
+    def trial(self, gpu_times: Timer, launch_times: Timer) -> CrossoverTrial:
+        stock, shared = gpu_times(self.stock_call()), gpu_times(self.shared_call())
         return CrossoverTrial(
             work=StepWork.of(self._plan, self._lens, np.ones_like(self._lens)),
             stock_seconds=min(stock),
             shared_seconds=min(shared),
+            launch_seconds=min(launch_times(self.shared_call())),
             steady=all(statistics.median(times) < 1.5 * min(times) for times in (stock, shared)),
         )
 
-    def stock_calls(self) -> list[Callable[[], None]]:
-        """Calls of vLLM's attention, each with a cache of its own."""
-        schedule = self._schedule()
-        return [partial(self._stock, cache, schedule) for cache in self._caches]
+    def stock_call(self) -> Callable[[], None]:
+        """A call of vLLM's attention."""
+        return partial(self._stock, self._schedule())
 
-    def shared_calls(self) -> list[Callable[[], None]]:
-        """Calls of attention with shared prefixes, each with a cache of its own."""
-        schedules = self._pass_schedules()
-        return [partial(self._shared, cache, *schedules) for cache in self._caches]
+    def shared_call(self) -> Callable[[], None]:
+        """A call of attention with shared prefixes."""
+        return partial(self._shared, *self._pass_schedules())
 
-    def _stock(self, cache: torch.Tensor, schedule: torch.Tensor | None) -> None:
-        self._bound(cache)(
+    def _stock(self, schedule: torch.Tensor | None) -> None:
+        self._bound()(
             q=self._query,
             out=self.out,
             cu_seqlens_q=self._query_starts,
@@ -192,11 +197,9 @@ class CalibrationStep:
             scheduler_metadata=schedule,
         )
 
-    def _shared(
-        self, cache: torch.Tensor, nodes: torch.Tensor | None, suffixes: torch.Tensor | None
-    ) -> None:
+    def _shared(self, nodes: torch.Tensor | None, suffixes: torch.Tensor | None) -> None:
         cuda.attend(
-            self._bound(cache),
+            self._bound(),
             self._lists,
             self._suffixes,
             query=self._query,
@@ -207,8 +210,8 @@ class CalibrationStep:
             suffix_options={"scheduler_metadata": suffixes},
         )
 
-    def _bound(self, cache: torch.Tensor) -> Callable[..., Any]:
-        keys, values = torch.split(cache, self._geometry.head_size, dim=-1)
+    def _bound(self) -> Callable[..., Any]:
+        keys, values = torch.split(self.cache, self._geometry.head_size, dim=-1)
         return partial(
             self._flash.flash_attn_varlen_func,
             k=keys,
@@ -253,40 +256,3 @@ class CalibrationStep:
             causal=causal,
         )
         return metadata
-
-
-def graph_times(calls: Sequence[Callable[[], None]]) -> list[float]:
-    """Times of calls that are replayed from a CUDA graph."""
-    for call in calls:
-        call()  # compiles
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for number in range(CALLS):
-            calls[number % len(calls)]()
-    return [_seconds(graph.replay) / CALLS for _ in range(1 + REPEATS)][1:]
-
-
-def launched_times(calls: Sequence[Callable[[], None]]) -> list[float]:
-    """Times of calls that are launched one by one, each after the replay of a small graph."""
-    for call in calls:
-        call()
-    cell, piece = torch.zeros(1, device="cuda"), torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(piece):
-        cell.add_(1)
-
-    def layers() -> None:
-        for number in range(CALLS):
-            piece.replay()
-            calls[number % len(calls)]()
-
-    return [_seconds(layers) / CALLS for _ in range(1 + REPEATS)][1:]
-
-
-def _seconds(run: Callable[[], object]) -> float:
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    run()
-    torch.cuda.synchronize()
-    return time.perf_counter() - began

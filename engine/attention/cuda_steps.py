@@ -9,12 +9,13 @@ only changes, so the same changes are written to a mirror. Model Runner V1 is no
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from engine.attention.counters import COUNTERS
+from engine.attention.target_builders import target_builders
 from engine.runtime.feature_guard import feature
 from kernels.shared_prefix_attention.sharing_plan import Int32s
 
@@ -83,14 +84,16 @@ def record_blocks(
 @FEATURE.guarded_with_default(False)
 def plan_step(runner: Any, batch: Any) -> bool:
     """Group the rows of a step for each metadata builder; returns whether any rows share."""
-    mirror = host_block_tables(runner.block_tables)
+    builders = list(target_builders(runner))
+    mirror = host_block_tables(runner.block_tables) if builders else None
     if mirror is None:
         return False
     query_starts = np.concatenate([[0], np.cumsum(batch.num_scheduled_tokens)]).astype(np.int32)
     computed = runner.req_states.num_computed_tokens_np[batch.idx_mapping_np]
     seq_lens = (computed + batch.num_scheduled_tokens).astype(np.int32)
     shares = False
-    for group, builder in _builders(runner):
+    for group, builder in builders:
+        builder.cancel_plan()
         if not _runs_piecewise(runner):
             COUNTERS.record_skipped("cuda_graphs")
         elif runner.block_tables.block_sizes[group] != builder.block_size:
@@ -99,15 +102,6 @@ def plan_step(runner: Any, batch: Any) -> bool:
             table = mirror.rows(group, batch.idx_mapping_np)
             shares |= builder.plan(table, seq_lens, query_starts)
     return shares
-
-
-def _builders(runner: Any) -> Iterator[tuple[int, Any]]:
-    """The metadata builders that share prefixes, with the number of their KV cache group."""
-    for group, attention_groups in enumerate(runner.attn_groups):
-        for attention_group in attention_groups:
-            builder = attention_group.get_metadata_builder()
-            if hasattr(builder, "plan"):
-                yield group, builder
 
 
 def _runs_piecewise(runner: Any) -> bool:
@@ -125,16 +119,18 @@ def _runs_piecewise(runner: Any) -> bool:
 def planned(gather: Callable[..., Any]) -> Callable[..., Any]:
     """`GPUModelRunner.gather_batch_req_state`, which vLLM calls just before it selects a graph.
 
-    Without a uniform number of query tokens, vLLM selects a graph for steps with prefill rows.
+    Without a uniform number of query tokens, vLLM selects a graph for steps with prefill rows. vLLM
+    also calls it for dummy runs, of which the first are before the KV cache is configured.
     """
 
     @functools.wraps(gather)
     def gather_batch_req_state(self: Any, scheduler_output: Any, dummy_run: bool) -> Any:
         global _step_shares
         batch, uniform_token_count = gather(self, scheduler_output, dummy_run)
-        for _, builder in _builders(self):
-            builder.cancel_plan()
         _step_shares = batch is not None and plan_step(self, batch)
+        if not _step_shares:
+            for _, builder in target_builders(self):
+                builder.cancel_plan()
         return batch, None if _step_shares else uniform_token_count
 
     return gather_batch_req_state

@@ -215,8 +215,7 @@ class StepGrouping:
 class StepGrouper:
     """Groups the rows of each step by shared prefix, or decides that it uses vLLM's attention.
 
-    There is one instance per set of layers with the same block table. `mode` may change between two
-    steps.
+    There is one per set of layers with the same block table. `mode` may change between steps.
     """
 
     def __init__(
@@ -230,18 +229,21 @@ class StepGrouper:
         unsupported: AttentionFallbackReason | None = None,
         crossover: Crossover | None = None,
         window: int | None = None,
+        counts_rows: bool = False,
     ) -> None:
         """Create a grouper; `bytes_per_token` is the KV size of all its layers on this rank.
 
-        If all of its layers have sliding windows, `window` is the longest one.
+        `window` is the longest sliding window if all layers have one. Without a `crossover`, which
+        may be set later, `auto` groups nothing. With `counts_rows` its costs are per row.
         """
         self.mode = mode
         self._planner = Planner(block_size)
         self._bytes_per_token = bytes_per_token
         self._max_query_tokens = max_query_tokens
         self._counts = counts
-        self._unsupported = unsupported
-        self._crossover = crossover
+        self.unsupported = unsupported
+        self.crossover = crossover
+        self._counts_rows = counts_rows
         self._window = window
 
     def group_rows(
@@ -253,7 +255,7 @@ class StepGrouper:
         """
         if self.mode == "off":
             return None
-        grouping_or_reason = self._unsupported or self._decide(table, seq_lens, query_starts)
+        grouping_or_reason = self.unsupported or self._decide(table, seq_lens, query_starts)
         if isinstance(grouping_or_reason, StepGrouping):
             self._counts.record_grouped(
                 num_rows=num_grouped_rows(grouping_or_reason.plan),
@@ -278,9 +280,10 @@ class StepGrouper:
         if len(plan.node_tokens) == 0:
             return "nothing_shared"
         num_tokens = int(query_starts[num_rows])
-        if self.mode == "auto" and self._crossover is not None:
-            work = StepWork.of(plan, lens, query_lens[:num_rows])
-            if not self._crossover.is_faster(work):
+        if self.mode == "auto":
+            units = np.ones_like(query_lens) if self._counts_rows else query_lens
+            work = StepWork.of(plan, lens, units[:num_rows])
+            if self.crossover is None or not self.crossover.is_faster(work):
                 return "not_worth_it"
         return StepGrouping(plan=plan, num_rows=num_rows, num_tokens=num_tokens, max_len=max_len)
 

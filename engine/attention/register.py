@@ -4,10 +4,14 @@ Must run before a model is loaded, in the processes that load one.
 """
 
 import functools
+from typing import Any
 
 from engine.attention import cuda_steps
-from engine.feature_stats import AttentionFallbackReason, AttentionState
+from engine.attention.counters import COUNTERS
+from engine.attention.target_builders import target_builders
+from engine.feature_stats import AttentionState
 from engine.runtime.feature_guard import feature
+from engine.runtime.warm_up import on_warmed_up
 from engine.settings import AttentionSettings
 
 CPU_BACKEND = "engine.attention.cpu_backend.SharedPrefixBackend"
@@ -16,7 +20,6 @@ CUDA_BACKEND = "engine.attention.cuda_backend.SharedPrefixBackend"
 FEATURE = feature("shared-prefix attention")
 
 _settings: AttentionSettings | None = None
-_prepared: list[AttentionFallbackReason | None] = []
 
 
 def install(settings: AttentionSettings) -> None:
@@ -32,20 +35,22 @@ def settings() -> AttentionSettings:
     return _settings
 
 
-def record_prepared(unsupported: AttentionFallbackReason | None) -> None:
-    """Record whether the kernel supports a group of layers, and if not, why."""
-    _prepared.append(unsupported)
-
-
-def state() -> AttentionState:
-    """State of shared-prefix attention in this process, once the model is loaded."""
+def state(runner: Any) -> AttentionState:
+    """State of shared-prefix attention in this process, once vLLM's model runner has a KV cache."""
     if settings().shared_prefix == "off":
         return "off"
     if not (FEATURE.state.on and cuda_steps.FEATURE.state.on):
         return "failed"
-    if None in _prepared:
-        return "on"
-    return next(filter(None, _prepared), "backend")
+    reasons = [builder.grouper.unsupported for _, builder in target_builders(runner)]
+    return "on" if None in reasons else next(filter(None, reasons), "backend")
+
+
+def _prepare(worker: Any) -> None:
+    """Callback after the warm-up, whose steps are not counted."""
+    from engine.attention import cuda_warm_up
+
+    cuda_warm_up.prepare(worker.model_runner)
+    COUNTERS.reset()
 
 
 @functools.cache
@@ -57,4 +62,5 @@ def _register() -> None:
         register_backend(AttentionBackendEnum.CPU_ATTN, CPU_BACKEND)
     else:
         cuda_steps.install()
+        on_warmed_up(_prepare)
         register_backend(AttentionBackendEnum.FLASH_ATTN, CUDA_BACKEND)

@@ -41,7 +41,8 @@ UNSUPPORTED: Final[dict[AttentionState, tuple[str, str]]] = {
     "sinks": ("the model has attention sinks", ""),
     "model_runner": ("vLLM uses Model Runner V1, which does not support it", ""),
     "parallelism": (
-        "it does not support data parallelism, decode context parallelism or micro-batches",
+        "it does not support decode context parallelism, micro-batches, or pipeline stages that "
+        "differ",
         "",
     ),
     "batch_invariant": ("VLLM_BATCH_INVARIANT is set", "unset VLLM_BATCH_INVARIANT"),

@@ -68,7 +68,7 @@ class WorkerExtension(MachineMethods, WeightMethods):
 
     def coppice_attention_state(self) -> AttentionState:
         """State of shared-prefix attention, once the model is loaded."""
-        state = attempt(register.state)
+        state = attempt(register.state, self.model_runner)
         return "failed" if isinstance(state, Failure) else state
 
     def coppice_start_speculation(self) -> bool:

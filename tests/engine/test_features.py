@@ -203,6 +203,16 @@ def test_reason_why_nothing_is_drafted(
     assert (found or "").startswith(reason or "") and (found is None) == (reason is None)
 
 
+def runner_of(unsupported: list[Any]) -> Any:
+    """A model runner with a group of layers per reason why they do not support sharing."""
+
+    def group(reason: Any) -> Any:
+        builder = SimpleNamespace(grouper=SimpleNamespace(unsupported=reason))
+        return SimpleNamespace(layer_names=["layer"], get_metadata_builder=lambda: builder)
+
+    return SimpleNamespace(attn_groups=[[group(reason) for reason in unsupported]])
+
+
 @pytest.mark.parametrize(
     ("mode", "prepared", "state"),
     [
@@ -216,14 +226,12 @@ def test_state_of_attention_in_a_worker(
     mode: Any, prepared: list[Any], state: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(register, "_settings", AttentionSettings(shared_prefix=mode))
-    monkeypatch.setattr(register, "_prepared", prepared)
-    assert register.state() == state
+    assert register.state(runner_of(prepared)) == state
 
 
 def test_failed_attention_is_not_on(monkeypatch: pytest.MonkeyPatch) -> None:
     failed = Feature("test")
     failed.disable(ValueError("x"))
     monkeypatch.setattr(register, "_settings", AttentionSettings(shared_prefix="auto"))
-    monkeypatch.setattr(register, "_prepared", [None])
     monkeypatch.setattr(register, "FEATURE", failed)
-    assert register.state() == "failed"
+    assert register.state(runner_of([None])) == "failed"

@@ -115,16 +115,12 @@ class Runner:
 
     def __init__(self, mode: str = "FULL_AND_PIECEWISE") -> None:
         from vllm.config import CUDAGraphMode
-        from vllm.v1.worker.utils import AttentionGroup
 
-        from engine.attention.cuda_backend import SharedPrefixBackend
-
-        self.builder = builder()
-        group = AttentionGroup(SharedPrefixBackend, ["layer"], None, 0)
-        group.metadata_builders = [self.builder]
-        self.attn_groups = [[group]]
+        self.attn_groups: list[list[Any]] = [[]]
+        self.builder = self.add_group("layer")
+        self.speculator: Any = None
         self.block_tables = block_tables()
-        self.cudagraph_manager = SimpleNamespace(
+        self.cudagraph_manager: Any = SimpleNamespace(
             cudagraph_mode=CUDAGraphMode[mode], varlen_decode=False
         )
         self.req_states = SimpleNamespace(
@@ -134,6 +130,22 @@ class Runner:
             num_computed_tokens_np=np.zeros(MAX_REQS, np.int32),
         )
         self.batch: Any = None
+
+    def tear_down(self) -> None:
+        """As `_teardown_profiling_state` and `shutdown` leave the runner."""
+        self.attn_groups.clear()
+        self.cudagraph_manager = None
+
+    def add_group(self, *layer_names: str) -> Any:
+        """Add a group of layers with its own builder to the first KV cache group."""
+        from vllm.v1.worker.utils import AttentionGroup
+
+        from engine.attention.cuda_backend import SharedPrefixBackend
+
+        group = AttentionGroup(SharedPrefixBackend, list(layer_names), None, 0)
+        group.metadata_builders = [builder()]
+        self.attn_groups[0].append(group)
+        return group.metadata_builders[0]
 
     def add(self, name: str, blocks: list[int], *, computed: int, prompt: int = 0) -> None:
         states, index = self.req_states, len(self.req_states.req_id_to_index)

@@ -51,6 +51,24 @@ def test_fitted_crossover_decides_unmeasured_steps(step: StepWork) -> None:
     assert Crossover.fit(TRIALS).is_faster(step) == is_faster
 
 
+def test_launches_decide_where_they_take_longer_than_the_gpu() -> None:
+    launched = Crossover.fit([replace(t, launch_seconds=100e-6) for t in TRIALS])
+    small, large = work(1, 512, 5), work(4, 2048, 5, rows=32)
+    assert Crossover.fit(TRIALS).is_faster(small) and not launched.is_faster(small)
+    assert launched.is_faster(large)
+
+
+def test_result_is_logged_in_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "engine.attention.crossover")
+    crossover(tmp_path, {"threads": 2}, Measurement())
+    [line] = caplog.messages
+    assert line.startswith("attention crossover measured in ")
+    assert line.endswith(
+        "s: sharing pays from 2 samples per prefix of 512 tokens, from 2 samples per prefix of "
+        "4096 tokens"
+    )
+
+
 def test_fitted_costs_are_never_negative() -> None:
     """Noise could make them so; then more work would appear cheaper."""
     noisy = [

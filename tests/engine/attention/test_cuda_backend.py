@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from engine.attention import cuda_steps
+from engine.attention import cuda_steps, register
 from engine.attention.counters import COUNTERS
 from engine.attention.register import FEATURE
+from engine.settings import AttentionSettings
 from tests.engine.attention.second_runner import (
     BLOCK,
     HEADS,
@@ -29,6 +30,7 @@ SHARED = {"a": [1, 2, 3], "b": [1, 2, 4], "c": [5, 6, 7]}
 
 @pytest.fixture(autouse=True)
 def _without_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(register, "_settings", AttentionSettings(shared_prefix="always"))
     with without_gpu(monkeypatch):
         yield
     assert FEATURE.state.on and cuda_steps.FEATURE.state.on
@@ -133,6 +135,39 @@ def test_draft_model_uses_stock_attention() -> None:
     assert not is_shared(runner.metadata()), "a plan serves one step"
 
 
+def test_dummy_run_before_the_kv_cache_is_configured() -> None:
+    """vLLM profiles the memory of a step before it creates groups, block tables and graphs."""
+    runner = Runner()
+    del runner.attn_groups, runner.block_tables
+    runner.cudagraph_manager = None
+    assert runner.gather({"dummy": 1, "dummy2": 1}, dummy_run=True) == 1
+
+
+def test_torn_down_runner_shares_nothing() -> None:
+    runner = decoding(SHARED)
+    assert register.state(runner) == "on"
+    runner.tear_down()
+    assert runner.gather({"dummy": 1}, dummy_run=True) == 1
+    assert runner.gather(dict.fromkeys("abc", 1)) == 1
+    assert register.state(runner) == "backend"
+
+
+def test_draft_layers_do_not_make_the_step_piecewise() -> None:
+    runner = decoding(SHARED)
+    runner.speculator = SimpleNamespace(draft_attn_layer_names={"draft", "draft2"})
+    runner.add_group("draft", "draft2")
+    runner.builder.grouper.unsupported = "sinks"
+    assert runner.gather(dict.fromkeys("abc", 1)) == 1
+    assert register.state(runner) == "sinks"
+
+
+def test_group_with_layers_of_both_models_shares() -> None:
+    runner = decoding(SHARED)
+    runner.speculator = SimpleNamespace(draft_attn_layer_names={"draft"})
+    runner.attn_groups[0][0].layer_names.append("draft")
+    assert runner.gather(dict.fromkeys("abc", 1)) is None
+
+
 def test_dummy_step_of_the_same_size_uses_stock_attention() -> None:
     runner = decoding(SHARED)
     runner.gather(dict.fromkeys("abc", 1))
@@ -185,6 +220,15 @@ def test_failed_plan_leaves_stock_attention(monkeypatch: pytest.MonkeyPatch) -> 
         assert runner.gather(dict.fromkeys("abc", 1)) == 1
         assert not cuda_steps.FEATURE.state.on
     assert not is_shared(runner.metadata())
+
+
+def test_failed_plan_of_one_group_cancels_those_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = decoding(SHARED)
+    monkeypatch.setattr(runner.add_group("other"), "plan", lambda *_: 1 / 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(cuda_steps.FEATURE, "state", cuda_steps.FEATURE.state)  # restored after it
+        assert runner.gather(dict.fromkeys("abc", 1)) == 1
+    assert runner.builder._planned is None
 
 
 def test_failed_pass_leaves_stock_attention(monkeypatch: pytest.MonkeyPatch) -> None:

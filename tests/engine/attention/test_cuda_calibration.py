@@ -1,8 +1,7 @@
 """The measurement of the crossover on a GPU, with a reference implementation of FlashAttention."""
 
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.attention.crossover import BatchShape, Crossover
+from engine.attention.crossover import BatchShape
 from kernels.shared_prefix_attention import cuda
 from tests.kernels.flash_attention import flash_attn_varlen_func
 
@@ -32,13 +31,10 @@ def checked_flash(*, scheduler_metadata: torch.Tensor, **named: Any) -> Any:
     return flash_attn_varlen_func(**named)
 
 
-def wall_times(calls: Sequence[Callable[[], None]]) -> list[float]:
-    times = []
-    for call in calls:
-        began = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - began)
-    return times
+def wall_times(call: Callable[[], object]) -> list[float]:
+    began = time.perf_counter()
+    call()
+    return [time.perf_counter() - began]
 
 
 def calibration_step() -> Any:
@@ -65,14 +61,13 @@ def test_both_arms_compute_the_same_attention(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(cuda, "merge", merge)
     step = calibration_step()
     generator = torch.Generator().manual_seed(0)
-    for cache in [step._query, *step._caches]:
-        cache.copy_(torch.randn(cache.shape, generator=generator))
-    for stock, shared in zip(step.stock_calls(), step.shared_calls(), strict=True):
-        stock()
-        expected = step.out.clone()
-        step.out.fill_(torch.nan)
-        shared()
-        torch.testing.assert_close(step.out, expected, atol=2e-2, rtol=0)
+    for tensor in (step._query, step.cache):
+        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    step.stock_call()()
+    expected = step.out.clone()
+    step.out.fill_(torch.nan)
+    step.shared_call()()
+    torch.testing.assert_close(step.out, expected, atol=2e-2, rtol=0)
 
 
 def test_trial_counts_the_work_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,58 +81,42 @@ def test_trial_counts_the_work_of_the_step(monkeypatch: pytest.MonkeyPatch) -> N
     assert trial.stock_seconds > 0 and trial.shared_seconds > 0
 
 
-class OtherRank:
-    """A rank of a tensor-parallel group that receives what the first rank has measured."""
-
-    rank_in_group = 1
-
-    def __init__(self, received: object) -> None:
-        self._received = received
-
-    def broadcast_object(self, value: object, src: int) -> object:
-        assert value is None and src == 0
-        return self._received
-
-
-@pytest.fixture
-def layers(monkeypatch: pytest.MonkeyPatch) -> Any:
-    from vllm.v1.attention.backends import fa_utils
-
-    monkeypatch.setattr(fa_utils, "get_flash_attn_version", lambda **_: 3)
-    config = SimpleNamespace(dtype=torch.bfloat16)
-    return SimpleNamespace(
-        num_heads_q=4, num_heads_kv=2, headdim=64, block_size=16, model_config=config
-    )
-
-
-def test_ranks_use_the_costs_of_the_first(layers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsteady_trial_is_repeated_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
     from engine.attention import cuda_calibration
+    from tests.engine.attention.second_runner import merge
 
-    costs = Crossover(stock=(1.0,), shared=(2.0,))
-    monkeypatch.setattr(cuda_calibration, "get_tp_group", lambda: OtherRank(costs))
-    assert cuda_calibration.crossover_of(layers) is costs
+    monkeypatch.setattr(cuda, "merge", merge)
+    times = iter([[1.0, 5.0, 5.0], [1.0], [1.0], [1.0, 9.0, 9.0], *[[2.0]] * 4])
+    monkeypatch.setattr(cuda_calibration, "graph_times", lambda _: next(times))
+    monkeypatch.setattr(cuda_calibration, "launch_times", lambda _: [3.0])
+    trial = cuda_calibration._trial(calibration_step())
+    assert (trial.stock_seconds, trial.shared_seconds, trial.launch_seconds) == (2.0, 2.0, 3.0)
+    assert trial.steady and len(list(times)) == 2
 
 
-def test_failed_measurement_fails_on_all_ranks(
-    layers: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_gpu_times_are_those_of_a_cold_cache_without_the_flush(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from engine.attention import cuda_calibration
+    """Simulated: 40 us to write the L2 cache, 5 us or 9 us for the call, if it is warm or cold."""
+    from engine.attention import cuda_timing
 
-    sent: list[Any] = []
+    size = SimpleNamespace(L2_cache_size=1000)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: size)
+    monkeypatch.setattr(torch, "empty", lambda number, **_: Written(number))
 
-    class First:
-        rank_in_group = 0
+    def replay_times(calls: list[Callable[[], object]]) -> list[float]:
+        sizes = [call() for call in calls * 2]
+        flushes = [size for size in sizes if size is not None]
+        assert set(flushes) == {2000}
+        return [40e-6 * len(flushes) / 2 + (9e-6 if None in sizes else 0), 60e-6]
 
-        def broadcast_object(self, value: object, src: int) -> object:
-            sent.append(value)
-            return value
+    monkeypatch.setattr(cuda_timing, "_replay_times", replay_times)
+    assert cuda_timing.graph_times(lambda: None) == pytest.approx([9e-6, 20e-6])
 
-    def fail(_: object) -> Crossover:
-        raise MemoryError("no room")
 
-    monkeypatch.setattr(cuda_calibration, "_crossover", fail)
-    for group in (First(), None):
-        found = group or OtherRank(sent[0])
-        monkeypatch.setattr(cuda_calibration, "get_tp_group", lambda found=found: found)
-        with pytest.raises(RuntimeError, match="no room"):
-            cuda_calibration.crossover_of(layers)
+class Written:
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def fill_(self, _: int) -> int:
+        return self._number

@@ -1,5 +1,6 @@
 """Each step is grouped, or counted with the reason for not grouping it."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -76,12 +77,21 @@ def test_mode_decides_whether_the_crossover_applies() -> None:
     for mode, crossover, record_grouped in (
         ("auto", ALWAYS, 1),
         ("auto", NEVER, 0),
+        ("auto", None, 0),
         ("always", NEVER, 1),
         ("off", ALWAYS, 0),
     ):
         counts = Counters()
         grouper(counts, mode=mode, crossover=crossover).group_rows(TABLE, LENS, starts(1, 1, 1, 1))
         assert counts.steps_grouped == record_grouped
+
+
+def test_rows_with_drafts_cost_as_much_as_others_on_a_gpu() -> None:
+    """There the KV of a row is read once for all of its query tokens."""
+    launches = replace(ALWAYS, stock=(0.0, 1.0, 0.0), launch_seconds=len(LENS) + 1)
+    for counts_rows, shares in ((False, True), (True, False)):
+        found = grouper(Counters(), mode="auto", crossover=launches, counts_rows=counts_rows)
+        assert (found.group_rows(TABLE, LENS, starts(2, 2, 2, 2)) is not None) == shares
 
 
 def test_ranks_take_the_same_steps_and_divide_the_bytes() -> None:
