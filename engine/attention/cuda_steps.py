@@ -103,7 +103,7 @@ def plan_step(runner: Any, batch: Any) -> bool:
 
 def _builders(runner: Any) -> Iterator[tuple[int, Any]]:
     """The metadata builders that share prefixes, with the number of their KV cache group."""
-    for group, attention_groups in enumerate(runner.attn_groups):
+    for group, attention_groups in enumerate(getattr(runner, "attn_groups", ())):
         for attention_group in attention_groups:
             builder = attention_group.get_metadata_builder()
             if hasattr(builder, "plan"):
