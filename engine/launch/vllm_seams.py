@@ -4,6 +4,11 @@
 the file here that needs it, and its signature and source digest in the supported version. `called`
 includes code that calls ours, and classes whose attributes are read.
 
+`vllm_attributes.json` lists the attributes of vLLM's objects that the code here reads, each with
+the class that has it and the methods that assign it: an attribute does not exist before the first
+of them was called. "class" stands for methods, properties, fields and other names of the class.
+`python -m tests.engine.vllm_reads` writes this list.
+
 Digests are made from vLLM's source files without importing it. So a wheel for GPUs can be compared
 on a machine without one, and installed patches do not matter. A start with another version of vLLM
 logs what differs. After a change of the list or of the supported version, run
@@ -25,6 +30,8 @@ Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 SUPPORTED_VERSION: Final = "0.32.0"
 LIST: Final = Path(__file__).with_suffix(".json")
+ATTRIBUTES: Final = Path(__file__).with_name("vllm_attributes.json")
+OF_CLASS: Final = "class"
 log = logging.getLogger(__name__)
 
 
@@ -46,6 +53,81 @@ class Seam:
     def path(self) -> str:
         """Source file, relative to vLLM's package directory."""
         return self.name.partition(":")[0].removeprefix("vllm.").replace(".", "/") + ".py"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attribute:
+    """An attribute of a vLLM class that files here read, and the methods that assign it.
+
+    `assigned_in` is in the order of the source, and empty where vLLM does not define it.
+    """
+
+    owner: str
+    name: str
+    assigned_in: tuple[str, ...] = ()
+    used_by: tuple[str, ...]
+
+
+def recorded_attributes() -> list[Attribute]:
+    """The attributes with the methods that assign them in the supported version."""
+    stored: list[dict[str, Any]] = json.loads(ATTRIBUTES.read_text())
+    return [
+        Attribute(
+            owner=each["owner"],
+            name=each["name"],
+            assigned_in=tuple(each["assigned_in"]),
+            used_by=tuple(each["used_by"]),
+        )
+        for each in stored
+    ]
+
+
+def attributes_of(package: Path, listed: Sequence[Attribute]) -> list[Attribute]:
+    """The listed attributes with the methods that assign them in a vLLM package directory."""
+    classes = {owner: _class_in(package, owner) for owner in {each.owner for each in listed}}
+    return [
+        replace(each, assigned_in=_assigned_in(classes[each.owner], each.name)) for each in listed
+    ]
+
+
+def _class_in(package: Path, owner: str) -> Definition | None:
+    seam = Seam(name=owner, kind="called", used_by="")
+    return _find(ast.parse(_read(package / seam.path)), owner.partition(":")[2].split("."))
+
+
+def _assigned_in(owner: Definition | None, name: str) -> tuple[str, ...]:
+    body = [] if owner is None else owner.body
+    if any(name in _names(node) for node in body):
+        return (OF_CLASS,)
+    methods = [node for node in body if isinstance(node, ast.FunctionDef)]
+    return tuple(node.name for node in methods if name in _assigned_to_self(node))
+
+
+def _names(node: ast.stmt) -> set[str]:
+    """Names that a statement of a class body defines."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return {node.name}
+    return {target.id for target in _targets(node) if isinstance(target, ast.Name)}
+
+
+def _assigned_to_self(method: ast.FunctionDef) -> set[str]:
+    return {
+        target.attr
+        for node in ast.walk(method)
+        for target in _targets(node)
+        if isinstance(target, ast.Attribute)
+        and isinstance(target.ctx, ast.Store)
+        and ast.unparse(target.value) == "self"
+    }
+
+
+def _targets(node: ast.AST) -> Iterator[ast.AST]:
+    """Targets of an assignment with all of their parts."""
+    if isinstance(node, ast.AnnAssign):
+        yield node.target
+    elif isinstance(node, ast.Assign):
+        for target in node.targets:
+            yield from ast.walk(target)
 
 
 def recorded_seams() -> list[Seam]:

@@ -3,6 +3,8 @@
 import ast
 import logging
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +13,17 @@ import pytest
 
 from engine.launch import vllm_seams
 from engine.launch.vllm_seams import (
+    Attribute,
     Seam,
+    attributes_of,
     check_version,
     differences,
     installed_package,
+    recorded_attributes,
     recorded_seams,
     seams_of,
 )
+from tests.engine.vllm_reads import read_attributes
 
 ENGINE = Path(__file__).parents[2] / "engine"
 SEAM = Seam(name="vllm.part:Thing.act", kind="patched", used_by="here.py")
@@ -82,6 +88,59 @@ def test_every_extended_or_private_name_of_vllm_is_listed() -> None:
 
 def test_listed_files_exist_and_use_vllm() -> None:
     assert all((ENGINE / seam.used_by).exists() for seam in recorded_seams())
+
+
+def test_every_attribute_that_is_read_of_vllm_is_listed_with_the_methods_that_create_it() -> None:
+    """After a change of what is read: `python -m tests.engine.vllm_reads`."""
+    found, listed = read_attributes(), recorded_attributes()
+    assert [each for each in found if each not in listed] == []
+    assert [each for each in listed if each not in found] == []
+    assert [each for each in listed if not each.assigned_in] == []
+    created = {each.name: each.assigned_in for each in listed if "GPUModelRunner" in each.owner}
+    assert created["attn_groups"] == ("initialize_kv_cache",)
+
+
+WITH_ATTRIBUTES = """
+class Thing:
+    of_class = 1
+    field: int
+    def __init__(self): self.first, self.both = 1, 2
+    def act(self):
+        self.both: int = self.only_read
+        self.first.part = self.first[0] = 3
+    @property
+    def computed(self): return 4
+"""
+
+
+def test_attribute_has_the_methods_that_assign_it(tmp_path: Path) -> None:
+    expected = {
+        "of_class": ("class",),
+        "field": ("class",),
+        "act": ("class",),
+        "computed": ("class",),
+        "first": ("__init__",),
+        "both": ("__init__", "act"),
+        "only_read": (),
+        "missing": (),
+    }
+    listed = [Attribute(owner="vllm.part:Thing", name=name, used_by=()) for name in expected]
+    found = attributes_of(package(tmp_path, WITH_ATTRIBUTES), listed)
+    assert {each.name: each.assigned_in for each in found} == expected
+
+
+def test_comparison_imports_nothing_of_vllm() -> None:
+    """vLLM's CPU worker replaces parts of torch when it is imported."""
+    program = (
+        "import sys; from engine.launch.vllm_seams import *;"
+        "seams_of(installed_package(), recorded_seams());"
+        "attributes_of(installed_package(), recorded_attributes());"
+        "print([name for name in sys.modules if name.split('.')[0] in ('vllm', 'torch')])"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program], cwd=ENGINE.parent, stdout=subprocess.PIPE, text=True
+    )
+    assert ran.returncode == 0 and ran.stdout == "[]\n"
 
 
 def package(tmp_path: Path, text: str) -> Path:

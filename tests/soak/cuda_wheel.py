@@ -12,8 +12,10 @@ import pytest
 
 from engine.launch.vllm_seams import (
     SUPPORTED_VERSION,
+    attributes_of,
     differences,
     installed_package,
+    recorded_attributes,
     recorded_seams,
     seams_of,
 )
@@ -96,6 +98,7 @@ def python_files(package: Path) -> dict[str, bytes]:
 def test_extended_and_private_code_is_as_recorded(site: Path) -> None:
     recorded = [seam for seam in recorded_seams() if seam.path not in OF_THE_CPU_WHEEL]
     assert differences(seams_of(site / "vllm", recorded), recorded) == []
+    assert attributes_of(site / "vllm", recorded_attributes()) == recorded_attributes()
 
 
 def test_sources_are_those_of_the_cpu_wheel(site: Path) -> None:
