@@ -23,9 +23,9 @@ NATIVE_NAMES = (
 )
 """Fields with the name and the meaning of the native parameter; null is the default."""
 ANY_JSON = "$$ANY$$"
+"""Value of SGLang's `json_schema` for any JSON object."""
 TEXT_FORMATS = ("response_format", "text.format", "output_config.format")
 """Constraints of the text of a message, which one with a forced tool call does not have."""
-"""Value of SGLang's `json_schema` for any JSON object."""
 
 NumSamples = Annotated[
     int,
