@@ -57,6 +57,15 @@ def load_engine(settings: Settings) -> Engine:
     return cast(Engine, engine)
 
 
+def check_engine(settings: EngineSettings) -> None:
+    """Check the arguments for vLLM in the settings; raises StartFailed.
+
+    Only if there are any, because it imports vLLM, which takes seconds.
+    """
+    if settings.vllm_args:
+        importlib.import_module("engine.launch.vllm_args").check_vllm_args(settings)
+
+
 def load_node(settings: Settings) -> "Node":
     """Import and create the ranks of a machine other than the first."""
     return cast("Node", _create("engine.launch.node_processes", "EngineNode", settings))
@@ -150,6 +159,7 @@ class ServeComponents:
     """
 
     configure_logging: Callable[[LogSettings], None] = configure_logging
+    check_engine: Callable[[EngineSettings], None] = check_engine
     load_engine: Callable[[Settings], Engine] = load_engine
     create_app: Callable[[Settings, Engine], "FastAPI"] = create_app
     run_server: ServerRunner = run_server
@@ -177,6 +187,10 @@ def build_cli(components: ServeComponents | None = None) -> typer.Typer:
     def check_config(flags: Mapping[str, str], config: Path | None) -> None:
         """Print the settings that `serve` would start with, as YAML."""
         settings = _settings(flags, config)
+        try:
+            (components or ServeComponents()).check_engine(settings.engine)
+        except StartFailed as error:
+            _fail(2, str(error))
         typer.echo(yaml.safe_dump(redacted(settings), sort_keys=False), nl=False)
 
     def plan(flags: Mapping[str, str], config: Path | None) -> None:

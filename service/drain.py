@@ -19,6 +19,11 @@ from service.weights.activation import Activation
 
 LOG_SECONDS = 10.0
 RECONNECT_SECONDS = 1.0
+FINISH_SECONDS = 2.0
+"""Time to finish agent sessions of a server without other replicas once no call runs.
+
+A draining server refuses further calls, so that their agents cannot go on.
+"""
 LAST_MOVES_SECONDS = 2.0
 """Time to send the sessions that the end of a drain has cancelled to the replica of their group."""
 
@@ -111,7 +116,7 @@ class Drain:
             await self.admission.wait_until_idle()
             await self.prompt_kv.wait_until_idle()
             await self.rollouts.wait_until_fetched()
-            await self.sessions.wait_until_ended()
+            await self._wait_for_sessions()
             await self._wait_for_callers_of_moves()
             for task in background:
                 task.cancel()
@@ -119,6 +124,12 @@ class Drain:
     async def _move_sessions(self) -> None:
         if self.move_seconds:
             await self.session_sender.send_all()
+
+    async def _wait_for_sessions(self) -> None:
+        seconds = FINISH_SECONDS if self.cluster.is_standalone else None
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self.sessions.wait_until_ended()
 
     async def _wait_for_callers_of_moves(self) -> None:
         """Serve callers that reconnect after their stream ended; some never do."""

@@ -264,7 +264,7 @@ async def test_problem_documents_contain_no_path_and_no_address(tmp_path: Path) 
 async def test_service_has_no_route_outside_the_contract(tmp_path: Path) -> None:
     paths = yaml.safe_load((ROOT / "openapi.yaml").read_text())["paths"]
     guesses = [
-        "/", "/docs/", "/redoc", "/openapi.json", "/env", "/config", "/debug", "/v1/models",
+        "/docs/", "/redoc", "/openapi.json", "/env", "/config", "/debug", "/v1/models",
         "/v1/completions", "/v1/chat/completions", "/collective_rpc", "/run_script", "/sleep",
         "/reset_prefix_cache", "/update_weights", "/server_info", "/metrics/", "/static/x",
     ]  # fmt: skip

@@ -53,6 +53,7 @@ def collect_info(
     The context length excludes positions reserved for drafts.
     """
     config = llm.vllm_config
+    vocab_size = config.model_config.get_vocab_size()
     on_cpu = current_platform.is_cpu()
     return EngineInfo(
         model=settings.served_name,
@@ -65,7 +66,7 @@ def collect_info(
         kv_bytes_per_token=_kv_bytes_per_token(config),
         max_context_tokens=config.model_config.max_model_len - config.num_speculative_tokens,
         max_sequences=config.scheduler_config.max_num_seqs,
-        vocab_size=config.model_config.get_vocab_size(),
+        vocab_size=vocab_size,
         eos_token_ids=eos_token_ids(llm),
         tensor_parallel_size=settings.tensor_parallel_size,
         pipeline_parallel_size=settings.pipeline_parallel_size,
@@ -76,7 +77,8 @@ def collect_info(
         kv_reason=kv.reason,
         kv_gpu_memory=kv.gpu_memory,
         kept_kv_reason=kept_kv_reason,
-        max_logprobs=settings.max_logprobs,
+        # torch.topk past the end of the vocabulary would end the engine.
+        max_logprobs=min(settings.max_logprobs, vocab_size),
         returns_routed_experts=settings.return_routed_experts,
         max_token_chars=llm.get_tokenizer().max_chars_per_token,
         can_sleep=on_cpu if settings.enable_sleep_mode is None else settings.enable_sleep_mode,

@@ -12,7 +12,7 @@ from service.cluster.membership import (
     RedirectToReplica,
 )
 from service.cluster.registry import RegistryUnavailable, replica_id_of
-from service.http.errors import ClusterUnavailable, ReplicaGone
+from service.http.errors import ClusterUnavailable, InvalidRequest, ReplicaGone
 
 
 class KeyTransfers:
@@ -20,6 +20,14 @@ class KeyTransfers:
 
     def __init__(self, cluster: ClusterMembership) -> None:
         self._cluster = cluster
+
+    async def check_source(self, source: str) -> None:
+        """Refuse work that no other replica of the cluster has sent."""
+        if not self._cluster.is_standalone and self._cluster.find(source) is None:
+            with suppress(RegistryUnavailable):
+                await self._cluster.refresh()
+        if source == self._cluster.own_id or self._cluster.find(source) is None:
+            raise InvalidRequest.of_parameter("source", "is no other replica of this cluster")
 
     async def check_local(self, resource_id: str, claim_key: str) -> None:
         """Redirect to the replica that has a resource, which may have been moved.

@@ -5,7 +5,7 @@ fields that a route does not serve are refused (service/compat/field_table.py).
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -33,6 +33,8 @@ Directory = Annotated[str, Field(min_length=1, max_length=4096)]
 MaxTokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 Flag = Annotated[bool, BeforeValidator(lambda value: False if value is None else value)]
 """Boolean field with default false that upstream declares as `bool | None`."""
+TrueUnlessNull = Annotated[bool, BeforeValidator(lambda value: True if value is None else value)]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class CompatModel(BaseModel):
@@ -130,3 +132,8 @@ def _nested_models(value: object) -> Iterator[CompatModel]:
     elif isinstance(value, list) and value and isinstance(value[0], CompatModel):
         for item in value:
             yield from _nested_models(item)
+
+
+def effort_options(effort: ReasoningEffort | None) -> dict[str, Any]:
+    """Template options of a reasoning effort, as in vLLM; a template may have only one."""
+    return {"reasoning_effort": effort, "enable_thinking": effort != "none"} if effort else {}

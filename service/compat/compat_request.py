@@ -39,7 +39,7 @@ from service.compat.bodies import (
 )
 from service.compat.sampling_fields import SamplingFields
 from service.http.bodies import fault
-from service.http.errors import InvalidRequest
+from service.http.errors import InvalidRequest, NotFound
 from service.http.exception_handlers import cancel_on_disconnect
 from service.http.responses import (
     ADMIN_ERRORS,
@@ -146,9 +146,8 @@ class CompatRequest:
         if model in (None, info.model, info.model_given):
             return None
         if not info.max_adapters:
-            raise InvalidRequest.of_parameter(
-                "model", f"this server serves only {info.model!r}: send this name, or no model"
-            )
+            message = f"this server serves only {info.model!r}: send this name, or no model"
+            raise NotFound(message, errors=[{"location": "model", "message": message}])
         self.server.adapters.resolve(model)
         return model
 

@@ -84,14 +84,10 @@ REFUSED: dict[str, Refused] = {
         (False,), "not supported: the chat template adds the special tokens; leave the field out"
     ),
     "documents": Refused(([],), _OPTION),
-    "reasoning_effort": Refused((), _OPTION),
     "thinking_token_budget": Refused((), _THINKING),
     "max_thinking_tokens": Refused((), _THINKING),
     "include_reasoning": Refused(
         (True,), "reasoning is always returned: leave the field out, and ignore the reasoning"
-    ),
-    "parallel_tool_calls": Refused(
-        (True,), "tool calls are returned as generated: leave the field out"
     ),
     "repetition_detection": Refused(
         ({}, {"max_pattern_size": 0}), "not supported: penalize repetition in the reward"
@@ -128,7 +124,6 @@ REFUSED: dict[str, Refused] = {
     "lora_path": Refused((), "not supported on this route: send the adapter's name as model"),
     "input_ids": Refused((), "not supported on this route: send token ids to /v1/completions"),
     "reasoning": Refused(({},), _OPTION),
-    "verbosity": Refused(("medium",), _OPTION),
     "task": Refused((), _OPTION),
     "separate_reasoning": Refused(
         (True,), "reasoning is separated if engine.reasoning_parser is set: leave the field out"
@@ -251,6 +246,7 @@ NEUTRAL: dict[str, str] = {
     "user_profile_id": "names an end user",
     "workspace_id": "operation",
     "access_programs": "operation",
+    "verbosity": "no chat template reads it",
     "max_tool_calls": "counts tools that the server runs; it runs none",
     "kv_transfer_params": INTERNALS,
     "ec_transfer_params": INTERNALS,

@@ -21,6 +21,9 @@ from service.compat.bodies import (
     MaxTokens,
     Name,
     PromptTruncation,
+    ReasoningEffort,
+    TrueUnlessNull,
+    effort_options,
     request_body,
 )
 from service.compat.chat_samples import ChatSamples, MessageParts, count_ignored_options
@@ -108,6 +111,8 @@ class ChatBody(SamplingFields, CommonRequestFields, PromptTruncation, StreamFiel
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096, fail_fast=True)]
     tools: Annotated[list[Tool], Field(max_length=1024, fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
+    parallel_tool_calls: TrueUnlessNull = True
+    reasoning_effort: ReasoningEffort | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
     continue_final_message: Flag = False
@@ -122,7 +127,10 @@ class ChatBody(SamplingFields, CommonRequestFields, PromptTruncation, StreamFiel
         return ChatRequest(
             messages=[message.to_template_message() for message in self.messages],
             tools=self._template_tools(),
-            template_options=self.chat_template_kwargs or {},
+            template_options={
+                **effort_options(self.reasoning_effort),
+                **(self.chat_template_kwargs or {}),
+            },
             add_generation_prompt=self.add_generation_prompt,
             continue_final_message=self.continue_final_message,
             truncate_prompt_tokens=self.prompt_tokens_to_keep(info),
@@ -137,7 +145,8 @@ class ChatBody(SamplingFields, CommonRequestFields, PromptTruncation, StreamFiel
     def _constraints(self) -> dict[str, dict[str, Any] | None]:
         forced = None
         if is_forced(self.tool_choice):
-            forced = forced_constraint(self.tool_choice, self._template_tools())
+            parallel = self.parallel_tool_calls
+            forced = forced_constraint(self.tool_choice, self._template_tools(), parallel=parallel)
         return {"tool_choice": forced, **super()._constraints()}
 
     def _template_tools(self) -> list[dict[str, Any]]:
@@ -165,7 +174,8 @@ async def chat(call: Compat) -> Response:
     adapter = call.resolve_adapter(body.model)
     check_count(call.server.engine.info, top_logprobs=body.top_logprobs)
     chat_request = await asyncio.to_thread(body.chat_request, call.server.engine.info)
-    count_ignored_options(call.server, body.chat_template_kwargs or {})
+    effort = effort_options(body.reasoning_effort)
+    count_ignored_options(call.server, body.chat_template_kwargs or {}, effort)
     prompt = await call.render(chat_request)
     if body.echo:
         check_echo([prompt], n=body.n)
@@ -183,6 +193,7 @@ async def chat(call: Compat) -> Response:
         tool_choice=body.tool_choice,
         prompt=prompt,
         rollout=rollout,
+        parallel_tool_calls=body.parallel_tool_calls,
     )
     builder = ChatResponseBuilder(body, samples)
     if body.stream:

@@ -3,10 +3,18 @@
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from engine.types import ChatRequest
-from service.compat.bodies import CompatModel, Flag, MaxTokens, Name
+from service.compat.bodies import (
+    CompatModel,
+    Flag,
+    MaxTokens,
+    Name,
+    ReasoningEffort,
+    TrueUnlessNull,
+    effort_options,
+)
 from service.compat.compat_request import CommonRequestFields
 from service.compat.field_table import RESPONSES_REFUSED, Refused
 from service.compat.forced_tools import (
@@ -40,13 +48,12 @@ Include = Literal[
     "web_search_call.action.sources",
     "web_search_call.results",
 ]
-TrueUnlessNull = Annotated[bool, BeforeValidator(lambda value: True if value is None else value)]
 
 
 class Reasoning(CompatModel):
     """Options of reasoning; its text is returned, so summaries are not made."""
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    effort: ReasoningEffort | None = None
     summary: str | None = None
     generate_summary: str | None = None
 
@@ -113,11 +120,8 @@ class ResponsesBody(SamplingFields, CommonRequestFields):
         return frozenset(tool.name for tool in custom if tool.name)
 
     def reasoning_options(self) -> dict[str, Any]:
-        """Template options of the reasoning effort, as in vLLM; a template may have only one."""
-        effort = self.reasoning and self.reasoning.effort
-        if not effort:
-            return {}
-        return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+        """Template options of the reasoning effort."""
+        return effort_options(self.reasoning and self.reasoning.effort)
 
     def _template_tools(self) -> list[dict[str, Any]]:
         return [tool.to_template_tool() for tool in self.tools or ()]

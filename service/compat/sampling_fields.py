@@ -24,6 +24,8 @@ NATIVE_NAMES = (
 """Fields with the name and the meaning of the native parameter; null is the default."""
 ANY_JSON = "$$ANY$$"
 """Value of SGLang's `json_schema` for any JSON object."""
+TEXT_FORMATS = ("response_format", "text.format", "output_config.format")
+"""Constraints of the text of a message, which one with a forced tool call does not have."""
 
 NumSamples = Annotated[
     int,
@@ -106,6 +108,8 @@ class SamplingFields(SamplingBody):
     def _constraint(self) -> dict[str, Any] | None:
         """Native `structured_outputs` of the one field that constrains the text."""
         found = {name: value for name, value in self._constraints().items() if value}
+        if "tool_choice" in found:  # as in vLLM; the message has no text that has the format
+            found = {name: value for name, value in found.items() if name not in TEXT_FORMATS}
         if len(found) > 1:
             first, second, *_ = found
             raise InvalidRequest.of_parameter(second, f"cannot be combined with {first}")

@@ -33,6 +33,8 @@ SKYRL = (
 _GENERATIVE = "only a generative model is served: send the request to an embedding server"
 _CANCEL = "responses do not run in the background: close the connection to cancel one"
 _ITEMS = "not supported: the client has the input that it sent"
+_COUNT = "not supported: use /tokenize with messages, or /v1/messages/count_tokens"
+_COMPACT = "conversations are not compacted: send a shorter input"
 _RENDER = "not supported: use /tokenize with messages, and send its token ids to /v1/completions"
 
 VLLM_ROUTES = {
@@ -51,6 +53,8 @@ SGLANG_ROUTES = {
 }
 OPENAI_ROUTES = {
     **dict.fromkeys(("/v1/embeddings", "/v1/rerank", "/pooling", "/classify"), _GENERATIVE),
+    "/v1/responses/input_tokens": _COUNT,
+    "/v1/responses/compact": _COMPACT,
     "/v1/responses/{response_id}/cancel": _CANCEL,
     "/v1/responses/{response_id}/input_items": _ITEMS,
 }

@@ -95,8 +95,11 @@ def parse_in_steps(body: bytes, model: type[Model], limits: JsonLimits) -> Model
 async def stream_body(request: Request, *, limit: int) -> AsyncIterator[bytes]:
     """Yields the chunks of a request body; raises BodyTooLarge if the body exceeds `limit`.
 
-    Raises as early as possible: before the first chunk if Content-Length exceeds the limit.
+    Raises as early as possible: before the first chunk if Content-Length exceeds the limit, or if
+    the body is compressed.
     """
+    if request.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
+        raise UnsupportedMediaType("compressed bodies are not accepted: send no Content-Encoding")
     content_length = request.headers.get("content-length", "0")
     if content_length.isdecimal() and int(content_length) > limit:
         raise BodyTooLarge(f"the body exceeds the limit of {limit} bytes")

@@ -24,7 +24,9 @@ from http import HTTPStatus
 from typing import Any
 
 import httptools
-from uvicorn._types import ASGI3Application
+from uvicorn._types import ASGI3Application, ASGISendEvent, Scope
+from uvicorn._types import ASGIReceiveCallable as Receive
+from uvicorn._types import ASGISendCallable as Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from service.config.settings import LimitsSettings
@@ -44,6 +46,8 @@ CROWDED_SECONDS = 1.0
 """Timeout of a request's head on a connection past the limit, in seconds."""
 CHUNK_LINE_BYTES = 32
 """Framing bytes allowed per chunk of a chunked body: its size field and two line ends."""
+MAX_URL_BYTES = 2**16 - 1
+"""Limit of httptools, which refuses a longer URL like a malformed one."""
 MAX_PIPELINED_REQUESTS = 64
 """Limit of pipelined requests: those that wait for the response to an earlier one."""
 HANGUP_SECONDS = 0.3
@@ -62,6 +66,7 @@ class TimeoutProtocol(BlockProtocol):
 
     limits: LimitsSettings
     pool: Connections
+    url = b""
 
     _crowded = False
     _is_reading_head = True
@@ -163,10 +168,15 @@ class TimeoutProtocol(BlockProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._running = cycle
         self.pool.serve(self)
+        if cycle.scope["http_version"] == "1.0":
+            app = _without_chunks(cycle, app)
         super()._start_asgi_task(cycle, app)
 
     def send_400_response(self, msg: str) -> None:
-        self._send_error(MalformedRequest("the request could not be parsed as HTTP/1.1"))
+        if len(self.url) > MAX_URL_BYTES:
+            self._send_error(HeadersTooLarge(f"the limit of a URL is {MAX_URL_BYTES} bytes"))
+        else:
+            self._send_error(MalformedRequest("the request could not be parsed as HTTP/1.1"))
 
     async def _hand_off(self, cycle: RequestResponseCycle, send: SendBody) -> None:
         """Let `send` write a response body directly to the socket, bypassing the transport.
@@ -306,6 +316,29 @@ class TimeoutProtocol(BlockProtocol):
             if self._is_reading_head
             else self.cycle.response_started
         )
+
+
+def _without_chunks(cycle: RequestResponseCycle, app: ASGI3Application) -> ASGI3Application:
+    """An app whose responses of unknown length end with the connection, not with a last chunk.
+
+    HTTP/1.0 has no chunks (RFC 9112, 6.1); uvicorn sends them all the same.
+    """
+
+    async def run(scope: Scope, receive: Receive, send: Send) -> None:
+        has_length = True
+
+        async def send_plain(message: ASGISendEvent) -> None:
+            nonlocal has_length
+            if message["type"] == "http.response.start":
+                has_length = b"content-length" in dict(message.get("headers", ()))
+                cycle.chunked_encoding = None if has_length else False
+            elif message["type"] == "http.response.body" and not has_length:
+                cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await app(scope, receive, send_plain)
+
+    return run
 
 
 def protocol_with_limits(

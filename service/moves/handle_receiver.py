@@ -53,6 +53,7 @@ class HandleReceiver:
         """Take over a handle; raises a ServiceError if its KV cannot be read here."""
         lease_ends_at = self._clock() + state.lease_seconds
         handle_id = state.file.handle
+        await self._transfers.check_source(state.source)
         self._check(state)
         self._receiving.add(handle_id)
         try:

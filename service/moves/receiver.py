@@ -84,6 +84,7 @@ class MoveReceiver:
 
     async def receive(self, state: MovedRollout) -> Rollout:
         """Continue a rollout; raises a ServiceError if it cannot run here as on its source."""
+        await self._transfers.check_source(state.source)
         self._check(state)
         if state.id in self._arriving:
             raise NotReady("the rollout is received already", retry_after_seconds=RETRY_SECONDS)

@@ -51,6 +51,7 @@ class SessionReceiver:
 
     async def receive(self, state: MovedSessions) -> str:
         """Continue sessions; raises a ServiceError if they cannot continue here."""
+        await self._transfers.check_source(state.source)
         known = self._check(state)
         group = known or _new_group(state, self._sessions.now())
         sessions = [self._sessions.factory.session(group, each.id) for each in state.sessions]
@@ -122,6 +123,10 @@ class SessionReceiver:
             raise _invalid("sessions", "the source has cancelled the move")
         if any(store.find(session_id) is not None for session_id in ids):
             raise _invalid("sessions", "they are on this replica already")
+        if any(
+            store.is_of_another_group(each, state.owner, group.id) for each in group.session_ids
+        ):
+            raise _invalid("group.session_ids", "a session here belongs to another group")
         if len({*ids, *group.remaining_ids}) < len(ids) + len(group.remaining_ids):
             raise _invalid("sessions", "an id is repeated")
         if {*ids, *group.remaining_ids} - {*group.session_ids}:

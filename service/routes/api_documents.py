@@ -24,6 +24,13 @@ problems = APIRouter(prefix=CATALOGUE_PATH)
 YAML = "application/yaml"
 HTML = "text/html"
 CATALOGUE = ProblemCatalogue(problems=list(PROBLEMS.values()))
+LINKS = {
+    "/docs": "HTTP API, to read and to try",
+    "/ui": "Live page",
+    "/v1/status": "Status",
+    "/metrics": "Metrics, in Prometheus's format",
+    CATALOGUE_PATH: "Errors",
+}
 PROBLEM_TYPES = (*JSON, HTML)
 API_DOCS = {
     "page.js": "text/javascript",
@@ -39,6 +46,18 @@ API_DOCS_HEADERS = {
     "Cache-Control": "max-age=3600",
 }
 PART_BYTES = 64 * 2**10
+
+
+@router.get("/", responses=declare_responses({200: [HTML]}))
+@page
+async def index(request: Request) -> Response:
+    """Links to what this port serves. Public, so the page names no model and no version."""
+    served = {getattr(route, "path", None) for route in request.app.routes}
+    links = "".join(
+        f"<li><a href={path}>{text}</a>" for path, text in LINKS.items() if path in served
+    )
+    head = "<!doctype html><html lang=en><meta charset=utf-8><title>Coppice</title>"
+    return Response(f"{head}<h1>Coppice</h1><ul>{links}</ul></html>", media_type=HTML)
 
 
 @router.get("/openapi.yaml", responses=declare_responses({200: [YAML]}))

@@ -94,6 +94,10 @@ class SessionStore:
         ended = self._ended.get(session_id)
         return self._open.get(session_id) if ended is None else ended[1]
 
+    def is_of_another_group(self, session_id: str, owner: str, group_id: str) -> bool:
+        session = self.find(session_id)
+        return session is not None and (session.owner, session.group_id) != (owner, group_id)
+
     def find_group(self, owner: str, group_id: str) -> SessionGroup | None:
         return self._groups.get((owner, group_id))
 

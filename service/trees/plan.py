@@ -62,13 +62,14 @@ class Plan:
     def cut(self, start: int, depth: int) -> int | None:
         """Length at which to cut a path that starts at length `start`; None if it is never cut.
 
-        `depth` is the number of splits before the path. The cut is at least `min_gap` tokens and
-        one token after the previous one, and below `max_length`.
+        `depth` is the number of splits before the path. The cut is at least `min_gap` tokens (in
+        mode interval at most `interval`) and one token after the previous one, and below
+        `max_length`.
         """
         if depth >= self.max_depth:
             return None
         position = self._response_position(depth)
-        gap = self.branching.min_gap if start > self.prompt_length else 0
+        gap = self._min_gap if start > self.prompt_length else 0
         length = next_cut(
             max(self.prompt_length + position, start + max(gap, 1)), block_size=self.block_size
         )
@@ -93,6 +94,12 @@ class Plan:
             cuts = min(self.entropy.top_n, self.max_depth - depth)
             return 1 + cuts * (factor - 1) * leaves
         return factor * leaves
+
+    @property
+    def _min_gap(self) -> int:
+        """Minimum number of tokens between two cuts: no more than those that the mode asks for."""
+        gap, interval = self.branching.min_gap, self.branching.interval
+        return min(gap, interval) if self.branching.mode == "interval" else gap
 
     def _response_position(self, depth: int) -> int:
         """Response length in tokens at which the request places the split at this depth."""

@@ -224,9 +224,11 @@ def test_readiness_wait_has_its_own_timeout(connect: Connect) -> None:
     assert sum(clock.slept) == pytest.approx(10)
 
 
-def test_retries_are_logged(connect: Connect, caplog: pytest.LogCaptureFixture) -> None:
+def test_series_of_retries_is_logged_once(
+    connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING, logger="coppice"):
-        patient(connect, App(BUSY, PAUSED)).pause()
+        patient(connect, App(BUSY, BUSY, BUSY, PAUSED)).pause()
     assert caplog.messages == ["overloaded (503): No; trying again in 0.5 s"]
 
 

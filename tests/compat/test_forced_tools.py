@@ -125,6 +125,22 @@ async def test_forced_call_cannot_have_another_constraint(tmp_path: Path) -> Non
     ]
 
 
+FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+async def test_forced_call_has_no_text_to_format(tmp_path: Path, parallel: bool) -> None:
+    _, schema = await answered(
+        tmp_path,
+        "[]",
+        tool_choice="required",
+        response_format=FORMAT,
+        parallel_tool_calls=parallel,
+    )
+    assert schema["type"] == "array"
+    assert ("maxItems" in schema) == (not parallel)
+
+
 @pytest.mark.parametrize("choice", ["auto", NAMED])
 async def test_messages_are_converted_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, choice: object

@@ -297,6 +297,24 @@ async def test_forced_calls_are_constrained(tmp_path: Path, choice: Any, kind: s
     assert ("maxItems" in constraint.json) == (kind == "array")
 
 
+async def test_forced_call_has_no_text_to_format(tmp_path: Path) -> None:
+    text = {"format": {"type": "json_schema", "name": "x", "schema": {"type": "integer"}}}
+    async with foreign(tmp_path) as served:
+        body = {**BODY, "tools": [TOOL], "tool_choice": "required", "text": text}
+        await served.post(PATH, {**body, "text": {**text, "verbosity": "low"}})
+        [sample] = served.engine.submitted
+    constraint = sample.sampling.structured_outputs
+    assert constraint is not None and constraint.json is not None
+    assert json.loads(constraint.json)["type"] == "array"
+
+
+@pytest.mark.parametrize("name", ["input_tokens", "compact"])
+async def test_unsupported_route_names_the_alternative(tmp_path: Path, name: str) -> None:
+    async with foreign(tmp_path) as served:
+        answer = await served.http.post(f"{PATH}/{name}", json={})
+    assert answer.json()["code"] == "unsupported"
+
+
 def item(kind: str, **fields: Any) -> dict[str, Any]:
     return {"input": [{"type": kind, **fields}]}
 
@@ -324,7 +342,6 @@ def item(kind: str, **fields: Any) -> dict[str, Any]:
         ({"prompt": {"id": "a"}}, "prompt"),
         ({"conversation": "a"}, "conversation"),
         ({"truncation": "auto"}, "truncation"),
-        ({"text": {"verbosity": "low"}}, "verbosity"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
         ({"include": ["everything"]}, "include"),
         ({"n": 2}, "n"),

@@ -13,6 +13,7 @@ A block with the title of a file shows code of that file: ```python title="examp
 
 import re
 import textwrap
+from codeop import compile_command
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,6 +110,22 @@ def problems(block: Block) -> Iterator[str]:
         yield f"not a reason for leaving a block out: {value}"
     if kind == "tested by" and not is_test(value):
         yield f"no such test: {value}"
+    if block.language == "python" and block.is_executed and not is_for_repl(block.text):
+        yield "cannot be pasted into a Python prompt: end each indented part by an empty line"
+
+
+def is_for_repl(text: str) -> bool:
+    """True if a Python prompt accepts the lines of a block one by one, with Enter at the end."""
+    lines: list[str] = []
+    for line in [*text.splitlines(), ""]:
+        lines.append(line)
+        try:
+            is_complete = compile_command("\n".join(lines)) is not None
+        except SyntaxError:
+            return False
+        if is_complete or lines == [""]:
+            lines = []
+    return not lines
 
 
 def is_test(node: str) -> bool:

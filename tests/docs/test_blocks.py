@@ -101,6 +101,8 @@ def test_packages_are_installed_beside_the_checkouts(tree: Path, tmp_path: Path)
         ("<!-- run: nowhere -->\n```bash\ntrue\n```", "unknown marker"),
         ("<!-- ran: shell -->\n```text\ntrue\n```", "unknown marker"),
         ("<!-- run: settings -->\n```bash\ntrue\n```", "does not fit"),
+        ("<!-- run: shell -->\n```python\nif a:\n    b\nc\n```", "cannot be pasted"),
+        ("<!-- run: shell -->\n```python\nif a:\n    b\n\n    c\n```", "cannot be pasted"),
         ("<!-- run: shell -->\n```yaml\na: 1\n```", "does not fit"),
         ("<!-- not run: boring -->\n```bash\ntrue\n```", "not a reason"),
         ("<!-- tested by: tests/docs/test_commands.py -->\n```bash\ntrue\n```", "no such test"),
@@ -108,7 +110,7 @@ def test_packages_are_installed_beside_the_checkouts(tree: Path, tmp_path: Path)
         ("<!-- tested by: tests/ports.py::free_port -->\n```bash\ntrue\n```", "no such test"),
     ],
 )
-def test_invalid_marker_is_refused(block: str, problem: str) -> None:
+def test_invalid_block_is_refused(block: str, problem: str) -> None:
     [parsed] = blocks("page.md", block)
     assert [problem in text for text in problems(parsed)].count(True) == 1
 

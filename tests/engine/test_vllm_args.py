@@ -202,3 +202,9 @@ def test_bad_argument_ends_the_start_with_one_sentence_and_code_1() -> None:
         "vLLM's workers"
     ]
     assert "Traceback" not in result.output
+
+
+def test_check_config_refuses_what_the_start_refuses() -> None:
+    result = CliRunner().invoke(build_cli(), ["check-config", "--engine.vllm-args.no-such", "1"])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "coppice: engine.vllm_args.no_such: vLLM 0.32" in result.stderr

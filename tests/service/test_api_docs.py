@@ -1,6 +1,7 @@
 """The page /docs: Swagger UI of the contract, without requests to other servers."""
 
 import hashlib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,18 @@ async def test_page_is_public_and_may_only_load_from_its_own_server(tmp_path: Pa
         sources = {word for rule in policy.split("; ") for word in rule.split()[1:]}
         assert sources == {"'none'", "'self'", "'unsafe-inline'", "data:"}
         assert "script-src 'self';" in policy
+
+
+@pytest.mark.parametrize("ui", [True, False])
+async def test_root_links_to_what_is_served(tmp_path: Path, ui: bool) -> None:
+    async with serving(FakeEngine(), tmp_path, server={"ui": ui}) as served:
+        answer = await served.http.get("/")
+        assert answer.headers["content-type"].startswith("text/html")
+        paths = re.findall("href=([^>]+)", answer.text)
+        assert ("/ui" in paths) == ui
+        assert {"/docs", "/v1/status", "/metrics"} <= {*paths}
+        others = [path for path in paths if path != "/ui"]  # not part of the contract
+        assert {(await served.http.get(path)).status_code for path in others} == {200}
 
 
 async def test_file_is_sent_unchanged_in_parts(tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ def ignore(*_: object) -> None:
 
 PARTS = ServeComponents(
     configure_logging=ignore,
+    check_engine=ignore,
     load_engine=lambda _: cast(Engine, IdleServer()),
     create_app=lambda *_: idle_app(),
     run_server=ignore,
@@ -205,6 +206,13 @@ def test_any_vllm_argument_has_a_flag() -> None:
     engine = yaml.safe_load(result.stdout)["engine"]
     assert engine["vllm_args"] == {"stream_interval": "4", "x": "{a: 1}"}
     assert engine["quantization"] == "fp8"
+
+
+def test_check_config_refuses_what_the_engine_refuses() -> None:
+    components = replace(PARTS, check_engine=refuse("vLLM has no such argument"))
+    result = run("check-config", "--engine.vllm-args.x", "1", components=components)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == "coppice: vLLM has no such argument\n"
 
 
 def test_flag_of_a_vllm_argument_requires_a_value() -> None:

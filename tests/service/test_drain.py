@@ -52,6 +52,19 @@ async def test_drain_logs_regularly_what_it_waits_for(
         assert 590 < fields["result_seconds"] <= 600
 
 
+async def test_sessions_that_cannot_go_on_are_cancelled_soon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("service.drain.FINISH_SECONDS", 0.05)
+    caplog.set_level(logging.INFO, "service.drain")
+    async with serving(FakeEngine(), tmp_path) as served:
+        await served.http.post("/v1/sessions", json={"n": 2})
+        async with asyncio.timeout(20):
+            await served.server.drain(3600)
+        assert served.server.sessions.num_open == 0
+    assert caplog.messages[-1].startswith("drained in")
+
+
 async def test_drain_without_work_logs_its_end(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

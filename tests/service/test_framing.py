@@ -57,6 +57,24 @@ async def held_bytes(client: Raw, before: bytes, piece: bytes, *, pieces: int) -
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - known) * 1024
 
 
+# HTTP/1.0
+
+
+async def test_stream_to_an_http_1_0_client_has_no_chunks(tmp_path: Path) -> None:
+    content = rollout()
+    request = (
+        b"POST /v1/rollouts HTTP/1.0\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        b"Accept: application/x-ndjson\r\nContent-Length: %d\r\n\r\n" % len(content)
+    )
+    async with serving(FakeEngine(), tmp_path) as served, raw(served) as client:
+        await client.send(request + content)
+        head, _, streamed = (await client.rest()).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 ")
+    assert b"transfer-encoding" not in head
+    assert b"connection: close" in head
+    assert json.loads(streamed.splitlines()[-1])["type"] == "end"
+
+
 # Trailers and chunk extensions
 
 

@@ -66,6 +66,13 @@ async def test_empty_line_does_not_keep_a_connection_open(tmp_path: Path, before
         assert (await client.answer())[0] == 408
 
 
+async def test_url_past_the_parser_s_limit_is_too_large(tmp_path: Path) -> None:
+    async with serving(FakeEngine(), tmp_path) as served, raw(served) as client:
+        await client.send(b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        status, content = await client.answer()
+    assert (status, json.loads(content)["code"]) == (431, "headers_too_large")
+
+
 async def test_silent_connection_is_closed(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path, limits=SOON) as served, raw(served) as client:
         assert await client.closed()

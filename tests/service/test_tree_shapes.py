@@ -14,7 +14,7 @@ from engine.types import Completion, SampleRequest, Sampling
 from service.rollouts.group_factory import create_tree_group
 from service.rollouts.group_options import GroupOptions
 from service.rollouts.prompt_kv_source import PrefilledPrompt
-from service.trees.plan import distribute_leaves, next_cut, split
+from service.trees.plan import Plan, distribute_leaves, next_cut, split
 from tests.fake_engine import FakeEngine
 from tests.sample_sizes import num_examples
 
@@ -87,6 +87,9 @@ def test_every_bound_of_a_tree_holds(
     branching = Branching.model_validate(asked)
     answer = asyncio.run(grown(branching, prompt, most, seed))
     assert answer.outcome == "done"
+    gap = branching.min_gap
+    if branching.mode == "interval":
+        gap = min(gap, branching.interval)
     segments = {segment.id: segment for segment in answer.segments or ()}
     assert answer.leaves is not None
     assert 1 <= len(answer.leaves) <= branching.max_leaves
@@ -100,8 +103,14 @@ def test_every_bound_of_a_tree_holds(
         assert len(segment.token_ids) > 0
         if segment.finish_reason == "cut":
             assert ends[segment.id] % BLOCK == 1
-            assert segment.parent is None or len(segment.token_ids) >= branching.min_gap
+            assert segment.parent is None or len(segment.token_ids) >= gap
             assert segment.id not in answer.leaves or branching.max_new_tokens_total < 10**6
+
+
+def test_interval_below_the_default_gap_is_kept() -> None:
+    branching = Branching(mode="interval", interval=8)
+    plan = Plan(branching=branching, prompt_length=20, max_length=116, block_size=16)
+    assert [plan.cut(20, 1), plan.cut(33, 2), plan.cut(49, 3)] == [33, 49, 65]
 
 
 @given(st.integers(1, 10**6), st.integers(1, 4096))

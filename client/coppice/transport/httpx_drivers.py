@@ -68,17 +68,20 @@ def from_httpx_response(response: httpx.Response) -> HttpResponse:
 
 @contextmanager
 def translate_errors() -> Iterator[None]:
-    """Context manager that translates httpx's exceptions to those of coppice.errors."""
+    """Context manager that translates httpx's exceptions to those of coppice.errors.
+
+    The text of a failed connection says it all, so its traceback omits those of httpx.
+    """
     try:
         yield
     except httpx.ConnectTimeout as error:
-        raise TimedOut(_error_text(error), unsent=True) from error
+        raise TimedOut(_error_text(error), unsent=True) from None
     except httpx.TimeoutException as error:
         raise TimedOut(_error_text(error)) from error
     except httpx.DecodingError as error:
         raise BadAnswer(_error_text(error)) from error
     except httpx.ConnectError as error:
-        raise ConnectionFailed(_error_text(error), unsent=True) from error
+        raise ConnectionFailed(_error_text(error), unsent=True) from None
     except httpx.RequestError as error:
         raise ConnectionFailed(_error_text(error)) from error
 

@@ -96,7 +96,8 @@ class RetryState:
         wait = self._wait(error)
         if now + wait > self._last_attempt_at():
             return False
-        log.warning("%s; trying again in %.1f s", error, wait)
+        level = logging.WARNING if self._failures == 1 else logging.DEBUG  # one line per series
+        log.log(level, "%s; trying again in %.1f s", error, wait)
         await self._clock.sleep(wait)
         return True
 

@@ -16,8 +16,13 @@ class SharedEngine(VllmEngine):
     """A server's start and stop have no effect on it."""
 
     def __init__(self) -> None:
-        """Prompt KV is on as in production. The budget for CUDA graphs has no effect on a CPU."""
-        served = settings(prompt_kv=True, tool_parser="hermes", vllm_args=GRAMMARS)
+        """Prompt KV is on as in production. The budget for CUDA graphs has no effect on a CPU.
+
+        `max_logprobs` exceeds the vocabulary.
+        """
+        served = settings(
+            prompt_kv=True, tool_parser="hermes", max_logprobs=1024, vllm_args=GRAMMARS
+        )
         super().__init__(served, graphs=GraphsSettings(budget_bytes=2**26))
 
     async def start(self, version: str) -> None:

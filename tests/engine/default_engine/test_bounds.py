@@ -168,6 +168,29 @@ async def test_value_past_its_bounds_is_refused(served: Served, request_: dict[s
     await check_samples(served)
 
 
+LOGPROB_FIELDS = ("top_logprobs", "prompt_logprobs")
+
+
+@pytest.mark.parametrize("field", LOGPROB_FIELDS)
+async def test_logprobs_of_the_whole_vocabulary(served: Served, field: str) -> None:
+    vocabulary = served.server.engine.info.vocab_size
+    check(await post(served, make_request() | {field: vocabulary}))
+    refused = await post(served, make_request() | {field: vocabulary + 1})
+    assert refused.status_code == 422
+    assert f"at most {vocabulary}" in refused.text
+    await check_samples(served)
+
+
+@pytest.mark.parametrize("k", [0, 1])
+async def test_scores_of_the_whole_vocabulary(served: Served, k: int) -> None:
+    vocabulary = served.server.engine.info.vocab_size
+    item = {"prompt": ids(12, 13), "responses": [[14, 15]]}
+    wanted = {"items": [item], "top_logprobs": vocabulary + k}
+    answer = await served.http.post("/v1/score", json=wanted)
+    assert answer.status_code == (422 if k else 200), answer.text
+    await check_samples(served)
+
+
 @pytest.mark.parametrize("beyond", [0, 1, 2**31 - 1])
 async def test_token_ids_at_the_end_of_the_vocabulary(served: Served, beyond: int) -> None:
     """IDs within the wire's bounds but outside the vocabulary are refused, not looked up."""

@@ -11,6 +11,7 @@ import pytest
 from coppice.wire.sessions import SessionFinishRequest
 from service.cluster.in_memory import InMemoryRegistry
 from service.http.errors import Draining
+from tests.fake_engine import FakeEngine
 from tests.service.cluster.test_move_faults import peer
 from tests.service.cluster.test_moves import see_each_other
 from tests.service.keyfile import bearer, write_keys
@@ -25,7 +26,7 @@ from tests.service.sessions.fleets import (
     replicas,
 )
 from tests.service.test_rollouts import running_samples
-from tests.serving import Served
+from tests.serving import Served, serving
 
 pytestmark = pytest.mark.slow
 
@@ -242,6 +243,7 @@ CHANGES: dict[str, Change] = {
     "format": lambda s: s.update(format=2),
     "unknown field": lambda s: s.update(later=1),
     "key": lambda s: s["group"]["keys"].clear(),
+    "source of no cluster": lambda s: s.update(source="0" * 12),
     "other id": lambda s: s["sessions"][0].update(id=f"{'0' * 12}.x"),
     "id is repeated": lambda s: s["sessions"].append(s["sessions"][0]),
     "number of ids": lambda s: s["group"]["options"].update(n=2),
@@ -290,6 +292,30 @@ async def test_inconsistent_state_is_refused_and_leaves_nothing(tmp_path: Path) 
         assert (b.server.sessions.num_bytes, len(b.server.sessions.keys)) == (0, 0)
         assert (b.server.sessions.store.groups(), b.server.cluster.claims._claimed) == ([], set())
         assert (await b.http.post(PATH, json=state)).status_code == 201
+
+
+async def test_session_of_another_group_is_not_taken_over(tmp_path: Path) -> None:
+    async with replicas(tmp_path) as (a, b), agents_of(a) as [agent], agents_of(b) as [victim]:
+        state = await state_of(a, agent)
+        group = state["group"]
+        group["options"]["n"] = 2
+        group["session_ids"].append(victim.id)
+        group["keys"].append(victim.key[::-1])
+        for remaining in ([], [victim.id]):
+            group["remaining_ids"] = remaining
+            answer = await b.http.post(PATH, json=state)
+            assert (answer.status_code, answer.json()["code"]) == (422, "invalid_request")
+        assert b.server.sessions.key_of(victim.id) == victim.key
+        await call(victim, HELLO)
+
+
+async def test_server_without_other_replicas_accepts_no_moves(tmp_path: Path) -> None:
+    async with replicas(tmp_path) as (a, _), agents_of(a) as [agent]:
+        state = await state_of(a, agent)
+        async with serving(FakeEngine(), tmp_path / "lone") as lone:
+            answer = await lone.http.post(PATH, json=state)
+            assert lone.server.sessions.num_open == 0
+    assert answer.json()["errors"][0]["location"] == "source"
 
 
 async def test_session_without_room_or_adapter_is_refused(tmp_path: Path) -> None:

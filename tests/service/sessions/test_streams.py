@@ -132,7 +132,9 @@ async def test_progress_is_sent_while_no_session_ends(
             break
 
 
-@pytest.mark.parametrize("query", [{"after": "-1"}, {"after": "x"}, {"other": "1"}])
+@pytest.mark.parametrize(
+    "query", [{"after": "-1"}, {"after": "x"}, {"after": "9" * 5000}, {"other": "1"}]
+)
 async def test_invalid_position_is_refused(tmp_path: Path, query: dict[str, str]) -> None:
     async with training(tmp_path) as trainer:
         answer = await trainer.served.http.get("/v1/sessions", params=query)
