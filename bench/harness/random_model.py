@@ -9,10 +9,11 @@ vocabulary: an incremental decoder keeps ids without text, and takes longer for 
 
 import argparse
 import json
+import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from string import ascii_lowercase
 from typing import Any, Final
@@ -24,6 +25,8 @@ from coppice.weights.safetensors_writer import FROM_TORCH, safetensors_header, t
 SEEDLING: Final = Path(__file__).parents[2] / "examples" / "seedling" / "model"
 COPIED_FILES: Final = ("tokenizer_config.json", "chat_template.jinja")
 WORD_LETTERS: Final = 4
+LAYER_OUTPUTS: Final = ("o_proj.weight", "down_proj.weight")
+REPEATING_SCALE: Final = 0.01
 _QWEN3: Final[dict[str, Any]] = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -111,16 +114,28 @@ SHAPES: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 
 
-def write_model(directory: Path, shape: str, *, seed: int = 0, equal_layers: bool = False) -> Path:
+def write_model(
+    directory: Path,
+    shape: str,
+    *,
+    seed: int = 0,
+    equal_layers: bool = False,
+    repeats: bool = False,
+) -> Path:
     """Write the model unless it is there; the last file written is the configuration.
 
-    `equal_layers` draws the first layer only, which is faster, and writes it for all.
+    `equal_layers` draws the first layer only, which is faster, and writes it for all. `repeats`
+    scales the layers' outputs down, so that with tied embeddings each token is very probably the
+    one before: models of all sizes then predict the same text.
     """
     if (directory / "config.json").exists():
         return directory
     directory.mkdir(parents=True, exist_ok=True)
     config = SHAPES[shape]
-    tensors = _tensors(config, torch.Generator().manual_seed(seed), equal_layers=equal_layers)
+    assert config["tie_word_embeddings"] or not repeats, "the head has values of its own"
+    generator = torch.Generator().manual_seed(seed)
+    scale = REPEATING_SCALE if repeats else 1.0
+    tensors = _tensors(config, generator, equal_layers=equal_layers, output_scale=scale)
     _write_tensors(directory / "model.safetensors", tensors)
     for name in COPIED_FILES:
         shutil.copy(SEEDLING / name, directory / name)
@@ -153,48 +168,44 @@ def _write_tensors(file: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> N
 
 
 def _tensors(
-    config: Mapping[str, Any], generator: torch.Generator, *, equal_layers: bool
+    config: Mapping[str, Any],
+    generator: torch.Generator,
+    *,
+    equal_layers: bool,
+    output_scale: float,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    hidden = config["hidden_size"]
-    yield "model.embed_tokens.weight", _matrix(config["vocab_size"], hidden, generator)
-    yield "model.norm.weight", _gains(hidden)
-    layer = dict(_layer(config, generator))
+    drawn: dict[str, torch.Tensor] = {}
+    for name, shape in tensor_shapes(config):
+        source = re.sub(r"layers\.\d+", "layers.0", name) if equal_layers else name
+        if source not in drawn:
+            scale = output_scale if name.endswith(LAYER_OUTPUTS) else 1.0
+            drawn[source] = _drawn(shape, generator, scale)
+        yield name, drawn[source]
+
+
+def _drawn(shape: Sequence[int], generator: torch.Generator, scale: float) -> torch.Tensor:
+    """Gains of one, or a matrix with a deviation of `scale` over the square root of its inputs."""
+    if len(shape) == 1:
+        return torch.ones(shape, dtype=torch.bfloat16)
+    drawn = torch.randn(shape, generator=generator, dtype=torch.float32)
+    return drawn.mul_(scale / shape[1] ** 0.5).bfloat16()
+
+
+def tensor_shapes(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of a model's tensors; matrices are [outputs, inputs]."""
+    hidden, embedding = config["hidden_size"], (config["vocab_size"], config["hidden_size"])
+    yield "model.embed_tokens.weight", embedding
+    yield "model.norm.weight", (hidden,)
     for number in range(config["num_hidden_layers"]):
-        if number and not equal_layers:
-            layer = dict(_layer(config, generator))
-        for name, tensor in layer.items():
-            yield f"model.layers.{number}.{name}.weight", tensor
+        for name, shape in _layer_shapes(config).items():
+            yield f"model.layers.{number}.{name}.weight", shape
     if not config["tie_word_embeddings"]:
-        yield "lm_head.weight", _matrix(config["vocab_size"], hidden, generator)
+        yield "lm_head.weight", embedding
 
 
-def _layer(
-    config: Mapping[str, Any], generator: torch.Generator
-) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, (outputs, inputs) in _matrices(config).items():
-        yield name, _matrix(outputs, inputs, generator)
-    for name in ("input_layernorm", "post_attention_layernorm"):
-        yield name, _gains(config["hidden_size"])
-    for name in ("q_norm", "k_norm"):
-        yield f"self_attn.{name}", _gains(config["head_dim"])
-
-
-def _matrix(outputs: int, inputs: int, generator: torch.Generator) -> torch.Tensor:
-    """A matrix with a standard deviation of one over the square root of its input size."""
-    drawn = torch.randn(outputs, inputs, generator=generator, dtype=torch.float32)
-    return drawn.div_(inputs**0.5).bfloat16()
-
-
-def _gains(size: int) -> torch.Tensor:
-    return torch.ones(size, dtype=torch.bfloat16)
-
-
-def _matrices(config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
-    """Sizes [outputs, inputs] of the matrices of one layer."""
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
-    queries, keys = (
-        config[name] * config["head_dim"] for name in ("num_attention_heads", "num_key_value_heads")
-    )
+def _layer_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, inner, size = (config[n] for n in ("hidden_size", "intermediate_size", "head_dim"))
+    queries, keys = (size * config[f"num_{kind}_heads"] for kind in ("attention", "key_value"))
     return {
         "self_attn.q_proj": (queries, hidden),
         "self_attn.k_proj": (keys, hidden),
@@ -203,6 +214,10 @@ def _matrices(config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
         "mlp.gate_proj": (inner, hidden),
         "mlp.up_proj": (inner, hidden),
         "mlp.down_proj": (hidden, inner),
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+        "self_attn.q_norm": (size,),
+        "self_attn.k_norm": (size,),
     }
 
 

@@ -4,9 +4,11 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
+from transformers import AutoModelForCausalLM
 
 from bench.harness.random_model import SEEDLING, SHAPES, write_model, write_tokenizer
 
@@ -69,3 +71,12 @@ def test_equal_layers_have_the_values_of_the_first(tmp_path: Path) -> None:
     assert equal[name.format(0)].equal(equal[name.format(1)])
     assert equal[name.format(0)].equal(drawn[name.format(0)])
     assert not drawn[name.format(0)].equal(drawn[name.format(1)])
+
+
+def test_models_that_repeat_predict_the_token_before(tmp_path: Path) -> None:
+    prompt = torch.tensor([[20, 300, 42, 7]])
+    for shape in ("tiny", "tiny-drafter"):
+        folder = write_model(tmp_path / shape, shape, equal_layers=True, repeats=True)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        with torch.inference_mode():
+            assert model(prompt).logits.argmax(-1).equal(prompt)
