@@ -4,7 +4,7 @@
 
 Three activations read files, of which the first one allocates the pinned memory, and two open the
 tensors of another process by CUDA IPC. Seconds of each part are appended to FILE, one line of JSON
-per activation.
+per activation. The files are not checked before, as the service does outside of the pause.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import multiprocessing
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from math import fsum
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final
@@ -32,7 +33,7 @@ from engine.vllm_engine import VllmEngine
 from engine.weights.ipc_tensors import IpcTensor
 
 NUM_TRANSFERS: Final = 2
-RUNNING: Final = Workload(groups=64, samples=1, prompt=128, tokens=512)
+RUNNING: Final = Workload(groups=64, samples=1, prompt=128, tokens=96)
 REHEARSED: Final = Workload(groups=2, samples=1, prompt=32, tokens=256)
 FIRST_TOKENS_SECONDS: Final = 1.0
 Steps = Sequence[tuple[str, Callable[[], Awaitable[object]]]]
@@ -58,19 +59,30 @@ def settings_of(model: Path, *, rehearse: bool) -> EngineSettings:
 async def activate(
     run: Run, workload: Workload, results: Results, kind: str, *, before: Steps, paused: Steps
 ) -> None:
-    """Run the steps of an activation while samples run; `before` is outside of the pause."""
+    """Run the steps of an activation; `before` is outside of the pause, in which samples run."""
+    seconds = await timed(before)
     running = await run.submit(workload, range(workload.samples))
     await asyncio.sleep(FIRST_TOKENS_SECONDS)
-    seconds: dict[str, float] = {}
-    for name, step in (*before, *paused):
+    in_pause = await timed(paused)
+    completions = await asyncio.gather(*running)
+    versions = sorted({span.version for each in completions for span in each.versions})
+    sums = await asyncio.to_thread(read_timers, time.monotonic())
+    results.add(
+        kind=kind,
+        pause=fsum(in_pause.values()),
+        seconds=seconds | in_pause,
+        versions=versions,
+        timers_after=sums,
+    )
+
+
+async def timed(steps: Steps) -> dict[str, float]:
+    seconds = {}
+    for name, step in steps:
         began = time.perf_counter()
         await step()
         seconds[name] = time.perf_counter() - began
-    completions = await asyncio.gather(*running)
-    versions = sorted({span.version for each in completions for span in each.versions})
-    pause = sum(seconds[name] for name, _ in paused)
-    sums = await asyncio.to_thread(read_timers, time.monotonic())
-    results.add(kind=kind, pause=pause, seconds=seconds, versions=versions, timers_after=sums)
+    return seconds
 
 
 def steps_of_pause(engine: VllmEngine, load: Callable[[], Awaitable[object]]) -> Steps:
@@ -84,27 +96,20 @@ def steps_of_pause(engine: VllmEngine, load: Callable[[], Awaitable[object]]) ->
 
 async def from_files(engine: VllmEngine, run: Run, paths: Sequence[Path], **options: Any) -> None:
     for path in paths:
-        check = asyncio.to_thread(engine.check_weights, path)
         await activate(
             run,
             kind="files",
-            before=(("check", lambda c=check: c),),  # type: ignore[misc]
+            before=(),
             paused=steps_of_pause(engine, lambda p=path: engine.update_weights(p, p.name)),  # type: ignore[misc]
             **options,
         )
 
 
-async def from_gpu(engine: VllmEngine, run: Run, model: Path, **options: Any) -> None:
-    """Activations of tensors that a process has in the memory of the same GPU."""
-    here, there = multiprocessing.get_context("spawn").Pipe()
-    trainer = multiprocessing.get_context("spawn").Process(
-        target=hand_over, args=(model, there), daemon=True
-    )
-    trainer.start()
-    there.close()
+async def from_gpu(engine: VllmEngine, run: Run, trainer: Connection, **options: Any) -> None:
+    """Activations of tensors that another process has in the memory of the same GPU."""
     for number in range(NUM_TRANSFERS):
-        here.send(True)
-        tensors = await asyncio.to_thread(here.recv)
+        trainer.send(True)
+        tensors = await asyncio.to_thread(trainer.recv)
         version = f"ipc{number}"
         await activate(
             run,
@@ -113,13 +118,20 @@ async def from_gpu(engine: VllmEngine, run: Run, model: Path, **options: Any) ->
             paused=steps_of_pause(engine, lambda v=version: engine.transfer_weights(v)),  # type: ignore[misc]
             **options,
         )
-        here.send(None)
-    here.send(False)
-    await asyncio.to_thread(trainer.join, 30)
+        trainer.send(None)
+
+
+def start_trainer(model: Path) -> Connection:
+    """A process with a model in GPU memory, which it hands over at each message."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    context.Process(target=hand_over, args=(model, there), daemon=True).start()
+    there.close()
+    return here
 
 
 def hand_over(model: Path, connection: Connection) -> None:
-    """Trainer that hands its weights over at each message, and keeps them until the next one."""
+    """Hand the weights over at each message, and keep them until the next one."""
     from safetensors.torch import load_file
 
     from coppice import GpuWeights
@@ -148,6 +160,7 @@ async def main() -> None:
     paths = [given.models / version for version in names.versions()]
     timers.install()
     settings = settings_of(paths[0], rehearse=given.rehearse)
+    trainer = start_trainer(paths[0]) if torch.cuda.is_available() else None
     engine = VllmEngine(settings, worker_extension=timers.WORKER)
     results = Results(given.results)
     options: dict[str, Any] = {
@@ -160,8 +173,8 @@ async def main() -> None:
         results.add(kind="start", bytes=num_bytes, blocks=engine.info.num_blocks)
         run = Run(engine, json.loads((paths[0] / "config.json").read_text())["vocab_size"])
         await from_files(engine, run, [*paths[1:], paths[0]], **options)
-        if torch.cuda.is_available():
-            await from_gpu(engine, run, paths[0], **options)
+        if trainer is not None:
+            await from_gpu(engine, run, trainer, **options)
         else:
             results.add(kind="not possible", reason="CUDA IPC: not on a CPU")
     finally:
