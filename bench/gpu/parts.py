@@ -58,7 +58,8 @@ class Visit:
         self.write()
 
     def tests(self, name: str, seconds: float) -> Job:
-        arguments = ("tests.gpu", "--out", str(self.out / "tests"), "--seconds", str(seconds))
+        limit = str(self.limit(seconds))
+        arguments = ("tests.gpu", "--out", str(self.out / "tests"), "--seconds", limit)
         file = f"tests/gpu/test_{name}.py"
         # The runner needs a moment for its report after a file's time is over.
         return self.start(f"tests-{name}", *arguments, file, seconds=seconds + END_SECONDS)
@@ -76,9 +77,14 @@ class Visit:
     def models(self) -> Path:
         return self.work / "models"
 
-    def stagger(self) -> None:
-        """Time between the starts of processes that then live side by side."""
-        if not self.rehearse:
+    def stagger(self, *jobs: Job) -> None:
+        """Time between the starts of processes that then live side by side.
+
+        A rehearsal runs them one after another: a small machine may not have memory for all.
+        """
+        if self.rehearse:
+            wait_for(jobs)
+        else:
             time.sleep(STAGGER_SECONDS)
 
     def write(self) -> None:
@@ -98,7 +104,7 @@ def part_a(visit: Visit) -> None:
     side_by_side = []
     for name in TESTS:
         side_by_side.append(visit.tests(name, seconds=100))
-        visit.stagger()
+        visit.stagger(side_by_side[-1])
     compiled = visit.arm("auto", "compile", seconds=95)
     compiled.job.close_input()
     wait_for([*side_by_side, compiled.job])
