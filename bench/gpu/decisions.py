@@ -78,7 +78,8 @@ def block_size(results: Results) -> Decision:
         ]
         known = [(value, each) for value, each in others if value is not None]
         best, which = max(known, key=lambda pair: pair[0]) if known else (None, {})
-        return at(f"GQA {heads[0] // heads[1]}, {which}", best, lambda value: value >= 1.1)
+        name = " ".join(f"{key} {value}" for key, value in which.items())
+        return at(f"GQA {heads[0] // heads[1]}, {name}", best, lambda value: value >= 1.1)
 
     figures = [figure(heads) for heads in ([16, 8], [32, 8])]
     # One of the two is enough.
