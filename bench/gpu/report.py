@@ -1,6 +1,6 @@
 """Report of a run: the decisions that its results allow, and its record.
 
-    python -m bench.gpu.report DIRECTORY [--run NUMBER]
+    python -m bench.gpu.report DIRECTORY [--run NUMBER] [--commit HASH]
 
 It writes DIRECTORY/report.md and DIRECTORY/run-NUMBER.json. The record is committed to
 `bench/records/gpu`, and README's GPU column and docs/performance are rendered from it.
@@ -37,10 +37,11 @@ CAPABILITIES: Final[Mapping[str, Sequence[str]]] = {
 """Processes of a run that show a capability of README's status table."""
 
 
-def write(out: Path, run: int) -> None:
+def write(out: Path, run: int, commit: str = "") -> None:
     """Write the report and the record of a folder of results."""
     results = Results(out)
     found = record(results, run, [decide(results) for decide in QUESTIONS])
+    found["commit"] = found["commit"] or commit
     write_json(out / f"run-{run}.json", found)
     text = page(found, jobs_of(results))
     (out / "report.md").write_text(text)
@@ -125,8 +126,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--run", type=int, default=2)
+    parser.add_argument("--commit", default="", help="that of a tree without a repository")
     given = parser.parse_args()
-    write(given.directory, given.run)
+    write(given.directory, given.run, given.commit)
 
 
 if __name__ == "__main__":

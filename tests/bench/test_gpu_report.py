@@ -143,9 +143,10 @@ def test_record_has_the_tests_and_what_they_show(folder: Path) -> None:
     write_json(folder / "tests" / "test_graphs.json", tests)
     jobs = {name: {"status": "done", "seconds": 1.0} for name in ("arm-off", "arm-host")}
     write_json(folder / "jobs-b.json", jobs | {"tests-graphs": {"status": "failed", "seconds": 1}})
-    decisions(folder, run=7)
+    report.write(folder, 7, "1234abcd")
     record = json.loads((folder / "run-7.json").read_text())
     assert (record["run"], record["gpu"]) == (7, "H100 80GB HBM3")
+    assert record["commit"] == "1234abcd"
     assert record["versions"] == {"torch": "2.13.0", "driver": "580.1"}
     counts = {"passed": 1, "failed": 1, "skipped": 0}
     assert record["tests"] == {"tests/gpu/test_graphs.py": counts}
