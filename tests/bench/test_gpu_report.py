@@ -153,6 +153,9 @@ def test_record_has_the_tests_and_what_they_show(folder: Path) -> None:
     graphs = {"status": "failed", "what": "1 of 2 tests of test_graphs"}
     assert record["capabilities"]["cuda-graphs"] == graphs
     assert record["capabilities"]["group"]["status"] == "ran"
+    skipped = {each: {"passed": 0, "failed": 0, "skipped": 1} for each in record["tests"]}
+    jobs = {"tests-graphs": {"status": "done", "seconds": 1.0}}
+    assert report.capabilities(True, jobs, skipped)["cuda-graphs"]["status"] == "not run"
     assert record["capabilities"]["trees"] == {"status": "not run", "what": ""}
 
 
