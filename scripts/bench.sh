@@ -14,7 +14,6 @@ main() {
         case $name in
             speculation) compare_speculation ;;
             cross_context) bench "$name" --model build/100m --agents build/agents ;;
-            gpu_evidence) ;; # runs the others and more, in stages, where a GPU is at hand for minutes
             shared_prefix_kernel)
                 bench "$name"
                 COPPICE_SHARED_PREFIX_ISA=avx2 bench "$name" ;;

@@ -42,6 +42,7 @@ def _cell(run: Record, status: str, what: str) -> str:
     prefixes = {
         "ran": f"ran on an {device}",
         "failed, fixed": f"failed on an {device}, fixed, not run again",
+        "failed": f"failed on an {device}",
         "not run": "not run",
     }
     return f"{prefixes[status]}: {what}" if what else prefixes[status]

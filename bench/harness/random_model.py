@@ -1,25 +1,32 @@
 """Models for benchmarks: random weights in a published shape, or the enlarged bundled model.
 
-    python -m bench.harness.random_model qwen3-1.7b --out DIRECTORY [--seed N]
+    python -m bench.harness.random_model SHAPE --out DIRECTORY [--seed N] [--equal-layers]
 
-The time of a step does not depend on the values of the weights. The tokenizer is the bundled small
-model's, so benchmarks send token ids. Activations stay of order one in every layer.
+The time of a step does not depend on the values of the weights. Activations stay of order one in
+every layer. The tokenizer is the bundled small model's, with a word for each further id of the
+vocabulary: an incremental decoder keeps ids without text, and takes longer for each further one.
 """
 
 import argparse
 import json
+import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any, Final
 
 import torch
-from safetensors.torch import save_file
+
+from coppice.weights.safetensors_writer import FROM_TORCH, safetensors_header, tensors_of
 
 SEEDLING: Final = Path(__file__).parents[2] / "examples" / "seedling" / "model"
-TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+COPIED_FILES: Final = ("tokenizer_config.json", "chat_template.jinja")
+WORD_LETTERS: Final = 4
+LAYER_OUTPUTS: Final = ("o_proj.weight", "down_proj.weight")
+REPEATING_SCALE: Final = 0.01
 _QWEN3: Final[dict[str, Any]] = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -44,7 +51,18 @@ SHAPES: Final[Mapping[str, Mapping[str, Any]]] = {
         "num_key_value_heads": 8,
         "head_dim": 128,
     },
-    # A drafter for the shape above, and a model that a CPU runs in a test.
+    "qwen3-8b": _QWEN3
+    | {
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": False,
+    },
+    # A drafter for the first shape, and a model that a CPU runs in a test.
     "qwen3-drafter": _QWEN3
     | {
         "vocab_size": 151936,
@@ -96,51 +114,98 @@ SHAPES: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 
 
-def write_model(directory: Path, shape: str, *, seed: int = 0) -> Path:
-    """Write the model unless it is there; the last file written is the configuration."""
+def write_model(
+    directory: Path,
+    shape: str,
+    *,
+    seed: int = 0,
+    equal_layers: bool = False,
+    repeats: bool = False,
+) -> Path:
+    """Write the model unless it is there; the last file written is the configuration.
+
+    `equal_layers` draws the first layer only, which is faster, and writes it for all. `repeats`
+    scales the layers' outputs down, so that with tied embeddings each token is very probably the
+    one before: models of all sizes then predict the same text.
+    """
     if (directory / "config.json").exists():
         return directory
     directory.mkdir(parents=True, exist_ok=True)
     config = SHAPES[shape]
-    tensors = dict(_tensors(config, torch.Generator().manual_seed(seed)))
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    for name in TOKENIZER_FILES:
+    assert config["tie_word_embeddings"] or not repeats, "the head has values of its own"
+    generator = torch.Generator().manual_seed(seed)
+    scale = REPEATING_SCALE if repeats else 1.0
+    tensors = _tensors(config, generator, equal_layers=equal_layers, output_scale=scale)
+    _write_tensors(directory / "model.safetensors", tensors)
+    for name in COPIED_FILES:
         shutil.copy(SEEDLING / name, directory / name)
+    write_tokenizer(directory / "tokenizer.json", config["vocab_size"])
     (directory / "config.json").write_text(json.dumps(dict(config), indent=2))
     return directory
 
 
+def write_tokenizer(file: Path, vocab_size: int) -> None:
+    """Write the bundled model's tokenizer, with words that no text is encoded to."""
+    tokenizer = json.loads((SEEDLING / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary |= {_word(number): number for number in range(len(vocabulary), vocab_size)}
+    file.write_text(json.dumps(tokenizer))
+
+
+def _word(number: int) -> str:
+    """A space, as byte-level BPE writes it, and the number in letters."""
+    digits = (number // 26**place % 26 for place in reversed(range(WORD_LETTERS)))
+    return "\u0120" + "".join(ascii_lowercase[digit] for digit in digits)
+
+
+def _write_tensors(file: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Write one tensor after another, as safetensors cannot if some are equal in memory."""
+    written = [tensors_of({name: tensor})[0] for name, tensor in tensors]
+    with file.open("wb") as output:
+        output.write(safetensors_header(written, FROM_TORCH))
+        for tensor in written:
+            output.write(tensor.load().data)
+
+
 def _tensors(
-    config: Mapping[str, Any], generator: torch.Generator
+    config: Mapping[str, Any],
+    generator: torch.Generator,
+    *,
+    equal_layers: bool,
+    output_scale: float,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Matrices with a standard deviation of one over the square root of their input size."""
-    hidden = config["hidden_size"]
-
-    def matrix(outputs: int, inputs: int) -> torch.Tensor:
-        drawn = torch.randn(outputs, inputs, generator=generator, dtype=torch.float32)
-        return drawn.div_(inputs**0.5).bfloat16()
-
-    def gains(size: int) -> torch.Tensor:
-        return torch.ones(size, dtype=torch.bfloat16)
-
-    yield "model.embed_tokens.weight", matrix(config["vocab_size"], hidden)
-    yield "model.norm.weight", gains(hidden)
-    for layer in range(config["num_hidden_layers"]):
-        prefix = f"model.layers.{layer}."
-        for name, (outputs, inputs) in _matrices(config).items():
-            yield f"{prefix}{name}.weight", matrix(outputs, inputs)
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            yield f"{prefix}{name}.weight", gains(hidden)
-        for name in ("q_norm", "k_norm"):
-            yield f"{prefix}self_attn.{name}.weight", gains(config["head_dim"])
+    drawn: dict[str, torch.Tensor] = {}
+    for name, shape in tensor_shapes(config):
+        source = re.sub(r"layers\.\d+", "layers.0", name) if equal_layers else name
+        if source not in drawn:
+            scale = output_scale if name.endswith(LAYER_OUTPUTS) else 1.0
+            drawn[source] = _drawn(shape, generator, scale)
+        yield name, drawn[source]
 
 
-def _matrices(config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
-    """Sizes [outputs, inputs] of the matrices of one layer."""
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
-    queries, keys = (
-        config[name] * config["head_dim"] for name in ("num_attention_heads", "num_key_value_heads")
-    )
+def _drawn(shape: Sequence[int], generator: torch.Generator, scale: float) -> torch.Tensor:
+    """Gains of one, or a matrix with a deviation of `scale` over the square root of its inputs."""
+    if len(shape) == 1:
+        return torch.ones(shape, dtype=torch.bfloat16)
+    drawn = torch.randn(shape, generator=generator, dtype=torch.float32)
+    return drawn.mul_(scale / shape[1] ** 0.5).bfloat16()
+
+
+def tensor_shapes(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of a model's tensors; matrices are [outputs, inputs]."""
+    hidden, embedding = config["hidden_size"], (config["vocab_size"], config["hidden_size"])
+    yield "model.embed_tokens.weight", embedding
+    yield "model.norm.weight", (hidden,)
+    for number in range(config["num_hidden_layers"]):
+        for name, shape in _layer_shapes(config).items():
+            yield f"model.layers.{number}.{name}.weight", shape
+    if not config["tie_word_embeddings"]:
+        yield "lm_head.weight", embedding
+
+
+def _layer_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, inner, size = (config[n] for n in ("hidden_size", "intermediate_size", "head_dim"))
+    queries, keys = (size * config[f"num_{kind}_heads"] for kind in ("attention", "key_value"))
     return {
         "self_attn.q_proj": (queries, hidden),
         "self_attn.k_proj": (keys, hidden),
@@ -149,6 +214,10 @@ def _matrices(config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
         "mlp.gate_proj": (inner, hidden),
         "mlp.up_proj": (inner, hidden),
         "mlp.down_proj": (hidden, inner),
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+        "self_attn.q_norm": (size,),
+        "self_attn.k_norm": (size,),
     }
 
 
@@ -165,8 +234,10 @@ def main() -> None:
     parser.add_argument("shape", choices=sorted(SHAPES))
     parser.add_argument("--out", type=Path, required=True, help="model directory to write")
     parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    print(f"wrote {write_model(arguments.out, arguments.shape, seed=arguments.seed)}")
+    parser.add_argument("--equal-layers", action="store_true", help="draw the first layer only")
+    given = parser.parse_args()
+    written = write_model(given.out, given.shape, seed=given.seed, equal_layers=given.equal_layers)
+    print(f"wrote {written}")
 
 
 if __name__ == "__main__":

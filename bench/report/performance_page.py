@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from textwrap import fill
 
-from bench.report import agents, generation, serving, training, whole_groups
+from bench.report import agents, generation, gpu_runs, serving, training, whole_groups
 from bench.report.drawing import svg
 from bench.report.records import Chart, record
 
@@ -30,7 +30,7 @@ HEAD = """# Performance
 This page shows what the capabilities of Coppice gain and cost. Each is compared with a baseline.
 Read it before you enable a feature for its speed.
 
-**Everything was measured on a CPU.** Expect other ratios on a GPU: there, arithmetic is cheaper
+**All charts were measured on a CPU.** Expect other ratios on a GPU: there, arithmetic is cheaper
 compared with memory access and fixed overhead.
 
 - {machines}
@@ -77,7 +77,7 @@ def section(chart: Chart) -> str:
 
 def page() -> str:
     head = HEAD.format(machines=sentence([name for chart in CHARTS for name in machines(chart)]))
-    return "\n".join([head, *map(section, CHARTS)])
+    return "\n".join([head, *map(section, CHARTS), *filter(None, [gpu_runs.section()])])
 
 
 def sentence(of_charts: Sequence[str]) -> str:

@@ -117,6 +117,8 @@ def install() -> None:
     _install_platform()
     import vllm.v1.worker.cpu.shm  # noqa: F401  replaces streams, events and pinned memory
 
+    del sys.modules["vllm.v1.worker.cpu.shm"]  # a start on a GPU is refused with it
+
     _install_torch()
     _install_triton()
     _install_kernels()

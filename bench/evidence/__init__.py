@@ -1,1 +1,0 @@
-"""Measurements of `bench.gpu_evidence`, each run in a process of its own."""
