@@ -108,8 +108,7 @@ class Step(CalibrationStep):
         super().__init__(geometry, batch.table(variant.block_size), batch.lens(), device, flash)
         if variant.layout == "HND":
             # A head's tokens of a block are in one piece of memory.
-            caches = (each.transpose(1, 2).contiguous() for each in self._caches)
-            self._caches = [each.transpose(1, 2) for each in caches]
+            self.cache = self.cache.transpose(1, 2).contiguous().transpose(1, 2)
 
     @property
     def geometry(self) -> LayerGeometry:
@@ -117,9 +116,9 @@ class Step(CalibrationStep):
 
     def distinct_bytes(self) -> int:
         """Bytes of the cache, each of which at least one row reads."""
-        return self._caches[0].nbytes
+        return self.cache.nbytes
 
     def read_bytes(self) -> int:
         """Bytes that all rows read without sharing."""
         tokens = int(self._lens.sum())
-        return tokens * self._caches[0][0, 0].nbytes
+        return tokens * self.cache[0, 0].nbytes

@@ -2,10 +2,9 @@
 
     python -m bench.gpu.kernels --results FILE [--crossover DIRECTORY] [--rehearse]
 
-vLLM's attention is replayed from a CUDA graph; attention with shared prefixes is launched call by
-call, and replayed from a graph as well. Each is measured twice: the KV cache that a call reads is
-in the GPU's L2 cache as far as it fits, or is replaced there by other bytes before each call, as
-the weights do between two layers. The time of the replacement alone is subtracted.
+Both are replayed from CUDA graphs, twice: the KV cache that a call reads is in the GPU's L2 cache
+as far as it fits, or is replaced there by other bytes before each call, as by the weights between
+two layers. The launches of attention with shared prefixes are timed as well.
 
 With `--crossover` the costs that mode `auto` chooses by are measured as well, and stored where an
 engine with this cache directory finds them. On a CPU the arms run with a reference implementation
@@ -14,8 +13,8 @@ of FlashAttention and nothing is stored.
 
 import argparse
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,76 +24,68 @@ import torch
 
 from bench.gpu.attention_cases import SHARED, Batch, Step, Variant, variants
 from bench.gpu.jobs import write_json
-from engine.attention import crossover, cuda_calibration
+from engine.attention import crossover, cuda_calibration, cuda_timing
 from engine.attention.cuda_calibration import LayerGeometry
+from engine.attention.cuda_timing import Timer
 
 PEAK_BYTES_PER_SECOND: Final = 3.35e12
-FLUSH_BYTES: Final = 2**28 if torch.cuda.is_available() else 1
 NOT_ON_CPU: Final = "FlashAttention and CUDA graphs: not on a CPU; times of a reference"
 
-Calls = Sequence[Callable[[], None]]
-Timer = Callable[[Calls], list[float]]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timers:
+    """Timers of a call from a graph, with and without the L2 cache flushed, and of its launches."""
+
+    flushed: Timer
+    warm: Timer
+    launches: Timer
 
 
-def arms(step: Step, batch: Batch) -> Iterator[tuple[str, Calls, bool]]:
-    """Names and calls of the arms, and whether they are replayed from a graph."""
-    yield "stock", step.stock_calls(), True
+def arms(step: Step, batch: Batch, timers: Timers) -> Iterator[tuple[str, bool, list[float]]]:
+    """Names of the arms, whether the cache is flushed, and the seconds of a call."""
+    kinds = {"stock": step.stock_call()}
     if batch.rows > 1:
-        yield "shared, launched", step.shared_calls(), False
-        yield "shared", step.shared_calls(), True
+        kinds["shared"] = step.shared_call()
+        yield "shared, launches", False, timers.launches(kinds["shared"])
+    for name, call in kinds.items():
+        yield name, False, timers.warm(call)
+        yield name, True, timers.flushed(call)
 
 
-def flushed(calls: Calls, other: torch.Tensor) -> Calls:
-    def call_after(call: Callable[[], None]) -> None:
-        other.fill_(0)
-        call()
-
-    return [partial(call_after, call) for call in calls]
-
-
-def measure(variant: Variant, step: Step, timers: Mapping[bool, Timer]) -> Iterator[dict[str, Any]]:
-    other = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=step.out.device)
-    for name, calls, is_graph in arms(step, variant.batch):
-        timer = timers[is_graph]
-        alone = min(timer(flushed([nothing], other)))
+def measure(variant: Variant, step: Step, timers: Timers) -> Iterator[dict[str, Any]]:
+    for name, is_flushed, seconds in arms(step, variant.batch, timers):
         moved = step.read_bytes() if name == "stock" else step.distinct_bytes()
-        for flush in (False, True):
-            seconds = timer(flushed(calls, other) if flush else calls)
-            seconds = [each - alone * flush for each in seconds]
-            yield {
-                "batch": variant.batch.name,
-                "heads": list(variant.heads),
-                "block_size": variant.block_size,
-                "layout": variant.layout,
-                "num_splits": variant.num_splits,
-                "arm": name,
-                "flushed": flush,
-                "us": [each * 1e6 for each in seconds],
-                "share_of_peak": moved / min(seconds) / PEAK_BYTES_PER_SECOND,
-            }
+        yield {
+            "batch": variant.batch.name,
+            "heads": list(variant.heads),
+            "block_size": variant.block_size,
+            "layout": variant.layout,
+            "num_splits": variant.num_splits,
+            "arm": name,
+            "flushed": is_flushed,
+            "us": [each * 1e6 for each in seconds],
+            "share_of_peak": moved / min(seconds) / PEAK_BYTES_PER_SECOND,
+        }
 
 
-def nothing() -> None:
-    """A call without work."""
+def wall_times(call: Callable[[], object]) -> list[float]:
+    began = time.perf_counter()
+    call()
+    return [time.perf_counter() - began]
 
 
-def wall_times(calls: Calls) -> list[float]:
-    times = []
-    for call in calls:
-        began = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - began)
-    return times
-
-
-def on_device() -> tuple[Any, Mapping[bool, Timer]]:
-    """FlashAttention, and the timers of calls that are replayed from a graph, and of others."""
+def on_device() -> tuple[Any, Timers]:
+    """FlashAttention and the timers of a GPU."""
     from vllm.v1.attention.backends import fa_utils
 
-    return fa_utils, {True: cuda_calibration.graph_times, False: cuda_calibration.launched_times}
+    return fa_utils, Timers(
+        flushed=cuda_timing.graph_times,
+        warm=lambda call: cuda_timing.replay_times([call]),
+        launches=cuda_timing.launch_times,
+    )
 
 
-def reference() -> tuple[Any, Mapping[bool, Timer]]:
+def reference() -> tuple[Any, Timers]:
     """FlashAttention's functions on a CPU. The merge is replaced as well, in this process."""
     from kernels.shared_prefix_attention import cuda
     from tests.engine.attention.second_runner import merge
@@ -106,7 +97,7 @@ def reference() -> tuple[Any, Mapping[bool, Timer]]:
         get_scheduler_metadata=lambda **_: None,
         get_flash_attn_version=lambda **_: 3,
     )
-    return flash, {True: wall_times, False: wall_times}
+    return flash, Timers(flushed=wall_times, warm=wall_times, launches=wall_times)
 
 
 def rehearsed(variant: Variant) -> Variant:
@@ -120,7 +111,7 @@ def store_crossover(directory: Path, geometry: LayerGeometry) -> dict[str, Any]:
     """Measure the crossover of a geometry, for the engines of this run."""
     key, trials = geometry.cache_key(), partial(cuda_calibration.measure_trials, geometry)
     costs = crossover.crossover(directory, key, trials)
-    return {"stock": costs.stock, "shared": costs.shared, "stored": any(directory.glob("*.json"))}
+    return asdict(costs) | {"stored": any(directory.glob("*.json"))}
 
 
 def main() -> None:

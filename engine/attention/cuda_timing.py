@@ -24,11 +24,11 @@ def graph_times(call: Callable[[], object]) -> list[float]:
     flush = partial(torch.empty(size, dtype=torch.uint8, device="cuda").fill_, 1)
     for each in (flush, call):
         each()  # compiles
-    alone = min(_replay_times([flush]))
-    return [max(both - alone, MIN_SECONDS) for both in _replay_times([flush, call])]
+    alone = min(replay_times([flush]))
+    return [max(both - alone, MIN_SECONDS) for both in replay_times([flush, call])]
 
 
-def _replay_times(calls: list[Callable[[], object]]) -> list[float]:
+def replay_times(calls: list[Callable[[], object]]) -> list[float]:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
