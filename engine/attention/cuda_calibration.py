@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from vllm import __version__ as vllm_version
+from vllm.platforms import current_platform
 from vllm.v1.attention.backends import fa_utils
 
 from engine.attention import crossover
@@ -53,7 +54,7 @@ class LayerGeometry:
 
     def cache_key(self) -> CacheKey:
         """All inputs that the attention times depend on."""
-        named = asdict(self) | {"dtype": str(self.dtype), "gpu": torch.cuda.get_device_name()}
+        named = asdict(self) | {"dtype": str(self.dtype), "gpu": current_platform.get_device_name()}
         return named | {"vllm": vllm_version, "measurement": VERSION}
 
 
@@ -96,7 +97,7 @@ def crossover_of(geometry: LayerGeometry) -> Crossover:
     found = crossover.crossover(
         settings().cache_directory, geometry.cache_key(), partial(measure_trials, geometry)
     )
-    torch.cuda.empty_cache()
+    torch.accelerator.empty_cache()
     return found
 
 
@@ -124,7 +125,9 @@ def _step(geometry: LayerGeometry, shape: BatchShape) -> "CalibrationStep":
     length = shape.prefix_blocks * geometry.block_size + shape.suffix_tokens
     lens = np.full(shape.num_rows, length, np.int32)
     table = shape.block_table(geometry.block_size)
-    return CalibrationStep(geometry, table, lens, torch.device("cuda"), fa_utils)
+    return CalibrationStep(
+        geometry, table, lens, torch.device(current_platform.device_type), fa_utils
+    )
 
 
 def _trial(step: "CalibrationStep") -> CrossoverTrial:

@@ -54,12 +54,17 @@ def host_block_tables(block_tables: Any) -> HostBlockTables | None:
 
 
 _MIRROR = "_coppice_host_block_tables"
-_step_shares = False
+_step_shares = _is_dummy = False
 
 
 def step_shares() -> bool:
     """Return whether rows share prefixes in the step whose CUDA graph is being selected."""
     return _step_shares
+
+
+def is_dummy_step() -> bool:
+    """Return whether the step whose CUDA graph is being selected has no requests."""
+    return _is_dummy
 
 
 @FEATURE.guarded_with_default(None)
@@ -125,7 +130,8 @@ def planned(gather: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(gather)
     def gather_batch_req_state(self: Any, scheduler_output: Any, dummy_run: bool) -> Any:
-        global _step_shares
+        global _step_shares, _is_dummy
+        _is_dummy = dummy_run
         batch, uniform_token_count = gather(self, scheduler_output, dummy_run)
         _step_shares = batch is not None and plan_step(self, batch)
         if not _step_shares:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from vllm.platforms import current_platform
 
 REPEATS = 5
 CALLS = 16
@@ -20,8 +21,10 @@ def graph_times(call: Callable[[], object]) -> list[float]:
     Before each call twice the size of that cache is written. The time of the writes is measured
     and subtracted.
     """
-    size = 2 * torch.cuda.get_device_properties("cuda").L2_cache_size
-    flush = partial(torch.empty(size, dtype=torch.uint8, device="cuda").fill_, 1)
+    size = 2 * torch.cuda.get_device_properties().L2_cache_size
+    flush = partial(
+        torch.empty(size, dtype=torch.uint8, device=current_platform.device_type).fill_, 1
+    )
     for each in (flush, call):
         each()  # compiles
     alone = min(replay_times([flush]))
@@ -29,7 +32,7 @@ def graph_times(call: Callable[[], object]) -> list[float]:
 
 
 def replay_times(calls: list[Callable[[], object]]) -> list[float]:
-    torch.cuda.synchronize()
+    torch.accelerator.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for call in calls * CALLS:
@@ -40,8 +43,8 @@ def replay_times(calls: list[Callable[[], object]]) -> list[float]:
 def launch_times(call: Callable[[], object]) -> list[float]:
     """Times to launch a call after the replay of a small graph, without waiting for the GPU."""
     call()
-    cell, piece = torch.zeros(1, device="cuda"), torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
+    cell, piece = torch.zeros(1, device=current_platform.device_type), torch.cuda.CUDAGraph()
+    torch.accelerator.synchronize()
     with torch.cuda.graph(piece):
         cell.add_(1)
     times = []
@@ -51,13 +54,13 @@ def launch_times(call: Callable[[], object]) -> list[float]:
             piece.replay()
             call()
         times.append((time.perf_counter() - began) / CALLS)
-        torch.cuda.synchronize()
+        torch.accelerator.synchronize()
     return times[1:]
 
 
 def _seconds(run: Callable[[], object]) -> float:
-    torch.cuda.synchronize()
+    torch.accelerator.synchronize()
     began = time.perf_counter()
     run()
-    torch.cuda.synchronize()
+    torch.accelerator.synchronize()
     return time.perf_counter() - began

@@ -5,9 +5,9 @@ its CUDA graph. Tensor-parallel ranks run a graph's collectives together. A pipe
 many hidden states as its own graph has tokens, and the stage before it has padded them for another.
 So the ranks compare their layers first, and the first rank measures the crossover for all.
 
-Data-parallel replicas decide for themselves. vLLM synchronizes the graphs of replicas only for
-mixture-of-experts models, where one that shares would take the others' steps out of their full
-graphs; `engine/launch/data_parallel.py` refuses these.
+Data-parallel replicas decide for themselves, and each has a world group of its own. vLLM
+synchronizes the graphs of replicas only for mixture-of-experts models, where one that shares would
+take the others' steps out of their full graphs; `engine/launch/data_parallel.py` refuses these.
 """
 
 import logging
@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from vllm.distributed.parallel_state import get_inner_dp_world_group
+from vllm.distributed.parallel_state import get_world_group
 
 from engine.attention import cuda_calibration
 from engine.attention.crossover import Crossover
@@ -61,7 +61,7 @@ def _layers(runner: Any) -> Layers | None:
 
 
 def _gathered(layers: Layers | None) -> list[Layers | None]:
-    world = get_inner_dp_world_group()
+    world = get_world_group()
     if world.world_size == 1:
         return [layers]
     found: list[Layers | None] = [None] * world.world_size
@@ -76,7 +76,7 @@ def _disable(runner: Any, reason: AttentionFallbackReason) -> None:
 
 
 def _set_crossovers(runner: Any, geometries: Iterable[LayerGeometry]) -> None:
-    world = get_inner_dp_world_group()
+    world = get_world_group()
     measured = attempt(_measure, geometries) if world.rank_in_group == 0 else None
     agreed: dict[LayerGeometry, Crossover] | Failure = world.broadcast_object(measured, src=0)
     if isinstance(agreed, Failure):

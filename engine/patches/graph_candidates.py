@@ -17,7 +17,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from engine.attention.cuda_steps import step_shares
+from engine.attention.cuda_steps import is_dummy_step, step_shares
 from engine.cudagraphs.counters import COUNTERS
 from engine.cudagraphs.planner import Plan
 from engine.cudagraphs.shapes import GraphShape
@@ -91,6 +91,8 @@ def count(desc: Any, num_reqs: int, query_len: int | None, max_query_len: int | 
     vLLM passes no `max_query_len` for steps with prefill. Steps with shared prefixes use the same
     graphs as these.
     """
+    if is_dummy_step():
+        return
     if step_shares() or (query_len is None and max_query_len is None):
         COUNTERS.record_mixed()
     else:

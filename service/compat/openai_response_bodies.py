@@ -121,7 +121,7 @@ class ResponsesBody(SamplingFields, CommonRequestFields):
 
     def reasoning_options(self) -> dict[str, Any]:
         """Template options of the reasoning effort."""
-        return effort_options(self.reasoning and self.reasoning.effort)
+        return effort_options(self.reasoning.effort if self.reasoning else None)
 
     def _template_tools(self) -> list[dict[str, Any]]:
         return [tool.to_template_tool() for tool in self.tools or ()]

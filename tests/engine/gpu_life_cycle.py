@@ -75,6 +75,7 @@ def _live(mode: str, folder: Path, report: Report) -> None:
 
     with _started(mode, folder) as arguments:
         _record_calls(report)
+        _shorten_calibration()
         engine = LiveEngine(MODEL, patched=False, **arguments)
         worker = engine.core.model_executor.driver_worker.worker
         try:
@@ -125,7 +126,9 @@ def _started(mode: str, folder: Path) -> Iterator[dict[str, Any]]:
     del given["model"]
     with engine_environment(
         settings,
-        attention=AttentionSettings(shared_prefix="always"),
+        attention=AttentionSettings(
+            shared_prefix="auto" if mode == "off" else "always", cache_directory=folder
+        ),
         speculation=speculation,
         graphs=plan,
         on_cpu=False,
@@ -137,6 +140,13 @@ def _started(mode: str, folder: Path) -> Iterator[dict[str, Any]]:
             "extension": extension,
             "skip_tokenizer_init": True,
         }
+
+
+def _shorten_calibration() -> None:
+    from engine.attention import cuda_calibration, cuda_timing
+
+    cuda_calibration.SHAPES = ((1, 4, 32, 16), (2, 2, 32, 16), (1, 2, 64, 32))
+    cuda_timing.CALLS = cuda_timing.REPEATS = 1
 
 
 def _record_calls(report: Report) -> None:
@@ -163,6 +173,8 @@ def _serve(engine: Any, worker: Any, mode: str, report: Report) -> None:
     _start_drafting(engine, mode)
     report.facts["state"] = worker.coppice_attention_state()
     report.facts["stale"] = _stale(worker.model_runner)
+    report.facts["is_calibrated"] = _share_always(worker.model_runner)
+    worker.coppice_reset_graph_counters()
     report.counted["start"] = engine.core.coppice_ping()
     _ask(engine, "served", report)
     for _ in range(2):
@@ -192,6 +204,16 @@ def _start_drafting(engine: Any, mode: str) -> None:
         assert engine.core.coppice_start_drafting("d0")
         engine.core.coppice_finish_drafter_profile()
         _drafting(engine.core).length.controller = SendAllDrafts()
+
+
+def _share_always(runner: Any) -> bool:
+    """Share prefixes whatever the measured costs; returns whether there are any."""
+    from engine.attention.target_builders import target_builders
+
+    groupers = [builder.grouper for _, builder in target_builders(runner)]
+    for grouper in groupers:
+        grouper.mode = "always"
+    return all(grouper.crossover is not None for grouper in groupers)
 
 
 def _stale(runner: Any) -> dict[str, Any]:

@@ -179,6 +179,7 @@ def _install_torch() -> None:
     replaced: Any = torch  # its attributes have other types
     replaced.cuda.CUDAGraph, replaced.cuda.graph = Graph, capture
     replaced.cuda.memory.get_allocator_backend = lambda: "none"
+    replaced.cuda.get_device_properties = lambda *_: types.SimpleNamespace(L2_cache_size=2**12)
     replaced.accelerator.get_memory_info = lambda *_: (MEMORY_BYTES, MEMORY_BYTES)
     replaced.accelerator.memory_stats = lambda *_: {}
     for name in ("memory_reserved", "memory_allocated", "max_memory_allocated"):

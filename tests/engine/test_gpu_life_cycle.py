@@ -86,6 +86,10 @@ def test_no_feature_is_off_and_nothing_belongs_to_the_profiling_cache(life: Repo
     assert not any(life.facts["stale"].values()), life.facts["stale"]
 
 
+def test_mode_auto_measures_its_costs(life: Report, request: pytest.FixtureRequest) -> None:
+    assert life.facts["is_calibrated"] == (request.node.callspec.params["life"] == "off")
+
+
 def test_engine_sleeps_and_wakes(life: Report) -> None:
     assert life.facts["sleep"] == {"slept": None, "missing_bytes": 0, "woken": None}
 
@@ -95,17 +99,12 @@ def test_calls_after_the_shutdown_return(life: Report) -> None:
     assert life.facts["closed"]["flushed"] is False
 
 
-NOT_YET = "warm-up or dummy steps are counted"
-
-
-@pytest.mark.xfail(reason=NOT_YET, strict=True)
 def test_warm_up_and_dummy_steps_share_no_counted_prefix(life: Report) -> None:
     counted = life.counted["start"]["shared_prefix"][0]
     assert counted["steps_grouped"] == 0 and counted["steps_skipped"] == {}
     assert life.counted["dummy"]["shared_prefix"] == life.counted["served"]["shared_prefix"]
 
 
-@pytest.mark.xfail(reason=NOT_YET, strict=True)
 def test_warm_up_and_dummy_steps_use_no_counted_graphs(life: Report) -> None:
     counted = life.counted["start"]["graphs"][0]
     assert (counted["hits"], counted["mixed"], counted["misses"]) == (0, 0, [])

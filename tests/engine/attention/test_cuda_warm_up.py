@@ -60,7 +60,7 @@ class Ranks:
         self.sent: Any = ALWAYS
         self.other_layers: Any = None
         self.gathered: list[Any] = []
-        monkeypatch.setattr(cuda_warm_up, "get_inner_dp_world_group", lambda: self)
+        monkeypatch.setattr(cuda_warm_up, "get_world_group", lambda: self)
         monkeypatch.setattr(torch.distributed, "all_gather_object", self.all_gather)
 
     def all_gather(self, found: list[Any], mine: Any, group: Any) -> None:
