@@ -15,6 +15,7 @@ from engine.launch.environment import attention_settings, speculation_settings, 
 from engine.patches import (
     chunked_seed,
     cpu_amx_permission,
+    cpu_int8_float32,
     cpu_moe_reload,
     cpu_sampling_expansion,
     graph_candidates,
@@ -72,6 +73,12 @@ PATCHES = (
     Patch(
         name="moe_reload",
         install=cpu_moe_reload.install,
+        platform="cpu",
+        processes=MODEL_PROCESSES,
+    ),
+    Patch(
+        name="int8_float32",
+        install=cpu_int8_float32.install,
         platform="cpu",
         processes=MODEL_PROCESSES,
     ),

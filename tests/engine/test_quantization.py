@@ -6,6 +6,7 @@ quantized again from the same values.
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from engine.errors import CheckpointRefused
 from engine.weights.checkpoint import read_base_checkpoint
@@ -164,19 +166,43 @@ def _quantized(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Te
             yield name, values
 
 
-def test_quantized_checkpoint_is_served_and_cannot_be_updated(tmp_path: Path) -> None:
+def reference_logprobs(served: Path, directory: Path, answer: Answer) -> list[float]:
+    """Logprobs of a greedy answer to the first prompt, by transformers with dequantized weights."""
+    stored = load_file(served / "model.safetensors")
+    values = {
+        name: tensor.float() * stored.get(f"{name}_scale", torch.ones(1))
+        for name, tensor in stored.items()
+        if not name.endswith("_scale")
+    }
+    shutil.copytree(served, directory)
+    save_file(values, directory / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    del config["quantization_config"]
+    (directory / "config.json").write_text(json.dumps(config))
+    with torch.inference_mode():
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        tokens = torch.tensor([PROMPTS[0] + answer.token_ids])
+        logprobs = model(tokens).logits[0].log_softmax(-1)
+    places = range(len(PROMPTS[0]) - 1, len(tokens[0]) - 1)
+    return [float(logprobs[place, tokens[0, place + 1]]) for place in places]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_quantized_checkpoint_is_served_and_cannot_be_updated(dtype: str, tmp_path: Path) -> None:
     models = make_models(tmp_path, tied=True)
     served = quantized_checkpoint(models["v7"], tmp_path / "int8")
     candidates = in_bfloat16(models["v8"], tmp_path / "v8-bf16"), served
     for candidate in candidates:
         with pytest.raises(CheckpointRefused, match="the served checkpoint is quantized"):
-            check_checkpoint(read_base_checkpoint(served), candidate, dtype="bfloat16")
-    with live_engine(served, dtype="bfloat16") as engine:
+            check_checkpoint(read_base_checkpoint(served), candidate, dtype=dtype)
+    with live_engine(served, dtype=dtype) as engine:
+        (answer,) = engine.ask(PROMPTS[0], max_tokens=24)
+        expected = reference_logprobs(served, tmp_path / "dequantized", answer)
+        assert answer.logprobs == pytest.approx(expected, abs=0.1)
         before = answers(engine)
-        assert torch.int8 in dtypes(engine)
         with engine.paused():
             for candidate in candidates:
-                (answer,) = engine.load(candidate)
-                assert (answer["ok"], answer["restored"]) == (False, True)
-                assert "is quantized (model.layers.0" in answer["error"]
+                (loaded,) = engine.load(candidate)
+                assert (loaded["ok"], loaded["restored"]) == (False, True)
+                assert "is quantized (model.layers.0" in loaded["error"]
         assert answers(engine) == before
