@@ -27,6 +27,10 @@ pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
 PROMPTS = ([5, 6, 7], [5 + i * 7 % 200 for i in range(100)])
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+needs_float16 = pytest.mark.skipif(
+    not torch.cpu.get_capabilities().get("avx512_fp16", True),
+    reason="without AVX512_FP16, this method is refused (test_cpu_dtype.py)",
+)
 needs_amx = pytest.mark.skipif(
     not torch.cpu._is_amx_tile_supported(), reason="vLLM's kernel of this method needs AMX"
 )
@@ -71,7 +75,7 @@ def fall_asleep_and_wake(engine: LiveEngine) -> None:
 @pytest.mark.parametrize(
     ("family", "method", "dtype"),
     [
-        ("dense", "fp8_per_channel", torch.float8_e4m3fn),
+        pytest.param("dense", "fp8_per_channel", torch.float8_e4m3fn, marks=needs_float16),
         pytest.param("dense", "fp8_per_block", torch.float8_e4m3fn, marks=needs_amx),
         pytest.param(
             "mixture_of_experts", "int8_per_channel_weight_only", torch.int8, marks=needs_amx
@@ -99,6 +103,7 @@ def test_versions_are_quantized_as_by_an_engine_that_starts_from_them(
         assert answers(engine) == first
 
 
+@needs_float16
 @pytest.mark.exhaustive
 def test_ranks_quantize_a_version_as_an_engine_that_starts_from_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -121,6 +126,7 @@ def test_ranks_quantize_a_version_as_an_engine_that_starts_from_it(
         assert answers(engine) == first
 
 
+@needs_float16
 @pytest.mark.exhaustive
 def test_quantized_samples_differ_from_those_of_bfloat16(tmp_path: Path) -> None:
     """The other test checks only dtypes, and would pass if the quantized values were not used."""
