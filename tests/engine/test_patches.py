@@ -109,7 +109,7 @@ def test_process_gets_the_patches_it_needs() -> None:
                 "chunked_seed",
                 "adapter_rows",
                 "moe_reload",
-                "int8_float32",
+                "int8_kernel",
                 "prompt_token_ids",
                 "routed_experts",
             ),

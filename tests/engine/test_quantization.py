@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from engine.errors import CheckpointRefused
+from engine.patches.cpu_int8_kernel import VNNI
 from engine.weights.checkpoint import read_base_checkpoint
 from engine.weights.validation import check_checkpoint
 from tests.engine.model_families import save_family
@@ -30,6 +31,10 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 needs_float16 = pytest.mark.skipif(
     not torch.cpu.get_capabilities().get("avx512_fp16", True),
     reason="without AVX512_FP16, this method is refused (test_cpu_dtype.py)",
+)
+needs_vnni = pytest.mark.skipif(
+    not any(torch.cpu.get_capabilities().get(name, True) for name in VNNI),
+    reason="without VNNI, a start is refused (test_int8_is_refused_where_it_would_saturate)",
 )
 needs_amx = pytest.mark.skipif(
     not torch.cpu._is_amx_tile_supported(), reason="vLLM's kernel of this method needs AMX"
@@ -193,6 +198,18 @@ def reference_logprobs(served: Path, directory: Path, answer: Answer) -> list[fl
     return [float(logprobs[place, tokens[0, place + 1]]) for place in places]
 
 
+def test_int8_is_refused_where_it_would_saturate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = quantized_checkpoint(make_models(tmp_path, tied=True)["v7"], tmp_path / "int8")
+    reported = torch.cpu.get_capabilities()
+    older = {name: "vnni" not in name and value for name, value in reported.items()}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: older)
+    with pytest.raises(ValueError, match="without VNNI instructions, int8 products saturate"):
+        LiveEngine(served, dtype="bfloat16")
+
+
+@needs_vnni
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_quantized_checkpoint_is_served_and_cannot_be_updated(dtype: str, tmp_path: Path) -> None:
     models = make_models(tmp_path, tied=True)
