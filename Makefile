@@ -3,7 +3,7 @@
 SHELL := bash
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: serve demo demo-agent test test-full test-fast coverage check bench soak chart docs reference diagrams lock wheels clean help
+.PHONY: serve demo demo-agent test test-full test-fast test-processor coverage check bench soak chart docs reference diagrams lock wheels clean help
 
 PORT ?= 8000
 MODEL ?=
@@ -11,6 +11,7 @@ REVISION ?=
 DEVICE ?=
 PYTHON ?=
 SEED ?= 1
+VARIANT ?=
 
 setup := DEVICE='$(DEVICE)' PYTHON='$(PYTHON)' scripts/setup.sh
 python := .venv/bin/python
@@ -26,6 +27,9 @@ gpu := $(shell command -v nvidia-smi)
 pytest_in_three := $(pytest_in) 3
 # Each process may run an engine; more than two would exceed a laptop's memory.
 pytest_in_two := $(pytest_in) 2
+# Code that vLLM, oneDNN and this repository select by the instructions of the processor.
+processor_tests := tests/kernels/test_cpu_kernel.py tests/engine/attention tests/engine/test_quantization.py \
+	tests/engine/kv_transfer/test_export_accuracy.py
 
 serve: ## install if needed, then serve MODEL (default: the bundled small model) on PORT (default: 8000)
 	@$(setup) serve
@@ -49,6 +53,14 @@ test-full: check coverage ## the checks and all tests, with more samples; what C
 	$(more_samples) $(pytest_in_two) -m 'engine and not alone and not gpu'
 	$(more_samples) $(python) -m pytest -m 'alone and not gpu'
 	$(python) -m tests.gpu $(if $(gpu),,--rehearse)
+	@$(MAKE) test-processor
+
+test-processor: ## tests that depend on the processor, as on an older one: VARIANT=avx2, avx512, avx512_vnni or avx512_bf16; by default the commit selects one
+	@$(setup) dev
+	@name=$$($(python) -m tests.processors '$(VARIANT)' "$$(git rev-parse HEAD || echo 0)") && \
+	if [ -n "$$name" ]; then set -x; \
+		EMULATED_PROCESSOR=$$name PYTHONPATH="$(CURDIR)/tests/processors$${PYTHONPATH:+:$$PYTHONPATH}" \
+		$(pytest_in_two) -m 'not gpu and not exhaustive' $(processor_tests); fi
 
 test-fast: ## fast tests without an engine; takes a minute
 	@$(setup) dev

@@ -64,6 +64,19 @@ def _may_have_bfloat16(capabilities: Mapping[str, object]) -> bool:
     return not reported or any(reported)
 
 
+def check_cpu_quantization(method: str | None, capabilities: Mapping[str, object]) -> None:
+    """Raise StartFailed for a method with which vLLM starts, but ends at its first request.
+
+    oneDNN multiplies fp8 values with these instructions only. For other methods without a kernel,
+    vLLM refuses to start.
+    """
+    if method == "fp8_per_channel" and not capabilities.get("avx512_fp16", True):
+        raise StartFailed(
+            "engine.quantization is fp8_per_channel, but this CPU has no AVX512_FP16 instructions; "
+            "unset it, or use a newer processor"
+        )
+
+
 def with_defaults(settings: EngineSettings, *, on_cpu: bool, needs_limits: bool) -> EngineSettings:
     """Settings with the defaults of the platform.
 
@@ -103,10 +116,12 @@ def engine_arguments(
 ) -> AsyncEngineArgs:
     """Arguments for AsyncLLM. `capabilities` default to torch.cpu.get_capabilities().
 
-    Raises StartFailed if vLLM has no such argument, or another type of value.
+    Raises StartFailed if vLLM has no such argument, or another type of value, or no kernel.
     """
     if capabilities is None:
         capabilities = torch.cpu.get_capabilities()
+    if on_cpu:
+        check_cpu_quantization(settings.quantization, capabilities)
     settings = with_defaults(
         settings, on_cpu=on_cpu, needs_limits=graphs is not None or speculation.mode != "off"
     )

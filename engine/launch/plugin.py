@@ -16,6 +16,7 @@ from engine.launch.environment import attention_settings, speculation_settings, 
 from engine.patches import (
     chunked_seed,
     cpu_amx_permission,
+    cpu_int8_kernel,
     cpu_moe_reload,
     cpu_sampling_expansion,
     graph_candidates,
@@ -89,6 +90,12 @@ PATCHES = (
         name="nan_logits",
         install=nan_logits.install_on_gpu,
         platform="gpu",
+        processes=MODEL_PROCESSES,
+    ),
+    Patch(
+        name="int8_kernel",
+        install=cpu_int8_kernel.install,
+        platform="cpu",
         processes=MODEL_PROCESSES,
     ),
     Patch(

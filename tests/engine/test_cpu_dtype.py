@@ -1,10 +1,12 @@
-"""`engine.dtype: auto` on CPUs with and without bfloat16 instructions."""
+"""`engine.dtype: auto` and `engine.quantization`, by the instructions of a CPU."""
 
 import logging
 from collections.abc import Mapping
+from contextlib import nullcontext
 
 import pytest
 
+from engine.errors import StartFailed
 from engine.launch.arguments import cpu_dtype, engine_arguments
 from engine.settings import DType, EngineSettings
 from tests.engine.seedling import MODEL
@@ -50,3 +52,12 @@ def test_choice_and_its_reason_are_logged(caplog: pytest.LogCaptureFixture) -> N
 def test_only_a_cpu_engine_depends_on_its_instructions(on_cpu: bool, expected: str) -> None:
     arguments = engine_arguments(EngineSettings(), MODEL, on_cpu=on_cpu, capabilities=AVX2)
     assert arguments.dtype == expected
+
+
+@pytest.mark.parametrize("has_float16", [True, False])
+def test_fp8_is_refused_where_its_first_request_would_end_the_engine(has_float16: bool) -> None:
+    capabilities = {"avx512_bf16": True, "avx512_fp16": has_float16}
+    settings = EngineSettings(quantization="fp8_per_channel")
+    with nullcontext() if has_float16 else pytest.raises(StartFailed, match="no AVX512_FP16"):
+        engine_arguments(settings, MODEL, on_cpu=True, capabilities=capabilities)
+    engine_arguments(settings, MODEL, on_cpu=False, capabilities=capabilities)

@@ -110,6 +110,7 @@ def test_process_gets_the_patches_it_needs() -> None:
                 "adapter_rows",
                 "moe_reload",
                 "nan_logits",
+                "int8_kernel",
                 "prompt_token_ids",
                 "routed_experts",
             ),

@@ -6,6 +6,7 @@ quantized again from the same values.
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from engine.errors import CheckpointRefused
+from engine.patches.cpu_int8_kernel import VNNI
 from engine.weights.checkpoint import read_base_checkpoint
 from engine.weights.validation import check_checkpoint
 from tests.engine.model_families import save_family
@@ -25,6 +28,14 @@ pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
 PROMPTS = ([5, 6, 7], [5 + i * 7 % 200 for i in range(100)])
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+needs_float16 = pytest.mark.skipif(
+    not torch.cpu.get_capabilities().get("avx512_fp16", True),
+    reason="without AVX512_FP16, this method is refused (test_cpu_dtype.py)",
+)
+needs_vnni = pytest.mark.skipif(
+    not any(torch.cpu.get_capabilities().get(name, True) for name in VNNI),
+    reason="without VNNI, a start is refused (test_int8_is_refused_where_it_would_saturate)",
+)
 needs_amx = pytest.mark.skipif(
     not torch.cpu._is_amx_tile_supported(), reason="vLLM's kernel of this method needs AMX"
 )
@@ -69,7 +80,7 @@ def fall_asleep_and_wake(engine: LiveEngine) -> None:
 @pytest.mark.parametrize(
     ("family", "method", "dtype"),
     [
-        ("dense", "fp8_per_channel", torch.float8_e4m3fn),
+        pytest.param("dense", "fp8_per_channel", torch.float8_e4m3fn, marks=needs_float16),
         pytest.param("dense", "fp8_per_block", torch.float8_e4m3fn, marks=needs_amx),
         pytest.param(
             "mixture_of_experts", "int8_per_channel_weight_only", torch.int8, marks=needs_amx
@@ -97,6 +108,7 @@ def test_versions_are_quantized_as_by_an_engine_that_starts_from_them(
         assert answers(engine) == first
 
 
+@needs_float16
 @pytest.mark.exhaustive
 def test_ranks_quantize_a_version_as_an_engine_that_starts_from_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -119,6 +131,7 @@ def test_ranks_quantize_a_version_as_an_engine_that_starts_from_it(
         assert answers(engine) == first
 
 
+@needs_float16
 @pytest.mark.exhaustive
 def test_quantized_samples_differ_from_those_of_bfloat16(tmp_path: Path) -> None:
     """The other test checks only dtypes, and would pass if the quantized values were not used."""
@@ -164,19 +177,55 @@ def _quantized(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Te
             yield name, values
 
 
-def test_quantized_checkpoint_is_served_and_cannot_be_updated(tmp_path: Path) -> None:
+def reference_logprobs(served: Path, directory: Path, answer: Answer) -> list[float]:
+    """Logprobs of a greedy answer to the first prompt, by transformers with dequantized weights."""
+    stored = load_file(served / "model.safetensors")
+    values = {
+        name: tensor.float() * stored.get(f"{name}_scale", torch.ones(1))
+        for name, tensor in stored.items()
+        if not name.endswith("_scale")
+    }
+    shutil.copytree(served, directory)
+    save_file(values, directory / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    del config["quantization_config"]
+    (directory / "config.json").write_text(json.dumps(config))
+    with torch.inference_mode():
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        tokens = torch.tensor([PROMPTS[0] + answer.token_ids])
+        logprobs = model(tokens).logits[0].log_softmax(-1)
+    places = range(len(PROMPTS[0]) - 1, len(tokens[0]) - 1)
+    return [float(logprobs[place, tokens[0, place + 1]]) for place in places]
+
+
+def test_int8_is_refused_where_it_would_saturate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = quantized_checkpoint(make_models(tmp_path, tied=True)["v7"], tmp_path / "int8")
+    reported = torch.cpu.get_capabilities()
+    older = {name: "vnni" not in name and value for name, value in reported.items()}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: older)
+    with pytest.raises(ValueError, match="without VNNI instructions, int8 products saturate"):
+        LiveEngine(served, dtype="bfloat16")
+
+
+@needs_vnni
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_quantized_checkpoint_is_served_and_cannot_be_updated(dtype: str, tmp_path: Path) -> None:
     models = make_models(tmp_path, tied=True)
     served = quantized_checkpoint(models["v7"], tmp_path / "int8")
     candidates = in_bfloat16(models["v8"], tmp_path / "v8-bf16"), served
     for candidate in candidates:
         with pytest.raises(CheckpointRefused, match="the served checkpoint is quantized"):
-            check_checkpoint(read_base_checkpoint(served), candidate, dtype="bfloat16")
-    with live_engine(served, dtype="bfloat16") as engine:
+            check_checkpoint(read_base_checkpoint(served), candidate, dtype=dtype)
+    with live_engine(served, dtype=dtype) as engine:
+        (answer,) = engine.ask(PROMPTS[0], max_tokens=24)
+        expected = reference_logprobs(served, tmp_path / "dequantized", answer)
+        assert answer.logprobs == pytest.approx(expected, abs=0.1)
         before = answers(engine)
-        assert torch.int8 in dtypes(engine)
         with engine.paused():
             for candidate in candidates:
-                (answer,) = engine.load(candidate)
-                assert (answer["ok"], answer["restored"]) == (False, True)
-                assert "is quantized (model.layers.0" in answer["error"]
+                (loaded,) = engine.load(candidate)
+                assert (loaded["ok"], loaded["restored"]) == (False, True)
+                assert "is quantized (model.layers.0" in loaded["error"]
         assert answers(engine) == before
