@@ -159,7 +159,8 @@ class Worker:
     async def ask(self, limit_seconds: float, line: str) -> str | None:
         """Why a grammar cannot be used, or None. Raises ChecksUnavailable if the process ends."""
         number = next(self._numbers)
-        found = self._waiting[number] = asyncio.get_running_loop().create_future()
+        found: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = found
         try:
             if not self.has_ended:
                 await _send(self._process, f"[{number}, {limit_seconds}, {line[1:]}")
