@@ -33,7 +33,10 @@ not known. unsupported_cache: the model has states of many positions, such as th
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputs:
-    """Constraint on a response's text, of exactly one kind. `json` is the text of a JSON schema."""
+    """Constraint on a response's text, of exactly one kind. `json` is the text of a JSON schema.
+
+    Without `enable_in_reasoning` it begins after the reasoning that the engine's parser finds.
+    """
 
     json: str | None = None
     regex: str | None = None
@@ -41,6 +44,7 @@ class StructuredOutputs:
     grammar: str | None = None
     json_object: bool | None = None
     structural_tag: str | None = None
+    enable_in_reasoning: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

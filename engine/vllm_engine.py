@@ -382,11 +382,13 @@ class VllmEngine:
         """Listener for the completions of these samples, if anything learns from them."""
         learner = self._drafter if self._drafter and self._drafter.is_training else None
         listener = learner.on_sample_finished if learner else self._finished_listener
-        if all(sample.kept_kv is None for sample in samples):
+        keeps_kv = any(sample.kept_kv is not None for sample in samples)
+        if not keeps_kv and all(sample.sampling.structured_outputs is None for sample in samples):
             return listener
 
         def observe(sample: SampleRequest, completion: Completion) -> None:
-            for contexts in self._kv_contexts():
+            self._sampling_checks.on_finished(sample.sampling, completion)
+            for contexts in self._kv_contexts() if keeps_kv else ():
                 contexts.on_finished(sample, completion)
             if listener is not None:
                 listener(sample, completion)

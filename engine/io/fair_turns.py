@@ -1,11 +1,18 @@
-"""Turns of clients at a resource that one of them uses at a time."""
+"""Turns of clients at a resource that few of them use at a time."""
 
 import asyncio
+import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from engine.errors import ChecksQueueFull
+
+NUM_TURNS: Final = 2
+LONG_SECONDS: Final = 2.0
+"""A client whose turn takes longer is slow for a while."""
+SLOW_SECONDS: Final = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,21 +29,23 @@ class _Turn(NamedTuple):
 
 
 class FairTurns:
-    """Round robin between clients, FIFO within each.
+    """Round robin between clients, FIFO within each, with one turn per client at a time.
 
-    The client whose turn ends goes behind all that wait. So one client delays another by one turn
-    at most, however much work it has queued. Used from one event loop.
+    The client whose turn ends goes behind all that wait. At most one slow client has a turn, so
+    slow clients leave a turn to the others. Used from one event loop.
     """
 
-    def __init__(self, limits: TurnLimits) -> None:
+    def __init__(self, limits: TurnLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits = limits
+        self._clock = clock
         self._queues: dict[str, deque[_Turn]] = {}
-        self._current: str | None = None
+        self._began_at: dict[str, float] = {}
+        self._slow_until: dict[str, float] = {}
 
     async def acquire(self, client: str, num_bytes: int) -> None:
         """Wait for a turn, which `release` ends. Raises ChecksQueueFull if too much work waits."""
-        if self._current is None:
-            self._current = client
+        if client not in self._queues and self._may_begin(client):
+            self._began_at[client] = self._clock()
             return
         self._check_room(client, num_bytes)
         turn = _Turn(asyncio.get_running_loop().create_future(), num_bytes)
@@ -47,21 +56,32 @@ class FairTurns:
             if turn.begun.cancelled():
                 self._remove(client, turn)
             else:  # it began before the cancelled caller could run
-                self.release()
+                self.release(client)
             raise
 
-    def release(self) -> None:
-        """End the current turn and begin the next one."""
-        last, self._current = self._current, None
-        assert last is not None, "a turn is released once"
-        if last in self._queues:
-            self._queues[last] = self._queues.pop(last)
-        for client, turns in self._queues.items():
-            self._current = client
-            turn = turns[0]
-            self._remove(client, turn)
-            turn.begun.set_result(None)
-            return
+    def release(self, client: str) -> None:
+        """End the client's turn and begin the next ones."""
+        now = self._clock()
+        if now - self._began_at.pop(client) > LONG_SECONDS:
+            self._slow_until[client] = now + SLOW_SECONDS
+        if client in self._queues:
+            self._queues[client] = self._queues.pop(client)
+        for waiting in list(self._queues):
+            if self._may_begin(waiting):
+                turn = self._queues[waiting][0]
+                self._remove(waiting, turn)
+                self._began_at[waiting] = now
+                turn.begun.set_result(None)
+
+    def _may_begin(self, client: str) -> bool:
+        if client in self._began_at or len(self._began_at) >= NUM_TURNS:
+            return False
+        return not (self._is_slow(client) and any(map(self._is_slow, self._began_at)))
+
+    def _is_slow(self, client: str) -> bool:
+        if self._slow_until.get(client, 0.0) <= self._clock():
+            self._slow_until.pop(client, None)
+        return client in self._slow_until
 
     def _check_room(self, client: str, num_bytes: int) -> None:
         of_client = _size(self._queues.get(client, ()))

@@ -1,11 +1,13 @@
-"""Validation of structured outputs in a separate process, with a time limit.
+"""Validation of structured outputs in a separate process, with a limit of CPU time.
 
 vLLM validates them on the event loop and compiles them in EngineCore, both without a limit. A
 grammar that passes here has been compiled, and a random text was sampled with it, within the limit.
+So was a text of the tokens that the request's `logit_bias` and `allowed_token_ids` select.
 """
 
 import asyncio
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -14,12 +16,12 @@ import time
 from asyncio.subprocess import PIPE, Process
 from collections import OrderedDict
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, Final
 
 from engine.errors import ChecksUnavailable, SamplingRefused
 from engine.io.fair_turns import FairTurns, TurnLimits
-from engine.types import StructuredOutputs
+from engine.io.grammar_worker import TOO_SLOW
+from engine.types import Sampling, StructuredOutputs
 
 LIMIT_SECONDS: Final = 10.0
 START_SECONDS: Final = 120.0
@@ -31,11 +33,12 @@ WAITING: Final = TurnLimits(client_bytes=4 * 2**20, total_bytes=16 * 2**20)
 CHECK_BYTES: Final = 1024
 """Size of a waiting check, in addition to its text."""
 FIELD: Final = "structured_outputs"
+NOT_RUNNING: Final = "the process that checks structured outputs did not start or has ended"
 LINE_BYTES: Final = 2**24
 
 
 class GrammarChecker:
-    """Checks structured outputs, one at a time. The process starts at the first check.
+    """Checks structured outputs in a process that is started at the first check.
 
     Clients take turns, and a result that is remembered needs no turn. A check that has begun
     continues if its caller is cancelled, and its result is remembered for the next one.
@@ -51,87 +54,141 @@ class GrammarChecker:
     ) -> None:
         self._tokenizer_info = tokenizer_info
         self._limit_seconds = limit_seconds
-        self._process: Process | None = None
-        self._turns = FairTurns(WAITING)
+        self._worker: Worker | None = None
+        self._starting = asyncio.Lock()
+        self._turns = FairTurns(WAITING, clock)
         self._results = Results(clock)
-        self._checking: asyncio.Task[str | None] | None = None
+        self._checking: dict[bytes, asyncio.Task[str | None]] = {}
 
-    async def check(self, outputs: StructuredOutputs, client: str = "") -> None:
+    async def check(self, sampling: Sampling, client: str = "") -> None:
         """Raise SamplingRefused if the constraint is invalid or too complex.
 
         Raises ChecksUnavailable if the process does not start, and ChecksQueueFull if too many
         checks wait.
         """
-        kind, text = await asyncio.to_thread(xgrammar_source, outputs)
-        name = _digest(kind, text)
-        if name not in self._results:
-            await self._turns.acquire(client, CHECK_BYTES + len(text))
-            reason = await self._in_turn(name, kind, text)
-        else:
-            reason = self._results.get(name)
+        assert sampling.structured_outputs is not None, "there is a constraint to check"
+        reason = await self._reason(sampling, sampling.structured_outputs, client)
         if reason is not None:
             raise SamplingRefused(FIELD, reason)
 
-    async def _in_turn(self, name: bytes, kind: str, text: str) -> str | None:
-        """Result of a check, which may have been added while its turn was awaited."""
-        if name in self._results:
-            self._turns.release()
-            return self._results.get(name)
-        self._checking = asyncio.create_task(self._compute(name, kind, text))
-        self._checking.add_done_callback(lambda _: self._turns.release())
-        return await asyncio.shield(self._checking)
+    def refuse(self, outputs: StructuredOutputs) -> None:
+        """Refuse a constraint for a while that has taken too long in the engine."""
+        self._results.add(_digest_of_outputs(outputs), TOO_SLOW)
 
-    async def _compute(self, name: bytes, kind: str, text: str) -> str | None:
-        process = await self._started()
-        reason: str | None
-        try:
-            async with asyncio.timeout(self._limit_seconds):
-                reason = await _exchange(process, json.dumps([kind, text]))
-        except TimeoutError:
-            await self.close()
-            reason = f"compiling it takes longer than {self._limit_seconds:g} s: make it simpler"
-        except (OSError, ValueError):  # the process has ended, for lack of memory or by a crash
-            await self.close()
-            reason = "it cannot be compiled: make it simpler"
-        except BaseException:
-            await self.close()  # its answer must not be taken for that of the next grammar
-            raise
+    async def _reason(
+        self, sampling: Sampling, outputs: StructuredOutputs, client: str
+    ) -> str | None:
+        if (overrun := _digest_of_outputs(outputs)) in self._results:
+            return self._results.get(overrun)
+        kind, text = await asyncio.to_thread(xgrammar_source, outputs)
+        line = json.dumps([kind, text, _forced(sampling)])
+        name = hashlib.sha256(line.encode()).digest()
+        if name in self._results:
+            return self._results.get(name)
+        worker = await self._started()
+        await self._turns.acquire(client, CHECK_BYTES + len(text))
+        if name in self._results or name in self._checking:  # since the turn was awaited
+            self._turns.release(client)
+        else:
+            checking = asyncio.create_task(self._compute(worker, name, line))
+            self._checking[name] = checking
+            checking.add_done_callback(lambda _: self._turns.release(client))
+            checking.add_done_callback(lambda _: self._checking.pop(name))
+        if name in self._checking:
+            return await asyncio.shield(self._checking[name])
+        return self._results.get(name)
+
+    async def _compute(self, worker: "Worker", name: bytes, line: str) -> str | None:
+        reason = await worker.ask(self._limit_seconds, line)
         self._results.add(name, reason)
         return reason
 
-    async def _started(self) -> Process:
-        try:
-            async with asyncio.timeout(START_SECONDS):
-                return await self._running()
-        except (TimeoutError, OSError, ValueError) as error:
-            await self.close()
-            raise ChecksUnavailable(
-                "the process that checks structured outputs did not start"
-            ) from error
-        except BaseException:
-            await self.close()
-            raise
+    async def _started(self) -> "Worker":
+        async with self._starting:
+            if self._worker is None or self._worker.has_ended:
+                await self.close()
+                self._worker = await self._new_worker()
+            return self._worker
 
-    async def _running(self) -> Process:
-        if self._process is None:
-            info = await asyncio.to_thread(self._tokenizer_info)
-            self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "engine.io.grammar_worker"),
-                stdin=PIPE,
-                stdout=PIPE,
-                limit=LINE_BYTES,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )
-            await _exchange(self._process, info)
-        return self._process
+    async def _new_worker(self) -> "Worker":
+        return await Worker.start(await asyncio.to_thread(self._tokenizer_info))
 
     async def close(self) -> None:
         """Kill the process."""
-        process, self._process = self._process, None
-        if process is not None:
-            with suppress(ProcessLookupError):
-                process.kill()
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            await worker.close()
+
+
+class Worker:
+    """The process that checks grammars, several at a time."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self._numbers = itertools.count()
+        self._waiting: dict[int, asyncio.Future[str | None]] = {}
+        self._reading = asyncio.create_task(self._read())
+
+    @classmethod
+    async def start(cls, tokenizer_info: str) -> "Worker":
+        """Raises ChecksUnavailable if the process does not start."""
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "engine.io.grammar_worker"),
+            stdin=PIPE,
+            stdout=PIPE,
+            limit=LINE_BYTES,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                await _send(process, tokenizer_info)
+                assert process.stdout is not None
+                json.loads(await process.stdout.readline())
+        except BaseException as error:
+            process.kill()
             await process.wait()
+            if not isinstance(error, TimeoutError | OSError | ValueError):
+                raise
+            raise ChecksUnavailable(NOT_RUNNING) from error
+        return cls(process)
+
+    @property
+    def has_ended(self) -> bool:
+        return self._reading.done()
+
+    async def ask(self, limit_seconds: float, line: str) -> str | None:
+        """Why a grammar cannot be used, or None. Raises ChecksUnavailable if the process ends."""
+        number = next(self._numbers)
+        found: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = found
+        try:
+            if not self.has_ended:
+                await _send(self._process, f"[{number}, {limit_seconds}, {line[1:]}")
+                return await found
+        except OSError:
+            pass
+        finally:
+            self._waiting.pop(number, None)
+        raise ChecksUnavailable(NOT_RUNNING)
+
+    async def _read(self) -> None:
+        assert self._process.stdout is not None
+        try:
+            async for line in self._process.stdout:
+                number, reason = json.loads(line)
+                if not self._waiting[number].done():
+                    self._waiting[number].set_result(reason)
+        finally:
+            for found in self._waiting.values():
+                if not found.done():
+                    found.set_exception(ChecksUnavailable(NOT_RUNNING))
+
+    async def close(self) -> None:
+        """End the process, which kills its children."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        await self._process.wait()
+        await self._reading
 
 
 class Results:
@@ -157,15 +214,20 @@ class Results:
         return self._found[name][0]
 
 
-def _digest(kind: str, text: str) -> bytes:
-    return hashlib.sha256(f"{kind}\n{text}".encode("utf-8", "surrogatepass")).digest()
+def _digest_of_outputs(outputs: StructuredOutputs) -> bytes:
+    return hashlib.sha256(repr(outputs).encode("utf-8", "surrogatepass")).digest()
 
 
-async def _exchange(process: Process, line: str) -> Any:
-    assert process.stdin is not None and process.stdout is not None
+def _forced(sampling: Sampling) -> tuple[dict[int, float], list[int] | None]:
+    """Parameters that select tokens, as the worker's `Forced`."""
+    allowed = sampling.allowed_token_ids
+    return dict(sampling.logit_bias), None if allowed is None else list(allowed)
+
+
+async def _send(process: Process, line: str) -> None:
+    assert process.stdin is not None
     process.stdin.write(line.encode() + b"\n")
     await process.stdin.drain()
-    return json.loads(await process.stdout.readline())
 
 
 def xgrammar_source(outputs: StructuredOutputs) -> tuple[str, str]:

@@ -14,8 +14,9 @@ from vllm.sampling_params import SamplingParams
 
 from engine.errors import SamplingRefused
 from engine.io.grammar_check import GrammarChecker
+from engine.launch.grammar_budget import OVERRUN
 from engine.launch.processes import VllmProcesses
-from engine.types import Sampling
+from engine.types import Completion, Sampling
 
 XGRAMMAR: Final = "xgrammar"
 
@@ -41,9 +42,14 @@ class SamplingChecks:
         self._check_vocabulary(sampling)
         if sampling.bad_words:
             await asyncio.to_thread(self._check_bad_words, sampling.bad_words)
-        outputs = sampling.structured_outputs
-        if outputs is not None and self._backend == XGRAMMAR:
-            await self._grammars.check(outputs, client)
+        if sampling.structured_outputs is not None and self._backend == XGRAMMAR:
+            await self._grammars.check(sampling, client)
+
+    def on_finished(self, sampling: Sampling, completion: Completion) -> None:
+        """Refuse a constraint from now on that has taken too long in the engine."""
+        has_overrun = completion.finish == "error" and completion.stop_reason == OVERRUN
+        if has_overrun and sampling.structured_outputs is not None:
+            self._grammars.refuse(sampling.structured_outputs)
 
     async def close(self) -> None:
         await self._grammars.close()

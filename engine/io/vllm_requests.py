@@ -110,6 +110,12 @@ def _salt(sample: SampleRequest) -> str | None:
     return sample.cache_salt if sample.kept_kv is None else sample.kept_kv.chain
 
 
+def _constrains_reasoning(sample: SampleRequest) -> bool:
+    """True if a constraint holds from the first token on."""
+    outputs = sample.sampling.structured_outputs
+    return outputs is not None and outputs.enable_in_reasoning
+
+
 def _recorded_rows(logprobs: Any) -> TopLogprobRows | None:
     """Top logprobs of a sample, if vLLM returned any for whatever purpose."""
     return logprobs.rows() if isinstance(logprobs, logprob_arrays.LogprobChunks) else None
@@ -301,6 +307,7 @@ class Generation:
             priority=sample.priority,
             session_id=sample.session_id,
             data_parallel_rank=sample.data_parallel_rank,
+            reasoning_ended=_constrains_reasoning(sample) or None,
         )
         return PendingSample(
             queue,

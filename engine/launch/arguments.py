@@ -165,6 +165,8 @@ def engine_arguments(
         **adapters(settings.max_adapters, settings.max_adapter_rank),
     )
     arguments = AsyncEngineArgs(**{**own, **check_vllm_args(settings)})
+    # For constraints that begin after the reasoning.
+    arguments.structured_outputs_config.reasoning_parser = settings.reasoning_parser or ""
     if graphs is not None:
         _set_capture_sizes(arguments, graphs)
     if speculation.mode != "off":

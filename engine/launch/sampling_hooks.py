@@ -18,18 +18,15 @@ import copy
 import functools
 import hashlib
 import itertools
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from engine.launch.grammar_budget import OVERRUN, BudgetedGrammar, budget_of, in_grammar_thread
 
 PRIOR_TOKENS_ARG = "coppice_num_prior_tokens"
 DRAWN_TOKENS_ARG = "coppice_num_drawn_tokens"
 RANDOM_SEEDS = 2**31
 """Upper bound of the number that vLLM's sampler for CPUs draws per token of a seeded sample."""
-GRAMMAR_CPU_SECONDS = 1.0
-GRAMMAR_CPU_SECONDS_PER_TOKEN = 0.005
-"""Time that a grammar may take on average after the first second is used up."""
 
 
 def num_prior_tokens(sampling_params: Any) -> int:
@@ -98,51 +95,38 @@ def _other_seed(seed: int, num_drawn: int) -> int:
     return int.from_bytes(digest) >> 1
 
 
-def advance_grammar(grammar: Any, request: Any) -> Any:
-    """Advance a compiled grammar by the earlier tokens of the response."""
+def create_grammar(create: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrapper of vLLM's `_create_grammar`: limits the grammar and advances it by earlier tokens."""
+
+    @functools.wraps(create)
+    def created(manager: Any, request: Any) -> Any:
+        budget = budget_of(request.structured_output_request.structured_output_key)
+        grammar = BudgetedGrammar(create(manager, request), budget)
+        advance_grammar(manager, grammar, request)
+        return grammar
+
+    return created
+
+
+def advance_grammar(manager: Any, grammar: BudgetedGrammar, request: Any) -> None:
+    """Advance a grammar by the earlier tokens of the response, without those of its reasoning."""
     number = num_prior_tokens(request.sampling_params)
+    if not number:
+        return
     tokens = list(request.output_token_ids[:number])
-    if number and not grammar.accept_tokens(request.request_id, tokens):
+    start, _ = manager._get_constraint_bounds(request, tokens, spec_tokens_committed=True)
+    if start > number:
+        return
+    request.structured_output_request.reasoning_ended = True
+    if not grammar.advance(request.request_id, tokens[start:]):
         raise ValueError("the earlier tokens of the response violate its structured_outputs")
-    return BudgetedGrammar(grammar)
 
 
-class BudgetedGrammar:
-    """Grammar of one request with a limit of its CPU time in EngineCore's steps.
-
-    The time per token may grow with an ambiguous grammar's text, and all requests wait for it. A
-    request past the limit ends as one whose token its grammar rejects: with an error.
-    """
-
-    def __init__(self, grammar: Any, clock: Callable[[], float] = time.thread_time) -> None:
-        self._grammar = grammar
-        self._clock = clock
-        self._left = GRAMMAR_CPU_SECONDS
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._grammar, name)
-
-    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
-        with self._timed():
-            accepted = bool(self._grammar.accept_tokens(request_id, tokens))
-        self._left = min(
-            self._left + GRAMMAR_CPU_SECONDS_PER_TOKEN * len(tokens), GRAMMAR_CPU_SECONDS
-        )
-        return accepted and self._left > 0
-
-    def fill_bitmask(self, bitmask: Any, index: int) -> None:
-        with self._timed():
-            self._grammar.fill_bitmask(bitmask, index)
-
-    def validate_tokens(self, tokens: list[int]) -> list[int]:
-        with self._timed():
-            return list(self._grammar.validate_tokens(tokens))
-
-    @contextmanager
-    def _timed(self) -> Iterator[None]:
-        began_at = self._clock()
-        yield
-        self._left -= self._clock() - began_at
+def name_overrun(accepted: bool, request: Any) -> bool:
+    """Set the stop reason of a request that ends because its grammar has taken too long."""
+    if not accepted and request.structured_output_request.grammar.is_used_up:
+        request.stop_reason = OVERRUN
+    return accepted
 
 
 def build_all_logits_processors(build: Callable[..., Any]) -> Callable[..., Any]:
@@ -185,9 +169,11 @@ def install() -> None:
     NewRequestData.from_request = classmethod(
         _after(NewRequestData.from_request.__func__, with_prior_tokens)
     )
-    StructuredOutputManager._create_grammar = _after(
-        StructuredOutputManager._create_grammar, advance_grammar
-    )
+    manager = StructuredOutputManager
+    manager._create_grammar = create_grammar(manager._create_grammar)
+    manager.grammar_bitmask = in_grammar_thread(manager.grammar_bitmask)
+    manager.validate_tokens = in_grammar_thread(manager.validate_tokens)
+    manager.accept_tokens = _after(manager.accept_tokens, name_overrun)
     initialize = CachedRequestState.__post_init__
 
     def initialize_split(self: Any) -> None:

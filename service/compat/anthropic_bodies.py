@@ -132,6 +132,7 @@ class CountTokensBody(ConversationFields):
 class MessagesBody(ConversationFields, SamplingFields, CommonRequestFields):
     """Request body of POST /v1/messages, with the sampling parameters of the other routes."""
 
+    is_chat = True
     max_tokens: MaxTokens
     stop_sequences: Annotated[list[str], Field(max_length=64)] | None = None
     stream: Flag = False

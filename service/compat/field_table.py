@@ -131,12 +131,8 @@ REFUSED: dict[str, Refused] = {
     "stream_reasoning": Refused(
         (True,), "reasoning is streamed as it is sampled: leave the field out"
     ),
-    "require_reasoning": Refused(
-        (False,), "a constraint applies from the first token on: leave the field out"
-    ),
-    "reasoning_ended": Refused(
-        (True,), "a constraint applies from the first token on: leave the field out"
-    ),
+    "require_reasoning": Refused((False,), "set structured_outputs.enable_in_reasoning instead"),
+    "reasoning_ended": Refused((True,), "set structured_outputs.enable_in_reasoning instead"),
     "guided_decoding_backend": Refused(("auto", "xgrammar"), _BACKEND),
     "guided_whitespace_pattern": Refused((), _BACKEND),
     "return_cached_tokens_details": Refused((False,), _NOT_RETURNED),

@@ -108,6 +108,7 @@ class ChatBody(SamplingFields, CommonRequestFields, PromptTruncation, StreamFiel
     is of the assistant.
     """
 
+    is_chat = True
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096, fail_fast=True)]
     tools: Annotated[list[Tool], Field(max_length=1024, fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None

@@ -65,6 +65,7 @@ class ResponseText(CompatModel):
 class ResponsesBody(SamplingFields, CommonRequestFields):
     """Request body of POST /v1/responses, with the sampling parameters of the other routes."""
 
+    is_chat = True
     refused: ClassVar[Mapping[str, Refused]] = RESPONSES_REFUSED
 
     input: str | Items

@@ -5,7 +5,7 @@ parameters.
 """
 
 import json
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field, ValidationError
 
@@ -40,8 +40,10 @@ class SamplingFields(SamplingBody):
 
     `response_format`, `structured_outputs`, the fields `guided_*`, and SGLang's `json_schema`,
     `regex`, `ebnf` and `structural_tag` constrain the text; at most one of them may be set.
+    As in vLLM, the constraint of a chat begins after the reasoning.
     """
 
+    is_chat: ClassVar[bool] = False
     temperature: float | None = None
     top_p: float | None = None
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
@@ -113,7 +115,10 @@ class SamplingFields(SamplingBody):
         if len(found) > 1:
             first, second, *_ = found
             raise InvalidRequest.of_parameter(second, f"cannot be combined with {first}")
-        return next(iter(found.values()), None)
+        name, constraint = next(iter(found.items()), ("", None))
+        if constraint is not None and self.is_chat and name != "tool_choice":
+            return {"enable_in_reasoning": False, **constraint}
+        return constraint
 
     def _constraints(self) -> dict[str, dict[str, Any] | None]:
         return {
@@ -138,8 +143,12 @@ def _kind(name: str, value: object) -> dict[str, Any] | None:
 
 
 def _without_unset(given: dict[str, Any] | None) -> dict[str, Any] | None:
-    """vLLM's `structured_outputs` without the members that its clients send as null or false."""
-    return {name: value for name, value in (given or {}).items() if value not in (None, False)}
+    """vLLM's `structured_outputs` without the kinds that its clients send as null or false."""
+    return {
+        name: value
+        for name, value in (given or {}).items()
+        if value is not None and (value is not False or name == "enable_in_reasoning")
+    }
 
 
 def _response_format(given: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -78,6 +78,7 @@ def _structured_outputs(wanted: wire.StructuredOutputs | None) -> StructuredOutp
         grammar=wanted.grammar,
         json_object=wanted.json_object,
         structural_tag=wanted.structural_tag,
+        enable_in_reasoning=wanted.enable_in_reasoning,
     )
 
 

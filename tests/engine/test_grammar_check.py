@@ -2,9 +2,12 @@
 
 import asyncio
 import json
+import random
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any
 
+import psutil
 import pytest
 import pytest_asyncio
 import xgrammar
@@ -14,11 +17,21 @@ from engine.errors import ChecksUnavailable, SamplingRefused
 from engine.io import grammar_check
 from engine.io.grammar_check import GrammarChecker, xgrammar_source
 from engine.io.request_params import sampling_params
-from engine.launch.sampling_hooks import BudgetedGrammar
 from engine.types import SampleRequest, Sampling, StructuredOutputs
 from tests.engine.seedling import MODEL
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+def nullable_rules() -> str:
+    """Grammar that is slow only after `a`: each rule of two others, or empty, in many ways."""
+    choice, rules = random.Random(0), range(30)
+    lines = ['root ::= [^a] | "a" r0 r0']
+    for rule in rules:
+        pairs = [f"r{choice.choice(rules)} r{choice.choice(rules)}" for _ in range(6)]
+        lines.append(f'r{rule} ::= {" | ".join(pairs)} | "a" | ""')
+    return "\n".join(lines)
+
 
 MANY = range(300)
 AMBIGUOUS = 'root ::= root root | "a" | ""'
@@ -28,6 +41,9 @@ CIRCULAR = "\n".join(
         *(f'r{i} ::= ("a" | "b")* r{(i + 1) % len(MANY)} | ""' for i in MANY),
     ]
 )
+AFTER_A = 'root ::= [^a] | "a" s\ns ::= s s | "a" | ""'
+NULLABLE = nullable_rules()
+SLOW = "(a|b?)" * 2700
 OPTIONAL = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(1500)}}
 
 
@@ -35,6 +51,17 @@ def tokenizer_info() -> str:
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=len(tokenizer))
     return str(info.serialize_json())
+
+
+def constrained(*, bias: str = "", allowed: str = "", **outputs: Any) -> Sampling:
+    """Parameters with a constraint, and a bias for one token or one token that is allowed."""
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    return Sampling(
+        max_tokens=1,
+        logit_bias=dict.fromkeys(tokenizer.encode(bias), 100.0),
+        allowed_token_ids=tuple(tokenizer.encode(allowed)) if allowed else None,
+        structured_outputs=StructuredOutputs(**outputs),
+    )
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -58,7 +85,7 @@ async def checker() -> AsyncIterator[GrammarChecker]:
     ],
 )
 async def test_constraint_is_accepted(checker: GrammarChecker, outputs: dict[str, Any]) -> None:
-    await checker.check(StructuredOutputs(**outputs))
+    await checker.check(constrained(**outputs))
 
 
 @pytest.mark.parametrize(
@@ -76,29 +103,32 @@ async def test_constraint_is_accepted(checker: GrammarChecker, outputs: dict[str
         ({"grammar": AMBIGUOUS}, "takes"),
         ({"grammar": CIRCULAR}, "takes"),
         ({"regex": "((a{1,100}){1,100}){1,100}"}, "takes"),
+        ({"grammar": AFTER_A, "bias": "a"}, "takes"),
+        ({"grammar": AFTER_A, "allowed": "a"}, "takes"),
+        ({"grammar": NULLABLE, "bias": "a"}, "takes"),
     ],
 )
 async def test_constraint_is_refused_with_a_reason(
     checker: GrammarChecker, outputs: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(SamplingRefused, match=reason) as refused:
-        await checker.check(StructuredOutputs(**outputs))
+        await checker.check(constrained(**outputs))
     assert refused.value.field == "structured_outputs"
 
 
 async def test_check_past_the_limit_is_ended_and_the_next_one_succeeds() -> None:
     checker = GrammarChecker(tokenizer_info, limit_seconds=0.001)
     with pytest.raises(SamplingRefused, match=r"longer than 0\.001 s"):
-        await checker.check(StructuredOutputs(json=json.dumps(OPTIONAL)))
+        await checker.check(constrained(json=json.dumps(OPTIONAL)))
     checker._limit_seconds = 60.0
-    await checker.check(StructuredOutputs(regex="a+"))
+    await checker.check(constrained(regex="a+"))
     await checker.close()
 
 
 async def test_event_loop_runs_on_while_a_hostile_grammar_is_checked(
     checker: GrammarChecker,
 ) -> None:
-    checking = asyncio.create_task(checker.check(StructuredOutputs(grammar=CIRCULAR + "\n")))
+    checking = asyncio.create_task(checker.check(constrained(grammar=CIRCULAR + "\n")))
     num_turns = 0
     while not checking.done():
         await asyncio.sleep(0.001)
@@ -108,28 +138,22 @@ async def test_event_loop_runs_on_while_a_hostile_grammar_is_checked(
     assert num_turns > 100
 
 
-async def test_result_of_a_check_is_remembered(
-    checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    outputs = StructuredOutputs(regex="remembered")
-    await checker.check(outputs)
-    monkeypatch.setattr(grammar_check, "_exchange", None)
-    await checker.check(outputs)
-
-
-async def test_cancelled_check_does_not_answer_the_next_one(checker: GrammarChecker) -> None:
-    cancelled = asyncio.create_task(checker.check(StructuredOutputs(grammar=CIRCULAR + "\n\n")))
-    await asyncio.sleep(0.05)
-    cancelled.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await cancelled
-    await checker.check(StructuredOutputs(regex="next"))
+async def test_check_does_not_wait_for_a_slow_one_of_another_key() -> None:
+    checker = GrammarChecker(tokenizer_info, limit_seconds=2.0)
+    slow = asyncio.create_task(checker.check(constrained(regex=SLOW), "hostile"))
+    while not checker._turns._began_at:
+        await asyncio.sleep(0.001)
+    await checker.check(constrained(regex="quick"), "other")
+    assert not slow.done()
+    with pytest.raises(SamplingRefused, match="longer than 2 s of CPU time"):
+        await slow
+    await checker.close()
 
 
 async def test_failed_start_is_an_error_of_its_own_and_is_not_remembered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    checker, outputs = GrammarChecker(tokenizer_info), StructuredOutputs(regex="a")
+    checker, outputs = GrammarChecker(tokenizer_info), constrained(regex="a")
     with monkeypatch.context() as patched:
         patched.setattr(grammar_check, "START_SECONDS", 0.0)
         with pytest.raises(ChecksUnavailable):
@@ -138,27 +162,29 @@ async def test_failed_start_is_an_error_of_its_own_and_is_not_remembered(
     await checker.close()
 
 
-async def test_check_continues_without_its_caller(
-    checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await checker.check(StructuredOutputs(regex="before"))
-    process, outputs, go = checker._process, StructuredOutputs(regex="shielded"), asyncio.Event()
-    exchange = grammar_check._exchange
+async def test_process_that_has_ended_is_started_again(checker: GrammarChecker) -> None:
+    await checker.check(constrained(regex="before"))
+    assert checker._worker is not None
+    checker._worker._process.kill()
+    await checker._worker._process.wait()
+    with suppress(ChecksUnavailable):  # the end may be seen only by the next check
+        await checker.check(constrained(regex="seen"))
+    await checker.check(constrained(regex="after"))
 
-    async def delayed(process: Any, line: str) -> Any:
-        await go.wait()
-        return await exchange(process, line)
 
-    monkeypatch.setattr(grammar_check, "_exchange", delayed)
-    checking = asyncio.create_task(checker.check(outputs))
-    await asyncio.sleep(0.1)
-    checking.cancel()
-    await asyncio.gather(checking, return_exceptions=True)
-    go.set()
-    await checker.check(StructuredOutputs(regex="next one"))
-    monkeypatch.setattr(grammar_check, "_exchange", None)
-    await checker.check(outputs)
-    assert checker._process is process
+async def test_children_end_with_the_process() -> None:
+    checker = GrammarChecker(tokenizer_info)
+    checking = asyncio.create_task(checker.check(constrained(regex=SLOW)))
+    while not checker._turns._began_at:
+        await asyncio.sleep(0.001)
+    assert checker._worker is not None
+    worker = psutil.Process(checker._worker._process.pid)
+    while not (children := worker.children()):
+        await asyncio.sleep(0.001)
+    await checker.close()
+    assert psutil.wait_procs(children, timeout=10)[1] == []
+    with pytest.raises(ChecksUnavailable):
+        await checking
 
 
 async def test_source_is_that_of_the_backend_of_vllm() -> None:
@@ -175,24 +201,3 @@ async def test_choices_of_a_request_are_converted_once() -> None:
     first, second = [sampling_params(sample, 512).structured_outputs for sample in samples]
     assert first.grammar == 'root ::= "a" | "b"'
     assert first.grammar is second.grammar
-
-
-class SlowGrammar:
-    """Each call takes as long as the test says."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.seconds = 0.0
-
-    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
-        self.now += self.seconds
-        return True
-
-
-async def test_request_whose_grammar_becomes_slow_is_ended() -> None:
-    grammar = SlowGrammar()
-    budgeted = BudgetedGrammar(grammar, clock=lambda: grammar.now)
-    grammar.seconds = 0.004
-    assert all(budgeted.accept_tokens("r", [1]) for _ in range(2000))
-    grammar.seconds = 0.05
-    assert [budgeted.accept_tokens("r", [1]) for _ in range(40)].count(False) > 10

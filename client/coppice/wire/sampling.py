@@ -75,7 +75,7 @@ class StructuredOutputs(RequestModel):
     """Constraint on the text of a response, as exactly one kind. Names are those of vLLM.
 
     Every sampled token keeps the response a prefix of a text that satisfies the constraint, and
-    the response ends with it.
+    the response ends with it. Unless `enable_in_reasoning`, this holds after the reasoning.
     """
 
     model_config = ConfigDict(serialize_by_alias=True)
@@ -93,6 +93,7 @@ class StructuredOutputs(RequestModel):
     grammar: Grammar | None = None
     json_object: bool | None = None
     structural_tag: Grammar | None = None
+    enable_in_reasoning: bool = True
 
     @model_validator(mode="after")
     def _exactly_one(self) -> Self:
