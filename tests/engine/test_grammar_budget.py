@@ -127,7 +127,7 @@ def test_request_ends_after_a_token_that_its_grammar_rejects() -> None:
 
 def test_error_in_the_thread_is_raised_in_the_step() -> None:
     with pytest.raises(AttributeError):
-        Manager().fill([SimpleNamespace()])  # type: ignore[list-item]
+        Manager().fill([SimpleNamespace()])
     assert Manager().fill([budgeted(FakeGrammar())]) == [0]
 
 
