@@ -83,8 +83,8 @@ KeptKvDropReason = Literal["reset", "lag", "divergence", "prefix_recomputed"]
 
 reset: an activation or a reset of the prefix cache did not keep it. lag: it was older than the
 request's `max_lag`. divergence: its age was above the one up to which the request's `max_kl` is
-met. prefix_recomputed: the KV in front of it, to which it attended, was computed again. KV that is
-evicted because memory is needed does not count.
+met. prefix_recomputed: other KV that it was computed with was computed again. KV that is evicted
+because memory is needed does not count.
 """
 
 

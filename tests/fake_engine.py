@@ -159,7 +159,7 @@ class FakeEngine:
         self.refreshed: list[int] = []
         self.num_to_refresh = 0
         self.kept_kv_reason: KeptKvReason | None = None
-        self.chains: dict[tuple[str, tuple[int, ...]], str] = {}
+        self.chains: dict[tuple[str, tuple[int, ...]], list[str]] = {}
         self.retained = KvRetentionStats()
         self.released_sessions: list[list[str]] = []
         self.release_gate: asyncio.Event | None = None
@@ -616,19 +616,19 @@ class FakeEngine:
         if kept is None:
             return
         for end in range(BLOCK_SIZE, len(prompt), BLOCK_SIZE):
-            version = self.chains.get((kept.chain, tuple(prompt[:end])))
-            if version is None or (kept.max_lag == 0 and version != self.version):
+            versions = self.chains.get((kept.chain, tuple(prompt[:end])))
+            if versions is None or (kept.max_lag == 0 and {*versions} != {self.version}):
                 break
-            sample.kv_versions += [version] * BLOCK_SIZE
+            sample.kv_versions += versions
         sample.num_cached = len(sample.kv_versions)
 
     def _write_chain(self, sample: Running, token_ids: list[int]) -> None:
-        """Caches the full blocks of a finished sample for its chain; each counts as its oldest."""
+        """Caches the full blocks of a finished sample for its chain."""
         kept, versions = sample.request.kept_kv, sample.kv_versions
         tokens = (*sample.request.prompt_token_ids, *token_ids)
         for end in range(BLOCK_SIZE, len(versions) + 1, BLOCK_SIZE):
             if kept is not None:
-                self.chains[kept.chain, tokens[:end]] = versions[end - BLOCK_SIZE]
+                self.chains[kept.chain, tokens[:end]] = versions[end - BLOCK_SIZE : end]
 
     def _export(self, request: SampleRequest) -> None:
         if request.export is None:

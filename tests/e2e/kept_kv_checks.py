@@ -64,7 +64,7 @@ async def check_updates(
     for spans in (sample.kv_versions[-2:], last.kv_versions):
         found = [span.version for span in spans if span.first_token == spans[-1].first_token]
         assert found == ([before, after] if mode == "keep_running" else [after])
-    check_tree_spans(await tree)
+    check_tree(models, await tree)
     await assert_all_match_model(system.served, handled.groups, [TALK], before, models[before])
 
 
@@ -92,7 +92,7 @@ async def check_divergence_limit(
         check_greedy(models, CHAIN, sample.token_ids.tolist(), sample.kv_versions, NUM)
         last = sample.kv_versions[-1].first_token
         assert [s.version for s in sample.kv_versions if s.first_token == last] == found
-    check_tree_spans(await tree)
+    check_tree(models, await tree)
     await assert_all_match_model(system.served, handled.groups, [TALK], before, models[before])
 
 
@@ -129,7 +129,7 @@ async def check_recomputation(
         assert {span.version for span in spans} == {after}
     block_size = system.engine.info.block_size
     assert group.num_cached_tokens == (len(prompt) // block_size * block_size if kept else 0)
-    check_tree_spans(await tree)
+    check_tree(models, await tree)
     await assert_all_match_model(system.served, handled.groups, [TALK], before, models[before])
     assert kept or num_refreshed(system) == num_before
 
@@ -153,20 +153,23 @@ async def grow_tree(system: Scene) -> RolloutResult:
     return await system.greedy([TREE], 160, branching=branching, keep_kv=ChainKeepKv())
 
 
-def check_tree_spans(result: RolloutResult) -> None:
+def check_tree(models: Models, result: RolloutResult) -> None:
     """The KV of every segment is that of its path, without a gap, and ends before its last token.
 
-    A block that straddles the update counts as older, so the oracle does not hold here.
+    The segment is greedy over it, also where an update was inside a block.
     """
     tree = result.groups[0].tree
     assert tree is not None
     for segment in tree.segments:
-        length = len(TREE) + sum(len(each.token_ids) for each in tree.path(segment.id))
+        *front, tokens = [each.token_ids.tolist() for each in tree.path(segment.id)]
+        context = [*TREE, *(token for each in front for token in each)]
+        length = len(context) + len(tokens)
         spans = segment.kv_versions
         assert {span.first_token for span in spans} == {0}
         assert [span.start for span in spans] == [0, *(span.end for span in spans[:-1])]
         assert spans[-1].end == length - 1
         assert spans[-1].version == segment.versions[-1].version
+        check_greedy(models, context, tokens, spans, 0)
 
 
 async def start_session(system: Scene, **keep_kv: int) -> dict[str, Any]:

@@ -61,7 +61,7 @@ def kept_blocks() -> tuple[KeptBlocks, Pool]:
 def cache(kept: KeptBlocks, pool: Pool, asked: Any, *indices: int) -> list[Block]:
     """Cache blocks of a request, whose ids are their indices, behind those that it finds."""
     if indices[0] and asked.request_id not in kept._older_kv:
-        kept.on_lookup(asked, [(pool.blocks[: indices[0]], BLOCK)], indices[0] * BLOCK)
+        kept.on_lookup(asked, [pool.blocks[: indices[0]]], indices[0] * BLOCK)
         kept.pop_report(asked.request_id)
     for index in indices:
         pool.blocks[index].block_hash = f"hash-{index}"
@@ -81,9 +81,9 @@ def update(
 def hit(kept: KeptBlocks, asked: Any, blocks: list[Block]) -> int:
     """Number of blocks that the request finds, where no hash has two blocks."""
     found = list(itertools.takewhile(lambda block: block.block_hash is not None, blocks))
-    if kept.drop_too_old(asked, [(found, BLOCK)]):
+    if kept.drop_too_old(asked, [found]):
         return hit(kept, asked, blocks)
-    kept.on_lookup(asked, [(found, BLOCK)], len(found) * BLOCK)
+    kept.on_lookup(asked, [found], len(found) * BLOCK)
     return len(found)
 
 
@@ -112,15 +112,71 @@ def test_blocks_without_the_option_are_not_kept() -> None:
     assert update(kept, "v2") == set()
 
 
-def test_block_filled_across_an_update_counts_as_its_oldest_position() -> None:
+def test_hit_of_a_block_filled_across_an_update_reports_its_versions_by_position() -> None:
     kept, pool = kept_blocks()
     running = request("a")
     blocks = cache(kept, pool, running, 0)
     update(kept, "v2", ("a", 6, False))
     blocks += cache(kept, pool, running, 1, 2)
     assert kept.pop_report("a") == {"versions": [("v1", 6)], "lag": 1}
-    hit(kept, request("b"), blocks)
-    assert reported(kept) == {"b": [("v1", 8), ("v2", 12)]}
+    assert hit(kept, request("b"), blocks) == 3
+    assert reported(kept) == {"b": [("v1", 6), ("v2", 12)]}
+    update(kept, "v3", ("b", 14, False))
+    assert kept.pop_report("b") == {"versions": [("v1", 6), ("v2", 14)], "lag": 2}
+    assert hit(kept, request("c", max_lag=2), blocks) == 3
+    assert hit(kept, request("d", max_lag=1), blocks) == 0, "it is as old as its oldest position"
+
+
+def test_block_behind_one_that_was_filled_across_an_update_elsewhere_is_dropped() -> None:
+    """Two samples with the same tokens, one of which is a position behind the other."""
+    kept, pool = kept_blocks()
+    running = [request("a"), request("b")]
+    update(kept, "v2", ("a", 5, False), ("b", 6, False))
+    first = cache(kept, pool, running[0], 0, 1)
+    pool.blocks[5].block_hash = "hash-2"
+    kept.on_cached(running[1], [pool.blocks[5]], 2, BLOCK)
+    own = cache(kept, pool, running[0], 2)
+    assert hit(kept, request("c"), [*first, pool.blocks[5]]) == 2
+    assert hit(kept, request("c"), [*first, *own]) == 3
+    assert reported(kept)["c"] == [("v1", 5), ("v2", 12)]
+
+
+def test_hit_in_several_groups_reports_its_versions_by_position() -> None:
+    """Blocks of different sizes, of which the second group has only those in its window."""
+    kept, pool = kept_blocks()
+    running = request("a")
+    update(kept, "v2", ("a", 5, False))
+    update(kept, "v3", ("a", 7, False))
+    small = cache(kept, pool, running, 0, 1, 2, 3)
+    kept.reports.clear()
+    large = pool.blocks[4:6]
+    for index, block in enumerate(large):
+        block.block_hash = f"large-{index}"
+    kept.on_cached(running, large, 0, 2 * BLOCK)
+    windowed = [Block(7, is_null=True), large[1]]
+    groups = [small, windowed]
+    assert not kept.drop_too_old(request("b"), groups)
+    kept.on_lookup(request("b"), groups, 4 * BLOCK)
+    kept.on_lookup(request("c"), [windowed], 4 * BLOCK)
+    versions = [("v1", 5), ("v2", 7), ("v3", 16)]
+    assert reported(kept) == {"b": versions, "c": versions}
+
+
+def test_groups_whose_blocks_have_different_versions_are_dropped() -> None:
+    """After the first block of one group was evicted, all is computed again."""
+    kept, pool = kept_blocks()
+    cache(kept, pool, request("a"), 0, 1)
+    update(kept, "v2")
+    kept.on_removed(pool.blocks[0])
+    again = pool.blocks[4:6]
+    for index, block in enumerate(again):
+        block.block_hash = f"hash-{index}"
+    kept.on_cached(request("b"), again, 0, BLOCK)
+    windowed = [Block(7, is_null=True), pool.blocks[1]]
+    assert kept.drop_too_old(request("c"), [again, windowed])
+    assert again[1].block_hash is pool.blocks[1].block_hash is None
+    assert not kept.drop_too_old(request("c"), [again[:1], []])
+    assert kept.snapshot()["num_dropped_tokens"] == {"prefix_recomputed": 2 * BLOCK}
 
 
 def test_evicted_block_is_not_kept_under_its_next_hash() -> None:
@@ -161,7 +217,7 @@ def test_block_is_as_old_as_the_oldest_kv_that_it_attended_to() -> None:
     suffix = cache(kept, pool, running, 1, 2)
     kept.reports.clear()
     assert hit(kept, request("b"), [*prefix, *suffix]) == 3
-    assert reported(kept) == {"b": [("v1", 8), ("v2", 12)]}
+    assert reported(kept) == {"b": [("v1", 5), ("v2", 12)]}
     suffix += cache(kept, pool, request("b"), 3)  # after a hit of such blocks
     assert hit(kept, request("c", max_lag=0), suffix[2:]) == 0
     assert hit(kept, request("d", max_lag=0), suffix[1:]) == 0
@@ -317,4 +373,4 @@ def test_blocks_of_a_sample_across_updates_are_found_together() -> None:
     update(kept, "v4", ("a", 9, False))
     blocks += cache(kept, pool, running, 2, 3)
     assert hit(kept, request("b"), blocks) == 4
-    assert reported(kept)["b"] == [("v1", 8), ("v3", 12), ("v4", 16)]
+    assert reported(kept)["b"] == [("v1", 5), ("v2", 7), ("v3", 9), ("v4", 16)]

@@ -245,21 +245,6 @@ def test_forks_of_a_chain_share_its_kept_blocks(
         assert answer.kv_versions == kv(("v7", 0, 4 * BLOCK), ("v8", 4 * BLOCK, len(tokens) + 3))
 
 
-def test_block_that_straddles_an_update_counts_as_older(
-    engine: LiveEngine, models: dict[str, Path]
-) -> None:
-    running = engine.submit(PROMPT, max_tokens=60, chain="a")
-    engine.step(10)
-    engine.swap(models["v8"], keep_kv=True)
-    [answer] = engine.finish(running)
-    [span, _] = answer.kv_versions
-    assert span.end == len(PROMPT) + answer.versions[0].end - 1 and span.end % BLOCK
-    tokens = PROMPT + answer.token_ids
-    [later] = engine.ask(tokens, max_tokens=1, chain="a")
-    end = (span.end // BLOCK + 1) * BLOCK
-    assert later.kv_versions == kv(("v7", 0, end), ("v8", end, len(tokens)))
-
-
 def test_recomputed_sample_reports_the_kv_of_its_earlier_tokens(
     engine: LiveEngine, models: dict[str, Path]
 ) -> None:

@@ -66,12 +66,10 @@ def _within_lag(upstream: Any) -> Any:
     @functools.wraps(upstream)
     def get_computed_blocks(self: Any, request: Any) -> tuple[Any, int, int]:
         kept: KeptBlocks = self.block_pool.coppice_kept_blocks
-        sizes = [manager.block_size for manager in self.coordinator.single_type_managers]
         while True:  # every further lookup has fewer blocks to find
             blocks, num_tokens, boundary = upstream(self, request)
-            groups = list(zip(blocks.blocks, sizes, strict=True))
-            if not kept.drop_too_old(request, groups):
-                kept.on_lookup(request, groups, num_tokens)
+            if not kept.drop_too_old(request, blocks.blocks):
+                kept.on_lookup(request, blocks.blocks, num_tokens)
                 return blocks, num_tokens, boundary
 
     return get_computed_blocks

@@ -3,23 +3,23 @@
 Runs in EngineCore. A chain is all requests with the same private `cache_salt` and the option to
 keep KV; nobody else's requests have the hashes of its blocks. Its cached blocks remain after an
 update that keeps them. Activations of weights are numbered, because a label may be used again for
-other weights. The KV of a block counts as that of its oldest position, and is as old as the oldest
-KV that it attended to.
+other weights. A block that was filled across updates has KV of several activations. It is as old as
+the oldest KV that it attended to.
 """
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, TypedDict
 
 from engine.feature_stats import KeptKvDropReason
 from engine.kv_versions.divergence_limit import MeasuredDivergence
 from engine.kv_versions.request_option import KeepOption, KvReport, OlderKv, keep_option
 
-Groups = Sequence[tuple[Sequence[Any], int]]
-"""Blocks of a cache hit in each KV cache group, with the block size."""
-Runs = tuple[tuple[int, int], ...]
-"""Numbers of the activations that computed consecutive blocks, each with its end position."""
+Groups = Sequence[Sequence[Any]]
+"""Blocks of a cache hit in each KV cache group."""
 
 
 class Snapshot(TypedDict):
@@ -45,17 +45,21 @@ class KvSpan:
 
 @dataclass(frozen=True, slots=True)
 class KeptBlock:
-    """Cached block of a chain, with the numbers of `KvSpan`. It is valid while it has this hash.
+    """Cached block of a chain. It is valid while it has this hash.
 
-    `before` are the activations of the blocks in front of it, to whose KV it attended.
+    `spans` are all KV up to its end, to which it attended.
     """
 
     block_hash: Any
-    activation: int
+    spans: list[KvSpan]
     oldest: int
     num_tokens: int
     max_lag: int | None
-    before: Runs
+
+    def is_consistent_with(self, other: "KeptBlock") -> bool:
+        """True if both depend on the same KV up to the end of the one that ends first."""
+        shorter, longer = sorted((self.spans, other.spans), key=lambda spans: spans[-1].end)
+        return _cut(longer, shorter[-1].end) == shorter
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +108,12 @@ class KeptBlocks:
             return
         for index, block in enumerate(blocks, first):
             if not block.is_null and block.block_hash is not None:
-                start = index * block_size
-                activation, oldest = self._ages(request.request_id, start, start + block_size)
+                spans = self._computed(request.request_id, (index + 1) * block_size)
+                oldest = min(span.oldest for span in spans)
                 self.on_removed(block)
                 self._num_kept_tokens += block_size
-                before = self._runs(request.request_id, start, block_size)
                 self._blocks[block.block_id] = KeptBlock(
-                    block.block_hash, activation, oldest, block_size, option["max_lag"], before
+                    block.block_hash, spans, oldest, block_size, option["max_lag"]
                 )
 
     def on_removed(self, block: Any) -> None:
@@ -132,12 +135,14 @@ class KeptBlocks:
         """
         if (option := keep_option(request)) is None:
             return False
+        older = self._older_blocks(groups)
         dropped = [
             (block, reason)
-            for block, kept, _ in self._older_blocks(groups)
+            for block, kept in older
             if (reason := self._drop_reason(kept, option)) is not None
         ]
-        dropped = dropped or [(block, "prefix_recomputed") for block in self._detached(groups)]
+        if older and not dropped:
+            dropped = [(block, "prefix_recomputed") for block in self._inconsistent(groups)]
         for block, reason in dropped:
             self._num_dropped_tokens[reason] += self._blocks[block.block_id].num_tokens
             self.on_removed(block)
@@ -185,9 +190,7 @@ class KeptBlocks:
         for request_id, num_computed, is_preempted in requests:
             alive.add(request_id)
             if num_computed:
-                _, oldest = self._ages(request_id, 0, num_computed)
-                computed = KvSpan(self._activation, oldest, num_computed)
-                older = _joined([*self._older_kv.get(request_id, ()), computed])
+                older = self._computed(request_id, num_computed)
                 self._older_kv[request_id] = older
                 self.reports[request_id] = self._report(older)
             elif is_preempted:
@@ -216,52 +219,30 @@ class KeptBlocks:
             num_dropped_tokens=dict(self._num_dropped_tokens),
         )
 
-    def _ages(self, request_id: str, start: int, end: int) -> tuple[int, int]:
-        """The two numbers of `KvSpan` for the KV at positions `start` to `end` of a request."""
-        activation = oldest = self._activation
-        begin = 0
-        for span in self._older_kv.get(request_id, ()):
-            if begin < end:
-                oldest = min(oldest, span.oldest)
-                activation = min(activation, span.activation) if span.end > start else activation
-            begin = span.end
-        return activation, oldest
+    def _computed(self, request_id: str, end: int) -> list[KvSpan]:
+        """KV of a request up to `end`."""
+        older = self._older_kv.get(request_id, [])
+        oldest = min((span.oldest for span in older), default=self._activation)
+        return _cut(_joined([*older, KvSpan(self._activation, oldest, end)]), end)
 
-    def _runs(self, request_id: str, end: int, block_size: int) -> Runs:
-        """Activations of the blocks of a request up to `end`, each that of its oldest position."""
-        runs: list[tuple[int, int]] = []
-        begin = 0
-        now = KvSpan(self._activation, self._activation, end)
-        for span in (*self._older_kv.get(request_id, ()), now):
-            first, stop = begin // block_size * block_size, min(span.end, end)
-            if stop > begin:
-                _add_run(runs, span.activation, first, -(-stop // block_size) * block_size)
-                begin = stop
-        return tuple(runs)
+    def _inconsistent(self, groups: Groups) -> list[Any]:
+        """Blocks of a hit that depend on other KV than the blocks in front or other groups have.
 
-    def _detached(self, groups: Groups) -> Iterator[Any]:
-        """The first block of a hit that attended to other KV than that of the blocks in front.
-
-        Those have been computed again for a request with a lower limit. Groups whose first blocks
-        are not cached, as with sliding windows, are not checked.
+        That was computed again for a request with a lower limit, or after an eviction.
         """
-        for blocks, block_size in groups:
-            runs: list[tuple[int, int]] = []
-            for index, block in enumerate(blocks):
-                if block.is_null:
-                    break
-                kept = self._blocks.get(block.block_id)
-                if kept is None or kept.block_hash != block.block_hash:
-                    break
-                if kept.before != tuple(runs):
-                    yield block
-                    break
-                start = index * block_size
-                _add_run(runs, kept.activation, start, start + block_size)
+        last: list[tuple[Any, KeptBlock]] = []
+        for group in groups:
+            known = list(self._known([group]))
+            for (_, front), (block, kept) in pairwise(known):
+                if not kept.is_consistent_with(front):
+                    return [block]
+            last += known[-1:]
+        is_consistent = all(kept.is_consistent_with(last[0][1]) for _, kept in last)
+        return [] if is_consistent else [block for block, _ in last]
 
     def _drop_unused_labels(self) -> None:
-        used = {self._activation, *(kept.activation for kept in self._blocks.values())}
-        used |= {span.activation for older in self._older_kv.values() for span in older}
+        known = (*(kept.spans for kept in self._blocks.values()), *self._older_kv.values())
+        used = {self._activation, *(span.activation for spans in known for span in spans)}
         self._labels = {number: self._labels[number] for number in used}
 
     def _lag(self, kept: KeptBlock) -> int:
@@ -275,29 +256,23 @@ class KeptBlocks:
     def _is_valid(self, block_id: int, kept: KeptBlock) -> bool:
         return bool(self._pool.blocks[block_id].block_hash == kept.block_hash)
 
-    def _older_blocks(self, groups: Groups) -> Iterator[tuple[Any, KeptBlock, int]]:
-        """Blocks of a hit that depend on older weights, with their start."""
-        for blocks, block_size in groups:
-            for index, block in enumerate(blocks):
+    def _known(self, groups: Groups) -> Iterator[tuple[Any, KeptBlock]]:
+        """Blocks of a hit without those of which a window needs no KV."""
+        for blocks in groups:
+            for block in blocks:
                 kept = self._blocks.get(block.block_id)
-                if kept is None or kept.block_hash != block.block_hash:
-                    continue
-                if kept.oldest < self._activation:
-                    yield block, kept, index * block_size
+                if kept is not None and kept.block_hash == block.block_hash:
+                    yield block, kept
+
+    def _older_blocks(self, groups: Groups) -> list[tuple[Any, KeptBlock]]:
+        """Blocks of a hit that depend on older weights."""
+        return [found for found in self._known(groups) if found[1].oldest < self._activation]
 
     def _hit(self, groups: Groups, num_tokens: int) -> list[KvSpan]:
-        """KV of a hit, up to the last position that is not of the served weights alone."""
-        unit = min((block_size for _, block_size in groups), default=1)
-        now = (self._activation, self._activation)
-        ages: dict[int, tuple[int, int]] = {}
-        for _, kept, start in self._older_blocks(groups):
-            for position in range(start, min(start + kept.num_tokens, num_tokens), unit):
-                activation, oldest = ages.get(position, now)
-                ages[position] = min(activation, kept.activation), min(oldest, kept.oldest)
-        starts = range(0, max(ages, default=-unit) + unit, unit)
-        return _joined(
-            KvSpan(*ages.get(start, now), end=min(start + unit, num_tokens)) for start in starts
-        )
+        """KV that a hit depends on, if any of it is older; its blocks are consistent."""
+        found = (kept.spans for _, kept in self._older_blocks(groups))
+        spans = max(found, key=lambda spans: spans[-1].end, default=[])
+        return _cut(spans, min(spans[-1].end, num_tokens)) if spans else []
 
     def _report(self, older: Sequence[KvSpan]) -> Report:
         oldest = min((span.oldest for span in older), default=self._activation)
@@ -317,28 +292,24 @@ def _num_tokens(blocks: Mapping[int, KeptBlock]) -> int:
     return sum(kept.num_tokens for kept in blocks.values())
 
 
-def _add_run(runs: list[tuple[int, int]], activation: int, start: int, end: int) -> None:
-    """Add blocks from `start` to `end`; a block that the last run has, too, counts as older."""
-    if runs and runs[-1][1] > start:
-        last, shared_end = runs.pop()
-        _add_run(runs, last, runs[-1][1] if runs else 0, start)
-        _add_run(runs, min(last, activation), start, shared_end)
-        start = shared_end
-    if end <= start:
-        return
-    if runs and runs[-1][0] == activation:
-        runs.pop()
-    runs.append((activation, end))
+def _end(span: KvSpan) -> int:
+    return span.end
+
+
+def _cut(spans: Sequence[KvSpan], end: int) -> list[KvSpan]:
+    """KV up to `end`."""
+    index = bisect_left(spans, end, key=_end)
+    return [*spans[:index], KvSpan(spans[index].activation, spans[index].oldest, end)]
 
 
 def _joined(spans: Iterable[KvSpan]) -> list[KvSpan]:
     """Spans without empty ones, and with equal neighbours as one."""
     joined: list[KvSpan] = []
     for span in spans:
-        if joined and joined[-1].end >= span.end:
-            continue
         last = joined[-1] if joined else None
-        if last is not None and (last.activation, last.oldest) == (span.activation, span.oldest):
+        if span.end <= (last.end if last else 0):
+            continue
+        if last and (last.activation, last.oldest) == (span.activation, span.oldest):
             joined.pop()
         joined.append(span)
     return joined
