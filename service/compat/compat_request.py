@@ -147,7 +147,8 @@ class CompatRequest:
             return None
         if not info.max_adapters:
             message = f"this server serves only {info.model!r}: send this name, or no model"
-            raise NotFound(message, errors=[{"location": "model", "message": message}])
+            errors = [{"location": "model", "message": message}]
+            raise NotFound(f"model: {message}", errors=errors)
         self.server.adapters.resolve(model)
         return model
 

@@ -274,7 +274,7 @@ async def test_errors_are_those_of_anthropics_client(tmp_path: Path) -> None:
             with pytest.raises(anthropic.BadRequestError, match="max_tokens") as caught:
                 await speaker.messages.create(**{**BODY, "max_tokens": 0})
             assert caught.value.type == "invalid_request_error"
-            with pytest.raises(anthropic.BadRequestError, match="this server serves"):
+            with pytest.raises(anthropic.NotFoundError, match="this server serves"):
                 await speaker.messages.create(**{**BODY, "model": "claude"})
         async with client(served, "wrong") as speaker:
             with pytest.raises(anthropic.AuthenticationError) as refused:

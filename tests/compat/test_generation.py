@@ -169,4 +169,4 @@ async def test_unknown_model_is_refused(tmp_path: Path) -> None:
         await served.post("/v1/completions", body)
         status, problem = await served.refused("/v1/completions", {**body, "model": "gpt"})
     assert models[0]["max_model_len"] == 512
-    assert (status, problem["errors"][0]["location"]) == (400, "model")
+    assert (status, problem["errors"][0]["location"]) == (404, "model")

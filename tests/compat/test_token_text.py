@@ -178,7 +178,7 @@ async def test_texts_and_chats_are_tokenized(tmp_path: Path) -> None:
     [
         ("/tokenize", {}, 400),
         ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, 400),
-        ("/tokenize", {"prompt": "a", "model": "gpt"}, 400),
+        ("/tokenize", {"prompt": "a", "model": "gpt"}, 404),
         ("/tokenize", {"prompt": "a" * 2**20}, 413),
         ("/tokenize", {"messages": [{"role": "wizard", "content": "a"}]}, 400),
         ("/tokenize", {"messages": [{"role": "user"}], "chat_template": "{{ 1 }}"}, 400),

@@ -319,7 +319,7 @@ def test_every_route_declares_its_access(tmp_path: Path) -> None:
         and (access := declared_access(route.endpoint))
         and access.public
     }
-    assert public == {*PUBLIC, "/docs", "/docs/{name}", "/problems/{code}"}
+    assert public == {*PUBLIC, "/", "/docs", "/docs/{name}", "/problems/{code}"}
 
 
 async def test_key_name_is_logged_and_the_key_is_not(
