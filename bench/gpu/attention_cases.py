@@ -58,7 +58,7 @@ INDEPENDENT: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """What is measured. `num_splits` 0 is FlashAttention's choice."""
+    """Measured variant. `num_splits` 0 is FlashAttention's choice."""
 
     batch: Batch
     heads: tuple[int, int] = HEADS[0]

@@ -74,7 +74,7 @@ def tests_of(results: Results) -> dict[str, dict[str, int]]:
 
 
 def jobs_of(results: Results) -> dict[str, dict[str, Any]]:
-    """How each process has ended."""
+    """End of each process."""
     files: Iterable[dict[str, Any]] = map(read_json, results.files("jobs-*.json"))
     return {name: job for file in files for name, job in file.items()}
 
@@ -105,7 +105,7 @@ def _file_of(name: str) -> str:
 
 
 def _shown(name: str, status: str, tests: Mapping[str, Mapping[str, int]]) -> str:
-    """What a process has shown, such as `arm always` or `11 of 12 tests of test_engine`."""
+    """Evidence of a process, such as `arm always` or `11 of 12 tests of test_engine`."""
     counts = tests.get(_file_of(name))
     if counts:
         passed, failed = counts["passed"], counts["failed"]

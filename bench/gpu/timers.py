@@ -137,7 +137,7 @@ def _read_after(file: Path, since: float) -> Mapping[str, dict[str, float]]:
 def differences(
     after: Mapping[str, Mapping[str, float]], before: Mapping[str, Mapping[str, float]]
 ) -> dict[str, dict[str, float]]:
-    """What was added to the sums, of the functions that were called."""
+    """Additions to the sums of the functions that were called."""
     nothing: Mapping[str, float] = {}
     added = {
         name: {key: value - before.get(name, nothing).get(key, 0) for key, value in sums.items()}

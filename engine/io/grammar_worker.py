@@ -31,7 +31,7 @@ TOO_LARGE: Final = "it cannot be compiled: make it simpler"
 
 
 class Forced(NamedTuple):
-    """What a request's `logit_bias` and `allowed_token_ids` make of the choice of tokens."""
+    """Parameters of a request that select tokens: `logit_bias` and `allowed_token_ids`."""
 
     bias: dict[str, float]
     allowed: list[int] | None

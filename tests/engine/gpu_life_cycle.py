@@ -29,7 +29,7 @@ GROUP = 4
 
 @dataclass(kw_only=True)
 class Report:
-    """What a life was like, as sent to the test.
+    """Record of a life, as sent to the test.
 
     `calls` are vLLM's life-cycle methods in the order in which vLLM called them. `counted` has the
     counters of the heartbeat after each phase. `texts` has prompts and greedy responses.
@@ -218,7 +218,7 @@ def _share_always(runner: Any) -> bool:
 
 
 def _stale(runner: Any) -> dict[str, Any]:
-    """Whether objects of ours belong to the profiling's KV cache instead of the real one."""
+    """Flags of objects of ours: True for those that belong to the profiling's KV cache instead of the real one."""
     from engine.attention.cuda_steps import host_block_tables
 
     mirror = host_block_tables(runner.block_tables)
