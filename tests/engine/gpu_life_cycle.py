@@ -218,7 +218,7 @@ def _share_always(runner: Any) -> bool:
 
 
 def _stale(runner: Any) -> dict[str, Any]:
-    """Flags of objects of ours: True for those that belong to the profiling's KV cache instead of the real one."""
+    """Objects of ours by name: True for one of the KV cache of profiling, not of the real one."""
     from engine.attention.cuda_steps import host_block_tables
 
     mirror = host_block_tables(runner.block_tables)
