@@ -232,7 +232,9 @@ async def test_one_of_several_ranks_reports(lines: Any, parallelism: str) -> Non
         await engine.stop()
     assert [line for line in lines() if line in ORDER] == ORDER
     took = [line for line in lines() if re.fullmatch(r".* took \d+\.\d s", line)]
-    assert sorted(line.rpartition(" took ")[0] for line in took) == sorted(ORDER)
+    ended = [line.rpartition(" took ")[0] for line in took]
+    # A machine's first start also calibrates attention.
+    assert sorted(name for name in ended if name in ORDER) == sorted(ORDER)
 
 
 @pytest.mark.engine

@@ -110,7 +110,7 @@ def test_gpu_times_are_those_of_a_cold_cache_without_the_flush(
         assert set(flushes) == {2000}
         return [40e-6 * len(flushes) / 2 + (9e-6 if None in sizes else 0), 60e-6]
 
-    monkeypatch.setattr(cuda_timing, "_replay_times", replay_times)
+    monkeypatch.setattr(cuda_timing, "replay_times", replay_times)
     assert cuda_timing.graph_times(lambda: None) == pytest.approx([9e-6, 20e-6])
 
 
