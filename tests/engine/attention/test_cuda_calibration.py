@@ -101,7 +101,7 @@ def test_gpu_times_are_those_of_a_cold_cache_without_the_flush(
     from engine.attention import cuda_timing
 
     size = SimpleNamespace(L2_cache_size=1000)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: size)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: size)
     monkeypatch.setattr(torch, "empty", lambda number, **_: Written(number))
 
     def replay_times(calls: list[Callable[[], object]]) -> list[float]:
