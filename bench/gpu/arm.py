@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from bench.gpu import timers
-from bench.gpu.engine_run import Run
+from bench.gpu.engine_run import Run, rehearsal_settings
 from bench.gpu.models import ON_GPU as MODELS_ON_GPU
 from bench.gpu.models import REHEARSAL as REHEARSAL_MODELS
 from bench.gpu.models import Models
@@ -47,9 +47,7 @@ COUNTER_SECONDS: Final = 2.5
 
 def settings_of(mode: str, model: Path, *, rehearse: bool) -> EngineSettings:
     if rehearse:
-        return EngineSettings(
-            model=str(model), seed=0, max_context_tokens=512, cache_bytes=2**25, cpu_threads=1
-        )
+        return rehearsal_settings(model)
     return EngineSettings(
         model=str(model),
         seed=0,

@@ -4,13 +4,22 @@ import asyncio
 import random
 import time
 from collections.abc import Awaitable
+from pathlib import Path
 from typing import Final
 
 from bench.gpu.workloads import Workload
+from engine.settings import EngineSettings
 from engine.types import Completion, SampleRequest, Sampling, TokenDelta
 from engine.vllm_engine import VllmEngine
 
 PAIR_DELAY_SECONDS: Final = 1.0
+
+
+def rehearsal_settings(model: Path) -> EngineSettings:
+    """Settings of an engine on a CPU, beside others."""
+    return EngineSettings(
+        model=str(model), seed=0, max_context_tokens=512, cache_bytes=2**25, cpu_threads=1
+    )
 
 
 class Run:

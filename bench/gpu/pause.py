@@ -24,7 +24,7 @@ import torch
 
 from bench.gpu import timers
 from bench.gpu.arm import MEMORY_SHARE, Results, read_timers
-from bench.gpu.engine_run import Run
+from bench.gpu.engine_run import Run, rehearsal_settings
 from bench.gpu.models import ON_GPU as MODELS_ON_GPU
 from bench.gpu.models import REHEARSAL as REHEARSAL_MODELS
 from bench.gpu.workloads import Workload
@@ -41,9 +41,7 @@ Steps = Sequence[tuple[str, Callable[[], Awaitable[object]]]]
 
 def settings_of(model: Path, *, rehearse: bool) -> EngineSettings:
     if rehearse:
-        return EngineSettings(
-            model=str(model), seed=0, max_context_tokens=512, cache_bytes=2**25, cpu_threads=1
-        )
+        return rehearsal_settings(model)
     return EngineSettings(
         model=str(model),
         seed=0,
