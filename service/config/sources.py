@@ -1,11 +1,11 @@
 """Loading of settings from flags, COPPICE_<SECTION>__<FIELD> variables and a YAML file.
 
-Flags take precedence over variables, variables over the file, the file over defaults. A source
-holds unparsed values by section and field; the settings tree validates them.
+Flags take precedence over variables, variables over the file, the file over defaults.
 """
 
 import difflib
 import os
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,14 +14,41 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
+from pydantic_settings import (
+    BaseSettings,
+    CliSettingsSource,
+    EnvSettingsSource,
+    SettingsConfigDict,
+)
+from pydantic_settings.sources.utils import parse_env_vars
 
-from engine.vllm_settings import parse_map
 from service.config.settings import Settings, settings_fields
 
-MERGED_MAPS = frozenset(("vllm_args",))
-"""Settings that are maps whose keys may come from several sources."""
 PREFIX = "COPPICE_"
 DELIMITER = "__"
+NONE = "none"
+"""Text of a flag or variable that clears the setting."""
+SHORT_FLAGS = {"server.host": "host", "server.port": "port", "engine.model": "model"}
+
+
+class _Sources(Settings, BaseSettings):
+    """The settings with the names that they have on the command line and in the environment.
+
+    Values stay text: the settings parse and validate them.
+    """
+
+    model_config = SettingsConfigDict(
+        enable_decoding=False,
+        env_prefix=PREFIX,
+        env_nested_delimiter=DELIMITER,
+        env_parse_none_str=NONE,
+        cli_parse_none_str=NONE,
+        cli_avoid_json=True,
+        cli_hide_none_type=True,
+        cli_kebab_case=True,
+        cli_shortcuts=SHORT_FLAGS,
+        cli_use_class_docs_for_groups=True,
+    )
 
 
 class SettingsError(Exception):
@@ -32,8 +59,23 @@ class SettingsError(Exception):
         self.lines = lines
 
 
+class SettingsFlags:
+    """Flags of a command: `--config` and one for each setting."""
+
+    def __init__(self) -> None:
+        self.parser = ArgumentParser(add_help=False, allow_abbrev=False)
+        self.parser.add_argument(
+            "--config", type=Path, metavar="PATH", help="YAML file with settings"
+        )
+        self._source = CliSettingsSource[ArgumentParser](_Sources, root_parser=self.parser)
+
+    def values(self, parsed: Namespace) -> dict[str, Any]:
+        """Texts of the flags that were given, by section and field."""
+        return self._source(parsed_args=parsed)()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class _Source:
     """Settings from flags, environment variables or a file, not validated yet.
 
     `field_name` returns the name that a setting has in this source, for error messages.
@@ -47,12 +89,6 @@ class Source:
         named = isinstance(values, dict) and field in values
         return self.field_name(section, field) if named else None
 
-    def name_of_section(self, section: str) -> str | None:
-        if section not in self.values:
-            return None
-        values = self.values[section]
-        return self.field_name(section, next(iter(values), "") if isinstance(values, dict) else "")
-
 
 def flag_name(section: str, field: str) -> str:
     return f"--{section}.{field}".replace("_", "-")
@@ -62,78 +98,67 @@ def variable_name(section: str, field: str) -> str:
     return f"{PREFIX}{section}{DELIMITER}{field}".upper()
 
 
-def from_flags(flags: Mapping[str, str]) -> Source:
-    """Settings from command-line flags, given by dotted path (`engine.block_size`)."""
-    return Source(values=_nest(flags, "."), field_name=flag_name)
+def load_settings(
+    *,
+    flags: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
+    file: Path | None = None,
+) -> Settings:
+    """Load and validate the settings; raises SettingsError.
+
+    `flags`: values by section and field.
+    """
+    sources = [
+        _Source(values=flags or {}, field_name=flag_name),
+        _from_environment(os.environ if environ is None else environ),
+    ]
+    if file is not None:
+        sources.append(_from_file(file))
+    try:
+        return Settings.model_validate(_merge(sources))
+    except ValidationError as error:
+        raise SettingsError(*(_error_line(detail, sources) for detail in error.errors())) from None
 
 
-def from_environment(environ: Mapping[str, str]) -> Source:
-    """Settings from environment variables named COPPICE_<SECTION>__<FIELD>.
+def _from_environment(environ: Mapping[str, str]) -> _Source:
+    """Settings from environment variables, also those of unknown names with the delimiter.
 
     Names without the delimiter are ignored: Kubernetes sets COPPICE_PORT for a Service named
     coppice.
     """
-    variables = {
-        name.removeprefix(PREFIX).lower(): text
+    named = {
+        name: text
         for name, text in environ.items()
         if name.startswith(PREFIX) and DELIMITER in name
     }
-    return Source(values=_nest(variables, DELIMITER), field_name=variable_name)
+    source = EnvSettingsSource(_Sources)
+    source.env_vars = parse_env_vars(named, parse_none_str=NONE)
+    sections = (name.removeprefix(PREFIX).lower().partition(DELIMITER) for name in named)
+    unknown = {
+        section: {field: None}
+        for section, _, field in sections
+        if section not in Settings.model_fields
+    }
+    return _Source(values={**source(), **unknown}, field_name=variable_name)
 
 
-def from_file(file: Path) -> Source:
+def _from_file(file: Path) -> _Source:
     tree = read_yaml(file)
     if not isinstance(tree, dict | None):
         raise SettingsError(f"{file}: must be a mapping of sections, such as 'server:'")
     sections = {str(name): values for name, values in (tree or {}).items() if values is not None}
-    return Source(values=sections, field_name=lambda *_: str(file))
+    return _Source(values=sections, field_name=lambda *_: str(file))
 
 
-def merge(sources: Sequence[Source]) -> dict[str, Any]:
-    """Merge settings from several sources; the first source that has a field wins."""
+def _merge(sources: Sequence[_Source]) -> dict[str, Any]:
+    """Settings of all sources; the first source that has a field wins."""
     tree: dict[str, Any] = {}
     for source in reversed(sources):
         for section, values in source.values.items():
-            existing = tree.get(section)
-            if isinstance(values, dict) and isinstance(existing, dict):
-                values = {**existing, **values, **_merged_maps(existing, values)}
-            tree[section] = values
+            lower = tree.get(section)
+            both = isinstance(values, dict) and isinstance(lower, dict)
+            tree[section] = {**lower, **values} if both else values
     return tree
-
-
-def _merged_maps(lower: Mapping[str, Any], higher: Mapping[str, Any]) -> dict[str, Any]:
-    """The map fields that both sources of a section have, merged by key."""
-    pairs = {name: (lower.get(name), higher.get(name)) for name in MERGED_MAPS}
-    return {
-        name: {**below, **above}
-        for name, (below, above) in pairs.items()
-        if isinstance(below, dict) and isinstance(above, dict)
-    }
-
-
-def _nest(values: Mapping[str, str], delimiter: str) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for path, text in sorted(values.items()):  # a map as a whole before its single keys
-        section, _, field = path.partition(delimiter)
-        value = None if text == "none" else text
-        name, _, key = field.partition(delimiter)
-        if name not in MERGED_MAPS:
-            tree.setdefault(section, {})[field] = value
-        elif key:
-            keys = tree.setdefault(section, {}).get(name)
-            tree[section][name] = {**(keys if isinstance(keys, dict) else {}), key: value}
-        else:
-            tree.setdefault(section, {})[name] = value if value is None else _parse_mapping(value)
-    return tree
-
-
-def _parse_mapping(text: str) -> object:
-    """The mapping that a text holds, or the text, whose error validation reports."""
-    try:
-        value = parse_map(text)
-    except ValueError:
-        return text
-    return value if isinstance(value, dict) else text
 
 
 def read_yaml(file: Path) -> object:
@@ -149,45 +174,28 @@ def read_yaml(file: Path) -> object:
         raise SettingsError(f"{file}: not valid YAML") from None
 
 
-def load_settings(
-    *,
-    flags: Mapping[str, str] | None = None,
-    environ: Mapping[str, str] | None = None,
-    file: Path | None = None,
-) -> Settings:
-    """Load and validate the settings; raises SettingsError.
-
-    `flags`: values by dotted path (`engine.block_size`).
-    """
-    sources = [
-        from_flags(flags or {}),
-        from_environment(os.environ if environ is None else environ),
-    ]
-    if file is not None:
-        sources.append(from_file(file))
-    try:
-        return Settings.model_validate(merge(sources))
-    except ValidationError as error:
-        raise SettingsError(*(_error_line(detail, sources) for detail in error.errors())) from None
-
-
-def _error_line(detail: ErrorDetails, sources: Sequence[Source]) -> str:
+def _error_line(detail: ErrorDetails, sources: Sequence[_Source]) -> str:
     """One-line message for an invalid setting, without the value, which may be a secret."""
     path = [str(part) for part in detail["loc"]]
     text = detail["msg"].removeprefix("Value error, ")
     if detail["type"] == "extra_forbidden":
-        text = "there is no such setting" + _suggestion(path)
+        text = "there is no such setting" + suggestion(".".join(path))
     origin = _origin(path, sources)
     return f"{'.'.join(path)}: {text}" + (f" (from {origin})" if origin else "")
 
 
-def _suggestion(path: Sequence[str]) -> str:
-    known = [f"{section}.{name}" for section, name, _ in settings_fields()]
-    close = difflib.get_close_matches(".".join(path), known, n=1)
+def suggestion(name: str) -> str:
+    """The setting that an unknown name, or an unknown flag, probably means, for an error."""
+    flag = name.startswith("-")
+    known = [
+        flag_name(section, field) if flag else f"{section}.{field}"
+        for section, field, _ in settings_fields()
+    ]
+    close = difflib.get_close_matches(name.partition("=")[0], known, n=1)
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def _origin(path: Sequence[str], sources: Sequence[Source]) -> str | None:
+def _origin(path: Sequence[str], sources: Sequence[_Source]) -> str | None:
     """Flag, environment variable or file that an invalid setting comes from, for the message.
 
     None for a known section as a whole, because several sources may contribute to it.
@@ -195,15 +203,10 @@ def _origin(path: Sequence[str], sources: Sequence[Source]) -> str | None:
     section, *rest = path
     if rest:
         names = (source.name_of(section, rest[0]) for source in sources)
-    else:
-        names = (
-            source.name_of_section(section)
-            for source in sources
-            if _is_sole_source(section, source)
-        )
-    return next(filter(None, names), None)
-
-
-def _is_sole_source(section: str, source: Source) -> bool:
-    """True if only this source can have caused an error about a whole settings section."""
-    return section not in Settings.model_fields or not isinstance(source.values.get(section), dict)
+        return next(filter(None, names), None)
+    for source in sources:
+        values = source.values.get(section)
+        fields = list(values) if isinstance(values, dict) else [""]
+        if values is not None and not (section in Settings.model_fields and fields != [""]):
+            return source.field_name(section, fields[0] if fields else "").rstrip("._")
+    return None

@@ -20,7 +20,6 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from typing import Literal, Protocol
 
-import typer
 import uvicorn
 import uvloop
 from fastapi import FastAPI
@@ -360,5 +359,5 @@ async def _log_when_ready(
         await asyncio.sleep(POLL_SECONDS)
     log.info("ready: serving %s on %s", settings.engine.model, url)
     if settings.log.format == "human":
-        typer.echo(f"\nTry it:\n\n  {example_command(url)}\n\nCtrl-C stops the server.\n")
+        print(f"\nTry it:\n\n  {example_command(url)}\n\nCtrl-C stops the server.\n", flush=True)
     return None

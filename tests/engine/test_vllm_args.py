@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import yaml
-from typer.testing import CliRunner
 from vllm.engine.arg_utils import AsyncEngineArgs
 
 from engine.errors import StartFailed
@@ -15,8 +14,9 @@ from engine.launch import vllm_args
 from engine.launch.arguments import engine_arguments
 from engine.settings import EngineSettings
 from engine.vllm_settings import PASSED_UNCHANGED
-from service.cli import ServeComponents, build_cli
+from service.cli import ServeComponents
 from tests.engine.seedling import MODEL
+from tests.service.command_line import run_command
 
 ROOT = Path(__file__).parents[2]
 
@@ -193,18 +193,19 @@ def _property_names(tree: object) -> Iterator[str]:
 
 
 def test_bad_argument_ends_the_start_with_one_sentence_and_code_1() -> None:
-    cli = build_cli(ServeComponents(configure_logging=lambda _: None))
-    result = CliRunner().invoke(cli, ["serve", "--port", "0", "--engine.vllm-args.worker-cls", "x"])
+    components = ServeComponents(configure_logging=lambda _: None)
+    flags = ("--port", "0", "--engine.vllm-args", "{worker_cls: x}")
+    result = run_command("serve", *flags, components=components)
     assert result.exit_code == 1
     lines = [line for line in result.stderr.splitlines() if line.startswith("coppice:")]
     assert lines == [
         "coppice: engine.vllm_args.worker_cls cannot be set: the server adds its own methods to "
         "vLLM's workers"
     ]
-    assert "Traceback" not in result.output
+    assert "Traceback" not in result.stderr
 
 
 def test_check_config_refuses_what_the_start_refuses() -> None:
-    result = CliRunner().invoke(build_cli(), ["check-config", "--engine.vllm-args.no-such", "1"])
+    result = run_command("check-config", "--engine.vllm-args", "{no_such: 1}")
     assert (result.exit_code, result.stdout) == (2, "")
     assert "coppice: engine.vllm_args.no_such: vLLM 0.32" in result.stderr

@@ -11,16 +11,16 @@ from typing import Any, cast
 import pytest
 import yaml
 from fastapi import FastAPI
-from typer.testing import CliRunner, Result
 
 from engine.errors import EngineDead, StartFailed
 from engine.protocol import Engine
 from engine.types import EngineHealth
-from service.cli import ServeComponents, build_cli, with_prompt_kv
-from service.config.flags import settings_flags
+from service.cli import ServeComponents, with_prompt_kv
 from service.config.settings import Settings, redacted, settings_fields
+from service.config.sources import SettingsFlags, flag_name
 from service.http.serve import ServerLifecycle
 from service.node import Node
+from tests.service.command_line import Result, run_command
 
 
 class IdleServer:
@@ -52,7 +52,7 @@ PARTS = ServeComponents(
 def run(
     *arguments: str, components: ServeComponents = PARTS, environ: dict[str, str] | None = None
 ) -> Result:
-    return CliRunner().invoke(build_cli(components), arguments, env=environ)
+    return run_command(*arguments, components=components, environ=environ)
 
 
 def refuse(text: str) -> Callable[..., Any]:
@@ -86,9 +86,15 @@ exit_process(0)
 
 
 def test_every_field_has_one_flag() -> None:
-    fields = [(section, name) for section, name, _ in settings_fields()]
-    assert [(flag.section, flag.name) for flag in settings_flags()] == fields
-    assert len(settings_flags()) == sum(len(section) for section in redacted(Settings()).values())
+    options = [action.option_strings[0] for action in SettingsFlags().parser._actions]
+    flags = [flag_name(section, name) for section, name, _ in settings_fields()]
+    assert sorted(option for option in options if "." in option) == sorted(flags)
+
+
+def test_sections_have_no_flags() -> None:
+    result = run("check-config", "--engine", '{"block_size": 32}')
+    assert result.exit_code == 2
+    assert result.stderr.endswith("(from --engine)\n")
 
 
 def test_check_config_prints_the_resolved_settings() -> None:
@@ -121,8 +127,20 @@ def test_invalid_settings_exit_with_code_2_and_a_line_each(command: str) -> None
     assert all(line.startswith("coppice: ") for line in lines)
 
 
-def test_unknown_flag_exits_with_code_2() -> None:
-    assert run("serve", "--engine.nope", "1").exit_code == 2
+def test_unknown_flag_exits_with_code_2_and_the_nearest_name() -> None:
+    result = run("serve", "--engine.blok-size=32")
+    assert result.exit_code == 2
+    assert "no option --engine.blok-size=32; did you mean --engine.block-size?" in result.stderr
+
+
+def test_flags_are_not_abbreviated() -> None:
+    assert run("check-config", "--engine.block", "32").exit_code == 2
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"], ["graphs", "--help"]])
+def test_help_is_printed(arguments: list[str]) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 0 and result.stdout.startswith("usage: coppice")
 
 
 def test_versions_are_printed() -> None:
@@ -141,7 +159,7 @@ def test_serve_wires_engine_app_and_server() -> None:
 
     components = replace(PARTS, run_server=run_server, create_app=lambda *_: idle_app("it"))
     result = run("serve", "--port", "0", "--log.format", "json", components=components)
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == 0, result.stderr
     [(title, stage, port, log_format)] = ran
     assert (title, stage, log_format) == ("it", "serving", "json")
     assert port > 0
@@ -197,28 +215,27 @@ def test_port_in_use_is_reported_before_the_model_is_loaded() -> None:
     )
 
 
-def test_any_vllm_argument_has_a_flag() -> None:
+def test_vllm_arguments_are_a_mapping() -> None:
     result = run(
-        *("check-config", "--engine.vllm-args.stream-interval", "4"),
-        *("--engine.vllm-args.quantization=fp8", "--engine.vllm-args.x", "{a: 1}"),
+        "check-config", "--engine.vllm-args", "{stream_interval: 4, quantization: fp8, x: {a: 1}}"
     )
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == 0, result.stderr
     engine = yaml.safe_load(result.stdout)["engine"]
-    assert engine["vllm_args"] == {"stream_interval": "4", "x": "{a: 1}"}
+    assert engine["vllm_args"] == {"stream_interval": 4, "x": {"a": 1}}
     assert engine["quantization"] == "fp8"
 
 
 def test_check_config_refuses_what_the_engine_refuses() -> None:
     components = replace(PARTS, check_engine=refuse("vLLM has no such argument"))
-    result = run("check-config", "--engine.vllm-args.x", "1", components=components)
+    result = run("check-config", "--engine.vllm-args", "{x: 1}", components=components)
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == "coppice: vLLM has no such argument\n"
 
 
 def test_flag_of_a_vllm_argument_requires_a_value() -> None:
-    result = run("check-config", "--engine.vllm-args.stream-interval")
+    result = run("check-config", "--engine.vllm-args")
     assert result.exit_code == 2
-    assert "requires an argument" in result.output
+    assert "expected one argument" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -263,7 +280,7 @@ def test_end_of_the_engine_ends_the_process_of_another_machine() -> None:
     components = replace(PARTS, load_node=lambda _: cast(Node, IdleServer()), run_node=end)
     flags = (*TWO_MACHINES, "--engine.node-rank", "1", "--port", "0")
     result = run("serve", *flags, components=components)
-    assert (result.exit_code, result.output) == (1, "coppice: machine 0 has ended\n")
+    assert (result.exit_code, result.stderr) == (1, "coppice: machine 0 has ended\n")
 
 
 def test_prompt_kv_is_off_on_several_machines_unless_set() -> None:

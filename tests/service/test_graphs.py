@@ -5,19 +5,18 @@ import re
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
 
 from engine.cudagraphs.shapes import Trace, decode, mixed
 from engine.feature_stats import CudaGraphStats
-from service.cli import build_cli
 from service.observability.metrics import Metrics
+from tests.service.command_line import Result, run_command
 
 LIMITS = ("--engine.max-sequences", "256", "--engine.max-batched-tokens", "2048")
 TIERED = ("--graphs.lengths", "8:0,2,4 32:0,2 0")
 
 
 def plan(*arguments: str) -> Result:
-    return CliRunner().invoke(build_cli(), ["graphs", "plan", *arguments], env={"COLUMNS": "200"})
+    return run_command("graphs", "plan", *arguments)
 
 
 def value(metrics: Metrics, name: str, **labels: str) -> float | None:

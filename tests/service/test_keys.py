@@ -10,15 +10,14 @@ import httpx
 import pytest
 import yaml
 from fastapi.routing import APIRoute
-from typer.testing import CliRunner
 
 from service.app import create_app
 from service.auth.access import declared_access
 from service.auth.keys import LOCAL_KEY, ROLES, Keyring, match_key, read_keys
-from service.cli import build_cli
 from service.config.sources import SettingsError, load_settings
 from service.observability.logs import current_ids
 from tests.fake_engine import FakeEngine
+from tests.service.command_line import run_command
 from tests.service.keyfile import bearer, entries, write_keys
 from tests.service.test_rollouts import body, group, running_samples
 from tests.serving import serving, settings_for
@@ -58,7 +57,7 @@ class Clock:
 
 
 def test_new_key_is_printed_once_and_its_lines_grant_access(file: Path) -> None:
-    made = CliRunner().invoke(build_cli(), ["new-key", "trainer", "--roles", "rollout,kv"])
+    made = run_command("new-key", "trainer", "--roles", "rollout,kv")
     assert made.exit_code == 0
     secret = made.stderr.split()[-1]
     assert secret not in made.stdout
@@ -69,13 +68,13 @@ def test_new_key_is_printed_once_and_its_lines_grant_access(file: Path) -> None:
 
 
 def test_new_keys_differ() -> None:
-    made = [CliRunner().invoke(build_cli(), ["new-key", "x", "--roles", "kv"]) for _ in range(2)]
+    made = [run_command("new-key", "x", "--roles", "kv") for _ in range(2)]
     assert made[0].stderr != made[1].stderr
 
 
 @pytest.mark.parametrize(("name", "roles"), [("x y", "kv"), ("x", "root"), ("x", "")])
 def test_key_that_the_file_could_not_contain_is_not_made(name: str, roles: str) -> None:
-    refused = CliRunner().invoke(build_cli(), ["new-key", name, "--roles", roles])
+    refused = run_command("new-key", name, "--roles", roles)
     assert (refused.exit_code, refused.stdout) == (2, "")
 
 
@@ -117,13 +116,13 @@ def test_keys_may_not_share_a_name_or_a_hash(file: Path, field: str) -> None:
 @pytest.mark.parametrize("command", ["serve", "check-config"])
 def test_missing_key_file_fails_the_start_with_one_line(command: str, tmp_path: Path) -> None:
     file = tmp_path / "none.yaml"
-    result = CliRunner().invoke(build_cli(), [command, "--server.keys-file", str(file)])
+    result = run_command(command, "--server.keys-file", str(file))
     assert result.exit_code == 2
     assert result.stderr == f"coppice: {file}: No such file or directory\n"
 
 
 def test_keys_allow_addresses_other_than_loopback(file: Path) -> None:
-    flags = {"server.host": "0.0.0.0", "server.keys_file": str(file)}
+    flags = {"server": {"host": "0.0.0.0", "keys_file": str(file)}}
     assert load_settings(flags=flags, environ={}).server.host == "0.0.0.0"
 
 

@@ -66,10 +66,10 @@ def test_compat_admin_routes_are_only_on_the_admin_port(tmp_path: Path) -> None:
 
 
 def test_admin_port_needs_keys_like_any_other() -> None:
-    flags = {"server.operators_port": "9000", "server.operators_host": "0.0.0.0"}
+    server = {"operators_port": "9000", "operators_host": "0.0.0.0"}
     with pytest.raises(SettingsError, match=r"host 0\.0\.0\.0 can be reached"):
-        load_settings(flags=flags, environ={})
-    assert load_settings(flags={**flags, "server.allow_open": "true"}, environ={})
+        load_settings(flags={"server": server}, environ={})
+    assert load_settings(flags={"server": {**server, "allow_open": "true"}}, environ={})
 
 
 def test_both_ports_serve_until_the_drain_ends(tmp_path: Path) -> None:

@@ -181,7 +181,12 @@ async def test_error_names_the_field_and_never_repeats_the_prompt(tmp_path: Path
         (b"{", {}, 400, "invalid_json"),
         (b"\xff", {}, 400, "invalid_json"),
         (b"{}", {"content-type": "text/plain"}, 415, "unsupported_media_type"),
-        (gzip.compress(b"{}", mtime=0), {"content-encoding": "gzip"}, 415, "unsupported_media_type"),
+        (
+            gzip.compress(b"{}", mtime=0),
+            {"content-encoding": "gzip"},
+            415,
+            "unsupported_media_type",
+        ),
         (b"{}", {"content-encoding": "identity"}, 422, "invalid_request"),
         (b"{}", {"accept": "text/html"}, 406, "not_acceptable"),
         (b" " * 5000, {}, 413, "body_too_large"),

@@ -8,11 +8,12 @@ from pydantic import BaseModel, SecretStr, ValidationError
 
 from service.config.settings import Settings, changed_settings, redacted, settings_fields
 from service.config.sources import SettingsError, load_settings, variable_name
+from tests.service.command_line import parsed_flags
 
 
 def refusal(
     *,
-    flags: dict[str, str] | None = None,
+    flags: dict[str, dict[str, str]] | None = None,
     environ: dict[str, str] | None = None,
     file: Path | None = None,
 ) -> str:
@@ -34,7 +35,7 @@ def test_without_sources_every_value_is_the_default() -> None:
 def test_flags_override_environment_which_overrides_the_file(tmp_path: Path) -> None:
     file = written(tmp_path, "server: {port: 1, drain_seconds: 1}\nengine: {block_size: 16}\n")
     settings = load_settings(
-        flags={"server.port": "3"},
+        flags={"server": {"port": "3"}},
         environ={"COPPICE_SERVER__PORT": "2", "COPPICE_SERVER__DRAIN_SECONDS": "2"},
         file=file,
     )
@@ -56,7 +57,10 @@ def test_every_field_has_an_environment_variable() -> None:
 
 def test_none_clears_a_value_of_a_lower_source(tmp_path: Path) -> None:
     file = written(tmp_path, "engine: {cache_bytes: 2000000}\n")
-    assert load_settings(flags={"engine.cache_bytes": "none"}, file=file, environ={}) == Settings()
+    flags = parsed_flags("--engine.cache-bytes", "none")
+    assert load_settings(flags=flags, file=file, environ={}) == Settings()
+    variable = {"COPPICE_ENGINE__CACHE_BYTES": "none"}
+    assert load_settings(environ=variable, file=file) == Settings()
 
 
 def test_source_directories_are_separated_by_colons() -> None:
@@ -101,7 +105,9 @@ def test_unknown_keys_of_the_file_are_refused(tmp_path: Path) -> None:
 
 
 def test_invalid_value_reports_its_source() -> None:
-    text = refusal(flags={"engine.block_size": "33"}, environ={"COPPICE_ENGINE__BLOCK_SIZE": "32"})
+    text = refusal(
+        flags={"engine": {"block_size": "33"}}, environ={"COPPICE_ENGINE__BLOCK_SIZE": "32"}
+    )
     assert text == "engine.block_size: Input should be a multiple of 16 (from --engine.block-size)"
 
 
@@ -110,7 +116,7 @@ def test_invalid_value_is_not_repeated() -> None:
 
 
 def test_error_of_a_section_is_not_attributed_to_a_field() -> None:
-    text = refusal(flags={"server.port": "1"}, environ={"COPPICE_SERVER__HOST": "0.0.0.0"})
+    text = refusal(flags={"server": {"port": "1"}}, environ={"COPPICE_SERVER__HOST": "0.0.0.0"})
     assert "from" not in text.replace("reached from", "")
 
 
@@ -131,14 +137,14 @@ def test_missing_file_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.7", "gpu-node"])
 def test_open_address_needs_an_explicit_setting(host: str) -> None:
-    assert "set server.allow_open to true" in refusal(flags={"server.host": host})
-    settings = load_settings(flags={"server.host": host, "server.allow_open": "true"}, environ={})
+    assert "set server.allow_open to true" in refusal(flags={"server": {"host": host}})
+    settings = load_settings(flags={"server": {"host": host, "allow_open": "true"}}, environ={})
     assert settings.server.host == host
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])
 def test_loopback_needs_no_setting(host: str) -> None:
-    assert load_settings(flags={"server.host": host}, environ={}).server.host == host
+    assert load_settings(flags={"server": {"host": host}}, environ={}).server.host == host
 
 
 def test_uploads_are_staged_in_the_cache_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,46 +193,39 @@ def test_off_is_a_mode_although_yaml_parses_it_as_false(tmp_path: Path, text: st
     assert load_settings(file=file, environ={}).attention.shared_prefix == text.strip("'")
 
 
-def test_vllm_arguments_of_all_sources_are_merged_by_name(tmp_path: Path) -> None:
-    file = written(tmp_path, "engine:\n  vllm_args: {a: 1, b: [2], c: 3}\n")
-    settings = load_settings(
-        flags={"engine.vllm_args.c": "flag"},
-        environ={
-            "COPPICE_ENGINE__VLLM_ARGS__B": "variable",
-            "COPPICE_ENGINE__VLLM_ARGS": "{d: 4, b: 5}",
-        },
-        file=file,
-    )
-    assert settings.engine.vllm_args == {"a": 1, "b": "variable", "c": "flag", "d": 4}
+def test_vllm_arguments_may_be_text_and_come_from_the_first_source(tmp_path: Path) -> None:
+    file = written(tmp_path, "engine:\n  vllm_args: {a: 1, b: [2]}\n")
+    variable = {"COPPICE_ENGINE__VLLM_ARGS": "{d: 4, b: 5}"}
+    assert load_settings(environ={}, file=file).engine.vllm_args == {"a": 1, "b": [2]}
+    assert load_settings(environ=variable, file=file).engine.vllm_args == {"d": 4, "b": 5}
 
 
 def test_none_clears_the_vllm_arguments_of_lower_sources(tmp_path: Path) -> None:
     file = written(tmp_path, "engine: {vllm_args: {a: 1}}\n")
-    cleared = load_settings(flags={"engine.vllm_args": "none"}, environ={}, file=file)
-    assert cleared.engine.vllm_args == {}
+    flags = parsed_flags("--engine.vllm-args", "none")
+    assert load_settings(flags=flags, environ={}, file=file).engine.vllm_args == {}
 
 
 @pytest.mark.parametrize("text", ["words", "[1]", "{a", "{1: 2}"])
 def test_vllm_arguments_that_are_no_mapping_are_refused(text: str) -> None:
-    lines = refusal(flags={"engine.vllm_args": text})
+    lines = refusal(flags={"engine": {"vllm_args": text}})
     assert lines.startswith("engine.vllm_args") and "\n" not in lines
     assert lines.endswith("(from --engine.vllm-args)")
 
 
 def test_vllm_argument_with_the_name_of_a_setting_is_that_setting() -> None:
     settings = load_settings(
-        flags={"engine.vllm_args.quantization": "fp8", "engine.vllm_args.block_size": "64"},
-        environ={},
+        flags={"engine": {"vllm_args": "{quantization: fp8, block_size: 64}"}}, environ={}
     )
     assert (settings.engine.quantization, settings.engine.block_size) == ("fp8", 64)
     assert settings.engine.vllm_args == {}
 
 
 def test_setting_given_under_both_names_is_refused() -> None:
-    text = refusal(flags={"engine.vllm_args.dtype": "auto", "engine.dtype": "auto"})
+    text = refusal(flags={"engine": {"vllm_args": "{dtype: auto}", "dtype": "auto"}})
     assert text == "engine: dtype and vllm_args.dtype are both set; set one of them"
 
 
 def test_model_overrides_may_be_text() -> None:
-    settings = load_settings(flags={"engine.hf_overrides": '{"a": {"b": 1}}'}, environ={})
+    settings = load_settings(flags={"engine": {"hf_overrides": '{"a": {"b": 1}}'}}, environ={})
     assert settings.engine.hf_overrides == {"a": {"b": 1}}

@@ -72,11 +72,11 @@ def test_invalid_address_fails_the_start(text: str) -> None:
     with pytest.raises(ValueError):
         parse_allowed(text)
     with pytest.raises(SettingsError, match=r"weights"):
-        load_settings(flags={"weights.peers": text}, environ={})
+        load_settings(flags={"weights": {"peers": text}}, environ={})
 
 
 def test_addresses_are_separated_by_spaces() -> None:
-    settings = load_settings(flags={"weights.peers": "http://one http://two:1"}, environ={})
+    settings = load_settings(flags={"weights": {"peers": "http://one http://two:1"}}, environ={})
     assert settings.weights.peers == ("http://one", "http://two:1")
 
 

@@ -6,7 +6,7 @@ Run by `python -m tests.soak.paced_engine serve ...`.
 import asyncio
 from pathlib import Path
 
-from service.cli import ServeComponents, build_cli
+from service.cli import ServeComponents, run
 from tests.fake_engine import FakeEngine
 
 STEP_SECONDS = 0.005
@@ -48,4 +48,4 @@ class PacedEngine(FakeEngine):
 
 
 if __name__ == "__main__":
-    build_cli(ServeComponents(load_engine=lambda settings: PacedEngine()))()
+    run(components=ServeComponents(load_engine=lambda settings: PacedEngine()))
