@@ -32,7 +32,6 @@ from service.config.settings import LogSettings, Settings, changed_settings, red
 from service.config.sources import SettingsError, load_settings
 from service.observability.logs import configure_logging
 from service.prompt_kv.arena import default_capacity_bytes
-from service.sizing import size
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -212,7 +211,6 @@ def build_cli(components: ServeComponents | None = None) -> typer.Typer:
     cli.command("serve", cls=SettingsCommand)(with_settings_flags(serve))
     cli.command("check-config", cls=SettingsCommand)(with_settings_flags(check_config))
     cli.command("measure-baseline", cls=SettingsCommand)(with_settings_flags(measure))
-    cli.command("size")(size)
     cli.command("new-key")(_new_key)
     cli.command("version")(_print_versions)
     return cli
