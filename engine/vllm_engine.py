@@ -45,7 +45,6 @@ from engine.launch.info import (
 )
 from engine.launch.machines import check_machines, check_serves
 from engine.launch.model_files import resolve_served_model
-from engine.launch.preloaded_core import PreloadedCore
 from engine.launch.processes import VllmProcesses, kill_processes
 from engine.launch.vllm_args import check_vllm_args
 from engine.protocol import DEFAULT_SAMPLING, ResponseStream
@@ -91,7 +90,6 @@ MAX_REFRESHED_SHARE: Final = 0.5
 class VllmEngine:
     """The `engine.protocol.Engine` that runs vLLM. Use it from a single event loop.
 
-    EngineCore runs in the `preloaded` process, if given, which is closed with the engine.
     Raises StartFailed if vLLM does not accept an engine argument in the settings.
     """
 
@@ -103,7 +101,6 @@ class VllmEngine:
         speculation: SpeculationSettings | None = None,
         graphs: GraphsSettings | None = None,
         worker_extension: str = WORKER_EXTENSION,
-        preloaded: PreloadedCore | None = None,
     ) -> None:
         check_vllm_args(settings)
         check_settings(settings, speculation or SpeculationSettings())
@@ -127,7 +124,6 @@ class VllmEngine:
             attention=self._requested[0],
             graphs=graphs or GraphsSettings(),
             worker_extension=worker_extension,
-            preloaded=preloaded,
         )
         self._monitor = EngineMonitor(self._heartbeat, self._processes)
         self._monitor_task: asyncio.Task[None] | None = None

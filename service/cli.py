@@ -22,7 +22,6 @@ from engine.cudagraphs.plan_report import compare, render
 from engine.cudagraphs.planner import shape_weights
 from engine.errors import EngineError, StartFailed
 from engine.launch.model_files import resolve_model_config
-from engine.launch.preloaded_core import preload_core
 from engine.protocol import Engine
 from engine.runtime import gc_and_process_group
 from engine.runtime.start_phases import StartPhases
@@ -45,15 +44,8 @@ log = logging.getLogger(__name__)
 
 
 def load_engine(settings: Settings) -> Engine:
-    """Import and create the vLLM engine, whose EngineCore process imports vLLM at the same time."""
-    preloaded = preload_core(settings.engine)
-    try:
-        engine = _create("engine.vllm_engine", "VllmEngine", settings, preloaded=preloaded)
-    except BaseException:
-        if preloaded is not None:
-            preloaded.close()
-        raise
-    return cast(Engine, engine)
+    """Import and create the vLLM engine."""
+    return cast(Engine, _create("engine.vllm_engine", "VllmEngine", settings))
 
 
 def check_engine(settings: EngineSettings) -> None:
@@ -70,7 +62,7 @@ def load_node(settings: Settings) -> "Node":
     return cast("Node", _create("engine.launch.node_processes", "EngineNode", settings))
 
 
-def _create(module: str, name: str, settings: Settings, **options: object) -> Any:
+def _create(module: str, name: str, settings: Settings) -> Any:
     """Import and create an engine or the ranks of one.
 
     The import is by name and only here, so that no other service module imports torch or vLLM.
@@ -88,7 +80,6 @@ def _create(module: str, name: str, settings: Settings, **options: object) -> An
         attention=settings.attention,
         speculation=settings.speculation,
         graphs=settings.graphs,
-        **options,
     )
 
 

@@ -220,11 +220,7 @@ def thread_variables(settings: EngineSettings, cpus: list[int]) -> dict[str, str
     num_ranks, num_threads = settings.ranks_per_node, settings.threads_per_rank
     shares = [_cpus_of_rank(rank, num_threads, cpus) for rank in range(num_ranks)]
     preload = intel_openmp_library()
-    # vLLM's configuration sets it too late for a process that has already imported torch: generated
-    # code would set its own number of threads, and undo their binding.
-    threads = {"TORCHINDUCTOR_CPP_DYNAMIC_THREADS": "1"}
-    if preload:
-        threads["LD_PRELOAD"] = _preload_variable(preload)
+    threads = {"LD_PRELOAD": _preload_variable(preload)} if preload else {}
     uses_all_cpus = num_ranks * num_threads >= len(cpus)
     binds = settings.data_parallel_size == 1 and not settings.uses_ray and uses_all_cpus
     if settings.has_workers and binds:

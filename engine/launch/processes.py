@@ -33,7 +33,6 @@ from engine.io.placement import count_running_tokens
 from engine.launch.arguments import USAGE_CONTEXT, engine_arguments, with_defaults
 from engine.launch.data_parallel import check_model, install_coordinator
 from engine.launch.environment import engine_environment
-from engine.launch.preloaded_core import PreloadedCore, started_by_vllm
 from engine.launch.vllm_seams import check_version
 from engine.runner.routed_experts import accept_cpu_runner
 from engine.runtime.await_engine import await_engine
@@ -46,7 +45,7 @@ from engine.speculation.startup import find_obstacle
 log = logging.getLogger(__name__)
 EXIT_SECONDS: Final = 0.5
 """Time for vLLM's processes to exit, after which they are killed. They take seconds on a busy
-machine. Nothing is lost: the draft store was saved before, and `_clean_up` removes their files."""
+machine. Nothing is lost: the draft store was saved before, and `_shut_down` removes their files."""
 KILLED_SECONDS: Final = 5.0
 """Longest wait for killed processes, which release their memory before they have ended."""
 POLL_SECONDS: Final = 0.01
@@ -63,10 +62,8 @@ class VllmProcesses:
         attention: AttentionSettings,
         graphs: GraphsSettings,
         worker_extension: str,
-        preloaded: PreloadedCore | None = None,
     ) -> None:
         self._settings = settings
-        self._preloaded = preloaded
         self._attention = attention
         self._graphs = graphs
         self._worker_extension = worker_extension
@@ -143,8 +140,7 @@ class VllmProcesses:
         return None
 
     def _create(self, config: VllmConfig) -> None:
-        with started_by_vllm(self._preloaded):
-            self._llm = _create_llm(config)
+        self._llm = _create_llm(config)
 
     def _arguments(
         self, model: Path, speculation: SpeculationSettings, *, on_cpu: bool
@@ -204,12 +200,6 @@ class VllmProcesses:
             llm.shutdown(EXIT_SECONDS)
         _wait_for_exit(running, KILLED_SECONDS)
         multiprocessing.active_children()  # reaps those that have exited
-        self._clean_up()
-
-    def _clean_up(self) -> None:
-        """End a process that was not used, and remove files that killed processes leave behind."""
-        if self._preloaded is not None:
-            self._preloaded.close()
         if self._temp_dir is not None:
             self._temp_dir.close()
         remove_leftover_shared_memory()

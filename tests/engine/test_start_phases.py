@@ -238,7 +238,7 @@ async def test_one_of_several_ranks_reports(lines: Any, parallelism: str) -> Non
 
 
 @pytest.mark.engine
-def test_log_of_a_service_process_has_the_phases_of_its_preloaded_engine() -> None:
+def test_log_of_a_service_process_has_the_phases_of_its_engine() -> None:
     with home() as place, service(place) as served:
         messages = [json.loads(line)["message"] for line in served.log.splitlines() if "{" in line]
     begun = [line for line in messages if line.removeprefix("start: ") in ORDER]

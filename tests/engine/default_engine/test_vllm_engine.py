@@ -16,7 +16,6 @@ from engine.errors import CheckpointRefused, RequestRefused
 from engine.feature_stats import CudaGraphStats
 from engine.types import ChatRequest, Completion, SampleRequest, Sampling, TopLogprobs
 from engine.vllm_engine import VllmEngine
-from service.sizing import ModelShape
 from tests.engine.seedling import BLOCK, MODEL, reference, settings, teacher_forced
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="package")]
@@ -215,12 +214,13 @@ async def test_sample_ends_with_its_stop_token_or_at_its_limit(engine: VllmEngin
     assert stopped.token_ids == ended.token_ids[: ended.token_ids.index(stop) + 1]
 
 
-async def test_cache_has_the_size_that_the_size_command_predicts(engine: VllmEngine) -> None:
-    shape, info = ModelShape.read(MODEL), engine.info
-    cache_bytes = settings().cache_bytes
+async def test_blocks_of_the_cache_fill_its_bytes(engine: VllmEngine) -> None:
+    info, cache_bytes = engine.info, settings().cache_bytes
+    config = json.loads((MODEL / "config.json").read_text())
+    num_heads = config["num_hidden_layers"] * config["num_key_value_heads"]
     assert cache_bytes is not None and info.dtype == "float32"
-    assert info.kv_bytes_per_token == shape.kv_bytes(1, "float32")
-    assert info.num_blocks == cache_bytes // shape.kv_bytes(info.block_size, "float32")
+    assert info.kv_bytes_per_token == 2 * num_heads * config["head_dim"] * 4
+    assert info.num_blocks == cache_bytes // (info.kv_bytes_per_token * info.block_size)
 
 
 async def test_sample_may_use_the_whole_context_and_no_more(engine: VllmEngine) -> None:
