@@ -1,6 +1,6 @@
 """Generator of the commands of `coppice`, from its argument parser."""
 
-from argparse import ArgumentParser, _SubParsersAction
+from argparse import SUPPRESS, ArgumentParser, _SubParsersAction
 from collections.abc import Iterator
 
 from service.cli import build_parser
@@ -19,14 +19,20 @@ def _group(parser: ArgumentParser) -> Iterator[str]:
 
 def _command(command: ArgumentParser) -> Iterator[str]:
     usage = command.format_usage().removeprefix("usage: ").replace(" [-h]", "").strip()
-    own = [action for action in command._actions if "." not in action.dest]
+    own = [
+        action
+        for action in command._actions
+        if "." not in action.dest and action.dest != "help" and action.help != SUPPRESS
+    ]
     yield from (f"## `{command.prog}`", "", "```text", usage, "```", "")
-    yield from (command.description or "", "", "| option | meaning |", "|---|---|")
+    yield from (command.description or "", "")
+    if own:
+        yield from ("| option | meaning |", "|---|---|")
     for action in own:
-        words = action.option_strings[-1:] + ([action.metavar] if action.metavar else [])
+        words = [*action.option_strings[-1:], *([action.metavar] if action.metavar else [])]
         text = (action.help or "").rstrip(".")
         yield f"| `{' '.join(map(str, words))}` | {text[:1].upper()}{text[1:]}. |"
-    if len(own) < len(command._actions):
+    if any("." in action.dest for action in command._actions):
         yield (
             "| `--SECTION.FIELD VALUE` | Any [setting](settings.md), such as "
             "`--engine.block-size 16`. |"

@@ -156,8 +156,9 @@ def _merge(sources: Sequence[_Source]) -> dict[str, Any]:
     for source in reversed(sources):
         for section, values in source.values.items():
             lower = tree.get(section)
-            both = isinstance(values, dict) and isinstance(lower, dict)
-            tree[section] = {**lower, **values} if both else values
+            if isinstance(lower, dict) and isinstance(values, dict):
+                values = {**lower, **values}
+            tree[section] = values
     return tree
 
 
