@@ -155,8 +155,6 @@ class Engine(Protocol):
     check_weights: raises CheckpointRefused if the files could not be served. Changes nothing. May
         block for seconds, so call it outside the event loop. `magnitudes` are those of the tensors
         of a single file, as far as they are known: these values are not read again.
-    prepare_weights: call before update_weights, outside the pause, with validated files. Copies
-        them to other machines of the engine if these need copies. LoadFailed: nothing has changed.
     update_weights: call while paused; the caller resumes. Loads validated files, resets the prefix
         cache and stamps `version` on every token sampled from then on. With `keep_kv`, the prefixes
         of requests with `kept_kv` stay in the cache, and the number of their tokens is returned;
@@ -282,8 +280,6 @@ class Engine(Protocol):
     async def wake(self, tags: AbstractSet[SleepTag]) -> str | None: ...
 
     def check_weights(self, path: Path, magnitudes: Magnitudes = UNKNOWN) -> None: ...
-
-    async def prepare_weights(self, path: Path) -> None: ...
 
     async def update_weights(self, path: Path, version: str, *, keep_kv: bool = False) -> int: ...
 

@@ -355,12 +355,6 @@ class EngineSettings(VllmSettings):
         "none: the environment variable RAY_ADDRESS, or else the cluster that runs on this "
         "machine; set it if several clusters run here",
     )
-    copies_directory: Path = Field(
-        default_factory=lambda: cache_directory("copies"),
-        description="directory for copies of weights versions and adapters, on machines that do "
-        "not see the files of machine 0; needs room for two versions; change it if the default has "
-        "too little room",
-    )
     start_seconds: Seconds = Field(
         1800.0,
         description="timeout of the engine's start, in seconds; increase it for large models on "
@@ -378,8 +372,8 @@ class EngineSettings(VllmSettings):
     )
     activation_seconds: Seconds = Field(
         600.0,
-        description="heartbeat timeout while weights are loaded, and time limit of their copies "
-        "to other machines, in seconds; increase it for large models on slow disks or networks",
+        description="heartbeat timeout while weights are loaded, in seconds; increase it for large "
+        "models on slow disks",
     )
 
     @model_validator(mode="before")

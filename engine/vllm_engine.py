@@ -75,7 +75,6 @@ from engine.types import (
 from engine.weights.checkpoint import NO_TENSORS, Checkpoint, read_base_checkpoint
 from engine.weights.ipc_tensors import IpcTensor
 from engine.weights.loaded_adapters import LoadedAdapters
-from engine.weights.machine_copies import MachineCopies
 from engine.weights.magnitudes import UNKNOWN, Magnitudes
 from engine.weights.sleep_mode import SleepMode
 from engine.weights.updates import ServedWeights
@@ -127,8 +126,7 @@ class VllmEngine:
         )
         self._monitor = EngineMonitor(self._heartbeat, self._processes)
         self._monitor_task: asyncio.Task[None] | None = None
-        self._copies = MachineCopies(self._processes, settings)
-        self._adapters = LoadedAdapters(settings.max_adapters, self._copies)
+        self._adapters = LoadedAdapters(settings.max_adapters)
         self._generation = Generation(
             self._processes, self._adapters, num_engines=settings.data_parallel_size
         )
@@ -198,7 +196,12 @@ class VllmEngine:
             if not self._settings.has_random_weights:
                 checkpoint = await asyncio.to_thread(read_base_checkpoint, model)
         self._weights = ServedWeights(
-            self._processes, self._heartbeat, model, checkpoint, self._copies, version=version
+            self._processes,
+            self._heartbeat,
+            model,
+            checkpoint,
+            version=version,
+            is_on_several_machines=self._settings.uses_several_machines,
         )
         self._sleep_mode = SleepMode(
             self._processes, self._heartbeat, self._weights, self._adapters
@@ -482,9 +485,6 @@ class VllmEngine:
 
     def check_weights(self, path: Path, magnitudes: Magnitudes = UNKNOWN) -> None:
         self._served_weights.check(path, dtype=self.info.dtype, magnitudes=magnitudes)
-
-    async def prepare_weights(self, path: Path) -> None:
-        await self._served_weights.prepare(path)
 
     def check_tensors(self, tensors: Sequence[IpcTensor]) -> None:
         self._served_weights.check_tensors(tensors)

@@ -33,7 +33,7 @@ PORT: Schema = {"type": "integer", "minimum": 1, "maximum": 65535}
 # Set by the chart itself, from other values.
 SET_BY_THE_CHART = {
     *("model", "revision", "start_seconds", "prompt_kv"),
-    *("node_rank", "master_addr", "copies_directory", "ray_address"),
+    *("node_rank", "master_addr", "ray_address"),
     *("directory", "cache_directory", "drafter_directory", "capacity_bytes", "peer_key_file"),
     # Passwords must not be in a ConfigMap.
     *("redis_url", "redis_user", "redis_password", "redis_password_file"),
@@ -123,7 +123,7 @@ def schema() -> Schema:
         gpu=tree(count=COUNT, resourceName=TEXT),
         resources=tree(requests=ANYTHING, limits=ANYTHING, claims=LIST),
         shm=tree(engine=QUANTITY, arena=QUANTITY),
-        cache=tree(size=QUANTITY, existingClaim=TEXT),
+        cache=tree(size=QUANTITY, existingClaim=TEXT, weightsClaim=TEXT),
         probes=tree(
             startup=tree(maxSeconds=POSITIVE, periodSeconds=POSITIVE),
             readiness=tree(**probe),

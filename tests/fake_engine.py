@@ -129,14 +129,12 @@ class FakeEngine:
         self.checked: list[Sampling] = []
         self.sampling_error: EngineError | None = None
         self.loaded: list[Path] = []
-        self.prepared: list[Path] = []
         self.transferred: list[Sequence[IpcTensor]] = []
+        self.load_gate: asyncio.Event | None = None
         self.transfer_gate: asyncio.Event | None = None
         self.transfer_delay_seconds = 0.0
         self.opened: Sequence[IpcTensor] | None = None
         self.open_error: EngineError | None = None
-        self.prepare_error: EngineError | None = None
-        self.prepare_gate: asyncio.Event | None = None
         self.running: dict[str, Running] = {}
         self.written: dict[str, str] = {}
         self.left: dict[tuple[str, str], int] = {}
@@ -507,13 +505,6 @@ class FakeEngine:
         if path.name in self.refused_weights:
             raise CheckpointRefused(self.refused_weights[path.name])
 
-    async def prepare_weights(self, path: Path) -> None:
-        if self.prepare_gate is not None:
-            await self.prepare_gate.wait()
-        if self.prepare_error is not None:
-            raise self.prepare_error
-        self.prepared.append(path)
-
     def check_tensors(self, tensors: Sequence[IpcTensor]) -> None:
         if tensors[0].name in self.refused_weights:
             raise CheckpointRefused(self.refused_weights[tensors[0].name])
@@ -537,6 +528,8 @@ class FakeEngine:
         return num_kept
 
     async def update_weights(self, path: Path, version: str, *, keep_kv: bool = False) -> int:
+        if self.load_gate is not None:
+            await self.load_gate.wait()
         num_kept = self._swap(version, keep_kv=keep_kv)
         self.loaded.append(path)
         return num_kept

@@ -152,14 +152,6 @@ def coppice_set_kv_divergence(
     kv_versions.kept_blocks(self).divergence.set(divergences)
 
 
-def coppice_ray_address(self: "EngineCore") -> str:
-    """Address of this node in the Ray cluster; only with the Ray executor."""
-    from ray.util import get_node_ip_address
-
-    address: str = get_node_ip_address()
-    return address
-
-
 def coppice_check_pool(self: "EngineCore") -> PoolState:
     manager = self.scheduler.kv_cache_manager
     pool = manager.block_pool
@@ -187,7 +179,6 @@ def install() -> None:
         coppice_can_keep_kv,
         coppice_set_kv_divergence,
         coppice_check_pool,
-        coppice_ray_address,
     )
     added = (drafter.METHODS, siblings.METHODS, baseline.METHODS, session_kv.METHODS)
     for method in itertools.chain(methods, *added, kv_transfer.METHODS):

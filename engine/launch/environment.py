@@ -7,7 +7,6 @@ others. All of this happens inside `engine_environment`, which restores the serv
 import hashlib
 import os
 import re
-import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -25,15 +24,13 @@ ATTENTION_ENV = "COPPICE_ENGINE_ATTENTION"
 SPECULATION_ENV = "COPPICE_ENGINE_SPECULATION"
 GRAPHS_ENV = "COPPICE_ENGINE_GRAPHS"
 DIGEST_ENV = "COPPICE_ENGINE_DIGEST"
-COPIES_ENV = "COPPICE_ENGINE_COPIES"
-COPIES_PREFIX = "engine-"
 _OF_ONE_NODE = frozenset(
-    ("model", "tokenizer", "seed", "node_rank", "prompt_kv", "cpu_threads", "copies_directory")
+    ("model", "tokenizer", "seed", "node_rank", "prompt_kv", "cpu_threads")
     + ("start_seconds", "step_seconds", "hang_seconds", "activation_seconds")
 )
 """Engine settings in which the machines of one engine may differ. Prompt KV is off on several."""
 _OF_RANKS = frozenset(
-    (ENGINE_ENV, ATTENTION_ENV, SPECULATION_ENV, GRAPHS_ENV, DIGEST_ENV, COPIES_ENV)
+    (ENGINE_ENV, ATTENTION_ENV, SPECULATION_ENV, GRAPHS_ENV, DIGEST_ENV)
     + (start_phases.FILE_ENV,)
     + ("PYTHONWARNINGS", "PYTHONHASHSEED", "HF_HUB_OFFLINE")
     + ("COPPICE_SHARED_PREFIX_ISA",)
@@ -89,16 +86,6 @@ def own_settings_digest() -> str:
     return os.environ[DIGEST_ENV]
 
 
-def copies_directory() -> Path:
-    """Directory of this engine's copies, which the ranks of one machine share."""
-    return Path(os.environ[COPIES_ENV])
-
-
-def separate_copies(node_id: str) -> None:
-    """Give the ranks of a Ray node a directory of their own, also in a home that nodes share."""
-    os.environ[COPIES_ENV] = f"{os.environ[COPIES_ENV]}-{node_id}"
-
-
 def speculation_settings() -> SpeculationSettings:
     return SpeculationSettings.model_validate_json(os.environ[SPECULATION_ENV])
 
@@ -149,8 +136,6 @@ def engine_environment(
     os.environ[SPECULATION_ENV] = speculation.model_dump_json()
     os.environ[GRAPHS_ENV] = graphs.to_json() if graphs else ""
     os.environ[DIGEST_ENV] = settings_digest(settings, attention, speculation, graphs)
-    copies = f"{COPIES_PREFIX}{secrets.token_hex(16)}"  # pids repeat if a container restarts
-    os.environ[COPIES_ENV] = str(settings.copies_directory / copies)
     if settings.ray_address is not None:
         os.environ["RAY_ADDRESS"] = settings.ray_address
     if speculation.mode != "off":

@@ -92,7 +92,7 @@ def network_variables(settings: EngineSettings) -> dict[str, str]:
     """
     if settings.nnodes == 1:
         return {"VLLM_HOST_IP": LOOPBACK}
-    address = own_address(settings)
+    address = os.environ.get("VLLM_HOST_IP") or _address_towards(settings)
     variables = {"VLLM_HOST_IP": address}
     if "GLOO_SOCKET_IFNAME" not in os.environ and (interface := _interface_of(address)):
         variables["GLOO_SOCKET_IFNAME"] = interface
@@ -108,11 +108,6 @@ def set_network_variables(address: str, defaults: Mapping[str, str]) -> None:
         os.environ.setdefault(name, value)
     if interface := _interface_of(address):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-
-
-def own_address(settings: EngineSettings) -> str:
-    """Address at which the engine's other machines reach this one."""
-    return os.environ.get("VLLM_HOST_IP") or _address_towards(settings)
 
 
 def _address_towards(settings: EngineSettings) -> str:

@@ -23,7 +23,6 @@ from engine.launch.environment import (
     interface_variables,
     rank_preload,
     rank_variables,
-    separate_copies,
 )
 from engine.launch.machines import set_network_variables
 
@@ -98,10 +97,8 @@ class RayRank(ray_executor_v2.RayWorkerProc):  # type: ignore[misc]
         address = ray.util.get_node_ip_address()
         _check_model(self._init_kwargs["vllm_config"].model_config.model, address)
         set_network_variables(address, driver_env_vars or {})
-        node_id = ray.get_runtime_context().get_node_id()
-        separate_copies(node_id)
         if current_platform.is_cpu():
-            _separate_nodes(node_id)
+            _separate_nodes(ray.get_runtime_context().get_node_id())
         # The plugin installs patches by the name that vLLM's executor mp gives to a rank.
         multiprocessing.current_process().name = f"VllmWorker-{self._init_kwargs['rank']}"
         super().initialize_worker(

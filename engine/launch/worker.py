@@ -19,14 +19,12 @@ from engine.cudagraphs.counters import Snapshot as CudaGraphSnapshot
 from engine.feature_stats import AttentionState
 from engine.kv_transfer.worker import rpc
 from engine.kv_transfer.worker.rpc import KvExportInfo
-from engine.launch.worker_machines import MachineMethods
 from engine.launch.worker_weights import ASLEEP, WeightMethods, failed_ranks
 from engine.runtime.feature_guard import Failure, attempt
 from engine.speculation import counters as speculation
 from engine.speculation.drafting import CallTexts
 from engine.types import SleepLevel, SleepTag
 from engine.weights import worker_sleep
-from engine.weights.worker_copies import COPIES
 
 
 class WorkerInfo(TypedDict):
@@ -42,7 +40,7 @@ class Snapshot(TypedDict):
     graphs: CudaGraphSnapshot | None
 
 
-class WorkerExtension(MachineMethods, WeightMethods):
+class WorkerExtension(WeightMethods):
     """Mixin of vLLM's worker class, whose attributes it uses. Method names begin with coppice."""
 
     rank: int
@@ -95,7 +93,7 @@ class WorkerExtension(MachineMethods, WeightMethods):
         """Load an adapter on every rank or on none. Returns None, or the reason of the failure."""
         if self.coppice_sleeping:
             return ASLEEP
-        request = LoRARequest(name, number, COPIES.local_path(path))
+        request = LoRARequest(name, number, path)
         loaded = attempt(self.model_runner.add_lora, request)
         if failed := failed_ranks(isinstance(loaded, Failure)):
             attempt(self.model_runner.remove_lora, number)

@@ -8,15 +8,14 @@ from vllm.utils.torch_utils import set_random_seed
 from engine.launch.digests import MachineDigests, model_digest, package_versions
 from engine.launch.environment import own_settings_digest
 from engine.runtime.feature_guard import Failure, attempt
-from engine.weights.worker_copies import COPIES, CopySource, CopyState
+from engine.weights.checkpoint import Fingerprint, fingerprint
 
 
 class MachineMethods:
     """Part of the mixin `WorkerExtension`, which uses the attributes of vLLM's worker."""
 
-    local_rank: int
-    distributed_init_method: str
     model_config: Any
+    coppice_first_model: str | None = None
 
     def coppice_machine_digests(self) -> MachineDigests:
         model = attempt(model_digest, Path(self.model_config.model))
@@ -29,29 +28,15 @@ class MachineMethods:
     def coppice_join_machines(self, seed: int, model: str) -> None:
         """Set the seed of samples that have none, and the model's path on machine 0."""
         set_random_seed(seed)
-        COPIES.set_local_path(model, self.model_config.model)
+        self.coppice_first_model = model
 
-    def coppice_start_copy(self, source: CopySource) -> CopyState:
-        started = attempt(COPIES.start, source, local_rank=self.local_rank)
-        return _failed(started) if isinstance(started, Failure) else _state(source["path"])
+    def coppice_local_path(self, path: str) -> str:
+        """Path on this machine of files that machine 0 has at `path`.
 
-    def coppice_copy_state(self, path: str) -> CopyState:
-        return _state(path)
+        Only the files that the engine started from may be elsewhere.
+        """
+        return self.model_config.model if path == self.coppice_first_model else path
 
-    def coppice_keep_copy(self, path: str) -> None:
-        attempt(COPIES.keep, path)
-
-    def coppice_discard_copy(self, path: str) -> None:
-        attempt(COPIES.discard, path)
-
-    def coppice_drop_copy(self, path: str) -> None:
-        attempt(COPIES.drop, path)
-
-
-def _state(path: str) -> CopyState:
-    state = attempt(COPIES.state, path)
-    return _failed(state) if isinstance(state, Failure) else state
-
-
-def _failed(failure: Failure) -> CopyState:
-    return CopyState(is_ready=False, error=failure.message)
+    def coppice_sees_files(self, path: str, files: Fingerprint) -> bool:
+        """True if this machine sees the files of machine 0, as on a shared file system."""
+        return list(map(tuple, files)) == list(fingerprint(Path(path)))

@@ -9,12 +9,12 @@ from typing import Any, Final, Literal, TypedDict, TypeVar
 import torch
 from vllm.distributed.parallel_state import get_world_group
 
+from engine.launch.worker_machines import MachineMethods
 from engine.runtime.feature_guard import Failure, attempt
 from engine.types import SleepTag
 from engine.weights import worker_reload, worker_transfer
 from engine.weights.checkpoint import LM_HEAD, Checkpoint, check_same_tensors, read_checkpoint
 from engine.weights.ipc_tensors import IpcTensor
-from engine.weights.worker_copies import COPIES
 
 ASLEEP: Final = "the engine sleeps"
 Source = TypeVar("Source")
@@ -41,11 +41,10 @@ class LoadFailure(TypedDict):
     has_reloaded: bool
 
 
-class WeightMethods:
+class WeightMethods(MachineMethods):
     """Part of the mixin `WorkerExtension`, which uses the attributes of vLLM's worker."""
 
     model_runner: Any
-    model_config: Any
     vllm_config: Any
     coppice_sleeping: frozenset[SleepTag] = frozenset()
     coppice_opened: dict[str, torch.Tensor] | None = None
@@ -57,7 +56,7 @@ class WeightMethods:
         changed since validation, and the previous weights must be readable. If a rank fails later,
         all ranks restore the previous weights.
         """
-        paths = COPIES.local_path(path), COPIES.local_path(previous_path)
+        paths = self.coppice_local_path(path), self.coppice_local_path(previous_path)
         answer = self.coppice_load_or_restore(
             lambda: self.coppice_read_checkpoints(*paths), self.coppice_load
         )
@@ -106,7 +105,7 @@ class WeightMethods:
         If a rank fails after weights have changed, all ranks load the files at `previous_path`,
         which need not be those of the previous weights.
         """
-        path = COPIES.local_path(previous_path)
+        path = self.coppice_local_path(previous_path)
         answer = self.coppice_load_or_restore(
             lambda: (self.coppice_take_opened(), self.coppice_read_checkpoint(path)),
             self.coppice_load_received,

@@ -10,7 +10,6 @@ device and inode: a semaphore is mapped under a different name than the one it k
 numbers repeat across filesystems.
 """
 
-import errno
 import fcntl
 import os
 import re
@@ -74,24 +73,6 @@ def create_locked_dir(prefix: str, parent: Path) -> tuple[Path, BinaryIO]:
         if acquire_lock(lock.fileno()):
             return path, lock
         lock.close()
-
-
-def create_named_dir(folder: Path, prefix: str) -> BinaryIO:
-    """Directory with a known name that begins with `prefix`, owned while the lock file is open.
-
-    It is renamed once it is locked. FileExistsError is raised if the name is taken.
-    """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    path, lock = create_locked_dir(prefix, folder.parent)
-    try:
-        path.rename(folder)
-    except OSError as error:
-        lock.close()
-        shutil.rmtree(path, ignore_errors=True)
-        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
-            raise FileExistsError(f"{folder} exists: another process uses it") from error
-        raise
-    return lock
 
 
 def remove_abandoned_dirs(prefix: str, parent: Path) -> None:

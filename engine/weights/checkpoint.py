@@ -302,3 +302,15 @@ def _to_stored_tensor(file: Path, name: str, entry: dict[str, Any], base: int) -
         start=base + start,
         end=base + end,
     )
+
+
+Fingerprint = tuple[tuple[str, int, int], ...]
+
+
+def fingerprint(path: Path) -> Fingerprint:
+    """Names, sizes and modification times of weight files; empty if they are being replaced."""
+    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    try:
+        return tuple((f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files)
+    except OSError:
+        return ()

@@ -7,7 +7,7 @@ from vllm.lora.request import LoRARequest
 
 from engine.errors import LoadFailed, RequestRefused
 from engine.launch.processes import VllmProcesses
-from engine.weights.machine_copies import MachineCopies
+from engine.weights.updates import names_ranks_only
 
 log = logging.getLogger(__name__)
 
@@ -20,9 +20,8 @@ class LoadedAdapters:
     has slots for: it would evict one, and read it from disk again during a step.
     """
 
-    def __init__(self, capacity: int, copies: MachineCopies) -> None:
+    def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._copies = copies
         self._requests: dict[str, LoRARequest] = {}
         self._last_number = 0
 
@@ -43,21 +42,18 @@ class LoadedAdapters:
         assert label not in self._requests, f"{label} is loaded"
         assert len(self._requests) < self._capacity, "vLLM would evict another adapter"
         request = self.new_request(label, path)
-        await self._copies.create(path)
         results = await processes.call_workers(
             "coppice_load_adapter", request.lora_name, request.lora_int_id, request.lora_path
         )
-        reasons = [reason for reason in results if reason is not None]
+        reasons = sorted(filter(None, results), key=names_ranks_only)
         if reasons:
             log.warning("the adapter %s could not be loaded: %s", label, reasons[0])
-            await self._copies.discard(path)
             if len(reasons) < len(results):  # an engine has loaded it
                 await processes.call_workers("coppice_unload_adapter", request.lora_int_id)
             raise LoadFailed(
                 "the engine could not load the adapter; the server's log has the reason"
             )
         self._requests[label] = request
-        await self._copies.keep(path)
 
     async def reload(self, processes: VllmProcesses) -> bool:
         """Load all adapters again, after the weights were dropped; returns False if one fails."""
@@ -75,5 +71,3 @@ class LoadedAdapters:
         held = self._requests.pop(label, None)
         if held is not None:
             await processes.call_workers("coppice_unload_adapter", held.lora_int_id)
-            if all(other.lora_path != held.lora_path for other in self._requests.values()):
-                await self._copies.drop(Path(held.lora_path))

@@ -9,9 +9,8 @@ from typing import Any, NoReturn
 from engine.errors import CheckpointRefused, EngineDead, FilesRestored, LoadFailed
 from engine.launch.processes import VllmProcesses
 from engine.runtime.heartbeat import Heartbeat
-from engine.weights.checkpoint import Checkpoint
+from engine.weights.checkpoint import Checkpoint, fingerprint
 from engine.weights.ipc_tensors import IpcTensor, check_tensors
-from engine.weights.machine_copies import MachineCopies
 from engine.weights.magnitudes import Magnitudes
 from engine.weights.validation import check_checkpoint
 
@@ -33,21 +32,20 @@ class ServedWeights:
         heartbeat: Heartbeat,
         path: Path,
         checkpoint: Checkpoint,
-        copies: MachineCopies,
         *,
         version: str,
+        is_on_several_machines: bool = False,
     ) -> None:
         self._processes = processes
-        self._copies = copies
         self._heartbeat = heartbeat
         self._path = path
         self._version = version
+        self._is_on_several_machines = is_on_several_machines
         self._serves_files = True
-        self._fingerprint = _fingerprint(path)
+        self._fingerprint = fingerprint(path)
         self._initial = path, self._fingerprint
         self._were_reloaded = False
         self._are_tensors_open = False
-        self._prepared: tuple[Path, Fingerprint] | None = None
         self.checkpoint = checkpoint
 
     def check(self, candidate: Path, *, dtype: str, magnitudes: Magnitudes) -> None:
@@ -56,44 +54,38 @@ class ServedWeights:
     def check_tensors(self, tensors: Sequence[IpcTensor]) -> None:
         check_tensors(self.checkpoint, tensors)
 
-    async def prepare(self, path: Path) -> None:
-        """Copy the files to the engine's other machines, unless it is done. Samples may run."""
-        if not self._copies.is_needed:
-            return
-        files = path, await asyncio.to_thread(_fingerprint, path)
-        if files == self._prepared and files[1]:
-            return
-        unused, self._prepared = self._prepared, None
-        if unused is not None:
-            await self._copies.discard(unused[0])
-        await self._copies.create(path, is_initial=files == self._initial)
-        self._prepared = files
-
     async def update(self, path: Path, version: str, *, keep_kv: bool) -> int:
         """Load the weights; returns the number of tokens whose KV is kept with `keep_kv`."""
-        await self.prepare(path)
-        if path != self._path and self._copies.is_needed:
-            await self._copy_served_files_if_changed()
-        self._prepared = None
+        if self._is_on_several_machines:
+            await self._check_all_see(path, version)
+            await self._check_all_see(self._path, self._version)
         self._heartbeat.set_stage("activating")
-        fingerprint = await asyncio.to_thread(_fingerprint, path)
+        loaded = await asyncio.to_thread(fingerprint, path)
         results = await self._processes.call_workers(
             "coppice_load_weights", str(path), str(self._path)
         )
-        try:
-            await self._check_loaded(results)
-        except LoadFailed:
-            await self._copies.discard(path)
-            await self._copies.keep(self._path)
-            raise
+        await self._check_loaded(results)
         num_kept = await self._on_loaded(results, version, keep_kv=keep_kv)
-        await self._copies.keep(path)
-        if path != self._path:
-            await self._copies.drop(self._path)
-        self._path, self._fingerprint, self._were_reloaded = path, fingerprint, True
+        self._path, self._fingerprint, self._were_reloaded = path, loaded, True
         self._version, self._serves_files = version, True
         self._heartbeat.set_stage("serving")
         return num_kept
+
+    async def _check_all_see(self, path: Path, version: str) -> None:
+        """Raise LoadFailed if a rank does not see the files, or sees others at their path.
+
+        The files of the start are compared at the start, and may be elsewhere on each machine.
+        """
+        files = await asyncio.to_thread(fingerprint, path)
+        if (path, files) == self._initial:
+            return
+        seen = await self._processes.call_workers("coppice_sees_files", str(path), files)
+        if not all(seen):
+            ranks = [rank for rank, sees in enumerate(seen) if not sees]
+            raise LoadFailed(
+                f"ranks {ranks} do not see the files of {version}: the weights of an engine on "
+                "several machines must be on a file system that all of them share, at the same path"
+            )
 
     async def open_transfer(self, tensors: Sequence[IpcTensor]) -> None:
         """Open tensors in GPU memory on all ranks, and check their values. Samples may run.
@@ -108,7 +100,7 @@ class ServedWeights:
         values = await asyncio.to_thread(lambda: [tensor.to_dict() for tensor in tensors])
         self._are_tensors_open = True
         reasons = await self._processes.call_workers("coppice_open_transfer", values)
-        if failed := sorted(filter(None, reasons), key=_names_ranks_only):
+        if failed := sorted(filter(None, reasons), key=names_ranks_only):
             await self.close_transfer()
             raise CheckpointRefused(failed[0].removeprefix("CheckpointRefused: "))
 
@@ -169,14 +161,9 @@ class ServedWeights:
         self._serves_files = True
         self._heartbeat.set_stage("serving")
 
-    async def _copy_served_files_if_changed(self) -> None:
-        """Give all machines the files that machine 0 would restore, so that ranks stay equal."""
-        if await self._have_served_files_changed():
-            await self._copies.create(self._path)
-
     async def _have_served_files_changed(self) -> bool:
         """True if the served files have changed since they were loaded."""
-        return await asyncio.to_thread(_fingerprint, self._path) != self._fingerprint
+        return await asyncio.to_thread(fingerprint, self._path) != self._fingerprint
 
     def _failed(self, results: Sequence[Any]) -> list[Any]:
         """Failed results of a load; raises EngineDead if one has left other weights."""
@@ -252,18 +239,6 @@ class ServedWeights:
         return await self._processes.call_workers("coppice_load_weights", path, path)
 
 
-def _names_ranks_only(reason: str) -> bool:
+def names_ranks_only(reason: str) -> bool:
     """True for the reason of a rank that has not failed itself."""
     return reason.startswith("failed on ranks")
-
-
-Fingerprint = tuple[tuple[str, int, int], ...]
-
-
-def _fingerprint(path: Path) -> Fingerprint:
-    """Names, sizes and modification times of weight files; empty if they are being replaced."""
-    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
-    try:
-        return tuple((f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files)
-    except OSError:
-        return ()

@@ -361,7 +361,7 @@ class Activation:
                 if is_new:
                     if checked is None:  # another version was activated meanwhile
                         await self._stager.revalidate(version)
-                    await self._prepare(version)
+                    self.check_weights_awake()
                 if is_new and mode == "wait":
                     return await self._activate_when_idle(label, allow_rollback, kv)
                 async with self._lock:
@@ -434,19 +434,6 @@ class Activation:
             raise ActivationFailed(str(error)) from error
         except EngineDead as error:
             raise EngineGone(str(error)) from error
-
-    async def _prepare(self, version: Version) -> None:
-        """Copy the files to the engine's other machines, while samples run.
-
-        Pauses can start and end meanwhile.
-        """
-        self.check_weights_awake()
-        if not version.has_files:
-            return
-        try:
-            await self._engine.prepare_weights(version.path)
-        except LoadFailed as error:
-            raise ActivationFailed(str(error)) from error
 
     def _check_can_wait(self) -> None:
         """Refuse activation mode `wait` if a pause would keep rollouts from ending.

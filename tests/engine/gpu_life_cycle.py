@@ -112,7 +112,6 @@ def _started(mode: str, folder: Path) -> Iterator[dict[str, Any]]:
         gpu_memory_utilization=0.1,
         enable_sleep_mode=True,
         prompt_kv=True,
-        copies_directory=folder,
         vllm_args={"compilation_config": {"mode": 0, "custom_ops": ["none"]}},
     )
     speculation = SpeculationSettings(

@@ -10,10 +10,8 @@ import pytest
 
 from engine.errors import LoadFailed
 from engine.runtime.heartbeat import Heartbeat
-from engine.settings import EngineSettings
 from engine.types import KvVersionSpan
 from engine.weights.checkpoint import read_base_checkpoint
-from engine.weights.machine_copies import MachineCopies
 from engine.weights.updates import ServedWeights
 from tests.engine.random_models import make_models
 from tests.engine.stepped_engine import FAULTY, LiveEngine, live_engine
@@ -134,9 +132,8 @@ def failed_update(engine: LiveEngine, served: ServedWeights, path: Path) -> None
 
 def served_weights(engine: LiveEngine, path: Path) -> ServedWeights:
     processes: Any = CoreProcesses(engine)
-    copies = MachineCopies(processes, EngineSettings())
     return ServedWeights(
-        processes, Heartbeat(timeouts={}), path, read_base_checkpoint(path), copies, version="v7"
+        processes, Heartbeat(timeouts={}), path, read_base_checkpoint(path), version="v7"
     )
 
 

@@ -7,10 +7,8 @@ import pytest
 
 from engine.errors import CheckpointRefused, EngineDead, FilesRestored, LoadFailed
 from engine.runtime.heartbeat import Heartbeat
-from engine.settings import EngineSettings
 from engine.weights.checkpoint import read_base_checkpoint
 from engine.weights.loaded_adapters import LoadedAdapters
-from engine.weights.machine_copies import MachineCopies
 from engine.weights.updates import ServedWeights
 from tests.engine.seedling import MODEL
 
@@ -43,9 +41,8 @@ class Processes:
 
 def served(processes: Any) -> tuple[ServedWeights, Heartbeat]:
     heartbeat = Heartbeat(timeouts={})
-    copies = MachineCopies(processes, EngineSettings())
     base = read_base_checkpoint(MODEL)
-    weights = ServedWeights(processes, heartbeat, MODEL, base, copies, version="v0")
+    weights = ServedWeights(processes, heartbeat, MODEL, base, version="v0")
     return weights, heartbeat
 
 
@@ -68,7 +65,7 @@ async def test_files_are_read_once_without_other_machines(monkeypatch: pytest.Mo
         return ()
 
     weights, _ = served(Processes([LOADED, LOADED]))
-    monkeypatch.setattr("engine.weights.updates._fingerprint", fingerprint)
+    monkeypatch.setattr("engine.weights.updates.fingerprint", fingerprint)
     await weights.update(NEW, "v1", keep_kv=False)
     assert read == [NEW]
 
@@ -105,11 +102,8 @@ async def test_engine_that_has_neither_weights_is_dead() -> None:
 async def test_kv_is_reset_if_other_files_were_restored(tmp_path: Path, is_changed: bool) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"one")
     processes: Any = Processes([RESTORED, RESTORED])
-    copies = MachineCopies(processes, EngineSettings())
     checkpoint = read_base_checkpoint(MODEL)
-    weights = ServedWeights(
-        processes, Heartbeat(timeouts={}), tmp_path, checkpoint, copies, version="v0"
-    )
+    weights = ServedWeights(processes, Heartbeat(timeouts={}), tmp_path, checkpoint, version="v0")
     if is_changed:
         (tmp_path / "model.safetensors").write_bytes(b"other")
     with pytest.raises(LoadFailed):
@@ -184,9 +178,8 @@ async def test_last_files_are_restored_only_if_they_are_unchanged(tmp_path: Path
     file = tmp_path / "model.safetensors"
     file.write_bytes(b"one")
     processes: Any = Processes([LOADED, LOADED], [RESTORED, RESTORED])
-    copies = MachineCopies(processes, EngineSettings())
     heartbeat, base = Heartbeat(timeouts={}), read_base_checkpoint(MODEL)
-    weights = ServedWeights(processes, heartbeat, tmp_path, base, copies, version="v0")
+    weights = ServedWeights(processes, heartbeat, tmp_path, base, version="v0")
     await weights.transfer("gpu-1")
     file.write_bytes(b"other")
     with pytest.raises(LoadFailed, match="the files of v0, to be loaded if .*, have changed"):
@@ -227,9 +220,7 @@ async def test_engine_that_keeps_the_new_weights_is_dead(restoring: Any) -> None
 async def test_adapter_that_one_engine_refuses_is_unloaded_on_the_others() -> None:
     processes: Any = Processes([None, "no slot"], [True, False])
     with pytest.raises(LoadFailed):
-        await LoadedAdapters(1, MachineCopies(processes, EngineSettings())).load(
-            processes, "a", NEW
-        )
+        await LoadedAdapters(1).load(processes, "a", NEW)
     assert [method for method, *_ in processes.calls] == [
         "coppice_load_adapter",
         "coppice_unload_adapter",

@@ -160,6 +160,15 @@ def test_engine_on_several_machines_is_one_group_of_equal_pods() -> None:
     assert {"to": own} in policy["egress"]
 
 
+def test_pods_of_an_engine_share_the_published_weights_of_their_replica() -> None:
+    values = values_of(Path(__file__).parent / "values" / "two-nodes-cpu.yaml")
+    [mount] = [m for m in container(values)["volumeMounts"] if m["name"] == "weights"]
+    assert settings(values)["weights"]["directory"] == mount["mountPath"]
+    assert mount["subPathExpr"] == "$(LWS_LEADER_ADDRESS)"
+    [volume] = [v for v in pod(values)["volumes"] if v["name"] == "weights"]
+    assert volume["persistentVolumeClaim"] == {"claimName": "weights"}
+
+
 @every_file
 def test_pods_are_confined(file: Path) -> None:
     values = values_of(file)

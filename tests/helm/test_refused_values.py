@@ -78,6 +78,11 @@ MISTAKES: list[tuple[str, Object]] = [
     ("forbids fetching", {"model": {"name": "a/b", "revision": "a" * 40}}),
     ("not below model.mountPath", {"model": {"name": "/x/m", "existingClaim": "m"}}),
     ("cannot be shared", {"cache": {"existingClaim": "c"}, "replicaCount": 2}),
+    (
+        "cache.weightsClaim must be set",
+        {"shm": {"arena": "0"}, "engine": {"nnodes": 2, "tensor_parallel_size": 2}},
+    ),
+    ("cache.weightsClaim is for", {"cache": {"weightsClaim": "w"}}),
     ("cannot be shared", {"cache": {"existingClaim": "c"}, "autoscaling": {"kind": "hpa"}}),
     ("above autoscaling.maxReplicas", {"autoscaling": {"minReplicas": 9}}),
     ("redis_password", {"cluster": {"redis_password": "in a ConfigMap"}}),
@@ -129,7 +134,7 @@ def test_every_server_setting_is_a_value_or_set_by_the_chart() -> None:
         "server": set(Settings.model_fields["server"].annotation.model_fields),  # type: ignore[union-attr]
         "engine": {
             *("model", "revision", "start_seconds", "prompt_kv"),
-            *("node_rank", "master_addr", "copies_directory"),
+            *("node_rank", "master_addr"),
         },
         "attention": {"cache_directory"},
         "speculation": {"cache_directory", "drafter_directory"},

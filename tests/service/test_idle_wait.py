@@ -99,9 +99,9 @@ async def test_activation_is_repeated_after_a_later_one_has_failed(tmp_path: Pat
         coordinator = served.server.activation
         order = coordinator.request("v2", "keep")
         assert await refusal(activation) == (409, "version_conflict")
-        engine.prepare_error = LoadFailed("no")
+        engine.load_error = LoadFailed("no")
         assert (await activate(served, "v1")).json()["code"] == "activation_failed"
-        engine.prepare_error = None
+        engine.load_error = None
         assert not coordinator.is_replaced(order)
         await coordinator.apply("v2", "keep", allow_rollback=True, order=order)
         assert await active(served) == "v2"

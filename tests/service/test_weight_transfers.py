@@ -256,12 +256,12 @@ async def test_active_version_that_is_replaced_meanwhile_is_not_activated_again(
     async with serving(engine, tmp_path, **IPC) as served:
         assert (await transfer(served, "v1")).status_code == 200
         await upload(served, "v2")
-        engine.prepare_gate = asyncio.Event()
+        engine.load_gate = asyncio.Event()
         replacing = asyncio.create_task(activate(served, "v2"))
         await until(lambda: served.server.versions.is_activating("v2"))
         again = asyncio.create_task(activate(served, "v1", mode=mode, allow_rollback=True))
         await asyncio.sleep(0.05)
-        engine.prepare_gate.set()
+        engine.load_gate.set()
         assert (await replacing).status_code == 200
         refused = await again
         assert (refused.status_code, refused.json()["code"]) == (409, "version_conflict")
@@ -291,13 +291,13 @@ async def test_version_whose_publisher_waits_cannot_be_deleted(tmp_path: Path) -
     engine = FakeEngine()
     async with serving(engine, tmp_path, **IPC) as served:
         await upload(served, "v1")
-        engine.prepare_gate = asyncio.Event()
+        engine.load_gate = asyncio.Event()
         first = asyncio.create_task(activate(served, "v1"))
         await until(lambda: served.server.versions.is_activating("v1"))
         transferring = asyncio.create_task(transfer(served, "v2"))
         await until(lambda: served.server.versions.find("v2") is not None)
         refused = await served.http.delete("/v1/weights/v2")
-        engine.prepare_gate.set()
+        engine.load_gate.set()
         assert refused.status_code == 409 and "handed over" in refused.json()["detail"]
         assert (await first).status_code == (await transferring).status_code == 200
 

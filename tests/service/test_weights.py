@@ -333,56 +333,6 @@ async def test_failed_load_keeps_the_old_version_serving(tmp_path: Path) -> None
         assert (await activate(served, "v1")).status_code == 200
 
 
-async def test_files_are_copied_to_other_machines_before_the_pause(tmp_path: Path) -> None:
-    class Copying(FakeEngine):
-        async def prepare_weights(self, path: Path) -> None:
-            assert not self.paused, "samples run during the copy"
-            await super().prepare_weights(path)
-
-    engine = Copying()
-    async with serving(engine, tmp_path) as served:
-        await upload(served, "v1")
-        engine.prepare_error = LoadFailed("rank 1 could not copy the files: disk full")
-        failed = await activate(served, "v1")
-        assert (failed.status_code, failed.json()["code"]) == (500, "activation_failed")
-        assert engine.loaded == []
-        engine.prepare_error = None
-        assert (await activate(served, "v1")).status_code == 200
-    assert engine.prepared == engine.loaded
-
-
-async def test_pauses_start_and_end_while_files_are_copied_to_other_machines(
-    tmp_path: Path,
-) -> None:
-    class Copying(FakeEngine):
-        def __init__(self) -> None:
-            super().__init__()
-            self.copied = asyncio.Event()
-
-        async def prepare_weights(self, path: Path) -> None:
-            await super().prepare_weights(path)
-            await self.copied.wait()
-
-    engine = Copying()
-    async with serving(engine, tmp_path) as served:
-        await upload(served, "v1")
-        activation = asyncio.create_task(activate(served, "v1"))
-        await until(lambda: bool(engine.prepared))
-        try:
-            async with asyncio.timeout(30):
-                assert (await served.http.post("/v1/pause", json={})).status_code == 200
-                assert engine.paused
-                assert (await served.http.delete("/v1/weights/v1")).status_code == 409
-                assert (await served.http.post("/v1/resume", json={})).status_code == 200
-                leased = {"lease_seconds": 0.05}
-                assert (await served.http.post("/v1/pause", json=leased)).status_code == 200
-                await until(lambda: not engine.paused)
-        finally:
-            engine.copied.set()
-        assert (await activation).status_code == 200
-    assert engine.loaded == engine.prepared
-
-
 async def test_partially_loaded_weights_never_run(tmp_path: Path) -> None:
     engine = FakeEngine()
     async with serving(engine, tmp_path) as served:

@@ -158,12 +158,9 @@ name: {{ include "coppice.fullname" . }}
 {{- if .Values.fleet.redis.existingSecret -}}
 {{- $_ := set $cluster "redis_password_file" "/etc/coppice/redis/password" -}}
 {{- end -}}
-{{- if gt (include "coppice.nnodes" . | int) 1 -}}
-{{- $_ := set $engine "copies_directory" "/cache/copies" -}}
-{{- end -}}
 {{- $attention := merge (dict "cache_directory" "/cache/attention") .Values.attention -}}
 {{- $speculation := merge (dict "cache_directory" "/cache/speculation" "drafter_directory" "/cache/drafter") .Values.speculation -}}
-{{- $weights := merge (dict "directory" "/cache/weights") .Values.weights -}}
+{{- $weights := merge (dict "directory" (ternary "/weights" "/cache/weights" (gt (include "coppice.nnodes" . | int) 1))) .Values.weights -}}
 {{- if .Values.auth.peerSecretKey -}}
 {{- $_ := set $weights "peer_key_file" "/etc/coppice/keys/peer-key" -}}
 {{- end -}}

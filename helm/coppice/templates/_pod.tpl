@@ -125,6 +125,10 @@ spec:
         - {name: redis, mountPath: /etc/coppice/redis, readOnly: true}
         {{- end }}
         - {name: cache, mountPath: /cache}
+        {{- if gt (include "coppice.nnodes" . | int) 1 }}
+        # A folder for each replica, whose pods have the same first pod.
+        - {name: weights, mountPath: /weights, subPathExpr: $(LWS_LEADER_ADDRESS)}
+        {{- end }}
         - {name: shm, mountPath: /dev/shm}
         {{- if .Values.model.existingClaim }}
         - {name: model, mountPath: {{ .Values.model.mountPath }}, readOnly: true}
@@ -164,6 +168,11 @@ spec:
       emptyDir:
         sizeLimit: {{ .Values.cache.size }}
       {{- end }}
+    {{- with .Values.cache.weightsClaim }}
+    - name: weights
+      persistentVolumeClaim:
+        claimName: {{ . }}
+    {{- end }}
     - name: shm
       emptyDir:
         medium: Memory

@@ -60,6 +60,12 @@
 {{- if and (gt $nodes 1) $v.cache.existingClaim -}}
 {{- fail "cache.existingClaim cannot be shared by the pods of a replica; leave it empty" -}}
 {{- end -}}
+{{- if and (gt $nodes 1) (not $v.cache.weightsClaim) -}}
+{{- fail "cache.weightsClaim must be set with engine.nnodes above 1: all pods of a replica load published weights from it" -}}
+{{- end -}}
+{{- if and (eq $nodes 1) $v.cache.weightsClaim -}}
+{{- fail "cache.weightsClaim is for engine.nnodes above 1; leave it empty" -}}
+{{- end -}}
 {{- $redis := $v.fleet.redis -}}
 {{- if and (not $redis.url) (or $redis.user $redis.existingSecret $v.fleet.advertisedUrl) -}}
 {{- fail "fleet.redis.url names no Redis, which the other values of fleet require" -}}

@@ -9,10 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.launch.arguments import adapters
-from engine.settings import EngineSettings
 from engine.weights.checkpoint import read_base_checkpoint
 from engine.weights.loaded_adapters import LoadedAdapters
-from engine.weights.machine_copies import MachineCopies
 from engine.weights.validation import check_adapter
 from tests.engine.adapters.peft_adapters import saved, under
 from tests.engine.attention.shared_engine import SharedEngine, shared_engine
@@ -25,8 +23,7 @@ from tests.engine.stepped_engine import Answer, LiveEngine
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
 PROMPT = [5 + i % 60 for i in range(3 * BLOCK + 7)]
-NO_PROCESSES: Any = None
-NAMES = LoadedAdapters(100, MachineCopies(NO_PROCESSES, EngineSettings()))
+NAMES = LoadedAdapters(100)
 """Adapter IDs are never reused within a process."""
 
 

@@ -147,9 +147,9 @@ def node(
     folder: Path,
     speculation: SpeculationSettings | None = None,
 ) -> Iterator[Node]:
-    """`coppice serve` of machine 1; its copies are stored in `folder`."""
+    """`coppice serve` of machine 1; its log is in `folder`."""
     engine = settings.model_dump(mode="json", exclude_unset=True)
-    engine |= {"node_rank": 1, "copies_directory": str(folder / "copies")}
+    engine["node_rank"] = 1
     port = free_port()
     config = folder / "node.yaml"
     drafting = speculation.model_dump(mode="json", exclude_unset=True) if speculation else {}

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.errors import EngineDead, StartFailed
+from engine.errors import EngineDead, LoadFailed, StartFailed
 from engine.settings import EngineSettings, SpeculationSettings
 from engine.types import KV_CACHE, WEIGHTS, Completion, SampleRequest, Sampling, TokenDelta
 from engine.vllm_engine import VllmEngine
@@ -128,10 +128,6 @@ async def assert_samples_of_the_adapter(engine: VllmEngine, path: Path) -> None:
     await engine.unload_adapter("a")
 
 
-def files_in(copies: Path) -> list[str]:
-    return [path.name for path in copies.glob("engine-*/*/*.safetensors")]
-
-
 async def wait_for(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(END_SECONDS):
         while not condition():
@@ -139,7 +135,6 @@ async def wait_for(condition: Callable[[], bool]) -> None:
 
 
 async def load(engine: VllmEngine, path: Path, version: str) -> None:
-    await engine.prepare_weights(path)
     await engine.pause("keep")
     try:
         await engine.update_weights(path, version)
@@ -150,22 +145,26 @@ async def load(engine: VllmEngine, path: Path, version: str) -> None:
 async def test_two_machines_sample_and_update_as_one(
     machine: SecondMachine, hidden: Path, tmp_path: Path
 ) -> None:
-    """Groups, aborts, sleep, and weights and an adapter that machine 1 does not see."""
-    v0, v1 = reference(), reference(hidden / "v1")
+    """Groups, aborts, sleep, weights and an adapter; files that machine 1 does not see fail."""
+    shared = Path(shutil.copytree(hidden, tmp_path / "shared"))
+    v0, v1 = reference(), reference(shared / "v1")
     async with started(machine, tmp_path, seed=None, max_adapters=1) as (engine, second):
         before = await greedy_tokens(engine, v0)
         await assert_ranks_agree(engine)
-        await assert_samples_of_the_adapter(engine, hidden / "adapter")
-        assert files_in(tmp_path / "copies") == []
+        await assert_samples_of_the_adapter(engine, shared / "adapter")
+        with pytest.raises(LoadFailed):
+            await engine.load_adapter("hidden", hidden / "adapter")
 
         running = request(PROMPT, max_tokens=800)
         (pending,) = await engine.submit([running])
         await engine.abort([running.id])
         assert (await pending).finish == "abort"
 
-        await load(engine, hidden / "v1", "v1")
+        with pytest.raises(LoadFailed, match=r"ranks \[1\] do not see the files of v1"):
+            await load(engine, hidden / "v1", "v1")
+        assert await greedy_tokens(engine, v0) == before
+        await load(engine, shared / "v1", "v1")
         assert (after := await greedy_tokens(engine, v1)) != before
-        assert files_in(tmp_path / "copies") == ["model.safetensors"]
         await engine.pause("abort", recompute=True)
         await engine.sleep(2, frozenset((WEIGHTS, KV_CACHE)))
         await engine.wake(frozenset((WEIGHTS, KV_CACHE)))
@@ -175,7 +174,6 @@ async def test_two_machines_sample_and_update_as_one(
 
         await load(engine, MODEL, "v2")
         assert await greedy_tokens(engine, v0) == before
-        assert files_in(tmp_path / "copies") == []
 
         await engine.stop()
         assert await asyncio.to_thread(second.process.wait, END_SECONDS) == 1
