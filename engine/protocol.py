@@ -25,10 +25,8 @@ from engine.types import (
     ChatRequest,
     ChatResponse,
     Completion,
-    DraftTexts,
     EngineHealth,
     EngineInfo,
-    FinishedListener,
     PauseMode,
     SampleRequest,
     Sampling,
@@ -102,10 +100,6 @@ class Engine(Protocol):
         new tokens, at most once per engine step and never after the awaitable has finished. Tokens
         of several steps are delivered together if the event loop is late. The deltas are
         consecutive, and the tokens after the last one are in the completion only.
-    listen_finished: the listener is called with each sample whose awaitable has finished, and its
-        completion. It must not raise or block.
-    add_draft_texts: adds responses of other engines to the draft store, for engines with a
-        `draft_store_label`. Returns the number of responses that the store has accepted.
     abort: the samples' awaitables finish at once with finish="abort" and the tokens so far. Unknown
         and finished ids are ignored.
     progress: per sample, the version spans of the tokens sampled so far. Empty for samples that
@@ -250,10 +244,6 @@ class Engine(Protocol):
         adapter: str | None = None,
         given: NDArray[np.int32] | None = None,
     ) -> TopLogprobRows: ...
-
-    def listen_finished(self, listener: FinishedListener | None) -> None: ...
-
-    async def add_draft_texts(self, texts: Sequence[DraftTexts]) -> int: ...
 
     async def abort(self, sample_ids: Sequence[str]) -> None: ...
 

@@ -255,18 +255,6 @@ class SampleRequest:
     on_tokens: OnTokens | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class DraftTexts:
-    """Responses to one prompt that other engines have generated, for the draft store.
-
-    `age` is the number of weights versions that have followed theirs.
-    """
-
-    prompt: NDArray[np.int32]
-    responses: Sequence[NDArray[np.int32]]
-    age: int
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterInfo:
     """A validated LoRA adapter. `rank` is the highest rank of its modules."""
@@ -414,7 +402,6 @@ class EngineInfo:
     """Names in `ChatRequest.template_options` that the chat template uses."""
     features: tuple[FeatureStatus, ...] = ()
     """Optional features of the engine, as decided at its start."""
-    draft_store_label: str | None = None
     """Label that is the same for engines with the same model and vocabulary.
 
     None if the engine drafts nothing from a draft store.

@@ -54,14 +54,12 @@ from engine.runtime.heartbeat import Heartbeat
 from engine.runtime.leftover_files import remove_leftover_shared_memory
 from engine.runtime.monitor import EngineMonitor
 from engine.settings import AttentionSettings, EngineSettings, GraphsSettings, SpeculationSettings
-from engine.speculation import shared_texts
 from engine.speculation import startup as speculation_lifecycle
 from engine.types import (
     AdapterInfo,
     ChatRequest,
     ChatResponse,
     Completion,
-    DraftTexts,
     EngineHealth,
     EngineInfo,
     FinishedListener,
@@ -148,7 +146,6 @@ class VllmEngine:
         self._drafter_dir: DrafterDir | None = None
         self._drafter_checkpoint: Checkpoint | None = None
         self._drafter: Drafter | None = None
-        self._finished_listener: FinishedListener | None = None
 
     @property
     def info(self) -> EngineInfo:
@@ -282,8 +279,6 @@ class VllmEngine:
             await self._drafter.start_drafting()
         prediction = await speculation_lifecycle.predict_gain(self.llm, settings)
         self._info = with_prediction(self.info, settings.mode, prediction)
-        label = await shared_texts.store_label(self.llm, settings, self.info)
-        self._info = replace(self.info, draft_store_label=label)
 
     async def _start_session_kv_retention(self) -> None:
         fraction, seconds = self._settings.session_kv_fraction, self._settings.session_kv_seconds
@@ -381,7 +376,7 @@ class VllmEngine:
     def _finished_observer(self, samples: Sequence[SampleRequest]) -> FinishedListener | None:
         """Listener for the completions of these samples, if anything learns from them."""
         learner = self._drafter if self._drafter and self._drafter.is_training else None
-        listener = learner.on_sample_finished if learner else self._finished_listener
+        listener = learner.on_sample_finished if learner else None
         keeps_kv = any(sample.kept_kv is not None for sample in samples)
         if not keeps_kv and all(sample.sampling.structured_outputs is None for sample in samples):
             return listener
@@ -398,12 +393,6 @@ class VllmEngine:
     def _kv_contexts(self) -> Sequence[ChainContexts | EndedContexts]:
         measured = self._kv_measurement.contexts
         return [measured, self._kv_refresh.contexts] if self._kv_refresh else [measured]
-
-    def listen_finished(self, listener: FinishedListener | None) -> None:
-        self._finished_listener = listener
-
-    async def add_draft_texts(self, texts: Sequence[DraftTexts]) -> int:
-        return await shared_texts.add_texts(self.llm, texts)
 
     def progress(self, sample_ids: Sequence[str]) -> list[tuple[VersionSpan, ...]]:
         return self._generation.progress(sample_ids)

@@ -42,12 +42,10 @@ from engine.types import (
     ChatRequest,
     ChatResponse,
     Completion,
-    DraftTexts,
     EngineFinishReason,
     EngineHealth,
     EngineInfo,
     EngineStage,
-    FinishedListener,
     KeptKvReason,
     KvVersionSpan,
     PauseMode,
@@ -167,9 +165,6 @@ class FakeEngine:
         self.drafter_path = Path("/nowhere")
         self.refused_drafter: EngineError | None = None
         self.offered: list[tuple[str, bytes]] = []
-        self.draft_store_label: str | None = None
-        self.finished_listener: FinishedListener | None = None
-        self.draft_texts: list[DraftTexts] = []
         self._stage: EngineStage = "starting"
         self.start_phase: StartPhase | None = None
 
@@ -203,7 +198,6 @@ class FakeEngine:
             can_sleep=self.can_sleep,
             max_adapters=self.max_adapters,
             max_adapter_rank=16 if self.max_adapters else 0,
-            draft_store_label=self.draft_store_label,
         )
 
     def health(self) -> EngineHealth:
@@ -353,15 +347,6 @@ class FakeEngine:
         if self.instant and not self.paused:
             self.step(VOCAB_SIZE)
         return [sample.done for sample in added]
-
-    def listen_finished(self, listener: FinishedListener | None) -> None:
-        self.finished_listener = listener
-
-    async def add_draft_texts(self, texts: Sequence[DraftTexts]) -> int:
-        if not self.alive:
-            raise EngineDead("dead")
-        self.draft_texts += texts
-        return sum(len(one.responses) for one in texts)
 
     def progress(self, sample_ids: Sequence[str]) -> list[tuple[VersionSpan, ...]]:
         found = [self.running.get(sample_id) for sample_id in sample_ids]
@@ -687,8 +672,6 @@ class FakeEngine:
         if (first := sample.request.experts_from) is not None:
             completion = replace(completion, routed_experts=_experts(first, length + count - 1))
         sample.done.set_result(completion)
-        if self.finished_listener is not None:
-            self.finished_listener(sample.request, completion)
 
 
 def _stop(sample: Running) -> bool:

@@ -40,12 +40,6 @@ EXPLANATIONS = {
         "Time of a drain that moves running samples",
         "Without moves (`cluster.move_seconds: 0`) the replica runs the samples to their end.",
     ),
-    "draft_history": (
-        "Accepted length of replicas that share their samples",
-        "`one store / own stores` are the limits: all replicas draft from one store, or each from "
-        "its own samples only. With `exchange every 16 steps`, each replica adds the finished "
-        "samples of the others to its own store at these intervals and between two epochs.",
-    ),
     "draft_store": ("Time of the draft store", "Sibling drafts are read from this store."),
     "drafter_recovery": ("Acceptance of the drafter after a policy update", ""),
     "drafter_replay": (
