@@ -29,7 +29,7 @@ EXPLANATIONS = {
         "`1128 tokens` is the length of a prompt. `prefilled` is vLLM's prefix caching. `spliced` "
         "reuses the KV of spans at other positions; some first tokens of a span are recomputed. "
         "`predicted` predicts KV from earlier prompts of the same agent; `predicted at 0.3` has "
-        "`kv_reuse.max_entropy` 0.3. `reordered` moves shared texts to the front of the prompt. "
+        "`kv_reuse.max_entropy` 0.3. "
         "`prefilled / spliced` above 1 is a gain.",
     ),
     "data_parallel": (

@@ -28,7 +28,6 @@ from tests.e2e.drafter_checks import (
 from tests.e2e.kept_kv_checks import check_kept_kv, check_recomputation
 from tests.e2e.kv_reuse_checks import (
     check_predicted_prompts,
-    check_shared_prefix,
     check_spliced_prompts,
 )
 from tests.e2e.prompt_kv_checks import (
@@ -138,7 +137,6 @@ async def run_everything(system: Scene, tmp_path: Path) -> None:
     await check_prompt_kv(system, v7, v8)
     await check_spliced_prompts(system.served, system.rollouts, "v8", v8)
     await check_predicted_prompts(system.served, system.rollouts, "v8", v8)
-    await check_shared_prefix(system.served, system.rollouts)
     await check_kept_kv(system, {"v7": v7, "v8": v8})
 
 
