@@ -122,13 +122,6 @@ class Engine(Protocol):
     remove_exported_kv: no sample that is scheduled from now on loads the KV of these slots, which
         may be reused after `flush_exports`.
     reset_prefix_cache: call while paused. No prefix that was prefilled earlier is found again.
-    measure_kept_kv: call after an update with `keep_kv`. Measures the divergence of the KV of
-        chains with `max_kl` by its age, with a few of them, within a limit of tokens per update.
-        Until it returns, their requests read no older KV. May be cancelled. Returns at once without
-        chains. A repeated call also measures chains that have ended a request since.
-    refresh_kept_kv: call repeatedly after an update with `keep_kv`. Computes the KV of one ended
-        request again that its chain may no longer read, the oldest first. False: there is none. May
-        be cancelled. A later request of the chain computes what is not computed yet.
     release_session_kv: call when sessions have ended, whose KV is then evicted like all other. Each
         sample with a `session_id` retains its KV when it ends, until the session's next sample.
         Unknown sessions are ignored.
@@ -260,10 +253,6 @@ class Engine(Protocol):
     async def resume(self) -> None: ...
 
     async def reset_prefix_cache(self) -> None: ...
-
-    async def measure_kept_kv(self, priority: int) -> None: ...
-
-    async def refresh_kept_kv(self, priority: int) -> bool: ...
 
     async def release_session_kv(self, session_ids: Sequence[str]) -> None: ...
 

@@ -57,7 +57,6 @@ from service.trees.external_tree import ExternalTrees
 from service.weights.activation import Activation
 from service.weights.checkpoint_store import CheckpointStore
 from service.weights.drafter import DrafterManager
-from service.weights.kept_kv_tasks import KeptKvTasks
 from service.weights.replication.allowed_peers import Peers
 from service.weights.replication.announcer import Announcer
 from service.weights.replication.coordinator import ActivationCoordinator
@@ -266,7 +265,6 @@ class Server:
             on_received=self.metrics.weights.record_upload,
         )
         self.drafters = DrafterManager(engine, self.checkpoints)
-        self._kept_kv_tasks = KeptKvTasks(engine, priority_aging)
         self.activation = Activation(
             engine,
             self.versions,
@@ -366,7 +364,6 @@ class Server:
                 self.cluster.running(),
                 self.rollouts.running(),
                 self.sessions.running(),
-                self._kept_kv_tasks.running(),
                 self.activation.running(),
                 self.coordinator.running(),
                 self._rebalancer.running(),
@@ -443,7 +440,6 @@ class Server:
 
     def _on_weights_changed(self) -> None:
         self._activated_at = time.monotonic()
-        self._kept_kv_tasks.on_weights_changed()
 
     def _count_group(self, rollout: Rollout, group: Group, answer: GroupAnswer) -> None:
         self.metrics.record_group(answer, group.sample_seconds)

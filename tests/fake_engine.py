@@ -119,10 +119,6 @@ class FakeEngine:
         self.finish: EngineFinishReason = "length"
         self.parses = True
         self.calls: list[str] = []
-        self.measured: list[int] = []
-        self.measure_gate: asyncio.Event | None = None
-        self.num_cancelled_measurements = 0
-        self.measure_error: Exception | None = None
         self.submitted: list[SampleRequest] = []
         self.checked: list[Sampling] = []
         self.sampling_error: EngineError | None = None
@@ -154,8 +150,6 @@ class FakeEngine:
         self.speculated = SpeculationStats()
         self.update_graphs = CudaGraphStats()
         self.kept_stats = KeptKvStats()
-        self.refreshed: list[int] = []
-        self.num_to_refresh = 0
         self.kept_kv_reason: KeptKvReason | None = None
         self.chains: dict[tuple[str, tuple[int, ...]], list[str]] = {}
         self.retained = KvRetentionStats()
@@ -221,24 +215,6 @@ class FakeEngine:
 
     def kept_kv(self) -> KeptKvStats:
         return self.kept_stats
-
-    async def measure_kept_kv(self, priority: int) -> None:
-        self.measured.append(priority)
-        if self.measure_gate is not None:
-            try:
-                await self.measure_gate.wait()
-            except asyncio.CancelledError:
-                self.num_cancelled_measurements += 1
-                raise
-        if self.measure_error is not None:
-            raise self.measure_error
-
-    async def refresh_kept_kv(self, priority: int) -> bool:
-        self.refreshed.append(priority)
-        if self.num_to_refresh:
-            self.num_to_refresh -= 1
-            return True
-        return False
 
     def session_kv(self) -> KvRetentionStats:
         return self.retained

@@ -62,14 +62,6 @@ EXPLANATIONS = {
         "Cost of exporting prompt KV",
         "`prompt KV on / off` compares engines of which no export is requested.",
     ),
-    "kv_refresh": (
-        "KV kept across weights updates: parts computed again",
-        "`whole context, 1/3 per update` computes all KV of a context again in every third update, "
-        "as `max_lag` 2 does. `oldest part` computes the third of the positions that was computed "
-        "the longest ago in each update, and `last part` the last third; other KV stays, although "
-        "it attended to what is replaced. `+-` is one standard error over conversations. "
-        "Differences are paired: in each conversation both methods have the same tokens.",
-    ),
     "kv_transport": (
         "Bandwidth of reading prompt KV",
         "`break-even` divides the bandwidth by the rate at which a prefill would produce the same "

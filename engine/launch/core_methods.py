@@ -145,13 +145,6 @@ def coppice_can_keep_kv(self: "EngineCore") -> bool:
     return kv_versions.can_keep(self.scheduler.kv_cache_manager.kv_cache_config)
 
 
-def coppice_set_kv_divergence(
-    self: "EngineCore", divergences: list[tuple[str, int, float]]
-) -> None:
-    """Apply the limits of requests with `max_kl` to measured divergences, until the next update."""
-    kv_versions.kept_blocks(self).divergence.set(divergences)
-
-
 def coppice_ray_address(self: "EngineCore") -> str:
     """Address of this node in the Ray cluster; only with the Ray executor."""
     from ray.util import get_node_ip_address
@@ -185,7 +178,6 @@ def install() -> None:
         coppice_ping,
         coppice_reset_prefix_cache,
         coppice_can_keep_kv,
-        coppice_set_kv_divergence,
         coppice_check_pool,
         coppice_ray_address,
     )

@@ -57,7 +57,7 @@ def test_ratios_of_the_reference_page_are_those_of_the_record() -> None:
 
 def test_divergences_of_kept_kv_on_the_concept_page_are_those_of_the_record() -> None:
     page = (RECORDS.parents[1] / "docs" / "concepts" / "weights-version.md").read_text()
-    for limit in (*agents.LIMITS, *agents.MAX_KL):
+    for limit in agents.LIMITS:
         share, kl = agents.prefilled(limit), agents.kl(limit)
         name = "no limit" if limit == "keep all" else f"`{limit.replace(' ', ': ')}`"
         ratio = agents.expected_ratio(limit)
