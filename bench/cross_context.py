@@ -2,11 +2,10 @@
 
 Five agents receive each other's messages. In every round, an agent's prompt is its own text, the
 question, and the messages of the other four in the previous round. The arms (configurations)
-alternate on one engine: prefilled with prefix caching; reordered so that shared texts form a
-prefix; spliced, with different numbers of first tokens recomputed; and predicted from what the
-agent received in earlier rounds, of which the first two are prefilled. Prompts have about a
-thousand tokens, or 512 tokens per message. Messages are random, because the time does not depend on
-them.
+alternate on one engine: prefilled with prefix caching; spliced, with different numbers of first
+tokens recomputed; and predicted from what the agent received in earlier rounds, of which the first
+two are prefilled. Prompts have about a thousand tokens, or 512 tokens per message. Messages are
+random, because the time does not depend on them.
 
 The error of spliced or predicted prompts against prefilled ones is measured separately: on the
 seedling as trained (bench/harness/splice_error.py, bench/harness/prediction_threshold_sweep.py),
@@ -38,7 +37,6 @@ from service.prompt_kv.settings import KvSettings
 
 FIRST_TOKENS = (0, 1, 4, 16, 64)
 PREFILL = {"prefilled": KvReuse(mode="off")}
-REORDER = {"reordered": KvReuse(mode="reorder")}
 # Messages are random, so all texts have similar distances.
 PREDICT = {"predicted": KvReuse(mode="predict", max_entropy=1.0)}
 PROBLEMS_A_TEXT = (1, 2)
@@ -68,7 +66,7 @@ def shapes_of(recompute_tokens: int, rounds: int) -> tuple[Shape, Shape]:
     }
     only = {splice_modes(recompute_tokens): curve[splice_modes(recompute_tokens)]}
     return (
-        Shape(num_own_tokens=120, rounds=rounds, modes=PREFILL | REORDER | curve | PREDICT),
+        Shape(num_own_tokens=120, rounds=rounds, modes=PREFILL | curve | PREDICT),
         Shape(num_own_tokens=512, rounds=max(1, rounds - 1), modes=PREFILL | only),
     )
 

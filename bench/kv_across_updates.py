@@ -2,8 +2,7 @@
 
 The weights are those of the first steps of the GRPO example, which runs first. Then conversations
 are continued by one turn after each update. Each limit of the age of KV has conversations of its
-own, under the same updates and with the same questions. Some of them are repeated on engines that
-compute KV beyond the limit again before the next turn. Reference models compute the distributions
+own, under the same updates and with the same questions. Reference models compute the distributions
 of the sampled tokens over exact KV, which the served weights compute alone, and over the KV that
 `kv_versions` states.
 """
@@ -36,20 +35,11 @@ Limit = Callable[..., KeptKv]
 LIMITS: Final[dict[str, Limit | None]] = {
     "max_lag 0": partial(KeptKv, max_lag=0),
     "max_lag 1": partial(KeptKv, max_lag=1),
-    "max_kl 2e-4": partial(KeptKv, max_kl=2e-4),
     "max_lag 2": partial(KeptKv, max_lag=2),
-    "max_kl 5e-4": partial(KeptKv, max_kl=5e-4),
     "max_lag 4": partial(KeptKv, max_lag=4),
     "keep all": partial(KeptKv),
 }
-REFRESHED: Final[Mapping[str, str]] = {
-    f"{limit}, recomputed between turns": limit for limit in ("max_lag 1", "max_lag 2")
-}
-"""Limits whose conversations have engines of their own, by the name of their results."""
-REFRESH_TOKENS: Final = 64
-"""Maximum number of tokens per step of a recomputation between turns."""
 RECOMPUTE: Final = "recompute all"
-PROBE_PRIORITY: Final = 0
 TURN_TOKENS, BLOCK_SIZE, CONTEXT_TOKENS, CACHE_BYTES = 48, 32, 4096, 2**29
 CLOSE: Final = 1e-3
 
@@ -79,10 +69,6 @@ class Experiment:
             name: [Conversation(n, limit and limit(chain=f"{name}/{n}")) for n in numbers]
             for name, limit in limits.items()
         }
-        self.num_probes: list[int] = []
-        """Number of chains that were measured for `max_kl` after each update."""
-        self.num_refreshed = 0
-        """Number of tokens that were computed again between turns."""
         self._num_conversations = num_conversations
         self._num_turns = 0
 
@@ -90,11 +76,6 @@ class Experiment:
         await self._engine.pause("keep")
         await self._engine.update_weights(path, version, keep_kv=True)
         await self._engine.resume()
-        await self._engine.measure_kept_kv(PROBE_PRIORITY)
-        divergences = self._engine.kept_kv().divergences
-        self.num_probes.append(sum(found.num_chains for found in divergences))
-        while await self._engine.refresh_kept_kv(PROBE_PRIORITY):
-            pass
 
     async def turn(self, version: str) -> None:
         """Add the same questions to the conversations of all limits, and sample the answers."""
@@ -142,7 +123,6 @@ async def run(
     paths: Mapping[str, Path],
     num_conversations: int,
     limits: Mapping[str, Limit | None],
-    refresh_tokens: int = 0,
 ) -> Experiment:
     settings = EngineSettings(
         model=str(SEEDLING),
@@ -152,7 +132,6 @@ async def run(
         max_sequences=num_conversations,
         cpu_threads=1,
         cache_bytes=CACHE_BYTES,
-        kv_refresh_tokens_per_step=refresh_tokens,
     )
     engine = VllmEngine(settings)
     await engine.start(INITIAL)
@@ -162,7 +141,6 @@ async def run(
             if version != INITIAL:
                 await experiment.update(version, path)
             await experiment.turn(version)
-        experiment.num_refreshed = engine.kept_kv().num_refreshed_tokens
         return experiment
     finally:
         await engine.stop()
@@ -201,12 +179,9 @@ class Result:
     expected_ratio_exact: Estimate
     importance_ratio: Estimate
     max_versions: int
-    num_refreshed_tokens: int = 0
 
     @classmethod
-    def of(
-        cls, conversations: Sequence[Conversation], teacher: Teacher, num_refreshed: int = 0
-    ) -> "Result":
+    def of(cls, conversations: Sequence[Conversation], teacher: Teacher) -> "Result":
         forced = [[teacher.force(turn) for turn in each.turns] for each in conversations]
         stated = [[value for turn in each for value in turn.log_ratio_stated] for each in forced]
         exact = [[value for turn in each for value in turn.log_ratio_exact] for each in forced]
@@ -224,16 +199,11 @@ class Result:
             ),
             importance_ratio=Estimate.of(_ratios(exact, inverse=True)),
             max_versions=max(len({span.version for span in each}) for each in spans),
-            num_refreshed_tokens=num_refreshed,
         )
 
     @property
     def share(self) -> float:
         return self.num_prefilled_tokens / self.num_prompt_tokens
-
-    @property
-    def refreshed_share(self) -> float:
-        return self.num_refreshed_tokens / self.num_prompt_tokens
 
 
 def _mean_kl(turns: Sequence[Forced]) -> float:
@@ -244,23 +214,15 @@ def _ratios(logs: Sequence[Sequence[float]], *, inverse: bool = False) -> list[l
     return [[math.exp(-value if inverse else value) for value in each] for each in logs]
 
 
-def record_of(results: Mapping[str, Result], num_probes: Sequence[int]) -> Record:
-    probes = Row(
-        what="chains measured for max_kl",
-        value=f"{statistics.fmean(num_probes):.1f} per update; each prefills its context once more",
-    )
+def record_of(results: Mapping[str, Result], num_updates: int) -> Record:
     stated = [_stated_row(limit, result) for limit, result in results.items()]
     exact = [_exact_row(limit, result) for limit, result in results.items()]
     return Record(
         name="kv_across_updates",
         claim="Conversations that keep their KV across weights updates prefill only new tokens, at "
         "a divergence from exact KV that max_lag limits, and kv_versions is the KV that their "
-        f"tokens were conditioned on; {len(num_probes)} updates of the GRPO example.",
-        rows=[_row(limit, result) for limit, result in results.items()]
-        + _refreshed_rows(results)
-        + stated
-        + exact
-        + [probes],
+        f"tokens were conditioned on; {num_updates} updates of the GRPO example.",
+        rows=[_row(limit, result) for limit, result in results.items()] + stated + exact,
         raw={limit: asdict(result) for limit, result in results.items()},
     )
 
@@ -274,22 +236,6 @@ def _row(limit: str, result: Result) -> Row:
         goal="ratio 1 within three standard errors",
         verdict="met" if abs(mean - 1) <= 3 * error + 1e-5 else "missed",
     )
-
-
-def _refreshed_rows(results: Mapping[str, Result]) -> list[Row]:
-    """Comparisons of conversations that are recomputed between turns with those that are not."""
-    return [
-        Row(
-            what=f"{name}: at most {REFRESH_TOKENS} tokens per step",
-            value=f"turns prefill {results[name].share:.1%} instead of {results[limit].share:.1%}; "
-            f"{results[name].refreshed_share:.1%} are prefilled between them; KL divergence "
-            f"{results[name].kl.mean / results[limit].kl.mean:.2f} times as large",
-            goal="turns prefill at most 1.1 times as many tokens as with keep all",
-            verdict="met" if results[name].share <= 1.1 * results["keep all"].share else "missed",
-        )
-        for name, limit in REFRESHED.items()
-        if name in results
-    ]
 
 
 def _stated_row(limit: str, result: Result) -> Row:
@@ -316,35 +262,25 @@ def _tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(SEEDLING)
 
 
-def parse_options(description: str | None) -> argparse.Namespace:
-    """Options of the benchmarks of KV across updates."""
-    parser = argparse.ArgumentParser(description=description)
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--updates", type=int, default=20)
     parser.add_argument("--conversations", type=int, default=12)
     parser.add_argument(
         "--checkpoints", type=Path, help="directory in which checkpoints are kept for later runs"
     )
     add_out(parser)
-    return parser.parse_args()
-
-
-def main() -> None:
-    options = parse_options(__doc__)
+    options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         paths = checkpoints(options.updates, options.checkpoints or Path(folder))
         experiment = asyncio.run(run(paths, options.conversations, {RECOMPUTE: None} | LIMITS))
-        refreshed = [
-            asyncio.run(run(paths, options.conversations, {name: LIMITS[limit]}, REFRESH_TOKENS))
-            for name, limit in REFRESHED.items()
-        ]
         teacher = Teacher(paths)
     results = {
-        limit: Result.of(conversations, teacher, each.num_refreshed)
-        for each in (experiment, *refreshed)
-        for limit, conversations in each.conversations.items()
+        limit: Result.of(conversations, teacher)
+        for limit, conversations in experiment.conversations.items()
     }
-    record = record_of(results, experiment.num_probes)
+    record = record_of(results, options.updates)
     record.write(options.out)
     record.show()
 

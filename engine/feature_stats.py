@@ -78,13 +78,12 @@ ended: the session has ended. reset: the prefix cache was reset, as by an activa
 """
 
 
-KeptKvDropReason = Literal["reset", "lag", "divergence", "prefix_recomputed"]
+KeptKvDropReason = Literal["reset", "lag", "prefix_recomputed"]
 """Reason why the cached KV of a chain was dropped.
 
 reset: an activation or a reset of the prefix cache did not keep it. lag: it was older than the
-request's `max_lag`. divergence: its age was above the one up to which the request's `max_kl` is
-met. prefix_recomputed: other KV that it was computed with was computed again. KV that is evicted
-because memory is needed does not count.
+request's `max_lag`. prefix_recomputed: other KV that it was computed with was computed again. KV
+that is evicted because memory is needed does not count.
 """
 
 
@@ -112,34 +111,16 @@ class SharedPrefixStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KvDivergence:
-    """Divergence of kept KV of one age from exact KV, measured after the last weights update.
-
-    `lag` is the age in updates. `kl` is the mean over `num_tokens` tokens of `num_chains` chains,
-    in nats per token.
-    """
-
-    lag: int
-    kl: float
-    num_chains: int
-    num_tokens: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class KeptKvStats:
     """KV of chains, which stays in the prefix cache across weights updates, in tokens.
 
     `num_kept_tokens` are cached now. The others count since the engine started: tokens found in the
-    prefix cache with KV that is older than the weights, cached tokens that were dropped, and tokens
-    beyond the limits of their chains that were computed again between requests.
-    `divergences` were measured for the served weights, in ascending order of their ages.
+    prefix cache with KV that is older than the weights, and cached tokens that were dropped.
     """
 
     num_kept_tokens: int = 0
     num_reused_tokens: int = 0
     num_dropped_tokens: Mapping[KeptKvDropReason, int] = field(default_factory=dict)
-    num_refreshed_tokens: int = 0
-    divergences: Sequence[KvDivergence] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,10 +25,8 @@ from engine.types import (
     ChatRequest,
     ChatResponse,
     Completion,
-    DraftTexts,
     EngineHealth,
     EngineInfo,
-    FinishedListener,
     PauseMode,
     SampleRequest,
     Sampling,
@@ -102,10 +100,6 @@ class Engine(Protocol):
         new tokens, at most once per engine step and never after the awaitable has finished. Tokens
         of several steps are delivered together if the event loop is late. The deltas are
         consecutive, and the tokens after the last one are in the completion only.
-    listen_finished: the listener is called with each sample whose awaitable has finished, and its
-        completion. It must not raise or block.
-    add_draft_texts: adds responses of other engines to the draft store, for engines with a
-        `draft_store_label`. Returns the number of responses that the store has accepted.
     abort: the samples' awaitables finish at once with finish="abort" and the tokens so far. Unknown
         and finished ids are ignored.
     progress: per sample, the version spans of the tokens sampled so far. Empty for samples that
@@ -128,13 +122,6 @@ class Engine(Protocol):
     remove_exported_kv: no sample that is scheduled from now on loads the KV of these slots, which
         may be reused after `flush_exports`.
     reset_prefix_cache: call while paused. No prefix that was prefilled earlier is found again.
-    measure_kept_kv: call after an update with `keep_kv`. Measures the divergence of the KV of
-        chains with `max_kl` by its age, with a few of them, within a limit of tokens per update.
-        Until it returns, their requests read no older KV. May be cancelled. Returns at once without
-        chains. A repeated call also measures chains that have ended a request since.
-    refresh_kept_kv: call repeatedly after an update with `keep_kv`. Computes the KV of one ended
-        request again that its chain may no longer read, the oldest first. False: there is none. May
-        be cancelled. A later request of the chain computes what is not computed yet.
     release_session_kv: call when sessions have ended, whose KV is then evicted like all other. Each
         sample with a `session_id` retains its KV when it ends, until the session's next sample.
         Unknown sessions are ignored.
@@ -249,10 +236,6 @@ class Engine(Protocol):
         given: NDArray[np.int32] | None = None,
     ) -> TopLogprobRows: ...
 
-    def listen_finished(self, listener: FinishedListener | None) -> None: ...
-
-    async def add_draft_texts(self, texts: Sequence[DraftTexts]) -> int: ...
-
     async def abort(self, sample_ids: Sequence[str]) -> None: ...
 
     async def flush_exports(self) -> None: ...
@@ -268,10 +251,6 @@ class Engine(Protocol):
     async def resume(self) -> None: ...
 
     async def reset_prefix_cache(self) -> None: ...
-
-    async def measure_kept_kv(self, priority: int) -> None: ...
-
-    async def refresh_kept_kv(self, priority: int) -> bool: ...
 
     async def release_session_kv(self, session_ids: Sequence[str]) -> None: ...
 

@@ -322,20 +322,6 @@ class EngineSettings(VllmSettings):
         description="time after a session's call in which its KV is retained, in seconds; increase "
         "it if tools of agents run longer",
     )
-    kv_probe_tokens: Count = Field(
-        32768,
-        description="maximum number of tokens that are prefilled after a weights update to measure "
-        "the divergence of KV which chains with keep_kv.max_kl keep, at the lowest priority; "
-        "longer contexts are not measured, and without a measurement no older KV is read; 0: "
-        "nothing is measured; increase it if contexts are longer",
-    )
-    kv_refresh_tokens_per_step: Count = Field(
-        0,
-        description="maximum number of tokens per engine step that are prefilled to compute KV "
-        "again which is beyond keep_kv.max_lag or keep_kv.max_kl after a weights update, between "
-        "the requests of its chain and at the lowest priority; 0: the next request computes it; "
-        "set it to a part of the tokens of a step, such as 512, if sessions pause for updates",
-    )
     enable_sleep_mode: bool | None = Field(
         None,
         description="lets callers release the engine's memory while it sleeps, through vLLM's "

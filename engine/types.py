@@ -168,17 +168,12 @@ class KvVersionSpan:
 class KeptKv:
     """KV that the requests of a chain keep across weights updates.
 
-    `chain` is the private salt of the chain's blocks, `owner` its API key. KV is read for at most
-    `max_lag` updates after that of the version that computed it; None: without a limit. With
-    `max_kl`, KV is read only up to the age at which the measured divergence of the owner's chains
-    from exact KV exceeds this limit, in nats per token; without a measurement since the last
-    update, no older KV is read.
+    `chain` is the private salt of the chain's blocks. KV is read for at most `max_lag` updates
+    after that of the version that computed it; None: without a limit.
     """
 
     chain: str
-    owner: str = ""
     max_lag: int | None = None
-    max_kl: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,7 +211,6 @@ class SampleRequest:
     each other's text, unless `speculation` is false. Samples with the same chain in `kept_kv` share
     prefixes among themselves only; it replaces `cache_salt`, and excludes exports and loads.
     `adapter` is the label of a loaded adapter.
-    Each step computes at most `prefill_tokens_per_step` tokens of the prompt, if it is set.
     `on_tokens` receives the tokens while the sample runs. The routed experts are returned from
     position `experts_from` on.
 
@@ -251,20 +245,7 @@ class SampleRequest:
     num_prior_tokens: int = 0
     num_drawn_tokens: int = 0
     data_parallel_rank: int | None = None
-    prefill_tokens_per_step: int | None = None
     on_tokens: OnTokens | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class DraftTexts:
-    """Responses to one prompt that other engines have generated, for the draft store.
-
-    `age` is the number of weights versions that have followed theirs.
-    """
-
-    prompt: NDArray[np.int32]
-    responses: Sequence[NDArray[np.int32]]
-    age: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -365,7 +346,6 @@ class Completion:
     support: list[bytes] | None = None
     kv_versions: tuple[KvVersionSpan, ...] = ()
     """Versions of the KV that the tokens were conditioned on; the last token has no KV."""
-    kv_lag: int = 0
     """Number of weights updates since the oldest of this KV was computed."""
     routed_experts: NDArray[np.integer[Any]] | None = None
     """Experts [positions, layers, experts per token] from `experts_from` on, without the last
@@ -414,7 +394,6 @@ class EngineInfo:
     """Names in `ChatRequest.template_options` that the chat template uses."""
     features: tuple[FeatureStatus, ...] = ()
     """Optional features of the engine, as decided at its start."""
-    draft_store_label: str | None = None
     """Label that is the same for engines with the same model and vocabulary.
 
     None if the engine drafts nothing from a draft store.

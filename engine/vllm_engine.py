@@ -15,7 +15,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from engine.drafter.service.checkpoint_dir import DrafterDir
 from engine.drafter.service.drafter import Drafter
 from engine.drafter.service.initial_model import open_drafter_dir
-from engine.errors import EngineDead, FilesRestored, LoadFailed, StartFailed
+from engine.errors import EngineDead, LoadFailed, StartFailed
 from engine.feature_stats import (
     CudaGraphStats,
     DrafterStatus,
@@ -28,9 +28,6 @@ from engine.io import logprobs
 from engine.io.chat_conversion import ChatProcessor
 from engine.io.sampling_checks import SamplingChecks
 from engine.io.vllm_requests import Generation
-from engine.kv_versions.contexts import ChainContexts
-from engine.kv_versions.measurement import KvMeasurement, ProbeRequests
-from engine.kv_versions.refresh import EndedContexts, KvRefresh, RefreshLimits
 from engine.launch.arguments import WORKER_EXTENSION
 from engine.launch.data_parallel import check_settings
 from engine.launch.digests import synchronize_machines
@@ -53,14 +50,12 @@ from engine.runtime.heartbeat import Heartbeat
 from engine.runtime.leftover_files import remove_leftover_shared_memory
 from engine.runtime.monitor import EngineMonitor
 from engine.settings import AttentionSettings, EngineSettings, GraphsSettings, SpeculationSettings
-from engine.speculation import shared_texts
 from engine.speculation import startup as speculation_lifecycle
 from engine.types import (
     AdapterInfo,
     ChatRequest,
     ChatResponse,
     Completion,
-    DraftTexts,
     EngineHealth,
     EngineInfo,
     FinishedListener,
@@ -82,8 +77,6 @@ from engine.weights.validation import check_adapter, check_checkpoint
 
 SAVE_SECONDS: Final = 30.0
 """Longest time for the save of the draft store at a stop."""
-MAX_REFRESHED_SHARE: Final = 0.5
-"""Share of the KV cache that contexts may have which are computed again between requests."""
 
 
 class VllmEngine:
@@ -130,10 +123,6 @@ class VllmEngine:
         self._generation = Generation(
             self._processes, self._adapters, num_engines=settings.data_parallel_size
         )
-        self._kv_measurement = KvMeasurement(
-            self._processes, self._generation, settings.kv_probe_tokens
-        )
-        self._kv_refresh: KvRefresh | None = None
         self._sampling_checks = SamplingChecks(self._processes)
         self._info: EngineInfo | None = None
         self._chat: ChatProcessor
@@ -142,7 +131,6 @@ class VllmEngine:
         self._drafter_dir: DrafterDir | None = None
         self._drafter_checkpoint: Checkpoint | None = None
         self._drafter: Drafter | None = None
-        self._finished_listener: FinishedListener | None = None
 
     @property
     def info(self) -> EngineInfo:
@@ -167,9 +155,7 @@ class VllmEngine:
         return self._monitor.graphs
 
     def kept_kv(self) -> KeptKvStats:
-        num_refreshed = self._kv_refresh.num_tokens if self._kv_refresh else 0
-        stats = replace(self._monitor.kept_kv, num_refreshed_tokens=num_refreshed)
-        return self._kv_measurement.add_to(stats)
+        return self._monitor.kept_kv
 
     def session_kv(self) -> KvRetentionStats:
         return self._monitor.session_kv
@@ -225,8 +211,6 @@ class VllmEngine:
             self._chat.template_variables,
             features,
         )
-        if self._settings.kv_refresh_tokens_per_step:
-            self._kv_refresh = self._create_kv_refresh(self._info)
         with phases.phase("warming up the sampler"):
             await self._generation.warm_up(self._info.eos_token_ids)
         await self._start_drafting()
@@ -237,15 +221,6 @@ class VllmEngine:
         self._monitor_task = asyncio.create_task(
             self._monitor.run(self._settings.hang_seconds, self._drafter), name="engine-monitor"
         )
-
-    def _create_kv_refresh(self, info: EngineInfo) -> KvRefresh:
-        limits = RefreshLimits(
-            tokens_per_step=self._settings.kv_refresh_tokens_per_step,
-            max_context_tokens=info.max_context_tokens,
-            max_retained_tokens=int(MAX_REFRESHED_SHARE * info.num_blocks * info.block_size),
-            block_size=info.block_size,
-        )
-        return KvRefresh(ProbeRequests(self._generation, info.max_context_tokens), limits)
 
     def _open_drafter_dir(self, model: Path, served: Checkpoint) -> None:
         """Open the drafter directory and set the `drafter` setting to its serving drafter."""
@@ -281,8 +256,6 @@ class VllmEngine:
             await self._drafter.start_drafting()
         prediction = await speculation_lifecycle.predict_gain(self.llm, settings)
         self._info = with_prediction(self.info, settings.mode, prediction)
-        label = await shared_texts.store_label(self.llm, settings, self.info)
-        self._info = replace(self.info, draft_store_label=label)
 
     async def _start_session_kv_retention(self) -> None:
         fraction, seconds = self._settings.session_kv_fraction, self._settings.session_kv_seconds
@@ -373,36 +346,21 @@ class VllmEngine:
 
     async def submit(self, samples: Sequence[SampleRequest]) -> list[Awaitable[Completion]]:
         on_finished = self._finished_observer(samples)
-        if self._kv_refresh is not None:
-            self._kv_refresh.contexts.on_submitted(samples)
         return await self._generation.submit(samples, self.info.max_context_tokens, on_finished)
 
     def _finished_observer(self, samples: Sequence[SampleRequest]) -> FinishedListener | None:
         """Listener for the completions of these samples, if anything learns from them."""
         learner = self._drafter if self._drafter and self._drafter.is_training else None
-        listener = learner.on_sample_finished if learner else self._finished_listener
-        keeps_kv = any(sample.kept_kv is not None for sample in samples)
-        if not keeps_kv and all(sample.sampling.structured_outputs is None for sample in samples):
+        listener = learner.on_sample_finished if learner else None
+        if all(sample.sampling.structured_outputs is None for sample in samples):
             return listener
 
         def observe(sample: SampleRequest, completion: Completion) -> None:
             self._sampling_checks.on_finished(sample.sampling, completion)
-            for contexts in self._kv_contexts() if keeps_kv else ():
-                contexts.on_finished(sample, completion)
             if listener is not None:
                 listener(sample, completion)
 
         return observe
-
-    def _kv_contexts(self) -> Sequence[ChainContexts | EndedContexts]:
-        measured = self._kv_measurement.contexts
-        return [measured, self._kv_refresh.contexts] if self._kv_refresh else [measured]
-
-    def listen_finished(self, listener: FinishedListener | None) -> None:
-        self._finished_listener = listener
-
-    async def add_draft_texts(self, texts: Sequence[DraftTexts]) -> int:
-        return await shared_texts.add_texts(self.llm, texts)
 
     def progress(self, sample_ids: Sequence[str]) -> list[tuple[VersionSpan, ...]]:
         return self._generation.progress(sample_ids)
@@ -459,21 +417,9 @@ class VllmEngine:
         await await_engine(self.llm, self.llm.resume_generation())
 
     async def reset_prefix_cache(self) -> None:
-        for contexts in self._kv_contexts():
-            contexts.clear()
         await self._processes.call_cores("coppice_reset_prefix_cache")
 
-    async def measure_kept_kv(self, priority: int) -> None:
-        await self._kv_measurement.run(self.info.max_context_tokens, priority)
-
-    async def refresh_kept_kv(self, priority: int) -> bool:
-        if self._kv_refresh is None:
-            return False
-        return await self._kv_refresh.run(self._kv_measurement.max_lag, priority)
-
     async def release_session_kv(self, session_ids: Sequence[str]) -> None:
-        for contexts in self._kv_contexts():
-            contexts.release(session_ids)
         await self._processes.call_cores("coppice_release_session_kv", list(session_ids))
 
     # Weights and adapters
@@ -490,7 +436,7 @@ class VllmEngine:
         self._served_weights.check_tensors(tensors)
 
     async def update_weights(self, path: Path, version: str, *, keep_kv: bool = False) -> int:
-        async with self._loading(keep_kv=keep_kv):
+        async with self._loading():
             num_kept = await self._served_weights.update(path, version, keep_kv=keep_kv)
         return num_kept
 
@@ -501,41 +447,28 @@ class VllmEngine:
         await self._served_weights.close_transfer()
 
     async def transfer_weights(self, version: str, *, keep_kv: bool = False) -> int:
-        async with self._loading(keep_kv=keep_kv):
+        async with self._loading():
             num_kept = await self._served_weights.transfer(version, keep_kv=keep_kv)
         return num_kept
 
     @asynccontextmanager
-    async def _loading(self, *, keep_kv: bool) -> AsyncIterator[None]:
+    async def _loading(self) -> AsyncIterator[None]:
         """Context manager of a load of weights, which has failed if LoadFailed leaves it."""
         assert self._sleep_mode is not None, "the engine has not started"
         try:
-            async with self._kv_measurement.updating(keeps_kv=keep_kv):
-                yield
-        except LoadFailed as error:
-            if isinstance(error, FilesRestored) and self._kv_refresh is not None:
-                self._kv_refresh.on_update(keeps_kv=False)
+            yield
+        except LoadFailed:
             self._sleep_mode.restore_stage()
             raise
-        if self._kv_refresh is not None:
-            self._kv_refresh.on_update(keeps_kv=keep_kv)
         self._sleep_mode.on_weights_loaded()
 
     async def sleep(self, level: SleepLevel, tags: AbstractSet[SleepTag]) -> None:
         assert self._sleep_mode is not None, "the engine has not started"
-        for contexts in self._kv_contexts():
-            contexts.clear()
         await self._sleep_mode.sleep(level, tags)
 
     async def wake(self, tags: AbstractSet[SleepTag]) -> str | None:
         assert self._sleep_mode is not None, "the engine has not started"
-        restored = await self._sleep_mode.wake(tags)
-        if restored is not None:
-            async with self._kv_measurement.updating(keeps_kv=False):
-                pass  # the last files are served, as after FilesRestored
-            if self._kv_refresh is not None:
-                self._kv_refresh.on_update(keeps_kv=False)
-        return restored
+        return await self._sleep_mode.wake(tags)
 
     def check_adapter(self, path: Path) -> AdapterInfo:
         base, max_rank = self._served_weights.checkpoint, self.info.max_adapter_rank

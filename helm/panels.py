@@ -6,7 +6,7 @@ A test checks every series named here against the server's and vLLM's metrics.
 from helm.overview import OVERVIEW, TRAINER
 from helm.panel import Panel, level, quantiles, rate, share
 from helm.session_panels import SESSIONS
-from helm.speculation_panels import DRAFT_HISTORY, DRAFTER, GRAPHS, SPECULATION
+from helm.speculation_panels import DRAFTER, GRAPHS, SPECULATION
 
 ROWS: dict[str, list[Panel]] = {
     "Overview": OVERVIEW,
@@ -100,7 +100,6 @@ ROWS: dict[str, list[Panel]] = {
         ),
     ],
     "Speculation": SPECULATION,
-    "Draft history": DRAFT_HISTORY,
     "Drafter": DRAFTER,
     "CUDA graphs": GRAPHS,
     "Prompt KV": [

@@ -26,7 +26,7 @@ describes [a first installation](../../docs/start/kubernetes.md),
 [replicas that share a registry](../../docs/operate/cluster.md).
 
 The server's settings in the sections `engine`, `attention`, `speculation`, `graphs`, `kv`,
-`limits`, `sessions`, `weights`, `cluster`, `draft_history`, `log` and `trace` are values of the
+`limits`, `sessions`, `weights`, `cluster`, `log` and `trace` are values of the
 same names ([settings](../../docs/reference/settings.md)). Rendering fails, and names the reason, if
 the server would reject a setting at startup or if values contradict each other.
 

@@ -13,7 +13,6 @@ from pydantic import BaseModel
 from engine.settings import AttentionSettings, EngineSettings, GraphsSettings, SpeculationSettings
 from service.cluster.settings import ClusterSettings
 from service.config.settings import LimitsSettings, LogSettings, TraceSettings, WeightsSettings
-from service.draft_history.settings import DraftHistorySettings
 from service.prompt_kv.settings import KvSettings
 from service.sessions.settings import SessionsSettings
 
@@ -94,7 +93,6 @@ def schema() -> Schema:
         sessions=settings(SessionsSettings),
         weights=settings(WeightsSettings),
         cluster=settings(ClusterSettings),
-        draft_history=settings(DraftHistorySettings),
         log=settings(LogSettings),
         trace=settings(TraceSettings),
         auth=tree(

@@ -1,6 +1,6 @@
 """Dashboard panels of speculative decoding, drafter training and CUDA graphs."""
 
-from helm.panel import Panel, level, rate, share, total_rate
+from helm.panel import Panel, level, rate, share
 
 SPECULATION = [
     Panel(
@@ -34,32 +34,6 @@ SPECULATION = [
                 "vllm:spec_decode_num_accepted_tokens_total",
                 "vllm:spec_decode_num_drafts_total",
             )
-        },
-    ),
-]
-
-DRAFT_HISTORY = [
-    Panel(
-        "Samples shared for drafts",
-        "suffix: samples/s",
-        "Finished samples per second that replicas write for the others, and that they add to "
-        "their draft stores from them.",
-        {"{{direction}}": rate("coppice_draft_history_samples_total", "direction")},
-    ),
-    Panel(
-        "Traffic of the draft history",
-        "Bps",
-        "Bytes per second that replicas write to and read from Redis.",
-        {"{{direction}}": rate("coppice_draft_history_bytes_total", "direction")},
-    ),
-    Panel(
-        "Samples not shared for drafts",
-        "suffix: 1/s",
-        "Samples or entries per second that were dropped, and failed exchanges. overflow: more "
-        "samples than draft_history.write_bytes_per_second allows; missed: dropped by Redis first.",
-        {
-            "{{reason}}": rate("coppice_draft_history_dropped_total", "reason"),
-            "failed": total_rate("coppice_draft_history_failures_total"),
         },
     ),
 ]

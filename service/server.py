@@ -21,8 +21,6 @@ from service.cluster.redis_registry import RedisRegistry
 from service.cluster.registry import ClusterRegistry, new_replica_id
 from service.cluster.settings import ClusterSettings
 from service.config.settings import Settings
-from service.draft_history.exchange import DraftHistory
-from service.draft_history.stream import RedisHistoryStream
 from service.drain import Drain
 from service.http.bodies import Bodies
 from service.http.connection_limit import Connections, connection_limit
@@ -59,7 +57,6 @@ from service.trees.external_tree import ExternalTrees
 from service.weights.activation import Activation
 from service.weights.checkpoint_store import CheckpointStore
 from service.weights.drafter import DrafterManager
-from service.weights.kept_kv_tasks import KeptKvTasks
 from service.weights.replication.allowed_peers import Peers
 from service.weights.replication.announcer import Announcer
 from service.weights.replication.coordinator import ActivationCoordinator
@@ -258,7 +255,6 @@ class Server:
             admission=self.admission,
             max_samples_per_request=settings.limits.max_samples_per_request,
         )
-        self.draft_history = self._draft_history() if settings.draft_history.enabled else None
         announcer = Announcer(self.cluster, self.versions)
         self.stager = WeightStager(
             engine,
@@ -269,7 +265,6 @@ class Server:
             on_received=self.metrics.weights.record_upload,
         )
         self.drafters = DrafterManager(engine, self.checkpoints)
-        self._kept_kv_tasks = KeptKvTasks(engine, priority_aging)
         self.activation = Activation(
             engine,
             self.versions,
@@ -355,24 +350,6 @@ class Server:
             shed=lambda outcome: self.metrics.http.connections_shed.labels(outcome).inc(),
         )
 
-    def _draft_history(self) -> DraftHistory:
-        settings, metrics = self.settings, self.metrics.draft_history
-        return DraftHistory(
-            settings.draft_history,
-            self.engine,
-            self.versions,
-            open_stream=lambda label: RedisHistoryStream(
-                settings.cluster,
-                settings.draft_history,
-                replica=self.cluster.own_id,
-                label=label,
-            ),
-            store_file=settings.speculation.store_file,
-            on_drop=metrics.record_drop,
-            on_exchange=metrics.record_exchange,
-            on_failure=metrics.failures.inc,
-        )
-
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Context manager that starts the server's components, and closes them on exit.
@@ -387,7 +364,6 @@ class Server:
                 self.cluster.running(),
                 self.rollouts.running(),
                 self.sessions.running(),
-                self._kept_kv_tasks.running(),
                 self.activation.running(),
                 self.coordinator.running(),
                 self._rebalancer.running(),
@@ -397,8 +373,6 @@ class Server:
             starting.cancel()
             lag.cancel()
             await asyncio.gather(starting, lag, *self._background, return_exceptions=True)
-            if self.draft_history is not None:
-                await self.draft_history.close()
             self.socket_sender.close()
             await self.kv_importer.close()
             await self._session_kv_importer.close()
@@ -459,8 +433,6 @@ class Server:
         self.prompt_kv.open()
         self.kv_reuse.cache.open()
         self.readiness.started = True
-        if self.draft_history is not None:
-            self.draft_history.start()
         log.info("features:\n%s", table(features(self)))
         await self._follower.catch_up(self.settings.weights.catch_up_seconds)
         self.readiness.caught_up = True
@@ -468,7 +440,6 @@ class Server:
 
     def _on_weights_changed(self) -> None:
         self._activated_at = time.monotonic()
-        self._kept_kv_tasks.on_weights_changed()
 
     def _count_group(self, rollout: Rollout, group: Group, answer: GroupAnswer) -> None:
         self.metrics.record_group(answer, group.sample_seconds)

@@ -42,12 +42,10 @@ from engine.types import (
     ChatRequest,
     ChatResponse,
     Completion,
-    DraftTexts,
     EngineFinishReason,
     EngineHealth,
     EngineInfo,
     EngineStage,
-    FinishedListener,
     KeptKvReason,
     KvVersionSpan,
     PauseMode,
@@ -121,10 +119,6 @@ class FakeEngine:
         self.finish: EngineFinishReason = "length"
         self.parses = True
         self.calls: list[str] = []
-        self.measured: list[int] = []
-        self.measure_gate: asyncio.Event | None = None
-        self.num_cancelled_measurements = 0
-        self.measure_error: Exception | None = None
         self.submitted: list[SampleRequest] = []
         self.checked: list[Sampling] = []
         self.sampling_error: EngineError | None = None
@@ -154,8 +148,6 @@ class FakeEngine:
         self.speculated = SpeculationStats()
         self.update_graphs = CudaGraphStats()
         self.kept_stats = KeptKvStats()
-        self.refreshed: list[int] = []
-        self.num_to_refresh = 0
         self.kept_kv_reason: KeptKvReason | None = None
         self.chains: dict[tuple[str, tuple[int, ...]], list[str]] = {}
         self.retained = KvRetentionStats()
@@ -165,9 +157,6 @@ class FakeEngine:
         self.drafter_path = Path("/nowhere")
         self.refused_drafter: EngineError | None = None
         self.offered: list[tuple[str, bytes]] = []
-        self.draft_store_label: str | None = None
-        self.finished_listener: FinishedListener | None = None
-        self.draft_texts: list[DraftTexts] = []
         self._stage: EngineStage = "starting"
         self.start_phase: StartPhase | None = None
 
@@ -201,7 +190,6 @@ class FakeEngine:
             can_sleep=self.can_sleep,
             max_adapters=self.max_adapters,
             max_adapter_rank=16 if self.max_adapters else 0,
-            draft_store_label=self.draft_store_label,
         )
 
     def health(self) -> EngineHealth:
@@ -225,24 +213,6 @@ class FakeEngine:
 
     def kept_kv(self) -> KeptKvStats:
         return self.kept_stats
-
-    async def measure_kept_kv(self, priority: int) -> None:
-        self.measured.append(priority)
-        if self.measure_gate is not None:
-            try:
-                await self.measure_gate.wait()
-            except asyncio.CancelledError:
-                self.num_cancelled_measurements += 1
-                raise
-        if self.measure_error is not None:
-            raise self.measure_error
-
-    async def refresh_kept_kv(self, priority: int) -> bool:
-        self.refreshed.append(priority)
-        if self.num_to_refresh:
-            self.num_to_refresh -= 1
-            return True
-        return False
 
     def session_kv(self) -> KvRetentionStats:
         return self.retained
@@ -351,15 +321,6 @@ class FakeEngine:
         if self.instant and not self.paused:
             self.step(VOCAB_SIZE)
         return [sample.done for sample in added]
-
-    def listen_finished(self, listener: FinishedListener | None) -> None:
-        self.finished_listener = listener
-
-    async def add_draft_texts(self, texts: Sequence[DraftTexts]) -> int:
-        if not self.alive:
-            raise EngineDead("dead")
-        self.draft_texts += texts
-        return sum(len(one.responses) for one in texts)
 
     def progress(self, sample_ids: Sequence[str]) -> list[tuple[VersionSpan, ...]]:
         found = [self.running.get(sample_id) for sample_id in sample_ids]
@@ -680,8 +641,6 @@ class FakeEngine:
         if (first := sample.request.experts_from) is not None:
             completion = replace(completion, routed_experts=_experts(first, length + count - 1))
         sample.done.set_result(completion)
-        if self.finished_listener is not None:
-            self.finished_listener(sample.request, completion)
 
 
 def _stop(sample: Running) -> bool:

@@ -73,7 +73,6 @@ def _retention_text() -> str:
 
 
 LIMITS = ("max_lag 1", "max_lag 2", "max_lag 4", "keep all")
-MAX_KL = ("max_kl 2e-4", "max_kl 5e-4")
 
 
 def results(limit: str) -> dict[str, Any]:
@@ -109,15 +108,6 @@ def _draw_frontier(axes: Axes) -> None:
     shares, means = [prefilled(limit) for limit in limits], [kl(limit) for limit in limits]
     errors = [2 * results(limit)["kl"]["error"] for limit in limits]
     axes.errorbar(shares, means, errors, color=drawing.GAIN, marker="o", markersize=5, capsize=2)
-    for name in recomputed_between_turns():
-        axes.plot(prefilled(name), kl(name), color=drawing.GAIN, marker="s", markersize=5)
-        axes.annotate(
-            name.replace(", ", ",\n"),
-            (prefilled(name), kl(name)),
-            xytext=(6, -14),
-            textcoords="offset points",
-            fontsize=6,
-        )
     for limit, share, mean in zip(limits, shares, means, strict=True):
         axes.annotate(limit, (share, mean), xytext=(6, 5), textcoords="offset points", fontsize=8)
     axes.set(xlabel="prompt tokens prefilled, per cent", ylabel="KL divergence, nats per token")
@@ -126,11 +116,6 @@ def _draw_frontier(axes: Axes) -> None:
     axes.set_yscale("symlog", linthresh=1e-5)
     axes.set_ylim(0, 0.2)
     axes.grid(axis="y")
-
-
-def recomputed_between_turns() -> list[str]:
-    """Names of the results of conversations whose turns prefill new tokens only."""
-    return [name for name in record("kv_across_updates")["raw"] if name.endswith("between turns")]
 
 
 def kl(limit: str) -> float:
@@ -149,15 +134,13 @@ def difference(limit: str) -> float:
 
 def kv_across_updates_text() -> str:
     num_updates = len(results("keep all")["kl_by_update"])
-    largest = max(map(difference, (*LIMITS, *MAX_KL)))
+    largest = max(map(difference, LIMITS))
     return f"""
 Conversations of the bundled model were continued by one turn after each of {num_updates} weights
 updates of the GRPO example (learning rate 1e-4, float32). The baseline prefills every context
 again. Conversations that keep all KV prefill {prefilled("keep all"):.0f} % of their prompt tokens,
 at a KL divergence of {kl("keep all"):.1e} nats per token from exact KV. With `max_lag: 1` it is
-{prefilled("max_lag 1"):.0f} %, at {kl("max_lag 1"):.1e}; if KV beyond this limit is recomputed
-between the turns (`engine.kv_refresh_tokens_per_step`), turns prefill
-{prefilled("max_lag 1, recomputed between turns"):.0f} %, at the same divergence.
+{prefilled("max_lag 1"):.0f} %, at {kl("max_lag 1"):.1e}.
 Teacher forcing with the served weights alone does not give the returned log-probabilities: the
 expected ratio of both probabilities is
 {expected_ratio("keep all"):.4f} if all KV is kept, instead of 1. Teacher forcing over the KV that

@@ -29,7 +29,7 @@ EXPLANATIONS = {
         "`1128 tokens` is the length of a prompt. `prefilled` is vLLM's prefix caching. `spliced` "
         "reuses the KV of spans at other positions; some first tokens of a span are recomputed. "
         "`predicted` predicts KV from earlier prompts of the same agent; `predicted at 0.3` has "
-        "`kv_reuse.max_entropy` 0.3. `reordered` moves shared texts to the front of the prompt. "
+        "`kv_reuse.max_entropy` 0.3. "
         "`prefilled / spliced` above 1 is a gain.",
     ),
     "data_parallel": (
@@ -39,12 +39,6 @@ EXPLANATIONS = {
     "drain": (
         "Time of a drain that moves running samples",
         "Without moves (`cluster.move_seconds: 0`) the replica runs the samples to their end.",
-    ),
-    "draft_history": (
-        "Accepted length of replicas that share their samples",
-        "`one store / own stores` are the limits: all replicas draft from one store, or each from "
-        "its own samples only. With `exchange every 16 steps`, each replica adds the finished "
-        "samples of the others to its own store at these intervals and between two epochs.",
     ),
     "draft_store": ("Time of the draft store", "Sibling drafts are read from this store."),
     "drafter_recovery": ("Acceptance of the drafter after a policy update", ""),
@@ -67,14 +61,6 @@ EXPLANATIONS = {
     "kv_export_cost": (
         "Cost of exporting prompt KV",
         "`prompt KV on / off` compares engines of which no export is requested.",
-    ),
-    "kv_refresh": (
-        "KV kept across weights updates: parts computed again",
-        "`whole context, 1/3 per update` computes all KV of a context again in every third update, "
-        "as `max_lag` 2 does. `oldest part` computes the third of the positions that was computed "
-        "the longest ago in each update, and `last part` the last third; other KV stays, although "
-        "it attended to what is replaced. `+-` is one standard error over conversations. "
-        "Differences are paired: in each conversation both methods have the same tokens.",
     ),
     "kv_transport": (
         "Bandwidth of reading prompt KV",

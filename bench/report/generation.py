@@ -150,7 +150,6 @@ ARMS = {
     "spliced (0 recomputed per span)": "KV spliced, nothing recomputed",
     "spliced (64 recomputed per span)": "KV spliced, 64 tokens recomputed per span",
     "predicted": "KV predicted from earlier rounds",
-    "reordered": "shared texts moved to the front of the prompt",
 }
 
 
@@ -173,13 +172,11 @@ def kv_reuse() -> Figure:
 
 def kv_reuse_text() -> str:
     spliced = [median("cross_context", ttft(tokens, SPLICED)) for tokens in (1128, 2696)]
-    reordered = median("cross_context", ttft(1128, "reordered"))
     return f"""
 Five agents sent each other messages, and the time to first token (TTFT) of their prompts was
 measured. The baseline is vLLM's prefix caching, which reuses only KV of a common beginning.
 Spliced KV has a gain of {spliced[0]} for prompts of 1,128 tokens and {spliced[1]} for prompts of
-2,696. Predicted KV is not clearly faster. Moving shared texts to the front of the prompt is
-slower ({reordered}).
+2,696. Predicted KV is not clearly faster.
 """
 
 

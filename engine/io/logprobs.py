@@ -23,22 +23,16 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from engine.errors import EngineDead, RequestRefused
 from engine.io.logprob_arrays import LogprobChunks
-from engine.kv_versions.request_option import UNCACHED_ARG
 from engine.runner.prompt_token_ids import to_extra_args
 from engine.types import TopLogprobRows
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredTokens:
-    """Tokens that are prefilled for their logprobs.
-
-    `caches_kv` lets later requests find their KV; `rank` is the data-parallel rank of the engine.
-    """
+    """Tokens that are prefilled for their logprobs by the engine of a data-parallel rank."""
 
     token_ids: Sequence[int]
     adapter: LoRARequest | None
-    priority: int = 0
-    caches_kv: bool = True
     rank: int | None = None
 
 
@@ -102,15 +96,12 @@ async def _score_once(
         output_kind=RequestOutputKind.FINAL_ONLY,
         **options,
     )
-    if not scored.caches_kv:
-        params.extra_args = {**(params.extra_args or {}), UNCACHED_ARG: True}
     try:
         generated = llm.generate(
             tokens_input(list(scored.token_ids)),
             params,
             uuid.uuid4().hex,
             lora_request=scored.adapter,
-            priority=scored.priority,
             data_parallel_rank=scored.rank,
         )
         (output,) = [output async for output in generated]

@@ -11,7 +11,7 @@ from engine.errors import RequestRefused
 from engine.io.sampling_checks import XGRAMMAR, bad_word_ids
 from engine.io.stop_strings import PRIOR_TEXT_ARG
 from engine.kv_types import KvTransferParams
-from engine.kv_versions.request_option import KEEP_KV_ARG, PREFILL_BOUND_ARG, KeepOption
+from engine.kv_versions.request_option import KEEP_KV_ARG, KeepOption
 from engine.launch.sampling_hooks import DRAWN_TOKENS_ARG, PRIOR_TOKENS_ARG
 from engine.runner.routed_experts import ROUTED_EXPERTS_ARG
 from engine.sampling_support.further_logprobs import FurtherLogprobs
@@ -152,11 +152,7 @@ def _extra_args(sample: SampleRequest) -> dict[str, Any] | None:
     if sample.kept_kv is not None:
         assert sample.load is None and sample.export is None, "kept KV is not transferred"
         kept = sample.kept_kv
-        carried[KEEP_KV_ARG] = KeepOption(
-            owner=kept.owner, max_lag=kept.max_lag, max_kl=kept.max_kl
-        )
-    if sample.prefill_tokens_per_step is not None:
-        carried[PREFILL_BOUND_ARG] = sample.prefill_tokens_per_step
+        carried[KEEP_KV_ARG] = KeepOption(max_lag=kept.max_lag)
     if sample.experts_from is not None:
         carried[ROUTED_EXPERTS_ARG] = True
     return carried or None

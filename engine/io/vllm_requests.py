@@ -142,7 +142,6 @@ def to_completion(output: RequestOutput, request: SampleRequest) -> Completion:
         kv_versions=kv_versions.kv_version_spans(
             kv_versions.reports_of(output), versions, len(request.prompt_token_ids)
         ),
-        kv_lag=kv_versions.kv_lag_of(output),
         num_cached_tokens=output.num_cached_tokens or 0,
         stop_reason=sample.stop_reason,
         entropy=top_k_entropies(rows, k) if k and rows is not None else None,
@@ -346,21 +345,10 @@ class Generation:
         )
 
     async def given_logprobs(
-        self,
-        prompt: Sequence[int],
-        given: NDArray[np.int32],
-        adapter: str | None,
-        *,
-        priority: int = 0,
-        caches_kv: bool = True,
+        self, prompt: Sequence[int], given: NDArray[np.int32], adapter: str | None
     ) -> TopLogprobRows:
-        scored = ScoredTokens(
-            prompt,
-            self._adapters.request(adapter),
-            priority,
-            caches_kv,
-            self._placement.rank(),
-        )
+        lora_request, rank = self._adapters.request(adapter), self._placement.rank()
+        scored = ScoredTokens(prompt, lora_request, rank)
         return await given_logprobs(self._processes.llm, scored, given)
 
     async def abort(self, sample_ids: Sequence[str]) -> None:

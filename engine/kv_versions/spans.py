@@ -9,13 +9,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from engine.kv_versions.request_option import KV_VERSIONS, KvReport, OlderKv
+from engine.kv_versions.request_option import KV_VERSIONS, OlderKv
 from engine.types import KvVersionSpan, VersionSpan
 
 Reports = Sequence[tuple[int, OlderKv]]
 """Reports of a request, each with the index of the first token generated after it."""
 _REPORTS = "coppice_kv_reports"
-_LAG = "coppice_kv_lag"
 
 
 @functools.cache
@@ -30,12 +29,6 @@ def install() -> None:
 def reports_of(output: Any) -> Reports:
     found: Reports = output.__dict__.get(_REPORTS, ())
     return found
-
-
-def kv_lag_of(output: Any) -> int:
-    """Number of updates since the oldest KV of a request was computed, at its last report."""
-    lag: int = output.__dict__.get(_LAG, 0)
-    return lag
 
 
 def kv_version_spans(
@@ -116,11 +109,9 @@ def _recording(upstream: Any) -> Any:
 def _record(state: Any, output: Any) -> None:
     if state is None or state.detokenizer is None:
         return
-    report: KvReport = output.kv_transfer_params[KV_VERSIONS]
-    older = [(version, end) for version, end in report["versions"]]
+    older = [(version, end) for version, end in output.kv_transfer_params[KV_VERSIONS]]
     reports = state.__dict__.setdefault(_REPORTS, [])
     reports.append((state.detokenizer.num_output_tokens(), older))
-    state.__dict__[_LAG] = report["lag"]
 
 
 def _with_reports(upstream: Any) -> Any:
@@ -129,7 +120,6 @@ def _with_reports(upstream: Any) -> Any:
         output = upstream(self, *args, **kwargs)
         if output is not None and _REPORTS in self.__dict__:
             output.__dict__[_REPORTS] = self.__dict__[_REPORTS]
-            output.__dict__[_LAG] = self.__dict__[_LAG]
         return output
 
     return make_request_output

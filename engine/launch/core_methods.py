@@ -145,13 +145,6 @@ def coppice_can_keep_kv(self: "EngineCore") -> bool:
     return kv_versions.can_keep(self.scheduler.kv_cache_manager.kv_cache_config)
 
 
-def coppice_set_kv_divergence(
-    self: "EngineCore", divergences: list[tuple[str, int, float]]
-) -> None:
-    """Apply the limits of requests with `max_kl` to measured divergences, until the next update."""
-    kv_versions.kept_blocks(self).divergence.set(divergences)
-
-
 def coppice_check_pool(self: "EngineCore") -> PoolState:
     manager = self.scheduler.kv_cache_manager
     pool = manager.block_pool
@@ -177,7 +170,6 @@ def install() -> None:
         coppice_ping,
         coppice_reset_prefix_cache,
         coppice_can_keep_kv,
-        coppice_set_kv_divergence,
         coppice_check_pool,
     )
     added = (drafter.METHODS, siblings.METHODS, baseline.METHODS, session_kv.METHODS)

@@ -22,7 +22,6 @@ from engine.kv_transfer.worker.rpc import KvExportInfo
 from engine.launch.worker_weights import ASLEEP, WeightMethods, failed_ranks
 from engine.runtime.feature_guard import Failure, attempt
 from engine.speculation import counters as speculation
-from engine.speculation.drafting import CallTexts
 from engine.types import SleepLevel, SleepTag
 from engine.weights import worker_sleep
 
@@ -78,11 +77,6 @@ class WorkerExtension(WeightMethods):
 
     def coppice_save_drafts(self) -> bool:
         return not isinstance(attempt(self.coppice_write_drafts), Failure)
-
-    def coppice_add_drafts(self, texts: CallTexts) -> int:
-        """Add texts of other engines to the draft store; returns the number of responses added."""
-        added = attempt(self.coppice_store_texts, texts)
-        return 0 if isinstance(added, Failure) else added
 
     def coppice_reset_graph_counters(self) -> CudaGraphSnapshot | None:
         """Reset the CUDA graph counters, after the warm-up steps."""
@@ -159,9 +153,6 @@ class WorkerExtension(WeightMethods):
     def coppice_write_drafts(self) -> None:
         if self.rank == 0:
             self.model_runner.drafter.save()
-
-    def coppice_store_texts(self, texts: CallTexts) -> int:
-        return self.model_runner.drafter.add_texts(texts) if self.rank == 0 else 0
 
 
 def _reason(outcome: object) -> str | None:

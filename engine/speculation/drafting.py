@@ -5,9 +5,9 @@ engine with Model Runner V2.
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,12 +25,8 @@ from engine.speculation.request_table import (
     TrackedRequest,
 )
 from kernels.draft_index.store import DraftStore
-from kernels.draft_index.store_protocol import DraftBatch, Int32Array, InvalidCall, Store
+from kernels.draft_index.store_protocol import DraftBatch, Int32Array, Store
 
-CallTexts = Sequence[tuple[bytes, Sequence[bytes], int]]
-"""Texts of other engines in a call: a prompt and its responses as int32, and their age."""
-OTHER_ENGINES: Final = b""
-"""Group of these texts. A group runs on one engine, so no request has siblings among them."""
 TIMING_INTERVAL = 4
 STORE_UPDATE_INTERVAL = 32
 """Steps between updates of the store while no drafts are wanted.
@@ -177,20 +173,3 @@ def open_store(file: Path | None, max_draft_tokens: int, vocabulary: int) -> Dra
         if not isinstance(loaded, Failure):
             return loaded
     return DraftStore(max_bytes=max_bytes, max_draft_tokens=max_draft_tokens)
-
-
-def add_texts(store: Store, texts: CallTexts) -> int:
-    """Add texts of other engines; returns the number of responses that the store has accepted.
-
-    Responses are refused if their prompt has too many running ones, and all of a prompt if one of
-    them is invalid.
-    """
-    return sum(_add_responses(store, *text) for text in texts)
-
-
-def _add_responses(store: Store, prompt: bytes, responses: Sequence[bytes], age: int) -> int:
-    arrays = [np.frombuffer(response, np.int32) for response in responses]
-    try:
-        return store.add(OTHER_ENGINES, np.frombuffer(prompt, np.int32), arrays, age=age)
-    except InvalidCall:
-        return 0

@@ -15,7 +15,7 @@ from engine.speculation.controller import Controller
 from engine.speculation.cost import Profile, Step
 from engine.speculation.counters import COUNTERS
 from engine.speculation.draft_verification import DraftStepSkipper, DraftVerifier
-from engine.speculation.drafting import CallTexts, add_texts, open_store
+from engine.speculation.drafting import open_store
 from engine.speculation.process_settings import settings
 from engine.speculation.speculator import Speculator, TokenLists
 from kernels.draft_index.store_protocol import Int32Array
@@ -109,10 +109,6 @@ class Proposer:
     def on_weights_changed(self) -> None:
         if self.speculator is not None:
             self.speculator.on_weights_changed()
-
-    def add_texts(self, texts: CallTexts) -> int:
-        """Add texts of other engines to the draft store; returns the number of responses added."""
-        return 0 if self.speculator is None else add_texts(self.speculator.store, texts)
 
     def save(self) -> None:
         file = settings().store_file

@@ -4,7 +4,6 @@ Not thread-safe. One call into the library does a whole step.
 """
 
 import ctypes
-from collections.abc import Sequence
 from functools import cache as cached
 from pathlib import Path
 from typing import Self
@@ -26,7 +25,6 @@ from kernels.draft_index.store_protocol import (
     InvalidCall,
     Reliability,
     Scope,
-    check_add,
     check_begin,
     check_step,
     hash_key,
@@ -132,7 +130,6 @@ def library() -> ctypes.CDLL | None:
     key = ctypes.c_uint64
     loaded.coppice_drafts_begin.argtypes = [store, key, key, data, number]
     loaded.coppice_drafts_end.argtypes = [store, number, number]
-    loaded.coppice_drafts_add.argtypes = [store, key, key, data, number, data, number, number]
     loaded.coppice_drafts_age.argtypes = [store]
     loaded.coppice_drafts_step.argtypes = [store, data]
     loaded.coppice_drafts_reliability.argtypes = [store, data, data, data]
@@ -194,18 +191,6 @@ class DraftStore:
         if slot < 0:
             raise InvalidCall(TOO_MANY_TEXTS)
         return slot
-
-    def add(
-        self, group: bytes, prompt: Int32Array, responses: Sequence[Int32Array], *, age: int
-    ) -> int:
-        check_add(prompt, responses, age)
-        prompt = np.ascontiguousarray(prompt)
-        to = hash_key(group), hash_key(prompt.tobytes()), prompt.ctypes.data, len(prompt)
-        for number, response in enumerate(map(np.ascontiguousarray, responses)):
-            text = response.ctypes.data, len(response)
-            if self._library.coppice_drafts_add(self._store, *to, *text, age):
-                return number
-        return len(responses)
 
     def end(self, slot: int, *, keep: bool) -> None:
         if self._library.coppice_drafts_end(self._store, slot, keep):

@@ -5,7 +5,6 @@ recorded rollouts: docs/decisions/2026-11-20-drafts.md. Both implementations che
 with `check_begin`, `check_add` and `check_step`.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from enum import IntEnum
 from hashlib import blake2b
@@ -56,8 +55,6 @@ MAX_TEXTS = 2048
 """Maximum number of texts per prompt, including the prompt itself."""
 TOO_MANY_TEXTS = f"a prompt has at most {MAX_TEXTS - 1} running responses"
 MAX_TEXT_TOKENS = 2**21
-MAX_AGE = 2**16
-"""Maximum age of a response that is added, in weights versions."""
 AGE_SHIFT = 2
 """A vote's weight is divided by 1 + age / 2**AGE_SHIFT."""
 # Cells of the acceptance estimate (csrc/acceptance_estimate.h): combinations of scope, match
@@ -195,14 +192,6 @@ class Store(Protocol):
     def end(self, slot: int, *, keep: bool) -> None:
         """End a request. With `keep` its response is stored as finished, otherwise deleted."""
 
-    def add(
-        self, group: bytes, prompt: Int32Array, responses: Sequence[Int32Array], *, age: int
-    ) -> int:
-        """Add finished responses that were generated elsewhere, `age` weights versions ago.
-
-        Returns the number of responses added: fewer than given if too many others run.
-        """
-
     def age(self) -> None:
         """Mark a weights update: all stored texts become older by one weights version."""
 
@@ -239,17 +228,6 @@ def check_begin(prompt: Int32Array) -> None:
     if not 0 < len(prompt) < MAX_TEXT_TOKENS:
         raise InvalidCall(f"prompt of {len(prompt)} tokens; must have 1 to {MAX_TEXT_TOKENS - 1}")
     _check_tokens(prompt)
-
-
-def check_add(prompt: Int32Array, responses: Sequence[Int32Array], age: int) -> None:
-    check_begin(prompt)
-    for response in responses:
-        _check_array("response", response)
-        if not 0 < len(response) < MAX_TEXT_TOKENS - MAX_MATCH_LENGTH:
-            raise InvalidCall(f"response of {len(response)} tokens")
-        _check_tokens(response)
-    if not 0 <= age <= MAX_AGE:
-        raise InvalidCall(f"age of {age} weights versions; must be 0 to {MAX_AGE}")
 
 
 def check_step(

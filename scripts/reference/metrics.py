@@ -7,7 +7,6 @@ from pathlib import Path
 import yaml
 from prometheus_client import Metric
 
-from service.observability.draft_history_metrics import DraftHistoryMetrics
 from service.observability.engine_metrics import (
     AttentionMetrics,
     DrafterMetrics,
@@ -46,7 +45,6 @@ TITLES: dict[type[MetricTable], str] = {
     KeptKvMetrics: "KV across weights updates",
     GraphMetrics: "CUDA graphs",
     SpeculationMetrics: "Speculative decoding",
-    DraftHistoryMetrics: "Draft history",
     DrafterMetrics: "Drafter",
 }
 MANY = 20  # values of a label that a table does not list

@@ -46,7 +46,7 @@ class RedisRegistry:
         assert settings.redis_url is not None, "redis_url is required"
         self._timeout_seconds = settings.call_seconds
         self._prefix = "{" + settings.key_prefix + "}:"
-        self._redis = Redis(connection_pool=connection_pool(settings.redis_url, settings))
+        self._redis = Redis(connection_pool=_connection_pool(settings.redis_url, settings))
         self._heartbeat = self._redis.register_script(HEARTBEAT_SCRIPT)
         self._leave_script = self._redis.register_script(LEAVE_SCRIPT)
         self._claim_script = self._redis.register_script(CLAIM_SCRIPT)
@@ -149,12 +149,10 @@ class _PasswordFile(CredentialProvider):
         return self._user, self._file.read_text().strip()
 
 
-def connection_pool(
-    url: str, settings: ClusterSettings, *, max_connections: int = MAX_CONNECTIONS
-) -> BlockingConnectionPool:
+def _connection_pool(url: str, settings: ClusterSettings) -> BlockingConnectionPool:
     """Connections with the credentials, timeouts and certificates of the cluster's settings."""
     options: dict[str, Any] = {
-        "max_connections": max_connections,
+        "max_connections": MAX_CONNECTIONS,
         "timeout": settings.call_seconds,
         "socket_timeout": settings.call_seconds,
         "socket_connect_timeout": settings.call_seconds,

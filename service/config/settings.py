@@ -30,7 +30,6 @@ from engine.settings_base import (
     Section,
 )
 from service.cluster.settings import ClusterSettings
-from service.draft_history.settings import DraftHistorySettings
 from service.prompt_kv.settings import KvSettings
 from service.sessions.settings import SessionsSettings
 from service.weights.replication.allowed_peers import parse_allowed
@@ -340,7 +339,6 @@ class Settings(Section):
     kv: KvSettings = KvSettings()
     sessions: SessionsSettings = SessionsSettings()
     cluster: ClusterSettings = ClusterSettings()
-    draft_history: DraftHistorySettings = DraftHistorySettings()
     log: LogSettings = LogSettings()
     trace: TraceSettings = TraceSettings()
 
@@ -359,10 +357,6 @@ class Settings(Section):
             raise ValueError(
                 f"engine.load_format dummy and {named} exclude each other: random weights are no "
                 "version of the model"
-            )
-        if self.draft_history.enabled and self.cluster.redis_url is None:
-            raise ValueError(
-                "draft_history.enabled requires cluster.redis_url, where replicas share samples"
             )
         return self
 

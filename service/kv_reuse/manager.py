@@ -1,7 +1,7 @@
-"""KV reuse for prompts given as spans: reordering, splicing of cached spans, or prediction."""
+"""KV reuse for prompts given as spans: splicing of cached spans, or prediction."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from coppice.wire.kv_reuse import KvReuse, KvReuseAnswer, KvReuseMode, KvReuseReason
@@ -13,13 +13,10 @@ from service.kv_reuse.observed_prompt_selection import DistanceCache
 from service.kv_reuse.observed_prompts import AnchorStore
 from service.kv_reuse.prediction import PredictionPlan
 from service.kv_reuse.prompt_sections import (
-    APPROXIMATE_MODES,
     DEFAULT_MAX_ENTROPY,
     DEFAULT_RECOMPUTE_TOKENS,
     REUSE_OFF,
-    PrefixOrders,
     Scope,
-    joined,
 )
 from service.kv_reuse.span_cache import SpanCache
 from service.kv_reuse.span_lease import ReuseFailed, SpanLease
@@ -31,7 +28,7 @@ PromptPlan = SplicePlan | PredictionPlan
 
 
 class KvReuseManager:
-    """Manages KV reuse between prompts, from cached spans, observed prompts and span orders.
+    """Manages KV reuse between prompts, from cached spans and observed prompts.
 
     Open `cache` once the engine serves.
     """
@@ -44,7 +41,6 @@ class KvReuseManager:
         capacity_bytes: int | None,
         epoch: Callable[[], int],
     ) -> None:
-        self._orders = PrefixOrders(epoch)
         self.cache = SpanCache(
             engine, directory=directory, capacity_bytes=capacity_bytes, epoch=epoch
         )
@@ -56,27 +52,18 @@ class KvReuseManager:
         await self.anchors.close()
         await self.cache.close()
 
-    def prompt_source(
-        self, request: RolloutRequest, options: GroupOptions
-    ) -> tuple[GroupOptions, PromptSource]:
-        """Options of a group with its spans in final order, and the source of its prompt KV."""
+    def prompt_source(self, request: RolloutRequest, options: GroupOptions) -> PromptSource:
+        """Source of the prompt KV of a group whose prompt is given as spans."""
         spans = request.groups[options.index].prompt.spans
         assert spans is not None, "the prompt is given as spans"
-        reuse, scope = request.kv_reuse or REUSE_OFF, Scope(options.owner, options.cache_salt)
-        if reuse.mode in APPROXIMATE_MODES:
-            plan = self._create_plan(reuse, scope, spans, options)
-            return options, SpanPrompt(mode=reuse.mode, plan=plan)
-        order = self._orders.suggest(scope, spans) if reuse.mode == "reorder" else None
-        is_applied = order is not None and not reuse.dry_run
-        if order is not None and is_applied:
-            spans = [spans[index] for index in order]
-            options = replace(options, prompt_token_ids=joined(spans))
-        self._orders.remember(scope, spans)
-        return options, SpanPrompt(mode=reuse.mode, order=order, is_applied=is_applied)
+        reuse = request.kv_reuse or REUSE_OFF
+        plan = None if reuse.mode == "off" else self._create_plan(reuse, spans, options)
+        return SpanPrompt(mode=reuse.mode, plan=plan)
 
     def _create_plan(
-        self, reuse: KvReuse, scope: Scope, spans: Sequence[PromptSpan], options: GroupOptions
+        self, reuse: KvReuse, spans: Sequence[PromptSpan], options: GroupOptions
     ) -> PromptPlan:
+        scope = Scope(options.owner, options.cache_salt)
         lease = SpanLease(cache=self.cache, scope=scope, priority=options.priority)
         if reuse.mode == "predict":
             return PredictionPlan(
@@ -101,14 +88,12 @@ class KvReuseManager:
 class SpanPrompt:
     """PromptSource of a prompt given as spans, which also reports how much KV it reused.
 
-    Without a `plan` the samples prefill the prompt, with its spans in `order` if `is_applied`. With
-    a plan they load the KV that the plan prepares, or prefill if the preparation fails.
+    Without a `plan` the samples prefill the prompt. With a plan they load the KV that the plan
+    prepares, or prefill if the preparation fails.
     """
 
     mode: KvReuseMode
-    order: list[int] | None = None
-    is_applied: bool = False
-    plan: PromptPlan | None = None
+    plan: PromptPlan | None
     _reason: KvReuseReason | None = None
     _is_prepared: bool = False
 
@@ -151,8 +136,6 @@ class SpanPrompt:
             num_prepared_tokens=0 if plan is None else plan.lease.num_prepared,
             num_round_trips=1 + (0 if plan is None else plan.lease.round_trips),
             num_observations=num_anchors,
-            order=self.order,
-            applied=self.is_applied,
             reason=self._reason,
         )
         return answer.model_copy(update={"exact": is_exact, "kv_reuse": report})

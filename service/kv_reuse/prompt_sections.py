@@ -1,28 +1,22 @@
-"""Prompt spans, parts of a prompt whose KV can be reused: their validation, order and template.
+"""Prompt spans, parts of a prompt whose KV can be reused: their validation and template.
 
 A span with a cache key is called keyed, a span without cache key is called plain.
 """
 
 import hashlib
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
-from typing import Final
 
 import numpy as np
 
-from coppice.wire.kv_reuse import KvReuse, KvReuseMode
+from coppice.wire.kv_reuse import KvReuse
 from coppice.wire.rollouts import PromptSpan, RolloutRequest
 from service.http.errors import InvalidRequest
 
-MAX_SCOPES = 256
-MAX_ORDERS = 256
-PrefixOrder = tuple[bytes, ...]
 DEFAULT_RECOMPUTE_TOKENS = 16
 DEFAULT_MAX_ENTROPY = 0.3
-APPROXIMATE_MODES: Final[tuple[KvReuseMode, ...]] = ("splice", "predict")
 REUSE_OFF = KvReuse(mode="off")
 
 
@@ -126,79 +120,6 @@ def _merge_plain(spans: Sequence[PromptSpan]) -> list[list[PromptSpan]]:
     ]
 
 
-class PrefixOrders:
-    """LRU cache of the span orders of earlier prompts, to reorder prompts for prefix-cache hits.
-
-    An order is private to one scope and weights epoch, and is stored as digests of tokens. Whether
-    the KV blocks of an order's prompt are still cached is not tracked. Runs on one event loop.
-    """
-
-    def __init__(self, epoch: Callable[[], int]) -> None:
-        self._epoch = epoch
-        self._known: OrderedDict[tuple[Scope, int], OrderedDict[PrefixOrder, None]] = OrderedDict()
-
-    def suggest(self, scope: Scope, spans: Sequence[PromptSpan]) -> list[int]:
-        """Order of a prompt's spans, as indices, that starts like an earlier prompt if possible.
-
-        All keyed spans come first, then the others in their given order.
-        """
-        keyed = {
-            i: digest(span.token_ids) for i, span in enumerate(spans) if span.cache_key is not None
-        }
-        known = self._known.get((scope, self._epoch()), ())
-        matches = (_match_prefix(order, keyed) for order in known)
-        longest = max(matches, key=lambda matched: _num_tokens(matched, spans), default=[])
-        used_indices = set(longest)
-        rest = [i for i in keyed if i not in used_indices]
-        return [*longest, *rest, *(i for i in range(len(spans)) if i not in keyed)]
-
-    def remember(self, scope: Scope, spans: Sequence[PromptSpan]) -> None:
-        """Store the order of the keyed spans at the start of a prompt, for later prompts.
-
-        Text after the first plain span is specific to this prompt and is of no use to others.
-        """
-        order = []
-        for span in spans:
-            if span.cache_key is None:
-                break
-            order.append(digest(span.token_ids))
-        if order:
-            self._add(scope, tuple(order))
-
-    def _add(self, scope: Scope, order: PrefixOrder) -> None:
-        epoch = self._epoch()
-        while self._known and next(iter(self._known))[1] != epoch:
-            self._known.popitem(last=False)
-        orders = self._known.setdefault((scope, epoch), OrderedDict())
-        self._known.move_to_end((scope, epoch))
-        orders[order] = None
-        orders.move_to_end(order)
-        if len(orders) > MAX_ORDERS:
-            orders.popitem(last=False)
-        if len(self._known) > MAX_SCOPES:
-            self._known.popitem(last=False)
-
-
-def _match_prefix(order: PrefixOrder, keyed: dict[int, bytes]) -> list[int]:
-    """Indices of the spans that match the start of an earlier prompt, in that prompt's order.
-
-    Each span is used at most once.
-    """
-    left: dict[bytes, list[int]] = {}
-    for i in reversed(keyed):
-        left.setdefault(keyed[i], []).append(i)
-    matched = list[int]()
-    for wanted in order:
-        if not left.get(wanted):
-            break
-        matched.append(left[wanted].pop())
-    return matched
-
-
-def _num_tokens(matched: Sequence[int], spans: Sequence[PromptSpan]) -> int:
-    return sum(len(spans[i].token_ids) for i in matched)
-
-
 def check(request: RolloutRequest) -> None:
     for group in request.groups:
         if group.prompt.spans is not None:
@@ -210,22 +131,17 @@ def check(request: RolloutRequest) -> None:
         raise InvalidRequest("kv_reuse needs prompts given as spans")
     if request.continue_from is not None:
         raise InvalidRequest("continue_from needs the unchanged prompt: set kv_reuse.mode to off")
-    if reuse.mode in APPROXIMATE_MODES:
-        _check_approximate(request, reuse.mode)
-
-
-def _check_approximate(request: RolloutRequest, mode: KvReuseMode) -> None:
     if request.kv is not None:
         raise InvalidRequest(
-            f"kv_reuse.mode {mode} makes the prompt KV approximate, and approximate KV is not "
-            "exported: leave out kv or kv_reuse"
+            f"kv_reuse.mode {reuse.mode} makes the prompt KV approximate, and approximate KV is "
+            "not exported: leave out kv or kv_reuse"
         )
     if request.adapter is not None:
         raise InvalidRequest(
-            "KV of spans is cached for the base model only: set kv_reuse.mode to off or reorder"
+            "KV of spans is cached for the base model only: set kv_reuse.mode to off"
         )
     if request.branching is not None:
-        raise InvalidRequest("branching needs kv_reuse.mode off or reorder")
+        raise InvalidRequest("branching needs kv_reuse.mode off")
 
 
 def _check_names(spans: Sequence[PromptSpan]) -> None:

@@ -97,26 +97,11 @@ class KeptKvMetrics(MetricTable):
         "dropped",
         reason=get_args(KeptKvDropReason),
     )
-    refreshed_tokens = cumulative_counter(
-        "kept_kv_refreshed_tokens",
-        "Tokens with KV beyond the limits of their session or rollout that were computed again "
-        "between its requests",
-    )
-    divergence = gauge(
-        "kept_kv_divergence_nats",
-        "Mean KL divergence of kept KV from exact KV under the active weights, in nats per token, "
-        "by the age of the KV in weights updates; only ages that were measured",
-        lag=(),
-    )
 
     def update(self, stats: KeptKvStats) -> None:
         self.tokens.set(stats.num_kept_tokens)
         self.reused_tokens.update(stats.num_reused_tokens)
         self.dropped_tokens.update_all(stats.num_dropped_tokens)
-        self.refreshed_tokens.update(stats.num_refreshed_tokens)
-        self.divergence.clear()
-        for measured in stats.divergences:
-            self.divergence.labels(str(measured.lag)).set(measured.kl)
 
 
 class SessionKvMetrics(MetricTable):

@@ -80,15 +80,6 @@ def _kv_reuse(server: "Server") -> FeatureStatus:
     return _feature("kv_reuse", False, off, "kv.spans_bytes" if reason == "disabled" else "")
 
 
-def _draft_history(server: "Server") -> FeatureStatus:
-    name, setting = "draft_history", "draft_history.enabled"
-    if server.settings.draft_history.enabled and server.engine.info.draft_store_label is None:
-        reason = "the engine drafts nothing from a draft store"
-        return _feature(name, False, reason, "speculation.mode: siblings")
-    reason = "drafts come from the finished samples of all replicas"
-    return _setting(name, setting, server.settings.draft_history.enabled, reason)
-
-
 def _of_the_service(server: "Server") -> list[FeatureStatus]:
     settings = server.settings
     shared, peers = settings.cluster.redis_url, settings.weights.peers
@@ -97,7 +88,6 @@ def _of_the_service(server: "Server") -> list[FeatureStatus]:
     traces, ui = settings.trace.endpoint, settings.server.ui
     return [
         _setting("cluster", "cluster.redis_url", shared, "replicas share a registry"),
-        _draft_history(server),
         _setting("rebalance", "cluster.rebalance", rebalance, "busy replicas move rollouts"),
         _setting("weight_replication", "weights.peers", peers, "weights come from replicas"),
         _setting("authentication", "server.keys_file", keys, "requests need an API key"),

@@ -9,7 +9,6 @@ from coppice.wire.kv import KvReason
 from coppice.wire.kv_reuse import KvReuseAnswer, KvReuseMode, KvReuseReason
 from coppice.wire.rollouts import GroupAnswer
 from service.kv_reuse.observed_prompts import AnchorOutcome, AnchorStore
-from service.kv_reuse.prompt_sections import APPROXIMATE_MODES
 from service.kv_reuse.span_cache import SpanCache
 from service.observability.metric_declaration import MetricTable, counter, cumulative_counter, gauge
 from service.prompt_kv.socket_sender import TransferOutcome
@@ -107,6 +106,6 @@ class KvReuseMetrics(MetricTable):
 
 
 def _reasons(mode: KvReuseMode) -> list[KvReuseReason]:
-    if mode not in APPROXIMATE_MODES:
+    if mode == "off":
         return []
     return [r for r in get_args(KvReuseReason) if mode == "predict" or r not in PREDICTION_REASONS]

@@ -19,7 +19,6 @@ from service.adapters.manager import AdapterLoadOutcome
 from service.cluster.membership import ClusterMembership
 from service.http.connection_limit import Connections, ShedOutcome
 from service.moves.kv_export import KvMoveOutcome
-from service.observability.draft_history_metrics import DraftHistoryMetrics
 from service.observability.engine_metrics import (
     AttentionMetrics,
     DrafterMetrics,
@@ -271,7 +270,6 @@ class Metrics:
         self.graphs = GraphMetrics(self.registry)
         self.session_kv = SessionKvMetrics(self.registry)
         self.speculation = SpeculationMetrics(self.registry)
-        self.draft_history = DraftHistoryMetrics(self.registry)
         self.drafter = DrafterMetrics(self.registry)
         self.server.build.labels(__version__).set(1)
 

@@ -68,7 +68,6 @@ def update_gauges(server: Server) -> None:
     metrics.graphs.update(server.engine.graphs())
     metrics.session_kv.update(server.engine.session_kv())
     metrics.speculation.update(server.engine.speculation())
-    metrics.draft_history.update(server.draft_history)
     metrics.drafter.update(server.engine.drafter())
 
 

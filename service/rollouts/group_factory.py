@@ -62,7 +62,7 @@ class GroupFactory:
             options = replace(options, given_supports=given_supports.get(index, ()))
             source = shared.source or PrefilledPrompt()
             if request.groups[index].prompt.spans is not None:
-                options, source = self._kv_reuse.prompt_source(request, options)
+                source = self._kv_reuse.prompt_source(request, options)
             groups.append(self._group(request, options, source))
             await turn.pause()
         return groups

@@ -12,17 +12,13 @@ _NAMESPACE: Final = uuid.uuid4().hex
 
 def rollout_chain(owner: str, keep: KeepKv, name: str) -> KeptKv:
     """Chain of the rollouts of one API key under one name, or under the id of the first one."""
-    return _chain(owner, f"{len(owner)}:{owner}:{name}", keep)
+    return _chain(f"{len(owner)}:{owner}:{name}", keep)
 
 
-def session_chain(owner: str, cache_salt: str, keep: KeepKv | None) -> KeptKv | None:
+def session_chain(cache_salt: str, keep: KeepKv | None) -> KeptKv | None:
     """Chain of the calls that share the cache salt of a session."""
-    if keep is None:
-        return None
-    return _chain(owner, cache_salt, keep)
+    return None if keep is None else _chain(cache_salt, keep)
 
 
-def _chain(owner: str, name: str, keep: KeepKv) -> KeptKv:
-    return KeptKv(
-        chain=f"{_NAMESPACE}:{name}", owner=owner, max_lag=keep.max_lag, max_kl=keep.max_kl
-    )
+def _chain(name: str, keep: KeepKv) -> KeptKv:
+    return KeptKv(chain=f"{_NAMESPACE}:{name}", max_lag=keep.max_lag)

@@ -6,7 +6,6 @@ Other replicas download the uploaded files through the router `files`.
 import asyncio
 import base64
 from collections.abc import AsyncIterator
-from dataclasses import asdict
 from pathlib import Path
 
 from fastapi import APIRouter, Request, Response
@@ -14,7 +13,7 @@ from starlette.responses import StreamingResponse
 
 from coppice.wire import weight_transfer
 from coppice.wire.weight_transfer import TransferRequest
-from coppice.wire.weights import ActivateRequest, KvDivergence, StageRequest
+from coppice.wire.weights import ActivateRequest, StageRequest
 from engine.weights.ipc_tensors import IpcHandle, IpcTensor, WeightTransfer
 from service.auth.access import requires_role
 from service.http.bodies import read_small_json
@@ -77,13 +76,7 @@ DELETE_RESPONSES = declare_responses(
 @router.get("", responses=declare_responses({200: JSON}, *ADMIN_ERRORS))
 @requires_role("admin")
 async def list_versions(server: ReadyServer) -> Response:
-    own = {
-        "local_directory": server.checkpoints.local_directory,
-        "kv_divergences": [
-            KvDivergence.model_validate(asdict(measured))
-            for measured in server.engine.kept_kv().divergences
-        ],
-    }
+    own = {"local_directory": server.checkpoints.local_directory}
     return json_response(server.replication.answer().model_copy(update=own))
 
 

@@ -123,7 +123,7 @@ class SessionCall:
         options = GroupOptions(
             cache_salt=session.cache_salt,
             session_id=session.id,
-            kept_kv=session_chain(session.owner, session.cache_salt, session.options.keep_kv),
+            kept_kv=session_chain(session.cache_salt, session.options.keep_kv),
             num_top_logprobs=max(num_top_logprobs, session.options.top_logprobs or 0),
             num_returned_top_logprobs=num_top_logprobs,
             source=self._source(request.groups[0]),

@@ -7,7 +7,6 @@ engine.
     incomplete -> staged -> active -> superseded -> active (a rollback) ...
 """
 
-from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -28,8 +27,6 @@ from service.http.errors import (
 RETRY_SECONDS = 1.0
 RANDOM = "random"
 WHY_RANDOM = "the server has random weights (engine.load_format dummy)"
-MAX_AGE = 256
-"""Number of latest activations in which ages are counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +106,6 @@ class Versions:
         self._with_files = first.label
         self._activating: str | None = None
         self._remote_sequences: dict[str, int] = {}
-        self._activated_sequences = deque([first.sequence], maxlen=MAX_AGE)
         self.epoch = 0
 
     @property
@@ -134,10 +130,6 @@ class Versions:
     def sequence_of(self, label: str) -> int | None:
         known = self.find(label)
         return self._remote_sequences.get(label) if known is None else known.sequence
-
-    def age(self, sequence: int) -> int:
-        """Age of a weights version on this replica: the number of activations of later versions."""
-        return sum(activated > sequence for activated in self._activated_sequences)
 
     def next_sequence(self) -> int:
         known = (version.sequence for version in self._versions.values())
@@ -253,7 +245,6 @@ class Versions:
         self._versions[label] = replace(self._versions[label], state="active")
         if self.active.has_files:
             self._with_files = label
-        self._activated_sequences.append(self.active.sequence)
         self.epoch += 1
 
     def _admit_exact(self, label: str) -> str:

@@ -129,20 +129,3 @@ def assert_approximate(
         )
         assert (chosen - torch.tensor(sample.logprobs)).abs().max() < 1e-3
         assert (chosen - computed).abs().max() > 1e-3, "the test would not see a difference"
-
-
-async def check_shared_prefix(served: Served, rollouts: AsyncRollouts) -> None:
-    """Exact reuse, checked with vLLM's own count of cached tokens."""
-    block = served.server.engine.info.block_size
-    results = [
-        await rollouts.rollout(
-            [parts_of(own)],
-            max_tokens=2,
-            kv_reuse=KvReuse(mode="reorder"),
-        )
-        for own in ([8] * 50, [9] * 50)
-    ]
-    first, second = (result.groups[0] for result in results)
-    assert first.exact and second.exact
-    assert second.kv_reuse is not None and second.kv_reuse.order == [1, 2, 0, 3]
-    assert second.num_cached_tokens == (len(TOOL) + len(TALE)) // block * block

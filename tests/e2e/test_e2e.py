@@ -25,10 +25,9 @@ from tests.e2e.drafter_checks import (
     check_opted_out_samples,
     submit_drafter,
 )
-from tests.e2e.kept_kv_checks import check_kept_kv, check_recomputation
+from tests.e2e.kept_kv_checks import check_kept_kv
 from tests.e2e.kv_reuse_checks import (
     check_predicted_prompts,
-    check_shared_prefix,
     check_spliced_prompts,
 )
 from tests.e2e.prompt_kv_checks import (
@@ -114,19 +113,6 @@ async def test_all_features_work_together_with_a_drafter(
         await check_nothing_left(system)
 
 
-async def test_kept_kv_is_computed_again_next_to_trees_handles_and_drafts(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
-    references = {version: reference(models[version]) for version in ("v7", "v8")}
-    siblings = SpeculationSettings(mode="siblings", cache_directory=tmp_path)
-    async with scene(models, tmp_path, 1, siblings, kv_refresh_tokens_per_step=32) as system:
-        await system.rollouts.upload_weights("v8", models["v8"])
-        await check_recomputation(system, references, "keep_running", ["v7", "v8"])
-        await check_recomputation(system, references, "reset", ["v8", "v7"])
-        await check_recomputation(system, references, "keep_running", ["v7", "v8"])
-        await check_nothing_left(system)
-
-
 async def run_everything(system: Scene, tmp_path: Path) -> None:
     v7, v8 = reference(system.models["v7"]), reference(system.models["v8"])
     await check_groups_and_preemption(system, v7)
@@ -138,7 +124,6 @@ async def run_everything(system: Scene, tmp_path: Path) -> None:
     await check_prompt_kv(system, v7, v8)
     await check_spliced_prompts(system.served, system.rollouts, "v8", v8)
     await check_predicted_prompts(system.served, system.rollouts, "v8", v8)
-    await check_shared_prefix(system.served, system.rollouts)
     await check_kept_kv(system, {"v7": v7, "v8": v8})
 
 

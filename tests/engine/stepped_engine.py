@@ -13,7 +13,7 @@ import pytest
 
 from engine.kv_types import ExportSlot, KvLoad, KvTransferParams
 from engine.kv_versions import spans as kv_versions
-from engine.kv_versions.request_option import KEEP_KV_ARG, PREFILL_BOUND_ARG, KeepOption
+from engine.kv_versions.request_option import KEEP_KV_ARG, KeepOption
 from engine.launch import core_methods
 from engine.launch.plugin import install_patches
 from engine.sampling_support import hooks
@@ -99,7 +99,6 @@ class LiveEngine:
         chain: str | None = None,
         max_lag: int | None = None,
         session_id: str | None = None,
-        prefill_tokens_per_step: int | None = None,
         **sampling: Any,
     ) -> str:
         """Adds a request: by default greedy, without stop tokens.
@@ -117,10 +116,7 @@ class LiveEngine:
             transfer = KvTransferParams(export=export, load=load)
             params.extra_args = {"kv_transfer_params": transfer.to_dict()}
         if chain is not None:
-            params.extra_args = {KEEP_KV_ARG: KeepOption(owner="", max_lag=max_lag, max_kl=None)}
-        if prefill_tokens_per_step is not None:
-            bound = {PREFILL_BOUND_ARG: prefill_tokens_per_step}
-            params.extra_args = (params.extra_args or {}) | bound
+            params.extra_args = {KEEP_KV_ARG: KeepOption(max_lag=max_lag)}
         name = next(self._ids)
         tokens: dict[str, Any] = {"prompt_token_ids": list(prompt)}
         if salt is not None or chain is not None:

@@ -224,22 +224,6 @@ async def test_update_loads_on_both_engines(engine: VllmEngine, changed: Path) -
     assert await greedy_text(engine) == before
 
 
-async def test_kept_kv_of_both_engines_is_measured(engine: VllmEngine, changed: Path) -> None:
-    for number, rank in enumerate([0, 0, 1, 1]):
-        chain = KeptKv(chain=f"kept {number}", max_kl=1e9)
-        prompt = prompt_of(30 + number)
-        session = {"session_id": f"kept {number}", "data_parallel_rank": rank}
-        assert await rank_of(engine, prompt=prompt, kept_kv=chain, **session) == rank
-    await engine.pause("keep")
-    await engine.update_weights(changed, "v1", keep_kv=True)
-    await engine.resume()
-    await engine.measure_kept_kv(priority=0)
-    assert [(each.lag, each.num_chains) for each in engine.kept_kv().divergences] == [(1, 4)]
-    await engine.pause("keep")
-    await engine.update_weights(MODEL, "v0")
-    await engine.resume()
-
-
 async def test_adapter_applies_on_both_engines(engine: VllmEngine, tmp_path: Path) -> None:
     await engine.load_adapter("a@1", saved(tmp_path / "a", seed=1))
     options: dict[str, Any] = {"sampling": {"temperature": 0.0}, "adapter": "a@1"}

@@ -1,16 +1,12 @@
 """Versions of kept KV blocks, with a pool of plain objects."""
 
 import itertools
-import math
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from engine.kv_versions.core.kept_blocks import KeptBlocks
-from engine.kv_versions.divergence_limit import MeasuredDivergence
-from engine.kv_versions.request_option import KEEP_KV_ARG, KeepOption, OlderKv
+from engine.kv_versions.request_option import KEEP_KV_ARG, KeepOption
 
 BLOCK = 4
 
@@ -35,18 +31,13 @@ class Pool:
         self.removed += removed
 
 
-OWNER = "owner"
-
-
 def request(
     name: str,
     *,
     keep: bool = True,
     max_lag: int | None = None,
-    max_kl: float | None = None,
-    owner: str = OWNER,
 ) -> Any:
-    option = KeepOption(owner=owner, max_lag=max_lag, max_kl=max_kl)
+    option = KeepOption(max_lag=max_lag)
     extra_args = {KEEP_KV_ARG: option} if keep else None
     return SimpleNamespace(request_id=name, sampling_params=SimpleNamespace(extra_args=extra_args))
 
@@ -62,7 +53,7 @@ def cache(kept: KeptBlocks, pool: Pool, asked: Any, *indices: int) -> list[Block
     """Cache blocks of a request, whose ids are their indices, behind those that it finds."""
     if indices[0] and asked.request_id not in kept._older_kv:
         kept.on_lookup(asked, [pool.blocks[: indices[0]]], indices[0] * BLOCK)
-        kept.pop_report(asked.request_id)
+        kept.reports.pop(asked.request_id, None)
     for index in indices:
         pool.blocks[index].block_hash = f"hash-{index}"
         kept.on_cached(asked, [pool.blocks[index]], index, BLOCK)
@@ -87,10 +78,6 @@ def hit(kept: KeptBlocks, asked: Any, blocks: list[Block]) -> int:
     return len(found)
 
 
-def reported(kept: KeptBlocks) -> dict[str, OlderKv]:
-    return {request_id: report.versions for request_id, report in kept.reports.items()}
-
-
 def test_hit_reports_the_versions_of_its_older_blocks() -> None:
     kept, pool = kept_blocks()
     blocks = cache(kept, pool, request("a"), 0, 1)
@@ -100,7 +87,7 @@ def test_hit_reports_the_versions_of_its_older_blocks() -> None:
     blocks += cache(kept, pool, request("c"), 3)
     for _ in range(2):  # the first time, the request cannot be scheduled
         assert hit(kept, request("d"), blocks) == 4
-    assert reported(kept) == {"d": [("v1", 8), ("v2", 12), ("v3", 16)]}
+    assert kept.reports == {"d": [("v1", 8), ("v2", 12), ("v3", 16)]}
     assert kept.snapshot()["num_reused_tokens"] == 0
     kept.on_allocated("d")
     assert kept.snapshot()["num_reused_tokens"] == 16
@@ -118,11 +105,11 @@ def test_hit_of_a_block_filled_across_an_update_reports_its_versions_by_position
     blocks = cache(kept, pool, running, 0)
     update(kept, "v2", ("a", 6, False))
     blocks += cache(kept, pool, running, 1, 2)
-    assert kept.pop_report("a") == {"versions": [("v1", 6)], "lag": 1}
+    assert kept.reports.pop("a") == [("v1", 6)]
     assert hit(kept, request("b"), blocks) == 3
-    assert reported(kept) == {"b": [("v1", 6), ("v2", 12)]}
+    assert kept.reports == {"b": [("v1", 6), ("v2", 12)]}
     update(kept, "v3", ("b", 14, False))
-    assert kept.pop_report("b") == {"versions": [("v1", 6), ("v2", 14)], "lag": 2}
+    assert kept.reports.pop("b") == [("v1", 6), ("v2", 14)]
     assert hit(kept, request("c", max_lag=2), blocks) == 3
     assert hit(kept, request("d", max_lag=1), blocks) == 0, "it is as old as its oldest position"
 
@@ -138,7 +125,7 @@ def test_block_behind_one_that_was_filled_across_an_update_elsewhere_is_dropped(
     own = cache(kept, pool, running[0], 2)
     assert hit(kept, request("c"), [*first, pool.blocks[5]]) == 2
     assert hit(kept, request("c"), [*first, *own]) == 3
-    assert reported(kept)["c"] == [("v1", 5), ("v2", 12)]
+    assert kept.reports["c"] == [("v1", 5), ("v2", 12)]
 
 
 def test_hit_in_several_groups_reports_its_versions_by_position() -> None:
@@ -159,7 +146,7 @@ def test_hit_in_several_groups_reports_its_versions_by_position() -> None:
     kept.on_lookup(request("b"), groups, 4 * BLOCK)
     kept.on_lookup(request("c"), [windowed], 4 * BLOCK)
     versions = [("v1", 5), ("v2", 7), ("v3", 16)]
-    assert reported(kept) == {"b": versions, "c": versions}
+    assert kept.reports == {"b": versions, "c": versions}
 
 
 def test_groups_whose_blocks_have_different_versions_are_dropped() -> None:
@@ -194,7 +181,7 @@ def test_kv_of_a_version_that_is_activated_again_is_not_renewed() -> None:
     blocks += cache(kept, pool, request("b"), 1)
     update(kept, "v1")
     assert hit(kept, request("c"), blocks) == 2
-    assert reported(kept) == {"c": [("v1", 4), ("v2", 8)]}
+    assert kept.reports == {"c": [("v1", 4), ("v2", 8)]}
     assert hit(kept, request("d", max_lag=2), blocks) == 2
     assert hit(kept, request("e", max_lag=1), blocks) == 0
 
@@ -217,7 +204,7 @@ def test_block_is_as_old_as_the_oldest_kv_that_it_attended_to() -> None:
     suffix = cache(kept, pool, running, 1, 2)
     kept.reports.clear()
     assert hit(kept, request("b"), [*prefix, *suffix]) == 3
-    assert reported(kept) == {"b": [("v1", 5), ("v2", 12)]}
+    assert kept.reports == {"b": [("v1", 5), ("v2", 12)]}
     suffix += cache(kept, pool, request("b"), 3)  # after a hit of such blocks
     assert hit(kept, request("c", max_lag=0), suffix[2:]) == 0
     assert hit(kept, request("d", max_lag=0), suffix[1:]) == 0
@@ -230,64 +217,8 @@ def test_report_has_the_age_of_the_oldest_kv_at_its_output() -> None:
     update(kept, "v2")
     hit(kept, request("b"), blocks)
     update(kept, "v3", ("b", 6, False))
-    assert kept.pop_report("b") == {"versions": [("v1", 4), ("v2", 6)], "lag": 2}
-    assert kept.pop_report("b") is None
-
-
-def test_kv_is_read_up_to_the_age_whose_divergence_meets_the_limit() -> None:
-    kept, pool = kept_blocks()
-    blocks = cache(kept, pool, request("a", max_kl=0.1), 0)
-    update(kept, "v2")
-    later = pool.blocks[1]
-    later.block_hash = "first block of another prompt"
-    kept.on_cached(request("b", max_kl=0.1), [later], 0, BLOCK)
-    update(kept, "v3")
-    kept.divergence.set([(OWNER, 1, 0.05), (OWNER, 2, 0.2)])
-    assert hit(kept, request("c", max_kl=0.2), blocks) == 1
-    assert hit(kept, request("d", max_kl=0.1), blocks) == 0
-    assert hit(kept, request("e", max_kl=0.1), [later]) == 1
-    assert kept.snapshot()["num_dropped_tokens"] == {"divergence": 4}
-
-
-def test_measured_divergences_do_not_hold_after_an_update() -> None:
-    kept, pool = kept_blocks()
-    blocks = cache(kept, pool, request("a"), 0)
-    kept.divergence.set([(OWNER, 1, 0.05)])
-    update(kept, "v2")
-    assert hit(kept, request("b"), blocks) == 1
-    assert hit(kept, request("c", max_kl=0.1), blocks) == 0
-
-
-@pytest.mark.parametrize(
-    ("by_lag", "expected"),
-    [
-        ({}, 0),
-        ({1: 0.1}, 1),
-        ({1: 0.2, 2: 0.0}, 0),
-        ({4: 0.1, 1: 0.0}, 4),
-        ({1: 0.0, 2: 0.3, 3: 0.1}, 1),
-        ({1: math.nan, 2: 0.0}, 0),
-    ],
-)
-def test_limit_of_the_divergence_becomes_a_limit_of_the_age(
-    by_lag: dict[int, float], expected: int
-) -> None:
-    measured = MeasuredDivergence()
-    measured.set((OWNER, lag, kl) for lag, kl in by_lag.items())
-    assert measured.max_lag(OWNER, 0.1) == expected
-
-
-def test_limit_is_applied_to_the_divergence_of_the_same_owner() -> None:
-    kept, pool = kept_blocks()
-    blocks = cache(kept, pool, request("a", max_kl=0.1), 0)
-    update(kept, "v2")
-    kept.divergence.set([(OWNER, 1, 0.2), ("other", 1, 0.0)])
-    assert hit(kept, request("b", max_kl=0.1, owner="other"), blocks) == 1
-    assert hit(kept, request("c", max_kl=0.1, owner="third"), blocks) == 0
-    blocks = cache(kept, pool, request("d", max_kl=0.1), 0)
-    update(kept, "v3")
-    kept.divergence.set([(OWNER, 1, 0.2), ("other", 1, 0.0)])
-    assert hit(kept, request("e", max_kl=0.1), blocks) == 0
+    assert kept.reports.pop("b") == [("v1", 4), ("v2", 6)]
+    assert "b" not in kept.reports
 
 
 def test_update_drops_the_blocks_that_attended_to_kv_that_it_makes_too_old() -> None:
@@ -310,10 +241,10 @@ def test_update_drops_blocks_that_it_makes_too_old() -> None:
 def test_preempted_request_reports_that_its_kv_is_computed_again() -> None:
     kept, _ = kept_blocks()
     update(kept, "v2", ("a", 6, False), ("b", 0, True))
-    assert reported(kept) == {"a": [("v1", 6)], "b": []}
+    assert kept.reports == {"a": [("v1", 6)], "b": []}
     kept.reports.clear()
     hit(kept, request("a", keep=False), [])
-    assert reported(kept) == {"a": []}
+    assert kept.reports == {"a": []}
 
 
 def test_nothing_is_remembered_of_ended_requests_and_unused_versions() -> None:
@@ -373,4 +304,4 @@ def test_blocks_of_a_sample_across_updates_are_found_together() -> None:
     update(kept, "v4", ("a", 9, False))
     blocks += cache(kept, pool, running, 2, 3)
     assert hit(kept, request("b"), blocks) == 4
-    assert reported(kept)["b"] == [("v1", 5), ("v2", 7), ("v3", 9), ("v4", 16)]
+    assert kept.reports["b"] == [("v1", 5), ("v2", 7), ("v3", 9), ("v4", 16)]

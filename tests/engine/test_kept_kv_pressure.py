@@ -8,8 +8,7 @@ import pytest
 
 from tests.engine.random_models import make_models
 from tests.engine.stepped_engine import LiveEngine, Preemptions, live_engine
-from tests.engine.test_kept_kv import BLOCK, PROMPT, first_turn, kv
-from tests.engine.upstream_defects import SPECULATION
+from tests.engine.test_kept_kv import BLOCK, first_turn, kv
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
@@ -73,21 +72,3 @@ def test_prompt_prefilled_across_an_update_has_kv_of_both_versions(
     [first, second] = answer.kv_versions
     assert (first.version, first.start, second.version, second.end) == ("v7", 0, "v8", 202)
     assert first.end in (64, 128)
-
-
-def test_bounded_prefill_of_a_single_token_may_be_padded_for_drafts(
-    models: dict[str, Path],
-) -> None:
-    """vLLM pads a prompt of which only the last token is not cached to the length of drafts."""
-    prompt = PROMPT + [5] * (4 * BLOCK + 1 - len(PROMPT))
-    with live_engine(models["v7"], **SPECULATION) as engine:
-        [first] = engine.ask(prompt, max_tokens=3)
-        running = engine.submit([7, 8, 9], max_tokens=60)
-        engine.step(3)
-        [second] = engine.ask(prompt, max_tokens=3, prefill_tokens_per_step=1)
-        [alone] = engine.ask(prompt, max_tokens=3, prefill_tokens_per_step=1)
-        engine.finish(running)
-    for answer in (second, alone):
-        assert answer.num_cached_tokens == 4 * BLOCK
-        assert answer.token_ids == first.token_ids
-        assert answer.logprobs == pytest.approx(first.logprobs, abs=1e-4)

@@ -4,7 +4,7 @@ Samples go on from their KV.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 import pytest_asyncio
 from prometheus_client import Counter
 
+from engine.protocol import Engine
 from engine.settings import AttentionSettings
 from engine.types import Completion, FinishedListener, SampleRequest
 from engine.vllm_engine import VllmEngine
@@ -116,6 +117,22 @@ def samples(answer: Any) -> list[Any]:
     return [sample for group in answer["groups"] for sample in group["samples"]]
 
 
+def listen_finished(engine: Engine, listener: FinishedListener) -> None:
+    """Call the listener with each sample that is submitted from now on, once it has finished."""
+    submit = engine.submit
+
+    async def observed(sample: SampleRequest, done: Awaitable[Completion]) -> Completion:
+        completion = await done
+        listener(sample, completion)
+        return completion
+
+    async def submit_observed(samples: Sequence[SampleRequest]) -> list[Awaitable[Completion]]:
+        awaitables = await submit(samples)
+        return [observed(*pair) for pair in zip(samples, awaitables, strict=True)]
+
+    engine.submit = submit_observed  # type: ignore[method-assign]
+
+
 def recorder(recomputed: list[int]) -> FinishedListener:
     """Listener that adds the tokens computed again of each sample that goes on."""
 
@@ -131,7 +148,7 @@ async def moved(
 ) -> tuple[Any, list[int]]:
     """Answer of a rollout that is moved, and the tokens computed again per sample."""
     recomputed = list[int]()
-    b.server.engine.listen_finished(recorder(recomputed))
+    listen_finished(b.server.engine, recorder(recomputed))
     calling = asyncio.create_task(rollout(a, body))
     await have_sampled(a, 100)
     await a.server.move_sender.send_all(seconds)
@@ -176,7 +193,7 @@ async def test_samples_that_move_again_compute_at_most_a_block_each_time(
     calling = asyncio.create_task(rollout(a, request(65)))
     await have_sampled(a, 100)
     for served in (a, b):
-        served.server.engine.listen_finished(on_finished)
+        listen_finished(served.server.engine, on_finished)
     await a.server.move_sender.send_all(60.0)
     await have_sampled(b, 200)
     await b.server.move_sender.send_all(60.0)
@@ -288,12 +305,11 @@ async def test_moved_tree_has_the_segments_of_no_move(
     before = [num_moved(served) for served in pair]
     calling = asyncio.create_task(rollout(a, body))
     recomputed = list[int]()
-    b.server.engine.listen_finished(recorder(recomputed))
+    listen_finished(b.server.engine, recorder(recomputed))
     await have_grown(a, num_tokens // 2, calling)
     await a.server.move_sender.send_all(60.0)
     await have_grown(b, num_tokens * 3 // 4, calling)
     await b.server.move_sender.send_all(60.0)
-    b.server.engine.listen_finished(None)
     answer = await calling
     assert recomputed and sum(recomputed) <= 50 + num_tokens * 2 // 3 + BLOCK * len(recomputed)
     assert tree_shape(answer) == tree_shape(expected)

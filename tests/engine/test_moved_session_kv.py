@@ -11,7 +11,7 @@ import pytest_asyncio
 from engine.types import Completion, SampleRequest
 from service.sessions.received_kv import ReceivedKv
 from tests.engine.seedling import BLOCK
-from tests.engine.test_moved_kv import TOLERANCE, pair
+from tests.engine.test_moved_kv import TOLERANCE, listen_finished, pair
 from tests.service.sessions.agents import Agent
 from tests.service.sessions.fleets import agents_of, get
 from tests.serving import Served
@@ -97,7 +97,7 @@ def computed(served: Served) -> list[int]:
     def on_finished(sample: SampleRequest, done: Completion) -> None:
         found.append(len(sample.prompt_token_ids) - done.num_cached_tokens)
 
-    served.server.engine.listen_finished(on_finished)
+    listen_finished(served.server.engine, on_finished)
     return found
 
 

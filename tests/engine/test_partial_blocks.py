@@ -12,7 +12,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
 
 from engine.kv_versions.core import hooks
-from engine.kv_versions.request_option import KEEP_KV_ARG, UNCACHED_ARG, KeepOption
+from engine.kv_versions.request_option import KEEP_KV_ARG, KeepOption
 from engine.launch.core_methods import _clear_block_hashes, _stop_caching_running
 from tests.engine.kv_retention.test_kv_cache_manager import BLOCK, FULL, SLIDING
 
@@ -32,7 +32,7 @@ def manager() -> KVCacheManager:
     )
 
 
-KEEP: dict[str, Any] = {KEEP_KV_ARG: KeepOption(owner="", max_lag=None, max_kl=None)}
+KEEP: dict[str, Any] = {KEEP_KV_ARG: KeepOption(max_lag=None)}
 
 
 def run(manager: KVCacheManager, extra_args: dict[str, Any] | None) -> Request:
@@ -69,17 +69,3 @@ def test_running_request_caches_no_part_of_a_block_after_an_update(
     _stop_caching_running(scheduler, keep_chains=True)
     _clear_block_hashes(manager.block_pool, set())
     assert partial_blocks(manager, request) == []
-
-
-def test_blocks_of_an_uncached_request_are_not_cached_and_are_used_again_first(
-    manager: KVCacheManager,
-) -> None:
-    request = run(manager, {UNCACHED_ARG: True})
-    assert partial_blocks(manager, request) == []
-    managers = manager.coordinator.single_type_managers
-    used = {block.block_id for each in managers for block in each.req_to_blocks["a"]}
-    used.discard(manager.block_pool.null_block.block_id)
-    assert used and all(manager.block_pool.blocks[i].block_hash is None for i in used)
-    manager.free(request)
-    free = manager.block_pool.free_block_queue.get_all_free_blocks()
-    assert {block.block_id for block in free[: len(used)]} == used

@@ -88,12 +88,6 @@ async def assert_sampled_from(served: Served, version: str, model: Any) -> None:
     assert sampled["logprobs"] == pytest.approx(forced, abs=1e-4)
 
 
-def num_updates(engine: VllmEngine) -> int:
-    """Number of updates in the records of all chains' KV, which must agree."""
-    [number] = {contexts.num_updates for contexts in engine._kv_contexts()}
-    return number
-
-
 async def test_versions_handed_over_in_memory_are_sampled_and_survive_failures(
     tmp_path: Path,
 ) -> None:
@@ -122,9 +116,7 @@ async def test_versions_handed_over_in_memory_are_sampled_and_survive_failures(
         assert (missing.status_code, missing.json()["code"]) == (422, "weights_refused")
 
         await engine._processes.call_workers("coppice_fail_next", 9)
-        updates = num_updates(engine)
         failed = await transfer(served, "v3", first)
-        assert num_updates(engine) == updates + 1, "the restored files are other weights"
         assert failed.json()["code"] == "activation_failed"
         assert "v0, the last version with files, is served" in failed.json()["detail"]
         assert (await served.http.get("/v1/weights")).json()["active"] == "v0"
@@ -137,10 +129,8 @@ async def test_versions_handed_over_in_memory_are_sampled_and_survive_failures(
         assert (await transfer(served, "v4", second)).status_code == 200
         assert (await served.http.post("/v1/wake", json={})).json()["paused"] is False
         await assert_sampled_from(served, "v4", reference(second))
-        updates = num_updates(engine)
         assert (await served.http.post("/v1/sleep", json={"level": 2})).status_code == 200
         assert (await served.http.post("/v1/wake", json={})).json()["paused"] is False
-        assert num_updates(engine) == updates + 1
         await assert_sampled_from(served, "v0", initial)
 
 

@@ -89,7 +89,6 @@ MISTAKES: list[tuple[str, Object]] = [
     ("url", {"fleet": {"redis": {"url": "redis://user:password@host"}}}),
     ("url", {"fleet": {"redis": {"url": "redis://host?password=secret"}}}),
     ("names no Redis", {"fleet": {"redis": {"existingSecret": "s"}}}),
-    ("needs fleet.redis.url", {"draft_history": {"enabled": True}}),
     ("must be below", {"serviceMonitor": {"enabled": True, "scrapeTimeout": "30s"}}),
 ]
 

@@ -134,7 +134,7 @@ async def test_chain_of_another_key_cannot_be_named(tmp_path: Path) -> None:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"kv": {}}, "one weights version"),
-    ({"kv_reuse": {"mode": "reorder"}}, "kv_reuse"),
+    ({"kv_reuse": {"mode": "splice"}}, "kv_reuse"),
     ({"weights": {"exact_version": "v0"}}, "exact_version"),
     ({"keep_kv": {"max_lag": -1}}, "max_lag"),
     ({"keep_kv": {"chain": "a b"}}, "chain"),

@@ -39,7 +39,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
     },
     "spans": {
         "groups": [{"prompt": {"spans": [{"token_ids": PROMPT, "cache_key": "a"}] * 3}}],
-        "kv_reuse": {"mode": "reorder"},
+        "kv_reuse": {"mode": "splice"},
     },
 }
 

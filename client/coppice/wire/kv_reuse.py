@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from coppice.wire.base import AnswerModel, JsonInteger, RequestModel
 
-KvReuseMode = Literal["off", "reorder", "splice", "predict"]
+KvReuseMode = Literal["off", "splice", "predict"]
 KvReuseReason = Literal[
     "disabled",
     "unsupported_cache",
@@ -26,9 +26,6 @@ KvReuseReason = Literal[
 class KvReuse(RequestModel):
     """Rollout option: how to reuse the KV of prompt spans that have a cache key.
 
-    `reorder` is exact: spans with a cache key come first, in the order that gives the longest
-    cached prefix. With `dry_run` the prompt is not changed, and the answer only reports the order.
-
     `splice` is approximate: the KV of each span with a cache key was computed without the rest of
     the prompt and is moved to its new position. The first `recompute_tokens` tokens of each span
     are prefilled, as are those up to the next KV block boundary.
@@ -42,14 +39,11 @@ class KvReuse(RequestModel):
     """
 
     mode: KvReuseMode
-    dry_run: bool = False
     recompute_tokens: Annotated[int, Field(ge=0, le=65_536), JsonInteger()] | None = None
     max_entropy: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
 
     @model_validator(mode="after")
     def _of_its_mode(self) -> Self:
-        if self.dry_run and self.mode != "reorder":
-            raise ValueError("dry_run needs mode reorder")
         if self.recompute_tokens is not None and self.mode != "splice":
             raise ValueError("recompute_tokens needs mode splice")
         if self.max_entropy is not None and self.mode != "predict":
@@ -64,8 +58,7 @@ class KvReuseAnswer(AnswerModel):
     before the first sample. `num_prepared_tokens` were prefilled as separate spans that were not
     cached yet. `num_round_trips` is the number of sequential engine requests before the first
     token: 1, or 2 if spans had to be prefilled first. `num_observations` is the number of prompts
-    used for the prediction. `order` lists the spans' indices in the order with the longest cached
-    prefix; `applied` is true if the prompt was sent in that order.
+    used for the prediction.
     """
 
     mode: KvReuseMode
@@ -74,6 +67,4 @@ class KvReuseAnswer(AnswerModel):
     num_prepared_tokens: int = 0
     num_round_trips: int = 1
     num_observations: int = 0
-    order: list[int] | None = None
-    applied: bool = False
     reason: KvReuseReason | None = None

@@ -14,14 +14,10 @@ ActivationKv = Literal["reset", "keep_running"]
 class KeepKv(RequestModel):
     """Option that lets new requests of a chain read KV that older weights computed.
 
-    The KV is read for at most `max_lag` weights updates; without it, without a limit. With
-    `max_kl`, KV is read only up to the age at which its mean divergence from exact KV, measured
-    with a few chains after each update, exceeds this limit in nats per token. No older KV is read
-    before it is measured.
+    The KV is read for at most `max_lag` weights updates; without it, without a limit.
     """
 
     max_lag: Annotated[int, Field(ge=0, le=2**31), JsonInteger()] | None = None
-    max_kl: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
 
 
 class ChainKeepKv(KeepKv):

@@ -126,31 +126,14 @@ class LocalDirectory(AnswerModel):
     token: str
 
 
-class KvDivergence(AnswerModel):
-    """Divergence of KV that is `lag` updates old from exact KV, under the active weights.
-
-    `kl` is the mean KL divergence over `num_tokens` tokens of `num_chains` sessions or rollouts
-    with `keep_kv.max_kl`, in nats per token.
-    """
-
-    lag: int
-    kl: float
-    num_chains: int
-    num_tokens: int
-
-
 class VersionsAnswer(AnswerModel):
-    """Weights versions on this server, the active one, and `target_version` of the cluster.
-
-    `kv_divergences` were measured on this replica since the last activation.
-    """
+    """Weights versions on this server, the active one, and `target_version` of the cluster."""
 
     active: str
     versions: list[VersionAnswer]
     target_version: str | None = None
     replicas: list[ReplicaWeights] = []
     local_directory: LocalDirectory | None = None
-    kv_divergences: list[KvDivergence] = []
 
 
 class LoadAdapterRequest(RequestModel):

@@ -1,15 +1,10 @@
-"""Hooks in vLLM's EngineCore that record the weights versions of KV, and bound single prefills."""
+"""Hooks in vLLM's EngineCore that record the weights versions of KV."""
 
 import functools
 from typing import Any, Final
 
 from engine.kv_versions.core.kept_blocks import KeptBlocks
-from engine.kv_versions.request_option import (
-    KV_VERSIONS,
-    is_uncached,
-    keep_option,
-    prefill_bound,
-)
+from engine.kv_versions.request_option import KV_VERSIONS, keep_option
 
 ALL_BLOCKS_CACHED: Final = 1 << 60
 """Count of cached blocks of a running request that must not add blocks to the prefix cache."""
@@ -41,7 +36,6 @@ def install() -> None:
     BlockPool._remove_cached_block_hashes = _removing(BlockPool._remove_cached_block_hashes)
     BlockPool.reset_prefix_cache = _resetting(BlockPool.reset_prefix_cache)
     Scheduler._free_blocks = _ending(Scheduler._free_blocks)
-    Scheduler._reserve_prefill_lookahead = _bounding(Scheduler._reserve_prefill_lookahead)
     EngineCore.set_weight_version = _announced(EngineCore.set_weight_version)
     EngineCore._attach_weight_version = _with_reports(EngineCore._attach_weight_version)
 
@@ -96,8 +90,6 @@ def _unless_stopped(upstream: Any) -> Any:
         num_cached_blocks = self.num_cached_block.get(request.request_id)
         if num_cached_blocks == ALL_BLOCKS_CACHED or keep_option(request) is not None:
             return None
-        if is_uncached(request):
-            return None
         return upstream(self, request, *args, **kwargs)
 
     return cache_partial_tail_block
@@ -136,8 +128,6 @@ def _recording(upstream: Any) -> Any:
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        if is_uncached(request):
-            return
         upstream(
             self, request, blocks, num_cached_blocks, num_full_blocks, block_size, *args, **kwargs
         )
@@ -156,25 +146,6 @@ def _ending(upstream: Any) -> Any:
     return free_blocks
 
 
-def _bounding(upstream: Any) -> Any:
-    """Patch of the last function that sets the number of a request's tokens in a step.
-
-    A number that vLLM has padded for drafts, or reserves for a drafter, is not reduced.
-    """
-
-    @functools.wraps(upstream)
-    def reserve_prefill_lookahead(
-        self: Any, request: Any, num_computed_tokens: int, num_new_tokens: int
-    ) -> int:
-        if (bound := prefill_bound(request)) is not None:
-            least = max(1 + self.num_spec_tokens, self.num_prefill_lookahead)
-            num_new_tokens = min(num_new_tokens, max(bound, least))
-        scheduled: int = upstream(self, request, num_computed_tokens, num_new_tokens)
-        return scheduled
-
-    return reserve_prefill_lookahead
-
-
 def _announced(upstream: Any) -> Any:
     @functools.wraps(upstream)
     def set_weight_version(self: Any, weight_version: str) -> None:
@@ -191,7 +162,7 @@ def _with_reports(upstream: Any) -> Any:
         kept = kept_blocks(self)
         if kept.reports:
             for output in (output for each in outputs.values() for output in each.outputs):
-                if (report := kept.pop_report(output.request_id)) is not None:
+                if (report := kept.reports.pop(output.request_id, None)) is not None:
                     given = output.kv_transfer_params or {}
                     output.kv_transfer_params = given | {KV_VERSIONS: report}
             for request_id in kept.reports.keys() - self.scheduler.requests.keys():

@@ -15,8 +15,7 @@ from itertools import pairwise
 from typing import Any, TypedDict
 
 from engine.feature_stats import KeptKvDropReason
-from engine.kv_versions.divergence_limit import MeasuredDivergence
-from engine.kv_versions.request_option import KeepOption, KvReport, OlderKv, keep_option
+from engine.kv_versions.request_option import OlderKv, keep_option
 
 Groups = Sequence[Sequence[Any]]
 """Blocks of a cache hit in each KV cache group."""
@@ -62,24 +61,14 @@ class KeptBlock:
         return _cut(longer, shorter[-1].end) == shorter
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
-    """Versions of a request's older KV, and the lowest number of an activation among them."""
-
-    versions: OlderKv
-    oldest: int
-
-
 class KeptBlocks:
     """Versions of the KV of an engine's requests, and of the cached blocks of chains.
 
     `reports` are the versions of the KV of requests that have changed since their last output.
-    `divergence` has been measured since the last update.
     """
 
     def __init__(self, pool: Any) -> None:
-        self.reports: dict[str, Report] = {}
-        self.divergence = MeasuredDivergence()
+        self.reports: dict[str, OlderKv] = {}
         self._pool = pool
         self._activation = 0
         self._labels: dict[int, str] = {self._activation: ""}
@@ -93,13 +82,6 @@ class KeptBlocks:
         """Record the weights version under which the next steps run, as a new activation."""
         self._activation += 1
         self._labels[self._activation] = version
-        self.divergence.set([])
-
-    def pop_report(self, request_id: str) -> KvReport | None:
-        """The report of a request whose output is sent now."""
-        if (report := self.reports.pop(request_id, None)) is None:
-            return None
-        return KvReport(versions=report.versions, lag=self._activation - report.oldest)
 
     def on_cached(self, request: Any, blocks: Sequence[Any], first: int, block_size: int) -> None:
         """Record the versions of blocks that a request has cached, the first of them at `first`."""
@@ -136,28 +118,19 @@ class KeptBlocks:
         if (option := keep_option(request)) is None:
             return False
         older = self._older_blocks(groups)
-        dropped = [
-            (block, reason)
-            for block, kept in older
-            if (reason := self._drop_reason(kept, option)) is not None
-        ]
+        reason: KeptKvDropReason = "lag"
+        dropped = [block for block, kept in older if self._is_too_old(kept, option["max_lag"])]
         if older and not dropped:
-            dropped = [(block, "prefix_recomputed") for block in self._inconsistent(groups)]
-        for block, reason in dropped:
+            reason, dropped = "prefix_recomputed", self._inconsistent(groups)
+        for block in dropped:
             self._num_dropped_tokens[reason] += self._blocks[block.block_id].num_tokens
             self.on_removed(block)
             removed = self._pool._remove_cached_block_hashes(block)
             self._pool._emit_block_removed_events(removed)
         return bool(dropped)
 
-    def _drop_reason(self, kept: KeptBlock, option: KeepOption) -> KeptKvDropReason | None:
-        """Limit of a request that a block exceeds."""
-        lag, max_lag, max_kl = self._lag(kept), option["max_lag"], option["max_kl"]
-        if max_lag is not None and lag > max_lag:
-            return "lag"
-        if max_kl is not None and lag > self.divergence.max_lag(option["owner"], max_kl):
-            return "divergence"
-        return None
+    def _is_too_old(self, kept: KeptBlock, max_lag: int | None) -> bool:
+        return max_lag is not None and self._lag(kept) > max_lag
 
     def on_lookup(self, request: Any, groups: Groups, num_tokens: int) -> None:
         """Record the versions of the KV that a request has found in the prefix cache."""
@@ -166,7 +139,7 @@ class KeptBlocks:
         request_id = request.request_id
         if older == self._older_kv.get(request_id, []):
             return
-        self.reports[request_id] = self._report(older)
+        self.reports[request_id] = self._labelled(older)
         if older:
             self._older_kv[request_id] = older
         else:
@@ -192,10 +165,10 @@ class KeptBlocks:
             if num_computed:
                 older = self._computed(request_id, num_computed)
                 self._older_kv[request_id] = older
-                self.reports[request_id] = self._report(older)
+                self.reports[request_id] = self._labelled(older)
             elif is_preempted:
                 self._older_kv.pop(request_id, None)
-                self.reports[request_id] = self._report([])
+                self.reports[request_id] = []
         for ended in self._older_kv.keys() - alive:
             del self._older_kv[ended]
         for ended in self.reports.keys() - alive:
@@ -273,10 +246,6 @@ class KeptBlocks:
         found = (kept.spans for _, kept in self._older_blocks(groups))
         spans = max(found, key=lambda spans: spans[-1].end, default=[])
         return _cut(spans, min(spans[-1].end, num_tokens)) if spans else []
-
-    def _report(self, older: Sequence[KvSpan]) -> Report:
-        oldest = min((span.oldest for span in older), default=self._activation)
-        return Report(self._labelled(older), oldest)
 
     def _labelled(self, older: Sequence[KvSpan]) -> OlderKv:
         labelled: OlderKv = []

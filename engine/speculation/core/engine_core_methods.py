@@ -3,14 +3,13 @@
 from typing import TYPE_CHECKING
 
 from engine.launch.environment import graph_plan
-from engine.runtime.feature_guard import Failure, attempt
 from engine.speculation.baseline import cost_model, may_speed_up, profile_cache
 from engine.speculation.calibration import DraftCalibration
 from engine.speculation.core.scheduler_drafts import SchedulerDrafts
 from engine.speculation.core.uniform_length import UniformController
 from engine.speculation.cost import Profile, Step, draft_lengths
 from engine.speculation.counters import COUNTERS, Snapshot
-from engine.speculation.drafting import CallTexts, add_texts, open_store
+from engine.speculation.drafting import open_store
 from engine.speculation.late_drafts import lookup_length
 from engine.speculation.process_settings import settings
 
@@ -59,12 +58,6 @@ def coppice_save_sibling_drafts(self: "EngineCore") -> None:
         drafts.store.save(file)
 
 
-def coppice_add_sibling_drafts(self: "EngineCore", texts: CallTexts) -> int:
-    """Add texts of other engines to the draft store; returns the number of responses added."""
-    added = attempt(add_texts, self.coppice_sibling_drafts.store, texts)
-    return 0 if isinstance(added, Failure) else added
-
-
 def counted(core: "EngineCore") -> Snapshot | None:
     """Speculation counters of this process, if drafts are looked up in it."""
     return COUNTERS.read() if hasattr(core, "coppice_sibling_drafts") else None
@@ -74,7 +67,6 @@ METHODS = (
     coppice_start_sibling_drafts,
     coppice_finish_sibling_profile,
     coppice_save_sibling_drafts,
-    coppice_add_sibling_drafts,
 )
 
 

@@ -164,7 +164,7 @@ name: {{ include "coppice.fullname" . }}
 {{- if .Values.auth.peerSecretKey -}}
 {{- $_ := set $weights "peer_key_file" "/etc/coppice/keys/peer-key" -}}
 {{- end -}}
-{{- toYaml (dict "server" $server "engine" $engine "attention" $attention "speculation" $speculation "graphs" .Values.graphs "kv" $kv "weights" $weights "cluster" $cluster "draft_history" .Values.draft_history "limits" .Values.limits "sessions" .Values.sessions "log" .Values.log "trace" .Values.trace) -}}
+{{- toYaml (dict "server" $server "engine" $engine "attention" $attention "speculation" $speculation "graphs" .Values.graphs "kv" $kv "weights" $weights "cluster" $cluster "limits" .Values.limits "sessions" .Values.sessions "log" .Values.log "trace" .Values.trace) -}}
 {{- end -}}
 
 {{/* Rules with job="coppice" replaced by the job and namespace of this release. */}}

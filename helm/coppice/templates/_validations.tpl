@@ -70,9 +70,6 @@
 {{- if and (not $redis.url) (or $redis.user $redis.existingSecret $v.fleet.advertisedUrl) -}}
 {{- fail "fleet.redis.url names no Redis, which the other values of fleet require" -}}
 {{- end -}}
-{{- if and (get $v.draft_history "enabled") (not $redis.url) -}}
-{{- fail "draft_history.enabled needs fleet.redis.url: replicas share samples through Redis" -}}
-{{- end -}}
 {{- if lt (int $v.drain.teardownSeconds) 15 -}}
 {{- fail "drain.teardownSeconds must be at least 15: 10 s for the last responses, the rest for stopping the engine" -}}
 {{- end -}}

@@ -46,18 +46,6 @@ int32_t Store::end(int32_t slot, bool keep) {
   return 0;
 }
 
-int32_t Store::add(uint64_t group, uint64_t key, const int32_t* prompt, int32_t length,
-                   const int32_t* response, int32_t count, int32_t age) {
-  const int32_t slot = begin(group, key, prompt, length);
-  if (slot < 0) return slot;
-  Row& row = rows_[slot];
-  row.record->append(*row.text, response, size_t(count));
-  row.text->version = version_ - age;
-  end(slot, true);
-  evict();
-  return 0;
-}
-
 int32_t Store::step(Step& step) {
   if (const int32_t error = check(step)) return error;
   const int32_t* tokens = step.tokens;

@@ -37,9 +37,6 @@ class Store {
 
   int32_t begin(uint64_t group, uint64_t key, const int32_t* prompt, int32_t length);
   int32_t end(int32_t slot, bool keep);
-  // Adds a finished response of weights that are `age` versions old.
-  int32_t add(uint64_t group, uint64_t key, const int32_t* prompt, int32_t length,
-              const int32_t* response, int32_t count, int32_t age);
   void age() { version_++; }
   int32_t step(Step& step);
 

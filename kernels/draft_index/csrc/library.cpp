@@ -15,10 +15,6 @@ int32_t coppice_drafts_begin(Store* store, uint64_t group, uint64_t key, const i
   return store->begin(group, key, prompt, length);
 }
 int32_t coppice_drafts_end(Store* store, int32_t slot, int32_t keep) { return store->end(slot, keep); }
-int32_t coppice_drafts_add(Store* store, uint64_t group, uint64_t key, const int32_t* prompt,
-                           int32_t length, const int32_t* response, int32_t count, int32_t age) {
-  return store->add(group, key, prompt, length, response, count, age);
-}
 void coppice_drafts_age(Store* store) { store->age(); }
 int32_t coppice_drafts_step(Store* store, Step* step) { return store->step(*step); }
 

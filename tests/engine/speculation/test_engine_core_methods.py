@@ -67,16 +67,3 @@ def test_auto_drafts_nothing_where_the_profile_shows_no_gain(
     add_group(engine).run()
     assert {tokens for shape in engine.executor.shapes for tokens in shape} == {1, len(PROMPT)}
     assert engine.core.coppice_sibling_drafts.num_rows == 0
-
-
-def test_drafts_are_taken_from_texts_of_other_engines(config: Any, folder: Path) -> None:
-    engine = Engine(config, text_model())
-    methods.coppice_start_sibling_drafts(engine.core)
-    prompt, responses = np.array(PROMPT, np.int32), np.array([[7, 8, 9], [7, 8, 5]], np.int32)
-    call = [(prompt.tobytes(), [response.tobytes() for response in responses], 0)]
-    assert methods.coppice_add_sibling_drafts(engine.core, call) == 2
-    assert methods.coppice_add_sibling_drafts(engine.core, [(b"odd", [b""], 0)]) == 0
-    store = engine.core.coppice_sibling_drafts.store
-    slot = store.begin(b"g", prompt)
-    step = [np.array(each, np.int32) for each in ([slot], [1], [7], [2])]
-    assert store.step(*step).tokens[0, :1].tolist() == [8]

@@ -1,7 +1,7 @@
 """Reference implementation of the draft store, which the compiled one must equal exactly."""
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Self
 
@@ -17,7 +17,6 @@ from kernels.draft_index.store_protocol import (
     InvalidCall,
     Reliability,
     Scope,
-    check_add,
     check_begin,
     check_step,
     hash_key,
@@ -92,20 +91,6 @@ class ReferenceStore:
         record.finished.append(text)
         if len(record.finished) > store_protocol.MAX_FINISHED_TEXTS:
             record.delete(record.finished.pop(0))
-
-    def add(
-        self, group: bytes, prompt: Int32Array, responses: Sequence[Int32Array], *, age: int
-    ) -> int:
-        check_add(prompt, responses, age)
-        for number, response in enumerate(responses):
-            try:
-                slot = self.begin(group, prompt)
-            except InvalidCall:
-                return number
-            self._rows[slot].append(response.tolist(), self._version - age, self._estimate)
-            self.end(slot, keep=True)
-            self._evict_over_budget()
-        return len(responses)
 
     def age(self) -> None:
         self._version += 1

@@ -1,7 +1,6 @@
 """The compiled store against the reference, on random sequences of calls."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,7 +8,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kernels.draft_index import store as compiled
-from kernels.draft_index import store_protocol
 from kernels.draft_index.store import DraftStore
 from kernels.draft_index.store_protocol import ALL_SCOPES, InvalidCall, Scope, Store
 from tests.kernels.draft_index.reference import ReferenceStore
@@ -33,10 +31,8 @@ class Pair:
         self.live: list[int] = []
 
     def act(self) -> None:
-        what = self.draw(13)
-        if what == 12:
-            self.add()
-        elif what < 2 or not self.live:
+        what = self.draw(12)
+        if what < 2 or not self.live:
             group, prompt = b"%d" % self.draw(3), array(PROMPTS[self.draw(len(PROMPTS))])
             slot = self.fast.begin(group, prompt)
             assert slot == self.slow.begin(group, prompt)
@@ -52,16 +48,6 @@ class Pair:
         else:
             self.step()
         self.check()
-
-    def add(self) -> None:
-        group, prompt = b"%d" % self.draw(3), array(PROMPTS[self.draw(len(PROMPTS))])
-        responses = [
-            array([(i * i + self.draw(2)) % 3 for i in range(1 + self.draw(20))])
-            for _ in range(self.draw(3))
-        ]
-        age = self.draw(6)
-        num_added = self.fast.add(group, prompt, responses, age=age)
-        assert num_added == self.slow.add(group, prompt, responses, age=age) == len(responses)
 
     def step(self) -> None:
         rows = [slot for slot in self.live if self.draw(4)]
@@ -160,60 +146,6 @@ def test_tokens_may_be_as_large_as_the_dtype(store: Store) -> None:
     slot = store.begin(b"g", array([largest, 5]))
     assert draft(run_step(store, {slot: [7, largest]}, limit=1)) == [5]
     assert draft(run_step(store, {slot: [5, 7]}, limit=1)) == [largest]
-
-
-def test_added_response_is_drafted_from(store: Store) -> None:
-    store.add(b"", array([1, 2]), [array([7, 8, 9])], age=0)
-    slot = store.begin(b"g", array([1, 2]))
-    drafted = run_step(store, {slot: [7]}, limit=2)
-    assert draft(drafted) == [8, 9]
-    assert set(drafted.scope[0, :2].tolist()) == {Scope.PROMPT}
-
-
-def test_added_response_has_its_own_age(store: Store) -> None:
-    """Two old responses have one continuation, one recent response has another."""
-    store.add(b"", array([1, 2]), [array([7, 9, 1])], age=0)
-    store.add(b"", array([1, 2]), [array([7, 8, 1])] * 2, age=20)
-    slot = store.begin(b"g", array([1, 2]))
-    assert draft(run_step(store, {slot: [7]}, limit=1)) == [9]
-
-
-def test_added_responses_survive_a_save(store: Store, tmp_path: Path) -> None:
-    store.add(b"", array([1, 2]), [array([7, 8, 9])], age=5)
-    store.save(tmp_path / "drafts")
-    loaded = type(store).load(tmp_path / "drafts", max_bytes=2**20)  # type: ignore[attr-defined]
-    slot = loaded.begin(b"g", array([1, 2]))
-    assert draft(run_step(loaded, {slot: [7]}, limit=2)) == [8, 9]
-
-
-def test_added_responses_are_bounded(store: Store) -> None:
-    for number in range(500):
-        store.add(b"", array([5, number]), [array(list(range(300, 350)))], age=0)
-    assert store.num_bytes <= 2**20
-
-
-@pytest.mark.parametrize(
-    ("response", "age", "why"),
-    [
-        ([], 0, "response of 0 tokens"),
-        ([3, -1], 0, "negative token id -1"),
-        ([3], -1, "age of -1"),
-        ([3], store_protocol.MAX_AGE + 1, "age of 65537"),
-    ],
-)
-def test_invalid_responses_are_not_added(
-    store: Store, response: list[int], age: int, why: str
-) -> None:
-    with pytest.raises(InvalidCall, match=why):
-        store.add(b"", array([1, 2]), [array([3]), array(response)], age=age)
-    assert store.num_tokens == 0
-
-
-def test_responses_are_refused_while_too_many_run(store: Store) -> None:
-    for _ in range(store_protocol.MAX_TEXTS - 3):
-        store.begin(b"g", array([1]))
-    assert store.add(b"", array([1]), [array([2])] * 3, age=0) == 2
-    assert store.add(b"", array([1]), [array([2])], age=0) == 0
 
 
 def test_evicted_texts_are_not_drafted_from(store: Store) -> None:

@@ -1,4 +1,4 @@
-"""Prompts made of spans: accepted and refused requests, and the order of exact ones."""
+"""Prompts made of spans: accepted and refused requests."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,6 @@ import pytest
 from coppice import AsyncRollouts, KvReuse, PromptSpan
 from tests.fake_engine import FakeEngine
 from tests.service.kv_reuse.span_requests import (
-    TALE,
     TOOL,
     post_rollout,
     request_with_spans,
@@ -51,8 +50,6 @@ async def test_other_prompts_have_no_reuse_fields(tmp_path: Path) -> None:
         ({"adapter": "a"}, "base model"),
         ({"continue_from": {"samples": [UNFINISHED]}}, "continue_from"),
         ({"groups": [{"prompt": {"token_ids": [1]}}]}, "spans"),
-        ({"kv_reuse": {"mode": "splice", "dry_run": True}}, "order"),
-        ({"kv_reuse": {"mode": "reorder", "recompute_tokens": 4}}, "recompute_tokens"),
         ({"kv_reuse": {"mode": "guess"}}, "mode"),
         ({"kv_reuse": {"mode": "predict"}, "kv": {}}, "approximate"),
         ({"kv_reuse": {"mode": "predict"}, "branching": TREE}, "branching needs kv_reuse"),
@@ -82,29 +79,6 @@ async def test_invalid_reuse_request_is_refused(
         answer = await served.http.post("/v1/rollouts", json=body)
     assert (answer.status_code, answer.json()["code"]) == (422, "invalid_request")
     assert word in answer.text
-
-
-async def test_spans_follow_the_order_that_was_prefilled_before(tmp_path: Path) -> None:
-    engine = FakeEngine()
-    tool, tale = span(TOOL, "tool"), span(TALE, "tale")
-    async with serving(engine, tmp_path) as served:
-        first = await post_rollout(
-            served, request_with_spans(span([1]), tool, tale, kv_reuse={"mode": "reorder"})
-        )
-        second = await post_rollout(
-            served, request_with_spans(tale, span([2]), tool, kv_reuse={"mode": "reorder"})
-        )
-        told = {"mode": "reorder", "dry_run": True}
-        third = await post_rollout(served, request_with_spans(tale, span([2]), tool, kv_reuse=told))
-    prompts = [list(request.prompt_token_ids) for request in engine.submitted[::2]]
-    assert prompts == [[*TOOL, *TALE, 1], [*TOOL, *TALE, 2], [*TALE, 2, *TOOL]]
-    assert [group["kv_reuse"]["order"] for group in (first, second, third)] == [
-        [1, 2, 0],
-        [2, 0, 1],
-        [2, 0, 1],
-    ]
-    assert [group["kv_reuse"]["applied"] for group in (first, second, third)] == [True, True, False]
-    assert first["exact"] and second["exact"] and third["exact"]
 
 
 async def test_client_sends_spans(tmp_path: Path) -> None:

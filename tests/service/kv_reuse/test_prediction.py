@@ -59,8 +59,6 @@ async def test_prompt_without_anchors_is_prefilled_and_becomes_an_anchor(tmp_pat
         "num_prepared_tokens": 130,
         "num_round_trips": 1,
         "num_observations": 0,
-        "order": None,
-        "applied": False,
         "reason": "no_observations",
     }
 

@@ -46,8 +46,6 @@ async def test_chain_prefills_unnamed_text_and_first_tokens(tmp_path: Path) -> N
         "num_prepared_tokens": 130,
         "num_round_trips": 2,
         "num_observations": 0,
-        "order": None,
-        "applied": False,
         "reason": None,
     }
 
