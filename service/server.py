@@ -33,7 +33,6 @@ from service.moves.handle_sender import HandleSender
 from service.moves.kv_export import KvExporter, KvMoveOutcome
 from service.moves.kv_files import KvSources
 from service.moves.kv_import import KvImporter
-from service.moves.rebalancer import Rebalancer
 from service.moves.receiver import MoveReceiver
 from service.moves.sender import MoveSender
 from service.moves.session_kv_export import SessionKvExporter
@@ -97,11 +96,7 @@ class Server:
         )
         self.readiness = Readiness(engine)
         replica_status = ReplicaStatus(
-            new_replica_id(),
-            settings.server.advertised_url,
-            self.readiness,
-            self.versions,
-            self._load,
+            new_replica_id(), settings.server.advertised_url, self.readiness, self.versions
         )
         self.cluster = ClusterMembership(
             registry or _create_registry(settings.cluster),
@@ -313,14 +308,6 @@ class Server:
             run_to_completion=self.run_to_completion,
         )
         self.replication = ReplicationStatus(self.cluster, self.versions)
-        self._rebalancer = Rebalancer(
-            self.rollouts,
-            self.cluster,
-            self.move_sender,
-            seconds=settings.cluster.move_seconds,
-            is_enabled=self._can_rebalance,
-            on_moved=self.metrics.cluster.rebalanced.inc,
-        )
         self._drain = Drain(
             readiness=self.readiness,
             admission=self.admission,
@@ -337,17 +324,6 @@ class Server:
         )
         self._background: set[asyncio.Task[Any]] = set()
         self._started_at = self._activated_at = time.monotonic()
-
-    def _load(self) -> tuple[int, int]:
-        """Numbers of running samples, and of sequences that the engine runs at the same time."""
-        if not self.readiness.started:
-            return 0, 0
-        info = self.engine.info
-        return self.rollouts.num_samples_running, info.max_sequences * info.data_parallel_size
-
-    def _can_rebalance(self) -> bool:
-        is_steady = self.rollouts.accepts_moves and not self.activation.paused
-        return self.settings.cluster.rebalance and self.readiness.state == "serving" and is_steady
 
     def _connections(self) -> Connections:
         return Connections(
@@ -390,7 +366,6 @@ class Server:
                 self._kept_kv_tasks.running(),
                 self.activation.running(),
                 self.coordinator.running(),
-                self._rebalancer.running(),
             ):
                 yield
         finally:

@@ -226,9 +226,6 @@ class ClusterMetrics(MetricTable):
         "Offers of prompt-KV handles by a draining replica, by whether another one has taken them",
         outcome=("moved", "kept"),
     )
-    rebalanced = counter(
-        "rollouts_rebalanced", "Rollouts that a busy replica has moved to one with free sequences"
-    )
     moved_kv = counter(
         "moved_samples_kv",
         "Moved samples and paths, by whether they load their KV, or why they are prefilled",
