@@ -28,8 +28,6 @@ from service.http.bodies import Bodies
 from service.http.connection_limit import Connections, connection_limit
 from service.kv_reuse.manager import KvReuseManager
 from service.moves.exports import MoveExports, SessionKvOutcome
-from service.moves.handle_receiver import HandleReceiver
-from service.moves.handle_sender import HandleSender
 from service.moves.kv_export import KvExporter, KvMoveOutcome
 from service.moves.kv_files import KvSources
 from service.moves.kv_import import KvImporter
@@ -163,21 +161,6 @@ class Server:
         kv_sources = KvSources(self.cluster, peers, settings.kv.directory)
         self.kv_importer = KvImporter(
             engine, self.kv_reuse.cache, kv_sources, on_moved=self._count_moved_kv
-        )
-        self.handle_receiver = HandleReceiver(
-            self.prompt_kv,
-            kv_sources,
-            self.cluster,
-            transfers,
-            check_ready=self.readiness.check_ready,
-        )
-        self.handle_sender = HandleSender(
-            self.prompt_kv,
-            self.cluster,
-            transfers,
-            peers,
-            bytes_per_second=settings.cluster.move_kv_bytes_per_second,
-            on_ended=lambda outcome: self.metrics.cluster.handle_moves.labels(outcome).inc(),
         )
         self.move_receiver = MoveReceiver(
             engine,
@@ -318,7 +301,6 @@ class Server:
             sessions=self.sessions,
             activation=self.activation,
             move_sender=self.move_sender,
-            handle_sender=self.handle_sender,
             session_sender=self._session_sender,
             move_seconds=settings.cluster.move_seconds,
         )
