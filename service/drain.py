@@ -6,7 +6,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 from service.cluster.membership import ClusterMembership
-from service.moves.handle_sender import HandleSender
 from service.moves.sender import MoveSender
 from service.moves.session_sender import SessionSender
 from service.observability.readiness import Readiness
@@ -79,7 +78,6 @@ class Drain:
     sessions: SessionManager
     activation: Activation
     move_sender: MoveSender
-    handle_sender: HandleSender
     session_sender: SessionSender
     move_seconds: float
 
@@ -100,7 +98,7 @@ class Drain:
         await self._close()
 
     async def _move_and_wait(self, seconds: float) -> None:
-        """Move rollouts to other replicas, if possible, then handles and results; wait for all.
+        """Move rollouts to other replicas, if possible, then results; wait for all.
 
         Agent sessions are moved from the beginning, each as soon as no call of it runs. Meanwhile
         clients can read prompt KV and renew leases. The wait also covers the last KV lease and the
@@ -111,7 +109,6 @@ class Drain:
             tasks.create_task(self._move_sessions())
             await self.move_sender.send_all(self.move_seconds)
             if self.move_seconds:
-                background.append(tasks.create_task(self.handle_sender.run()))
                 background.append(tasks.create_task(self.move_sender.send_results()))
             await self.admission.wait_until_idle()
             await self.prompt_kv.wait_until_idle()

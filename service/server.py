@@ -26,12 +26,9 @@ from service.http.bodies import Bodies
 from service.http.connection_limit import Connections, connection_limit
 from service.kv_reuse.manager import KvReuseManager
 from service.moves.exports import MoveExports, SessionKvOutcome
-from service.moves.handle_receiver import HandleReceiver
-from service.moves.handle_sender import HandleSender
 from service.moves.kv_export import KvExporter, KvMoveOutcome
 from service.moves.kv_files import KvSources
 from service.moves.kv_import import KvImporter
-from service.moves.rebalancer import Rebalancer
 from service.moves.receiver import MoveReceiver
 from service.moves.sender import MoveSender
 from service.moves.session_kv_export import SessionKvExporter
@@ -94,11 +91,7 @@ class Server:
         )
         self.readiness = Readiness(engine)
         replica_status = ReplicaStatus(
-            new_replica_id(),
-            settings.server.advertised_url,
-            self.readiness,
-            self.versions,
-            self._load,
+            new_replica_id(), settings.server.advertised_url, self.readiness, self.versions
         )
         self.cluster = ClusterMembership(
             registry or _create_registry(settings.cluster),
@@ -165,21 +158,6 @@ class Server:
         kv_sources = KvSources(self.cluster, peers, settings.kv.directory)
         self.kv_importer = KvImporter(
             engine, self.kv_reuse.cache, kv_sources, on_moved=self._count_moved_kv
-        )
-        self.handle_receiver = HandleReceiver(
-            self.prompt_kv,
-            kv_sources,
-            self.cluster,
-            transfers,
-            check_ready=self.readiness.check_ready,
-        )
-        self.handle_sender = HandleSender(
-            self.prompt_kv,
-            self.cluster,
-            transfers,
-            peers,
-            bytes_per_second=settings.cluster.move_kv_bytes_per_second,
-            on_ended=lambda outcome: self.metrics.cluster.handle_moves.labels(outcome).inc(),
         )
         self.move_receiver = MoveReceiver(
             engine,
@@ -308,14 +286,6 @@ class Server:
             run_to_completion=self.run_to_completion,
         )
         self.replication = ReplicationStatus(self.cluster, self.versions)
-        self._rebalancer = Rebalancer(
-            self.rollouts,
-            self.cluster,
-            self.move_sender,
-            seconds=settings.cluster.move_seconds,
-            is_enabled=self._can_rebalance,
-            on_moved=self.metrics.cluster.rebalanced.inc,
-        )
         self._drain = Drain(
             readiness=self.readiness,
             admission=self.admission,
@@ -326,23 +296,11 @@ class Server:
             sessions=self.sessions,
             activation=self.activation,
             move_sender=self.move_sender,
-            handle_sender=self.handle_sender,
             session_sender=self._session_sender,
             move_seconds=settings.cluster.move_seconds,
         )
         self._background: set[asyncio.Task[Any]] = set()
         self._started_at = self._activated_at = time.monotonic()
-
-    def _load(self) -> tuple[int, int]:
-        """Numbers of running samples, and of sequences that the engine runs at the same time."""
-        if not self.readiness.started:
-            return 0, 0
-        info = self.engine.info
-        return self.rollouts.num_samples_running, info.max_sequences * info.data_parallel_size
-
-    def _can_rebalance(self) -> bool:
-        is_steady = self.rollouts.accepts_moves and not self.activation.paused
-        return self.settings.cluster.rebalance and self.readiness.state == "serving" and is_steady
 
     def _connections(self) -> Connections:
         return Connections(
@@ -366,7 +324,6 @@ class Server:
                 self.sessions.running(),
                 self.activation.running(),
                 self.coordinator.running(),
-                self._rebalancer.running(),
             ):
                 yield
         finally:

@@ -72,10 +72,6 @@ EXPLANATIONS = {
         "`first, 4 of 8`: the group finishes when the policy `first` has its 4 of 8 samples.",
     ),
     "loop_latency": ("Latency of the service under the largest requests", ""),
-    "rebalance": (
-        "Batches with a long tail on two replicas",
-        "A ratio above 1 is a gain. Each group is a request of its own, which is moved as a whole.",
-    ),
     "sampling_controls": (
         "Sampling controls",
         "`with it / without` compares requests with and without the control; below 1 is a cost. "

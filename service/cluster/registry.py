@@ -38,8 +38,7 @@ class Replica:
     Entries written by other releases may lack the fields with defaults. `epoch` is the epoch of the
     last applied activation target. `holds` are the versions whose files other replicas can download
     from this one, `staged` the versions that it can activate. `failed` is the version that it could
-    not fetch or activate, `error` the reason. `num_samples` of `num_sequences` that its engine can
-    run at the same time are running or waiting.
+    not fetch or activate, `error` the reason.
     """
 
     id: str
@@ -52,8 +51,6 @@ class Replica:
     staged: tuple[str, ...] = ()
     failed: str | None = None
     error: str | None = None
-    num_samples: int = 0
-    num_sequences: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

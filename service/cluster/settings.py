@@ -65,12 +65,6 @@ class ClusterSettings(Section):
         "seconds; needs weights.peers; 0: it runs them to their end; increase it for many tokens "
         "or a slow network",
     )
-    rebalance: bool = Field(
-        False,
-        description="true: a replica with many running samples moves rollouts to a replica with "
-        "free sequences; needs weights.peers; set it if rollouts differ much in length and all "
-        "callers follow redirects",
-    )
     move_kv_bytes_per_second: float = Field(
         2**29,
         ge=0,
@@ -99,6 +93,4 @@ class ClusterSettings(Section):
             raise ValueError("set redis_password or redis_password_file, not both")
         if self.expire_seconds < 2 * self.heartbeat_seconds + self.call_seconds:
             raise ValueError("expire_seconds must cover two heartbeat intervals and a call")
-        if self.rebalance and not self.move_seconds:
-            raise ValueError("rebalance moves rollouts; set move_seconds above 0")
         return self

@@ -8,7 +8,7 @@ MAX_CANCELLED = 1024
 
 
 class CancelledMoves:
-    """Ids of rollouts, sessions or handles that their senders have kept in the last minute."""
+    """Ids of rollouts or sessions that their senders have kept in the last minute."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

@@ -40,11 +40,6 @@ def owner_of(resource_id: str) -> str:
     return f"{_OWNER}{resource_id}"
 
 
-def is_of_move(owner: str) -> bool:
-    """True for the owner of handles of the KV of moved rollouts and sessions."""
-    return owner.startswith(_OWNER)
-
-
 class MoveExports:
     """Exports of KV for other replicas. The caller releases each export that it begins.
 

@@ -1,4 +1,4 @@
-"""Offers of a draining replica's rollouts, sessions and prompt-KV handles to another replica."""
+"""Offers of a draining replica's rollouts and sessions to another replica."""
 
 import asyncio
 import logging

@@ -1,9 +1,9 @@
-"""Sending side of a move: a replica that drains, or is busy, sends rollouts to other replicas."""
+"""Sending side of a move: a draining replica sends rollouts to other replicas."""
 
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Literal
@@ -73,7 +73,6 @@ class MoveSender:
         self._max_bytes = max_bytes
         self._on_ended = on_ended
         self._slots = asyncio.Semaphore(CONCURRENT_MOVES)
-        self._sending = asyncio.Lock()
         self._busy: set[str] = set()
         self._retry_at: dict[str, float] = {}
 
@@ -86,7 +85,7 @@ class MoveSender:
         if connect is None:
             return
         tried = set[tuple[str, bool]]()
-        async with self._sending, asyncio.TaskGroup() as tasks:
+        async with asyncio.TaskGroup() as tasks:
             until = _now() + seconds
             while _now() < until:
                 is_idle = self._admission.is_idle
@@ -129,27 +128,6 @@ class MoveSender:
             self._retry_at[rollout.id] = math.inf if is_large else _now() + RETRY_SECONDS
             self._busy.discard(rollout.id)
 
-    async def send_to(
-        self,
-        peer_id: str,
-        rollouts: Sequence[Rollout],
-        seconds: float,
-        is_enabled: Callable[[], bool],
-    ) -> None:
-        """Move running rollouts to one replica, within `seconds`.
-
-        A rollout has at most one move at a time: a drain begins its moves when this has ended.
-        No-op if moves are no longer enabled once other moves have ended.
-        """
-        connect = await asyncio.to_thread(self._peers.connect)
-        if connect is None:
-            return
-        async with self._sending, asyncio.TaskGroup() as tasks:
-            until = _now() + seconds
-            for rollout in rollouts if is_enabled() else ():
-                work = self._send(connect, until, rollout, is_result=False, peer_id=peer_id)
-                tasks.create_task(work)
-
     def _untried(self, tried: set[tuple[str, bool]]) -> list[Rollout]:
         """Running rollouts, and results to fetch, that are not in `tried`; adds them to it."""
         running = [each for each in self._rollouts.in_flight() if not each.ended]
@@ -160,19 +138,13 @@ class MoveSender:
         return untried
 
     async def _send(
-        self,
-        connect: Connect,
-        until: float,
-        rollout: Rollout,
-        *,
-        is_result: bool,
-        peer_id: str | None = None,
+        self, connect: Connect, until: float, rollout: Rollout, *, is_result: bool
     ) -> None:
         """Move a result, or suspend a rollout, whose own task then calls `_relocate`.
 
         A rollout that must wait for others is suspended only when its turn has come.
         """
-        relocate = partial(self._relocate, connect, until, peer_id)
+        relocate = partial(self._relocate, connect, until)
         async with self._slots:
             if _now() >= until:
                 if not is_result:  # results are offered again
@@ -188,9 +160,7 @@ class MoveSender:
     def _is_too_large(self, rollout: Rollout) -> bool:
         return estimated_bytes(rollout, self._engine) > self._max_bytes
 
-    async def _relocate(
-        self, connect: Connect, until: float, peer_id: str | None, rollout: Rollout
-    ) -> None:
+    async def _relocate(self, connect: Connect, until: float, rollout: Rollout) -> None:
         """Set `moved_to` of a rollout to the replica that continues it, if one accepts it in time.
 
         An unexpected error keeps the rollout here, and does not end the others.
@@ -200,7 +170,7 @@ class MoveSender:
             async with connect() as http:
                 with suppress(TimeoutError):
                     async with asyncio.timeout_at(until):
-                        await self._offer(http, rollout, until, peer_id)
+                        await self._offer(http, rollout, until)
         except Exception:
             log.exception("a move failed")
         finally:
@@ -210,21 +180,19 @@ class MoveSender:
         outcome = "stays here" if url is None else f"moved to {url}"
         log.info("rollout %s %s", rollout.id, outcome)
 
-    async def _offer(
-        self, http: httpx.AsyncClient, rollout: Rollout, until: float, peer_id: str | None
-    ) -> None:
-        """Offer a rollout to one replica after the other, or to one replica only, with its KV.
+    async def _offer(self, http: httpx.AsyncClient, rollout: Rollout, until: float) -> None:
+        """Offer a rollout to one replica after the other, with its KV.
 
         `moved_to` is set as soon as one has accepted it: a timeout, or an error while the
         connection is closed, must not continue it here, too.
         """
-        if not self._candidates(peer_id):
+        if not self.candidates():
             return
         source, version = self._cluster.own_id, self._versions.active.label
         async with self._kv.exported(rollout, version, until) as kv:
             state = await state_of(rollout, source=source, version=version, kv=kv)
             body = await asyncio.to_thread(_encoded, state)
-            for replica in self._candidates(peer_id):
+            for replica in self.candidates():
                 if not rollout.is_suspended:
                     return  # it was cancelled, or its deadline has passed
                 if await self._is_accepted(http, replica, rollout, body):
@@ -266,9 +234,6 @@ class MoveSender:
         if rollout.source is None:
             key = IdempotencyClaim.of_move(rollout.owner, rollout.id).cluster_key
             await self._transfers.release(key, replica.id)
-
-    def _candidates(self, peer_id: str | None) -> list[Replica]:
-        return [each for each in self.candidates() if peer_id in (None, each.id)]
 
     def candidates(self) -> list[Replica]:
         """Replicas that may accept a rollout, in random order."""

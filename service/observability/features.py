@@ -83,12 +83,10 @@ def _kv_reuse(server: "Server") -> FeatureStatus:
 def _of_the_service(server: "Server") -> list[FeatureStatus]:
     settings = server.settings
     shared, peers = settings.cluster.redis_url, settings.weights.peers
-    rebalance = settings.cluster.rebalance
     keys, port = settings.server.keys_file, settings.server.operators_port
     traces, ui = settings.trace.endpoint, settings.server.ui
     return [
         _setting("cluster", "cluster.redis_url", shared, "replicas share a registry"),
-        _setting("rebalance", "cluster.rebalance", rebalance, "busy replicas move rollouts"),
         _setting("weight_replication", "weights.peers", peers, "weights come from replicas"),
         _setting("authentication", "server.keys_file", keys, "requests need an API key"),
         _setting("operators_port", "server.operators_port", port, "operators have their own port"),

@@ -220,14 +220,6 @@ class ClusterMetrics(MetricTable):
         "Running rollouts and results that were offered to other replicas, by whether one accepted",
         outcome=("moved", "kept"),
     )
-    handle_moves = counter(
-        "kv_handle_moves",
-        "Offers of prompt-KV handles by a draining replica, by whether another one has taken them",
-        outcome=("moved", "kept"),
-    )
-    rebalanced = counter(
-        "rollouts_rebalanced", "Rollouts that a busy replica has moved to one with free sequences"
-    )
     moved_kv = counter(
         "moved_samples_kv",
         "Moved samples and paths, by whether they load their KV, or why they are prefilled",

@@ -5,7 +5,6 @@ compared. It can be renewed up to a maximum lifetime. It is never shortened, and
 it has ended. Until it starts it does not expire, because its caller does not have the handle yet.
 """
 
-import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -16,9 +15,7 @@ from service.prompt_kv.slots import Slot, SlotTable
 class Handle:
     """Handle by which one API key reads the prompt KV of one slot, with the lease on it.
 
-    Groups that share a slot have separate handles. `source` is the replica that has sent a moved
-    handle, and `on_end` is called when it ends here. While `is_arriving`, this replica takes over
-    its key, and does not move it on.
+    Groups that share a slot have separate handles.
     """
 
     def __init__(
@@ -30,52 +27,30 @@ class Handle:
         *,
         settings: KvSettings,
         clock: Callable[[], float],
-        source: str | None = None,
-        on_end: Callable[[], None] = lambda: None,
     ) -> None:
-        self.source = source
-        self.on_end = on_end
-        self.is_arriving = False
-        self.move_ended: asyncio.Event | None = None
         self.id = handle_id
         self.owner = owner
         self.slot = slot
         self._settings = settings
         self._clock = clock
-        self.lease_seconds = lease_seconds
+        self.lease_seconds = self._clamp(lease_seconds)
         self._max_deadline = 0.0
         self._deadline: float | None = None
         self._has_ended = False
 
-    def start_lease(self, lifetime_seconds: float | None = None) -> None:
-        """Start the lease now. No effect if it has started or ended.
-
-        Renewals end after `lifetime_seconds`; None: after the configured time.
-        """
+    def start_lease(self) -> None:
+        """Start the lease now. No effect if it has started or ended."""
         if self._deadline is None:
             now = self._clock()
-            if lifetime_seconds is None:
-                lifetime_seconds = self._settings.max_lifetime_seconds
-            self._max_deadline = now + lifetime_seconds
+            self._max_deadline = now + self._settings.max_lifetime_seconds
             self._deadline = min(now + self.lease_seconds, self._max_deadline)
 
     def renew(self, lease_seconds: float) -> float:
         """Renew the lease and return its remaining seconds, 0 if it has ended."""
         if self.is_active and self._deadline is not None:
-            seconds = min(lease_seconds, self._settings.max_lease_seconds)
-            wanted = min(self._clock() + seconds, self._max_deadline)
+            wanted = min(self._clock() + self._clamp(lease_seconds), self._max_deadline)
             self._deadline = max(self._deadline, wanted)
         return self.remaining_seconds
-
-    @contextmanager
-    def moving(self) -> Iterator[None]:
-        """Context manager of a move to another replica; `move_ended` is set at its end."""
-        self.move_ended = ended = asyncio.Event()
-        try:
-            yield
-        finally:
-            self.move_ended = None
-            ended.set()
 
     def end_lease(self) -> None:
         """End the lease; the last deadline is kept for downloads in progress."""
@@ -100,11 +75,6 @@ class Handle:
         return max(0.0, self._deadline - self._clock())
 
     @property
-    def lifetime_seconds(self) -> float:
-        """Seconds for which a started lease can be renewed."""
-        return max(0.0, self._max_deadline - self._clock())
-
-    @property
     def deadline(self) -> float:
         """Time at which the lease ends; before its start, now plus the maximum lease duration."""
         if self._deadline is None:
@@ -114,6 +84,9 @@ class Handle:
     @property
     def is_past_deadline(self) -> bool:
         return self.deadline <= self._clock()
+
+    def _clamp(self, lease_seconds: float) -> float:
+        return min(lease_seconds, self._settings.max_lease_seconds)
 
 
 class DownloadPin:

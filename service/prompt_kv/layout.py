@@ -133,10 +133,6 @@ class LayoutFactory:
         num_tokens = len(token_ids) - first_token
         return self._layout(version, num_tokens, tokens_sha256(token_ids), first_token)
 
-    def of_digest(self, version: str, num_tokens: int, digest: str) -> Layout:
-        """Layout of the KV of a prompt that is known by its digest only."""
-        return self._layout(version, num_tokens, digest)
-
     def _longest_header_bytes(self) -> int:
         longest = self._layout(LONGEST_VERSION, MAX_TOKENS, "0" * 64)
         sums = {tensor.name: NO_CHECKSUM for tensor in longest.tensors()}

@@ -34,14 +34,11 @@ from service.prompt_kv.handle import Handle
 from service.prompt_kv.handles import Handles
 from service.prompt_kv.layout import LayoutFactory, layer_shapes
 from service.prompt_kv.nixl_agent import NixlAgentProcess
-from service.prompt_kv.received_files import ReceivedFiles
 from service.prompt_kv.settings import KvSettings
 from service.prompt_kv.slots import SlotState, SlotTable
 from service.rollouts.admission import DRAINING_RETRY_SECONDS
 
 MAINTENANCE_SECONDS = 0.5
-NUM_COPIERS = 2
-"""Threads that copy files of other replicas."""
 
 log = logging.getLogger(__name__)
 
@@ -72,11 +69,9 @@ class PromptKvManager:
         self.arena: Arena | None = None
         self._nixl: NixlAgentProcess | None = None
         self._exports: ExportManager | None = None
-        self.received_files: ReceivedFiles | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._hasher = ThreadPoolExecutor(1, thread_name_prefix="kv-checksums")
         self._page_allocator = ThreadPoolExecutor(1, thread_name_prefix="kv-pages")
-        self._copiers = ThreadPoolExecutor(NUM_COPIERS, thread_name_prefix="kv-copies")
         self._clock = clock
         self._gpu_kv = GpuKv([], "", boot_id=None)
         self._create_tables(0)
@@ -94,14 +89,12 @@ class PromptKvManager:
         agent = f"coppice-{secrets.token_hex(8)}"
         self._gpu_kv = GpuKv(info.kv_gpu_memory, agent, boot_id=read_boot_id())
         self._create_tables(self.arena.num_bytes)
-        layouts = LayoutFactory(info.model, info.kv_format)
-        self.received_files = ReceivedFiles(self.arena, self._slots, layouts, self._copiers)
         self._exports = ExportManager(
             self._engine,
             self.arena,
             self._slots,
             self.handles,
-            layouts=layouts,
+            layouts=LayoutFactory(info.model, info.kv_format),
             hasher=self._hasher,
             page_allocator=self._page_allocator,
             gpu_kv=self._gpu_kv,
@@ -141,18 +134,14 @@ class PromptKvManager:
             await self._exports.close()
         self._hasher.shutdown()
         self._page_allocator.shutdown()
-        await asyncio.to_thread(self._copiers.shutdown)
         if self.arena is not None:
             self.arena.close()
 
     def get(self, handle_id: str, owner: str) -> Handle:
-        """Find an owner's handle; raises RedirectToReplica if another replica has received it."""
-        self.handles.check_here(handle_id, owner)
         self._check_open()
         return self.handles.get(handle_id, owner)
 
     def release(self, handle_id: str, owner: str) -> None:
-        self.handles.check_here(handle_id, owner)
         self._check_open()
         self.handles.release(handle_id, owner)
 
@@ -186,7 +175,7 @@ class PromptKvManager:
         self._closing = True
 
     async def wait_until_idle(self) -> None:
-        """Wait until no handle has an active lease, and no download of a moved one is open."""
+        """Wait until no handle has an active lease, and no download is open."""
         while len(self.handles) or self.handles.num_downloads:
             self.handles.sweep()
             await asyncio.sleep(0.05)

@@ -119,13 +119,10 @@ class SlotTable:
     def gpu_free_bytes(self) -> int:
         return self._gpu_extents.free_bytes
 
-    def reserve(
-        self, owner: str, layout: Layout, *, gpu_bytes: int = 0, is_shared: bool = True
-    ) -> Slot | None:
+    def reserve(self, owner: str, layout: Layout, *, gpu_bytes: int = 0) -> Slot | None:
         """Reserve a slot for a prompt; None if the arena has no space even after a sweep.
 
-        With `gpu_bytes` it also gets a part of the ranks' GPU memory, if there is space. A slot
-        that is not shared cannot be found before it is sealed.
+        With `gpu_bytes` it also gets a part of the ranks' GPU memory, if there is space.
         """
         self.sweep()
         extent = self._extents.allocate(layout.slot_bytes)
@@ -136,8 +133,7 @@ class SlotTable:
         slot = Slot(owner=owner, layout=layout, extent=extent, gpu_extent=gpu_extent)
         self._slots.add(slot)
         self._num_bytes[SlotState.RESERVED] += extent.num_bytes
-        if is_shared:
-            self._shared[slot.key] = slot
+        self._shared[slot.key] = slot
         return slot
 
     def relabel(self, slot: Slot, version: str) -> None:
@@ -151,7 +147,6 @@ class SlotTable:
         """Mark a slot as written; its bytes are immutable from now on."""
         slot.etag = etag
         self._set_state(slot, SlotState.LEASED)
-        self._shared.setdefault(slot.key, slot)
 
     def hold(self, slot: Slot) -> None:
         assert slot.state is SlotState.LEASED, "only sealed slots have handles"
@@ -169,14 +164,6 @@ class SlotTable:
             slot.free_at = max(slot.free_at, self._clock() + self._grace_seconds)
         if not slot.num_handles:
             self._quarantine(slot)
-
-    def retain(self, slot: Slot) -> None:
-        """Keep the bytes of a sealed slot until the server stops.
-
-        A reader that has mapped them may have a lease at another replica, which renews it.
-        """
-        assert slot.state is SlotState.LEASED, "only sealed slots can be read"
-        slot.free_at = math.inf
 
     def discard(self, slot: Slot, *, is_writable: bool = False) -> None:
         """Give up a slot without handles, and quarantine its memory before it is reused.

@@ -75,20 +75,16 @@ async def _check_session_local(
         await check_local(session_id, server)
 
 
-async def _check_handle_local(
-    handle: str, server: Annotated[Server, Depends(_server)], caller: Caller
-) -> None:
+async def _check_handle_local(handle: str, server: Annotated[Server, Depends(_server)]) -> None:
     """Redirect the request to the replica that has the prompt-KV handle, if it is another one.
 
-    Raises KvGone, as for an expired lease, if the replica has left the cluster without sending the
-    handle to another one, because its KV no longer exists.
+    Raises KvGone, as for an expired lease, if the replica has left the cluster, because its KV no
+    longer exists.
     """
-    if not server.prompt_kv.handles.is_known(handle):
-        claim = IdempotencyClaim.of_move(caller.name, handle)
-        try:
-            await server.key_transfers.check_local(handle, claim.cluster_key)
-        except ReplicaGone:
-            raise KvGone("the replica that had the prompt KV has left the cluster") from None
+    try:
+        await check_local(handle, server)
+    except ReplicaGone:
+        raise KvGone("the replica that had the prompt KV has left the cluster") from None
 
 
 AnyServer = Annotated[Server, Depends(_server)]

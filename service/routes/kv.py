@@ -98,8 +98,6 @@ async def gpu(handle: str, request: Request, server: AnyServer, caller: Caller) 
 @requires_role("kv")
 async def renew(handle: str, request: Request, server: AnyServer, caller: Caller) -> Response:
     body = await read_small_json(request, KvLease)
-    server.prompt_kv.get(handle, caller.name).renew(body.lease_seconds)  # a move may keep it here
-    await server.prompt_kv.handles.until_settled(handle)
     found = server.prompt_kv.get(handle, caller.name)
     return json_response(KvLeaseAnswer(lease_seconds=found.renew(body.lease_seconds)))
 
@@ -107,6 +105,5 @@ async def renew(handle: str, request: Request, server: AnyServer, caller: Caller
 @router.delete("", responses=declare_responses({204: NO_CONTENT, **REDIRECT}, *HANDLE_ERRORS))
 @requires_role("kv")
 async def release(handle: str, server: AnyServer, caller: Caller) -> Response:
-    await server.prompt_kv.handles.until_settled(handle)
     server.prompt_kv.release(handle, caller.name)
     return Response(status_code=204)

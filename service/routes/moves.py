@@ -1,11 +1,10 @@
-"""Routes under /v1/moves: another replica sends rollouts, sessions and handles to this one."""
+"""Routes under /v1/moves: another replica sends rollouts and sessions to this one."""
 
 from fastapi import APIRouter, Request, Response
 
-from coppice.wire.moves import MoveAnswer, MovedHandle, MovedRollout
+from coppice.wire.moves import MoveAnswer, MovedRollout
 from coppice.wire.session_moves import MovedSessions
 from service.auth.access import requires_role
-from service.http.bodies import read_small_json
 from service.http.errors import (
     AdapterNotFound,
     ClusterUnavailable,
@@ -56,11 +55,6 @@ SESSIONS_RESPONSES = declare_responses(
     *(IdempotencyInProgress, IdempotencyMismatch, Overloaded, QuotaExceeded),
     *(VersionConflict, VersionSuperseded, VersionUnavailable),
 )
-HANDLE_RESPONSES = declare_responses(
-    {201: JSON},
-    *(*AUTH_ERRORS, *READINESS_ERRORS, *BODY_ERRORS, ClusterUnavailable, KvGone, Overloaded),
-)
-CANCEL_HANDLE_RESPONSES = declare_responses({204: NO_CONTENT}, *AUTH_ERRORS, KvNotFound)
 CANCEL_SESSIONS_RESPONSES = declare_responses({204: NO_CONTENT}, *AUTH_ERRORS, SessionNotFound)
 
 
@@ -102,34 +96,6 @@ async def cancel_sessions(session_id: str, server: AnyServer) -> Response:
     """Return moved sessions to their sender, which did not receive the response to its request."""
     await server.session_receiver.cancel(session_id)
     return Response(status_code=204)
-
-
-@router.post("/kv", status_code=201, responses=HANDLE_RESPONSES)
-@requires_role("replica")
-async def receive_handle(request: Request, server: ReadyServer) -> Response:
-    """Take over a prompt-KV handle that a draining replica sends.
-
-    A sender that disconnects before it was accepted keeps it.
-    """
-    state = await read_small_json(request, MovedHandle)
-    handle_id = await cancel_on_disconnect(request, server.handle_receiver.receive(state))
-    return json_response(MoveAnswer(id=handle_id), status_code=201)
-
-
-@router.delete("/kv/{handle}", status_code=204, responses=CANCEL_HANDLE_RESPONSES)
-@requires_role("replica")
-async def cancel_handle(handle: str, server: AnyServer) -> Response:
-    """Remove a moved handle, whose sender did not receive the response and keeps it."""
-    server.handle_receiver.cancel(handle)
-    return Response(status_code=204)
-
-
-@router.get("/kv/{handle}", responses=KV_RESPONSES)
-@requires_role("replica")
-async def handle_kv(handle: str, request: Request, server: AnyServer) -> Response:
-    """KV of a handle that this replica is moving, for the replica that receives it."""
-    owner = server.handle_sender.moving_owner(handle)
-    return _kv_response(handle, owner, request, server, counted_as=owner_of(handle))
 
 
 @router.get("/{rollout_id}/kv/{handle}", responses=KV_RESPONSES)

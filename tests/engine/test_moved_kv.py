@@ -223,25 +223,6 @@ async def test_moved_samples_are_prefilled_if_the_arena_is_full(
     assert max(recomputed) > 100
 
 
-async def test_moved_handle_has_the_same_file(pair: tuple[Served, Served]) -> None:
-    """Each replica has its own engine; that of the receiver has never seen the prompt."""
-    a, b = pair
-    body = request(35) | {"kv": {"lease_seconds": 300}, "sampling": {"max_tokens": 4}}
-    handles = [group["kv"]["handle"] for group in (await rollout(a, body))["groups"]]
-    files = [(await a.http.get(f"/v1/kv/{each}/data")).content for each in handles]
-    sending = asyncio.create_task(a.server.handle_sender.run())
-    async with asyncio.timeout(30):
-        while len(a.server.prompt_kv.handles):
-            await asyncio.sleep(0.01)
-    sending.cancel()
-    assert {each.id for each in b.server.prompt_kv.handles} == {*handles}
-    for handle, before in zip(handles, files, strict=True):
-        place = f"/v1/kv/{handle}"
-        assert (await a.http.get(f"{place}/data")).headers["location"] == f"{b.url}{place}/data"
-        assert (await b.http.get(f"{place}/data")).content == before
-        assert (await b.http.delete(place)).status_code == 204
-
-
 TREES: dict[str, dict[str, Any]] = {
     "interval": {"mode": "interval", "interval": 90, "max_depth": 3, "max_leaves": 8},
     "positions": {"mode": "positions", "positions": [0, 150], "factor": 3, "max_leaves": 9},

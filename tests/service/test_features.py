@@ -48,7 +48,6 @@ async def test_status_lists_features_of_the_engine_and_of_the_service(tmp_path: 
     assert found.keys() == {
         *("prompt_kv", "kv_reuse", "speculation", "cluster", "weight_replication"),
         *("authentication", "operators_port", "tracing", "dashboard"),
-        "rebalance",
     }
     assert all(feature.reason for feature in found.values())
 

@@ -12,7 +12,6 @@ ANSWERED_PER_DRAIN = 1.0
 MOVED_PER_DRAIN = 0.1
 MOVES = {
     r"rollout \S+ moved to ": "rollouts",
-    r"a prompt-KV handle moved to ": "prompt-KV handles",
     r"\d+ sessions moved to ": "sessions",
 }
 """Kinds of moved work, by the log message of their sender."""

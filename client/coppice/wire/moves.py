@@ -1,8 +1,8 @@
-"""Wire types of POST /v1/moves and /v1/moves/kv: a rollout or handle that moves to another replica.
+"""Wire types of POST /v1/moves: a rollout that moves to another replica.
 
 The state of a rollout has everything that the groups still need: the request, the results so far,
 and the tokens of the samples that have not finished, or of the paths of trees. The receiver may
-fetch the KV of samples, instead of a prefill. Of a prompt-KV handle it fetches the whole file.
+fetch the KV of samples, instead of a prefill.
 """
 
 from typing import Annotated, Literal
@@ -18,7 +18,6 @@ from coppice.wire.base import (
     TokenIds,
 )
 from coppice.wire.branching import MAX_LEAVES, MAX_TREE_TOKENS
-from coppice.wire.kv import LeaseSeconds
 from coppice.wire.result_formats import GroupRecord, SampleRecord, SegmentRecord
 from coppice.wire.rollouts import (
     MAX_GROUPS,
@@ -101,7 +100,7 @@ class GivenTokens(RequestModel):
 
 
 class MoveAnswer(AnswerModel):
-    """Id of a rollout, a first session or a handle that is now on the replica that received it."""
+    """Id of a rollout or a first session that is now on the replica that received it."""
 
     id: str
 
@@ -131,27 +130,6 @@ class MovedGroupKv(RequestModel):
     samples: Annotated[
         list[MovedSpan | None], Field(min_length=1, max_length=MAX_SAMPLES_PER_GROUP)
     ]
-
-
-class MovedHandle(RequestModel):
-    """Body of POST /v1/moves/kv: a prompt-KV handle of the replica `source`, with its lease.
-
-    The lease ends in `lease_seconds`, and can be renewed for `lifetime_seconds`. The receiver reads
-    the `file`, which has this `etag`, as that of moved samples (`MovedKv`), in at most `seconds`.
-    """
-
-    format: Literal[1] = FORMAT
-    source: ReplicaId
-    owner: Annotated[str, Field(max_length=256)]
-    version: Label
-    tokens_sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-    etag: Annotated[str, Field(pattern=r'^"[0-9a-f]{32}"$')]
-    lease_seconds: LeaseSeconds
-    lifetime_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)]
-    boot_id: Annotated[str, Field(max_length=64)] | None = None
-    arena: Annotated[str, Field(min_length=1, max_length=4096)]
-    seconds: Seconds
-    file: MovedSpan
 
 
 class MovedKv(RequestModel):

@@ -20,7 +20,7 @@ class ReplicaStatus:
 
     `epoch` is that of the last applied activation target. `failed` is the label of the version that
     could not be fetched or activated, `error` the reason. Failed versions are retried after
-    `RETRY_SECONDS`. `load` returns the numbers of running samples and of sequences.
+    `RETRY_SECONDS`.
     """
 
     def __init__(
@@ -29,7 +29,6 @@ class ReplicaStatus:
         url: str | None,
         readiness: Readiness,
         versions: Versions,
-        load: Callable[[], tuple[int, int]],
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -37,7 +36,6 @@ class ReplicaStatus:
         self._url = url or ""
         self._readiness = readiness
         self._versions = versions
-        self._load = load
         self._clock = clock
         self._retry_at: dict[str, float] = {}
         self.epoch = 0
@@ -46,7 +44,6 @@ class ReplicaStatus:
 
     def entry(self) -> Replica:
         active = self._versions.active
-        num_samples, num_sequences = self._load()
         complete = [v for v in self._versions.all() if v.state != "incomplete"]
         return Replica(
             id=self._replica_id,
@@ -59,8 +56,6 @@ class ReplicaStatus:
             staged=tuple(version.label for version in complete),
             failed=self.failed,
             error=self.error,
-            num_samples=num_samples,
-            num_sequences=num_sequences,
         )
 
     def is_due(self, label: str) -> bool:

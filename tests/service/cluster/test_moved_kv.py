@@ -409,18 +409,3 @@ async def test_only_replicas_read_kv_of_moves(tmp_path: Path) -> None:
     async with pair(tmp_path) as (a, _):
         response = await a.http.get(f"/v1/moves/{a.server.cluster.own_id}.0/kv/unknown")
         assert response.status_code == 404
-
-
-async def test_no_kv_is_exported_if_the_replica_has_left(tmp_path: Path) -> None:
-    async with pair(tmp_path) as (a, _):
-        calling = asyncio.create_task(post(a, body(group(*PROMPT, n=2), **LONG)))
-        await running_samples(a, 2)
-        engine_of(a).step(TOKENS)
-        rollouts = a.server.rollouts.in_flight()
-        moving = asyncio.create_task(
-            a.server.move_sender.send_to("c" * 12, rollouts, 30, lambda: True)
-        )
-        await submitted(a, 4)
-        assert all(each.export is None for each in engine_of(a).submitted)
-        await finish(a, calling)
-        await moving

@@ -174,24 +174,6 @@ async def test_tree_may_move_after_every_step(pair: list[Served], kind: str) -> 
     assert (shape(answer), rest_of(answer)) == (shape(expected), rest_of(expected))
 
 
-async def test_tree_moves_again(tmp_path: Path) -> None:
-    async with replicas(tmp_path, InMemoryRegistry(), 3) as (a, b, c):
-        await see_each_other(a, b, c)
-        expected = await undisturbed(a, TREES["entropy"])
-        calling = asyncio.create_task(post(a, TREES["entropy"]))
-        await grown_by(a, 2)
-        moving = a.server.rollouts.in_flight()
-        await a.server.move_sender.send_to(b.server.cluster.own_id, moving, 30, lambda: True)
-        await grown_by(b, 2)
-        await b.server.move_sender.send_to(
-            c.server.cluster.own_id, b.server.rollouts.in_flight(), 30, lambda: True
-        )
-        answer = await grown(c, calling)
-        (path,) = engine_of(c).submitted[:1]
-        assert (path.num_prior_tokens, path.num_drawn_tokens) == (4 * STEPS, 4 * STEPS)
-        assert (shape(answer), rest_of(answer)) == (shape(expected), rest_of(expected))
-
-
 async def test_moved_path_continues_its_random_stream(pair: list[Served]) -> None:
     a, b = pair
     calling = asyncio.create_task(post(a, TREES["seeded"]))
