@@ -80,14 +80,19 @@ class RedisServer:
         with Redis(port=self.port, decode_responses=True) as redis:
             return sorted(map(str, redis.scan_iter("*")))
 
-    def put(self, key: str, entries: Mapping[str, str] | str) -> None:
+    def put(self, key: str, entries: Mapping[str, str] | str | bytes) -> None:
         """Writes the key as a foreign client would."""
         with Redis(port=self.port) as redis:
-            if isinstance(entries, str):
+            if isinstance(entries, str | bytes):
                 redis.set(key, entries)
                 return
             for field, entry in entries.items():
                 redis.hset(key, field, entry)
+
+    def put_deadline(self, key: str, member: str, milliseconds: float) -> None:
+        """Writes the time at which an entry expires, in milliseconds since the epoch."""
+        with Redis(port=self.port) as redis:
+            redis.zadd(key, {member: milliseconds})
 
     def _listens(self) -> bool:
         with suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1):

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import repeat
-from math import isfinite
 from pathlib import Path
 from typing import Any, Final
 
@@ -49,6 +48,10 @@ EXPERTS_PATH: Final = ".experts."
 PREFIX: Final = "base_model.model."
 NUM_THREADS: Final = 2
 PLAIN_NAME: Final = re.compile(r"[\w.]+")
+MAX_PATTERNS: Final = 4096
+"""Maximum keys of a PEFT pattern: vLLM tries each one on each module while no request runs."""
+MAX_ALPHA: Final = 2**53
+REQUIRED_FIELDS: Final = ("r", "lora_alpha", "target_modules")
 LORA_SUFFIXES: Final = (".lora_A.weight", ".lora_B.weight")
 # With any other value the adapter is not plain LoRA.
 PLAIN_LORA_VALUES: Final[Mapping[str, tuple[object, ...]]] = {
@@ -156,6 +159,9 @@ def _read_adapter_config(adapter: Path) -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointRefused(f"{ADAPTER_CONFIG_FILE} is missing")
     config = read_json(path)
+    missing = [name for name in REQUIRED_FIELDS if name not in config]
+    if missing:
+        raise CheckpointRefused(f"{ADAPTER_CONFIG_FILE} has no {', '.join(missing)}")
     if config.get("peft_type", "LORA") != "LORA":
         raise CheckpointRefused(f"{ADAPTER_CONFIG_FILE}: peft_type must be LORA")
     for name, plain in PLAIN_LORA_VALUES.items():
@@ -169,9 +175,9 @@ def _read_adapter_config(adapter: Path) -> dict[str, Any]:
 def _ranks(config: Mapping[str, Any], max_rank: int) -> set[int]:
     for name in ("rank_pattern", "alpha_pattern"):
         _check_pattern(name, config.get(name) or {})
-    _check_alphas([config.get("lora_alpha", 1), *(config.get("alpha_pattern") or {}).values()])
+    _check_alphas([config["lora_alpha"], *(config.get("alpha_pattern") or {}).values()])
     patterns = config.get("rank_pattern") or {}
-    named = [config.get("r"), *(patterns.values() if isinstance(patterns, dict) else [None])]
+    named = [config["r"], *(patterns.values() if isinstance(patterns, dict) else [None])]
     ranks = {rank for rank in named if type(rank) is int and rank > 0}
     if any(type(rank) is not int or rank <= 0 for rank in named):
         raise CheckpointRefused(
@@ -190,12 +196,15 @@ def _check_pattern(name: str, pattern: object) -> None:
         raise CheckpointRefused(
             f"{ADAPTER_CONFIG_FILE}: the keys of {name} must be plain module names, not patterns"
         )
+    if len(pattern) > MAX_PATTERNS:
+        raise CheckpointRefused(f"{ADAPTER_CONFIG_FILE}: {name} has more than {MAX_PATTERNS} keys")
 
 
 def _check_alphas(alphas: Sequence[object]) -> None:
-    if not all(type(alpha) in (int, float) and isfinite(alpha) for alpha in alphas):  # type: ignore[arg-type]
+    # NaN compares as false, and an integer may be too large for a float.
+    if not all(type(alpha) in (int, float) and abs(alpha) <= MAX_ALPHA for alpha in alphas):  # type: ignore[arg-type]
         raise CheckpointRefused(
-            f"{ADAPTER_CONFIG_FILE}: lora_alpha and alpha_pattern must be finite numbers"
+            f"{ADAPTER_CONFIG_FILE}: lora_alpha and alpha_pattern must be numbers of at most 2^53"
         )
 
 

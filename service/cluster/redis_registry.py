@@ -8,7 +8,7 @@ import asyncio
 import hashlib
 import logging
 import math
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -64,8 +64,8 @@ class RedisRegistry:
         known, replicas, manifests, target = answer
         return ClusterView(
             known=bool(known),
-            replicas={found.id: found for found in _parse_entries(REPLICA, replicas)},
-            manifests={found.version: found for found in _parse_entries(MANIFEST, manifests)},
+            replicas=_parse_entries(REPLICA, replicas, lambda replica: replica.id),
+            manifests=_parse_entries(MANIFEST, manifests, lambda manifest: manifest.version),
             target=_parse_entry(TARGET, target),
         )
 
@@ -78,7 +78,7 @@ class RedisRegistry:
         keys = [self._redis_claim_key(claim_key), *self._keys("deadlines")]
         arguments = (replica_id, _milliseconds(ttl_seconds), int(allow_takeover))
         holder: bytes = await self._call(self._claim_script, keys, *arguments)
-        return holder.decode()
+        return holder.decode(errors="replace")
 
     async def release(self, claim_key: str, replica_id: str) -> None:
         await self._call(self._release_script, [self._redis_claim_key(claim_key)], replica_id)
@@ -89,12 +89,12 @@ class RedisRegistry:
         keys = [self._redis_claim_key(claim_key)]
         arguments = (source, replica_id, _milliseconds(ttl_seconds))
         holder: bytes = await self._call(self._transfer_script, keys, *arguments)
-        return holder.decode()
+        return holder.decode(errors="replace")
 
     async def holder(self, claim_key: str) -> str | None:
         async with self._translate_errors():
             found = await self._redis.get(self._redis_claim_key(claim_key))
-        return found.decode() if isinstance(found, bytes) else found
+        return found.decode(errors="replace") if isinstance(found, bytes) else found
 
     async def publish(self, manifest: Manifest) -> None:
         arguments = (manifest.version, MANIFEST.dump_json(manifest), manifest.sequence)
@@ -185,8 +185,20 @@ def _parse_entry(kind: TypeAdapter[T], entry: bytes | None) -> T | None:
         return None
 
 
-def _parse_entries(kind: TypeAdapter[T], entries: Iterable[bytes]) -> list[T]:
-    return [found for entry in entries if (found := _parse_entry(kind, entry)) is not None]
+def _parse_entries(
+    kind: TypeAdapter[T], hash_entries: Sequence[bytes], key_of: Callable[[T], str]
+) -> dict[str, T]:
+    """Valid entries of a Redis hash, given as fields and values in turn, by field.
+
+    An entry under another field than its own would replace that of another replica or version.
+    """
+    pairs = zip(hash_entries[::2], hash_entries[1::2], strict=True)
+    parsed = ((field, _parse_entry(kind, entry)) for field, entry in pairs)
+    return {
+        key_of(found): found
+        for field, found in parsed
+        if found is not None and key_of(found).encode() == field
+    }
 
 
 def _milliseconds(ttl_seconds: float) -> int:
@@ -200,15 +212,17 @@ def _milliseconds(ttl_seconds: float) -> int:
 HEARTBEAT_SCRIPT = """
 -- KEYS: replicas, deadlines, manifests, target; ARGV: replica id, entry, TTL in milliseconds
 -- Returns: 1 if the replica was registered, else 0; all replicas; all manifests; the target
+-- Removes replicas whose deadline has passed, or would not pass within 30 days, or is missing.
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
-for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now)) do
-  redis.call('HDEL', KEYS[1], id)
-  redis.call('ZREM', KEYS[2], id)
+redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', now)
+redis.call('ZREMRANGEBYSCORE', KEYS[2], now + 2592000000, '+inf')
+for _, id in ipairs(redis.call('HKEYS', KEYS[1])) do
+  if not redis.call('ZSCORE', KEYS[2], id) then redis.call('HDEL', KEYS[1], id) end
 end
 local known = redis.call('HSET', KEYS[1], ARGV[1], ARGV[2]) == 0
 redis.call('ZADD', KEYS[2], now + ARGV[3], ARGV[1])
-return {known and 1 or 0, redis.call('HVALS', KEYS[1]), redis.call('HVALS', KEYS[3]),
+return {known and 1 or 0, redis.call('HGETALL', KEYS[1]), redis.call('HGETALL', KEYS[3]),
         redis.call('GET', KEYS[4])}
 """
 
@@ -250,10 +264,13 @@ return ARGV[2]
 PUBLISH_SCRIPT = """
 -- KEYS: manifests; ARGV: version, entry, sequence
 -- Returns the conflicting manifest, if there is one
-for _, existing in ipairs(redis.call('HVALS', KEYS[1])) do
+local entries = redis.call('HGETALL', KEYS[1])
+for i = 1, #entries, 2 do
+  local version, existing = entries[i], entries[i + 1]
   local parsed, manifest = pcall(cjson.decode, existing)
-  if parsed and type(manifest) == 'table' and existing ~= ARGV[2] and
-      (manifest.version == ARGV[1] or manifest.sequence == tonumber(ARGV[3])) then
+  if parsed and type(manifest) == 'table' and manifest.version == version and
+      type(manifest.sequence) == 'number' and existing ~= ARGV[2] and
+      (version == ARGV[1] or manifest.sequence == tonumber(ARGV[3])) then
     return existing
   end
 end
@@ -266,7 +283,8 @@ TARGET_SCRIPT = """
 -- Returns the current target: the given one, unless the existing one has an equal or higher epoch
 local existing = redis.call('GET', KEYS[1])
 local parsed, target = pcall(cjson.decode, existing or '')
-if parsed and type(target) == 'table' and type(target.epoch) == 'number' and
+if parsed and type(target) == 'table' and type(target.version) == 'string' and
+    type(target.epoch) == 'number' and target.epoch < 2^53 and
     target.epoch >= tonumber(ARGV[1]) then return existing end
 redis.call('SET', KEYS[1], ARGV[2])
 return ARGV[2]

@@ -14,12 +14,18 @@ import secrets
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Annotated, Literal, Protocol
+
+from pydantic import Field
 
 from coppice.wire.kv_versions import ActivationKv
 from coppice.wire.weights import ActivationMode
 
 ReplicaState = Literal["starting", "serving", "draining"]
+Count = Annotated[int, Field(ge=0, lt=2**53)]
+"""Integer that Redis's Lua, JSON clients and metrics represent exactly."""
+Url = Annotated[str, Field(pattern=r"^https?://[!-~]+$", max_length=2048)]
+"""URL that can be sent in a Location header."""
 _NAME = re.compile(r"^(?P<replica>[0-9a-f]{12})\.[0-9A-Za-z_-]{1,64}$")
 
 
@@ -42,11 +48,11 @@ class Replica:
     """
 
     id: str
-    url: str
+    url: Url
     state: ReplicaState
     version: str
-    sequence: int
-    epoch: int = 0
+    sequence: Count
+    epoch: Count = 0
     holds: tuple[str, ...] = ()
     staged: tuple[str, ...] = ()
     failed: str | None = None
@@ -57,7 +63,7 @@ class Replica:
 class ManifestFile:
     name: str
     sha256: str
-    num_bytes: int
+    num_bytes: Count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +75,7 @@ class Manifest:
     """
 
     version: str
-    sequence: int
+    sequence: Count
     files: tuple[ManifestFile, ...]
     base: str | None = None
     delta: ManifestFile | None = None
@@ -85,7 +91,7 @@ class ActivationTarget:
     lack both.
     """
 
-    epoch: int
+    epoch: Count
     version: str
     id: str = ""
     previous: str | None = None

@@ -27,6 +27,7 @@ from service.http.errors import (
 RETRY_SECONDS = 1.0
 RANDOM = "random"
 WHY_RANDOM = "the server has random weights (engine.load_format dummy)"
+MAX_SEQUENCE = 2**53 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +134,10 @@ class Versions:
 
     def next_sequence(self) -> int:
         known = (version.sequence for version in self._versions.values())
-        return max(chain(known, self._remote_sequences.values())) + 1
+        following = max(chain(known, self._remote_sequences.values())) + 1
+        if following > MAX_SEQUENCE:
+            raise VersionConflict("a version has the largest sequence: give this one explicitly")
+        return following
 
     def check_sequence(self, label: str, sequence: int) -> None:
         """Refuse a sequence number that another version has, since `min_version` compares them."""

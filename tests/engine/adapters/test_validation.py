@@ -67,8 +67,12 @@ def test_adapter_of_every_projection_as_saved_by_peft_is_valid(tmp_path: Path) -
         ({"rank_pattern": {"up_proj": 32}}, "rank 32 exceeds 8"),
         ({"rank_pattern": {"up_proj": 0}}, "positive integers"),
         ({"r": [16]}, "positive integers"),
-        ({"lora_alpha": float("inf")}, "must be finite numbers"),
-        ({"alpha_pattern": {"q_proj": "8"}}, "must be finite numbers"),
+        ({"lora_alpha": float("inf")}, "must be numbers"),
+        ({"lora_alpha": float("nan")}, "must be numbers"),
+        ({"lora_alpha": 10**400}, "must be numbers"),
+        ({"alpha_pattern": {"q_proj": 1e300}}, "must be numbers"),
+        ({"alpha_pattern": {"q_proj": "8"}}, "must be numbers"),
+        ({"rank_pattern": {f"up_proj_{n}": 4 for n in range(5000)}}, "more than 4096 keys"),
         ({"rank_pattern": {"([a-z.]+)+!": 8}}, "plain module names"),
         ({"peft_type": "VERA"}, "peft_type must be LORA"),
         ({"use_dora": True}, "use_dora"),
@@ -81,6 +85,17 @@ def test_adapter_config_must_be_supported(
     served: Checkpoint, tmp_path: Path, config: dict[str, Any], said: str
 ) -> None:
     assert said in refusal(served, saved_adapter(tmp_path / "a", **config))
+
+
+@pytest.mark.parametrize("name", ["r", "lora_alpha", "target_modules"])
+def test_field_that_vllm_requires_must_be_given(
+    served: Checkpoint, tmp_path: Path, name: str
+) -> None:
+    adapter = saved_adapter(tmp_path / "a")
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    del config[name]
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    assert refusal(served, adapter) == f"adapter_config.json has no {name}"
 
 
 def test_directory_without_adapter_files_is_refused(served: Checkpoint, tmp_path: Path) -> None:

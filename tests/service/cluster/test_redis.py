@@ -5,8 +5,10 @@ recovers.
 """
 
 import asyncio
+import json
 import ssl
 import subprocess
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -286,17 +288,101 @@ async def test_entry_of_another_release_is_read_as_far_as_understood(
         "c" * 12: '{"id": 3}',
         "d" * 12: "not JSON",
     }
-    redis.put("{coppice}:replicas", entries)
+    put_replicas(redis, entries)
     view = await known.beat(ME, ttl_seconds=9)
     await known.close()
     assert set(view.replicas) == {ME.id, "b" * 12}
 
 
-@pytest.mark.parametrize("unreadable", ["not JSON", "3", '{"epoch": "high", "version": 3}'])
+def put_replicas(redis: RedisServer, entries: dict[str, str]) -> None:
+    """Registers replicas for a minute as a foreign client would."""
+    redis.put("{coppice}:replicas", entries)
+    for field in entries:
+        redis.put_deadline("{coppice}:deadlines", field, (time.time() + 60) * 1000)
+
+
+OTHER = {"id": "b" * 12, "url": "http://b", "state": "serving", "version": "v0", "sequence": 0}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sequence": 10**400},
+        {"sequence": -1},
+        {"num_samples": 2**53},
+        {"epoch": 1e300},
+        {"url": "http://b\r\nSet-Cookie: a=b"},
+        {"url": "http://\u0100"},
+        {"url": "javascript:alert(1)//"},
+        {"url": "http://b/" + "b" * 5000},
+        {"id": "c" * 12},
+        {"id": ME.id, "url": "http://evil"},
+    ],
+)
+async def test_forged_replica_is_ignored(redis: RedisServer, changes: dict[str, Any]) -> None:
+    known = RedisRegistry(ClusterSettings(**patient(redis)))
+    put_replicas(redis, {OTHER["id"]: json.dumps(OTHER | changes)})
+    view = await known.beat(ME, ttl_seconds=9)
+    await known.close()
+    assert dict(view.replicas) == {ME.id: ME}
+
+
+async def test_manifest_under_another_label_or_with_an_unusable_sequence_is_ignored(
+    redis: RedisServer,
+) -> None:
+    known = RedisRegistry(ClusterSettings(**patient(redis)))
+    forged = {
+        "other": '{"version": "v1", "sequence": 1, "files": []}',
+        "v2": f'{{"version": "v2", "sequence": {2**53}, "files": []}}',
+        "v3": '{"version": "v3", "sequence": -3, "files": []}',
+    }
+    redis.put("{coppice}:manifests", forged)
+    view = await known.beat(ME, ttl_seconds=9)
+    await known.close()
+    assert not view.manifests
+
+
+@pytest.mark.parametrize("seconds", [None, -10.0, 40 * 86_400.0, float("inf"), float("-inf")])
+async def test_replica_without_a_plausible_deadline_is_removed(
+    redis: RedisServer, seconds: float | None
+) -> None:
+    known = RedisRegistry(ClusterSettings(**patient(redis)))
+    redis.put("{coppice}:replicas", {OTHER["id"]: json.dumps(OTHER)})
+    if seconds is not None:
+        deadline = (time.time() + seconds) * 1000
+        redis.put_deadline("{coppice}:deadlines", str(OTHER["id"]), deadline)
+    view = await known.beat(ME, ttl_seconds=9)
+    assert dict(view.replicas) == {ME.id: ME}
+    await known.claim("key", str(OTHER["id"]), ttl_seconds=60, allow_takeover=False)
+    assert await known.claim("key", ME.id, ttl_seconds=60, allow_takeover=True) == ME.id
+    await known.close()
+
+
+async def test_holder_that_is_not_text_is_replaced(redis: RedisServer) -> None:
+    known = RedisRegistry(ClusterSettings(**patient(redis)))
+    await known.claim("key", ME.id, ttl_seconds=60, allow_takeover=False)
+    claim = next(name for name in redis.keys() if ":claim:" in name)  # noqa: SIM118
+    redis.put(claim, b"\xff\xfe")
+    assert await known.holder("key") not in (None, ME.id)
+    assert await known.claim("key", ME.id, ttl_seconds=60, allow_takeover=False) != ME.id
+    assert await known.claim("key", ME.id, ttl_seconds=60, allow_takeover=True) == ME.id
+    await known.close()
+
+
+@pytest.mark.parametrize(
+    "unreadable",
+    [
+        "not JSON",
+        "3",
+        '{"epoch": "high", "version": 3}',
+        '{"epoch": 7, "version": 3}',
+        '{"epoch": 1e300, "version": "v1"}',
+    ],
+)
 async def test_unreadable_entry_blocks_no_replica(redis: RedisServer, unreadable: str) -> None:
     known = RedisRegistry(ClusterSettings(**patient(redis)))
-    redis.put("{coppice}:manifests", {"other": unreadable})
-    redis.put("{coppice}:order", unreadable)
+    redis.put("{coppice}:manifests", {"other": unreadable, "v1": unreadable})
+    redis.put("{coppice}:target", unreadable)
     manifest, target = (
         Manifest(version="v1", sequence=1, files=()),
         ActivationTarget(epoch=1, version="v1"),
