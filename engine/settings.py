@@ -116,12 +116,6 @@ class SpeculationSettings(Section):
         description="trains the draft model on served samples, in a separate process; disable it "
         "to serve a fixed draft model",
     )
-    drafter_trained: Literal["all", "layers"] = Field(
-        "all",
-        description="weights of the draft model that training changes; all: all of them; layers: "
-        "all except embedding, output head and final norm; set it to layers if training is too "
-        "slow",
-    )
     drafter_busy_share: Ratio = Field(
         0.5,
         description="load above which training is paused: running samples divided by "
@@ -334,13 +328,6 @@ class EngineSettings(VllmSettings):
         "key has the role admin, hands weights over in GPU memory by CUDA IPC; none: weights are "
         "published as files only; set it to ipc if the trainer uses the engine's GPUs",
     )
-    ray_address: str | None = Field(
-        None,
-        pattern=r"^[^\s/]+:\d+$",
-        description="host and port of the Ray cluster for engine.distributed_executor_backend ray; "
-        "none: the environment variable RAY_ADDRESS, or else the cluster that runs on this "
-        "machine; set it if several clusters run here",
-    )
     start_seconds: Seconds = Field(
         1800.0,
         description="timeout of the engine's start, in seconds; increase it for large models on "
@@ -374,8 +361,6 @@ class EngineSettings(VllmSettings):
                 "distributed_executor_backend ray and nnodes above 1 exclude each other: Ray "
                 "places the ranks, and only one machine runs a service"
             )
-        if self.ray_address is not None and not self.uses_ray:
-            raise ValueError("ray_address is set, and distributed_executor_backend is not ray")
         return self
 
     @model_validator(mode="after")

@@ -104,19 +104,6 @@ class VllmSettings(Section):
         description="TCP port of machine 0 for torch.distributed; change it if another process "
         "uses the port",
     )
-    hf_overrides: ArgumentMap = Field(
-        default_factory=dict,
-        description="mapping that replaces fields of the model's config.json, such as "
-        "{rope_parameters: {rope_type: yarn, factor: 4.0}}; set it to change the model without "
-        "editing its directory",
-    )
-    cpu_offload_gb: float = Field(
-        0.0,
-        ge=0,
-        allow_inf_nan=False,
-        description="size of the weights that stay in host memory, in GiB per rank; each engine "
-        "step transfers them to the GPU; set it if the model is slightly too large for the GPU",
-    )
     async_scheduling: bool | None = Field(
         None,
         description="schedules an engine step while the previous one runs; none: true where vLLM "

@@ -129,13 +129,13 @@ class Server:
             on_load=lambda outcome: self.metrics.weights.adapter_loads.labels(outcome).inc(),
         )
         self.admission = Admission(settings.limits)
-        priority_aging = PriorityAging(overtaken_seconds=settings.limits.max_overtaken_seconds)
+        priority_aging = PriorityAging()
         group_factory = GroupFactory(
             engine,
             self.tokenizer,
             priority_aging,
             self.kv_reuse,
-            max_lease_seconds=settings.limits.max_tree_lease_seconds,
+            max_lease_seconds=settings.limits.max_lease_seconds,
         )
         self.rollouts = RolloutManager(
             engine,
@@ -250,7 +250,7 @@ class Server:
             self.rollouts,
             self.prompt_kv,
             announcer,
-            max_pause_lease_seconds=settings.limits.max_pause_lease_seconds,
+            max_lease_seconds=settings.limits.max_lease_seconds,
             run_to_completion=self.run_to_completion,
             on_activated=self.metrics.weights.record_activation,
             on_weights_changed=self._on_weights_changed,

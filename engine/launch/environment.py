@@ -136,8 +136,6 @@ def engine_environment(
     os.environ[SPECULATION_ENV] = speculation.model_dump_json()
     os.environ[GRAPHS_ENV] = graphs.to_json() if graphs else ""
     os.environ[DIGEST_ENV] = settings_digest(settings, attention, speculation, graphs)
-    if settings.ray_address is not None:
-        os.environ["RAY_ADDRESS"] = settings.ray_address
     if speculation.mode != "off":
         # Positions beyond the model's context are only reserved for drafts, never computed.
         os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"

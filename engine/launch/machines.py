@@ -71,10 +71,10 @@ def _check_ray(settings: EngineSettings, finds: Callable[[str], object]) -> None
             "coppice-rl[ray]"
         )
     address = os.environ.get("RAY_ADDRESS", "")
-    if settings.ray_address is None and not _JOINED.fullmatch(address):
+    if not _JOINED.fullmatch(address):
         raise StartFailed(
             f"RAY_ADDRESS is {address!r}, and the service must be on a node of a running cluster: "
-            "set engine.ray_address to host and port"
+            "set RAY_ADDRESS to host and port"
         )
 
 

@@ -11,7 +11,7 @@ from service.cluster.membership import (
     ClusterMembership,
     RedirectToReplica,
 )
-from service.cluster.registry import RegistryUnavailable, replica_id_of
+from service.cluster.registry import CLAIM_SECONDS, RegistryUnavailable, replica_id_of
 from service.http.errors import ClusterUnavailable, InvalidRequest, ReplicaGone
 
 
@@ -133,5 +133,5 @@ class KeyTransfers:
                 claim_key,
                 source,
                 self._cluster.own_id,
-                ttl_seconds=self._cluster.claim_seconds,
+                ttl_seconds=CLAIM_SECONDS,
             )

@@ -18,7 +18,13 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 
 from service.cluster.idempotency_claims import Claims
-from service.cluster.registry import ClusterRegistry, ClusterView, RegistryUnavailable, Replica
+from service.cluster.registry import (
+    CLAIM_SECONDS,
+    ClusterRegistry,
+    ClusterView,
+    RegistryUnavailable,
+    Replica,
+)
 from service.cluster.settings import ClusterSettings
 from service.http.errors import ClusterUnavailable, ReplicaGone
 
@@ -66,7 +72,6 @@ class ClusterMembership:
         self.registry = registry
         self.own_id = describe().id
         self.is_standalone = is_standalone
-        self.claim_seconds = settings.claim_seconds
         self._settings = settings
         self._describe = describe
         self._on_failure = on_failure
@@ -192,7 +197,7 @@ class ClusterMembership:
             return await self.registry.claim(
                 claim_key,
                 self.own_id,
-                ttl_seconds=self.claim_seconds,
+                ttl_seconds=CLAIM_SECONDS,
                 allow_takeover=self.is_settled,
             )
 

@@ -158,12 +158,10 @@ def _connection_pool(url: str, settings: ClusterSettings) -> BlockingConnectionP
         "socket_connect_timeout": settings.call_seconds,
         "retry": Retry(NoBackoff(), 0),
     }
-    user = settings.redis_user
     if settings.redis_password_file is not None:
-        provider = _PasswordFile(user or "default", settings.redis_password_file)
-        options["credential_provider"] = provider
-    elif settings.redis_password is not None:
-        options |= {"username": user, "password": settings.redis_password.get_secret_value()}
+        options["credential_provider"] = _PasswordFile(
+            settings.redis_user or "default", settings.redis_password_file
+        )
     if url.startswith("rediss://"):
         ca_file = settings.tls_ca_file
         options["connection_class"] = SSLConnection

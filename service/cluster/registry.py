@@ -14,7 +14,7 @@ import secrets
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Final, Literal, Protocol
 
 from pydantic import Field
 
@@ -24,6 +24,8 @@ from coppice.wire.weights import ActivationMode
 ReplicaState = Literal["starting", "serving", "draining"]
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 """Integer that Redis's Lua, JSON clients and metrics represent exactly."""
+CLAIM_SECONDS: Final = 86_400
+"""Time that an idempotency key is kept; longer than any retry."""
 Url = Annotated[str, Field(pattern=r"^https?://[!-~]+$", max_length=2048)]
 """URL that can be sent in a Location header."""
 _NAME = re.compile(r"^(?P<replica>[0-9a-f]{12})\.[0-9A-Za-z_-]{1,64}$")

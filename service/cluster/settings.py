@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Self
 
-from pydantic import Field, SecretStr, model_validator
+from pydantic import Field, model_validator
 
 from engine.settings_base import Seconds, SecondsOrZero, Section
 
@@ -23,11 +23,6 @@ class ClusterSettings(Section):
         min_length=1,
         description="Redis ACL user; none: the default user; set it if the Redis server has ACL "
         "users",
-    )
-    redis_password: SecretStr | None = Field(
-        None,
-        min_length=1,
-        description="password of the Redis user; prefer cluster.redis_password_file",
     )
     redis_password_file: Path | None = Field(
         None,
@@ -74,12 +69,6 @@ class ClusterSettings(Section):
         "cluster.move_seconds are prefilled by the other replica; 0: all are; increase it on a "
         "fast network, reduce it on a slow one",
     )
-    claim_seconds: int = Field(
-        86_400,
-        ge=60,
-        description="maximum time that an idempotency key is kept in Redis, in seconds; longer "
-        "than any retry; increase it if clients retry later than that",
-    )
 
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> Self:
@@ -89,8 +78,6 @@ class ClusterSettings(Section):
                 "redis_url must not contain options or credentials; set redis_user and "
                 "redis_password_file"
             )
-        if self.redis_password is not None and self.redis_password_file is not None:
-            raise ValueError("set redis_password or redis_password_file, not both")
         if self.expire_seconds < 2 * self.heartbeat_seconds + self.call_seconds:
             raise ValueError("expire_seconds must cover two heartbeat intervals and a call")
         return self

@@ -24,7 +24,6 @@ from engine.settings_base import (
     Count,
     Port,
     PositiveInt,
-    Ratio,
     Seconds,
     SecondsOrZero,
     Section,
@@ -252,21 +251,11 @@ class LimitsSettings(Section):
         description="maximum number of samples that run or wait; further requests are refused "
         "with 503 and Retry-After; reduce it to refuse work earlier",
     )
-    max_overtaken_seconds: Seconds = Field(
-        60.0,
-        description="maximum time by which a higher priority can overtake, in seconds: a group of "
-        "the lowest priority is queued as if it had arrived this much later; increase it if low "
-        "priorities should wait longer",
-    )
-    max_tree_lease_seconds: Seconds = Field(
-        600.0,
-        description="maximum lease of an open rollout tree, in seconds; each call on the tree "
-        "renews it; increase it if callers need longer between two calls",
-    )
-    max_pause_lease_seconds: Seconds = Field(
+    max_lease_seconds: Seconds = Field(
         3600.0,
-        description="maximum lease of a pause of sampling, in seconds; longer leases in requests "
-        "are shortened to it; increase it if a trainer cannot renew a longer pause",
+        description="maximum lease of an open rollout tree, a pause and a sleep, in seconds; "
+        "longer leases in requests are shortened to it; increase it if callers cannot renew a "
+        "longer one",
     )
     max_header_bytes: AtLeast1024 = Field(
         64 * 2**10,
@@ -311,18 +300,13 @@ class LogSettings(Section):
 
 
 class TraceSettings(Section):
-    """Destination and sampling of trace spans."""
+    """Destination of trace spans."""
 
     endpoint: str | None = Field(
         None,
         pattern=HTTP_URL,
         description="OTLP/HTTP URL to which trace spans are exported, such as "
         "http://collector:4318/v1/traces; none: no traces; set it to export traces",
-    )
-    sample_ratio: Ratio = Field(
-        1.0,
-        description="share of traces that are recorded; a request with a traceparent header is "
-        "recorded as the header says; reduce it to export less",
     )
 
 

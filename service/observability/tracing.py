@@ -98,11 +98,9 @@ def _provider(settings: TraceSettings) -> "TracerProvider":
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
-    from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 
     provider = TracerProvider(
         resource=Resource({"service.name": "coppice", "service.version": __version__}),
-        sampler=ParentBased(TraceIdRatioBased(settings.sample_ratio)),
         shutdown_on_exit=False,
     )
     exporter = OTLPSpanExporter(endpoint=settings.endpoint, timeout=EXPORT_SECONDS)

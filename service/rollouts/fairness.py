@@ -4,10 +4,13 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Final
 
 MICROSECONDS = 1_000_000
 PER_TURN = 16
 SLICE_SECONDS = 0.005
+OVERTAKEN_SECONDS: Final = 60.0
+"""Time by which a group of the highest priority overtakes one of the lowest."""
 
 
 class PriorityAging:
@@ -21,7 +24,10 @@ class PriorityAging:
     """
 
     def __init__(
-        self, *, overtaken_seconds: float, clock: Callable[[], float] = time.monotonic
+        self,
+        *,
+        overtaken_seconds: float = OVERTAKEN_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._overtaken_seconds = overtaken_seconds
         self._clock = clock

@@ -74,7 +74,7 @@ class Activation:
         prompt_kv: PromptKvManager,
         announcer: Announcer,
         *,
-        max_pause_lease_seconds: float,
+        max_lease_seconds: float,
         run_to_completion: RunToCompletion,
         on_activated: Callable[[ActivationAnswer], None],
         on_weights_changed: Callable[[], None],
@@ -97,7 +97,7 @@ class Activation:
         self._sleep_level: SleepLevel = 1
         self._sleeping: frozenset[SleepTag] = frozenset()
         self._is_overdue = False  # the lease of the sleep has ended, but no wake has succeeded
-        self._pauses = Pauses(max_pause_lease_seconds, clock=clock)
+        self._pauses = Pauses(max_lease_seconds, clock=clock)
         self._engine_pauses = EnginePauses(engine, self._pauses)
         self._idle_wait = IdleWait(rollouts)
 

@@ -72,8 +72,6 @@ def test_value_replaces_the_one_that_the_server_passes() -> None:
         ("trust_remote_code", True),
         ("tokenizer", "/t"),
         ("enable_expert_parallel", True),
-        ("hf_overrides", {"rope_theta": 5.0}),
-        ("cpu_offload_gb", 1.5),
         ("async_scheduling", False),
     ],
 )

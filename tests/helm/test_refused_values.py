@@ -85,7 +85,6 @@ MISTAKES: list[tuple[str, Object]] = [
     ("cache.weightsClaim is for", {"cache": {"weightsClaim": "w"}}),
     ("cannot be shared", {"cache": {"existingClaim": "c"}, "autoscaling": {"kind": "hpa"}}),
     ("above autoscaling.maxReplicas", {"autoscaling": {"minReplicas": 9}}),
-    ("redis_password", {"cluster": {"redis_password": "in a ConfigMap"}}),
     ("url", {"fleet": {"redis": {"url": "redis://user:password@host"}}}),
     ("url", {"fleet": {"redis": {"url": "redis://host?password=secret"}}}),
     ("names no Redis", {"fleet": {"redis": {"existingSecret": "s"}}}),
@@ -139,7 +138,7 @@ def test_every_server_setting_is_a_value_or_set_by_the_chart() -> None:
         "speculation": {"cache_directory", "drafter_directory"},
         "kv": {"directory", "capacity_bytes"},
         "weights": {"directory", "peer_key_file"},
-        "cluster": {"redis_url", "redis_user", "redis_password", "redis_password_file"},
+        "cluster": {"redis_url", "redis_user", "redis_password_file"},
     }
     known = defaults()
     for section, name, field in settings_fields():

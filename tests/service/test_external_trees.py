@@ -159,7 +159,7 @@ async def test_lease_is_paused_while_segments_run_and_renewed_by_use(
 
 @in_forwardable_loop
 async def test_lease_is_capped_and_the_cap_reported(tmp_path: Path) -> None:
-    limits = {"max_tree_lease_seconds": 2}
+    limits = {"max_lease_seconds": 2}
     async with serving(FakeEngine(), tmp_path, limits=limits) as served:
         tree = await opened(served, lease_seconds=3600)
         answered = await tree.post({"max_tokens": 20})

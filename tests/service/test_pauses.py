@@ -68,7 +68,7 @@ async def test_pause_has_a_lease_by_default_and_none_on_request(tmp_path: Path) 
 
 
 async def test_long_lease_is_shortened_to_the_maximum(tmp_path: Path) -> None:
-    limits = {"max_pause_lease_seconds": 5}
+    limits = {"max_lease_seconds": 5}
     async with serving(FakeEngine(), tmp_path, limits=limits) as served:
         answer = (await served.http.post("/v1/pause", json={"lease_seconds": 1e9})).json()
         assert 0 < answer["lease_seconds"] <= 5

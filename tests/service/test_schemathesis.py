@@ -173,7 +173,7 @@ def serving_target(folder: Path) -> Iterator[ServerList]:
         "weights": {"source_directories": [folder]},
         "engine": {"weight_transfer": "ipc"},
         # No caller returns to the trees opened here.
-        "limits": {"max_tree_lease_seconds": 0.1},
+        "limits": {"max_lease_seconds": 0.1},
     }
     headers = {"Authorization": f"Bearer {key}"}
     with serving_in_thread(Obliging(), folder, **sections) as url:

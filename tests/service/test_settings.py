@@ -224,8 +224,3 @@ def test_vllm_argument_with_the_name_of_a_setting_is_that_setting() -> None:
 def test_setting_given_under_both_names_is_refused() -> None:
     text = refusal(flags={"engine": {"vllm_args": "{dtype: auto}", "dtype": "auto"}})
     assert text == "engine: dtype and vllm_args.dtype are both set; set one of them"
-
-
-def test_model_overrides_may_be_text() -> None:
-    settings = load_settings(flags={"engine": {"hf_overrides": '{"a": {"b": 1}}'}}, environ={})
-    assert settings.engine.hf_overrides == {"a": {"b": 1}}

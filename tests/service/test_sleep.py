@@ -158,7 +158,7 @@ async def test_engine_is_paused_until_the_wake_at_the_end_of_a_lease_has_succeed
 
 @pytest.mark.parametrize("path", ["/v1/sleep", "/sleep?level=2", "/release_memory_occupation"])
 async def test_sleep_has_the_longest_lease_by_default(tmp_path: Path, path: str) -> None:
-    limits = {"max_pause_lease_seconds": 900}
+    limits = {"max_lease_seconds": 900}
     async with serving(FakeEngine(), tmp_path, limits=limits) as served:
         assert (await post(served, path, json={})).status_code == 200
         left = (await served.http.get("/v1/status")).json()["pause_lease_seconds"]

@@ -57,10 +57,13 @@ def attributes(span: Any) -> dict[str, Any]:
     }
 
 
-async def test_requests_and_groups_are_child_spans_of_the_caller(tmp_path: Path) -> None:
+async def test_requests_and_groups_are_child_spans_of_the_caller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0")
     with collector() as (endpoint, spans):
-        trace = {"endpoint": endpoint, "sample_ratio": 0}
-        async with serving(FakeEngine(), tmp_path, trace=trace) as served:
+        async with serving(FakeEngine(), tmp_path, trace={"endpoint": endpoint}) as served:
             asked = body(group(1, 2, 3, n=2), group(4, n=1))
             await served.http.post("/v1/rollouts", json=asked, headers=RECORDED)
             await served.http.post("/v1/rollouts", json=asked, headers=NOT_RECORDED)

@@ -74,7 +74,7 @@ class ControlOperations:
 
         Level 1 keeps the weights in host memory, level 2 drops them. The engine wakes after
         `lease_seconds` unless the call is repeated; by default, and at most, after the server's
-        `limits.max_pause_lease_seconds`. None: only by `wake`.
+        `limits.max_lease_seconds`. None: only by `wake`.
         """
         request = SleepRequest(level=level, tags=list(tags), mode=mode, lease_seconds=lease_seconds)
         call = json_request(

@@ -46,9 +46,7 @@ class Drafter:
         self._promotion = DrafterPromotion(drafter_dir, self._load, self._on_adopted, is_asleep)
         self._trainer: TrainerProcess | None = None
         if settings.drafter_training:
-            self._trainer = TrainerProcess(
-                drafter_dir.start, drafter_dir.path, settings.drafter_trained
-            )
+            self._trainer = TrainerProcess(drafter_dir.start, drafter_dir.path)
         self._snapshot: Snapshot | None = None
 
     async def start_drafting(self) -> None:

@@ -40,8 +40,8 @@ class TrainerProcess:
     Each `start` must be followed by a `stop`.
     """
 
-    def __init__(self, drafter: Path, folder: Path, trained: str) -> None:
-        self._arguments = ("--drafter", str(drafter), "--folder", str(folder), "--trained", trained)
+    def __init__(self, drafter: Path, folder: Path) -> None:
+        self._arguments = ("--drafter", str(drafter), "--folder", str(folder))
         self._process: Process | None = None
         self._supervisor_task: asyncio.Task[None] | None = None
         self._paused = False

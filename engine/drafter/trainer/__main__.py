@@ -17,11 +17,10 @@ def main() -> None:
     )
     parser.add_argument("--drafter", type=Path, required=True, help="the model to start from")
     parser.add_argument("--folder", type=Path, required=True, help="where it leaves what it makes")
-    parser.add_argument("--trained", choices=("all", "layers"), required=True)
     parser.add_argument("--published-seconds", type=float, default=PUBLISH_INTERVAL_SECONDS)
     args = parser.parse_args()
     lower_priority()
-    train(args.drafter, args.folder, args.trained, args.published_seconds)
+    train(args.drafter, args.folder, args.published_seconds)
 
 
 def lower_priority() -> None:
@@ -34,7 +33,7 @@ def lower_priority() -> None:
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
-def train(drafter: Path, folder: Path, trained: str, published_seconds: float) -> None:
+def train(drafter: Path, folder: Path, published_seconds: float) -> None:
     import torch
 
     from engine.drafter.trainer.messages import FromTrainer, checkpoint_file, encode_line
@@ -49,7 +48,7 @@ def train(drafter: Path, folder: Path, trained: str, published_seconds: float) -
     torch.set_num_threads(1)
     inbox = Inbox()
     threading.Thread(target=inbox.receive, args=(sys.stdin.buffer,), daemon=True).start()
-    model_trainer = ModelTrainer(drafter, trained="all" if trained == "all" else "layers")
+    model_trainer = ModelTrainer(drafter)
     model_trainer.resume(checkpoint_file(folder))
     TrainingLoop(model_trainer, inbox, folder, send, published_seconds=published_seconds).run()
 

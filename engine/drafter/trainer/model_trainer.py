@@ -8,10 +8,10 @@ trained tensors, their optimizer state and the training progress.
 import json
 import os
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -89,7 +89,6 @@ def _soft_cross_entropy(logs_RK: torch.Tensor, probs_RK: torch.Tensor) -> torch.
     return -(probs_RK * logs_RK).sum(-1) - other_prob_R * remainder_R.log()
 
 
-TrainedParameters = Literal["all", "layers"]
 WARMUP_STEPS: Final = 20
 MAX_LEARNING_RATE: Final = 3e-3
 LEARNING_RATE_TIMES_WIDTH: Final = 0.2
@@ -99,12 +98,12 @@ LEARNING_RATE_TIMES_WIDTH: Final = 0.2
 class ModelTrainer:
     """Model and optimizer of a drafter in training."""
 
-    def __init__(self, folder: Path, *, trained: TrainedParameters) -> None:
+    def __init__(self, folder: Path) -> None:
         """Load the initial drafter from config.json and model.safetensors in `folder`."""
         logging.disable_progress_bar()
         self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self._model.train()
-        self._parameters = dict(_parameters(self._model, trained))
+        self._parameters = dict(self._model.named_parameters())
         self._reset_optimizer()
         self.num_steps = 0
         self.num_tokens = 0
@@ -211,12 +210,6 @@ class ModelTrainer:
         with torch.no_grad():
             for name, value in values.items():
                 own[name].copy_(value)
-
-
-def _parameters(model: Any, trained: TrainedParameters) -> Iterable[tuple[str, torch.nn.Parameter]]:
-    for name, parameter in model.named_parameters():
-        if trained == "all" or ".layers." in name:
-            yield name, parameter
 
 
 def _with_prefix(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:

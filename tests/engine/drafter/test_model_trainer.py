@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.numpy import load_file
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from engine.drafter.trainer.messages import Sample, encode_top_k, top_k_of
-from engine.drafter.trainer.model_trainer import ModelTrainer, TrainedParameters
+from engine.drafter.trainer.model_trainer import ModelTrainer
 from engine.drafter.trainer.packing import PackedBatch, pack
 from engine.types import TokenLogprob
 
@@ -22,7 +23,7 @@ def packed() -> PackedBatch:
 
 
 def test_training_text_becomes_likely(drafter_folder: Path) -> None:
-    model_trainer = ModelTrainer(drafter_folder, trained="all")
+    model_trainer = ModelTrainer(drafter_folder)
     before_schedule = model_trainer.compute_loss(packed()).item()
     for _ in range(60):
         model_trainer.step(packed())
@@ -30,11 +31,8 @@ def test_training_text_becomes_likely(drafter_folder: Path) -> None:
     assert model_trainer.num_tokens == 60 * 16
 
 
-@pytest.mark.parametrize("trained", ["all", "layers"])
-def test_only_trained_tensors_change_and_are_saved(
-    drafter_folder: Path, tmp_path: Path, trained: TrainedParameters
-) -> None:
-    model_trainer = ModelTrainer(drafter_folder, trained=trained)
+def test_all_tensors_change_and_are_saved(drafter_folder: Path, tmp_path: Path) -> None:
+    model_trainer = ModelTrainer(drafter_folder)
     for _ in range(3):
         model_trainer.step(packed())
     model_trainer.write_drafter(tmp_path / "d.safetensors")
@@ -45,18 +43,17 @@ def test_only_trained_tensors_change_and_are_saved(
     changed = {name for name in now if (now[name] != first[name]).any()}
     kept = {name.removeprefix("value.") for name in load_file(tmp_path / "c.safetensors")}
     kept = {name for name in kept if not name.startswith(("step.", "exp_avg"))}
-    wanted = set(first) if trained == "all" else {name for name in first if ".layers." in name}
-    assert changed == kept == wanted
+    assert changed == kept == set(first)
 
 
 def test_resumed_training_equals_uninterrupted_training(
     drafter_folder: Path, tmp_path: Path
 ) -> None:
-    one = ModelTrainer(drafter_folder, trained="all")
+    one = ModelTrainer(drafter_folder)
     for _ in range(5):
         one.step(packed())
     one.save(tmp_path / "c.safetensors")
-    other = ModelTrainer(drafter_folder, trained="all")
+    other = ModelTrainer(drafter_folder)
     assert other.resume(tmp_path / "c.safetensors")
     assert (other.num_steps, other.num_tokens) == (5, one.num_tokens)
     assert (other.loss_tracker.num_steps, other.loss_tracker.smoothed) == (
@@ -74,16 +71,21 @@ def test_missing_or_unreadable_checkpoint_is_not_resumed(
 ) -> None:
     if content is not None:
         (tmp_path / "c.safetensors").write_bytes(content)
-    assert not ModelTrainer(drafter_folder, trained="all").resume(tmp_path / "c.safetensors")
+    assert not ModelTrainer(drafter_folder).resume(tmp_path / "c.safetensors")
 
 
 def test_checkpoint_of_other_tensors_is_not_resumed(drafter_folder: Path, tmp_path: Path) -> None:
-    ModelTrainer(drafter_folder, trained="layers").save(tmp_path / "c.safetensors")
-    assert not ModelTrainer(drafter_folder, trained="all").resume(tmp_path / "c.safetensors")
+    file = tmp_path / "c.safetensors"
+    ModelTrainer(drafter_folder).save(file)
+    tensors = load_file(file)
+    del tensors[next(name for name in tensors if name.startswith("value."))]
+    with safe_open(file, "pt") as opened:
+        save_file(tensors, file, metadata=opened.metadata())
+    assert not ModelTrainer(drafter_folder).resume(tmp_path / "c.safetensors")
 
 
 def test_training_continues_from_imported_weights(drafter_folder: Path, tmp_path: Path) -> None:
-    one, other = (ModelTrainer(drafter_folder, trained="all") for _ in range(2))
+    one, other = (ModelTrainer(drafter_folder) for _ in range(2))
     for _ in range(40):
         one.step(packed())
     one.write_drafter(tmp_path / "d.safetensors")
@@ -93,7 +95,7 @@ def test_training_continues_from_imported_weights(drafter_folder: Path, tmp_path
 
 def test_recorded_top_k_is_learned_in_addition_to_the_sampled_token(drafter_folder: Path) -> None:
     """Every response begins with 6; the recorded top-k give 7 a probability of three quarters."""
-    model_trainer = ModelTrainer(drafter_folder, trained="all")
+    model_trainer = ModelTrainer(drafter_folder)
     often = [TokenLogprob(6, math.log(0.25), 2), TokenLogprob(7, math.log(0.75), 1)]
     sent = Sample(
         version="v", prompt=[3, 4, 5], response=[6], top_logprobs=encode_top_k(top_k_of([often]))

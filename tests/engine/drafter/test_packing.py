@@ -44,7 +44,7 @@ def test_sample_longer_than_a_row_is_truncated_at_both_ends(prompt: int, respons
 def test_packed_sample_has_the_same_loss_as_alone(drafter_folder: Path) -> None:
     from engine.drafter.trainer.model_trainer import ModelTrainer
 
-    model_trainer = ModelTrainer(drafter_folder, trained="all")
+    model_trainer = ModelTrainer(drafter_folder)
     together = model_trainer.compute_loss(pack(iter(SAMPLES * 2).__next__, 9))
     alone = [model_trainer.compute_loss(pack(itertools.repeat(s, 2).__next__, 5)) for s in SAMPLES]
     torch.testing.assert_close(together * 5, alone[0] * 2 + alone[1] * 3)

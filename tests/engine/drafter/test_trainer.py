@@ -59,7 +59,7 @@ def sent() -> list[FromTrainer]:
 
 @pytest.fixture
 def trainer(drafter_folder: Path, inbox: Inbox, sent: list[FromTrainer]) -> TrainingLoop:
-    model_trainer = ModelTrainer(drafter_folder, trained="all")
+    model_trainer = ModelTrainer(drafter_folder)
     return TrainingLoop(
         model_trainer, inbox, drafter_folder, sent.append, published_seconds=10.0, clock=Time()
     )
@@ -80,13 +80,13 @@ def test_messages_are_serialized_without_loss() -> None:
 def test_training_continues_from_an_import_after_a_restart(
     trainer: TrainingLoop, inbox: Inbox, drafter_folder: Path, tmp_path: Path
 ) -> None:
-    brought, file = ModelTrainer(drafter_folder, trained="all"), tmp_path / "brought.safetensors"
+    brought, file = ModelTrainer(drafter_folder), tmp_path / "brought.safetensors"
     for _ in range(40):
         brought.step(packed())
     brought.write_drafter(file)
     inbox.receive([encode_line(AdoptWeights(path=str(file)))])
     trainer.run_once()
-    again = ModelTrainer(drafter_folder, trained="all")
+    again = ModelTrainer(drafter_folder)
     assert again.resume(checkpoint_file(drafter_folder))
     torch.testing.assert_close(again.compute_loss(packed()), brought.compute_loss(packed()))
 
@@ -128,7 +128,7 @@ def test_memorized_samples_are_skipped(
 def test_with_little_to_learn_it_sleeps_after_every_step(
     drafter_folder: Path, inbox: Inbox, settled: bool
 ) -> None:
-    model_trainer = ModelTrainer(drafter_folder, trained="all")
+    model_trainer = ModelTrainer(drafter_folder)
     if settled:
         for _ in range(WINDOW_STEPS):
             model_trainer.loss_tracker.update(6.0)

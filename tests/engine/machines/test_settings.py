@@ -47,8 +47,6 @@ OFF = SpeculationSettings(mode="off")
         ({"nnodes": 2}, "does not divide the 1 ranks"),
         ({"nnodes": 2, "tensor_parallel_size": 3}, "does not divide the 3 ranks"),
         (TWO | {"distributed_executor_backend": "ray"}, "exclude each other: Ray places"),
-        ({"ray_address": "10.0.0.1:6379"}, "distributed_executor_backend is not ray"),
-        (RAY | {"ray_address": "ray://10.0.0.1:10001"}, "should match pattern"),
         (TWO | {"vllm_args": {"nnodes": 2}}, "nnodes and vllm_args.nnodes are both set"),
         ({"distributed_executor_backend": "uni"}, "'mp'"),
     ],
@@ -95,8 +93,6 @@ def test_address_that_is_not_of_a_node_is_refused(
     monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(StartFailed, match="must be on a node"):
         check_machines(EngineSettings(**RAY), OFF, finds=lambda _: True)
-    node = EngineSettings(**RAY, ray_address="10.0.0.1:6379")
-    check_machines(node, OFF, finds=lambda _: True)
     for joined in ("", "auto", "10.0.0.1:6379", "[fd00::1]:6379"):
         monkeypatch.setenv("RAY_ADDRESS", joined)
         check_machines(EngineSettings(**RAY), OFF, finds=lambda _: True)

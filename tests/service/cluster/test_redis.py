@@ -238,7 +238,9 @@ async def test_restricted_acl_user_is_sufficient(tmp_path: Path) -> None:
         await known.withdraw("v1")
         await known.close()
         assert dict(view.replicas) == {ME.id: ME}
-        for wrong in ({}, {"redis_user": "coppice", "redis_password": "wrong"}):
+        other = tmp_path / "other"
+        other.write_text("wrong\n")
+        for wrong in ({}, {"redis_user": "coppice", "redis_password_file": other}):
             refused = RedisRegistry(ClusterSettings(**patient(redis, **wrong)))
             with pytest.raises(RegistryUnavailable):
                 await refused.beat(ME, ttl_seconds=9)
@@ -309,7 +311,7 @@ OTHER = {"id": "b" * 12, "url": "http://b", "state": "serving", "version": "v0",
     [
         {"sequence": 10**400},
         {"sequence": -1},
-        {"num_samples": 2**53},
+        {"epoch": 2**53},
         {"epoch": 1e300},
         {"url": "http://b\r\nSet-Cookie: a=b"},
         {"url": "http://\u0100"},
