@@ -57,7 +57,7 @@ def fit(model: Path, out: Path, *, num_steps: int) -> None:
     write_random_model(
         out, make_drafter_config(target, checkpoint_cost(read_base_checkpoint(model)), ranks=1)
     )
-    model_trainer = ModelTrainer(out, trained="all")
+    model_trainer = ModelTrainer(out)
     draw = samples(AutoTokenizer.from_pretrained(model), seed=SEED)
     began = time.monotonic()
     for step in range(1, num_steps + 1):

@@ -303,7 +303,13 @@ def put_replicas(redis: RedisServer, entries: dict[str, str]) -> None:
         redis.put_deadline("{coppice}:deadlines", field, (time.time() + 60) * 1000)
 
 
-OTHER = {"id": "b" * 12, "url": "http://b", "state": "serving", "version": "v0", "sequence": 0}
+OTHER: dict[str, Any] = {
+    "id": "b" * 12,
+    "url": "http://b",
+    "state": "serving",
+    "version": "v0",
+    "sequence": 0,
+}
 
 
 @pytest.mark.parametrize(
