@@ -108,16 +108,6 @@ class GpuIpc:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GpuAgent:
-    """NIXL agent that serves reads of GPU memory. `metadata` is its NIXL metadata in base64."""
-
-    agent: str
-    address: int
-    device: int
-    metadata: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class GpuMemory:
     """GPU memory of one rank for exported KV, with the KV heads [first_head, + num_heads).
 
@@ -129,21 +119,13 @@ class GpuMemory:
     first_head: int
     num_heads: int
     ipc: GpuIpc
-    nixl: GpuAgent | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        nixl = values["nixl"]
-        return cls(
-            **{
-                **values,
-                "ipc": GpuIpc(**values["ipc"]),
-                "nixl": None if nixl is None else GpuAgent(**nixl),
-            }
-        )
+        return cls(**{**values, "ipc": GpuIpc(**values["ipc"])})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

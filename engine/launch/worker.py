@@ -119,19 +119,16 @@ class WorkerExtension(WeightMethods):
     def coppice_unload_adapter(self, number: int) -> bool:
         return not isinstance(attempt(self.model_runner.remove_lora, number), Failure)
 
-    def coppice_prepare_kv_export(
-        self, gpu_bytes: int = 0, nixl: bool = False
-    ) -> KvExportInfo | str:
+    def coppice_prepare_kv_export(self, gpu_bytes: int = 0) -> KvExportInfo | str:
         """Prepare prompt KV exports. Returns their format, or why this rank cannot export.
 
-        The rank takes `gpu_bytes` of GPU memory for KV that stays there; `nixl` serves it by RDMA.
+        The rank takes `gpu_bytes` of GPU memory for KV that stays there.
         """
         answer = attempt(
             rpc.prepare,
             self.vllm_config,
             self.model_runner.model,
             gpu_bytes=gpu_bytes,
-            nixl=nixl,
         )
         return answer.message if isinstance(answer, Failure) else answer
 

@@ -88,13 +88,11 @@ class PromptWriter:
         for writer in self.writers:
             writer.register(caches)
 
-    def prepare(
-        self, attention_layers: Mapping[str, Any], *, gpu_bytes: int = 0, nixl: bool = False
-    ) -> None:
+    def prepare(self, attention_layers: Mapping[str, Any], *, gpu_bytes: int = 0) -> None:
         """Create the block readers; see ExportWriter. Only plain KV can stay in GPU memory."""
         is_plain = len(self._layouts) == 1 and self._layouts[0].window is None
         for writer in self.writers:
-            writer.prepare(attention_layers, gpu_bytes=gpu_bytes if is_plain else 0, nixl=nixl)
+            writer.prepare(attention_layers, gpu_bytes=gpu_bytes if is_plain else 0)
         self.gpu_arena = self.writers[0].gpu_arena
         self.gpu_arena_failure = self.writers[0].gpu_arena_failure
         if gpu_bytes and not is_plain:

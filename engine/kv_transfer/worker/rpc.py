@@ -40,9 +40,7 @@ class KvExportInfo(TypedDict):
     gpu_failure: str | None
 
 
-def prepare(
-    vllm_config: Any, model: Any, *, gpu_bytes: int = 0, nixl: bool = False
-) -> KvExportInfo:
+def prepare(vllm_config: Any, model: Any, *, gpu_bytes: int = 0) -> KvExportInfo:
     """Prepare exports and loads of prompt KV on this rank.
 
     Raises UnsupportedCache, or whatever prevents this rank from determining its cache's packing.
@@ -53,7 +51,7 @@ def prepare(
     assert connector.writer is not None, "this is a worker"
     layouts, writer = connector.layouts, connector.writer
     attention_layers = vllm_config.compilation_config.static_forward_context
-    writer.prepare(attention_layers, gpu_bytes=gpu_bytes, nixl=nixl)
+    writer.prepare(attention_layers, gpu_bytes=gpu_bytes)
     return KvExportInfo(
         layers=[asdict(layer) for layer in layer_formats(layouts)],
         dtype=str(layouts[0].dtype).removeprefix("torch."),
