@@ -8,10 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, Final, Literal, Self
-
-ARENA_CHUNK_BYTES: Final = 2**25
-"""Unit in which an arena is registered with a GPU's driver, and in which its memory is returned."""
+from typing import Any, Literal, Self
 
 
 class ExportStatus(IntEnum):
@@ -144,9 +141,6 @@ class ExportSlot:
     change while the engine runs. `offset` is a multiple of 64. The engine does not write to a slot
     that exceeds the file; its status is FAILED.
 
-    `page_epoch` is the number of times that pages of the arena had been released when the slot was
-    reserved.
-
     With a `gpu_offset` every rank also keeps its heads at this offset of its GpuMemory, contiguous.
     """
 
@@ -155,7 +149,6 @@ class ExportSlot:
     status_offset: int
     num_tokens: int
     name: str | None = None
-    page_epoch: int = 0
     gpu_offset: int | None = None
     first_token: int = 0
 

@@ -6,7 +6,6 @@ as values. For the same reason `collective_rpc` must not be given a timeout.
 """
 
 import os
-from pathlib import Path
 from typing import Any, TypedDict
 
 import torch
@@ -134,9 +133,6 @@ class WorkerExtension(WeightMethods):
 
     def coppice_flush_exports(self) -> bool:
         return not isinstance(attempt(rpc.flush), Failure)
-
-    def coppice_release_kv_pages(self, arena: str, page_epoch: int) -> bool:
-        return not isinstance(attempt(rpc.release_pages, Path(arena), page_epoch), Failure)
 
     def coppice_attach_proposer(self) -> bool:
         """Attach the draft proposer on rank 0, whose drafts are used by all ranks.

@@ -8,7 +8,6 @@ exports in this process.
 import functools
 import logging
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -70,11 +69,6 @@ class ExportWriter:
     def flush(self) -> None:
         if self._reader is not None:
             self._reader.flush()
-
-    def release_pages(self, arena: Path, page_epoch: int) -> None:
-        """Unregister an arena, of which pages were released, from the driver of a GPU."""
-        if self._reader is not None:
-            self._reader.call(self._arenas.start_epoch, arena, page_epoch)
 
     def close(self) -> None:
         self.flush()

@@ -17,7 +17,7 @@ from engine.kv_transfer.jobs import ExportJob, PromptExport
 from engine.kv_transfer.worker.export_writer import EXPORT_FEATURE, ExportWriter
 from engine.kv_transfer.worker.gpu_arena import GpuArena
 from engine.kv_types import ExportStatus
-from engine.runtime.feature_guard import Failure, Feature, attempt
+from engine.runtime.feature_guard import Feature, attempt
 
 
 class PromptStatuses:
@@ -130,12 +130,6 @@ class PromptWriter:
     def flush(self) -> None:
         for writer in self.writers:
             writer.flush()
-
-    def release_pages(self, arena: Path, page_epoch: int) -> None:
-        released = [attempt(w.release_pages, arena, page_epoch) for w in self.writers]
-        for failure in released:
-            if isinstance(failure, Failure):
-                raise RuntimeError(failure.message)
 
     def close(self) -> None:
         for writer in self.writers:

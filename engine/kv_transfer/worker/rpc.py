@@ -7,7 +7,6 @@ If they differ, or if layers have different embeddings, keys cannot be shifted.
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, Final, TypedDict
 
 import torch
@@ -105,14 +104,6 @@ def flush() -> None:
         connector.writer.flush()
     if connector.loader is not None:
         connector.loader.flush()
-
-
-def release_pages(arena: Path, page_epoch: int) -> None:
-    connector = _connector()
-    if connector.loader is not None:
-        connector.loader.release_pages(arena, page_epoch)
-    if connector.writer is not None:
-        connector.writer.release_pages(arena, page_epoch)
 
 
 def _connector() -> PromptKvConnector:
