@@ -78,7 +78,6 @@ DELETE_RESPONSES = declare_responses(
 @requires_role("admin")
 async def list_versions(server: ReadyServer) -> Response:
     own = {
-        "local_directory": server.checkpoints.local_directory,
         "kv_divergences": [
             KvDivergence.model_validate(asdict(measured))
             for measured in server.engine.kept_kv().divergences
@@ -129,14 +128,9 @@ async def upload_file(
 @requires_role("admin")
 async def stage(version: str, request: Request, server: ReadyServer) -> Response:
     body = await read_small_json(request, StageRequest)
-    if body.local_file is not None:
-        max_bytes = server.settings.weights.max_upload_bytes
-        staged = await server.stager.stage_local(
-            label(version), body.local_file, sequence=body.sequence, max_bytes=max_bytes
-        )
-    else:
-        assert body.path is not None, "validated"
-        staged = await server.stager.stage_path(label(version), body.path, sequence=body.sequence)
+    staged = await server.stager.stage_path(
+        label(version), body.path, sequence=body.sequence, fingerprint=body.fingerprint
+    )
     return json_response(staged.answer(), 201)
 
 
