@@ -8,10 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, Final, Literal, Self
-
-ARENA_CHUNK_BYTES: Final = 2**25
-"""Unit in which an arena is registered with a GPU's driver, and in which its memory is returned."""
+from typing import Any, Literal, Self
 
 
 class ExportStatus(IntEnum):
@@ -108,16 +105,6 @@ class GpuIpc:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GpuAgent:
-    """NIXL agent that serves reads of GPU memory. `metadata` is its NIXL metadata in base64."""
-
-    agent: str
-    address: int
-    device: int
-    metadata: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class GpuMemory:
     """GPU memory of one rank for exported KV, with the KV heads [first_head, + num_heads).
 
@@ -129,21 +116,13 @@ class GpuMemory:
     first_head: int
     num_heads: int
     ipc: GpuIpc
-    nixl: GpuAgent | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        nixl = values["nixl"]
-        return cls(
-            **{
-                **values,
-                "ipc": GpuIpc(**values["ipc"]),
-                "nixl": None if nixl is None else GpuAgent(**nixl),
-            }
-        )
+        return cls(**{**values, "ipc": GpuIpc(**values["ipc"])})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,9 +141,6 @@ class ExportSlot:
     change while the engine runs. `offset` is a multiple of 64. The engine does not write to a slot
     that exceeds the file; its status is FAILED.
 
-    `page_epoch` is the number of times that pages of the arena had been released when the slot was
-    reserved.
-
     With a `gpu_offset` every rank also keeps its heads at this offset of its GpuMemory, contiguous.
     """
 
@@ -173,7 +149,6 @@ class ExportSlot:
     status_offset: int
     num_tokens: int
     name: str | None = None
-    page_epoch: int = 0
     gpu_offset: int | None = None
     first_token: int = 0
 

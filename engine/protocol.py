@@ -113,9 +113,6 @@ class Engine(Protocol):
         was aborted is written or never will be. Then its slot may be reused. No write that began
         earlier is still in progress either: a status that is PENDING while the engine is paused can
         become COMMITTED only under the weights that serve after resume.
-    release_kv_pages: call after pages of an arena were released, with the arena's page epoch. The
-        workers unregister the arena from a GPU's driver, which holds the memory until then. Slots
-        of this epoch may be written before, too.
     add_exported_kv: names of slots with KV that another engine has exported under the weights that
         this engine serves. Samples may load it until remove_exported_kv or an update. Call it only
         while `info.kv_format` is not None.
@@ -239,8 +236,6 @@ class Engine(Protocol):
     async def abort(self, sample_ids: Sequence[str]) -> None: ...
 
     async def flush_exports(self) -> None: ...
-
-    async def release_kv_pages(self, arena: Path, page_epoch: int) -> None: ...
 
     async def add_exported_kv(self, names: Sequence[str]) -> None: ...
 

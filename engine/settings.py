@@ -262,12 +262,6 @@ class EngineSettings(VllmSettings):
         "end, in bytes, taken from what engine.gpu_memory_utilization leaves; none: exported KV is "
         "in shared memory only; set it if trainers on the same host read KV by CUDA IPC",
     )
-    prompt_kv_gpu_nixl: bool = Field(
-        False,
-        description="lets trainers on the same fabric read engine.prompt_kv_gpu_bytes over RDMA by "
-        "NIXL, which needs the extra nixl and a trusted network: a peer that reaches the agent can "
-        "read and write the memory of the worker; enable it if trainers have GPUDirect RDMA",
-    )
     tool_parser: str | None = Field(
         None,
         description="name of the vLLM parser for tool calls in responses, such as hermes; none: "

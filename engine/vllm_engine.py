@@ -31,7 +31,7 @@ from engine.io.vllm_requests import Generation
 from engine.launch.arguments import WORKER_EXTENSION
 from engine.launch.data_parallel import check_settings
 from engine.launch.digests import synchronize_machines
-from engine.launch.features import GPU_DEVICE, with_prediction
+from engine.launch.features import with_prediction
 from engine.launch.info import (
     check_weight_transfer,
     collect_features,
@@ -388,11 +388,6 @@ class VllmEngine:
         """Wait for exports by calling all workers, which run earlier steps and aborts first."""
         if self.info.kv_format is not None:
             await self._processes.call_workers("coppice_flush_exports")
-
-    async def release_kv_pages(self, arena: Path, page_epoch: int) -> None:
-        """Have the workers unregister an arena; without a GPU they have not registered it."""
-        if self.info.device == GPU_DEVICE:
-            await self._processes.call_workers("coppice_release_kv_pages", str(arena), page_epoch)
 
     async def add_exported_kv(self, names: Sequence[str]) -> None:
         await self._processes.call_cores("coppice_add_exported_kv", list(names))

@@ -393,9 +393,6 @@ class FakeEngine:
         if self.settle_gate is not None:
             await self.settle_gate.wait()
 
-    async def release_kv_pages(self, arena: Path, page_epoch: int) -> None:
-        self.calls.append(f"release_kv_pages {page_epoch}")
-
     async def add_exported_kv(self, names: Sequence[str]) -> None:
         if not self.alive:
             raise EngineDead("dead")

@@ -1,11 +1,9 @@
 """An engine whose ranks keep exported KV in "GPU memory", which is memory of the test's process.
 
-The calls of CUDA IPC, CUDA and NIXL are replaced where the client and the workers call PyTorch's
-and NIXL's modules.
+The calls of CUDA IPC and CUDA are replaced where the client and the workers call PyTorch's modules.
 """
 
 import base64
-import ctypes
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +12,7 @@ import pytest
 import torch
 from torch.multiprocessing import reductions
 
-from coppice.prompt_kv import gpu_kv
-from engine.kv_types import ExportStatus, GpuAgent, GpuIpc, GpuMemory
+from engine.kv_types import ExportStatus, GpuIpc, GpuMemory
 from engine.types import EngineInfo, SampleRequest
 from tests.fake_engine import FakeEngine
 from tests.fake_export import FORMAT, fake_kv
@@ -30,11 +27,10 @@ def gpu_name(rank: int) -> str:
 
 
 class GpuEngine(FakeEngine):
-    """A fake engine whose ranks also keep exports in their GPU memory; `nixl` serves it."""
+    """A fake engine whose ranks also keep exports in their GPU memory."""
 
-    def __init__(self, *, num_bytes: int = NUM_BYTES, nixl: bool = False, **options: Any) -> None:
+    def __init__(self, *, num_bytes: int = NUM_BYTES, **options: Any) -> None:
         super().__init__(prompt_kv=True, **options)
-        self.nixl = nixl
         self.memories = [torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(NUM_RANKS)]
 
     @property
@@ -43,10 +39,6 @@ class GpuEngine(FakeEngine):
         return replace(super().info, kv_gpu_memory=ranks)
 
     def _describe(self, rank: int, memory: torch.Tensor) -> GpuMemory:
-        name = base64.b64encode(f"agent-{rank}".encode()).decode()
-        agent = GpuAgent(
-            agent=f"agent-{rank}", address=memory.data_ptr(), device=rank, metadata=name
-        )
         return GpuMemory(
             gpu=gpu_name(rank),
             num_bytes=memory.numel(),
@@ -61,7 +53,6 @@ class GpuEngine(FakeEngine):
                 event="",
                 event_sync_required=True,
             ),
-            nixl=agent if self.nixl else None,
         )
 
     def _export(self, request: SampleRequest) -> None:
@@ -109,60 +100,3 @@ class FakeCuda:
         assert size == (num_bytes,) == tuple(memory.shape)
         self.opened.append((index, handle))
         return memory
-
-
-@dataclass(slots=True)
-class FakeAgent:
-    """A NIXL agent that copies within this process."""
-
-    name: str
-    is_owner: bool
-    registered: list[tuple[int, int, int | None]] = field(default_factory=list)
-    connected: list[bytes] = field(default_factory=list)
-    reads: list[tuple[str, int | None, int | None]] = field(default_factory=list)
-    error: Exception | None = None
-
-    @property
-    def metadata(self) -> bytes:
-        return self.name.encode()
-
-    def register(self, address: int, num_bytes: int, *, gpu: int | None = None) -> int:
-        self.registered.append((address, num_bytes, gpu))
-        return len(self.registered) - 1
-
-    def unregister(self, memory: int) -> None:
-        del self.registered[memory]
-
-    def connect(self, metadata: bytes) -> str:
-        self.connected.append(metadata)
-        return metadata.decode()
-
-    def read(
-        self,
-        owner: str,
-        source: int,
-        target: int,
-        num_bytes: int,
-        until: float,
-        *,
-        source_gpu: int | None = None,
-        target_gpu: int | None = None,
-    ) -> None:
-        if self.error is not None:
-            raise self.error
-        assert any(at <= target and target + num_bytes <= at + n for at, n, _ in self.registered)
-        self.reads.append((owner, source_gpu, target_gpu))
-        ctypes.memmove(target, source, num_bytes)
-
-
-def install_nixl(monkeypatch: pytest.MonkeyPatch) -> list[FakeAgent]:
-    """Replace the client's NIXL; returns the agents that it creates."""
-    agents: list[FakeAgent] = []
-
-    def create(name: str, *, is_owner: bool) -> FakeAgent:
-        agents.append(FakeAgent(name, is_owner))
-        return agents[-1]
-
-    monkeypatch.setattr(gpu_kv, "Agent", create)
-    monkeypatch.setattr(gpu_kv, "installed", lambda: True)
-    return agents

@@ -34,8 +34,8 @@ MAX_BASE64_BYTES = 2**28
 """Size of the largest weights that are sent in base64: many copies of the request exist."""
 NUM_RUNNING = 8
 RUNNING: Mapping[str, ActivationMode] = {
-    f"same host, {NUM_RUNNING} samples running": "keep",
-    f"same host, {NUM_RUNNING} samples running, recompute": "recompute",
+    f"HTTP, {NUM_RUNNING} samples running": "keep",
+    f"HTTP, {NUM_RUNNING} samples running, recompute": "recompute",
 }
 """Mode of the activation, by the arm whose samples run meanwhile."""
 PROMPT = "Compute 12+34.\n"
@@ -70,25 +70,22 @@ class WeightsPublisher:
         self._log = log
         self._folder = folder
         self._num_published = 0
-        self._local = Rollouts(url)
-        # The client takes only loopback addresses for the same host; 0.0.0.0 reaches it, too.
-        self._remote = Rollouts(url.replace("127.0.0.1", "0.0.0.0"))
+        self._near = Rollouts(url)
         self._resources = ExitStack()
         far_port = self._resources.enter_context(
             delayed_proxy(httpx.URL(url).port or 80, ROUND_TRIP_SECONDS, WINDOW_BYTES)
         )
-        self._far = Rollouts(f"http://0.0.0.0:{far_port}")
+        self._far = Rollouts(f"http://127.0.0.1:{far_port}")
         self.arms: dict[str, Upload] = {
-            "same host": self._local.upload_weights,
-            **_over_streams("HTTP", self._remote),
-            DELTA: partial(self._remote.upload_weights, delta=True),
+            **_over_streams("HTTP", self._near),
+            DELTA: partial(self._near.upload_weights, delta=True),
             **(_over_streams(DELAYED, self._far) if num_bytes <= MAX_DELAYED_BYTES else {}),
             "shared directory": self._stage,
-            **dict.fromkeys(RUNNING, self._local.upload_weights),
+            **dict.fromkeys(RUNNING, self._near.upload_weights),
         }
 
     def close(self) -> None:
-        for client in (self._local, self._remote, self._far):
+        for client in (self._near, self._far):
             client.close()
         self._resources.close()
 
@@ -108,7 +105,7 @@ class WeightsPublisher:
         began = time.perf_counter()
         self.arms[arm](label, state)
         uploaded = time.perf_counter()
-        answer = self._local.activate_weights(label, mode=mode)
+        answer = self._near.activate_weights(label, mode=mode)
         activated = time.perf_counter()
         self._sample(label)
         return Publication(
@@ -123,11 +120,11 @@ class WeightsPublisher:
     def _running_samples(self) -> Iterator[list[int]]:
         """Samples that run meanwhile. The list then has the number of those with two versions."""
         num_continued: list[int] = []
-        pending = self._local.submit(
+        pending = self._near.submit(
             [PROMPT], n=NUM_RUNNING, max_tokens=MAX_RUNNING_TOKENS, ignore_eos=True
         )
         try:
-            while self._local.status().num_samples_running < NUM_RUNNING:
+            while self._near.status().num_samples_running < NUM_RUNNING:
                 time.sleep(0.001)
             yield num_continued
         finally:
@@ -141,7 +138,7 @@ class WeightsPublisher:
         path.mkdir()
         self._delete_directories(path)
         save_file(dict(state), path / "model.safetensors", metadata={"format": "pt"})
-        self._local.stage_weights(label, path)
+        self._near.stage_weights(label, path)
 
     def _delete_directories(self, keep: Path) -> None:
         """Delete the directories of earlier versions, which are not active any more."""
@@ -150,7 +147,7 @@ class WeightsPublisher:
                 shutil.rmtree(path)
 
     def _sample(self, label: str) -> None:
-        result = self._local.rollout(
+        result = self._near.rollout(
             [PROMPT],
             max_tokens=1,
             weights=WeightsConstraint(min_version=label),

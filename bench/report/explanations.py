@@ -143,7 +143,7 @@ EXPLANATIONS = {
     "weight_publish": (
         "Publication of weights",
         "The time of a row ends with the first token of the new version. `upload` ends when the "
-        "version is staged. `same host` is the file that the client hands over. `shared directory` "
+        "version is staged. `shared directory` "
         "is a file that the safetensors library writes and the server reads. `copy` and `socket` "
         "are limits of the machine for as many bytes.",
     ),

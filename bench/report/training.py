@@ -142,7 +142,6 @@ step.
 PUBLISHED = "100m"
 VLLM = "vLLM's server, reload_weights"
 PUBLICATIONS = {
-    "same host": "same host",
     "shared directory": "shared directory",
     "HTTP": "HTTP",
     "HTTP, delta": "HTTP, delta",
@@ -167,12 +166,11 @@ def _publication_seconds(arm: str, phase: str) -> float:
 
 def weight_publish_text() -> str:
     total = {arm: f"{_publication_seconds(arm, 'total'):.2f} s" for arm in PUBLICATIONS}
-    load = _publication_seconds("same host", "load")
+    load = _publication_seconds("HTTP", "load")
     return f"""
 A trainer published weights of 100 million parameters in bfloat16 to a server on the same machine,
 which serves them in float32, while no sample was running. From the call to the first token of the
-new version it took {total["same host"]} where the client handed a file over, and {total["HTTP"]}
-where it uploaded the weights over loopback. The safetensors library writing a directory that the
+new version it took {total["HTTP"]} where the client uploaded the weights over loopback. The safetensors library writing a directory that the
 server reads took {total["shared directory"]}; vLLM's server, which reads it without checks and
 keeps no version to go back to, took {total[VLLM]}. The load of the weights into the model took
 {load:.2f} s of the first one, during which sampling is paused. A delta saves bytes, not time, on a

@@ -28,7 +28,6 @@ from coppice.transport.httpx_drivers import (
 )
 from coppice.transport.redirects import RedirectPolicy, parse_address
 from coppice.transport.retry import RequestSender, Retry
-from coppice.weights.local_upload import is_loopback
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -87,7 +86,6 @@ class Operations(
     ) -> None:
         self._sender = RequestSender(RedirectingDriver(driver, redirect_policy), clock, retry)
         self.sessions = AsyncSessions(self._sender, base_url)
-        self._is_loopback = is_loopback(base_url)
 
     async def aclose(self) -> None:
         """Closes the connections and drops the weights file kept as the base of the next delta."""

@@ -172,8 +172,7 @@ def _direct_kv_copies(indirect_reason: str | None) -> FeatureStatus:
 
 def _gpu_kv(settings: EngineSettings, why_off: str) -> FeatureStatus:
     how = "engine.prompt_kv_gpu_bytes"
-    readers = "CUDA IPC and NIXL" if settings.prompt_kv_gpu_nixl else "CUDA IPC"
-    reason = why_off or f"exported KV also stays in GPU memory, for readers by {readers}"
+    reason = why_off or "exported KV also stays in GPU memory, for readers by CUDA IPC"
     return _feature("prompt_kv_on_gpu", not why_off, reason, how)
 
 

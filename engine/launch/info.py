@@ -118,8 +118,8 @@ async def kv_support(processes: VllmProcesses, settings: EngineSettings) -> KvSu
     if not settings.prompt_kv:
         off = "prompt KV is off"
         return KvSupport(reason="disabled", indirect_reason=off, gpu_reason=off)
-    gpu_bytes, nixl = settings.prompt_kv_gpu_bytes or 0, settings.prompt_kv_gpu_nixl
-    results = await processes.call_workers("coppice_prepare_kv_export", gpu_bytes, nixl)
+    gpu_bytes = settings.prompt_kv_gpu_bytes or 0
+    results = await processes.call_workers("coppice_prepare_kv_export", gpu_bytes)
     reasons, memory, failures = (
         [r.pop(name) for r in results if not isinstance(r, str)]
         for name in ("indirect_reason", "gpu_memory", "gpu_failure")

@@ -6,7 +6,6 @@ as values. For the same reason `collective_rpc` must not be given a timeout.
 """
 
 import os
-from pathlib import Path
 from typing import Any, TypedDict
 
 import torch
@@ -113,27 +112,21 @@ class WorkerExtension(WeightMethods):
     def coppice_unload_adapter(self, number: int) -> bool:
         return not isinstance(attempt(self.model_runner.remove_lora, number), Failure)
 
-    def coppice_prepare_kv_export(
-        self, gpu_bytes: int = 0, nixl: bool = False
-    ) -> KvExportInfo | str:
+    def coppice_prepare_kv_export(self, gpu_bytes: int = 0) -> KvExportInfo | str:
         """Prepare prompt KV exports. Returns their format, or why this rank cannot export.
 
-        The rank takes `gpu_bytes` of GPU memory for KV that stays there; `nixl` serves it by RDMA.
+        The rank takes `gpu_bytes` of GPU memory for KV that stays there.
         """
         answer = attempt(
             rpc.prepare,
             self.vllm_config,
             self.model_runner.model,
             gpu_bytes=gpu_bytes,
-            nixl=nixl,
         )
         return answer.message if isinstance(answer, Failure) else answer
 
     def coppice_flush_exports(self) -> bool:
         return not isinstance(attempt(rpc.flush), Failure)
-
-    def coppice_release_kv_pages(self, arena: str, page_epoch: int) -> bool:
-        return not isinstance(attempt(rpc.release_pages, Path(arena), page_epoch), Failure)
 
     def coppice_attach_proposer(self) -> bool:
         """Attach the draft proposer on rank 0, whose drafts are used by all ranks.

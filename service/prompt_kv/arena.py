@@ -2,9 +2,9 @@
 
 The engine's workers write to the arena. This process reads it, and a trainer of the same user on
 the same host may map it as well; the file's name is random. The file is sparse, so that memory is
-taken by what is exported only. Touching a page of a sparse file on a full mount raises SIGBUS, so
-the writer allocates the pages first: this process by `back`, a worker for the KV itself. If
-the mount has too little space, the arena is smaller or is not created.
+taken when something is exported, and then kept. Touching a page of a sparse file on a full mount
+raises SIGBUS, so the writer allocates the pages first: this process by `back`, a worker for the KV
+itself. If the mount has too little space, the arena is smaller or is not created.
 """
 
 import errno
@@ -133,8 +133,6 @@ def default_capacity_bytes(directory: Path, get_free_bytes: FreeBytes | None = N
 class Arena:
     """Memory-mapped arena file in shared memory, made by `create` and unlinked by `close`.
 
-    `page_epoch` is the number of times that pages were released.
-
     The file stays locked while its server runs. A server that starts later in the same directory
     can therefore recognize the unlocked file of a killed server and remove it.
     """
@@ -142,7 +140,6 @@ class Arena:
     def __init__(self, path: Path, file: int, num_bytes: int) -> None:
         self.path = path
         self.num_bytes = num_bytes
-        self.page_epoch = 0
         self._file = file
         self._map = mmap.mmap(file, num_bytes)
         self.view = memoryview(self._map)
@@ -187,19 +184,6 @@ class Arena:
         except OSError as error:
             log.warning("cannot allocate shared memory: %s", error.strerror)
             return False
-        return True
-
-    def release_pages(self, extent: Extent) -> bool:
-        """Return the memory of unused pages to the system; False if the mount cannot do that.
-
-        Workers that have registered the pages with a GPU's driver hold them until they unregister.
-        """
-        try:
-            self._map.madvise(mmap.MADV_REMOVE, extent.start, extent.num_bytes)
-        except OSError as error:
-            log.warning("cannot return shared memory: %s", error.strerror)
-            return False
-        self.page_epoch += 1
         return True
 
     def close(self) -> None:

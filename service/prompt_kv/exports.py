@@ -205,7 +205,6 @@ class ExportManager:
             status_offset=slot.status_offset,
             num_tokens=layout.num_tokens,
             first_token=layout.first_token,
-            page_epoch=self._arena.page_epoch,
             gpu_offset=None if slot.gpu_extent is None else slot.gpu_extent.start,
         )
         self._page_allocator.submit(self._arena.back, slot.data_offset, slot.extent.end)

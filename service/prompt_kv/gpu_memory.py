@@ -7,7 +7,7 @@ id of this host. That id is no secret: it keeps apart hosts, not callers.
 
 from collections.abc import Sequence
 
-from coppice.wire.kv import KvGpu, KvGpuAgent, KvGpuIpc, KvGpuMemory, KvLocator
+from coppice.wire.kv import KvGpu, KvGpuIpc, KvGpuMemory, KvLocator
 from engine.kv_types import GpuMemory
 from service.prompt_kv.layout import Layout
 from service.prompt_kv.slots import Slot
@@ -34,28 +34,21 @@ class GpuKv:
     def locators(self, slot: Slot) -> list[KvLocator]:
         if slot.gpu_extent is None:
             return []
-        transports = ["cuda_ipc"]
-        if all(rank.nixl is not None for rank in self._ranks):
-            transports.append("nixl_gpu")
         start = slot.gpu_extent.start
-        return [KvLocator(transport=t, agent=self._agent, offset=start) for t in transports]
+        return [KvLocator(transport="cuda_ipc", agent=self._agent, offset=start)]
 
     def describe(self, boot_id: str | None) -> KvGpu | None:
         """GPU memory for a caller on the host `boot_id`; None if it cannot read it."""
-        is_local = boot_id is not None and boot_id == self._boot_id
-        ranks = [_describe(rank, is_local=is_local) for rank in self._ranks]
-        if not ranks or any(rank.ipc is None and rank.nixl is None for rank in ranks):
+        if not self._ranks or boot_id is None or boot_id != self._boot_id:
             return None
-        return KvGpu(agent=self._agent, ranks=ranks)
+        return KvGpu(agent=self._agent, ranks=[_describe(rank) for rank in self._ranks])
 
 
-def _describe(rank: GpuMemory, *, is_local: bool) -> KvGpuMemory:
-    ipc, nixl = rank.ipc, rank.nixl
+def _describe(rank: GpuMemory) -> KvGpuMemory:
     return KvGpuMemory(
         gpu=rank.gpu,
         num_bytes=rank.num_bytes,
         first_head=rank.first_head,
         num_heads=rank.num_heads,
-        ipc=KvGpuIpc.model_validate(ipc, from_attributes=True) if is_local else None,
-        nixl=None if nixl is None else KvGpuAgent.model_validate(nixl, from_attributes=True),
+        ipc=KvGpuIpc.model_validate(rank.ipc, from_attributes=True),
     )

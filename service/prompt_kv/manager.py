@@ -11,7 +11,6 @@ import secrets
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from typing import Any
 
 from coppice.prompt_kv.host import read_boot_id
@@ -24,7 +23,6 @@ from coppice.wire.kv import (
     KvLocator,
     KvReason,
 )
-from engine.errors import EngineError
 from engine.protocol import Engine
 from service.http.errors import Draining, KvNotFound
 from service.prompt_kv.arena import Arena, FreeBytes, default_capacity_bytes, free_bytes
@@ -105,11 +103,9 @@ class PromptKvManager:
             asyncio.create_task(self._run_safely(work))
             for work in (self._exports.run, self._maintain)
         ]
-        if self._settings.nixl:  # it registers the whole arena, so no memory is returned
+        if self._settings.nixl:
             self._nixl = NixlAgentProcess(self.arena)
             self._tasks.append(asyncio.create_task(self._nixl.run()))
-        else:
-            self._tasks.append(asyncio.create_task(self._run_safely(self._return_memory)))
 
     def _create_arena(self) -> Arena | None:
         """The arena in its configured or default size. NIXL registers memory, so it needs all."""
@@ -262,7 +258,6 @@ class PromptKvManager:
             capacity_bytes,
             grace_seconds=self._settings.grace_seconds,
             clock=self._clock,
-            idle_seconds=self._settings.idle_seconds,
             gpu_bytes=self._gpu_kv.capacity_bytes,
         )
         self.handles = Handles(
@@ -275,23 +270,6 @@ class PromptKvManager:
             self._slots.sweep()
             self.check()
             await asyncio.sleep(MAINTENANCE_SECONDS)
-
-    async def _return_memory(self) -> None:
-        """Background task that returns shared memory which no slot has used for a while.
-
-        A chunk is released in about two milliseconds, without an await since it was unused.
-        """
-        assert self.arena is not None, "started with the arena"
-        while True:
-            await asyncio.sleep(MAINTENANCE_SECONDS)
-            before = self.arena.page_epoch
-            while extent := self._slots.take_idle_extent():
-                if not self.arena.release_pages(extent):
-                    return
-                await asyncio.sleep(0)
-            if self.arena.page_epoch > before:
-                with suppress(EngineError):  # a dead engine has no registered memory
-                    await self._engine.release_kv_pages(self.arena.path, self.arena.page_epoch)
 
     async def _run_safely(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         try:

@@ -43,11 +43,6 @@ class KvSettings(Section):
         description="time for which KV is kept after its lease, in seconds, for readers that map "
         "the memory directly; increase it if such readers copy slowly",
     )
-    idle_seconds: SecondsOrZero = Field(
-        60.0,
-        description="time after which shared memory that no prompt KV uses is returned to the "
-        "system, in seconds; increase it if exports come in bursts further apart",
-    )
     max_transfers: PositiveInt = Field(
         4,
         description="maximum number of downloads that are sent concurrently; others wait; "

@@ -16,7 +16,6 @@ from enum import Enum
 from typing import NamedTuple
 
 from service.prompt_kv.arena import PAGE_BYTES, Extent, ExtentAllocator
-from service.prompt_kv.idle_memory import IdleMemory
 from service.prompt_kv.layout import Layout
 
 
@@ -88,12 +87,10 @@ class SlotTable:
         *,
         grace_seconds: float,
         clock: Callable[[], float],
-        idle_seconds: float = math.inf,
         gpu_bytes: int = 0,
     ) -> None:
         self._gpu_extents = ExtentAllocator(gpu_bytes // PAGE_BYTES * PAGE_BYTES)
         self._extents = ExtentAllocator(capacity_bytes)
-        self._idle = IdleMemory(capacity_bytes, idle_seconds=idle_seconds, clock=clock)
         self._grace_seconds = grace_seconds
         self._clock = clock
         self._slots: set[Slot] = set()
@@ -128,7 +125,6 @@ class SlotTable:
         extent = self._extents.allocate(layout.slot_bytes)
         if extent is None:
             return None
-        self._idle.on_used(extent)
         gpu_extent = self._gpu_extents.allocate(gpu_bytes) if gpu_bytes else None
         slot = Slot(owner=owner, layout=layout, extent=extent, gpu_extent=gpu_extent)
         self._slots.add(slot)
@@ -198,13 +194,8 @@ class SlotTable:
                 self._slots.remove(slot)
                 self._num_bytes[SlotState.QUARANTINED] -= slot.extent.num_bytes
                 self._extents.release(slot.extent)
-                self._idle.on_used(slot.extent)
                 if slot.gpu_extent is not None:
                     self._gpu_extents.release(slot.gpu_extent)
-
-    def take_idle_extent(self) -> Extent | None:
-        """Take free memory that was in use, but not recently, and whose pages can be released."""
-        return self._idle.take(self._extents.free_extents)
 
     def check(self) -> None:
         """Assert that the byte counts, handle counts and shared entries are consistent."""

@@ -76,8 +76,7 @@ DELETE_RESPONSES = declare_responses(
 @router.get("", responses=declare_responses({200: JSON}, *ADMIN_ERRORS))
 @requires_role("admin")
 async def list_versions(server: ReadyServer) -> Response:
-    own = {"local_directory": server.checkpoints.local_directory}
-    return json_response(server.replication.answer().model_copy(update=own))
+    return json_response(server.replication.answer())
 
 
 @router.put("/{version}", responses=UPLOAD_RESPONSES)
@@ -122,14 +121,9 @@ async def upload_file(
 @requires_role("admin")
 async def stage(version: str, request: Request, server: ReadyServer) -> Response:
     body = await read_small_json(request, StageRequest)
-    if body.local_file is not None:
-        max_bytes = server.settings.weights.max_upload_bytes
-        staged = await server.stager.stage_local(
-            label(version), body.local_file, sequence=body.sequence, max_bytes=max_bytes
-        )
-    else:
-        assert body.path is not None, "validated"
-        staged = await server.stager.stage_path(label(version), body.path, sequence=body.sequence)
+    staged = await server.stager.stage_path(
+        label(version), body.path, sequence=body.sequence, fingerprint=body.fingerprint
+    )
     return json_response(staged.answer(), 201)
 
 

@@ -23,7 +23,6 @@ import xxhash
 from pydantic_core import from_json
 
 from coppice.weights.delta import DeltaRefused, Lineage, apply_delta, lineage_of
-from coppice.wire.weights import LocalDirectory
 from engine.runtime.leftover_files import create_locked_dir
 from engine.weights.checkpoint import MAX_JSON_BYTES
 from service.http.errors import (
@@ -33,7 +32,6 @@ from service.http.errors import (
     PathRefused,
     WeightsRefused,
 )
-from service.weights.local_directory import LocalUploads
 
 _PREFIX = "weights-"
 WRITE_BYTES = 2**20
@@ -87,13 +85,11 @@ class CheckpointStore:
         self._sources = [source.resolve() for source in sources]
         self._root: Path | None = None
         self._lock: BinaryIO | None = None
-        self._local: LocalUploads | None = None
         self._deletions = set[asyncio.Future[None]]()
 
     def open(self) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
         self._root, self._lock = create_locked_dir(_PREFIX, self._directory)
-        self._local = LocalUploads(self._root)
 
     def close(self) -> None:
         folder, self._root = self._root, None
@@ -139,7 +135,6 @@ class CheckpointStore:
     async def _receive(self, chunks: AsyncIterator[bytes], *observers: OnBlock) -> IncomingFile:
         if self._deletions:  # their space may be needed
             await asyncio.wait(self._deletions, timeout=self._max_deletion_wait_seconds)
-        await self._delete_abandoned()
         handle, name = tempfile.mkstemp(prefix=".incoming-", dir=self._root)
         path = Path(name)
         try:
@@ -147,34 +142,11 @@ class CheckpointStore:
                 checksum = await _write(file, chunks, observers)
         except OSError as error:
             path.unlink()
-            await self._delete_abandoned()
             raise InsufficientStorage() from error
         except BaseException:
             path.unlink()
             raise
         return IncomingFile(path=path, num_bytes=path.stat().st_size, xxh3_128=checksum)
-
-    async def _delete_abandoned(self) -> None:
-        """Delete files that publishers on this host abandoned, which would fill the disk."""
-        assert self._local is not None, "open first"
-        await asyncio.to_thread(self._local.delete_abandoned)
-
-    @property
-    def local_directory(self) -> LocalDirectory | None:
-        assert self._local is not None, "open first"
-        return self._local.directory
-
-    async def take_local(self, name: str, *, max_bytes: int) -> IncomingFile:
-        """Take over a file that a publisher on the same host has written."""
-        assert self._local is not None, "open first"
-        path = self.folder(f".incoming-{secrets.token_hex(8)}")
-        take = partial(self._local.take, name, path, max_bytes=max_bytes)
-        taking = asyncio.ensure_future(asyncio.to_thread(take))
-        try:
-            return IncomingFile(path=path, num_bytes=await asyncio.shield(taking))
-        except asyncio.CancelledError:
-            taking.add_done_callback(partial(_delete_taken, path))  # the thread goes on
-            raise
 
     async def lineage(self, delta: Upload) -> Lineage:
         try:
@@ -199,7 +171,6 @@ class CheckpointStore:
             raise WeightsRefused(f"invalid delta: {refused}") from refused
         except OSError as error:
             path.unlink()
-            await self._delete_abandoned()
             raise InsufficientStorage() from error
         except BaseException:
             path.unlink()
@@ -364,12 +335,6 @@ async def hashed(file: IncomingFile) -> Upload:
     """The same file with its SHA-256, which is computed in a thread."""
     sha256 = await asyncio.to_thread(sha256_of, file.path)
     return Upload(path=file.path, num_bytes=file.num_bytes, xxh3_128=file.xxh3_128, sha256=sha256)
-
-
-def _delete_taken(path: Path, taking: asyncio.Future[int]) -> None:
-    """Delete a file that was taken over for a request which has been cancelled."""
-    if not taking.cancelled() and taking.exception() is None:
-        path.unlink(missing_ok=True)
 
 
 def num_bytes_of(path: Path) -> int:

@@ -13,11 +13,12 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from coppice.weights import shared_files
 from engine.errors import CheckpointRefused
 from engine.protocol import Engine
 from engine.weights.ipc_tensors import WeightTransfer
 from engine.weights.magnitudes import UNKNOWN, Magnitudes, MagnitudeScan
-from service.http.errors import BaseUnavailable, VersionConflict, WeightsRefused
+from service.http.errors import BaseUnavailable, PathRefused, VersionConflict, WeightsRefused
 from service.weights.checkpoint_store import (
     DELTA,
     INDEX,
@@ -158,9 +159,18 @@ class WeightStager:
             self._checkpoints.discard(delta)
 
     async def stage_path(
-        self, label: str, path: str, *, sequence: int | None, announced: bool = False
+        self,
+        label: str,
+        path: str,
+        *,
+        sequence: int | None,
+        fingerprint: str | None = None,
+        announced: bool = False,
     ) -> Version:
+        """Stage files at a path, which must be those that the publisher's `fingerprint` names."""
         directory = self._checkpoints.resolve_allowed(path)
+        if fingerprint is not None:
+            await asyncio.to_thread(_check_same_files, directory, fingerprint)
         async with self._change_lock:
             self._check_new(label, sequence)
             await self._check(directory)
@@ -175,20 +185,6 @@ class WeightStager:
                     announced=announced,
                 )
             )
-
-    async def stage_local(
-        self, label: str, name: str, *, sequence: int | None, max_bytes: int
-    ) -> Version:
-        """Stage a file of a publisher on this host, which is moved to the checkpoint store."""
-        self._check_new(label, sequence)  # before the publisher's file is consumed
-        file = await self._checkpoints.take_local(name, max_bytes=max_bytes)
-        try:
-            async with self._change_lock:
-                self._check_new(label, sequence)
-                async with self._delete_unless_listed(label):
-                    return await self._add_local(label, file, sequence)
-        finally:
-            self._checkpoints.discard(file)
 
     async def stage_transfer(
         self, label: str, transfer: WeightTransfer, *, sequence: int | None
@@ -221,25 +217,6 @@ class WeightStager:
             if self._versions.find(label) is None:
                 await self._checkpoints.delete(label)
             raise
-
-    async def _add_local(self, label: str, file: IncomingFile, sequence: int | None) -> Version:
-        folder = self._checkpoints.keep(file, label, SINGLE_FILE)
-        self._on_received(file.num_bytes, file.num_bytes)
-        digests = {}
-        if self._announcer.publishes:
-            digests[SINGLE_FILE] = await asyncio.to_thread(sha256_of, folder / SINGLE_FILE)
-        return await self._validate_and_put(
-            Version(
-                label=label,
-                sequence=self._sequence(label, sequence),
-                state="incomplete",
-                path=folder,
-                num_bytes=file.num_bytes,
-                owned=True,
-                received_bytes=file.num_bytes,
-                digests=digests,
-            )
-        )
 
     async def _compute_digest(self, label: str) -> None:
         """Compute the digest of a version that was received without one, if it has none yet.
@@ -456,3 +433,13 @@ class WeightStager:
         nothing = asyncio.get_running_loop().create_future()
         nothing.set_result(None)
         return nothing
+
+
+def _check_same_files(path: Path, fingerprint: str) -> None:
+    """Refuse files that are not the publisher's, whose host may have others at this path."""
+    try:
+        is_same = shared_files.fingerprint(path) == fingerprint
+    except OSError:  # removed meanwhile
+        is_same = False
+    if not is_same:
+        raise PathRefused("the server has other files at this path")

@@ -3,17 +3,15 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from coppice import GpuKvReader, GpuPromptKV, KvHandle, KvSource
-from coppice.prompt_kv import gpu_kv, nixl
 from tests.client.test_kv import PROMPT, handle_from
 from tests.fake_export import fake_kv
-from tests.fake_gpu import FakeCuda, GpuEngine, gpu_name, install_nixl
+from tests.fake_gpu import FakeCuda, GpuEngine, gpu_name
 from tests.serving_thread import serving_in_thread
 
 pytestmark = pytest.mark.slow
@@ -59,7 +57,7 @@ def test_kv_of_all_ranks_is_copied_from_memory_opened_once(
         for handle in with_lease:
             kv = reader.fetch(handle, device=CPU)
             assert_right(kv)
-        assert kv is not None and kv.transport == "cuda_ipc"
+        assert kv is not None
         assert cuda.opened == [(1, b"\0"), (0, b"\1")]
         assert source.counts == {"cuda_ipc": 2}
         with kv:
@@ -67,28 +65,6 @@ def test_kv_of_all_ranks_is_copied_from_memory_opened_once(
         assert_right(kv)  # a copy, so that it stays valid
         assert reader.fetch(kv.handle, device=CPU) is None
         assert source.counts == {"cuda_ipc": 2, "cuda_ipc_failed": 1, "kv_gone": 1}
-
-
-def test_gpu_memory_is_read_by_nixl_where_ipc_is_impossible(
-    tmp_path: Path, engine: GpuEngine, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine.nixl = True
-    monkeypatch.setattr(gpu_kv, "read_boot_id", lambda: "00000000-0000-4000-8000-000000000000")
-    agents = install_nixl(monkeypatch)
-    with server(tmp_path, engine) as url:
-        source = KvSource(url)
-        reader, handle = GpuKvReader(source), handle_from(url)
-        for _ in range(2):
-            kv = reader.fetch(handle, device=CPU)
-            assert_right(kv)
-        assert kv is not None and kv.transport == "nixl_gpu" and not cuda.opened
-        [agent] = agents
-        assert agent.connected == [b"agent-0", b"agent-1"] and not agent.registered
-        assert agent.reads == 2 * [("agent-0", 0, 0), ("agent-1", 1, 0)]
-        assert source.counts["nixl_gpu"] == 2
-        agent.error = RuntimeError("the peer is gone")
-        assert reader.fetch(handle, device=CPU) is None
-        assert len(reader._abandoned) == 1 and len(agent.registered) == 1
 
 
 def refused(reader: GpuKvReader, handle: KvHandle, source: KvSource) -> dict[str, int]:
@@ -133,68 +109,3 @@ def test_server_that_was_restarted_has_other_memory(
 def test_no_handle_is_no_kv() -> None:
     reader: Any = GpuKvReader(KvSource("http://127.0.0.1:1"))
     assert reader.fetch(None) is None
-
-
-class Descriptors:
-    """A list of NIXL's memory descriptors of one segment."""
-
-    def __init__(self, segment: str) -> None:
-        self.segment, self.added = segment, list[tuple[Any, ...]]()
-
-    def addDesc(self, descriptor: tuple[Any, ...]) -> None:
-        self.added.append(descriptor)
-
-
-class Bindings:
-    """NIXL's bindings, which record what they are called with; transfers succeed at once."""
-
-    DRAM_SEG, VRAM_SEG = "DRAM", "VRAM"
-    NIXL_READ, NIXL_IN_PROG, NIXL_SUCCESS = "READ", 1, 0
-    NIXL_THREAD_SYNC_STRICT = "STRICT"
-    nixlRegDList = nixlXferDList = Descriptors
-
-    def __init__(self) -> None:
-        self.registered: list[Descriptors] = []
-        self.transfers: list[tuple[Any, ...]] = []
-
-    def nixlAgentConfig(self) -> Any:
-        return SimpleNamespace()
-
-    def nixlAgent(self, name: str, config: Any) -> "Bindings":
-        return self
-
-    def createBackend(self, name: str, options: dict[str, str]) -> str:
-        return name
-
-    def registerMem(self, memory: Descriptors, backends: list[str]) -> None:
-        self.registered.append(memory)
-
-    def createXferReq(self, *arguments: Any) -> str:
-        self.transfers.append(arguments)
-        return "request"
-
-    def postXferReq(self, request: str, message: bytes) -> int:
-        return self.NIXL_SUCCESS
-
-    def releaseXferReq(self, request: str) -> None: ...
-
-
-def test_memory_of_a_gpu_is_another_segment_of_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
-    bindings = Bindings()
-    monkeypatch.setattr(nixl, "_bindings", lambda: bindings)
-    agent = nixl.Agent("reader", is_owner=False)
-    agent.register(4096, 64, gpu=1)
-    agent.register(8192, 64)
-    found = [(memory.segment, memory.added) for memory in bindings.registered]
-    assert found == [("VRAM", [(4096, 64, 1, b"")]), ("DRAM", [(8192, 64, 0, b"")])]
-    agent.read("owner", 100, 4096, 64, 0.0, source_gpu=3, target_gpu=1)
-    agent.read("owner", 100, 8192, 64, 0.0)
-    found = [
-        (part.segment, part.added) for transfer in bindings.transfers for part in transfer[1:3]
-    ]
-    assert found == [
-        ("VRAM", [(4096, 64, 1)]),
-        ("VRAM", [(100, 64, 3)]),
-        ("DRAM", [(8192, 64, 0)]),
-        ("DRAM", [(100, 64, 0)]),
-    ]

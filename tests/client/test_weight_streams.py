@@ -17,6 +17,7 @@ from safetensors.numpy import load
 from coppice import BadAnswer, WeightsRefused
 from coppice.operations.weight_streams import chunks_until
 from coppice.transport.httpx_drivers import AsyncDriver, BlockingDriver, run_sync
+from coppice.weights.image import HashedChunks
 from coppice.weights.safetensors_writer import tensors_of
 from coppice.weights.shards import FileImage, shards_of
 from tests.client.answers import VERSION
@@ -152,3 +153,11 @@ async def test_failure_cancels_the_other_tasks() -> None:
         with pytest.raises(RuntimeError, match="first"):
             await AsyncDriver(client).run_all([wait(), fail_after_start()], Event())
     assert cancelled.is_set()
+
+
+def test_pass_that_was_not_completed_has_no_digest() -> None:
+    hashed = HashedChunks()
+    chunks = hashed.of([b"a", b"b"])
+    next(chunks)
+    chunks.close()
+    assert hashed.digest == b""

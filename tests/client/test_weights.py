@@ -12,6 +12,7 @@ import xxhash
 from safetensors.numpy import load, save_file
 
 from coppice import BadAnswer, VersionAnswer, VersionsAnswer, WeightsRefused
+from coppice.weights.shared_files import fingerprint
 from tests.client.answers import ACTIVATION, VERSION
 from tests.client.app import App, answering, refusing
 from tests.client.checkpoints import sharded, single
@@ -145,12 +146,26 @@ def test_activation_sends_its_mode(connect: Connect) -> None:
     assert json.loads(app.request.content) == {"mode": "wait", "allow_rollback": True}
 
 
-def test_publish_uploads_and_activates(connect: Connect, tmp_path: Path) -> None:
-    app = App(answering(VERSION), answering(ACTIVATION))
+def test_publish_sends_a_path_that_the_server_accepts(connect: Connect, tmp_path: Path) -> None:
+    app = App(answering(VERSION, 201), answering(ACTIVATION))
+    path = single(tmp_path / "model.safetensors")
+    assert connect(app).publish_weights("v7", path, sequence=7) == ACTIVATION
+    staging, activation = app.requests
+    assert (staging.method, staging.url.path) == ("POST", "/v1/weights/v7")
+    assert json.loads(staging.content) == {
+        "path": str(path),
+        "fingerprint": fingerprint(path),
+        "sequence": 7,
+    }
+    assert activation.url.path == "/v1/weights/v7/activate"
+
+
+def test_publish_uploads_other_files_and_activates(connect: Connect, tmp_path: Path) -> None:
+    app = App(refusing("path_refused", 422), answering(VERSION), answering(ACTIVATION))
     path = single(tmp_path / "model.safetensors")
     client = connect(app)
     assert client.publish_weights("v7", path, sequence=7, mode="recompute") == ACTIVATION
-    upload, activation = app.requests
+    _, upload, activation = app.requests
     check_streamed(upload, "/v1/weights/v7?sequence=7", path.read_bytes())
     assert json.loads(activation.content) == {"mode": "recompute", "allow_rollback": False}
 

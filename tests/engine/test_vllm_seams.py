@@ -235,4 +235,5 @@ def test_start_checks_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     with pytest.raises(StartFailed, match="far enough"):
         starting._start(Path("model"), SpeculationSettings())
+    starting._shut_down(None)
     assert checked == [vllm_version]

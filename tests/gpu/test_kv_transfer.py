@@ -208,7 +208,7 @@ def _open_and_sum(description: dict[str, Any], answers: Any) -> None:
 def test_gpu_memory_is_opened_by_another_process() -> None:
     from engine.kv_transfer.worker.gpu_arena import GpuArena
 
-    arena = GpuArena(2**21 + 512, torch.device("cuda", 0), range(8), nixl=False)
+    arena = GpuArena(2**21 + 512, torch.device("cuda", 0), range(8))
     arena.part(0, 2**21 + 512).zero_()
     arena.part(2**20, 100).fill_(3)
     torch.cuda.synchronize()
@@ -232,7 +232,7 @@ def test_export_that_stays_on_the_gpu_equals_its_copy(tmp_path: Path) -> None:
     form = replace(USUAL, layers=("a", "b"), num_kv_heads=HEADS, head_dim=SIZE)
     num_tokens, on_device = 2 * BLOCK + 9, caches()
     num_bytes = form.num_bytes(num_tokens)
-    arena = GpuArena(4 * num_bytes, on_device[0].device, range(HEADS), nixl=False)
+    arena = GpuArena(4 * num_bytes, on_device[0].device, range(HEADS))
     path = Path("/dev/shm") / f"coppice-kv-test-{tmp_path.name}"
     path.write_bytes(bytes(2**20))
     arenas, failures = Arenas(form, CudaHostMemory(on_device[0].device)), list[Failure | None]()

@@ -19,7 +19,6 @@ from tests.adapters import adapter_config, saved_adapter, tensors_file
 from tests.cluster import fleet
 from tests.fake_engine import FakeEngine
 from tests.service.test_rollouts import body, group, running_samples
-from tests.service.test_weight_faults import local_directory
 from tests.service.test_weights import digest_of
 from tests.serving import Served, serving
 
@@ -214,8 +213,7 @@ async def test_upload_is_equivalent_to_a_directory(tmp_path: Path) -> None:
         for nothing in (b"", b"\xff" * 16, tensors_file()):
             refused = await put("/v1/adapters/policy/2", content=nothing)
             assert refusal(refused) == (422, "weights_refused")
-        local = local_directory(served)
-        assert {path for path in home.parent.iterdir() if path.is_dir()} == {home, local}
+        assert {path for path in home.parent.iterdir() if path.is_dir()} == {home}
 
 
 async def test_refused_adapter_leaves_nothing(tmp_path: Path) -> None:
@@ -229,8 +227,7 @@ async def test_refused_adapter_leaves_nothing(tmp_path: Path) -> None:
         assert refusal(failed) == (500, "activation_failed")
         assert await listed(served) == []
         home = served.server.checkpoints.make_temp_dir(".seen-")
-        local = local_directory(served)
-        assert {path for path in home.parent.iterdir() if path.is_dir()} == {home, local}
+        assert {path for path in home.parent.iterdir() if path.is_dir()} == {home}
         value = served.server.metrics.registry.get_sample_value
         for outcome in ("refused", "failed"):
             assert value("coppice_adapter_loads_total", {"outcome": outcome}) == 1

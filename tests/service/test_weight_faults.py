@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 
-from coppice import AsyncRollouts, ServerFailed, VersionConflict
+from coppice import AsyncRollouts, VersionConflict
 from engine.weights.magnitudes import UNKNOWN, Magnitudes
 from service.weights.checkpoint_store import WRITE_BYTES
 from tests.fake_engine import FakeEngine
@@ -34,12 +34,6 @@ def leftovers(served: Served) -> list[Path]:
     return list(served.server.checkpoints.folder("x").parent.glob(".incoming-*"))
 
 
-def local_directory(served: Served) -> Path:
-    directory = served.server.checkpoints.local_directory
-    assert directory is not None, "the file system has leases"
-    return Path(directory.path)
-
-
 async def versions(served: Served) -> list[str]:
     listed = (await served.http.get("/v1/weights")).json()["versions"]
     return [version["version"] for version in listed]
@@ -53,17 +47,6 @@ async def test_upload_to_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
         assert not leftovers(served)
         assert await versions(served) == ["v0"]
         assert (await served.http.put("/v1/weights/v1", content=CONTENT)).status_code == 201
-
-
-async def test_publisher_whose_hand_over_fails_leaves_nothing(tmp_path: Path) -> None:
-    async with serving(FakeEngine(), tmp_path) as served, AsyncRollouts(served.url) as client:
-        state = {"w": np.zeros(3 * WRITE_BYTES // 8)}
-        local = local_directory(served)
-        with file_size_limit(WRITE_BYTES), pytest.raises(ServerFailed):
-            await client.upload_weights("v1", state)
-        assert not leftovers(served)
-        assert not list(local.glob("*.safetensors"))
-        assert (await client.upload_weights("v1", state)).state == "staged"
 
 
 async def test_client_that_ends_during_an_upload_leaves_nothing(tmp_path: Path) -> None:
@@ -107,13 +90,10 @@ async def test_failed_check_leaves_nothing(tmp_path: Path) -> None:
 
     async with serving(FailingCheck(), tmp_path) as served:
         stager = served.server.stager
-        (local_directory(served) / "a.safetensors").write_bytes(b"w")
-        with pytest.raises(OSError, match="disk"):
-            await stager.stage_local("v1", "a.safetensors", sequence=None, max_bytes=1)
         with pytest.raises(OSError, match="disk"):
             await stager.upload(
-                *("v2", "model.safetensors", chunks()), sequence=None, digest=None, sharded=False
+                *("v1", "model.safetensors", chunks()), sequence=None, digest=None, sharded=False
             )
-        assert not any(served.server.checkpoints.folder(label).exists() for label in ("v1", "v2"))
+        assert not served.server.checkpoints.folder("v1").exists()
         assert not leftovers(served)
         assert await versions(served) == ["v0"]

@@ -3,7 +3,6 @@
 import logging
 import tempfile
 from collections.abc import Mapping
-from contextlib import closing
 from os import PathLike, fspath
 from pathlib import Path
 from urllib.parse import quote
@@ -12,36 +11,30 @@ from pydantic import TypeAdapter
 
 from coppice.errors import (
     BaseUnavailable,
-    TimedOut,
-    TransportError,
-    VersionConflict,
     WeightsRefused,
 )
 from coppice.operations.weight_streams import WeightUploads
 from coppice.transport.messages import (
     HttpRequest,
-    file_chunks,
     file_request,
     json_request,
 )
 from coppice.transport.retry import RequestSender
 from coppice.weights.delta_writer import BaseFile
 from coppice.weights.image import (
-    SafetensorsImage,
     one_file,
     tensors_of_source,
 )
-from coppice.weights.local_upload import LocalFile, is_shared
 from coppice.weights.safetensors_index import checkpoint_files
 from coppice.weights.safetensors_writer import StateDict, sha256_of
 from coppice.weights.shards import file_of, shards_of
+from coppice.weights.shared_files import fingerprint
 from coppice.wire.base import Label
 from coppice.wire.kv_versions import ActivationKv
 from coppice.wire.weights import (
     ActivateRequest,
     ActivationAnswer,
     ActivationMode,
-    LocalDirectory,
     StageRequest,
     VersionAnswer,
     VersionsAnswer,
@@ -61,8 +54,6 @@ class WeightsOperations:
 
     _sender: RequestSender
     _base_file: BaseFile | None = None
-    _is_loopback: bool = False
-    _local_directory: LocalDirectory | None = None
 
     async def upload_weights(
         self,
@@ -77,8 +68,7 @@ class WeightsOperations:
         """Uploads weights: a state dict, a .safetensors file or a checkpoint directory.
 
         A state dict is sent from the memory of its tensors, one tensor at a time, and must not
-        change meanwhile. To a server on the same host, one file is handed over in a directory that
-        both see.
+        change meanwhile.
 
         With `delta` the weights are written to a temporary file, which is kept until the next
         upload or until the client is closed. The next upload then sends only the changes,
@@ -92,10 +82,6 @@ class WeightsOperations:
         if delta:
             return await self._upload_changes(version, source, sequence, timeout)
         address, image = address_of(version), one_file(source)
-        if image is not None and self._is_loopback:
-            answer = await self._hand_over(address, image, sequence, timeout)
-            if answer is not None:
-                return answer
         uploads = WeightUploads(self._sender, address, sequence, timeout)
         if streams > 1:
             return await uploads.upload_all(shards_of(tensors_of_source(source), streams))
@@ -118,8 +104,7 @@ class WeightsOperations:
         VersionConflict.
         """
         request = StageRequest(path=fspath(path), sequence=sequence)
-        call = json_request("POST", address_of(version), request, read_timeout=timeout)
-        return (await self._sender.send(call)).read(VersionAnswer)
+        return await self._stage(version, request, timeout)
 
     async def activate_weights(
         self,
@@ -161,10 +146,20 @@ class WeightsOperations:
         streams: int = 1,
         timeout: float | None = None,
     ) -> ActivationAnswer:
-        """Uploads and activates weights: calls upload_weights, then activate_weights."""
-        await self.upload_weights(
-            version, source, sequence=sequence, delta=delta, streams=streams, timeout=timeout
-        )
+        """Publishes and activates weights.
+
+        A file or directory that the server sees, too, in one of its configured directories, is read
+        from there. It must not change while the server has the version. Other weights are uploaded,
+        and so are those with `delta` or several `streams`. The client logs which way it took.
+        """
+        _check_streams(streams, delta)
+        is_shared = not (
+            isinstance(source, Mapping) or delta or streams > 1
+        ) and await self._stage_if_shared(version, Path(source), sequence, timeout)
+        if not is_shared:
+            await self.upload_weights(
+                version, source, sequence=sequence, delta=delta, streams=streams, timeout=timeout
+            )
         return await self.activate_weights(
             version, mode=mode, kv=kv, allow_rollback=allow_rollback, timeout=timeout
         )
@@ -178,52 +173,27 @@ class WeightsOperations:
         reply = await self._sender.send(HttpRequest(method="DELETE", path=address_of(version)))
         reply.check()
 
-    async def _hand_over(
-        self,
-        address: str,
-        image: SafetensorsImage | Path,
-        sequence: int | None,
-        timeout: float | None,
-    ) -> VersionAnswer | None:
-        """Hands weights over in the server's local directory; returns None if it has none here.
-
-        Also None if the server does not take the file: it may be another replica, or the answer to
-        an earlier attempt was lost. An upload then has the right outcome. After a refusal of the
-        file, later weights are uploaded at once.
-        """
-        if self._local_directory is None:
-            listed = (await self.weights()).local_directory
-            self._is_loopback = listed is not None and is_shared(listed)
-            self._local_directory = listed
-        if not self._is_loopback or self._local_directory is None:
-            return None
-        try:
-            return await self._stage_local(address, image, self._local_directory, sequence, timeout)
-        except TimedOut:
-            raise
-        except (WeightsRefused, VersionConflict, TransportError, OSError) as error:
-            if isinstance(error, WeightsRefused):
-                if error.code != "path_refused":
-                    raise
-                self._is_loopback = False  # the next file would be written for nothing, too
-            log.info("the weights are uploaded, because they were not handed over: %s", error)
-            self._local_directory = None
-            return None
-
-    async def _stage_local(
-        self,
-        address: str,
-        image: SafetensorsImage | Path,
-        directory: LocalDirectory,
-        sequence: int | None,
-        timeout: float | None,
+    async def _stage(
+        self, version: str, request: StageRequest, timeout: float | None
     ) -> VersionAnswer:
-        with closing(LocalFile(directory)) as file:
-            chunks = file_chunks(image) if isinstance(image, Path) else image.chunks()
-            await self._sender.driver.run_steps(file.write(chunks))
-            request = StageRequest(local_file=file.name, sequence=sequence)
-            call = json_request("POST", address, request, read_timeout=timeout)
-            return (await self._sender.send(call)).read(VersionAnswer)
+        call = json_request("POST", address_of(version), request, read_timeout=timeout)
+        return (await self._sender.send(call)).read(VersionAnswer)
+
+    async def _stage_if_shared(
+        self, version: str, source: Path, sequence: int | None, timeout: float | None
+    ) -> bool:
+        """Stages files by their path; returns False if the server does not see them there."""
+        path = source.resolve()
+        request = StageRequest(path=str(path), fingerprint=fingerprint(path), sequence=sequence)
+        try:
+            await self._stage(version, request, timeout)
+        except WeightsRefused as error:
+            if error.code != "path_refused":
+                raise
+            log.info("the weights of %s are uploaded: %s", version, error)
+            return False
+        log.info("the server reads the weights of %s from %s", version, path)
+        return True
 
     async def _upload_changes(
         self,

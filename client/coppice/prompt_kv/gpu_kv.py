@@ -1,13 +1,12 @@
 """Prompt KV on a trainer's GPU, copied from the GPU memory of a server's workers.
 
-A process on the server's host opens that memory by CUDA IPC, others read it by NIXL over RDMA. The
-server neither sees such a read nor waits for it. So the lease is renewed first, and a copy that
-ends after the lease is discarded. There is no checksum.
+A process on the server's host opens that memory by CUDA IPC. The server neither sees such a read
+nor waits for it. So the lease is renewed first, and a copy that ends after the lease is discarded.
+There is no checksum.
 """
 
 import base64
 import binascii
-import secrets
 import threading
 import time
 from importlib import import_module
@@ -15,18 +14,16 @@ from typing import Any
 
 from coppice.errors import BadAnswer, CoppiceError, KvLost
 from coppice.prompt_kv.host import read_boot_id
-from coppice.prompt_kv.nixl import Agent, installed
 from coppice.prompt_kv.server_kv_source import KvSource, LeasedKv
-from coppice.wire.kv import KvGpu, KvGpuAgent, KvGpuMemory, KvHandle, KvLayout, KvLocator
+from coppice.wire.kv import KvGpu, KvGpuMemory, KvHandle, KvLayout, KvLocator
 
-GPU_TRANSPORTS = ("cuda_ipc", "nixl_gpu")
-"""In order of decreasing speed."""
+TRANSPORT = "cuda_ipc"
 
 
 class GpuKvReader:
     """Reader of the GPU memory of one server; thread-safe.
 
-    Opened memory and connected agents are kept, so that only the first read of a server is slow.
+    Opened memory is kept, so that only the first read of a server is slow.
     """
 
     def __init__(self, source: KvSource) -> None:
@@ -34,9 +31,6 @@ class GpuKvReader:
         self._lock = threading.Lock()
         self._server: KvGpu | None = None
         self._opened: dict[str, Any] = {}
-        self._agent: Agent | None = None
-        self._connected: set[str] = set()
-        self._abandoned: list[Any] = []
 
     def fetch(self, handle: KvHandle | None, *, device: Any = "cuda") -> "GpuPromptKV | None":
         """Copies the prompt KV of a handle to a GPU of this process.
@@ -44,21 +38,19 @@ class GpuKvReader:
         Returns None if the KV is not in GPU memory or cannot be read from there: then use
         `PromptKV.fetch`. The counts of the source have the reasons.
         """
-        offered = {} if handle is None else {at.transport: at for at in handle.locators}
-        for transport in GPU_TRANSPORTS:
-            if handle is None or transport not in offered:
-                continue
-            if transport == "nixl_gpu" and not installed():
-                continue
-            try:
-                return self._fetch(transport, handle, offered[transport], device)
-            except Exception as error:  # of CUDA, NIXL and HTTP, which have no common base class
-                self._source.count(f"{transport}_failed")
-                if isinstance(error, CoppiceError):
-                    self._source.count_failure(error)
+        locators = () if handle is None else handle.locators
+        at = next((at for at in locators if at.transport == TRANSPORT), None)
+        if handle is None or at is None:
+            return None
+        try:
+            return self._fetch(handle, at, device)
+        except Exception as error:  # of CUDA and HTTP, which have no common base class
+            self._source.count(f"{TRANSPORT}_failed")
+            if isinstance(error, CoppiceError):
+                self._source.count_failure(error)
         return None
 
-    def _fetch(self, transport: str, handle: KvHandle, at: KvLocator, device: Any) -> "GpuPromptKV":
+    def _fetch(self, handle: KvHandle, at: KvLocator, device: Any) -> "GpuPromptKV":
         began = time.monotonic()
         lease = self._source.renew(handle.handle, handle.lease_seconds or 1.0)
         until = began + self._source.endpoint.timeout_seconds(lease)
@@ -66,15 +58,14 @@ class GpuKvReader:
         if layout.version != handle.version:
             raise BadAnswer(f"the KV has version {layout.version}, not {handle.version}")
         out = empty_kv(layout, device)
-        read = self._read_ipc if transport == "cuda_ipc" else self._read_nixl
         assert at.offset is not None, "checked with the server's memory"
         for rank in server.ranks:
-            read(rank, server.agent, at.offset, out, until)
+            self._read(rank, server.agent, at.offset, out)
         import_module("torch").cuda.synchronize(out.device)
         if time.monotonic() > until:
             raise KvLost("the lease ended before the copy")
-        self._source.fetched(transport, handle.num_bytes, began)
-        return GpuPromptKV(handle, self._source, layout, out, transport)
+        self._source.fetched(TRANSPORT, handle.num_bytes, began)
+        return GpuPromptKV(handle, self._source, layout, out)
 
     def _server_of(self, handle: KvHandle, at: KvLocator) -> KvGpu:
         """The server's GPU memory, requested once until the server restarts."""
@@ -89,9 +80,7 @@ class GpuKvReader:
                 raise BadAnswer("the server's GPU memory is not that of the locator")
             return self._server
 
-    def _read_ipc(
-        self, rank: KvGpuMemory, server: str, offset: int, out: Any, until: float
-    ) -> None:
+    def _read(self, rank: KvGpuMemory, server: str, offset: int, out: Any) -> None:
         """Copy a rank's heads from memory that is opened by CUDA IPC."""
         with self._lock:
             key = f"{server}/{rank.gpu}/{rank.first_head}"
@@ -101,48 +90,6 @@ class GpuKvReader:
         heads = heads_of(out, rank)
         heads.copy_(typed(part_of(memory, offset, heads.nbytes), heads), non_blocking=True)
 
-    def _read_nixl(
-        self, rank: KvGpuMemory, server: str, offset: int, out: Any, until: float
-    ) -> None:
-        """Read a rank's heads by NIXL into GPU memory of their own, and copy them."""
-        torch, heads = import_module("torch"), heads_of(out, rank)
-        if rank.nixl is None or offset + heads.nbytes > rank.num_bytes:
-            raise BadAnswer("the server offers no such read of its GPU memory")
-        gpu = out.device.index or 0
-        buffer = torch.empty(heads.nbytes, dtype=torch.uint8, device=out.device)
-        torch.cuda.synchronize(out.device)  # the buffer's earlier use must have ended
-        try:
-            agent = self._connect(rank.nixl)
-            registered = agent.register(buffer.data_ptr(), heads.nbytes, gpu=gpu)
-            agent.read(
-                rank.nixl.agent,
-                rank.nixl.address + offset,
-                buffer.data_ptr(),
-                heads.nbytes,
-                until,
-                source_gpu=rank.nixl.device,
-                target_gpu=gpu,
-            )
-            agent.unregister(registered)
-        except BaseException:
-            self._abandoned.append(buffer)  # late bytes may still arrive there
-            raise
-        heads.copy_(typed(buffer, heads))
-
-    def _connect(self, owner: KvGpuAgent) -> Agent:
-        with self._lock:
-            if self._agent is None:
-                self._agent = Agent(f"reader-{secrets.token_hex(8)}", is_owner=False)
-            if owner.agent not in self._connected:
-                try:
-                    metadata = base64.b64decode(owner.metadata, validate=True)
-                except binascii.Error as error:
-                    raise BadAnswer("the agent's metadata is not base64") from error
-                if self._agent.connect(metadata) != owner.agent:
-                    raise BadAnswer(f"the server's agent is not {owner.agent}")
-                self._connected.add(owner.agent)
-            return self._agent
-
 
 class GpuPromptKV(LeasedKv):
     """Prompt KV on a GPU: keys and values [kv_heads, tokens, head_dim] of every layer.
@@ -151,12 +98,9 @@ class GpuPromptKV(LeasedKv):
     exit.
     """
 
-    def __init__(
-        self, handle: KvHandle, source: KvSource, layout: KvLayout, kv: Any, transport: str
-    ) -> None:
+    def __init__(self, handle: KvHandle, source: KvSource, layout: KvLayout, kv: Any) -> None:
         super().__init__(handle, source)
         self.layout = layout
-        self.transport = transport
         self._kv = kv
 
     def tensors(self) -> dict[str, Any]:
@@ -205,8 +149,6 @@ def open_ipc(rank: KvGpuMemory) -> Any:
     It is opened on this process's device with the same UUID, which need not have the same index.
     """
     torch = import_module("torch")
-    if rank.ipc is None:
-        raise KvLost("the server is on another host")
     ipc, size = rank.ipc, (rank.ipc.num_bytes,)
     reductions: Any = import_module("torch.multiprocessing.reductions")
     try:

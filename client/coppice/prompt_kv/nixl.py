@@ -58,10 +58,9 @@ class Agent:
         metadata: bytes = self._agent.getLocalMD()
         return metadata
 
-    def register(self, address: int, num_bytes: int, *, gpu: int | None = None) -> Any:
-        """Registers host memory, or memory of the GPU with the CUDA index `gpu`."""
-        memory = self._nixl.nixlRegDList(self._segment(gpu))
-        memory.addDesc((address, num_bytes, gpu or 0, b""))
+    def register(self, address: int, num_bytes: int) -> Any:
+        memory = self._nixl.nixlRegDList(self._nixl.DRAM_SEG)
+        memory.addDesc((address, num_bytes, 0, b""))
         self._agent.registerMem(memory, [self._ucx])
         return memory
 
@@ -72,23 +71,12 @@ class Agent:
         name = self._agent.loadRemoteMD(metadata)
         return name.decode() if isinstance(name, bytes) else str(name)
 
-    def read(
-        self,
-        owner: str,
-        source: int,
-        target: int,
-        num_bytes: int,
-        until: float,
-        *,
-        source_gpu: int | None = None,
-        target_gpu: int | None = None,
-    ) -> None:
+    def read(self, owner: str, source: int, target: int, num_bytes: int, until: float) -> None:
         """Reads a peer's memory into registered memory; gives up at the monotonic time `until`.
 
         After an exception late bytes may still arrive at `target`.
         """
-        local = self._part(target, num_bytes, target_gpu)
-        remote = self._part(source, num_bytes, source_gpu)
+        local, remote = self._part(target, num_bytes), self._part(source, num_bytes)
         request = self._agent.createXferReq(
             self._nixl.NIXL_READ, local, remote, owner, b"", [self._ucx]
         )
@@ -102,13 +90,10 @@ class Agent:
         if state != self._nixl.NIXL_SUCCESS:
             raise KvLost(f"the one-sided read failed: {state}")
 
-    def _part(self, address: int, num_bytes: int, gpu: int | None) -> Any:
-        part = self._nixl.nixlXferDList(self._segment(gpu))
-        part.addDesc((address, num_bytes, gpu or 0))
+    def _part(self, address: int, num_bytes: int) -> Any:
+        part = self._nixl.nixlXferDList(self._nixl.DRAM_SEG)
+        part.addDesc((address, num_bytes, 0))
         return part
-
-    def _segment(self, gpu: int | None) -> Any:
-        return self._nixl.DRAM_SEG if gpu is None else self._nixl.VRAM_SEG
 
 
 def _bindings() -> ModuleType:

@@ -56,8 +56,8 @@ class KvLocator(AnswerModel):
     """One way to read the data of a prompt-KV handle; newer servers may offer others.
 
     `http`: at `url`. `shm`: at `offset` of the file `path`, which a process of the server's user on
-    the same host can map. `nixl`: at `offset` of the memory of `agent`, see KvAgent. `cuda_ipc` and
-    `nixl_gpu`: at `offset` of every GPU memory of `agent`, see KvGpu.
+    the same host can map. `nixl`: at `offset` of the memory of `agent`, see KvAgent. `cuda_ipc`: at
+    `offset` of every GPU memory of `agent`, see KvGpu.
     """
 
     transport: str
@@ -94,26 +94,18 @@ class KvGpuIpc(AnswerModel):
     event_sync_required: bool
 
 
-class KvGpuAgent(KvAgent):
-    """NIXL agent that serves reads of GPU memory; `device` is the index of the GPU there."""
-
-    device: int
-
-
 class KvGpuMemory(AnswerModel):
     """GPU memory of one of the server's ranks, with the KV heads [first_head, + num_heads).
 
     A part of it has these heads of a prompt, [num_layers, 2, num_heads, num_tokens, head_dim] with
-    keys before values, contiguous. `gpu` is the UUID of the GPU. `ipc` is given to callers on the
-    same host, and `nixl` if the server offers it.
+    keys before values, contiguous. `gpu` is the UUID of the GPU.
     """
 
     gpu: str
     num_bytes: int
     first_head: int
     num_heads: int
-    ipc: KvGpuIpc | None = None
-    nixl: KvGpuAgent | None = None
+    ipc: KvGpuIpc
 
 
 class KvGpu(AnswerModel):

@@ -4,9 +4,9 @@ Weights versions are staged by upload or by path, then activated. Adapters are l
 uploaded, then used by rollouts.
 """
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from coppice.wire.base import AnswerModel, JsonInteger, Label, RequestModel
 from coppice.wire.kv_versions import ActivationKv
@@ -20,19 +20,13 @@ TrainingState = Literal["off", "running", "paused", "failed"]
 class StageRequest(RequestModel):
     """Body of a request to stage weights that are on the server's host.
 
-    `path` is in one of the server's configured directories. `local_file` is the name of a file in
-    its `local_directory`, which the server moves away. Exactly one of them is given.
+    `path` is in one of the server's configured directories. With a `fingerprint`, see
+    `coppice.weights.shared_files`, it is refused unless the server sees the same files there.
     """
 
-    path: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
-    local_file: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}\.safetensors$")] | None = None
+    path: Annotated[str, Field(min_length=1, max_length=4096)]
+    fingerprint: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
     sequence: Sequence | None = None
-
-    @model_validator(mode="after")
-    def _has_one_source(self) -> Self:
-        if (self.path is None) == (self.local_file is None):
-            raise ValueError("exactly one of path and local_file is required")
-        return self
 
 
 class ActivateRequest(RequestModel):
@@ -116,16 +110,6 @@ class ReplicaWeights(AnswerModel):
     error: str | None = None
 
 
-class LocalDirectory(AnswerModel):
-    """Directory of the server for files of publishers on its host.
-
-    The file `.token` in it contains the token. A client that reads it there shares the directory.
-    """
-
-    path: str
-    token: str
-
-
 class VersionsAnswer(AnswerModel):
     """Weights versions on this server, the active one, and `target_version` of the cluster."""
 
@@ -133,7 +117,6 @@ class VersionsAnswer(AnswerModel):
     versions: list[VersionAnswer]
     target_version: str | None = None
     replicas: list[ReplicaWeights] = []
-    local_directory: LocalDirectory | None = None
 
 
 class LoadAdapterRequest(RequestModel):

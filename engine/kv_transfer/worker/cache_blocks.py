@@ -59,9 +59,6 @@ class CopyTarget(Protocol):
 class BlockReader(Protocol):
     def copy(self, block_ids: Sequence[int], target: CopyTarget, on_done: OnDone) -> None: ...
 
-    def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Result of a function, called after all earlier copies by the thread that writes."""
-
     def flush(self) -> None:
         """Wait until `on_done` of every earlier `copy` has been called."""
 
@@ -75,9 +72,6 @@ class PackedBlockReader:
     def copy(self, block_ids: Sequence[int], target: CopyTarget, on_done: OnDone) -> None:
         unpack(self._caches, block_ids, self._order, target.open())
         on_done(None)
-
-    def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        return function(*args, **kwargs)
 
     def flush(self) -> None:
         """No-op: copies are synchronous."""

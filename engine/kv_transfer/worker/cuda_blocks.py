@@ -6,7 +6,7 @@ the driver does not register the arena, parts are copied to pinned memory first.
 the blocks allocated until then (see HeldBlocks).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, ParamSpec, TypeVar
 
 import torch
@@ -82,10 +82,6 @@ class CudaBlockReader:
             on_done(result if isinstance(result, Failure) else None)
 
         self._thread.submit(work)
-
-    def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Result of a function that the copy thread calls after all earlier transfers."""
-        return self._thread.call(function, *args, **kwargs)
 
     def flush(self) -> None:
         self._thread.flush()

@@ -8,7 +8,6 @@ exports in this process.
 import functools
 import logging
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,12 +53,10 @@ class ExportWriter:
         """Register the KV caches [B, H, N, 2 * D], one per layer, in any memory order."""
         self._caches = [caches[name] for name in self._layout.layers]
 
-    def prepare(
-        self, attention_layers: Mapping[str, Any], *, gpu_bytes: int = 0, nixl: bool = False
-    ) -> None:
+    def prepare(self, attention_layers: Mapping[str, Any], *, gpu_bytes: int = 0) -> None:
         """Create the block reader, once vLLM has chosen its attention kernels.
 
-        `gpu_bytes` is the size of the GPU memory in which KV can stay, which `nixl` serves.
+        `gpu_bytes` is the size of the GPU memory in which KV can stay.
         """
         if self._reader is not None:
             return
@@ -67,16 +64,11 @@ class ExportWriter:
             order = packed_order(self._caches, self._layout, attention_layers)
             self._reader = PackedBlockReader(self._caches, order)
         else:
-            self._prepare_gpu(gpu_bytes, nixl=nixl)
+            self._prepare_gpu(gpu_bytes)
 
     def flush(self) -> None:
         if self._reader is not None:
             self._reader.flush()
-
-    def release_pages(self, arena: Path, page_epoch: int) -> None:
-        """Unregister an arena, of which pages were released, from the driver of a GPU."""
-        if self._reader is not None:
-            self._reader.call(self._arenas.start_epoch, arena, page_epoch)
 
     def close(self) -> None:
         self.flush()
@@ -109,12 +101,12 @@ class ExportWriter:
     def _on_copied(self, job: ExportJob, failure: Failure | None) -> None:
         attempt(self._write_status, job, ExportStatus.FAILED if failure else ExportStatus.COMMITTED)
 
-    def _prepare_gpu(self, gpu_bytes: int, *, nixl: bool) -> None:
+    def _prepare_gpu(self, gpu_bytes: int) -> None:
         from engine.kv_transfer.worker import cuda_blocks, cuda_host_memory  # needs Triton
 
         device = self._caches[0].device
         if gpu_bytes and self._heads:
-            arena = attempt(GpuArena, gpu_bytes, device, self._heads, nixl=nixl)
+            arena = attempt(GpuArena, gpu_bytes, device, self._heads)
             if isinstance(arena, Failure):
                 self.gpu_arena_failure = arena.message
             else:

@@ -1,35 +1,28 @@
 """GPU memory of a rank in which exported KV stays until its leases end, for readers without a copy.
 
-Processes on the same host open it by CUDA IPC, others read it by NIXL over RDMA. The service
-allocates parts of it; offsets are the same on every rank. A part has the rank's heads of a prompt,
-[L, 2, H, T, D], contiguous.
+Processes on the same host open it by CUDA IPC. The service allocates parts of it; offsets are the
+same on every rank. A part has the rank's heads of a prompt, [L, 2, H, T, D], contiguous.
 """
 
 import base64
-import secrets
 from typing import Any
 
 import torch
 from torch.multiprocessing import reductions
 
-from engine.kv_types import GpuAgent, GpuIpc, GpuMemory
-from engine.runtime.feature_guard import Failure, attempt
+from engine.kv_types import GpuIpc, GpuMemory
 
 
 class GpuArena:
-    """GPU memory for exported KV. With `nixl`, an agent in this process serves reads over RDMA.
+    """GPU memory for exported KV.
 
     It is allocated once, and other processes may have it mapped at any time, so it is never freed.
-    If the agent cannot run, which is logged, the memory can be read by CUDA IPC only.
     """
 
-    def __init__(self, num_bytes: int, device: torch.device, heads: range, *, nixl: bool) -> None:
+    def __init__(self, num_bytes: int, device: torch.device, heads: range) -> None:
         self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         self._heads = heads
         self._ipc = ipc_of(self._memory)
-        self._agent: Any = None
-        served = attempt(self._serve) if nixl else None
-        self._nixl = None if isinstance(served, Failure) else served
 
     def part(self, offset: int, num_bytes: int) -> torch.Tensor:
         """Bytes of a part. Raises ValueError if it exceeds the memory."""
@@ -46,20 +39,7 @@ class GpuArena:
             first_head=self._heads.start,
             num_heads=len(self._heads),
             ipc=self._ipc,
-            nixl=self._nixl,
         )
-
-    def _serve(self) -> GpuAgent:
-        from coppice.prompt_kv.nixl import Agent, installed  # imports the client
-
-        if not installed():
-            raise RuntimeError("NIXL is not installed: pip install 'coppice-rl[nixl]'")
-        name, device = f"coppice-{secrets.token_hex(8)}", self._memory.device.index or 0
-        self._agent = Agent(name, is_owner=True)
-        address = self._memory.data_ptr()
-        self._agent.register(address, self._memory.numel(), gpu=device)
-        metadata = base64.b64encode(self._agent.metadata).decode()
-        return GpuAgent(agent=name, address=address, device=device, metadata=metadata)
 
 
 def ipc_of(memory: torch.Tensor) -> GpuIpc:

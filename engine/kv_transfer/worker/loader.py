@@ -12,7 +12,6 @@ this process.
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -187,10 +186,6 @@ class Loader:
         """Wait until all spans have been read, after which their slots may be reused."""
         if self._writer is not None:
             self._writer.flush()
-
-    def release_pages(self, arena: Path, page_epoch: int) -> None:
-        """Unregister an arena, of which pages were released, from the driver of a GPU."""
-        self._arenas.start_epoch(arena, page_epoch)
 
     def close(self) -> None:
         self.flush()

@@ -5,9 +5,8 @@ catches and which ends every sample. So before every copy the file's size is che
 are allocated.
 
 A worker with a GPU registers the arena with the driver, so that the GPU writes and reads it
-directly. It registers a chunk at a time, when a slot in it is first used. The service may release
-pages of unused slots: it increments the arena's page epoch, and the worker unregisters everything
-before it uses a slot of a later epoch. Exports and loads have a mapping each.
+directly. It registers a chunk at a time, when a slot in it is first used. Exports and loads have a
+mapping each.
 
 Dimensions of exported KV: L layers, 2 for keys and values, H heads, T tokens, D head_dim.
 """
@@ -24,10 +23,12 @@ from typing import Final, Protocol
 import torch
 
 from engine.kv_transfer.cache_layout import CacheLayout
-from engine.kv_types import ARENA_CHUNK_BYTES, ExportSlot, ExportStatus
+from engine.kv_types import ExportSlot, ExportStatus
 
 ALIGNMENT: Final = 64
 STATUS_BYTES: Final = 8
+ARENA_CHUNK_BYTES: Final = 2**25
+"""Unit in which an arena is registered with a GPU's driver."""
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,6 @@ class MappedArena:
     def __init__(self, path: Path, registry: HostMemoryRegistry | None = None) -> None:
         self._registry = registry
         self._registered: dict[int, int] = {}
-        self._epoch = 0
         try:
             self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError as error:
@@ -99,12 +99,6 @@ class MappedArena:
         """True if the memory is registered, which this call does if possible."""
         chunks = range(offset // ARENA_CHUNK_BYTES, -(-(offset + num_bytes) // ARENA_CHUNK_BYTES))
         return all(self._register(chunk) for chunk in chunks)
-
-    def start_epoch(self, epoch: int) -> None:
-        """Unregister everything if pages were released since an earlier epoch."""
-        if epoch > self._epoch:
-            self._epoch = epoch
-            self._unregister()
 
     def write_status(self, offset: int, status: ExportStatus) -> None:
         """Write an export's status by a system call, which may fail but cannot crash the process.
@@ -176,7 +170,6 @@ class Arenas:
     def kv(self, slot: ExportSlot) -> torch.Tensor:
         """View of a slot's KV in the arena, [L, 2, H, T, D], with the heads of all ranks."""
         layout, arena = self._layout, self._arena(slot.arena)
-        arena.start_epoch(slot.page_epoch)
         region = arena.region(slot.offset, layout.num_bytes(slot.num_tokens))
         shape = (len(layout.layers), 2, layout.num_kv_heads, slot.num_tokens, layout.head_dim)
         return region.view(layout.dtype).view(shape)
@@ -189,11 +182,6 @@ class Arenas:
         """True if a GPU can read a slot's memory directly; see MappedArena."""
         num_bytes = self._layout.num_bytes(slot.num_tokens)
         return self._arena(slot.arena).is_registered(slot.offset, num_bytes)
-
-    def start_epoch(self, path: Path, epoch: int) -> None:
-        """Unregister an arena whose pages were released; nothing if it is not mapped."""
-        if path in self._arenas:
-            self._arenas[path].start_epoch(epoch)
 
     def write_status(self, slot: ExportSlot, rank: int, status: ExportStatus) -> None:
         self._arena(slot.arena).write_status(slot.status_offset + STATUS_BYTES * rank, status)

@@ -17,7 +17,7 @@ from engine.kv_transfer.jobs import ExportJob, PromptExport
 from engine.kv_transfer.worker.export_writer import EXPORT_FEATURE, ExportWriter
 from engine.kv_transfer.worker.gpu_arena import GpuArena
 from engine.kv_types import ExportStatus
-from engine.runtime.feature_guard import Failure, Feature, attempt
+from engine.runtime.feature_guard import Feature, attempt
 
 
 class PromptStatuses:
@@ -88,13 +88,11 @@ class PromptWriter:
         for writer in self.writers:
             writer.register(caches)
 
-    def prepare(
-        self, attention_layers: Mapping[str, Any], *, gpu_bytes: int = 0, nixl: bool = False
-    ) -> None:
+    def prepare(self, attention_layers: Mapping[str, Any], *, gpu_bytes: int = 0) -> None:
         """Create the block readers; see ExportWriter. Only plain KV can stay in GPU memory."""
         is_plain = len(self._layouts) == 1 and self._layouts[0].window is None
         for writer in self.writers:
-            writer.prepare(attention_layers, gpu_bytes=gpu_bytes if is_plain else 0, nixl=nixl)
+            writer.prepare(attention_layers, gpu_bytes=gpu_bytes if is_plain else 0)
         self.gpu_arena = self.writers[0].gpu_arena
         self.gpu_arena_failure = self.writers[0].gpu_arena_failure
         if gpu_bytes and not is_plain:
@@ -132,12 +130,6 @@ class PromptWriter:
     def flush(self) -> None:
         for writer in self.writers:
             writer.flush()
-
-    def release_pages(self, arena: Path, page_epoch: int) -> None:
-        released = [attempt(w.release_pages, arena, page_epoch) for w in self.writers]
-        for failure in released:
-            if isinstance(failure, Failure):
-                raise RuntimeError(failure.message)
 
     def close(self) -> None:
         for writer in self.writers:

@@ -7,7 +7,6 @@ If they differ, or if layers have different embeddings, keys cannot be shifted.
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, Final, TypedDict
 
 import torch
@@ -40,9 +39,7 @@ class KvExportInfo(TypedDict):
     gpu_failure: str | None
 
 
-def prepare(
-    vllm_config: Any, model: Any, *, gpu_bytes: int = 0, nixl: bool = False
-) -> KvExportInfo:
+def prepare(vllm_config: Any, model: Any, *, gpu_bytes: int = 0) -> KvExportInfo:
     """Prepare exports and loads of prompt KV on this rank.
 
     Raises UnsupportedCache, or whatever prevents this rank from determining its cache's packing.
@@ -53,7 +50,7 @@ def prepare(
     assert connector.writer is not None, "this is a worker"
     layouts, writer = connector.layouts, connector.writer
     attention_layers = vllm_config.compilation_config.static_forward_context
-    writer.prepare(attention_layers, gpu_bytes=gpu_bytes, nixl=nixl)
+    writer.prepare(attention_layers, gpu_bytes=gpu_bytes)
     return KvExportInfo(
         layers=[asdict(layer) for layer in layer_formats(layouts)],
         dtype=str(layouts[0].dtype).removeprefix("torch."),
@@ -107,14 +104,6 @@ def flush() -> None:
         connector.writer.flush()
     if connector.loader is not None:
         connector.loader.flush()
-
-
-def release_pages(arena: Path, page_epoch: int) -> None:
-    connector = _connector()
-    if connector.loader is not None:
-        connector.loader.release_pages(arena, page_epoch)
-    if connector.writer is not None:
-        connector.writer.release_pages(arena, page_epoch)
 
 
 def _connector() -> PromptKvConnector:

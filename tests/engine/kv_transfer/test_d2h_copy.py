@@ -125,15 +125,13 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_cuda.install(monkeypatch)
 
 
-def slot_of(tmp_path: Path, *, at: int = 0, epoch: int = 0) -> ExportSlot:
+def slot_of(tmp_path: Path, *, at: int = 0) -> ExportSlot:
     path = tmp_path / "arena"
     if not path.exists():
         path.touch()
         with path.open("r+b") as file:
             file.truncate(2**16)
-    return ExportSlot(
-        arena=path, offset=at + 64, status_offset=at, num_tokens=TOKENS, page_epoch=epoch
-    )
+    return ExportSlot(arena=path, offset=at + 64, status_offset=at, num_tokens=TOKENS)
 
 
 def exported(reader: CudaBlockReader, target: SlotTarget) -> list[Failure | None]:
@@ -183,17 +181,12 @@ def test_transfers_do_not_cross_registered_chunks(
     assert sorted(registry.ranges) == sorted({base + 4096 * c for c in range(-(-at // 4096))})
 
 
-def test_memory_is_registered_once_until_its_pages_are_released(
-    on_cpu: None, tmp_path: Path
-) -> None:
+def test_memory_is_registered_once(on_cpu: None, tmp_path: Path) -> None:
     registry, reader = Registry(), CudaBlockReader(caches())
     arenas = Arenas(layout(), registry)
-    for epoch, num_registered in ((0, 1), (0, 1), (1, 2), (0, 2), (1, 2)):
-        slot = slot_of(tmp_path, epoch=epoch)
-        assert exported(reader, SlotTarget(arenas, slot, range(HEADS))) == [None]
-        assert registry.num_registered == num_registered
-    reader.call(arenas.start_epoch, slot.arena, 2)
-    assert not registry.ranges
+    for _ in range(2):
+        assert exported(reader, SlotTarget(arenas, slot_of(tmp_path), range(HEADS))) == [None]
+        assert registry.num_registered == 1
 
 
 def test_full_mount_is_tried_again(
@@ -258,13 +251,16 @@ def test_failed_gather_fails_alone(on_cpu: None, tmp_path: Path) -> None:
 def test_steps_do_not_wait_for_exports(on_cpu: None, tmp_path: Path) -> None:
     """However many parts there are, and whatever the copy thread does."""
     reader, over, done = CudaBlockReader(caches()), threading.Event(), list[Failure | None]()
-    waiting = threading.Thread(target=reader.call, args=(over.wait, 30))
-    waiting.start()
-    target = SlotTarget(Arenas(layout()), slot_of(tmp_path), range(HEADS))
+
+    class BlockedTarget(SlotTarget):
+        def open(self) -> torch.Tensor:
+            over.wait(30)
+            return super().open()
+
+    target = BlockedTarget(Arenas(layout()), slot_of(tmp_path), range(HEADS))
     for _ in range(20):
         reader.copy([4, 1, 3], target, done.append)
     assert not done
     over.set()
-    waiting.join(30)
     reader.flush()
     assert done == [None] * 20

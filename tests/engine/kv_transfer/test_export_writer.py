@@ -111,11 +111,3 @@ def test_failed_copy_disables_exports_and_reports_it(arena: TestArena) -> None:
     assert [arena.words(slot) for slot in slots] == [FAILED] * 2
     assert arena.untouched(slots[1])
     arena.check()
-
-
-def test_release_of_pages_is_no_error_before_an_arena_is_mapped(arena: TestArena) -> None:
-    slot, export_writer = arena.slot(NUM_TOKENS), writer(Feature("kv"))
-    export_writer.release_pages(slot.arena, 1)
-    export_writer.export(job(replace(slot, page_epoch=1), 1, 2))
-    export_writer.release_pages(slot.arena, 2)
-    assert arena.words(slot) == COMMITTED

@@ -10,7 +10,6 @@ import torch
 from torch.multiprocessing import reductions
 from vllm.platforms import current_platform
 
-from coppice.prompt_kv import nixl
 from engine.kv_transfer.jobs import ExportJob
 from engine.kv_transfer.worker import cuda_host_memory
 from engine.kv_transfer.worker.export_writer import ExportWriter
@@ -19,7 +18,6 @@ from engine.kv_types import ExportSlot, ExportStatus, GpuMemory
 from engine.runtime.feature_guard import Feature
 from tests.engine.kv_transfer import fake_cuda
 from tests.engine.kv_transfer.fake_cuda import HEADS, LAYERS, SIZE, TOKENS, Registry, caches, layout
-from tests.fake_gpu import FakeAgent
 from tests.kernels.kv_layout_reference import slow_gather
 
 CPU = torch.device("cpu")
@@ -47,7 +45,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_memory_is_described_by_pytorchs_serialization() -> None:
-    memory = GpuArena(4096, CPU, range(2, 4), nixl=False).info()
+    memory = GpuArena(4096, CPU, range(2, 4)).info()
     assert (memory.gpu, memory.num_bytes, memory.first_head, memory.num_heads) == (
         *("GPU-1", 4096),
         *(2, 2),
@@ -56,37 +54,14 @@ def test_memory_is_described_by_pytorchs_serialization() -> None:
     texts = [base64.b64decode(text) for text in (ipc.handle, ipc.ref_counter, ipc.event)]
     assert texts == [b"handle", b"counter", b"event"]
     assert (ipc.num_bytes, ipc.offset, ipc.ref_counter_offset) == (4096, 512, 7)
-    assert ipc.event_sync_required and memory.nixl is None
+    assert ipc.event_sync_required
     assert GpuMemory.from_dict(memory.to_dict()) == memory
-
-
-def test_nixl_agent_serves_the_memory_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    agents: list[FakeAgent] = []
-
-    def create(name: str, *, is_owner: bool) -> FakeAgent:
-        agents.append(FakeAgent(name, is_owner))
-        return agents[-1]
-
-    monkeypatch.setattr(nixl, "Agent", create)
-    monkeypatch.setattr(nixl, "installed", lambda: True)
-    arena = GpuArena(4096, CPU, range(2), nixl=True)
-    memory, [agent] = arena.info(), agents
-    assert memory.nixl is not None and agent.is_owner
-    assert agent.registered == [(memory.nixl.address, 4096, 0)]
-    assert base64.b64decode(memory.nixl.metadata).decode() == memory.nixl.agent == agent.name
-    assert memory.nixl.address == arena.part(0, 1).data_ptr()
-    assert GpuMemory.from_dict(memory.to_dict()) == memory
-
-
-def test_memory_without_nixl_is_read_by_cuda_ipc_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nixl, "installed", lambda: False)
-    assert GpuArena(4096, CPU, range(2), nixl=True).info().nixl is None
 
 
 @pytest.mark.parametrize(("offset", "num_bytes"), [(-1, 8), (0, 0), (4090, 8), (0, 4097)])
 def test_part_outside_the_memory_is_refused(offset: int, num_bytes: int) -> None:
     with pytest.raises(ValueError, match="outside the GPU memory"):
-        GpuArena(4096, CPU, range(2), nixl=False).part(offset, num_bytes)
+        GpuArena(4096, CPU, range(2)).part(offset, num_bytes)
 
 
 def writer(*, gpu_bytes: int, rank: int = 0, num_ranks: int = 1) -> ExportWriter:

@@ -427,3 +427,17 @@ async def test_server_stop_removes_the_arena(tmp_path: Path) -> None:
         await export_handle(served)
         assert len(list(shared.iterdir())) == 2  # the other one is the span cache's
     assert list(shared.iterdir()) == []
+
+
+async def test_pages_of_a_slot_are_allocated_before_the_engine_writes_it(tmp_path: Path) -> None:
+    """Otherwise a worker would allocate them in an engine step."""
+    kv = {"capacity_bytes": 2**23}
+    async with serving(exporting(), tmp_path, kv=kv) as served:
+        prompt_kv = served.server.prompt_kv
+        assert prompt_kv.arena is not None
+        export = prompt_kv.begin("me", list(range(2000)), 60.0)
+        assert export.slot is not None and export.slot.layout.data_bytes > 2**20
+        async with asyncio.timeout(30):
+            while 512 * prompt_kv.arena.path.stat().st_blocks < export.slot.extent.num_bytes:
+                await asyncio.sleep(0.01)
+        prompt_kv.abandon(export)

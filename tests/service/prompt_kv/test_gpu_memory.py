@@ -23,11 +23,7 @@ OTHER_HOST = str(uuid.UUID(int=7))
 
 
 def on_gpu(handle: KvHandle) -> list[tuple[str, int | None]]:
-    return [
-        (at.transport, at.offset)
-        for at in handle.locators
-        if at.transport in ("cuda_ipc", "nixl_gpu")
-    ]
+    return [(at.transport, at.offset) for at in handle.locators if at.transport == "cuda_ipc"]
 
 
 async def described(served: Served, handle: KvHandle, **query: str) -> Any:
@@ -66,19 +62,11 @@ async def test_ipc_is_offered_to_callers_on_the_same_host_only(tmp_path: Path) -
         assert own is not None
         memory = await described(served, handle, boot_id=own)
         assert [rank.first_head for rank in memory.ranks] == list(range(NUM_RANKS))
-        assert all(rank.ipc is not None and rank.nixl is None for rank in memory.ranks)
+        assert len({rank.ipc.handle for rank in memory.ranks}) == NUM_RANKS
         assert memory.agent == handle.locators[1].agent
         assert await described(served, handle) == "kv_not_found"
         assert await described(served, handle, boot_id=OTHER_HOST) == "kv_not_found"
         assert await described(served, handle, boot_id="x") == "invalid_request"
-
-
-async def test_nixl_is_offered_to_all_hosts_and_ipc_only_to_its_own(tmp_path: Path) -> None:
-    async with serving(GpuEngine(nixl=True), tmp_path, kv=KV) as served:
-        handle = await export_handle(served)
-        assert [transport for transport, _ in on_gpu(handle)] == ["cuda_ipc", "nixl_gpu"]
-        memory = await described(served, handle, boot_id=OTHER_HOST)
-        assert all(rank.ipc is None and rank.nixl is not None for rank in memory.ranks)
 
 
 async def test_memory_is_described_to_the_owner_of_a_handle_only(tmp_path: Path) -> None:
