@@ -2,7 +2,7 @@
 
 Parameters of drafting are passed to the compiled store when it is created. They were tuned on
 recorded rollouts: docs/decisions/2026-11-20-drafts.md. Both implementations check their arguments
-with `check_begin`, `check_add` and `check_step`.
+with `check_begin` and `check_step`.
 """
 
 from dataclasses import dataclass, fields

@@ -130,7 +130,7 @@ def check(request: RolloutRequest) -> None:
     if any(group.prompt.spans is None for group in request.groups):
         raise InvalidRequest("kv_reuse needs prompts given as spans")
     if request.continue_from is not None:
-        raise InvalidRequest("continue_from needs the unchanged prompt: set kv_reuse.mode to off")
+        raise InvalidRequest("continue_from needs exact KV of the prompt: set kv_reuse.mode to off")
     if request.kv is not None:
         raise InvalidRequest(
             f"kv_reuse.mode {reuse.mode} makes the prompt KV approximate, and approximate KV is "

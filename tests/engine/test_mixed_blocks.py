@@ -145,7 +145,7 @@ def test_hit_of_windowed_layers_states_the_kv_in_front_of_the_window(
     """The first block is not found, but the KV of those that are found depends on it."""
     models = {f"v{n}": save_family(tmp_path / f"v{n}", family, seed=n) for n in (7, 8)}
     end = BLOCK + 8
-    with live_engine(models["v7"], long_prefill_token_threshold=end) as engine:
+    with live_engine(models["v7"], max_num_batched_tokens=end, max_num_seqs=2) as engine:
         running = engine.submit(PROMPT, max_tokens=1, chain="a")
         engine.step()
         engine.swap(models["v8"], keep_kv=True)

@@ -1,26 +1,36 @@
 """Retains the KV of paused agent sessions in EngineCore, so that other requests do not evict it.
 
 When a request of a session ends, the cached blocks of its tokens are retained: vLLM evicts them
-after all other cached blocks. An allocation that needs them takes those that are worth least.
-Called from EngineCore's loop only.
+after all other cached blocks. An allocation that needs them takes those of the path that was
+retained first. Called from EngineCore's loop only.
 """
 
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence, Set
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from engine.feature_stats import KvReleaseReason
 from engine.kv_retention.core.block_queue import RetainingBlockQueue
-from engine.kv_retention.core.paths import EvictionOrder, PausedSession, RetainedPath
-from engine.kv_retention.policy import ReturnPredictor
 from engine.runtime.feature_guard import feature
 
 FEATURE: Final = feature("session_kv_retention")
 MAX_PATHS: Final = 1024
-MAX_SESSIONS: Final = 2**16
 SESSIONS_PER_LIMIT: Final = 4
-"""A session that retains more than this part of the limit gives way to others."""
+"""Part of the limit up to which a session retains older paths, so that it displaces no others."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class RetainedPath:
+    """Cached prompt and sample of one ended request. `blocks` are ordered from its start.
+
+    Paths of several sessions may have blocks in common, if the sessions share prefixes.
+    """
+
+    session_id: str
+    ended_at: float
+    blocks: dict[int, Any] = field(default_factory=dict)
 
 
 class SessionKvRetainer:
@@ -46,11 +56,7 @@ class SessionKvRetainer:
         self._max_seconds = max_seconds
         self._releases_tails = releases_tails
         self._clock = clock
-        self._predictor = ReturnPredictor()
-        self._order = EvictionOrder(
-            self._predictor, session_blocks=max_blocks // SESSIONS_PER_LIMIT
-        )
-        self._sessions: dict[str, PausedSession] = {}
+        self._sessions: dict[str, dict[RetainedPath, None]] = {}
         self._paths: dict[RetainedPath, None] = {}
         self._paths_of: dict[int, tuple[RetainedPath, ...]] = {}
         self._num_released: Counter[KvReleaseReason] = Counter()
@@ -69,7 +75,7 @@ class SessionKvRetainer:
 
     @property
     def num_retained_sessions(self) -> int:
-        return len({path.session_id for path in self._paths})
+        return len(self._sessions)
 
     def _release_everything(self, *_args: Any, **_named: Any) -> None:
         """Return all retained blocks to the queue, whatever state an error has left."""
@@ -79,16 +85,8 @@ class SessionKvRetainer:
         self._paths_of.clear()
 
     def attach(self, scheduler: Any) -> None:
-        """Wrap the scheduler's methods that begin and end requests and reset the prefix cache."""
-        add, free, reset = (
-            scheduler.add_request,
-            scheduler._free_request,
-            scheduler.reset_prefix_cache,
-        )
-
-        def patched_add(request: Any) -> None:
-            self.on_added(request)
-            add(request)
+        """Wrap the scheduler's methods that end requests and reset the prefix cache."""
+        free, reset = scheduler._free_request, scheduler.reset_prefix_cache
 
         def patched_free(request: Any, *args: Any, **named: Any) -> Any:
             self.on_finished(request)
@@ -100,36 +98,17 @@ class SessionKvRetainer:
             self.release_all()
             return bool(reset(*args, **named))
 
-        scheduler.add_request = patched_add
         scheduler._free_request = patched_free
         scheduler.reset_prefix_cache = patched_reset
-
-    @FEATURE.guarded_with_default(None)
-    def on_added(self, request: Any) -> None:
-        """Record the pause of a session that returns."""
-        if request.session_id is None:
-            return
-        session = self._session(request.session_id)
-        if session.ended_at is not None and not session.num_running:
-            self._predictor.add(session.pauses, self._clock() - session.ended_at)
-        session.num_running += 1
 
     @FEATURE.guarded_with_default(None)
     def on_finished(self, request: Any) -> None:
         """Retain the cached blocks of a request of a session, before its blocks are freed."""
         if request.session_id is None:
             return
-        session, now = self._session(request.session_id), self._clock()
-        session.num_running = max(session.num_running - 1, 0)
-        session.ended_at = now
         self.release_expired()
-        path = RetainedPath(
-            session_id=request.session_id,
-            priority=request.priority,
-            num_tokens=request.num_tokens,
-            ended_at=now,
-        )
-        self._retain(session, path, self._retainable(request))
+        path = RetainedPath(session_id=request.session_id, ended_at=self._clock())
+        self._retain(path, self._retainable(request))
 
     def _retainable(self, request: Any) -> list[Any]:
         """Cached blocks of a request that may be retained together."""
@@ -143,17 +122,26 @@ class SessionKvRetainer:
             return blocks
         return blocks[: self._max_blocks] if self._releases_tails else []
 
-    def _retain(self, session: PausedSession, path: RetainedPath, blocks: list[Any]) -> None:
+    def _retain(self, path: RetainedPath, blocks: list[Any]) -> None:
         if not blocks:
             return
-        session.paths[path] = self._paths[path] = None
-        self._order.on_added()
+        paths = self._sessions.setdefault(path.session_id, {})
+        paths[path] = self._paths[path] = None
         alone = (path,)  # one object for all blocks, as garbage collection takes time per object
         for block in blocks:
             others = self._supersede(path, block)
             self._paths_of[block.block_id] = (*others, path) if others else alone
             path.blocks[block.block_id] = block
         self._queue.retain(blocks)
+        self._limit_session(paths)
+
+    def _limit_session(self, paths: dict[RetainedPath, None]) -> None:
+        """Release older paths of a session that retains too many blocks."""
+        num_blocks = sum(len(path.blocks) for path in paths)
+        while len(paths) > 1 and num_blocks > self._max_blocks // SESSIONS_PER_LIMIT:
+            oldest = next(iter(paths))
+            num_blocks -= len(oldest.blocks)
+            self._release(oldest, "limit")
 
     def _supersede(self, path: RetainedPath, block: Any) -> list[RetainedPath]:
         """Remove a block from older paths of the same session; returns paths of other sessions."""
@@ -168,26 +156,18 @@ class SessionKvRetainer:
     @FEATURE.guarded(_release_everything)
     def enforce_limits(self) -> None:
         while (excess := self.num_retained_blocks - self._max_blocks) > 0 and self._paths:
-            self._release(self._least_valuable(), "limit", excess)
+            self._release(self._oldest(), "limit", excess)
         while len(self._paths) > MAX_PATHS:
             self._release(self._oldest(), "limit")
 
-    def _session(self, session_id: str) -> PausedSession:
-        session = self._sessions.pop(session_id, None) or PausedSession()
-        self._sessions[session_id] = session
-        while len(self._sessions) > MAX_SESSIONS:
-            self.release(next(iter(self._sessions)))
-        return session
-
     def release(self, session_id: str) -> None:
         """Release the blocks of a session that has ended."""
-        session = self._sessions.pop(session_id, None)
-        for path in list(session.paths) if session else ():
+        for path in list(self._sessions.get(session_id, ())):
             self._release(path, "ended")
 
     @FEATURE.guarded(_release_everything)
     def release_all(self, except_blocks: Set[int] = frozenset()) -> None:
-        """Release all blocks that a reset of the prefix cache drops. Pauses remain known."""
+        """Release all blocks that a reset of the prefix cache drops."""
         for path in list(self._paths):
             blocks = [each for i, each in path.blocks.items() if i not in except_blocks]
             self._release_blocks(path, blocks, "reset")
@@ -203,16 +183,10 @@ class SessionKvRetainer:
     @FEATURE.guarded(_release_everything)
     def _on_shortage(self, num_blocks: int) -> None:
         while num_blocks > 0 and self._paths:
-            num_blocks -= self._release(self._least_valuable(), "allocation", num_blocks)
+            num_blocks -= self._release(self._oldest(), "allocation", num_blocks)
 
     def _oldest(self) -> RetainedPath:
         return next(iter(self._paths))
-
-    @FEATURE.guarded(_oldest)
-    def _least_valuable(self) -> RetainedPath:
-        """The path whose blocks are worth least; the oldest one if they cannot be compared."""
-        path = self._order.first(self._sessions, self._clock())
-        return self._oldest() if path is None else path
 
     def _release(
         self, path: RetainedPath, reason: KvReleaseReason, num_blocks: int | None = None
@@ -244,8 +218,10 @@ class SessionKvRetainer:
         del path.blocks[block.block_id]
         if not path.blocks:
             del self._paths[path]
-            if session := self._sessions.get(path.session_id):
-                session.paths.pop(path, None)
+            paths = self._sessions[path.session_id]
+            del paths[path]
+            if not paths:
+                del self._sessions[path.session_id]
 
 
 def _last_blocks(path: RetainedPath, num_free: int | None) -> list[Any]:

@@ -22,7 +22,6 @@ BLOCK = 16
 class Request:
     session_id: str | None
     num_tokens: int
-    priority: int = 0
     blocks: list[KVCacheBlock] = field(default_factory=list)
 
 
@@ -42,11 +41,11 @@ class Cache:
             clock=lambda: self.now,
         )
 
-    def start(self, session_id: str | None, num_blocks: int, **named: Any) -> Request:
+    def start(
+        self, session_id: str | None, num_blocks: int, *, cached: Sequence[KVCacheBlock] = ()
+    ) -> Request:
         """A running request that has computed new blocks, after those in `cached`."""
-        cached: Sequence[KVCacheBlock] = named.pop("cached", ())
-        request = Request(session_id, (num_blocks + len(cached)) * BLOCK, **named)
-        self.retainer.on_added(request)
+        request = Request(session_id, (num_blocks + len(cached)) * BLOCK)
         self.pool.touch(cached)
         new = self.pool.get_new_blocks(num_blocks)
         for block in new:
@@ -132,27 +131,12 @@ def test_path_with_a_window_or_state_is_released_whole() -> None:
     cache.check()
 
 
-def test_allocation_takes_the_session_that_returns_last() -> None:
+def test_allocation_takes_the_session_that_has_been_paused_longest() -> None:
     cache = Cache()
-    soon, late = cache.run("soon", 4), cache.run("late", 4)
-    for _ in range(4):
-        cache.now += 1
-        soon = cache.run("soon", 0, cached=soon.blocks)
-    cache.now += 60
-    late = cache.run("late", 0, cached=late.blocks)
-    soon = cache.run("soon", 0, cached=soon.blocks)
+    one, other = cache.run("one", 4), cache.run("other", 4)
+    one = cache.run("one", 0, cached=one.blocks)
     cache.flood(NUM_BLOCKS - 4)
-    assert (cache.num_cached(soon), cache.num_cached(late)) == (4, 0)
-
-
-def test_allocation_takes_sessions_of_low_priority_first() -> None:
-    cache = Cache()
-    low = cache.run("low", 4, priority=1)
-    high = cache.run("high", 4, priority=0)
-    cache.now += 50
-    low = cache.run("low", 0, cached=low.blocks, priority=1)
-    cache.flood(NUM_BLOCKS - 4)
-    assert (cache.num_cached(high), cache.num_cached(low)) == (4, 0)
+    assert (cache.num_cached(one), cache.num_cached(other)) == (4, 0)
 
 
 def test_returning_session_uses_its_retained_blocks() -> None:
@@ -298,13 +282,12 @@ def test_pool_without_used_blocks_can_be_reset() -> None:
     assert cache.pool.reset_prefix_cache()
 
 
-def test_number_of_paths_and_sessions_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_paths_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_PATHS", 4)
-    monkeypatch.setattr(module, "MAX_SESSIONS", 6)
     cache = Cache()
     for number in range(12):
         cache.run(str(number), 1)
-    assert len(cache.retainer._paths) == 4 and len(cache.retainer._sessions) == 6
+    assert len(cache.retainer._paths) == len(cache.retainer._sessions) == 4
     cache.check()
 
 
@@ -336,8 +319,7 @@ def test_random_requests_leave_the_queue_consistent() -> None:
             need = random.randint(0, 6)
             if need + sum(not b.ref_cnt for b in cached) <= cache.pool.get_num_free_blocks():
                 session = random.choice([None, "a", "b", "c", "d"])
-                priority = random.choice([0, 1])
-                running.append(cache.start(session, need, cached=cached, priority=priority))
+                running.append(cache.start(session, need, cached=cached))
         elif action < 0.85 and running:
             request = running.pop(random.randrange(len(running)))
             cache.end(request)
@@ -356,7 +338,7 @@ def test_random_requests_leave_the_queue_consistent() -> None:
     assert FEATURE.state.on
 
 
-@pytest.mark.parametrize("broken", ["_least_valuable", "_release_blocks", "_last_blocks"])
+@pytest.mark.parametrize("broken", ["_oldest", "_release_blocks", "_last_blocks"])
 def test_allocation_succeeds_after_an_error_in_the_retainer(
     broken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
