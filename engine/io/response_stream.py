@@ -1,7 +1,8 @@
 """Incremental conversion of running samples to messages, by vLLM's detokenizer and parsers."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from vllm.sampling_params import SamplingParams
@@ -10,7 +11,7 @@ from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 from engine.io.response_parsers import tool_call_part
 from engine.protocol import DEFAULT_SAMPLING
-from engine.types import ChatResponse, Sampling
+from engine.types import ChatResponse, Sampling, ToolCallPart
 
 log = logging.getLogger(__name__)
 NOTHING = ChatResponse(content=None, parsed=False)
@@ -134,8 +135,23 @@ def _response(message: Any) -> ChatResponse:
     return ChatResponse(
         content=message.content,
         reasoning=message.reasoning,
-        tool_call_parts=tuple(map(tool_call_part, message.tool_calls or ())),
+        tool_call_parts=_one_part_per_call(map(tool_call_part, message.tool_calls or ())),
     )
+
+
+def _one_part_per_call(parts: Iterable[ToolCallPart]) -> tuple[ToolCallPart, ...]:
+    """The parts with those of the same call joined.
+
+    vLLM's parsers return the name and the arguments of a call that arrives at once as two parts,
+    and some clients read only the first part of a chunk.
+    """
+    joined: list[ToolCallPart] = []
+    for part in parts:
+        if joined and joined[-1].index == part.index and part.name is None:
+            joined[-1] = replace(joined[-1], arguments=joined[-1].arguments + part.arguments)
+        else:
+            joined.append(part)
+    return tuple(joined)
 
 
 def _request(sampling: Sampling, *, skip_special_tokens: bool) -> EngineCoreRequest:

@@ -242,6 +242,10 @@ async def test_joined_parts_are_the_whole_message(
         assert content_of(parts, whole) == content_of([whole], whole), text
         assert text_of(parts, "reasoning") == (whole.reasoning or ""), text
         num_early += any(part.tool_call_parts for part in parts[:-1])
+        # Clients such as llama-index read the first part of a call in a chunk only.
+        for part in parts:
+            indexes = [call.index for call in part.tool_call_parts]
+            assert len(set(indexes)) == len(indexes), text
     assert num_early > 10, "calls are sent before the end"
 
 
