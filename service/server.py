@@ -43,9 +43,9 @@ from service.moves.session_sender import SessionSender
 from service.observability.features import features, table
 from service.observability.metrics import Metrics, watch_loop_lag
 from service.observability.readiness import Readiness
+from service.prompt_kv.http_transfer import KvDownloads
 from service.observability.tracing import Tracing
 from service.prompt_kv.manager import PromptKvManager
-from service.prompt_kv.socket_sender import SocketSender
 from service.rollouts.admission import Admission
 from service.rollouts.fairness import PriorityAging
 from service.rollouts.group import Group
@@ -128,10 +128,8 @@ class Server:
             capacity_bytes=settings.kv.spans_bytes,
             epoch=lambda: self.versions.epoch,
         )
-        self.socket_sender = SocketSender(
-            settings.kv,
-            on_sent=self.metrics.prompt_kv.sent_bytes.inc,
-            on_ended=lambda outcome: self.metrics.prompt_kv.transfers_ended.labels(outcome).inc(),
+        self.kv_downloads = KvDownloads(
+            settings.kv.max_open_transfers, on_sent=self.metrics.prompt_kv.sent_bytes.inc
         )
         self.adapters = AdapterManager(
             engine,
@@ -399,7 +397,6 @@ class Server:
             await asyncio.gather(starting, lag, *self._background, return_exceptions=True)
             if self.draft_history is not None:
                 await self.draft_history.close()
-            self.socket_sender.close()
             await self.kv_importer.close()
             await self._session_kv_importer.close()
             await self.kv_reuse.close()

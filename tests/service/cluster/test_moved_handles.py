@@ -543,7 +543,7 @@ async def test_copy_is_not_a_download_of_the_api_key(tmp_path: Path) -> None:
         share = a.server.settings.kv.max_open_transfers // 2
         with ExitStack() as downloads:
             for _ in range(share):
-                downloads.enter_context(a.server.socket_sender.admitted(handle.owner))
+                downloads.enter_context(a.server.kv_downloads.admitted(handle.owner))
             async with sending(a, httpx.AsyncClient):
                 await until(lambda: bool(moves(a)))
         assert (moves(a), num_handles(b)) == ({"moved": 1}, 1)
@@ -557,9 +557,9 @@ async def test_open_download_of_a_moved_handle_completes(tmp_path: Path) -> None
         with a.server.prompt_kv.handles.pinned(handle) as pin:
             draining = asyncio.create_task(drain(a))
             await until(lambda: not num_handles(a))
-            with pin.turn() as is_leased:
-                assert is_leased
-                assert bytes(a.server.prompt_kv.file(handle)) == whole
+            pin.sweep()
+            assert pin.is_open
+            assert bytes(a.server.prompt_kv.file(handle)) == whole
             assert not draining.done()
         await draining
 
