@@ -25,7 +25,6 @@ from service.draft_history.exchange import DraftHistory
 from service.draft_history.stream import RedisHistoryStream
 from service.drain import Drain
 from service.http.bodies import Bodies
-from service.http.connection_limit import Connections, connection_limit
 from service.kv_reuse.manager import KvReuseManager
 from service.moves.exports import MoveExports, SessionKvOutcome
 from service.moves.handle_receiver import HandleReceiver
@@ -43,8 +42,8 @@ from service.moves.session_sender import SessionSender
 from service.observability.features import features, table
 from service.observability.metrics import Metrics, watch_loop_lag
 from service.observability.readiness import Readiness
-from service.prompt_kv.http_transfer import KvDownloads
 from service.observability.tracing import Tracing
+from service.prompt_kv.http_transfer import KvDownloads
 from service.prompt_kv.manager import PromptKvManager
 from service.rollouts.admission import Admission
 from service.rollouts.fairness import PriorityAging
@@ -88,7 +87,6 @@ class Server:
         self.settings = settings
         self.engine = engine
         self.metrics = Metrics()
-        self.callers, self.operators = (self._connections() for _ in range(2))
         self.traces = Tracing(settings.trace)
         self.versions = Versions(
             first_version(
@@ -346,12 +344,6 @@ class Server:
     def _can_rebalance(self) -> bool:
         is_steady = self.rollouts.accepts_moves and not self.activation.paused
         return self.settings.cluster.rebalance and self.readiness.state == "serving" and is_steady
-
-    def _connections(self) -> Connections:
-        return Connections(
-            connection_limit(self.settings.limits.max_connections),
-            shed=lambda outcome: self.metrics.http.connections_shed.labels(outcome).inc(),
-        )
 
     def _draft_history(self) -> DraftHistory:
         settings, metrics = self.settings, self.metrics.draft_history

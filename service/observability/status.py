@@ -47,7 +47,6 @@ def update_gauges(server: Server) -> None:
     metrics.server.sleep_level.set(server.activation.sleep_level)
     metrics.server.engine_up.set(readiness.started and health.alive)
     metrics.server.heartbeat_age.set(health.age_seconds)
-    metrics.http.update(server.callers, server.operators)
     metrics.rollouts.rollouts_running.set(server.rollouts.num_running)
     metrics.sessions.open.set(server.sessions.num_open)
     metrics.sessions.bytes.set(server.sessions.num_bytes)

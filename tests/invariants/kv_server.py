@@ -24,7 +24,7 @@ from engine.kv_types import ExportStatus, KvFormat
 from engine.types import EngineInfo
 from service.app import create_app
 from service.config.settings import Settings
-from service.http.uvicorn_protocol import protocol_with_limits
+from service.http.limited_protocol import protocol_with_limits
 from tests.fake_engine import FakeEngine, Running
 
 ROOT = Path(__file__).parents[2]
