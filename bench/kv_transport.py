@@ -138,20 +138,20 @@ def transports(rounds: int) -> tuple[dict[str, list[float]], int]:
 
 
 def latency_beside_readers(num_rounds: int) -> list[Row]:
-    """Request latency while four KV readers use a quarter of the loopback bandwidth.
+    """Request latency while four KV readers use at most a quarter of the loopback bandwidth.
 
     Four readers of bare sockets, at the same rate from a process of their own, show how much of it
     is due to the machine's processors.
     """
     rate = loopback_bytes_per_second() / 4
-    with kv_server(rate) as url:
+    with kv_server() as url:
         handle = handle_of(url, TOKENS // 2)
         latencies(url, 20)
         idle = latencies(url, num_rounds)
-        with bare_sender(handle, rate) as port, bare_readers(port, handle.num_bytes, 4):
+        with bare_sender(handle) as port, bare_readers(port, handle.num_bytes, 4, rate / 4):
             beside_sockets = latencies(url, num_rounds)
         handle = handle_of(url, TOKENS // 2)
-        with readers(url, handle, 4):
+        with readers(url, handle, 4, rate / 4):
             loaded = latencies(url, num_rounds)
     slower = loaded.p50_of_rollouts / idle.p50_of_rollouts
     return [

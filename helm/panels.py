@@ -118,11 +118,8 @@ ROWS: dict[str, list[Panel]] = {
         Panel(
             "Downloads",
             "suffix: downloads",
-            "Open downloads, including waiting ones, and the limit of concurrent ones.",
-            {
-                "{{instance}}": level("coppice_kv_transfers"),
-                "limit {{instance}}": level("coppice_kv_transfers_limit"),
-            },
+            "Open downloads.",
+            {"{{instance}}": level("coppice_kv_transfers")},
         ),
         Panel(
             "Prompt KV sent",

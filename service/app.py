@@ -83,7 +83,6 @@ def create_app(
     else:
         app = _app(server, keyring, "callers", lifespan)
         app.state.operators = _app(server, keyring, "operators")
-        app.state.operators.state.connections = server.operators
     return app
 
 
@@ -105,7 +104,6 @@ def _app(
     app.state.server = server
     app.state.snapshots = Snapshots(server)
     app.state.keyring = keyring
-    app.state.connections = server.callers
     app.state.allowed_hosts = AllowedHosts(server.settings.server)
     app.add_middleware(LimitsMiddleware, limits=server.settings.limits)
     app.add_middleware(RequestContextMiddleware, metrics=server.metrics, traces=server.traces)

@@ -17,7 +17,6 @@ from coppice.wire.control import HealthAnswer
 from engine.errors import EngineDead
 from engine.types import EngineHealth
 from service.config.settings import Settings
-from service.http.connection_limit import Connections, connection_limit
 from service.http.errors import EngineGone
 from service.http.exception_handlers import problem_response
 from service.http.responses import json_response
@@ -37,9 +36,8 @@ class Node(Protocol):
     async def stop(self) -> None: ...
 
 
-def create_node_app(settings: Settings, node: Node) -> FastAPI:
+def create_node_app(node: Node) -> FastAPI:
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
-    app.state.connections = Connections(connection_limit(settings.limits.max_connections))
     app.include_router(_probes(node))
     return app
 
@@ -74,7 +72,7 @@ def run_node(node: Node, settings: Settings, listener: socket.socket) -> None:
 
     Raises EngineDead if it ends without a signal to this process, or StartFailed.
     """
-    server = SignalFreeServer(server_config(create_node_app(settings, node), settings, "off"))
+    server = SignalFreeServer(server_config(create_node_app(node), settings, "off"))
     wait_seconds = settings.server.drain_seconds + settings.server.stop_seconds
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         reason = runner.run(_serve(server, node, listener, wait_seconds))

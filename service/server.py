@@ -23,7 +23,6 @@ from service.cluster.settings import ClusterSettings
 from service.config.settings import Settings
 from service.drain import Drain
 from service.http.bodies import Bodies
-from service.http.connection_limit import Connections, connection_limit
 from service.kv_reuse.manager import KvReuseManager
 from service.moves.exports import MoveExports, SessionKvOutcome
 from service.moves.kv_export import KvExporter, KvMoveOutcome
@@ -39,8 +38,8 @@ from service.observability.features import features, table
 from service.observability.metrics import Metrics, watch_loop_lag
 from service.observability.readiness import Readiness
 from service.observability.tracing import Tracing
+from service.prompt_kv.http_transfer import KvDownloads
 from service.prompt_kv.manager import PromptKvManager
-from service.prompt_kv.socket_sender import SocketSender
 from service.rollouts.admission import Admission
 from service.rollouts.fairness import PriorityAging
 from service.rollouts.group import Group
@@ -82,7 +81,6 @@ class Server:
         self.settings = settings
         self.engine = engine
         self.metrics = Metrics()
-        self.callers, self.operators = (self._connections() for _ in range(2))
         self.traces = Tracing(settings.trace)
         self.versions = Versions(
             first_version(
@@ -118,10 +116,8 @@ class Server:
             capacity_bytes=settings.kv.spans_bytes,
             epoch=lambda: self.versions.epoch,
         )
-        self.socket_sender = SocketSender(
-            settings.kv,
-            on_sent=self.metrics.prompt_kv.sent_bytes.inc,
-            on_ended=lambda outcome: self.metrics.prompt_kv.transfers_ended.labels(outcome).inc(),
+        self.kv_downloads = KvDownloads(
+            settings.kv.max_open_transfers, on_sent=self.metrics.prompt_kv.sent_bytes.inc
         )
         self.adapters = AdapterManager(
             engine,
@@ -302,12 +298,6 @@ class Server:
         self._background: set[asyncio.Task[Any]] = set()
         self._started_at = self._activated_at = time.monotonic()
 
-    def _connections(self) -> Connections:
-        return Connections(
-            connection_limit(self.settings.limits.max_connections),
-            shed=lambda outcome: self.metrics.http.connections_shed.labels(outcome).inc(),
-        )
-
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Context manager that starts the server's components, and closes them on exit.
@@ -330,7 +320,6 @@ class Server:
             starting.cancel()
             lag.cancel()
             await asyncio.gather(starting, lag, *self._background, return_exceptions=True)
-            self.socket_sender.close()
             await self.kv_importer.close()
             await self._session_kv_importer.close()
             await self.kv_reuse.close()

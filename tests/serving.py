@@ -16,8 +16,9 @@ from engine.protocol import Engine
 from service.app import create_app
 from service.cluster.registry import ClusterRegistry
 from service.config.settings import Settings
+from service.http.file_limit import connection_limit
+from service.http.limited_protocol import protocol_with_limits
 from service.http.serve import SignalFreeServer
-from service.http.uvicorn_protocol import protocol_with_limits
 from service.server import Server
 from tests.contract.recorded import Recorded
 
@@ -83,10 +84,10 @@ async def serving(
 ) -> AsyncIterator[Served]:
     settings = settings_for(tmp_path, **sections)
     app = create_app(settings, engine, shared)
-    http_class = protocol_with_limits(settings.limits, app.state.connections)
     config = uvicorn.Config(
         app,
-        http=http_class,
+        http=protocol_with_limits(settings.limits),
+        limit_concurrency=connection_limit(settings.limits.max_connections) + 1,
         port=port,
         log_level="warning",
         lifespan="on",

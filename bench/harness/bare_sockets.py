@@ -1,6 +1,6 @@
 """Bytes of a file sent over bare loopback sockets between processes, without HTTP or checksums.
 
-It is the baseline of prompt KV over HTTP: the same bytes in the same pieces, at the same rate.
+It is the baseline of prompt KV over HTTP: the same bytes in the same pieces.
 """
 
 import argparse
@@ -8,25 +8,23 @@ import mmap
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from subprocess import PIPE, Popen
 
 from coppice import KvHandle
-from service.prompt_kv.bandwidth import RateLimiter
+from service.prompt_kv.http_transfer import PIECE_BYTES
 
 COMMAND = [sys.executable, "-m", "bench.harness.bare_sockets"]
 
 
 @contextmanager
-def bare_sender(handle: KvHandle, bytes_per_second: float | None = None) -> Iterator[int]:
-    """Process that sends the bytes of a handle to each connection; yields its port.
-
-    All connections together are limited to `bytes_per_second`.
-    """
+def bare_sender(handle: KvHandle) -> Iterator[int]:
+    """Process that sends the bytes of a handle to each connection; yields its port."""
     shm = handle.locators[0]
-    what = [str(shm.path), str(shm.offset), str(handle.num_bytes), str(bytes_per_second or "")]
+    what = [str(shm.path), str(shm.offset), str(handle.num_bytes)]
     with Popen([*COMMAND, "send", *what], stdout=PIPE, text=True) as process:
         assert process.stdout
         try:
@@ -36,9 +34,12 @@ def bare_sender(handle: KvHandle, bytes_per_second: float | None = None) -> Iter
 
 
 @contextmanager
-def bare_readers(port: int, num_bytes: int, count: int) -> Iterator[None]:
-    """Processes that each read the bytes in a loop; the context begins once each has them."""
-    command = [*COMMAND, "read", str(port), str(num_bytes)]
+def bare_readers(port: int, num_bytes: int, count: int, bytes_per_second: float) -> Iterator[None]:
+    """Processes that each read the bytes in a loop; the context begins once each has them.
+
+    `bytes_per_second`: the mean rate of each of them.
+    """
+    command = [*COMMAND, "read", str(port), str(num_bytes), str(bytes_per_second)]
     processes = [Popen(command, stdout=PIPE, text=True) for _ in range(count)]
     try:
         for process in processes:
@@ -60,7 +61,7 @@ def read_once(port: int, buffer: memoryview) -> None:
             at += num_bytes
 
 
-def _send(path: Path, offset: int, num_bytes: int, limiter: RateLimiter) -> None:
+def _send(path: Path, offset: int, num_bytes: int) -> None:
     with path.open("rb") as file:
         arena = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     data = arena[offset : offset + num_bytes]
@@ -68,23 +69,22 @@ def _send(path: Path, offset: int, num_bytes: int, limiter: RateLimiter) -> None
         print(listener.getsockname()[1], flush=True)
         while True:
             connection, _ = listener.accept()
-            threading.Thread(target=_send_to, args=(connection, data, limiter)).start()
+            threading.Thread(target=_send_to, args=(connection, data)).start()
 
 
-def _send_to(connection: socket.socket, data: memoryview, limiter: RateLimiter) -> None:
+def _send_to(connection: socket.socket, data: memoryview) -> None:
     with connection, suppress(ConnectionError):
-        for start in range(0, len(data), limiter.piece_bytes):
-            piece = data[start : start + limiter.piece_bytes]
-            connection.sendall(piece)
-            limiter.acquire(len(piece))
+        for start in range(0, len(data), PIECE_BYTES):
+            connection.sendall(data[start : start + PIECE_BYTES])
 
 
-def _read_for_ever(port: int, num_bytes: int) -> None:
+def _read_for_ever(port: int, num_bytes: int, bytes_per_second: float) -> None:
     buffer = memoryview(bytearray(num_bytes))
     read_once(port, buffer)
     print("read", flush=True)
     while True:
         read_once(port, buffer)
+        time.sleep(num_bytes / bytes_per_second)
 
 
 def main() -> None:
@@ -93,11 +93,10 @@ def main() -> None:
     parser.add_argument("arguments", nargs="+")
     given = parser.parse_args()
     if given.part == "read":
-        port, num_bytes = given.arguments
-        return _read_for_ever(int(port), int(num_bytes))
-    path, offset, num_bytes, rate = given.arguments
-    limiter = RateLimiter(float(rate) if rate else None)
-    return _send(Path(path), int(offset), int(num_bytes), limiter)
+        port, num_bytes, rate = given.arguments
+        return _read_for_ever(int(port), int(num_bytes), float(rate))
+    path, offset, num_bytes = given.arguments
+    return _send(Path(path), int(offset), int(num_bytes))
 
 
 if __name__ == "__main__":

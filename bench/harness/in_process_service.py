@@ -13,7 +13,7 @@ from engine.settings import AttentionSettings, EngineSettings, SpeculationSettin
 from engine.vllm_engine import VllmEngine
 from service.app import create_app
 from service.config.settings import Settings, WeightsSettings
-from service.http.uvicorn_protocol import protocol_with_limits
+from service.http.limited_protocol import protocol_with_limits
 from service.prompt_kv.settings import KvSettings
 
 

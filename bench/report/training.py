@@ -170,8 +170,9 @@ def weight_publish_text() -> str:
     return f"""
 A trainer published weights of 100 million parameters in bfloat16 to a server on the same machine,
 which serves them in float32, while no sample was running. From the call to the first token of the
-new version it took {total["HTTP"]} where the client uploaded the weights over loopback. The safetensors library writing a directory that the
-server reads took {total["shared directory"]}; vLLM's server, which reads it without checks and
+new version it took {total["HTTP"]} where the client uploaded the weights over loopback. The
+safetensors library writing a directory that the server reads took
+{total["shared directory"]}; vLLM's server, which reads it without checks and
 keeps no version to go back to, took {total[VLLM]}. The load of the weights into the model took
 {load:.2f} s of the first one, during which sampling is paused. A delta saves bytes, not time, on a
 connection that is as fast as this one: it took {total["HTTP, delta"]}.

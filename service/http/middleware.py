@@ -3,7 +3,7 @@
 Plain ASGI classes: Starlette's BaseHTTPMiddleware would buffer streams and hide disconnects.
 
 Limits that apply before a request reaches the app, and clients that do not read their response, are
-handled by the connection's protocol (service/http/uvicorn_protocol.py).
+handled by the connection's protocol (service/http/limited_protocol.py).
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from service.auth.audit_log import log_admin_call
 from service.config.settings import LimitsSettings
 from service.http.errors import HeadersTooLarge, Overloaded, RequestTimeout
 from service.http.exception_handlers import error_response
-from service.http.uvicorn_protocol import CROWDED
+from service.http.limited_protocol import CROWDED
 from service.observability.logs import request_id
 from service.observability.metrics import Metrics
 from service.observability.tracing import Tracing

@@ -27,7 +27,8 @@ from fastapi import FastAPI
 from engine.errors import StartFailed
 from engine.types import EngineHealth
 from service.config.settings import Settings
-from service.http.uvicorn_protocol import protocol_with_limits
+from service.http.file_limit import connection_limit
+from service.http.limited_protocol import protocol_with_limits
 
 log = logging.getLogger(__name__)
 
@@ -300,7 +301,8 @@ def server_config(
 ) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http=protocol_with_limits(settings.limits, app.state.connections),
+        http=protocol_with_limits(settings.limits),
+        limit_concurrency=connection_limit(settings.limits.max_connections) + 1,
         ws="none",
         lifespan=lifespan,
         log_config=None,

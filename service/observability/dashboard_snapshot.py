@@ -93,7 +93,7 @@ def snapshot(server: Server) -> dict[str, Any]:
         "load": engine_load(server.metrics.vllm_registry),
         "num_versions": len(server.versions.all()),
         "versions": _versions(server),
-        "kv": {**_kv_arena(server.prompt_kv), "transfers": server.socket_sender.num_transfers},
+        "kv": {**_kv_arena(server.prompt_kv), "transfers": server.kv_downloads.num_open},
         "speculation": speculation(server.engine.speculation()),
         "features": state.model_dump(mode="json").get("features"),
         "num_rollouts": len(rollouts),

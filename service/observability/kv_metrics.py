@@ -11,7 +11,6 @@ from coppice.wire.rollouts import GroupAnswer
 from service.kv_reuse.observed_prompts import AnchorOutcome, AnchorStore
 from service.kv_reuse.span_cache import SpanCache
 from service.observability.metric_declaration import MetricTable, counter, cumulative_counter, gauge
-from service.prompt_kv.socket_sender import TransferOutcome
 
 ARENA_STATES = ("free", "reserved", "leased", "quarantined")
 REUSE_TOKEN_KINDS = ("reused", "computed", "prepared")
@@ -28,13 +27,7 @@ class PromptKvMetrics(MetricTable):
     )
     bytes = gauge("kv_bytes", "Bytes of the prompt KV arena", state=ARENA_STATES)
     handles = gauge("kv_handles", "Handles with a running lease, or of a running rollout")
-    transfers = gauge("kv_transfers", "Open downloads of prompt KV, including waiting ones")
-    transfers_limit = gauge(
-        "kv_transfers_limit", "Maximum number of downloads that are sent concurrently"
-    )
-    transfers_ended = counter(
-        "kv_transfers_ended", "Ended downloads of prompt KV", outcome=get_args(TransferOutcome)
-    )
+    transfers = gauge("kv_transfers", "Open downloads of prompt KV")
     sent_bytes = counter("kv_sent_bytes", "Bytes of prompt KV sent over HTTP")
 
     def record(self, group: GroupAnswer) -> None:

@@ -17,7 +17,6 @@ from coppice.wire.weights import ActivationAnswer, ActivationMode
 from service import __version__
 from service.adapters.manager import AdapterLoadOutcome
 from service.cluster.membership import ClusterMembership
-from service.http.connection_limit import Connections, ShedOutcome
 from service.moves.kv_export import KvMoveOutcome
 from service.observability.engine_metrics import (
     AttentionMetrics,
@@ -62,7 +61,7 @@ class ServerMetrics(MetricTable):
 
 
 class HttpMetrics(MetricTable):
-    """Metrics of HTTP connections, requests and responses."""
+    """Metrics of HTTP requests and responses."""
 
     requests = counter("requests", "HTTP requests answered, by route and status", route=(), code=())
     request_seconds = histogram(
@@ -72,13 +71,6 @@ class HttpMetrics(MetricTable):
         route=(),
     )
     problems = counter("problems", "Problem documents sent, by problem code", problem=PROBLEMS)
-    connections = gauge("connections", "Open connections", port=("callers", "operators"))
-    connections_limit = gauge("connections_limit", "Maximum number of connections per port")
-    connections_shed = counter(
-        "connections_shed",
-        "Connections closed or refused because of the connection limit",
-        outcome=get_args(ShedOutcome),
-    )
     compat_fields = counter(
         "compat_fields",
         "Request fields of other servers' APIs that were ignored",
@@ -88,11 +80,6 @@ class HttpMetrics(MetricTable):
         "responses_not_parsed",
         "Responses returned as plain text because the tool or reasoning parser failed",
     )
-
-    def update(self, callers: Connections, operators: Connections) -> None:
-        self.connections.labels("callers").set(callers.num_open)
-        self.connections.labels("operators").set(operators.num_open)
-        self.connections_limit.set(callers.limit)
 
 
 class RolloutMetrics(MetricTable):

@@ -5,8 +5,7 @@ compared. It can be renewed up to a maximum lifetime. It is never shortened, and
 it has ended. Until it starts it does not expire, because its caller does not have the handle yet.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from service.prompt_kv.settings import KvSettings
 from service.prompt_kv.slots import Slot, SlotTable
@@ -92,36 +91,19 @@ class Handle:
 class DownloadPin:
     """Pin of one download, which keeps a slot's bytes unchanged until the lease ends.
 
-    A read in progress (`turn`) extends the pin to the end of the read, and renewals of the lease
-    extend it too. After a release of the handle the last deadline still applies, so a download in
-    progress can complete.
+    Renewals of the lease extend it. After a release of the handle the last deadline still applies,
+    so a download in progress can complete. Call `sweep` before each read of the bytes.
     """
 
     def __init__(self, handle: Handle, slots: SlotTable) -> None:
         self._handle = handle
         self._slots = slots
-        self._in_turn = False
         self.is_open = True
         slots.pin(handle.slot)
 
-    @contextmanager
-    def turn(self) -> Iterator[bool]:
-        """Context manager around one read of the pinned bytes; yields False if the lease is over.
-
-        The bytes must not be read then. Keep it short, because the pin is not released inside a
-        turn.
-        """
-        self.sweep()
-        self._in_turn = self.is_open
-        try:
-            yield self.is_open
-        finally:
-            self._in_turn = False
-            self.sweep()
-
     def sweep(self) -> None:
-        """Release the pin if the lease's deadline has passed and no read is in progress."""
-        if not self._in_turn and self._handle.is_past_deadline:
+        """Release the pin if the lease's deadline has passed."""
+        if self._handle.is_past_deadline:
             self.close()
 
     def close(self) -> None:

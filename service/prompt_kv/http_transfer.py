@@ -1,25 +1,28 @@
 """HTTP response with exported prompt KV, or with a byte range of its file (RFC 9110, 14.2).
 
-Under Coppice's own uvicorn protocol the body is sent by a thread that bypasses the event loop.
-Under any other ASGI server it is sent in pieces as ordinary ASGI body messages.
+The event loop copies and sends the file in small pieces. A piece of the file itself in the write
+buffer of a connection could be overwritten by other prompt KV before its reader takes it.
 """
 
+import asyncio
 import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from service.http.errors import RangeNotSatisfiable
-from service.http.uvicorn_protocol import SEND_BODY_EXTENSION, SendBodyExtension
-from service.prompt_kv.handle import DownloadPin, Handle
+from service.http.errors import Overloaded, QuotaExceeded, RangeNotSatisfiable
+from service.prompt_kv.handle import Handle
 from service.prompt_kv.manager import PromptKvManager
-from service.prompt_kv.socket_sender import SocketSender
 
 _SINGLE_RANGE = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})")
 MEDIA_TYPE = "application/octet-stream"
-BODY_PIECE_BYTES = 2**20
-"""Number of bytes that the event loop copies at a time, under another ASGI server."""
+PIECE_BYTES = 2**18
+"""Bytes that are copied at a time: the memory that a reader that stalls occupies."""
+RETRY_SECONDS = 2.0
 RangeSelection = tuple[int, dict[str, str], memoryview]
 
 
@@ -62,7 +65,41 @@ def requested_range(
     return ByteRange(start=start, end=end, num_bytes=num_bytes)
 
 
-class KvDataResponse(Response):
+class KvDownloads:
+    """Open downloads of prompt KV: at most `max_open`, of which one API key may have half."""
+
+    def __init__(self, max_open: int, *, on_sent: Callable[[int], None]) -> None:
+        self.on_sent = on_sent
+        self._max_open = max_open
+        self._open: Counter[str] = Counter()
+
+    @property
+    def num_open(self) -> int:
+        return self._open.total()
+
+    @contextmanager
+    def admitted(self, owner: str) -> Iterator[None]:
+        """Context manager that counts an open download; beyond the limits it raises an error."""
+        share = max(1, self._max_open // 2)
+        if self._open[owner] >= share:
+            raise QuotaExceeded(
+                f"an API key may have {share} prompt-KV downloads open; wait until one ends",
+                retry_after_seconds=RETRY_SECONDS,
+            )
+        if self.num_open >= self._max_open:
+            raise Overloaded(
+                f"{self._max_open} prompt-KV downloads are open, which is the limit",
+                retry_after_seconds=RETRY_SECONDS,
+            )
+        self._open[owner] += 1
+        try:
+            yield
+        finally:
+            self._open[owner] -= 1
+            self._open += Counter()  # removes owners without downloads
+
+
+class KvDataResponse(StreamingResponse):
     """HTTP response with prompt KV that looks up the handle only when the response is sent.
 
     There is no await between the lookup and the pin of the slot. Exceptions of the lookup become
@@ -72,7 +109,7 @@ class KvDataResponse(Response):
     def __init__(
         self,
         prompt_kv: PromptKvManager,
-        socket_sender: SocketSender,
+        downloads: KvDownloads,
         handle_id: str,
         owner: str,
         *,
@@ -80,9 +117,9 @@ class KvDataResponse(Response):
         if_range: str | None,
         counted_as: str | None = None,
     ) -> None:
-        super().__init__(media_type=MEDIA_TYPE)
+        super().__init__((), media_type=MEDIA_TYPE)
         self._prompt_kv = prompt_kv
-        self._socket_sender = socket_sender
+        self._downloads = downloads
         self._handle_id = handle_id
         self._owner = owner
         self._counted_as = owner if counted_as is None else counted_as
@@ -91,19 +128,15 @@ class KvDataResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         handle = self._prompt_kv.get(self._handle_id, self._owner)
-        status, headers, data = self._select_range(handle)
-        self.init_headers({**headers, "Content-Length": str(len(data))})
-        start = {"type": "http.response.start", "status": status, "headers": self.raw_headers}
+        self.status_code, headers, self._data = self._select_range(handle)
+        self.init_headers({**headers, "Content-Length": str(len(self._data))})
         if scope["method"] == "HEAD":
-            await send(start)
-            await send({"type": "http.response.body", "body": b""})
-            return
+            return await Response(None, self.status_code, self.headers)(scope, receive, send)
         with (
-            self._socket_sender.admitted(self._counted_as),
-            self._prompt_kv.handles.pinned(handle) as pin,
+            self._downloads.admitted(self._counted_as),
+            self._prompt_kv.handles.pinned(handle) as self._pin,
         ):
-            await send(start)
-            await self._send_body(scope, send, data, pin)
+            await super().__call__(scope, receive, send)
 
     def _select_range(self, handle: Handle) -> RangeSelection:
         file, etag = self._prompt_kv.file(handle), handle.slot.etag
@@ -116,21 +149,16 @@ class KvDataResponse(Response):
         )
         return 206, headers, file[byte_range.start : byte_range.end]
 
-    async def _send_body(
-        self, scope: Scope, send: Send, data: memoryview, pin: DownloadPin
-    ) -> None:
-        hand_off: SendBodyExtension | None = scope.get("extensions", {}).get(SEND_BODY_EXTENSION)
-        if hand_off is not None:
-            await hand_off(
-                lambda connection: self._socket_sender.send(
-                    connection, data, owner=self._counted_as, pin=pin
-                )
-            )
-        else:
-            for start in range(0, len(data), BODY_PIECE_BYTES):
-                with pin.turn() as is_leased:
-                    if not is_leased:
-                        return  # a body shorter than Content-Length: the server closes
-                    piece = bytes(data[start : start + BODY_PIECE_BYTES])
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
+    async def stream_response(self, send: Send) -> None:
+        """Send the file. If its lease ends, the response ends early and the connection closes."""
+        head = {"status": self.status_code, "headers": self.raw_headers}
+        await send({"type": "http.response.start", **head})
+        for start in range(0, len(self._data), PIECE_BYTES):
+            self._pin.sweep()
+            if not self._pin.is_open:
+                return
+            piece = bytes(self._data[start : start + PIECE_BYTES])
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+            self._downloads.on_sent(len(piece))
+            await asyncio.sleep(0)  # other requests are answered, also if the reader is fast
         await send({"type": "http.response.body", "body": b""})

@@ -43,35 +43,13 @@ class KvSettings(Section):
         description="time for which KV is kept after its lease, in seconds, for readers that map "
         "the memory directly; increase it if such readers copy slowly",
     )
-    max_transfers: PositiveInt = Field(
-        4,
-        description="maximum number of downloads that are sent concurrently; others wait; "
-        "increase it on a fast network",
-    )
     max_open_transfers: PositiveInt = Field(
         256,
-        description="maximum number of open downloads, sent or waiting, of which one API key may "
+        description="maximum number of open downloads, of which one API key may "
         "have half; more are refused; increase it for trainers with many processes",
-    )
-    min_bytes_per_second: float = Field(
-        2**18,
-        gt=0,
-        description="minimum rate of a reader, in bytes per second; a slower download is closed, "
-        "and can be resumed with a Range header; reduce it on a slow network",
-    )
-    slow_reader_seconds: Seconds = Field(
-        10.0,
-        description="time over which kv.min_bytes_per_second is measured, in seconds; increase it "
-        "for readers that pause",
     )
     nixl: bool = Field(
         False,
         description="enables one-sided reads over NIXL; requires the extra nixl; enable it if "
         "trainers read over RDMA",
-    )
-    max_bytes_per_second: float | None = Field(
-        None,
-        gt=0,
-        description="maximum rate of all downloads together, in bytes per second; none: no limit; "
-        "set it to leave bandwidth to other traffic",
     )

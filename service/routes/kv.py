@@ -64,7 +64,7 @@ async def get_handle(handle: str, request: Request, server: AnyServer, caller: C
 async def data(handle: str, request: Request, server: AnyServer, caller: Caller) -> Response:
     return KvDataResponse(
         server.prompt_kv,
-        server.socket_sender,
+        server.kv_downloads,
         handle,
         caller.name,
         range_header=request.headers.get("range"),

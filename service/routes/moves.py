@@ -112,7 +112,7 @@ def _kv_response(
     """File of a handle; its download is not one of the owner's API key."""
     return KvDataResponse(
         server.prompt_kv,
-        server.socket_sender,
+        server.kv_downloads,
         handle,
         owner,
         range_header=request.headers.get("range"),

@@ -42,8 +42,7 @@ DELTA = ".delta"
 """Name of the uploaded delta in a version's directory; sent to replicas with the base version."""
 INDEX = "model.safetensors.index.json"
 _FILE_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
-Block = bytes | bytearray
-OnBlock = Callable[[Block], object]
+OnBlock = Callable[[bytearray], object]
 _DIGEST = re.compile(r"sha-256=:([A-Za-z0-9+/]{43}=):")
 
 
@@ -232,7 +231,7 @@ async def _write(file: BinaryIO, chunks: AsyncIterator[bytes], observers: Sequen
     """
     checksum = xxhash.xxh3_128()
 
-    def write(block: Block) -> None:
+    def write(block: bytearray) -> None:
         checksum.update(block)
         file.write(block)
 
@@ -243,16 +242,10 @@ async def _write(file: BinaryIO, chunks: AsyncIterator[bytes], observers: Sequen
     return checksum.hexdigest()
 
 
-async def _large_blocks(chunks: AsyncIterator[Block]) -> AsyncIterator[Block]:
-    """Yield chunks of `WRITE_BYTES` or more as they are, and join smaller ones."""
+async def _large_blocks(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytearray]:
+    """Join chunks to blocks of at least `WRITE_BYTES`, because each block is passed to threads."""
     joined = bytearray()
     async for chunk in chunks:
-        if len(chunk) >= WRITE_BYTES:
-            if joined:
-                yield joined
-                joined = bytearray()
-            yield chunk
-            continue
         joined += chunk
         if len(joined) >= WRITE_BYTES:
             yield joined
@@ -277,7 +270,7 @@ class _BlockWriter:
         if self._running:
             await asyncio.wait(self._running)
 
-    async def write(self, block: Block) -> None:
+    async def write(self, block: bytearray) -> None:
         """Start with a block after the previous one; the caller must not change it."""
         await self.finish()
         loop = asyncio.get_running_loop()

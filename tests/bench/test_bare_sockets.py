@@ -1,10 +1,8 @@
-"""The bare-socket baseline sends the same bytes as a handle has, at the same rate."""
+"""The bare-socket baseline sends the same bytes as a handle has."""
 
-import time
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from bench.harness.bare_sockets import bare_sender, read_once
 from coppice import KvHandle
@@ -13,10 +11,7 @@ from coppice.wire.kv import KvLocator
 NUM_BYTES = 3 * 2**20 + 17
 
 
-@pytest.mark.parametrize("bytes_per_second", [None, 20e6])
-def test_bare_sender_sends_the_bytes_of_the_handle(
-    tmp_path: Path, bytes_per_second: float | None
-) -> None:
+def test_bare_sender_sends_the_bytes_of_the_handle(tmp_path: Path) -> None:
     file = tmp_path / "arena"
     data = np.random.default_rng(0).bytes(100 + NUM_BYTES)
     file.write_bytes(data)
@@ -30,12 +25,6 @@ def test_bare_sender_sends_the_bytes_of_the_handle(
         locators=[shm],
     )
     received = bytearray(NUM_BYTES)
-    with bare_sender(handle, bytes_per_second) as port:
+    with bare_sender(handle) as port:
         read_once(port, memoryview(received))
-        began = time.monotonic()
-        for _ in range(3):
-            read_once(port, memoryview(received))
-        took = time.monotonic() - began
     assert received == data[100:]
-    # The pause after the last piece of a connection is not seen by its reader.
-    assert bytes_per_second is None or took >= 2 * NUM_BYTES / bytes_per_second * 0.9

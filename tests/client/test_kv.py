@@ -1,7 +1,9 @@
 """Prompt KV in the client, over HTTP and shared memory: complete, resumed, refused, profitable."""
 
+import math
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -102,8 +104,8 @@ def test_buffer_is_filled_in_place(tmp_path: Path) -> None:
 
 
 def test_layer_is_available_before_the_download_ends(tmp_path: Path) -> None:
-    with server(tmp_path, max_bytes_per_second=1.5e6) as url:
-        handle, source = handle_from(url), KvSource(url, transports=["http"])
+    with server(tmp_path) as url, proxy(url, bytes_per_second=1.5e6) as slow:
+        handle, source = handle_from(url), KvSource(slow, transports=["http"])
         kv = fetched(handle, source, wait=False)
         kv.layer(0)
         assert kv._download_buffer.num_received < handle.num_bytes
@@ -126,7 +128,7 @@ def test_any_failure_of_a_download_is_raised_to_waiters(
 
 
 @contextmanager
-def cutting(url: str, *cuts: int) -> Iterator[str]:
+def proxy(url: str, *cuts: int, bytes_per_second: float = math.inf) -> Iterator[str]:
     """A proxy whose first connections end after these numbers of bytes of an answer."""
     host, port = url.removeprefix("http://").split(":")
     left = list(cuts)
@@ -139,7 +141,8 @@ def cutting(url: str, *cuts: int) -> Iterator[str]:
                 except OSError:
                     return
                 upstream = socket.create_connection((host, int(port)))
-                arguments = (client, upstream, left.pop(0) if left else 2**60)
+                num_bytes = left.pop(0) if left else 2**60
+                arguments = (client, upstream, num_bytes, bytes_per_second)
                 thread = threading.Thread(target=proxy_connection, args=arguments)
                 thread.start()
                 connections.callback(thread.join, timeout=10)
@@ -154,21 +157,26 @@ def cutting(url: str, *cuts: int) -> Iterator[str]:
             assert not accepting.is_alive()
 
 
-def proxy_connection(client: socket.socket, upstream: socket.socket, num_bytes: int) -> None:
+def proxy_connection(
+    client: socket.socket, upstream: socket.socket, num_bytes: int, bytes_per_second: float
+) -> None:
     """Forwards in both directions until one side ends, or after `num_bytes` of the answer."""
     with client, upstream:
-        sending = threading.Thread(target=forward, args=(client, upstream, 2**60))
+        sending = threading.Thread(target=forward, args=(client, upstream, 2**60, math.inf))
         sending.start()
-        forward(upstream, client, num_bytes)
+        forward(upstream, client, num_bytes, bytes_per_second)
         sending.join()
 
 
-def forward(source: socket.socket, target: socket.socket, num_bytes: int) -> None:
+def forward(
+    source: socket.socket, target: socket.socket, num_bytes: int, bytes_per_second: float
+) -> None:
     """Copies at most `num_bytes`, and then ends both connections."""
     with suppress(OSError):
         while num_bytes and (data := source.recv(min(65536, num_bytes))):
             target.sendall(data)
             num_bytes -= len(data)
+            time.sleep(len(data) / bytes_per_second)
     for end in (source, target):
         with suppress(OSError):
             end.shutdown(socket.SHUT_RDWR)
@@ -177,29 +185,29 @@ def forward(source: socket.socket, target: socket.socket, num_bytes: int) -> Non
 def test_broken_download_is_resumed(tmp_path: Path) -> None:
     with server(tmp_path) as url:
         handle = handle_from(url)
-        with cutting(url, 150, 1_000_000, 300_000, 2_000_000) as broken:
+        with proxy(url, 150, 1_000_000, 300_000, 2_000_000) as broken:
             source = KvSource(broken, transports=["http"])
             assert_right(fetched(handle, source))
 
 
 def test_download_longer_than_its_lease_renews_it(tmp_path: Path) -> None:
-    with server(tmp_path, max_bytes_per_second=2e6) as url:
-        handle, source = handle_from(url, lease_seconds=1.0), KvSource(url, transports=["http"])
+    with server(tmp_path) as url, proxy(url, bytes_per_second=2e6) as slow:
+        handle, source = handle_from(url, lease_seconds=1.0), KvSource(slow, transports=["http"])
         assert_right(fetched(handle, source))
 
 
 def test_temporarily_refused_download_is_retried(tmp_path: Path) -> None:
-    with server(tmp_path, max_bytes_per_second=8e6, max_open_transfers=1) as url:
-        handle, source = handle_from(url), KvSource(url, transports=["http"])
-        first = fetched(handle, source, wait=False)
-        assert_right(fetched(handle, source))
+    with server(tmp_path, max_open_transfers=1) as url, proxy(url, bytes_per_second=8e6) as slow:
+        handle = handle_from(url)
+        first = fetched(handle, KvSource(slow, transports=["http"]), wait=False)
+        assert_right(fetched(handle, KvSource(url, transports=["http"])))
         assert_right(first)
 
 
 def test_connection_that_never_sends_a_byte_is_given_up(tmp_path: Path) -> None:
     with server(tmp_path) as url:
         handle = handle_from(url)
-        with cutting(url, *[1] * 9) as broken:
+        with proxy(url, *[1] * 9) as broken:
             source = KvSource(broken, transports=["http"])
             assert PromptKV.fetch(handle, source) is None
             assert source.counts == {"ConnectionFailed": 1}

@@ -1,5 +1,6 @@
 """Latencies of small requests, alone and next to prompt KV readers in separate processes."""
 
+import math
 import socket
 import statistics
 import sys
@@ -54,9 +55,14 @@ def latencies(url: str, num_rounds: int) -> Latencies:
 
 
 @contextmanager
-def readers(url: str, handle: KvHandle, count: int) -> Iterator[None]:
-    """Processes that each fetch the handle in a loop; the context begins once each has it."""
-    command = [sys.executable, "-m", "tests.invariants.kv_load", url]
+def readers(
+    url: str, handle: KvHandle, count: int, bytes_per_second: float = math.inf
+) -> Iterator[None]:
+    """Processes that each fetch the handle in a loop; the context begins once each has it.
+
+    `bytes_per_second`: the mean rate of each of them.
+    """
+    command = [sys.executable, "-m", "tests.invariants.kv_load", url, str(bytes_per_second)]
     processes = [Popen(command, cwd=ROOT, stdin=PIPE, stdout=PIPE, text=True) for _ in range(count)]
     try:
         for process in processes:
@@ -100,7 +106,7 @@ def _timed(call: Callable[[], Any]) -> float:
     return 1000 * (time.perf_counter() - began)
 
 
-def _read_for_ever(url: str) -> None:
+def _read_for_ever(url: str, bytes_per_second: float) -> None:
     handle = KvHandle.model_validate_json(sys.stdin.readline())
     source = KvSource(url, transports=["http"])
     buffer = bytearray(handle.num_bytes)
@@ -108,7 +114,8 @@ def _read_for_ever(url: str) -> None:
     print("fetched", flush=True)
     while PromptKV.fetch(handle, source, buffer=buffer) is not None:
         source.renew(handle.handle)
+        time.sleep(handle.num_bytes / bytes_per_second)
 
 
 if __name__ == "__main__":
-    _read_for_ever(sys.argv[1])
+    _read_for_ever(sys.argv[1], float(sys.argv[2]))

@@ -1,6 +1,6 @@
 """A server in its own process whose prompt KV is as large as a real model's.
 
-    python -m tests.invariants.kv_server MAX_BYTES_PER_SECOND [nixl]
+    python -m tests.invariants.kv_server [nixl]
 
 It prints its address and serves until its standard input is closed. It uses the fake engine:
 transports are measured, for which only the number of bytes matters, here that of Qwen3-8B, 144 KiB
@@ -24,7 +24,7 @@ from engine.kv_types import ExportStatus, KvFormat
 from engine.types import EngineInfo
 from service.app import create_app
 from service.config.settings import Settings
-from service.http.uvicorn_protocol import protocol_with_limits
+from service.http.limited_protocol import protocol_with_limits
 from tests.fake_engine import FakeEngine, Running
 
 ROOT = Path(__file__).parents[2]
@@ -51,8 +51,8 @@ class LargeEngine(FakeEngine):
 
 
 @contextmanager
-def kv_server(max_bytes_per_second: float | None = None, *, nixl: bool = False) -> Iterator[str]:
-    command = [sys.executable, "-m", "tests.invariants.kv_server", str(max_bytes_per_second or "")]
+def kv_server(*, nixl: bool = False) -> Iterator[str]:
+    command = [sys.executable, "-m", "tests.invariants.kv_server"]
     command += ["nixl"] if nixl else []
     with Popen(command, cwd=ROOT, stdin=PIPE, stdout=PIPE, text=True) as process:
         assert process.stdin and process.stdout
@@ -63,12 +63,8 @@ def kv_server(max_bytes_per_second: float | None = None, *, nixl: bool = False) 
             process.wait(timeout=30)
 
 
-async def serve(max_bytes_per_second: float | None, *, nixl: bool) -> None:
-    kv = {
-        "capacity_bytes": 2**29,
-        "max_bytes_per_second": max_bytes_per_second,
-        "nixl": nixl,
-    }
+async def serve(*, nixl: bool) -> None:
+    kv = {"capacity_bytes": 2**29, "nixl": nixl}
     with tempfile.TemporaryDirectory() as folder:
         settings = Settings.model_validate({"weights": {"directory": folder}, "kv": kv})
         app = create_app(settings, LargeEngine(prompt_kv=True, max_context_tokens=4096))
@@ -91,4 +87,4 @@ async def serve(max_bytes_per_second: float | None, *, nixl: bool) -> None:
 
 
 if __name__ == "__main__":
-    uvloop.run(serve(float(sys.argv[1]) if sys.argv[1] else None, nixl="nixl" in sys.argv[2:]))
+    uvloop.run(serve(nixl="nixl" in sys.argv[1:]))

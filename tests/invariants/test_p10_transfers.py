@@ -1,8 +1,7 @@
 """P10: readers of prompt KV do not slow down other requests.
 
 The figures of the invariant are measured by bench/kv_transport.py on a quiet machine. This test
-compares no times: it counts the bytes that the readers get while a request is answered. That
-transfers run outside the event loop is tested in tests/service/prompt_kv/test_socket_sender.py.
+compares no times: it counts the bytes that the readers get while a request is answered.
 """
 
 import re
@@ -16,16 +15,15 @@ from tests.sample_sizes import num_examples
 
 pytestmark = pytest.mark.slow
 
-BYTES_PER_SECOND = 2**28
 MAX_BYTES_PER_REQUEST = 2**25
-"""The readers get it in 1/8 s at their limit. On a busy machine they wait as all others do."""
+"""On a busy machine readers wait as all others do."""
 NUM_READS = num_examples(8)
 REQUESTS_PER_ROUND = 5
 
 
 def test_readers_get_little_while_a_request_is_answered() -> None:
     num_requests, num_bytes = 0, 0
-    with kv_server(BYTES_PER_SECOND) as url:
+    with kv_server() as url:
         handle = handle_of(url, 512)
         with readers(url, handle, 4):
             before = sent_bytes(url)

@@ -165,13 +165,6 @@ CASES = [
     ),
     Case("CoppiceKvLeasesExpired", "warning", problems("kv_gone", 2), problems("kv_not_found", 9)),
     Case(
-        "CoppiceKvTransfersQueued",
-        "warning",
-        {**levels("coppice_kv_transfers", 20), **levels("coppice_kv_transfers_limit", 4)},
-        {**levels("coppice_kv_transfers", 12), **levels("coppice_kv_transfers_limit", 4)},
-        {"instance": "a:8000"},
-    ),
-    Case(
         "CoppiceActivationFailed",
         "warning",
         {f'coppice_problems_total{{{A},problem="activation_failed"}}': f"0x50 1x{MINUTES}"},

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from service.http.connection_limit import RESERVED_CONNECTIONS, Connections, connection_limit
+from service.http.file_limit import connection_limit
 from tests.fake_engine import FakeEngine
 from tests.service.sockets import Raw, raw
 from tests.service.test_framing import GET, sized
@@ -36,24 +36,23 @@ async def busy(stack: AsyncExitStack, served: Served, count: int) -> None:
 
 async def until_open(served: Served, count: int) -> None:
     async with asyncio.timeout(5):
-        while served.server.callers.num_open != count:
+        while len(served.connections) != count:
             await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("sent", [b"", GET, b"G", GET + b"GET /li"])
 async def test_idle_connections_do_not_block_new_ones(tmp_path: Path, sent: bytes) -> None:
-    async with serving(FakeEngine(), tmp_path, limits=FEW, wait=False) as served:
-        async with AsyncExitStack() as stack:
-            for client in await opened(stack, served, 12):
-                if sent:
-                    await client.send(sent)
-            async with asyncio.timeout(5):
-                while (await served.http.get("/v1/status")).status_code != 200:
-                    pass
-            assert served.server.callers.num_open <= 4
-        metrics = (await served.http.get("/metrics")).text
-        assert 'coppice_connections_shed_total{outcome="idle_closed"} 0.0' not in metrics
-        assert "coppice_connections_limit 4.0" in metrics
+    async with (
+        serving(FakeEngine(), tmp_path, limits=FEW, wait=False) as served,
+        AsyncExitStack() as stack,
+    ):
+        for client in await opened(stack, served, 12):
+            if sent:
+                await client.send(sent)
+        async with asyncio.timeout(5):
+            while (await served.http.get("/v1/status")).status_code != 200:
+                pass
+        assert len(served.connections) <= 4
 
 
 async def test_past_the_limit_probes_are_answered_and_others_refused(tmp_path: Path) -> None:
@@ -75,49 +74,15 @@ async def test_past_the_limit_probes_are_answered_and_others_refused(tmp_path: P
         await running_samples(served, 0)
 
 
-async def test_connections_past_the_reserve_are_dropped(tmp_path: Path) -> None:
+async def test_idle_connections_past_the_limit_are_closed(tmp_path: Path) -> None:
     engine = FakeEngine(instant=False)
     async with serving(engine, tmp_path, limits=FEW) as served, AsyncExitStack() as stack:
         await served.http.aclose()
         await busy(stack, served, 4)
-        await opened(stack, served, RESERVED_CONNECTIONS)
-        async with raw(served) as client:
-            assert await client.closed()
-        await until_open(served, 4)  # no idle connection holds the reserve
+        await opened(stack, served, 64)
+        await until_open(served, 5)
         engine.step(4)
         await running_samples(served, 0)
-
-
-async def test_request_head_past_the_limit_has_a_short_timeout(tmp_path: Path) -> None:
-    engine = FakeEngine(instant=False)
-    async with serving(engine, tmp_path, limits=FEW) as served, AsyncExitStack() as stack:
-        await served.http.aclose()
-        await busy(stack, served, 4)
-        async with raw(served) as client:
-            await client.send(b"GET /livez HTTP/1.1\r\n")
-            async with asyncio.timeout(5):
-                assert (await client.answer())[0] == 408
-        engine.step(4)
-        await running_samples(served, 0)
-
-
-class Idle:
-    closed = False
-
-    def close(self) -> None:
-        self.closed = True
-
-
-def test_longest_idle_connection_is_closed() -> None:
-    connections = Connections(2)
-    first, second, third = Idle(), Idle(), Idle()
-    connections.add(first)
-    connections.add(second)
-    connections.serve(first)
-    connections.wait(first)
-    assert connections.add(third)
-    assert [one.closed for one in (first, second, third)] == [False, True, False]
-    assert connections.num_open == 2
 
 
 def test_file_descriptor_limit_bounds_connections() -> None:
@@ -134,7 +99,7 @@ def test_file_descriptor_limit_bounds_connections() -> None:
 def test_soft_limit_is_raised_to_the_hard_limit(soft: int, hard: int) -> None:
     program = f"""
 import resource
-from service.http.connection_limit import raise_file_limit
+from service.http.file_limit import raise_file_limit
 resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))
 raise_file_limit()
 print(*resource.getrlimit(resource.RLIMIT_NOFILE))

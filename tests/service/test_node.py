@@ -47,14 +47,14 @@ class FakeNode:
 
 
 async def statuses(node: FakeNode) -> dict[str, int]:
-    transport = httpx.ASGITransport(create_node_app(Settings(), node))
+    transport = httpx.ASGITransport(create_node_app(node))
     async with httpx.AsyncClient(transport=transport, base_url="http://node") as http:
         paths = ("/startupz", "/livez", "/readyz", "/v1/rollouts")
         return {path: (await http.get(path)).status_code for path in paths}
 
 
 async def test_probe_shows_the_phase_of_the_start_of_ranks() -> None:
-    transport = httpx.ASGITransport(create_node_app(Settings(), FakeNode()))
+    transport = httpx.ASGITransport(create_node_app(FakeNode()))
     async with httpx.AsyncClient(transport=transport, base_url="http://node") as http:
         assert (await http.get("/readyz")).json()[
             "detail"

@@ -19,7 +19,6 @@ from fastapi import FastAPI
 from engine.errors import StartFailed
 from engine.types import EngineHealth, EngineStage
 from service.config.settings import LogSettings, ServerSettings, Settings
-from service.http.connection_limit import Connections
 from service.http.serve import (
     StopDeadline,
     example_command,
@@ -37,7 +36,6 @@ class ServerLifecycle:
         self.reason = reason
         self.has_weights = True
         self.app = FastAPI(lifespan=self._lifespan)
-        self.app.state.connections = Connections(10)
         self.app.get("/v1/status")(self.status)
         self.answers: list[int] = []
 

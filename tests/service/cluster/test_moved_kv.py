@@ -11,6 +11,7 @@ import pytest
 
 from engine.types import Completion, SampleRequest
 from service.cluster.in_memory import InMemoryRegistry
+from service.prompt_kv.http_transfer import KvDataResponse
 from tests.cluster import replica, sees
 from tests.fake_engine import BLOCK_SIZE, FakeEngine
 from tests.service.cluster.test_move_outcomes import sender_of
@@ -307,9 +308,14 @@ async def test_samples_are_prefilled_if_the_download_is_refused(tmp_path: Path) 
         await is_released(a, b)
 
 
-async def test_samples_are_prefilled_if_the_download_takes_too_long(tmp_path: Path) -> None:
-    slow = {"max_bytes_per_second": 1000}
-    async with pair(tmp_path, one_host=False, sender=slow) as (a, b):
+async def test_samples_are_prefilled_if_the_download_takes_too_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def stall(*_: Any) -> None:
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(KvDataResponse, "stream_response", stall)
+    async with pair(tmp_path, one_host=False) as (a, b):
         calling = asyncio.create_task(post(a, body(group(*PROMPT, n=2), **LONG)))
         await running_samples(a, 2)
         engine_of(a).step(TOKENS)

@@ -13,7 +13,7 @@ from tests.serving import Served
 
 NUM_BYTES = 16 * 10**6
 CAPACITY: dict[str, Any] = {"capacity_bytes": 20 * 2**20}
-SHORT_PATIENCE = {"min_bytes_per_second": 1e6, "slow_reader_seconds": 0.3}
+SHORT_PATIENCE = {"write_seconds": 0.3}
 
 
 def exporting() -> FakeEngine:

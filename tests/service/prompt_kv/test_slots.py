@@ -198,36 +198,21 @@ def test_released_bytes_are_free_at_once() -> None:
     assert slots.free_bytes == CAPACITY_BYTES
 
 
-def test_read_keeps_the_bytes_until_the_lease_ends() -> None:
+def test_download_keeps_the_bytes_until_the_lease_ends() -> None:
     clock = Clock()
     slots, handles, handle = sealed(clock)
     handle.start_lease()
     with handles.pinned(handle) as pin:
         clock.now = 29.0
         handles.release(handle.id, "me")
-        with pin.turn() as is_leased:
-            assert is_leased
+        pin.sweep()
+        assert pin.is_open
         assert slots.free_bytes < CAPACITY_BYTES
         clock.now = 30.0
-        handles.sweep()
+        pin.sweep()
+        assert not pin.is_open
         assert slots.free_bytes == CAPACITY_BYTES
-        with pin.turn() as is_leased:
-            assert not is_leased
         slots.check()
-
-
-def test_started_turn_keeps_the_bytes_until_its_end() -> None:
-    clock = Clock()
-    slots, handles, handle = sealed(clock)
-    handle.start_lease()
-    with handles.pinned(handle) as pin:
-        with pin.turn():
-            clock.now = 1000.0
-            handles.sweep()
-            clock.now = 2000.0
-            slots.sweep()
-            assert slots.free_bytes < CAPACITY_BYTES
-        assert slots.free_bytes == CAPACITY_BYTES
 
 
 def test_forgotten_handle_is_unknown() -> None:

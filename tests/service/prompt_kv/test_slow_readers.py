@@ -27,23 +27,23 @@ pytestmark = pytest.mark.slow
 
 
 async def test_stalled_reader_is_dropped(tmp_path: Path) -> None:
-    async with serving(exporting(), tmp_path, kv={**CAPACITY, **SHORT_PATIENCE}) as served:
+    async with serving(exporting(), tmp_path, kv=CAPACITY, limits=SHORT_PATIENCE) as served:
         known = await large_handle(served)
         with stalled_reader(served, known):
-            await wait_until(lambda: served.server.socket_sender.num_transfers > 0)
-            await wait_until(lambda: not served.server.socket_sender.num_transfers)
+            await wait_until(lambda: served.server.kv_downloads.num_open > 0)
+            await wait_until(lambda: not served.server.kv_downloads.num_open)
 
 
 async def test_stalled_readers_do_not_block_other_keys(tmp_path: Path) -> None:
     keys = write_keys(tmp_path / "keys.yaml", slow="rollout,kv", quick="rollout,kv")
-    kv = {"capacity_bytes": 40 * 2**20, "max_transfers": 2}
+    kv = {"capacity_bytes": 40 * 2**20}
     server = {"keys_file": tmp_path / "keys.yaml"}
     async with serving(exporting(), tmp_path, kv=kv, server=server) as served:
         slow, quick = [await large_handle(served, bearer(keys[name])) for name in ("slow", "quick")]
         with ExitStack() as stack:
             for _ in range(4):
                 stack.enter_context(stalled_reader(served, slow, keys["slow"]))
-            await wait_until(lambda: served.server.socket_sender.num_transfers == 4)
+            await wait_until(lambda: served.server.kv_downloads.num_open == 4)
             async with asyncio.timeout(10):
                 path, headers = f"/v1/kv/{quick}/data", bearer(keys["quick"])
                 answer = await served.http.get(path, headers=headers)
@@ -51,10 +51,10 @@ async def test_stalled_readers_do_not_block_other_keys(tmp_path: Path) -> None:
 
 
 async def test_stalled_readers_do_not_block_their_own_key(tmp_path: Path) -> None:
-    async with serving(exporting(), tmp_path, kv={**CAPACITY, "max_transfers": 1}) as served:
+    async with serving(exporting(), tmp_path, kv=CAPACITY) as served:
         known = await large_handle(served)
         with stalled_reader(served, known), stalled_reader(served, known):
-            await wait_until(lambda: served.server.socket_sender.num_transfers == 2)
+            await wait_until(lambda: served.server.kv_downloads.num_open == 2)
             async with asyncio.timeout(10):
                 answer = await served.http.get(f"/v1/kv/{known}/data")
         assert len(answer.content) > NUM_BYTES
@@ -65,9 +65,9 @@ async def test_slow_reader_frees_the_memory_when_its_lease_ends(tmp_path: Path) 
     async with serving(exporting(), tmp_path, kv=kv) as served:
         known = await large_handle(served, lease_seconds=1.0)
         with stalled_reader(served, known):
-            await wait_until(lambda: served.server.socket_sender.num_transfers > 0)
+            await wait_until(lambda: served.server.kv_downloads.num_open > 0)
             await wait_until(lambda: arena_is_free(served))
-            assert served.server.socket_sender.num_transfers == 1
+            assert served.server.kv_downloads.num_open == 1
             served.server.prompt_kv.check()
 
 
@@ -76,7 +76,7 @@ async def test_read_continues_while_its_lease_is_renewed(tmp_path: Path) -> None
         known = await large_handle(served, lease_seconds=1.0)
         whole = (await served.http.get(f"/v1/kv/{known}/data")).content
         with stalled_reader(served, known) as reader:
-            await wait_until(lambda: served.server.socket_sender.num_transfers > 0)
+            await wait_until(lambda: served.server.kv_downloads.num_open > 0)
             await served.http.post(f"/v1/kv/{known}/lease", json={"lease_seconds": 60})
             await asyncio.sleep(1.5)
             assert await asyncio.to_thread(read_to_end, reader, len(whole)) == whole
@@ -89,12 +89,10 @@ async def test_reader_is_cut_off_when_its_lease_ends(tmp_path: Path) -> None:
             await wait_until(lambda: served.server.prompt_kv.status().num_handles == 0)
             with pytest.raises(ConnectionError):
                 await asyncio.to_thread(read_to_end, reader, NUM_BYTES)
-        text = (await served.http.get("/metrics")).text
-        assert 'coppice_kv_transfers_ended_total{outcome="lease_expired"} 1.0' in text
 
 
-async def test_reader_below_the_least_rate_resumes_with_a_range(tmp_path: Path) -> None:
-    async with serving(exporting(), tmp_path, kv={**CAPACITY, **SHORT_PATIENCE}) as served:
+async def test_dropped_reader_resumes_with_a_range(tmp_path: Path) -> None:
+    async with serving(exporting(), tmp_path, kv=CAPACITY, limits=SHORT_PATIENCE) as served:
         known = await export_handle(served, [*range(256)] * 64)
         download = Download(
             KvHttpClient(parse_address(served.url, None), 60.0, RedirectPolicy(served.url)),
@@ -103,13 +101,11 @@ async def test_reader_below_the_least_rate_resumes_with_a_range(tmp_path: Path) 
         )
         room = memoryview(bytearray(known.num_bytes))
         await asyncio.to_thread(download.readinto, room[:1000])
-        await wait_until(lambda: not served.server.socket_sender.num_transfers)
+        await wait_until(lambda: not served.server.kv_downloads.num_open)
         await asyncio.to_thread(download.readinto, room[1000:])
         download.close()
         whole = (await served.http.get(f"/v1/kv/{known.handle}/data")).content
-        text = (await served.http.get("/metrics")).text
         assert bytes(room) == whole
-        assert 'coppice_kv_transfers_ended_total{outcome="too_slow"} 1.0' in text
 
 
 @pytest.mark.parametrize(
@@ -129,11 +125,11 @@ async def test_downloads_past_the_limit_are_refused(
         with ExitStack() as stack:
             for name in holders:
                 stack.enter_context(stalled_reader(served, known[name], keys[name]))
-            await wait_until(lambda: served.server.socket_sender.num_transfers == len(holders))
+            await wait_until(lambda: served.server.kv_downloads.num_open == len(holders))
             path, headers = f"/v1/kv/{known['quick']}/data", bearer(keys["quick"])
             answer = await served.http.get(path, headers=headers)
             assert (answer.status_code, answer.json()["code"]) == expected
             assert int(answer.headers["retry-after"]) > 0
             assert (await served.http.head(path, headers=headers)).status_code == 200
-        await wait_until(lambda: not served.server.socket_sender.num_transfers)
+        await wait_until(lambda: not served.server.kv_downloads.num_open)
         assert (await served.http.get(path, headers=headers)).status_code == 200
