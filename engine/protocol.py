@@ -122,11 +122,6 @@ class Engine(Protocol):
     release_kv_pages: call after pages of an arena were released, with the arena's page epoch. The
         workers unregister the arena from a GPU's driver, which holds the memory until then. Slots
         of this epoch may be written before, too.
-    add_exported_kv: names of slots with KV that another engine has exported under the weights that
-        this engine serves. Samples may load it until remove_exported_kv or an update. Call it only
-        while `info.kv_format` is not None.
-    remove_exported_kv: no sample that is scheduled from now on loads the KV of these slots, which
-        may be reused after `flush_exports`.
     reset_prefix_cache: call while paused. No prefix that was prefilled earlier is found again.
     measure_kept_kv: call after an update with `keep_kv`. Measures the divergence of the KV of
         chains with `max_kl` by its age, with a few of them, within a limit of tokens per update.
@@ -260,10 +255,6 @@ class Engine(Protocol):
     async def flush_exports(self) -> None: ...
 
     async def release_kv_pages(self, arena: Path, page_epoch: int) -> None: ...
-
-    async def add_exported_kv(self, names: Sequence[str]) -> None: ...
-
-    async def remove_exported_kv(self, names: Sequence[str]) -> None: ...
 
     async def pause(self, mode: PauseMode, *, recompute: bool = False) -> None: ...
 

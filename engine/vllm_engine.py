@@ -437,12 +437,6 @@ class VllmEngine:
         if self.info.device == GPU_DEVICE:
             await self._processes.call_workers("coppice_release_kv_pages", str(arena), page_epoch)
 
-    async def add_exported_kv(self, names: Sequence[str]) -> None:
-        await self._processes.call_cores("coppice_add_exported_kv", list(names))
-
-    async def remove_exported_kv(self, names: Sequence[str]) -> None:
-        await self._processes.call_cores("coppice_remove_exported_kv", list(names))
-
     async def pause(self, mode: PauseMode, *, recompute: bool = False) -> None:
         """Pause between two steps.
 

@@ -26,7 +26,6 @@ from service.moves.group_state import (
     num_samples_of,
     results_of,
 )
-from service.moves.kv_import import KvImporter
 from service.moves.state import claims_of
 from service.rollouts import validation
 from service.rollouts.admission import Admission, Reservation
@@ -61,7 +60,6 @@ class MoveReceiver:
         rollouts: RolloutManager,
         transfers: KeyTransfers,
         *,
-        kv: KvImporter,
         max_samples_per_request: int,
         is_paused: Callable[[], bool],
         clock: Callable[[], float] = time.monotonic,
@@ -75,7 +73,6 @@ class MoveReceiver:
         self._group_factory = group_factory
         self._rollouts = rollouts
         self._transfers = transfers
-        self._kv = kv
         self._arriving: set[str] = set()
 
     def is_arriving(self, rollout_id: str) -> bool:
@@ -117,25 +114,14 @@ class MoveReceiver:
         claims: list[IdempotencyClaim],
         reservation: Reservation,
     ) -> Rollout:
-        """Fetch the KV of a rollout and continue it, if the weights are still those of its source.
-
-        A later update makes the engine forget the KV.
-        """
-        imported = await self._kv.fetch(state)
-        try:
-            for index, loads in imported.loads.items():
-                groups[index].loads = loads
-            rollout = await _rollout(state, groups, claims)
-            self._check(state)
-            if self._shared(state) != shared:
-                raise _other_version(state)
-            self._rollouts.run(rollout, reservation)
-        except BaseException:
-            self._kv.release(imported)
-            raise
+        """Continue a rollout, if the weights are still those of its source."""
+        rollout = await _rollout(state, groups, claims)
+        self._check(state)
+        if self._shared(state) != shared:
+            raise _other_version(state)
+        self._rollouts.run(rollout, reservation)
         for claim in claims:
             self._rollouts.keys.bind(claim, state.id)
-        self._kv.hold(imported, rollout)
         return rollout
 
     async def cancel(self, rollout_id: str) -> None:

@@ -16,7 +16,6 @@ from service.cluster.key_transfers import KeyTransfers
 from service.cluster.membership import ClusterMembership
 from service.cluster.registry import Replica
 from service.moves import offers
-from service.moves.kv_export import KvExporter
 from service.moves.peers import Connect, MovePeers
 from service.moves.state import estimated_bytes, state_of
 from service.rollouts.admission import Admission
@@ -57,7 +56,6 @@ class MoveSender:
         transfers: KeyTransfers,
         peers: Peers,
         *,
-        kv: KvExporter,
         max_bytes: int,
         on_ended: OnMoveEnded,
         client: type[httpx.AsyncClient] = httpx.AsyncClient,
@@ -69,7 +67,6 @@ class MoveSender:
         self._cluster = cluster
         self._transfers = transfers
         self._peers = MovePeers(cluster, peers, client)
-        self._kv = kv
         self._max_bytes = max_bytes
         self._on_ended = on_ended
         self._slots = asyncio.Semaphore(CONCURRENT_MOVES)
@@ -170,7 +167,7 @@ class MoveSender:
             async with connect() as http:
                 with suppress(TimeoutError):
                     async with asyncio.timeout_at(until):
-                        await self._offer(http, rollout, until)
+                        await self._offer(http, rollout)
         except Exception:
             log.exception("a move failed")
         finally:
@@ -180,8 +177,8 @@ class MoveSender:
         outcome = "stays here" if url is None else f"moved to {url}"
         log.info("rollout %s %s", rollout.id, outcome)
 
-    async def _offer(self, http: httpx.AsyncClient, rollout: Rollout, until: float) -> None:
-        """Offer a rollout to one replica after the other, with its KV.
+    async def _offer(self, http: httpx.AsyncClient, rollout: Rollout) -> None:
+        """Offer a rollout to one replica after the other.
 
         `moved_to` is set as soon as one has accepted it: a timeout, or an error while the
         connection is closed, must not continue it here, too.
@@ -189,15 +186,14 @@ class MoveSender:
         if not self.candidates():
             return
         source, version = self._cluster.own_id, self._versions.active.label
-        async with self._kv.exported(rollout, version, until) as kv:
-            state = await state_of(rollout, source=source, version=version, kv=kv)
-            body = await asyncio.to_thread(_encoded, state)
-            for replica in self.candidates():
-                if not rollout.is_suspended:
-                    return  # it was cancelled, or its deadline has passed
-                if await self._is_accepted(http, replica, rollout, body):
-                    rollout.moved_to = replica.url
-                    return
+        state = await state_of(rollout, source=source, version=version)
+        body = await asyncio.to_thread(_encoded, state)
+        for replica in self.candidates():
+            if not rollout.is_suspended:
+                return  # it was cancelled, or its deadline has passed
+            if await self._is_accepted(http, replica, rollout, body):
+                rollout.moved_to = replica.url
+                return
 
     async def _is_accepted(
         self, http: httpx.AsyncClient, replica: Replica, rollout: Rollout, body: bytes

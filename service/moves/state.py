@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Sequence
 
-from coppice.wire.moves import FORMAT, GivenTokens, MovedGroup, MovedKey, MovedKv, MovedRollout
+from coppice.wire.moves import FORMAT, GivenTokens, MovedGroup, MovedKey, MovedRollout
 from coppice.wire.result_formats import GroupRecord, SampleRecord, SegmentRecord
 from coppice.wire.rollouts import RolloutRequest
 from engine.protocol import Engine
@@ -19,9 +19,7 @@ TOKEN_BYTES = 36
 """A token id and its logprob in JSON."""
 
 
-async def state_of(
-    rollout: Rollout, *, source: str, version: str, kv: MovedKv | None = None
-) -> MovedRollout:
+async def state_of(rollout: Rollout, *, source: str, version: str) -> MovedRollout:
     """State of a rollout whose groups have ended or are suspended.
 
     Constructed without validation, which takes long for many tokens.
@@ -46,7 +44,6 @@ async def state_of(
         request=_request(rollout) if groups else None,
         records=[each for each in rollout.log if isinstance(each, MovedRecord)],
         groups=[await _moved_group(group, ids[group.options.index]) for group in groups],
-        kv=kv,
     )
 
 

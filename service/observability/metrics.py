@@ -18,7 +18,6 @@ from service import __version__
 from service.adapters.manager import AdapterLoadOutcome
 from service.cluster.membership import ClusterMembership
 from service.http.connection_limit import Connections, ShedOutcome
-from service.moves.kv_export import KvMoveOutcome
 from service.observability.draft_history_metrics import DraftHistoryMetrics
 from service.observability.engine_metrics import (
     AttentionMetrics,
@@ -220,11 +219,6 @@ class ClusterMetrics(MetricTable):
         "rollout_moves",
         "Running rollouts and results that were offered to other replicas, by whether one accepted",
         outcome=("moved", "kept"),
-    )
-    moved_kv = counter(
-        "moved_samples_kv",
-        "Moved samples and paths, by whether they load their KV, or why they are prefilled",
-        outcome=get_args(KvMoveOutcome),
     )
     unregistered_keys = counter(
         "cluster_unregistered_keys",

@@ -66,7 +66,7 @@ class KvDataResponse(Response):
     """HTTP response with prompt KV that looks up the handle only when the response is sent.
 
     There is no await between the lookup and the pin of the slot. Exceptions of the lookup become
-    problem documents. The download counts as one of `counted_as`, by default of the owner.
+    problem documents.
     """
 
     def __init__(
@@ -78,14 +78,12 @@ class KvDataResponse(Response):
         *,
         range_header: str | None,
         if_range: str | None,
-        counted_as: str | None = None,
     ) -> None:
         super().__init__(media_type=MEDIA_TYPE)
         self._prompt_kv = prompt_kv
         self._socket_sender = socket_sender
         self._handle_id = handle_id
         self._owner = owner
-        self._counted_as = owner if counted_as is None else counted_as
         self._range = range_header
         self._if_range = if_range
 
@@ -99,7 +97,7 @@ class KvDataResponse(Response):
             await send({"type": "http.response.body", "body": b""})
             return
         with (
-            self._socket_sender.admitted(self._counted_as),
+            self._socket_sender.admitted(self._owner),
             self._prompt_kv.handles.pinned(handle) as pin,
         ):
             await send(start)
@@ -123,7 +121,7 @@ class KvDataResponse(Response):
         if hand_off is not None:
             await hand_off(
                 lambda connection: self._socket_sender.send(
-                    connection, data, owner=self._counted_as, pin=pin
+                    connection, data, owner=self._owner, pin=pin
                 )
             )
         else:

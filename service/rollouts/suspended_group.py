@@ -47,7 +47,6 @@ def can_move(request: RolloutRequest, options: GroupOptions) -> bool:
 async def resumed(group: Group) -> Group:
     """Group that continues the suspended samples or paths of `group`, which has ended.
 
-    Samples that were moved here find their KV in the blocks of their chain.
     The caller passes on a reason to end it that was set meanwhile.
     """
     if isinstance(group, TreeGroup):
@@ -64,7 +63,6 @@ async def resumed(group: Group) -> Group:
         seconds_used=group.seconds_used,
         seconds_before=group.elapsed_seconds,
         sample_seconds=group.sample_seconds,
-        loads={index: load.of_chain for index, load in group.loads.items()},
     )
 
 

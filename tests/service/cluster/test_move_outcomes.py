@@ -14,8 +14,6 @@ from coppice.wire.support import support_answer
 from engine.sampling_support.rows import encode_mask
 from service.cluster.in_memory import InMemoryRegistry
 from service.cluster.registry import RegistryUnavailable, Replica
-from service.moves.exports import MoveExports
-from service.moves.kv_export import KvExporter
 from service.moves.offers import refusal_of
 from service.moves.sender import CONCURRENT_MOVES, MoveSender
 from service.rollouts.group import Group
@@ -79,11 +77,6 @@ def sender_of(
         server.cluster,
         server.key_transfers,
         Peers(["http://127.0.0.1:*"], None),
-        kv=KvExporter(
-            server.engine,
-            MoveExports(server.engine, server.prompt_kv, bytes_per_second=2**30),
-            on_prefilled=lambda outcome, num_samples: None,
-        ),
         max_bytes=max_bytes,
         on_ended=lambda _: None,
         client=client,

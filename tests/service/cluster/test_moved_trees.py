@@ -17,7 +17,6 @@ from service.rollouts.rollout import Rollout
 from service.trees import tree_group
 from service.trees.path_request import path_request
 from tests.service.cluster.test_move_outcomes import sender_of
-from tests.service.cluster.test_moved_kv import moved_kv
 from tests.service.cluster.test_moves import (
     ASYNC,
     drain,
@@ -413,8 +412,6 @@ async def test_paths_are_prefilled_and_counted(pair: list[Served]) -> None:
     engine_of(a).step(5)
     await drain(a)
     await running_samples(b, 2)
-    assert all(each.load is None for each in engine_of(b).submitted)
-    assert (moved_kv(a), moved_kv(b)) == ({"tree": 2}, {})
     await grown(b, calling)
 
 
