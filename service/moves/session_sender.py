@@ -10,8 +10,7 @@ import httpx
 from service.cluster.key_transfers import KeyTransfers
 from service.cluster.membership import ClusterMembership
 from service.cluster.registry import Replica
-from service.moves import offers
-from service.moves.peers import MovePeers
+from service.moves.peers import MovePeers, is_accepted_by
 from service.moves.sender import CONCURRENT_MOVES, OnMoveEnded
 from service.moves.session_state import encoded, estimated_bytes, moved_group
 from service.sessions.manager import SessionManager
@@ -193,7 +192,7 @@ class SessionSender:
         """True if the other replica has accepted the sessions, which then are there only."""
         is_accepted = False
         try:
-            is_accepted = await offers.is_accepted(
+            is_accepted = await is_accepted_by(
                 http, replica, PATH, body, resource_id=sessions[0].id, seconds=OFFER_SECONDS
             )
             if is_accepted:

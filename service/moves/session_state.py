@@ -13,8 +13,8 @@ from coppice.wire.session_moves import (
     MovedSessions,
 )
 from service.http.errors import InvalidRequest
-from service.moves.segment_state import check_ids, invalid, sampled_tokens
 from service.moves.state import TOKEN_BYTES
+from service.moves.token_tables import check_ids, invalid, sampled_tokens
 from service.sessions.history import RecordedCall, RecordedResponse
 from service.sessions.segment import Segment
 from service.sessions.session import CONTEXT_TOKEN_BYTES, TURN_BYTES, Session

@@ -99,11 +99,6 @@ class Group:
     def num_running(self) -> int:
         return len(self._unfinished)
 
-    @property
-    def is_suspended(self) -> bool:
-        """True if `run` has ended, and the group is to continue as another one."""
-        return bool(self.suspended)
-
     def running_indices(self) -> Iterator[int]:
         """Indices of the samples that are running, in ascending order."""
         return (i for i, sample_id in enumerate(self.sample_ids) if sample_id in self._unfinished)
@@ -128,7 +123,7 @@ class Group:
             async with self._deadline(engine):
                 load = await self.source.prepare(engine, self)
             await self._run_samples(engine, load, done)
-            if self.is_suspended:
+            if self.suspended:
                 return None
             answer = self._answer(sorted(self.ended, key=lambda sample: sample.index))
             is_settled = all(s.finish_reason in ("stop", "length") for s in answer.samples)

@@ -14,7 +14,7 @@ from coppice.wire.support import support_answer
 from engine.sampling_support.rows import encode_mask
 from service.cluster.in_memory import InMemoryRegistry
 from service.cluster.registry import RegistryUnavailable, Replica
-from service.moves.offers import refusal_of
+from service.moves.peers import refusal_of
 from service.moves.sender import CONCURRENT_MOVES, MoveSender
 from service.rollouts.group import Group
 from service.rollouts.group_options import GroupOptions
@@ -356,7 +356,7 @@ async def test_cancellation_that_reaches_the_source_does_not_end_the_rollout(
         samples = (await calling).json()["groups"][0]["samples"]
         assert [sample["token_ids"] for sample in samples] == [list(range(3, 15))] * 2
         await sending
-        assert Client.statuses == [404]
+        assert {*Client.statuses} == {404}  # its result may be offered, too, before it is fetched
 
 
 def test_refusal_is_logged_with_its_problem() -> None:
