@@ -127,10 +127,7 @@ class GpuMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportSlot:
-    """Part of an arena file that receives the KV of `num_tokens` tokens of a prompt.
-
-    These are the first ones, or those from `first_token` on, a multiple of the block size. Only
-    caches without sliding windows are exported from a later token on.
+    """Part of an arena file that receives the KV of a prompt's first `num_tokens` tokens.
 
     The KV of a slot with a `name` can be loaded later; names are unique.
 
@@ -150,12 +147,6 @@ class ExportSlot:
     num_tokens: int
     name: str | None = None
     gpu_offset: int | None = None
-    first_token: int = 0
-
-    @property
-    def end(self) -> int:
-        """Position in the prompt after the last exported token."""
-        return self.first_token + self.num_tokens
 
     def to_dict(self) -> dict[str, Any]:
         return {**_field_values(self), "arena": str(self.arena)}
@@ -272,8 +263,7 @@ class KvLoad:
     of `num_requests` requests. Each ends where the next span begins, and finds the blocks of the
     previous requests in the prefix cache. They are scheduled together once all have arrived. Blocks
     from the one that holds token `exact_tokens`, or the first loaded token, onwards are private to
-    the chain. Earlier blocks are shared with every request of the same tokens and salt. A request
-    without `pieces` finds the blocks of its chain, and loads nothing.
+    the chain. Earlier blocks are shared with every request of the same tokens and salt.
 
     Consecutive spans are loaded together, starting at a block boundary, if everything before them
     is cached and they were exported under the weights version that serves when the request is
@@ -284,11 +274,6 @@ class KvLoad:
     num_requests: int
     exact_tokens: int
     pieces: tuple[LoadPiece, ...]
-
-    @property
-    def of_chain(self) -> Self:
-        """The same without pieces, for a later request of the chain."""
-        return replace(self, num_requests=1, pieces=())
 
     def to_dict(self) -> dict[str, Any]:
         return {**_field_values(self), "pieces": [piece.to_dict() for piece in self.pieces]}

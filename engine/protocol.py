@@ -113,11 +113,6 @@ class Engine(Protocol):
         was aborted is written or never will be. Then its slot may be reused. No write that began
         earlier is still in progress either: a status that is PENDING while the engine is paused can
         become COMMITTED only under the weights that serve after resume.
-    add_exported_kv: names of slots with KV that another engine has exported under the weights that
-        this engine serves. Samples may load it until remove_exported_kv or an update. Call it only
-        while `info.kv_format` is not None.
-    remove_exported_kv: no sample that is scheduled from now on loads the KV of these slots, which
-        may be reused after `flush_exports`.
     reset_prefix_cache: call while paused. No prefix that was prefilled earlier is found again.
     release_session_kv: call when sessions have ended, whose KV is then evicted like all other. Each
         sample with a `session_id` retains its KV when it ends, until the session's next sample.
@@ -236,10 +231,6 @@ class Engine(Protocol):
     async def abort(self, sample_ids: Sequence[str]) -> None: ...
 
     async def flush_exports(self) -> None: ...
-
-    async def add_exported_kv(self, names: Sequence[str]) -> None: ...
-
-    async def remove_exported_kv(self, names: Sequence[str]) -> None: ...
 
     async def pause(self, mode: PauseMode, *, recompute: bool = False) -> None: ...
 

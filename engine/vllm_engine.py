@@ -389,12 +389,6 @@ class VllmEngine:
         if self.info.kv_format is not None:
             await self._processes.call_workers("coppice_flush_exports")
 
-    async def add_exported_kv(self, names: Sequence[str]) -> None:
-        await self._processes.call_cores("coppice_add_exported_kv", list(names))
-
-    async def remove_exported_kv(self, names: Sequence[str]) -> None:
-        await self._processes.call_cores("coppice_remove_exported_kv", list(names))
-
     async def pause(self, mode: PauseMode, *, recompute: bool = False) -> None:
         """Pause between two steps.
 

@@ -24,14 +24,8 @@ from service.config.settings import Settings
 from service.drain import Drain
 from service.http.bodies import Bodies
 from service.kv_reuse.manager import KvReuseManager
-from service.moves.exports import MoveExports, SessionKvOutcome
-from service.moves.kv_export import KvExporter, KvMoveOutcome
-from service.moves.kv_files import KvSources
-from service.moves.kv_import import KvImporter
 from service.moves.receiver import MoveReceiver
 from service.moves.sender import MoveSender
-from service.moves.session_kv_export import SessionKvExporter
-from service.moves.session_kv_import import SessionKvImporter
 from service.moves.session_receiver import SessionReceiver
 from service.moves.session_sender import SessionSender
 from service.observability.features import features, table
@@ -151,10 +145,6 @@ class Server:
         )
         transfers = self.key_transfers = KeyTransfers(self.cluster)
         peers = Peers(settings.weights.peers, settings.weights.peer_key_file)
-        kv_sources = KvSources(self.cluster, peers, settings.kv.directory)
-        self.kv_importer = KvImporter(
-            engine, self.kv_reuse.cache, kv_sources, on_moved=self._count_moved_kv
-        )
         self.move_receiver = MoveReceiver(
             engine,
             self.versions,
@@ -162,14 +152,8 @@ class Server:
             group_factory,
             self.rollouts,
             transfers,
-            kv=self.kv_importer,
             max_samples_per_request=settings.limits.max_samples_per_request,
             is_paused=lambda: self.activation.paused,
-        )
-        exports = MoveExports(
-            engine,
-            self.prompt_kv,
-            bytes_per_second=settings.cluster.move_kv_bytes_per_second,
         )
         self.move_sender = MoveSender(
             engine,
@@ -179,7 +163,6 @@ class Server:
             self.cluster,
             transfers,
             peers,
-            kv=KvExporter(engine, exports, on_prefilled=self._count_moved_kv),
             max_bytes=settings.limits.max_body_bytes,
             on_ended=lambda outcome: self.metrics.cluster.moves.labels(outcome).inc(),
         )
@@ -195,28 +178,14 @@ class Server:
             keep_seconds=settings.limits.keep_answers_seconds,
             release_kv=engine.release_session_kv,
         )
-        self._session_kv_importer = SessionKvImporter(
-            engine,
-            self.kv_reuse.cache,
-            kv_sources,
-            version=lambda: self.versions.active.label if self.rollouts.accepts_moves else None,
-            on_ended=self._count_session_kv,
-        )
         self.session_receiver = SessionReceiver(
-            engine, self.sessions, self.rollouts, self.cluster, transfers, self._session_kv_importer
+            engine, self.sessions, self.rollouts, self.cluster, transfers
         )
         self._session_sender = SessionSender(
             self.sessions,
             self.cluster,
             transfers,
             peers,
-            kv=SessionKvExporter(
-                engine,
-                exports,
-                priority_aging,
-                move_seconds=settings.cluster.move_seconds,
-                on_prefilled=self._count_session_kv,
-            ),
             max_bytes=settings.limits.max_body_bytes,
             on_ended=lambda outcome: self.metrics.sessions.moves.labels(outcome).inc(),
         )
@@ -320,8 +289,6 @@ class Server:
             starting.cancel()
             lag.cancel()
             await asyncio.gather(starting, lag, *self._background, return_exceptions=True)
-            await self.kv_importer.close()
-            await self._session_kv_importer.close()
             await self.kv_reuse.close()
             await self.prompt_kv.close()
             await self.engine.stop()
@@ -390,12 +357,6 @@ class Server:
     def _count_group(self, rollout: Rollout, group: Group, answer: GroupAnswer) -> None:
         self.metrics.record_group(answer, group.sample_seconds)
         self.traces.group(rollout.id, answer, group.began_at, group.sample_seconds)
-
-    def _count_moved_kv(self, outcome: KvMoveOutcome, num_samples: int) -> None:
-        self.metrics.cluster.moved_kv.labels(outcome).inc(num_samples)
-
-    def _count_session_kv(self, outcome: SessionKvOutcome) -> None:
-        self.metrics.sessions.moved_kv.labels(outcome).inc()
 
     def _count_failed(self, rollout: Rollout) -> None:
         """Count in the metrics the groups of a rollout that failed, i.e. that have no answer."""

@@ -393,17 +393,6 @@ class FakeEngine:
         if self.settle_gate is not None:
             await self.settle_gate.wait()
 
-    async def add_exported_kv(self, names: Sequence[str]) -> None:
-        if not self.alive:
-            raise EngineDead("dead")
-        self.written |= dict.fromkeys(names, self.version)
-
-    async def remove_exported_kv(self, names: Sequence[str]) -> None:
-        if not self.alive:
-            raise EngineDead("dead")
-        for name in names:
-            self.written.pop(name, None)
-
     async def pause(self, mode: PauseMode, *, recompute: bool = False) -> None:
         self.calls.append(f"pause {mode}{' recompute' if recompute else ''}")
         if mode == "abort":
@@ -614,9 +603,6 @@ class FakeEngine:
         length = len(sample.request.prompt_token_ids)
         count, k = len(sample.token_versions), sample.request.num_top_logprobs
         self._write_chain(sample, [(length + i) % VOCAB_SIZE for i in range(count)])
-        if sample.request.load is not None and count:
-            left = (length + count - 1) // BLOCK_SIZE * BLOCK_SIZE
-            self.left[sample.request.load.chain, self.version] = left
         places = range(length, length + count)
         completion = Completion(
             token_ids=[place % VOCAB_SIZE for place in places],

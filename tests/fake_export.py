@@ -32,7 +32,7 @@ def write_export(slot: ExportSlot, prompt: Sequence[int], version: str, word: Ex
 
     As with a worker, the export fails if the slot is outside the file or the mount is full.
     """
-    data = fake_kv(prompt[slot.first_token : slot.end], version).tobytes()
+    data = fake_kv(prompt[: slot.num_tokens], version).tobytes()
     with slot.arena.open("r+b", buffering=0) as file:
         size = file.seek(0, 2)
         if slot.offset + len(data) > size:

@@ -146,6 +146,7 @@ def _extra_args(sample: SampleRequest) -> dict[str, Any] | None:
     if sample.export is not None:
         num_tokens, length = sample.export.num_tokens, len(sample.prompt_token_ids)
         assert 0 < num_tokens <= length, f"{num_tokens} of {length} tokens cannot be exported"
+    assert sample.load is None or sample.load.pieces, "there is something to load"
     if sample.export is not None or sample.load is not None:
         params = KvTransferParams(export=sample.export, load=sample.load)
         carried["kv_transfer_params"] = params.to_dict()

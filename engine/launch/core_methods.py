@@ -14,7 +14,6 @@ from engine.cudagraphs.counters import Snapshot as CudaGraphSnapshot
 from engine.drafter.acceptance_by_version import Snapshot as DrafterSnapshot
 from engine.drafter.core import engine_core_methods as drafter
 from engine.kv_retention.core import engine_core_methods as session_kv
-from engine.kv_transfer.core import engine_core_methods as kv_transfer
 from engine.kv_versions.core import hooks as kv_versions
 from engine.kv_versions.core.kept_blocks import Snapshot as KeptKvSnapshot
 from engine.kv_versions.request_option import keep_option
@@ -173,7 +172,7 @@ def install() -> None:
         coppice_check_pool,
     )
     added = (drafter.METHODS, siblings.METHODS, baseline.METHODS, session_kv.METHODS)
-    for method in itertools.chain(methods, *added, kv_transfer.METHODS):
+    for method in itertools.chain(methods, *added):
         setattr(EngineCore, method.__name__, method)
 
 

@@ -60,15 +60,6 @@ class ClusterSettings(Section):
         "seconds; needs weights.peers; 0: it runs them to their end; increase it for many tokens "
         "or a slow network",
     )
-    move_kv_bytes_per_second: float = Field(
-        2**29,
-        ge=0,
-        allow_inf_nan=False,
-        description="rate at which the KV of moved samples and agent sessions is assumed to be "
-        "copied, in bytes per second; those whose KV would take more than half of "
-        "cluster.move_seconds are prefilled by the other replica; 0: all are; increase it on a "
-        "fast network, reduce it on a slow one",
-    )
 
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> Self:

@@ -195,11 +195,6 @@ class SpanCache:
         )
         return CacheEntry(slot=slot, extent=extent, key=key, pins=1)
 
-    def allocate_pages(self, cached: CacheEntry) -> bool:
-        """Allocate the pages of an entry; False if the mount is full. May block: use a thread."""
-        assert self._arena is not None, "the cache is open"
-        return self._arena.back(cached.slot.offset, cached.extent.end)
-
     async def finish_write(self, cached: CacheEntry) -> bool:
         """Record the end of the request that writes an entry; returns whether it is written."""
         if not self.is_committed(cached):
@@ -215,23 +210,6 @@ class SpanCache:
         self.forget(cached)
         cached.ended.set()
         self.unpin(cached, settled=False)
-
-    def add_written(self, cached: CacheEntry) -> None:
-        """Add a reserved entry that its user has written, and unpin it: it can be evicted."""
-        if (other := self._entries.get(cached.key)) is not None:
-            self.forget(other)
-        cached.is_written = True
-        cached.ended.set()
-        self._entries[cached.key] = cached
-        self._unpin_now(cached)
-
-    def pin(self, cached: CacheEntry) -> bool:
-        """Pin an entry; False if it was evicted or is of earlier weights."""
-        if self._entries.get(cached.key) is not cached or cached.key.epoch != self._epoch():
-            return False
-        self._entries.move_to_end(cached.key)
-        cached.pins += 1
-        return True
 
     def unpin(self, cached: CacheEntry, *, settled: bool) -> None:
         """Release one pin of an entry, at once if `settled`, else after a flush of the exports.

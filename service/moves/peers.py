@@ -1,17 +1,23 @@
-"""Other replicas, to which a draining replica sends its work."""
+"""Other replicas, to which a draining replica offers its rollouts and sessions."""
 
+import asyncio
 import logging
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 import httpx
+from pydantic import ValidationError
 
+from coppice.wire.problem_catalogue import Problem
 from service.cluster.membership import ClusterMembership
 from service.cluster.registry import Replica
 from service.weights.replication.allowed_peers import Peers
 
 Connect = Callable[[], httpx.AsyncClient]
+CANCEL_SECONDS = 0.5
+MAX_DETAIL = 200
 
 log = logging.getLogger(__name__)
 
@@ -47,3 +53,48 @@ class MovePeers:
             and self._allowed.allows(replica.url)
         ]
         return random.sample(found, len(found))
+
+
+async def is_accepted_by(
+    http: httpx.AsyncClient,
+    replica: Replica,
+    path: str,
+    body: bytes,
+    *,
+    resource_id: str,
+    seconds: float | None = None,
+) -> bool:
+    """True if the replica has accepted the resources; an offer without a response is cancelled.
+
+    `resource_id` is the id by which the offer is cancelled.
+    """
+    try:
+        async with asyncio.timeout(seconds):
+            response = await http.post(replica.url.rstrip("/") + path, content=body)
+    except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
+        log.warning("a move to %s failed: %s", replica.id, type(error).__name__)
+        await cancel(http, replica, path, resource_id)
+        return False
+    except asyncio.CancelledError:
+        await cancel(http, replica, path, resource_id)
+        raise
+    if response.status_code != 201:
+        log.warning("replica %s refused %s: %s", replica.id, resource_id, refusal_of(response))
+    return response.status_code == 201
+
+
+def refusal_of(response: httpx.Response) -> str:
+    """Status, code and detail of a problem document; only the status of another response."""
+    try:
+        problem = Problem.model_validate_json(response.content)
+    except ValidationError:
+        return str(response.status_code)
+    detail = (problem.detail or problem.title)[:MAX_DETAIL]
+    return f"{response.status_code} {problem.code} ({detail})"
+
+
+async def cancel(http: httpx.AsyncClient, replica: Replica, path: str, resource_id: str) -> None:
+    """Cancel an offer whose outcome is unknown, or that is not wanted any more."""
+    with suppress(httpx.HTTPError, httpx.InvalidURL, TimeoutError):
+        async with asyncio.timeout(CANCEL_SECONDS):
+            await http.delete(f"{replica.url.rstrip('/')}{path}/{resource_id}")

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from coppice.wire.moves import MovedRollout
 from coppice.wire.rollouts import RolloutRequest
@@ -20,13 +20,10 @@ from service.moves.cancelled_moves import CancelledMoves
 from service.moves.group_state import (
     check_group,
     check_groups,
-    check_results,
     continued,
     num_prompt_tokens_of,
-    num_samples_of,
     results_of,
 )
-from service.moves.kv_import import KvImporter
 from service.moves.state import claims_of
 from service.rollouts import validation
 from service.rollouts.admission import Admission, Reservation
@@ -61,7 +58,6 @@ class MoveReceiver:
         rollouts: RolloutManager,
         transfers: KeyTransfers,
         *,
-        kv: KvImporter,
         max_samples_per_request: int,
         is_paused: Callable[[], bool],
         clock: Callable[[], float] = time.monotonic,
@@ -75,7 +71,6 @@ class MoveReceiver:
         self._group_factory = group_factory
         self._rollouts = rollouts
         self._transfers = transfers
-        self._kv = kv
         self._arriving: set[str] = set()
 
     def is_arriving(self, rollout_id: str) -> bool:
@@ -98,44 +93,21 @@ class MoveReceiver:
         reservation = self._reserve(state)
         try:
             shared = self._shared(state)
-            groups = await self._groups(state, shared)
-            claims = await self._take_over(state)
+            rollout = await _rollout(state, await self._groups(state, shared))
+            rollout.claims = await self._take_over(state)
             try:
-                return await self._run(state, shared, groups, claims, reservation)
+                self._check(state)
+                if self._shared(state) != shared:
+                    raise _other_version(state)
+                self._rollouts.run(rollout, reservation)
             except BaseException:
-                self._release(claims)
+                self._release(rollout.claims)
                 raise
         except BaseException:
             self._admission.release(reservation)
             raise
-
-    async def _run(
-        self,
-        state: MovedRollout,
-        shared: GroupOptions,
-        groups: list[Group],
-        claims: list[IdempotencyClaim],
-        reservation: Reservation,
-    ) -> Rollout:
-        """Fetch the KV of a rollout and continue it, if the weights are still those of its source.
-
-        A later update makes the engine forget the KV.
-        """
-        imported = await self._kv.fetch(state)
-        try:
-            for index, loads in imported.loads.items():
-                groups[index].loads = loads
-            rollout = await _rollout(state, groups, claims)
-            self._check(state)
-            if self._shared(state) != shared:
-                raise _other_version(state)
-            self._rollouts.run(rollout, reservation)
-        except BaseException:
-            self._kv.release(imported)
-            raise
-        for claim in claims:
+        for claim in rollout.claims:
             self._rollouts.keys.bind(claim, state.id)
-        self._kv.hold(imported, rollout)
         return rollout
 
     async def cancel(self, rollout_id: str) -> None:
@@ -158,7 +130,7 @@ class MoveReceiver:
             num_bytes = self._rollouts.support_bytes(request, _prompts(state, request))
         return self._admission.reserve(
             state.owner,
-            samples=sum(num_samples_of(group, request) for group in state.groups),
+            samples=sum(len(group.samples) for group in state.groups),
             prompt_tokens=sum(map(num_prompt_tokens_of, state.groups)),
             support_bytes=num_bytes,
         )
@@ -180,7 +152,7 @@ class MoveReceiver:
         options = GroupOptions(owner=state.owner, can_move=True, stream_tokens=state.stream_tokens)
         if state.request is None:
             return options
-        if not can_move(state.request, options):
+        if state.request.branching is not None or not can_move(state.request, options):
             raise InvalidRequest.of_parameter("request", "has options that cannot be moved")
         options = self._rollouts.resolve(state.request, options)
         if options.adapter != state.adapter:
@@ -188,25 +160,23 @@ class MoveReceiver:
         return options
 
     async def _groups(self, state: MovedRollout, shared: GroupOptions) -> list[Group]:
-        """All groups of the request; those that have not ended continue their samples or paths."""
-        request, results = state.request, await results_of(state)
-        if request is None or not state.groups:
-            if request is not None or state.groups:
-                raise InvalidRequest.of_parameter("request", "needed for the groups, and only then")
+        """All groups of the request; those that have not ended continue their samples."""
+        request, info, turn = state.request, self._engine.info, TimeSlice()
+        results = await asyncio.to_thread(results_of, state, info.vocab_size)
+        check_groups(state, results)
+        if request is None:
             return []
-        check_groups(state, request)
-        await asyncio.to_thread(check_results, results, request)
         validation.check(request, max_samples=self._max_samples, is_blocking=False)
-        info, turn = self._engine.info, TimeSlice()
         for group in state.groups:
-            await check_group(group, results.samples.get(group.index, []), request, info)
+            check_group(group, results.samples.get(group.index, []), request, info)
             await turn.pause()
         await check_sampling(self._engine, request.sampling)
         prompts = _prompts(state, request)
         groups = await self._group_factory.groups(request, prompts, shared, {})
         for group in state.groups:
             index = group.index
-            groups[index] = await continued(groups[index], group, results, info.vocab_size)
+            ended = results.samples.get(index, [])
+            groups[index] = await continued(groups[index], group, ended)
             await turn.pause()
         return groups
 
@@ -248,7 +218,7 @@ class MoveReceiver:
             raise InvalidRequest.of_parameter("id", "belongs to another rollout here")
         return is_free
 
-    def _release(self, claims: list[IdempotencyClaim]) -> None:
+    def _release(self, claims: Sequence[IdempotencyClaim]) -> None:
         for claim in claims:
             self._rollouts.keys.release(claim)
 
@@ -276,14 +246,11 @@ async def _num_resumed(state: MovedRollout) -> dict[SampleKey, int]:
     return given
 
 
-async def _rollout(
-    state: MovedRollout, groups: list[Group], claims: list[IdempotencyClaim]
-) -> Rollout:
+async def _rollout(state: MovedRollout, groups: list[Group]) -> Rollout:
     rollout = Rollout(
         state.id,
         groups,
         detached=state.detached,
-        claims=claims,
         request=state.request or NO_REQUEST,
         owner=state.owner,
     )

@@ -5,7 +5,6 @@ import logging
 import math
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import Literal
 
 import httpx
@@ -15,9 +14,7 @@ from engine.protocol import Engine
 from service.cluster.key_transfers import KeyTransfers
 from service.cluster.membership import ClusterMembership
 from service.cluster.registry import Replica
-from service.moves import offers
-from service.moves.kv_export import KvExporter
-from service.moves.peers import Connect, MovePeers
+from service.moves.peers import Connect, MovePeers, cancel, is_accepted_by
 from service.moves.state import estimated_bytes, state_of
 from service.rollouts.admission import Admission
 from service.rollouts.idempotency import IdempotencyClaim
@@ -57,7 +54,6 @@ class MoveSender:
         transfers: KeyTransfers,
         peers: Peers,
         *,
-        kv: KvExporter,
         max_bytes: int,
         on_ended: OnMoveEnded,
         client: type[httpx.AsyncClient] = httpx.AsyncClient,
@@ -69,7 +65,6 @@ class MoveSender:
         self._cluster = cluster
         self._transfers = transfers
         self._peers = MovePeers(cluster, peers, client)
-        self._kv = kv
         self._max_bytes = max_bytes
         self._on_ended = on_ended
         self._slots = asyncio.Semaphore(CONCURRENT_MOVES)
@@ -131,7 +126,7 @@ class MoveSender:
     def _untried(self, tried: set[tuple[str, bool]]) -> list[Rollout]:
         """Running rollouts, and results to fetch, that are not in `tried`; adds them to it."""
         running = [each for each in self._rollouts.in_flight() if not each.ended]
-        found = {(each.id, False): each for each in running if each.request is not None}
+        found = {(each.id, False): each for each in running if each.can_suspend}
         found |= {(each.id, True): each for each in self._rollouts.results_to_move()}
         untried = [found[key] for key in found.keys() - tried]
         tried.update(found)
@@ -140,11 +135,7 @@ class MoveSender:
     async def _send(
         self, connect: Connect, until: float, rollout: Rollout, *, is_result: bool
     ) -> None:
-        """Move a result, or suspend a rollout, whose own task then calls `_relocate`.
-
-        A rollout that must wait for others is suspended only when its turn has come.
-        """
-        relocate = partial(self._relocate, connect, until)
+        """Move a result, or a running rollout, which is suspended only when its turn has come."""
         async with self._slots:
             if _now() >= until:
                 if not is_result:  # results are offered again
@@ -152,10 +143,20 @@ class MoveSender:
             elif self._is_too_large(rollout):
                 log.info("rollout %s is too large for a move", rollout.id)
                 self._on_ended("kept")
-            elif not is_result and not rollout.ended:
-                await rollout.suspend(self._engine, relocate)
-            elif is_result and self._rollouts.is_result_to_move(rollout):
-                await self._rollouts.move_result(rollout, relocate)
+            elif is_result:
+                await self._move_result(connect, until, rollout)
+            elif not rollout.ended:
+                async with rollout.suspended(self._engine) as is_suspended:
+                    if is_suspended:
+                        await self._relocate(connect, until, rollout)
+
+    async def _move_result(self, connect: Connect, until: float, rollout: Rollout) -> None:
+        if self._rollouts.is_result_to_move(rollout):
+            try:
+                await self._relocate(connect, until, rollout)
+            finally:
+                if rollout.moved_to is not None:
+                    self._rollouts.on_result_moved(rollout)
 
     def _is_too_large(self, rollout: Rollout) -> bool:
         return estimated_bytes(rollout, self._engine) > self._max_bytes
@@ -170,7 +171,7 @@ class MoveSender:
             async with connect() as http:
                 with suppress(TimeoutError):
                     async with asyncio.timeout_at(until):
-                        await self._offer(http, rollout, until)
+                        await self._offer(http, rollout)
         except Exception:
             log.exception("a move failed")
         finally:
@@ -180,8 +181,8 @@ class MoveSender:
         outcome = "stays here" if url is None else f"moved to {url}"
         log.info("rollout %s %s", rollout.id, outcome)
 
-    async def _offer(self, http: httpx.AsyncClient, rollout: Rollout, until: float) -> None:
-        """Offer a rollout to one replica after the other, with its KV.
+    async def _offer(self, http: httpx.AsyncClient, rollout: Rollout) -> None:
+        """Offer a rollout to one replica after the other.
 
         `moved_to` is set as soon as one has accepted it: a timeout, or an error while the
         connection is closed, must not continue it here, too.
@@ -189,15 +190,14 @@ class MoveSender:
         if not self.candidates():
             return
         source, version = self._cluster.own_id, self._versions.active.label
-        async with self._kv.exported(rollout, version, until) as kv:
-            state = await state_of(rollout, source=source, version=version, kv=kv)
-            body = await asyncio.to_thread(_encoded, state)
-            for replica in self.candidates():
-                if not rollout.is_suspended:
-                    return  # it was cancelled, or its deadline has passed
-                if await self._is_accepted(http, replica, rollout, body):
-                    rollout.moved_to = replica.url
-                    return
+        state = state_of(rollout, source=source, version=version)
+        body = await asyncio.to_thread(_encoded, state)
+        for replica in self.candidates():
+            if not rollout.is_suspended:
+                return  # it was cancelled, or its deadline has passed
+            if await self._is_accepted(http, replica, rollout, body):
+                rollout.moved_to = replica.url
+                return
 
     async def _is_accepted(
         self, http: httpx.AsyncClient, replica: Replica, rollout: Rollout, body: bytes
@@ -205,20 +205,11 @@ class MoveSender:
         """True if the other replica has accepted the rollout, and nobody has cancelled it since."""
         is_accepted = False
         try:
-            response = await http.post(_url(replica), content=body)
-            if response.status_code != 201:
-                refusal = offers.refusal_of(response)
-                log.warning("replica %s refused rollout %s: %s", replica.id, rollout.id, refusal)
-            elif rollout.is_suspended:
-                is_accepted = True
+            has_accepted = await is_accepted_by(http, replica, PATH, body, resource_id=rollout.id)
+            if has_accepted and not rollout.is_suspended:
+                await cancel(http, replica, PATH, rollout.id)
             else:
-                await offers.cancel(http, f"{_url(replica)}/{rollout.id}")
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            log.warning("a move to %s failed: %s", replica.id, type(error).__name__)
-            await offers.cancel(http, f"{_url(replica)}/{rollout.id}")
-        except asyncio.CancelledError:
-            await offers.cancel(http, f"{_url(replica)}/{rollout.id}")
-            raise
+                is_accepted = has_accepted
         finally:
             if not is_accepted:
                 await self._take_back(replica, rollout)
@@ -242,10 +233,6 @@ class MoveSender:
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
-
-
-def _url(replica: Replica) -> str:
-    return replica.url.rstrip("/") + PATH
 
 
 def _encoded(state: MovedRollout) -> bytes:

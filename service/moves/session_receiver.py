@@ -12,7 +12,6 @@ from service.cluster.key_transfers import KeyTransfers
 from service.cluster.membership import ClusterMembership
 from service.http.errors import InvalidRequest, SessionNotFound
 from service.moves.cancelled_moves import CancelledMoves
-from service.moves.session_kv_import import SessionKvImporter
 from service.moves.session_state import RESOURCE, restore
 from service.rollouts.idempotency import IdempotencyClaim
 from service.rollouts.manager import NO_OPTIONS, RolloutManager
@@ -37,7 +36,6 @@ class SessionReceiver:
         rollouts: RolloutManager,
         cluster: ClusterMembership,
         transfers: KeyTransfers,
-        kv: SessionKvImporter,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -46,7 +44,6 @@ class SessionReceiver:
         self._rollouts = rollouts
         self._cluster = cluster
         self._transfers = transfers
-        self._kv = kv
         self._cancelled = CancelledMoves(clock)
 
     async def receive(self, state: MovedSessions) -> str:
@@ -56,13 +53,7 @@ class SessionReceiver:
         group = known or _new_group(state, self._sessions.now())
         sessions = [self._sessions.factory.session(group, each.id) for each in state.sessions]
         await asyncio.to_thread(self._restore, sessions, state.sessions)
-        try:
-            await self._kv.fetch(state, sessions)
-            await self._add(state, known, group, sessions)
-        except BaseException:
-            for session in sessions:
-                session.release_received_kv()
-            raise
+        await self._add(state, known, group, sessions)
         return sessions[0].id
 
     async def _add(
@@ -106,7 +97,6 @@ class SessionReceiver:
         if is_first and group.claim is not None:
             self._sessions.keys.release(group.claim)
         for session in sessions:
-            session.release_received_kv()
             await self._sessions.abort_calls(session)
 
     def _known(self, state: MovedSessions) -> SessionGroup | None:

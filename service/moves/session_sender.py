@@ -2,19 +2,16 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 import httpx
 
-from coppice.wire.session_moves import MovedSessionKv
 from service.cluster.key_transfers import KeyTransfers
 from service.cluster.membership import ClusterMembership
 from service.cluster.registry import Replica
-from service.moves import offers
-from service.moves.peers import MovePeers
+from service.moves.peers import MovePeers, is_accepted_by
 from service.moves.sender import CONCURRENT_MOVES, OnMoveEnded
-from service.moves.session_kv_export import SessionKvExporter
 from service.moves.session_state import encoded, estimated_bytes, moved_group
 from service.sessions.manager import SessionManager
 from service.sessions.session import Session
@@ -44,7 +41,6 @@ class SessionSender:
         transfers: KeyTransfers,
         allowed: Peers,
         *,
-        kv: SessionKvExporter,
         max_bytes: int,
         on_ended: OnMoveEnded,
         client: type[httpx.AsyncClient] = httpx.AsyncClient,
@@ -53,7 +49,6 @@ class SessionSender:
         self._cluster = cluster
         self._transfers = transfers
         self._peers = MovePeers(cluster, allowed, client)
-        self._kv = kv
         self._max_bytes = max_bytes
         self._on_ended = on_ended
         self._slots = asyncio.Semaphore(CONCURRENT_MOVES)
@@ -85,19 +80,13 @@ class SessionSender:
     def _due(self) -> list[SessionGroup]:
         """Groups of which sessions can be sent now."""
         now = asyncio.get_running_loop().time()
-        found = [
+        return [
             group
             for group in self._sessions.store.groups()
             if group not in self._busy
             and self._retry_at.get(group, 0.0) <= now
             and self._next(group)
         ]
-        return sorted(found, key=self._last_call_at, reverse=True)
-
-    def _last_call_at(self, group: SessionGroup) -> float:
-        """Time of the latest call of a group: its KV is exported before that of older ones."""
-        sessions = self._sessions.store.sessions_of(group)
-        return max((session.last_call_at for session in sessions), default=0.0)
 
     def _next(self, group: SessionGroup) -> list[Session]:
         """Sessions to send together: first those that have ended with an open one, then one each.
@@ -105,8 +94,7 @@ class SessionSender:
         A group that waits for sessions of another replica is not moved.
         """
         sessions = self._sessions.store.sessions_of(group)
-        found = [each for each in sessions if each.can_move]
-        movable = [max(found, key=lambda each: each.last_call_at)] if found else []
+        movable = [each for each in sessions if each.can_move][:1]
         if group in self._too_large:
             return []
         if group.remaining_ids or group.moved_to is not None:
@@ -152,14 +140,13 @@ class SessionSender:
             return False
         if not candidates:
             return False
-        async with self._kv.exported(sessions) as kv:
-            body = await self._body(group, sessions, kv)
-            if len(body) > self._max_bytes:
-                self._keep(group)
-                return False
-            for replica in candidates:
-                if await self._is_accepted(http, replica, group, sessions, body):
-                    return True
+        body = await self._body(group, sessions)
+        if len(body) > self._max_bytes:
+            self._keep(group)
+            return False
+        for replica in candidates:
+            if await self._is_accepted(http, replica, group, sessions, body):
+                return True
         return False
 
     def _has_large_session(self, group: SessionGroup) -> bool:
@@ -175,19 +162,14 @@ class SessionSender:
         if group.moved_to is None:
             self._too_large.add(group)
 
-    async def _body(
-        self,
-        group: SessionGroup,
-        sessions: Sequence[Session],
-        kv: Mapping[str, MovedSessionKv],
-    ) -> bytes:
+    async def _body(self, group: SessionGroup, sessions: Sequence[Session]) -> bytes:
         store, now = self._sessions.store, self._sessions.now()
         sent = [session.id for session in sessions]
         moved = moved_group(group, sent, store.last_sequence, now)
         if group.moved_to is None:
             moved = moved.model_copy(update=self._first_fields(group, sent))
         own_id = self._cluster.own_id
-        return await asyncio.to_thread(encoded, own_id, group.owner, moved, list(sessions), kv, now)
+        return await asyncio.to_thread(encoded, own_id, group.owner, moved, list(sessions), now)
 
     def _first_fields(self, group: SessionGroup, sent: Sequence[str]) -> dict[str, object]:
         """Fields of the first request for a group. The sessions that follow are not counted yet."""
@@ -210,7 +192,7 @@ class SessionSender:
         """True if the other replica has accepted the sessions, which then are there only."""
         is_accepted = False
         try:
-            is_accepted = await offers.is_accepted(
+            is_accepted = await is_accepted_by(
                 http, replica, PATH, body, resource_id=sessions[0].id, seconds=OFFER_SECONDS
             )
             if is_accepted:
@@ -227,7 +209,6 @@ class SessionSender:
         self._sessions.store.on_moved(group, sessions, replica)
         for session in sessions:
             self._sessions.kv_releases.add(session.id)
-            session.release_received_kv()
         log.info("%d sessions moved to %s", len(sessions), replica.url)
 
 

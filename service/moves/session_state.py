@@ -1,6 +1,6 @@
 """State of a session and its group, as it is sent to another replica and restored there."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -10,12 +10,11 @@ from coppice.wire.session_moves import (
     MovedSegment,
     MovedSession,
     MovedSessionGroup,
-    MovedSessionKv,
     MovedSessions,
 )
 from service.http.errors import InvalidRequest
-from service.moves.segment_state import check_ids, invalid, sampled_tokens
 from service.moves.state import TOKEN_BYTES
+from service.moves.token_tables import check_ids, invalid, sampled_tokens
 from service.sessions.history import RecordedCall, RecordedResponse
 from service.sessions.segment import Segment
 from service.sessions.session import CONTEXT_TOKEN_BYTES, TURN_BYTES, Session
@@ -57,11 +56,10 @@ def encoded(
     owner: str,
     group: MovedSessionGroup,
     sessions: list[Session],
-    kv: Mapping[str, MovedSessionKv],
     now: float,
 ) -> bytes:
     """Body of the request; it may be large and is built in a thread."""
-    moved = [_moved_session(session, kv.get(session.id), now) for session in sessions]
+    moved = [_moved_session(session, now) for session in sessions]
     state = MovedSessions.model_construct(
         format=FORMAT, source=source, owner=owner, group=group, sessions=moved
     )
@@ -79,17 +77,7 @@ def estimated_bytes(session: Session) -> int:
     )
 
 
-def conversation(session: Session, segment_id: str) -> list[int]:
-    """Tokens of a conversation up to the end of a segment; none if the session does not have it.
-
-    There may be many, so it is called in a thread.
-    """
-    found = (each for each in session.tree.segments() if each.id == segment_id)
-    segment = next(found, None)
-    return [] if segment is None else session.tree.token_ids(segment)
-
-
-def _moved_session(session: Session, kv: MovedSessionKv | None, now: float) -> MovedSession:
+def _moved_session(session: Session, now: float) -> MovedSession:
     """Constructed without validation, which takes long for many tokens."""
     return MovedSession.model_construct(
         id=session.id,
@@ -103,7 +91,6 @@ def _moved_session(session: Session, kv: MovedSessionKv | None, now: float) -> M
         turns=session.turns,
         versions=list(session.versions),
         responses=[_moved_response(each) for each in session.conversations.responses()],
-        kv=kv,
     )
 
 

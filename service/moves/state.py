@@ -1,32 +1,25 @@
 """State of a suspended rollout, as it is sent to another replica."""
 
-from collections import defaultdict
-from collections.abc import Sequence
-
-from coppice.wire.moves import FORMAT, GivenTokens, MovedGroup, MovedKey, MovedKv, MovedRollout
+from coppice.wire.moves import FORMAT, GivenTokens, MovedGroup, MovedKey, MovedRollout
 from coppice.wire.result_formats import GroupRecord, SampleRecord, SegmentRecord
 from coppice.wire.rollouts import RolloutRequest
 from engine.protocol import Engine
-from service.moves.tree_state import moved_tree
 from service.rollouts.group import Group
 from service.rollouts.group_options import num_given
 from service.rollouts.idempotency import IdempotencyClaim
 from service.rollouts.rollout import Rollout
-from service.trees.tree_group import TreeGroup
 
 MovedRecord = SampleRecord | SegmentRecord | GroupRecord
 TOKEN_BYTES = 36
 """A token id and its logprob in JSON."""
 
 
-async def state_of(
-    rollout: Rollout, *, source: str, version: str, kv: MovedKv | None = None
-) -> MovedRollout:
+def state_of(rollout: Rollout, *, source: str, version: str) -> MovedRollout:
     """State of a rollout whose groups have ended or are suspended.
 
     Constructed without validation, which takes long for many tokens.
     """
-    groups, ids = [each for each in rollout.groups if each.is_suspended], _segment_ids(rollout)
+    groups = [each for each in rollout.groups if each.suspended]
     return MovedRollout.model_construct(
         format=FORMAT,
         id=rollout.id,
@@ -45,8 +38,7 @@ async def state_of(
         ],
         request=_request(rollout) if groups else None,
         records=[each for each in rollout.log if isinstance(each, MovedRecord)],
-        groups=[await _moved_group(group, ids[group.options.index]) for group in groups],
-        kv=kv,
+        groups=[_moved_group(group) for group in groups],
     )
 
 
@@ -60,12 +52,9 @@ def estimated_bytes(rollout: Rollout, engine: Engine) -> int:
 
 
 def _num_tokens(group: Group, engine: Engine) -> int:
-    """Tokens of a group's prompt and of its running samples or paths."""
+    """Tokens of a group's prompt and of its running samples."""
     ids = [group.sample_ids[index] for index in group.running_indices()]
     prior = sum(len(sample.token_ids) for sample in group.options.continued)
-    if isinstance(group, TreeGroup):
-        ids = [path.id for path in group.running_paths]
-        prior = sum(len(path.prior_token_ids) for path in group.running_paths)
     new = sum(span.end - span.start for spans in engine.progress(ids) for span in spans)
     return len(group.options.prompt_token_ids) + prior + new
 
@@ -82,31 +71,18 @@ def _request(rollout: Rollout) -> RolloutRequest:
     return rollout.request.model_copy(update={"continue_from": None})
 
 
-async def _moved_group(group: Group, segment_ids: Sequence[str]) -> MovedGroup:
+def _moved_group(group: Group) -> MovedGroup:
     options = group.options
-    tree = await moved_tree(group, segment_ids) if isinstance(group, TreeGroup) else None
     return MovedGroup.model_construct(
         index=options.index,
         prompt_token_ids=options.prompt_token_ids,
-        num_given_tokens=[]
-        if tree is not None
-        else [num_given(options, index) for index in range(options.n)],
+        num_given_tokens=[num_given(options, index) for index in range(options.n)],
         num_cached_tokens=group.cached_tokens.get(0),
         seconds_used=group.seconds_used,
         elapsed_seconds=group.elapsed_seconds,
         sample_seconds=group.sample_seconds,
         samples=group.suspended,
-        tree=tree,
     )
-
-
-def _segment_ids(rollout: Rollout) -> defaultdict[int, list[str]]:
-    """Ids of the segments of each group, in the order of their records."""
-    found = defaultdict[int, list[str]](list)
-    for record in rollout.log:
-        if isinstance(record, SegmentRecord):
-            found[record.group].append(record.segment.id)
-    return found
 
 
 def claims_of(state: MovedRollout) -> list[IdempotencyClaim]:

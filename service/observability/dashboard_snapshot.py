@@ -258,12 +258,11 @@ def _running_paths(engine: Engine, paths: Sequence[Path]) -> list[dict[str, Any]
         {
             "path": path.name,
             "parent": path.parent_id,
-            "tokens": sum(tokens for _, tokens in spans),
+            "tokens": spans[-1].end if spans else 0,
             "limit": path.bounds.limit,
-            "versions": _spans(spans),
+            "versions": _spans((s.version, s.end - s.start) for s in spans),
         }
-        for path, found in zip(paths, progress, strict=True)
-        for spans in [path.prior_spans + [(s.version, s.end - s.start) for s in found]]
+        for path, spans in zip(paths, progress, strict=True)
     ]
 
 

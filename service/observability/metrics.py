@@ -17,7 +17,6 @@ from coppice.wire.weights import ActivationAnswer, ActivationMode
 from service import __version__
 from service.adapters.manager import AdapterLoadOutcome
 from service.cluster.membership import ClusterMembership
-from service.moves.kv_export import KvMoveOutcome
 from service.observability.engine_metrics import (
     AttentionMetrics,
     DrafterMetrics,
@@ -206,11 +205,6 @@ class ClusterMetrics(MetricTable):
         "rollout_moves",
         "Running rollouts and results that were offered to other replicas, by whether one accepted",
         outcome=("moved", "kept"),
-    )
-    moved_kv = counter(
-        "moved_samples_kv",
-        "Moved samples and paths, by whether they load their KV, or why they are prefilled",
-        outcome=get_args(KvMoveOutcome),
     )
     unregistered_keys = counter(
         "cluster_unregistered_keys",

@@ -3,7 +3,6 @@
 from typing import get_args
 
 from coppice.wire.sessions import AttachReason, SessionEndReason, Turn
-from service.moves.exports import SessionKvOutcome
 from service.observability.metric_declaration import MetricTable, counter, gauge
 
 
@@ -21,11 +20,6 @@ class SessionMetrics(MetricTable):
         "Offers of one or more sessions by a draining replica, by whether another one continues "
         "them",
         outcome=("moved", "kept"),
-    )
-    moved_kv = counter(
-        "moved_sessions_kv",
-        "Moved sessions, by whether their KV was received, or why their next call prefills",
-        outcome=get_args(SessionKvOutcome),
     )
     turns = counter(
         "session_turns",

@@ -101,21 +101,17 @@ class ExportManager:
         self._has_pending = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def begin(
-        self, owner: str, prompt: Sequence[int], lease_seconds: float, first_token: int = 0
-    ) -> Export:
+    def begin(self, owner: str, prompt: Sequence[int], lease_seconds: float) -> Export:
         """Start the export of a prompt's KV; call it before the prompt is submitted to the engine.
 
-        A `first_token` other than 0 is a multiple of the block size: the KV before it is left out.
         `after_weights_update` handles an activation between this call and the submission.
         """
         export = Export(owner=owner, lease_seconds=lease_seconds)
         if len(prompt) < 2:
             export.refuse("prompt_too_short")
             return export
-        version = self._active_version()
-        layout = self._layouts.of(prompt[:-1], version, first_token=first_token)
-        slot = self._slots.find(owner, layout)
+        layout = self._layouts.of(prompt[:-1], self._active_version())
+        slot = self._slots.find(owner, layout.version, layout.tokens_sha256)
         if slot is None:
             self._reserve(export, layout)
         elif slot.state is SlotState.RESERVED:
@@ -204,7 +200,6 @@ class ExportManager:
             offset=slot.data_offset,
             status_offset=slot.status_offset,
             num_tokens=layout.num_tokens,
-            first_token=layout.first_token,
             gpu_offset=None if slot.gpu_extent is None else slot.gpu_extent.start,
         )
         self._page_allocator.submit(self._arena.back, slot.data_offset, slot.extent.end)

@@ -103,7 +103,7 @@ class KvDataResponse(StreamingResponse):
     """HTTP response with prompt KV that looks up the handle only when the response is sent.
 
     There is no await between the lookup and the pin of the slot. Exceptions of the lookup become
-    problem documents. The download counts as one of `counted_as`, by default of the owner.
+    problem documents.
     """
 
     def __init__(
@@ -115,14 +115,12 @@ class KvDataResponse(StreamingResponse):
         *,
         range_header: str | None,
         if_range: str | None,
-        counted_as: str | None = None,
     ) -> None:
         super().__init__((), media_type=MEDIA_TYPE)
         self._prompt_kv = prompt_kv
         self._downloads = downloads
         self._handle_id = handle_id
         self._owner = owner
-        self._counted_as = owner if counted_as is None else counted_as
         self._range = range_header
         self._if_range = if_range
 
@@ -133,7 +131,7 @@ class KvDataResponse(StreamingResponse):
         if scope["method"] == "HEAD":
             return await Response(None, self.status_code, self.headers)(scope, receive, send)
         with (
-            self._downloads.admitted(self._counted_as),
+            self._downloads.admitted(self._owner),
             self._prompt_kv.handles.pinned(handle) as self._pin,
         ):
             await super().__call__(scope, receive, send)

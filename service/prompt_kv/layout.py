@@ -51,11 +51,7 @@ def tokens_sha256(token_ids: Sequence[int]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Layout of exported KV: `num_tokens` tokens of a prompt, of one weights version.
-
-    They begin with the prompt's token `first_token`. `tokens_sha256` is the digest of the prompt up
-    to their end.
-    """
+    """Layout of exported KV: the first `num_tokens` tokens of a prompt, one weights version."""
 
     model: str
     version: str
@@ -63,7 +59,6 @@ class Layout:
     num_tokens: int
     tokens_sha256: str
     header_bytes: int
-    first_token: int = 0
 
     def shape(self, layer: int) -> tuple[int, int, int]:
         """Shape of a layer's keys, and of its values."""
@@ -128,10 +123,8 @@ class LayoutFactory:
         self._header_bytes = 0
         self._header_bytes = self._longest_header_bytes()
 
-    def of(self, token_ids: Sequence[int], version: str, *, first_token: int = 0) -> Layout:
-        """Layout of the KV of all tokens, or of those from `first_token` on."""
-        num_tokens = len(token_ids) - first_token
-        return self._layout(version, num_tokens, tokens_sha256(token_ids), first_token)
+    def of(self, token_ids: Sequence[int], version: str) -> Layout:
+        return self._layout(version, len(token_ids), tokens_sha256(token_ids))
 
     def _longest_header_bytes(self) -> int:
         longest = self._layout(LONGEST_VERSION, MAX_TOKENS, "0" * 64)
@@ -140,7 +133,7 @@ class LayoutFactory:
         margin = 3 * len(sums) if self._form.layers else 0
         return round_up_to_pages(len(longest.header(sums)) + margin)
 
-    def _layout(self, version: str, num_tokens: int, digest: str, first_token: int = 0) -> Layout:
+    def _layout(self, version: str, num_tokens: int, digest: str) -> Layout:
         return Layout(
             model=self._model,
             version=version,
@@ -148,7 +141,6 @@ class LayoutFactory:
             num_tokens=num_tokens,
             tokens_sha256=digest,
             header_bytes=self._header_bytes,
-            first_token=first_token,
         )
 
 

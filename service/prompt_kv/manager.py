@@ -141,14 +141,12 @@ class PromptKvManager:
         self._check_open()
         self.handles.release(handle_id, owner)
 
-    def begin(
-        self, owner: str, prompt: Sequence[int], lease_seconds: float, first_token: int = 0
-    ) -> Export:
+    def begin(self, owner: str, prompt: Sequence[int], lease_seconds: float) -> Export:
         if self.reason is not None or self._exports is None:
             export = Export(owner=owner, lease_seconds=lease_seconds)
             export.refuse(self.reason)
             return export
-        return self._exports.begin(owner, prompt, lease_seconds, first_token)
+        return self._exports.begin(owner, prompt, lease_seconds)
 
     async def finish(self, export: Export) -> None:
         if self._exports is not None:

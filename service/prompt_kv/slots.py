@@ -36,11 +36,6 @@ class _SlotKey(NamedTuple):
     owner: str
     version: str
     tokens_sha256: str
-    first_token: int
-
-
-def _slot_key(owner: str, layout: Layout) -> _SlotKey:
-    return _SlotKey(owner, layout.version, layout.tokens_sha256, layout.first_token)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -75,7 +70,7 @@ class Slot:
 
     @property
     def key(self) -> _SlotKey:
-        return _slot_key(self.owner, self.layout)
+        return _SlotKey(self.owner, self.layout.version, self.layout.tokens_sha256)
 
 
 class SlotTable:
@@ -104,9 +99,9 @@ class SlotTable:
     def num_bytes(self, state: SlotState) -> int:
         return self._num_bytes[state]
 
-    def find(self, owner: str, layout: Layout) -> Slot | None:
+    def find(self, owner: str, version: str, tokens_sha256: str) -> Slot | None:
         """Reserved or leased slot of an owner's prompt that a further group can share, or None."""
-        return self._shared.get(_slot_key(owner, layout))
+        return self._shared.get(_SlotKey(owner, version, tokens_sha256))
 
     @property
     def gpu_capacity_bytes(self) -> int:

@@ -69,7 +69,6 @@ class Group:
     `ended` are the answers of the finished samples, in the order in which they finished.
     `suspended` are those of the others, with the tokens so far, if the group was suspended.
     `on_tokens` receives the tokens of the running samples.
-    `loads` maps the index of a sample to KV of its own that it loads.
     """
 
     options: GroupOptions
@@ -89,7 +88,6 @@ class Group:
     ended: list[SampleAnswer] = field(default_factory=list)
     suspended: list[SampleAnswer] = field(default_factory=list)
     on_tokens: OnSampleTokens | None = None
-    loads: Mapping[int, KvLoad] = field(default_factory=dict)
     prompt_logprobs: PromptLogprobs | None = None
     _unfinished: set[str] = field(default_factory=set)
     _ending: asyncio.Event = field(default_factory=asyncio.Event)
@@ -100,11 +98,6 @@ class Group:
     @property
     def num_running(self) -> int:
         return len(self._unfinished)
-
-    @property
-    def is_suspended(self) -> bool:
-        """True if `run` has ended, and the group is to continue as another one."""
-        return bool(self.suspended)
 
     def running_indices(self) -> Iterator[int]:
         """Indices of the samples that are running, in ascending order."""
@@ -130,7 +123,7 @@ class Group:
             async with self._deadline(engine):
                 load = await self.source.prepare(engine, self)
             await self._run_samples(engine, load, done)
-            if self.is_suspended:
+            if self.suspended:
                 return None
             answer = self._answer(sorted(self.ended, key=lambda sample: sample.index))
             is_settled = all(s.finish_reason in ("stop", "length") for s in answer.samples)
@@ -190,8 +183,8 @@ class Group:
         prefills leave. Otherwise the prefills come after the first sample, which they must not
         delay: other groups may wait for the KV that this sample writes.
         """
-        pending, loads, ids = self._pending_indices(), self.loads, self.sample_ids
-        first, *others = [self._request(i, ids[i], loads.get(i, load)) for i in pending]
+        pending = self._pending_indices()
+        first, *others = [self._request(i, self.sample_ids[i], load) for i in pending]
         slot = self.exports.prompt_slot if self.exports else self.source.export
         first = first if slot is None else replace(first, export=slot)
         if load is not None:

@@ -60,7 +60,7 @@ class GroupFactory:
         for index, prompt in enumerate(prompts):
             options = self._options(request, index, prompt, continued.get(index, ()), shared)
             options = replace(options, given_supports=given_supports.get(index, ()))
-            source = shared.source or PrefilledPrompt()
+            source: PromptSource = PrefilledPrompt()
             if request.groups[index].prompt.spans is not None:
                 source = self._kv_reuse.prompt_source(request, options)
             groups.append(self._group(request, options, source))

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from coppice.wire.rollouts import UnfinishedSample
 from engine.types import ChatResponse, KeptKv, Sampling
-from service.rollouts.prompt_kv_source import PromptSource
 from service.rollouts.supports import Supports
 
 Decode = Callable[[Sequence[int], int | str | None, Sampling], Awaitable[str]]
@@ -44,7 +43,6 @@ class GroupOptions:
     kept_kv: KeptKv | None = None
     can_move: bool = False
     session_id: str | None = None
-    source: PromptSource | None = None
     num_top_logprobs: int = 0
     num_returned_top_logprobs: int | None = None
     stream_tokens: bool = False

@@ -29,7 +29,7 @@ from service.rollouts.group_options import GroupOptions
 from service.rollouts.idempotency import IdempotencyClaim, IdempotencyKeys
 from service.rollouts.kept_kv import rollout_chain
 from service.rollouts.result_cache import ResultCache
-from service.rollouts.rollout import GroupEnded, Relocate, Rollout
+from service.rollouts.rollout import GroupEnded, Rollout
 from service.rollouts.sampling import check_sampling
 from service.rollouts.suspended_group import can_move
 from service.rollouts.tokenizer import Tokenizer
@@ -402,13 +402,10 @@ class RolloutManager:
         rollout.awaits_fetch = False
         self._results.add(rollout)
 
-    async def move_result(self, rollout: Rollout, relocate: Relocate) -> None:
-        """Send a retained result to another replica."""
-        assert rollout.moved_to is None, "the result is here"
-        await relocate(rollout)
-        if rollout.moved_to is not None:
-            self._results.remove(rollout.id)
-            self._on_moved(rollout)
+    def on_result_moved(self, rollout: Rollout) -> None:
+        """Keep the address of a retained result that was moved, instead of the result."""
+        self._results.remove(rollout.id)
+        self._on_moved(rollout)
 
     def results_to_move(self) -> list[Rollout]:
         """Retained results that a caller is to fetch, and that can be moved."""

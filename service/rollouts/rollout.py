@@ -9,7 +9,8 @@ import asyncio
 import logging
 import sys
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 
 from coppice.wire.chat import ParsedMessage
@@ -53,8 +54,6 @@ from service.trees.tree_answer import with_num_leaves
 
 log = logging.getLogger(__name__)
 
-Relocate = Callable[["Rollout"], Awaitable[None]]
-"""Sends a suspended rollout to another replica, whose URL is then its `moved_to`."""
 NO_REQUEST = RolloutRequest.model_construct(groups=[])
 """Request of a rollout whose groups have all ended; it is not needed any more."""
 GroupEnded = Callable[["Rollout", Group, GroupAnswer], None]
@@ -76,8 +75,8 @@ class Rollout:
     its caller's connection.
     `awaits_fetch` is true if a caller is to fetch the result later and has not fetched it yet.
 
-    A rollout with its `request` can be moved to another replica: `suspend` ends its samples, and
-    `Relocate` sends it. Its `moved_to` is then the URL of that replica; otherwise it goes on here.
+    A rollout with its `request` can be moved to another replica while it is `suspended`. Its
+    `moved_to` is then the URL of that replica; otherwise it goes on here.
     `is_moving` is true while it is offered to other replicas.
     `awaits_redirect` is true if the stream of a caller ended, who has not been redirected yet.
     `source` is the id of the replica that has sent the rollout here, None for others. With
@@ -127,7 +126,7 @@ class Rollout:
             for group in groups
             for index, number in enumerate(given_tokens(group.options))
         }
-        self._relocate: Relocate | None = None
+        self._has_stopped = asyncio.Event()
         self._move_ended = asyncio.Event()
 
     @property
@@ -168,12 +167,11 @@ class Rollout:
         rollout_id.set(self.id)
         try:
             await self._run_groups(engine, prompt_kv, record_group)
-            while any(group.is_suspended for group in self.groups):
-                assert self._relocate is not None, "suspended for a move"
-                await self._relocate(self)
+            while any(group.suspended for group in self.groups):
+                self._has_stopped.set()
+                await self._move_ended.wait()
                 if self.moved_to is not None:
                     return
-                self._move_ended.set()
                 await self._resume_groups()
                 await self._run_groups(engine, prompt_kv, record_group)
         except ExceptionGroup as failures:
@@ -196,31 +194,41 @@ class Rollout:
 
     async def _resume_groups(self) -> None:
         """Continue the suspended groups on this replica."""
-        left = [group for group in self.groups if group.is_suspended]
+        left = [group for group in self.groups if group.suspended]
         groups = [await resumed(group) for group in left]
         for before, group in zip(left, groups, strict=True):
             # Here, without an await until the assignment: a cancellation ends the groups of before.
             group.end_reason = None if before.end_reason == "suspended" else before.end_reason
-        self._num_done += sum(group.num_done for group in self.groups if not group.is_suspended)
+        self._num_done += sum(group.num_done for group in self.groups if not group.suspended)
         self.groups = groups
         if self._partial is not None:
             for group in groups:
                 self._restore_tokens(group)
 
-    async def suspend(self, engine: Engine, relocate: Relocate) -> None:
-        """End the running samples and paths, so that `relocate` sends the rollout elsewhere.
+    @asynccontextmanager
+    async def suspended(self, engine: Engine) -> AsyncIterator[bool]:
+        """Context manager in which no sample runs; its value is False if the rollout has ended.
 
-        Returns when the rollout was moved, continues here, or has ended.
+        Afterwards the rollout ends if it was moved, or else its samples continue here.
         """
-        self._relocate, self._move_ended = relocate, asyncio.Event()
-        await self.end(engine, "suspended")
-        await self._move_ended.wait()
+        self._has_stopped, self._move_ended = asyncio.Event(), asyncio.Event()
+        try:
+            await self.end(engine, "suspended")
+            await self._has_stopped.wait()
+            yield not self.ended
+        finally:
+            self._move_ended.set()
+
+    @property
+    def can_suspend(self) -> bool:
+        """True if the rollout can be moved while it runs; trees cannot."""
+        return self.request is not None and self.request.branching is None
 
     @property
     def is_suspended(self) -> bool:
         """True if no group that is left was cancelled, or has reached its deadline, meanwhile."""
-        suspended = [group for group in self.groups if group.is_suspended]
-        return all(group.end_reason == "suspended" for group in suspended)
+        suspended = [group for group in self.groups if group.suspended]
+        return self.error is None and all(each.end_reason == "suspended" for each in suspended)
 
     @property
     def streams_tokens(self) -> bool:
@@ -459,7 +467,7 @@ class Rollout:
             self._notify()
         self.awaits_redirect = self.moved_to is not None and bool(self._readers)
         self._ended.set()
-        self._move_ended.set()
+        self._has_stopped.set()
         for reader in self._readers:
             reader.on_end()
 

@@ -19,16 +19,15 @@ from service.rollouts.group import Group
 from service.rollouts.group_options import GroupOptions, num_given
 from service.rollouts.prompt_kv_source import PrefilledPrompt
 from service.rollouts.supports import supports_of_answer
-from service.trees.suspended_tree import resumed_tree
-from service.trees.tree_group import TreeGroup
 
 
 def can_move(request: RolloutRequest, options: GroupOptions) -> bool:
     """True if the state of a rollout is in its request, its results and its tokens.
 
-    External trees, calls of sessions, exported, spliced and kept KV, routed experts, and logprobs
-    of further tokens have more, and a random selection of samples without a seed cannot be
-    repeated. Responses of other servers' routes cannot be continued by another replica.
+    Of a tree, only the result can be moved (`Rollout.can_suspend`). External trees, calls of
+    sessions, exported, spliced and kept KV, routed experts, and logprobs of further tokens have
+    more, and a random selection of samples without a seed cannot be repeated. Responses of other
+    servers' routes cannot be continued by another replica.
     """
     finish = request.finish
     is_random = finish is not None and finish.num_samples is not None and finish.select == "random"
@@ -45,13 +44,10 @@ def can_move(request: RolloutRequest, options: GroupOptions) -> bool:
 
 
 async def resumed(group: Group) -> Group:
-    """Group that continues the suspended samples or paths of `group`, which has ended.
+    """Group that continues the suspended samples of `group`, which has ended.
 
-    Samples that were moved here find their KV in the blocks of their chain.
     The caller passes on a reason to end it that was set meanwhile.
     """
-    if isinstance(group, TreeGroup):
-        return resumed_tree(group)
     return Group(
         options=await _continued(group.options, group.suspended),
         source=PrefilledPrompt(),
@@ -64,7 +60,6 @@ async def resumed(group: Group) -> Group:
         seconds_used=group.seconds_used,
         seconds_before=group.elapsed_seconds,
         sample_seconds=group.sample_seconds,
-        loads={index: load.of_chain for index, load in group.loads.items()},
     )
 
 

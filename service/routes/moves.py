@@ -8,14 +8,10 @@ from service.auth.access import requires_role
 from service.http.errors import (
     AdapterNotFound,
     ClusterUnavailable,
-    Draining,
     IdempotencyInProgress,
     IdempotencyMismatch,
-    KvGone,
-    KvNotFound,
     Overloaded,
     QuotaExceeded,
-    RangeNotSatisfiable,
     RolloutNotFound,
     SessionNotFound,
     VersionConflict,
@@ -32,10 +28,7 @@ from service.http.responses import (
     declare_responses,
     json_response,
 )
-from service.moves.exports import owner_of
-from service.prompt_kv.http_transfer import MEDIA_TYPE, KvDataResponse
 from service.routes.dependencies import AnyServer, ReadyServer
-from service.server import Server
 
 router = APIRouter(prefix="/v1/moves")
 
@@ -43,10 +36,6 @@ RECEIVE_RESPONSES = declare_responses(
     {201: JSON},
     *(*AUTH_ERRORS, *READINESS_ERRORS, *BODY_ERRORS, AdapterNotFound, ClusterUnavailable),
     *(Overloaded, QuotaExceeded, VersionConflict, VersionSuperseded, VersionUnavailable),
-)
-KV_RESPONSES = declare_responses(
-    {200: [MEDIA_TYPE], 206: [MEDIA_TYPE]},
-    *(*AUTH_ERRORS, KvNotFound, KvGone, Draining, RangeNotSatisfiable, QuotaExceeded, Overloaded),
 )
 CANCEL_RESPONSES = declare_responses({204: NO_CONTENT}, *AUTH_ERRORS, RolloutNotFound)
 SESSIONS_RESPONSES = declare_responses(
@@ -96,26 +85,3 @@ async def cancel_sessions(session_id: str, server: AnyServer) -> Response:
     """Return moved sessions to their sender, which did not receive the response to its request."""
     await server.session_receiver.cancel(session_id)
     return Response(status_code=204)
-
-
-@router.get("/{rollout_id}/kv/{handle}", responses=KV_RESPONSES)
-@requires_role("replica")
-async def kv(rollout_id: str, handle: str, request: Request, server: AnyServer) -> Response:
-    """KV of samples that this replica is moving, for the replica that continues them."""
-    owner = owner_of(rollout_id)
-    return _kv_response(handle, owner, request, server, counted_as=owner)
-
-
-def _kv_response(
-    handle: str, owner: str, request: Request, server: Server, *, counted_as: str
-) -> Response:
-    """File of a handle; its download is not one of the owner's API key."""
-    return KvDataResponse(
-        server.prompt_kv,
-        server.kv_downloads,
-        handle,
-        owner,
-        range_header=request.headers.get("range"),
-        if_range=request.headers.get("if-range"),
-        counted_as=counted_as,
-    )

@@ -11,7 +11,6 @@ from service.http.errors import InvalidRequest
 from service.http.fair_executor import QueueName
 from service.rollouts.group_options import GroupOptions
 from service.rollouts.kept_kv import session_chain
-from service.rollouts.prompt_kv_source import PromptSource
 from service.rollouts.rollout import Rollout
 from service.sessions.history import TextMatch
 from service.sessions.prompts import chat_prompt, continued_text
@@ -126,15 +125,10 @@ class SessionCall:
             kept_kv=session_chain(session.cache_salt, session.options.keep_kv),
             num_top_logprobs=max(num_top_logprobs, session.options.top_logprobs or 0),
             num_returned_top_logprobs=num_top_logprobs,
-            source=self._source(request.groups[0]),
             stream_tokens=stream_tokens,
         )
         rollouts = self._services.rollouts
         return await rollouts.start(request, owner=session.owner, options=options)
-
-    def _source(self, group: GroupRequest) -> PromptSource | None:
-        assert group.prompt.token_ids is not None, "the prompt is tokenized"
-        return self.session.kv_source(group.prompt.token_ids, group.n)
 
     def _sampling(self, request: RolloutRequest) -> Sampling:
         options = self.session.options

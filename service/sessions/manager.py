@@ -316,7 +316,6 @@ class SessionManager:
         await session.wait_until_idle()
 
     def _end(self, session: Session, reason: SessionEndReason) -> None:
-        session.release_received_kv()
         self.kv_releases.add(session.id)
         if session.is_returned:
             return
@@ -328,7 +327,6 @@ class SessionManager:
         """End sessions whose TTL or deadline has passed, and drop results that were kept."""
         now = self._clock()
         for session in self.store.open_sessions():
-            session.drop_outdated_kv()
             if session.can_move and session.is_open and session.expires_at <= now:
                 self._close_session(session, "expired", "expired")
         for group in self.store.groups():
@@ -376,7 +374,6 @@ class SessionManager:
     def _on_growth(self, session: Session) -> None:
         self.store.measure(session)
         if session.is_exhausted and not session.calls:
-            session.release_received_kv()
             self.kv_releases.add(session.id)
 
     def _renew(self, session: Session) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -25,7 +25,6 @@ from service.http.errors import (
 )
 from service.rollouts.rollout import Rollout
 from service.sessions.history import Conversations
-from service.sessions.received_kv import ReceivedKv, ReceivedPrompt
 from service.sessions.segment import Attachment
 from service.sessions.tree import SessionTree
 
@@ -69,7 +68,6 @@ class Session:
     part of the size of its options, which the sessions of a request share. Sessions with the same
     `cache_salt` share prefixes in the prefix cache. While the session `is_moving`, another replica
     receives it. A session that `is_returned` to the replica that has sent it is no longer here.
-    `received_kv` is that of a moved session, until it ends or the weights are updated.
     """
 
     id: str
@@ -96,17 +94,11 @@ class Session:
     num_preparing: int = 0
     is_moving: bool = False
     is_returned: bool = False
-    received_kv: ReceivedKv | None = None
     _move_ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def is_open(self) -> bool:
         return self.state == "open"
-
-    @property
-    def last_call_at(self) -> float:
-        """Time of the last call; 0 without turns."""
-        return self.expires_at - self.options.ttl_seconds if self.turns else 0.0
 
     @property
     def can_move(self) -> bool:
@@ -127,21 +119,6 @@ class Session:
     async def wait_for_move(self) -> None:
         while self.is_moving:
             await self._move_ended.wait()
-
-    def kv_source(self, prompt: Sequence[int], num_samples: int) -> ReceivedPrompt | None:
-        """Source of a prompt whose KV was received from another replica, or None."""
-        self.drop_outdated_kv()
-        return None if self.received_kv is None else self.received_kv.source(prompt, num_samples)
-
-    def drop_outdated_kv(self) -> None:
-        if self.received_kv is not None and not self.received_kv.is_current:
-            self.release_received_kv()
-
-    def release_received_kv(self) -> None:
-        """Release KV from another replica; further calls prefill their prompts."""
-        received, self.received_kv = self.received_kv, None
-        if received is not None:
-            received.release()
 
     @property
     def can_continue(self) -> bool:

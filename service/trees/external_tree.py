@@ -183,7 +183,7 @@ class ExternalTree(TreeGroup):
 
         Cancellation is the way in which its owner completes a tree.
         """
-        self.was_truncated |= end_reason != "cancelled"
+        self._was_truncated |= end_reason != "cancelled"
         await TreeGroup.end(self, engine, end_reason)
         self._changed.set()
 

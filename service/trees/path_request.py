@@ -1,6 +1,5 @@
 """Running paths of a rollout tree, each of which is one engine request, and their token budget."""
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from coppice.wire.rollouts import SegmentFinish
@@ -13,7 +12,6 @@ from service.trees.segment_tree import (
     COMPLETE_FINISHES,
     GeneratedTokens,
     Segment,
-    joined_tokens,
     tokens_from_completion,
 )
 
@@ -56,16 +54,6 @@ class Budget:
         self._remaining += reserved - used
         self._used += used
 
-    @classmethod
-    def restored(cls, tokens: int, paths: Iterable["Path"], *, used: int) -> "Budget":
-        """Budget of a tree whose segments have `used` tokens, and that grows at these paths."""
-        budget = cls(tokens)
-        budget._remaining, budget._used = tokens - used, used
-        for path in paths:
-            budget.reserve(path.bounds.limit)
-            budget.num_future_leaves += path.bounds.num_future_leaves
-        return budget
-
     def check(self) -> None:
         assert self._remaining + self._reserved + self._used == self._total, (
             "the token budget does not add up"
@@ -94,8 +82,7 @@ class Path:
     """Running path of a rollout tree: one engine request that continues the segment `parent`.
 
     `parent` is None for a path that continues the prompt. `start` is the length in tokens, prompt
-    included, at which the path begins. `depth` is the number of splits before that. `tokens` are
-    those that it sampled before it was suspended.
+    included, at which the path begins. `depth` is the number of splits before that.
     """
 
     id: str
@@ -104,18 +91,6 @@ class Path:
     depth: int
     start: int
     bounds: PathBounds
-    tokens: GeneratedTokens | None = None
-
-    @property
-    def prior_token_ids(self) -> list[int]:
-        """Tokens that the path sampled before it was suspended."""
-        return [] if self.tokens is None else self.tokens.token_ids
-
-    @property
-    def prior_spans(self) -> list[tuple[str, int]]:
-        """Weights versions and numbers of these tokens."""
-        spans = () if self.tokens is None else self.tokens.versions
-        return [(span.version, span.end - span.start) for span in spans]
 
     @property
     def parent_id(self) -> str | None:
@@ -131,22 +106,18 @@ def path_request(
     plan: Plan,
     options: GroupOptions,
     path: Path,
-    parent_token_ids: Sequence[int],
+    parent_token_ids: list[int],
     *,
     group: str,
     export: ExportSlot | None,
 ) -> SampleRequest:
-    """Engine request of a path, which follows the `parent_token_ids`, the prompt included.
-
-    A path that was suspended goes on after its last token, with its own random stream.
-    """
-    num_own = len(path.prior_token_ids)
-    num_prior = path.start + num_own - len(options.prompt_token_ids)
+    """Engine request of a path, which follows the `parent_token_ids`, the prompt included."""
+    num_prior = path.start - len(options.prompt_token_ids)
     topk = plan.needs_entropy and plan.entropy.source == "topk"
     return SampleRequest(
         id=path.id,
-        prompt_token_ids=[*parent_token_ids, *path.prior_token_ids],
-        sampling=options.sampling.after(num_prior, path.bounds.limit - num_own),
+        prompt_token_ids=parent_token_ids,
+        sampling=options.sampling.after(num_prior, path.bounds.limit),
         seed=None if options.seed is None else derive_seed(options.seed, path.name),
         priority=options.priority,
         cache_salt=options.cache_salt,
@@ -158,23 +129,17 @@ def path_request(
         speculation=options.speculation,
         adapter=options.adapter,
         num_prior_tokens=num_prior,
-        num_drawn_tokens=num_own,
         num_top_logprobs=options.num_top_logprobs,
         logprob_token_ids=options.logprob_token_ids,
         raw_logprobs=options.raw_logprobs,
     )
 
 
-async def path_tokens(
-    plan: Plan, options: GroupOptions, path: Path, result: Completion
-) -> GeneratedTokens:
-    """Tokens of a path that has ended, those before a suspension included."""
+async def path_tokens(plan: Plan, options: GroupOptions, result: Completion) -> GeneratedTokens:
+    """Valid tokens of a path that has ended."""
     tables = await tables_of(options, result, 0, len(result.token_ids))
     tokens = tokens_from_completion(plan, result, options, tables)
-    valid = tokens.part(0, num_valid_tokens(options, result))
-    if path.tokens is None:
-        return valid
-    return joined_tokens([path.tokens, valid]) if valid.token_ids else path.tokens
+    return tokens.part(0, num_valid_tokens(options, result))
 
 
 def entropy_forks(

@@ -149,16 +149,13 @@ class LeafPath:
 
 
 class Tree:
-    """Segments of one rollout tree; `prefix` makes their ids unique within the rollout.
+    """Segments of one rollout tree; `prefix` makes their ids unique within the rollout."""
 
-    The ids of the first `segments`, if there are any, end with the numbers below theirs.
-    """
-
-    def __init__(self, prefix: str, segments: Sequence[Segment] = ()) -> None:
+    def __init__(self, prefix: str) -> None:
         self._prefix = prefix
-        self._segments = {segment.id: segment for segment in segments}
+        self._segments: dict[str, Segment] = {}
         self._supports: dict[str, SupportAnswer] = {}
-        self._num_added = len(segments)
+        self._num_added = 0
         self.num_dropped = 0
 
     @property

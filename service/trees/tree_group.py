@@ -4,21 +4,18 @@ Every path is one engine request whose prompt is the group's prompt plus the seg
 fork prefills only the part of this that is not cached, which is one token. In the modes that cut by
 position, paths stop at the cut. In mode entropy, paths run to their end and are cut afterwards at
 their most uncertain tokens.
-
-A suspended tree goes on as another group, with the same segments, paths and random streams.
 """
 
 import asyncio
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from coppice.wire.rollouts import GroupAnswer, SegmentFinish
 from engine.kv_types import ExportSlot
 from engine.protocol import Engine
 from engine.types import Completion, SampleRequest
-from service.rollouts.fairness import TimeSlice
 from service.rollouts.group import Group, OnPart
 from service.trees.path_request import (
     Budget,
@@ -42,47 +39,35 @@ class TreeGroup(Group):
     """Group whose samples are the leaves of a tree and share the segments above them.
 
     `n` is the maximum number of leaves. Cancelling `run` at any point aborts all running paths.
-    `num_children` counts the paths that have started at a segment, by its name; those at the prompt
-    have the empty name. `suspended_paths` are the paths of a suspended tree with their tokens so
-    far, and `continued_paths` those with which this tree goes on.
     """
 
     plan: Plan
     tree: Tree = field(init=False)
     budget: Budget = field(init=False)
     num_complete: int = 0
-    was_truncated: bool = False
-    num_children: Counter[str] = field(default_factory=Counter)
-    continued_paths: Sequence[Path] = ()
-    suspended_paths: list[Path] = field(default_factory=list)
     _engine: Engine = field(init=False)
     _tasks: asyncio.TaskGroup = field(init=False)
     _done: OnPart = field(init=False)
     _paths: dict[str, Path] = field(default_factory=dict)
-    _held: list[tuple[Path, Completion | None]] = field(default_factory=list)
+    _num_children: Counter[str] = field(default_factory=Counter)
+    _was_truncated: bool = False
 
     def __post_init__(self) -> None:
         self.tree = Tree(str(self.options.index))
         self.budget = Budget(self.plan.branching.max_new_tokens_total)
 
-    async def run(self, engine: Engine, done: OnPart) -> GroupAnswer | None:
-        """Grow the tree and return the answer; None if the group was suspended."""
+    async def run(self, engine: Engine, done: OnPart) -> GroupAnswer:
+        """Grow the tree and return the answer."""
         self._engine, self._done = engine, done
-        self.began_at = asyncio.get_running_loop().time() - self.seconds_before
+        self.began_at = asyncio.get_running_loop().time()
         try:
-            async with self._deadline(engine):
-                async with asyncio.TaskGroup() as self._tasks:
-                    await self._run_until_done()
-                await self._settle_held()
+            async with self._deadline(engine), asyncio.TaskGroup() as self._tasks:
+                await self._run_until_done()
         finally:
             await engine.abort(list(self._unfinished))
             self._unfinished.clear()
             self._paths.clear()
-        return None if self.is_suspended else await self._tree_answer()
-
-    @property
-    def is_suspended(self) -> bool:
-        return bool(self.suspended_paths)
+        return await self._tree_answer()
 
     @property
     def running_paths(self) -> list[Path]:
@@ -90,27 +75,11 @@ class TreeGroup(Group):
 
     async def _run_until_done(self) -> None:
         plan = self.plan
-        if self.continued_paths:
-            await self._continue_paths()
-            return
         share = min(self.options.n, plan.capacity(0), self.budget.remaining)
         if plan.splits_at_prompt:
             await self._start(self._fork_paths([(None, 1, split(share, plan.factor(0)))]))
         else:
             await self._start(self._fork_paths([(None, 0, [share])]))
-
-    async def _continue_paths(self) -> None:
-        """Submit the paths of a suspended tree; if it is ending, only those with tokens."""
-        requests, turn = dict[Path, SampleRequest](), TimeSlice()
-        for path in self.continued_paths:
-            requests[path] = self._path_request(path)
-            await turn.pause()
-        if self.end_reason:
-            await self._start([path for path in requests if path.tokens is None])
-            requests = {path: each for path, each in requests.items() if path.tokens is not None}
-        if requests:
-            self._set_running(list(requests))
-            await self._submit(list(requests), list(requests.values()))
 
     def _fork_paths(self, forks: Sequence[Fork]) -> list[Path]:
         num_starting_leaves = sum(sum(shares) for _, _, shares in forks)
@@ -136,12 +105,12 @@ class TreeGroup(Group):
     ) -> Path:
         """Create a path and reserve its maximum length in the tree's token budget."""
         at = "" if parent is None else parent.name
-        self.num_children[at] += 1
+        self._num_children[at] += 1
         self.budget.reserve(bounds.limit)
         self.budget.num_future_leaves += bounds.num_future_leaves
         return Path(
             id=uuid.uuid4().hex,
-            name=f"{at}/{self.num_children[at]}",
+            name=f"{at}/{self._num_children[at]}",
             parent=parent,
             depth=depth,
             start=start,
@@ -150,27 +119,18 @@ class TreeGroup(Group):
 
     async def _start(self, paths: Sequence[Path]) -> None:
         """Submit new paths to the engine; if the group is ending, release their tokens instead."""
-        if self.end_reason == "suspended":
-            self._held += [(path, None) for path in paths]
-        elif self.end_reason:
-            self._truncate(paths)
+        if self.end_reason:
+            self._was_truncated |= bool(paths)
+            for path in paths:
+                self._release_budget(path, used=0)
         elif paths:
             await self._submit(paths, self._register(paths))
 
-    def _truncate(self, paths: Sequence[Path]) -> None:
-        """Release the tokens of paths that do not start because the group is ending."""
-        self.was_truncated |= bool(paths)
-        for path in paths:
-            self._release_budget(path, used=0)
-
     def _register(self, paths: Sequence[Path]) -> list[SampleRequest]:
         """Register new paths of the tree as running and return their engine requests."""
-        self._set_running(paths)
-        return [self._path_request(path) for path in paths]
-
-    def _set_running(self, paths: Sequence[Path]) -> None:
         self._paths |= {path.id: path for path in paths}
         self._unfinished |= {path.id for path in paths}
+        return [self._path_request(path) for path in paths]
 
     async def _submit(
         self, paths: Sequence[Path], requests: Sequence[SampleRequest]
@@ -200,22 +160,14 @@ class TreeGroup(Group):
         return self.exports.begin(prompt, path.parent_id)
 
     async def _await_path(self, path: Path, completion: Awaitable[Completion]) -> Segment | None:
-        """Wait for a path, and end it.
+        """Wait for a path, add it to the tree, and start the paths that fork from it.
 
-        Returns the last segment of the path, or None if the path was dropped or is to be suspended.
+        Returns the last segment of the path, or None if the path was dropped.
         """
         result = await completion
-        if self.end_reason == "suspended" and result.finish == "abort":
-            self._unfinished.discard(path.id)
-            self._held.append((path, result))
-            return None
-        return await self._end_path(path, result)
-
-    async def _end_path(self, path: Path, result: Completion) -> Segment | None:
-        """Add a path to the tree, and start the paths that fork from it."""
-        tokens = await path_tokens(self.plan, self.options, path, result)
+        tokens = await path_tokens(self.plan, self.options, result)
         self._unfinished.discard(path.id)
-        self._release_budget(path, used=len(path.prior_token_ids) + len(result.token_ids))
+        self._release_budget(path, used=len(result.token_ids))
         if self.exports is not None and path.is_first:
             self.exports.on_writer_ended(path.parent_id)
         self._note_cached_tokens(0, result)
@@ -232,24 +184,6 @@ class TreeGroup(Group):
         await self._start(forked)
         return segment
 
-    async def _settle_held(self) -> None:
-        """Suspend the paths that were aborted for it, unless the group has ended meanwhile."""
-        for path, result in sorted(self._held, key=lambda held: held[0].name):
-            is_other = result is not None and self._has_other_versions(result)
-            if self.end_reason == "suspended" and not is_other:
-                self.suspended_paths.append(await self._suspended(path, result))
-            elif result is None:
-                self._truncate([path])
-            else:
-                await self._end_path(path, result)
-
-    async def _suspended(self, path: Path, result: Completion | None) -> Path:
-        """Path with its tokens so far; one that had not started has no result."""
-        if result is None or not result.token_ids:
-            return path
-        self._note_cached_tokens(0, result)
-        return replace(path, tokens=await path_tokens(self.plan, self.options, path, result))
-
     def _release_budget(self, path: Path, *, used: int) -> None:
         self.budget.release(path.bounds.limit, used=used)
         self.budget.num_future_leaves -= path.bounds.num_future_leaves
@@ -261,8 +195,7 @@ class TreeGroup(Group):
         self.num_done += 1
         self.sample_seconds.append(asyncio.get_running_loop().time() - self.began_at)
         self.num_complete += segment.finish in self.complete_finishes
-        is_growing = self._unfinished or self._held or forks
-        if self.num_complete == self.options.num_required and is_growing:
+        if self.num_complete == self.options.num_required and (self._unfinished or forks):
             await self.end(self._engine, "surplus")
 
     def _finish_reason_of(self, path: Path, result: Completion) -> SegmentFinish:
@@ -270,8 +203,7 @@ class TreeGroup(Group):
         if finish != "length":
             return finish
         if path.bounds.cut:
-            is_ending = self.end_reason not in (None, "suspended")
-            return self._aborted_reason() if is_ending else "cut"
+            return self._aborted_reason() if self.end_reason else "cut"
         return "budget" if path.bounds.is_budget_limited else "length"
 
     # Cuts
@@ -317,7 +249,7 @@ class TreeGroup(Group):
                 self.tree.leaves(),
                 complete_finishes=self.complete_finishes,
                 num_required=self.options.num_required,
-                was_truncated=self.was_truncated,
+                was_truncated=self._was_truncated,
                 cancelled=self.end_reason == "cancelled",
             ),
             num_cached_tokens=self.cached_tokens.get(0, 0),

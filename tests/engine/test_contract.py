@@ -541,24 +541,6 @@ async def test_load_is_used_once_its_source_is_written(
     assert arena.untouched(unwritten)
 
 
-async def test_kv_of_another_engine_is_loaded_between_its_addition_and_removal(
-    under_test: EngineUnderTest, arena: TestArena
-) -> None:
-    engine, num_tokens = under_test.engine, len(PROMPT) - 6
-    slot = arena.slot(num_tokens)
-    exporting = sample(2, prompt=PROMPT[: num_tokens + 1], export=slot)
-    await finished(under_test, await submitted(under_test, exporting))
-    names = [f"{next(_COUNT)}" for _ in range(2)]
-    await engine.add_exported_kv(names)
-    await engine.remove_exported_kv(names[1:])
-    loads = [load_of(replace(slot, name=name), num_tokens) for name in names]
-    samples = [
-        replace(sample(2, prompt=PROMPT), load=load, cache_salt=load.chain) for load in loads
-    ]
-    loaded, computed = await finished(under_test, await submitted(under_test, *samples))
-    assert (loaded.num_cached_tokens, computed.num_cached_tokens) == (num_tokens, 0)
-
-
 @pytest.mark.filterwarnings("ignore")  # PEFT emits unrelated warnings
 async def test_samples_use_the_adapters_that_are_loaded(
     under_test: EngineUnderTest, tmp_path: Path

@@ -26,6 +26,7 @@ from coppice.prompt_kv.file_layout import TensorRange
 from coppice.transport.messages import HttpResponse
 from coppice.transport.redirects import MAX_REDIRECTS, RedirectPolicy, ServerAddress
 
+ATTEMPTS = 4
 RETRY_SECONDS = 1.0
 
 
@@ -106,17 +107,14 @@ class KvHttpClient:
 class Download:
     """Sequential download of a prompt-KV file, resumed after a broken connection.
 
-    It fails after `attempts` consecutive connections that delivered nothing or were rejected
+    It fails after `ATTEMPTS` consecutive connections that delivered nothing or were rejected
     because of too many open transfers.
     """
 
-    def __init__(
-        self, endpoint: KvHttpClient, path: str, num_bytes: int, *, attempts: int = 4
-    ) -> None:
+    def __init__(self, endpoint: KvHttpClient, path: str, num_bytes: int) -> None:
         self._endpoint = endpoint
         self._path = path
         self._num_bytes = num_bytes
-        self._attempts = attempts
         self._at = 0
         self._etag: str | None = None
         self._connection: HTTPConnection | None = None
@@ -132,7 +130,7 @@ class Download:
             except (ConnectionFailed, TimedOut, Overloaded, QuotaExceeded) as error:
                 count, failures = 0, failures + 1
                 self.close()
-                if failures >= self._attempts:
+                if failures >= ATTEMPTS:
                     raise
                 if isinstance(error, ProblemError):
                     time.sleep(error.problem.retry_after_seconds or RETRY_SECONDS)

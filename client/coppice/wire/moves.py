@@ -1,8 +1,7 @@
 """Wire types of POST /v1/moves: a rollout that moves to another replica.
 
 The state of a rollout has everything that the groups still need: the request, the results so far,
-and the tokens of the samples that have not finished, or of the paths of trees. The receiver may
-fetch the KV of samples, instead of a prefill.
+and the tokens of the samples that have not finished.
 """
 
 from typing import Annotated, Literal
@@ -17,14 +16,12 @@ from coppice.wire.base import (
     RequestModel,
     TokenIds,
 )
-from coppice.wire.branching import MAX_LEAVES, MAX_TREE_TOKENS
 from coppice.wire.result_formats import GroupRecord, SampleRecord, SegmentRecord
 from coppice.wire.rollouts import (
     MAX_GROUPS,
     MAX_SAMPLES_PER_GROUP,
     RolloutRequest,
     SampleAnswer,
-    SegmentAnswer,
 )
 
 FORMAT: Literal[1] = 1
@@ -43,41 +40,11 @@ class MovedKey(RequestModel):
     fingerprint: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
-SegmentName = Annotated[str, Field(max_length=16_384, pattern=r"^(/[0-9]{1,7}\+[0-9]{1,7})+$")]
-
-
-class MovedPath(RequestModel):
-    """Path of a tree that has not ended, with its tokens so far in a `segment`.
-
-    The id of this segment is the path's name, which determines its random numbers. The path has at
-    most `max_tokens` tokens and `num_leaves` leaves. It is cut there if `is_cut`, or else its
-    length is limited by the tree's token budget if `is_budget_limited`.
-    """
-
-    segment: SegmentAnswer
-    max_tokens: Annotated[int, Field(ge=1, le=MAX_TREE_TOKENS), JsonInteger()]
-    num_leaves: Annotated[int, Field(ge=1, le=MAX_LEAVES), JsonInteger()]
-    is_cut: bool
-    is_budget_limited: bool
-
-
-class MovedTree(RequestModel):
-    """Tree that has not ended: the names of its segments, in the order of their records, and paths.
-
-    Its cuts are aligned to the `block_size` of the source.
-    """
-
-    block_size: Annotated[int, Field(ge=1, le=MAX_TOKENS), JsonInteger()]
-    segment_names: Annotated[list[SegmentName], Field(max_length=131_072, fail_fast=True)]
-    paths: Annotated[list[MovedPath], Field(min_length=1, max_length=MAX_LEAVES, fail_fast=True)]
-
-
 class MovedGroup(RequestModel):
     """Group that has not ended: its prompt, and its unfinished samples with their tokens so far.
 
     `num_given_tokens` are those of its samples that the request's `continue_from` gave. Its samples
-    began `elapsed_seconds` ago, and `sample_seconds` are the durations of the finished ones. With
-    branching, it has a `tree` instead of samples.
+    began `elapsed_seconds` ago, and `sample_seconds` are the durations of the finished ones.
     """
 
     index: Index
@@ -88,7 +55,6 @@ class MovedGroup(RequestModel):
     elapsed_seconds: Seconds
     sample_seconds: Annotated[list[Seconds], Field(max_length=MAX_SAMPLES_PER_GROUP)]
     samples: Annotated[list[SampleAnswer], Field(max_length=MAX_SAMPLES_PER_GROUP, fail_fast=True)]
-    tree: MovedTree | None = None
 
 
 class GivenTokens(RequestModel):
@@ -105,47 +71,6 @@ class MoveAnswer(AnswerModel):
     id: str
 
 
-HandleId = Annotated[str, Field(pattern=r"^[0-9a-f]{12}\.[0-9A-Za-z_-]{1,64}$")]
-Bytes = Annotated[int, Field(ge=0, le=2**53 - 1), JsonInteger()]
-
-
-class MovedSpan(RequestModel):
-    """KV of `num_tokens` tokens of a sample or a conversation, from its token `start` on.
-
-    It is in the prompt-KV file of a handle, which has `num_bytes` at `offset` of the arena.
-    """
-
-    handle: HandleId
-    start: NumTokens
-    num_tokens: NumTokens
-    num_bytes: Bytes
-    offset: Bytes
-
-
-class MovedGroupKv(RequestModel):
-    """KV of a group's samples: of the `prompt` that they share, and after it, in their order."""
-
-    index: Index
-    prompt: MovedSpan | None = None
-    samples: Annotated[
-        list[MovedSpan | None], Field(min_length=1, max_length=MAX_SAMPLES_PER_GROUP)
-    ]
-
-
-class MovedKv(RequestModel):
-    """KV of the unfinished samples, which the source keeps until its request has been answered.
-
-    The receiver reads it from the shared memory `arena`, if it is on this host and can be opened,
-    or else by HTTP. It takes at most `seconds`, and otherwise prefills the tokens. `boot_id`
-    identifies the host of the source.
-    """
-
-    boot_id: Annotated[str, Field(max_length=64)] | None = None
-    arena: Annotated[str, Field(min_length=1, max_length=4096)]
-    seconds: Seconds
-    groups: Annotated[list[MovedGroupKv], Field(max_length=MAX_GROUPS)]
-
-
 class MovedRollout(RequestModel):
     """Body of POST /v1/moves: a rollout of the replica `source`, which another one continues.
 
@@ -153,8 +78,7 @@ class MovedRollout(RequestModel):
     the samples have its tokens. `adapter` is the label of the adapter, with its version. `records`
     are the results so far. With `awaits_fetch`, a caller is to fetch the result. If not `detached`,
     the rollout ends with the connection of the caller that follows it. With `stream_tokens`, the
-    readers of the log receive tokens, except for the `given` ones. Groups without `kv`, and trees,
-    are prefilled.
+    readers of the log receive tokens, except for the `given` ones.
     """
 
     format: Literal[1] = FORMAT
@@ -174,4 +98,3 @@ class MovedRollout(RequestModel):
         Field(max_length=131_072, fail_fast=True),
     ]
     groups: Annotated[list[MovedGroup], Field(max_length=MAX_GROUPS, fail_fast=True)]
-    kv: MovedKv | None = None

@@ -1,7 +1,7 @@
 """Wire types of POST /v1/moves/sessions: agent sessions that move to another replica.
 
 A session's state is its trees, its turns, and the digests by which the responses of its calls are
-found in later prompts. No call of it runs. The receiver may fetch the KV of its last conversation.
+found in later prompts. No call of it runs.
 """
 
 from typing import Annotated, Literal
@@ -12,7 +12,6 @@ from coppice.wire.base import JsonInteger, Label, RequestModel
 from coppice.wire.moves import (
     FORMAT,
     MovedKey,
-    MovedSpan,
     NumTokens,
     ReplicaId,
     RolloutId,
@@ -61,19 +60,6 @@ class MovedResponse(RequestModel):
     rest: str
 
 
-class MovedSessionKv(RequestModel):
-    """KV of the full blocks of a conversation, which ends with the last token of `segment`.
-
-    The receiver reads the `file` as that of moved samples (`MovedKv`), in at most `seconds`.
-    """
-
-    segment: str
-    boot_id: Annotated[str, Field(max_length=64)] | None = None
-    arena: Annotated[str, Field(min_length=1, max_length=4096)]
-    seconds: Seconds
-    file: MovedSpan
-
-
 class MovedSession(RequestModel):
     """State of one session, whose parents precede their children in `segments`.
 
@@ -91,7 +77,6 @@ class MovedSession(RequestModel):
     turns: Annotated[list[Turn], Field(max_length=MAX_TURNS, fail_fast=True)]
     versions: Annotated[list[Label], Field(max_length=MAX_TURNS, fail_fast=True)]
     responses: Annotated[list[MovedResponse], Field(max_length=3 * MAX_TURNS, fail_fast=True)]
-    kv: MovedSessionKv | None = None
 
 
 class MovedSessionGroup(RequestModel):

@@ -66,7 +66,7 @@ class ExportPlanner:
             if is_new:
                 tracked.epoch = self._epoch
             after = num_computed + output.num_scheduled_tokens[request_id]
-            if after >= tracked.target_slot.end:
+            if after >= tracked.target_slot.num_tokens:
                 del self._tracked[request_id]
                 yield self._make_export(
                     tracked, output.kv_connector_block_state.get_block_ids(request_id)
@@ -76,24 +76,17 @@ class ExportPlanner:
         slot = tracked.target_slot
         # Layers of one group have the same blocks, even if their shapes differ.
         blocks = {
-            layout.group: _stored_blocks(layout, block_ids[layout.group], slot)
+            layout.group: _stored_blocks(layout, block_ids[layout.group], slot.num_tokens)
             for layout in self._layouts
         }
         status = ExportStatus.COMMITTED
         if tracked.epoch != self._epoch:
             status = ExportStatus.MIXED_VERSION
-        elif any(NULL_BLOCK in ids for ids in blocks.values()) or not self._can_export(slot):
+        elif any(NULL_BLOCK in ids for ids in blocks.values()):
             status = ExportStatus.FAILED
         elif slot.name is not None:
             self._on_exported(slot.name)
         return PromptExport(target_slot=slot, block_ids=blocks, status=status)
-
-    def _can_export(self, slot: ExportSlot) -> bool:
-        """False if the slot begins inside a block, or at a token that a window may not have."""
-        return not slot.first_token or all(
-            layout.window is None and slot.first_token % layout.block_size == 0
-            for layout in self._layouts
-        )
 
 
 class HeldBlocks:
@@ -141,11 +134,11 @@ class HeldBlocks:
 
 
 def _stored_blocks(
-    layout: CacheLayout, block_ids: Sequence[int], slot: ExportSlot
+    layout: CacheLayout, block_ids: Sequence[int], num_tokens: int
 ) -> tuple[int, ...]:
-    """Blocks with the tokens that an export to a slot stores."""
-    first = slot.first_token or layout.first_token(slot.num_tokens)
-    return tuple(block_ids[first // layout.block_size : -(-slot.end // layout.block_size)])
+    """Blocks with the tokens that an export of `num_tokens` tokens stores."""
+    first = layout.first_token(num_tokens) // layout.block_size
+    return tuple(block_ids[first : -(-num_tokens // layout.block_size)])
 
 
 def _scheduled_requests(output: Any) -> Iterator[tuple[str, int, bool]]:

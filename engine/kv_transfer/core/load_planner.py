@@ -1,10 +1,9 @@
 """Plans loads in EngineCore: which spans of a prompt are loaded instead of prefilled.
 
 A span is loaded if everything before it is cached, and only from exports written under the current
-weights version: names are recorded when their export is scheduled, or when the service adds KV that
-another engine has exported, and cleared when the weights change. vLLM receives the number of
-external tokens, allocates their blocks, and the workers fill them in the same step, before the
-forward pass. All other tokens are prefilled.
+weights version: names are recorded when their export is scheduled, and cleared when the weights
+change. vLLM receives the number of external tokens, allocates their blocks, and the workers fill
+them in the same step, before the forward pass. All other tokens are prefilled.
 
 The requests of a chain run in one step. Each finds the blocks that the previous one computes in
 that step, because every layer writes its KV before attending. So none is scheduled before all have
@@ -105,10 +104,6 @@ class LoadPlanner:
         self._names[name] = None
         while len(self._names) > MAX_NAMES:
             del self._names[next(iter(self._names))]
-
-    def on_removed(self, name: str) -> None:
-        """Record that an export will be overwritten: it is not loaded from now on."""
-        self._names.pop(name, None)
 
     def start_epoch(self) -> None:
         self._names.clear()

@@ -137,12 +137,6 @@ def test_one_token_is_left_to_prefill(planner: LoadPlanner) -> None:
     assert planner.match(added(planner, "r", 89), 64) == 16
 
 
-def test_removed_export_is_not_claimed(planner: LoadPlanner) -> None:
-    planner.on_removed("c")
-    planner.on_removed("unknown")
-    assert planner.match(added(planner, "r", 100), 64) == 16
-
-
 def test_kv_of_other_weights_is_not_claimed(planner: LoadPlanner) -> None:
     request = added(planner, "r", 100)
     planner.start_epoch()

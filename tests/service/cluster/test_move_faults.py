@@ -70,7 +70,7 @@ async def peer(registry: InMemoryRegistry, behaviour: str) -> AsyncIterator[list
 async def test_rollout_ends_where_it_is_if_the_only_peer_fails(
     tmp_path: Path, behaviour: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("service.moves.offers.CANCEL_SECONDS", 30.0)
+    monkeypatch.setattr("service.moves.peers.CANCEL_SECONDS", 30.0)
     registry = InMemoryRegistry()
     move_seconds = MOVE_SECONDS.get(behaviour, 60.0)
     cluster: dict[str, Any] = {"cluster": {"move_seconds": move_seconds}}

@@ -14,9 +14,7 @@ from coppice.wire.support import support_answer
 from engine.sampling_support.rows import encode_mask
 from service.cluster.in_memory import InMemoryRegistry
 from service.cluster.registry import RegistryUnavailable, Replica
-from service.moves.exports import MoveExports
-from service.moves.kv_export import KvExporter
-from service.moves.offers import refusal_of
+from service.moves.peers import refusal_of
 from service.moves.sender import CONCURRENT_MOVES, MoveSender
 from service.rollouts.group import Group
 from service.rollouts.group_options import GroupOptions
@@ -79,11 +77,6 @@ def sender_of(
         server.cluster,
         server.key_transfers,
         Peers(["http://127.0.0.1:*"], None),
-        kv=KvExporter(
-            server.engine,
-            MoveExports(server.engine, server.prompt_kv, bytes_per_second=2**30),
-            on_prefilled=lambda outcome, num_samples: None,
-        ),
         max_bytes=max_bytes,
         on_ended=lambda _: None,
         client=client,
@@ -363,7 +356,7 @@ async def test_cancellation_that_reaches_the_source_does_not_end_the_rollout(
         samples = (await calling).json()["groups"][0]["samples"]
         assert [sample["token_ids"] for sample in samples] == [list(range(3, 15))] * 2
         await sending
-        assert Client.statuses == [404]
+        assert {*Client.statuses} == {404}  # its result may be offered, too, before it is fetched
 
 
 def test_refusal_is_logged_with_its_problem() -> None:

@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from coppice.wire.moves import MovedRollout
 from service.cluster.in_memory import InMemoryRegistry
 from service.cluster.membership import ClusterMembership
-from service.moves.kv_import import ImportedKv
 from tests.service.cluster.test_moved_results import GONE, KEY, ended, set_holder, submit
 from tests.service.cluster.test_moves import (
     ASYNC,
@@ -68,24 +66,26 @@ async def test_rollout_does_not_leave_its_key_to_a_replica_that_may_have_left(
 
 
 @asynccontextmanager
-async def fetching_kv(b: Served) -> AsyncIterator[asyncio.Event]:
-    """Context manager in which rollouts wait for their KV after their keys are taken over.
+async def taking_over_keys(b: Served) -> AsyncIterator[asyncio.Event]:
+    """Context manager in which the transfer of a second key, that of a caller, does not end.
 
-    The event is set when one has arrived.
+    The event is set when it has begun.
     """
-    importer, has_arrived, may_go_on = b.server.kv_importer, asyncio.Event(), asyncio.Event()
-    fetch = importer.fetch
+    transfers, has_begun, may_go_on = b.server.key_transfers, asyncio.Event(), asyncio.Event()
+    transfer, keys = transfers.try_to_take_over, list[str]()
 
-    async def slow_fetch(state: MovedRollout) -> ImportedKv:
-        has_arrived.set()
-        await may_go_on.wait()
-        return await fetch(state)
+    async def slow_transfer(claim_key: str, source: str) -> bool:
+        keys.append(claim_key)
+        if len(keys) == 2:
+            has_begun.set()
+            await may_go_on.wait()
+        return await transfer(claim_key, source)
 
-    importer.fetch = slow_fetch  # type: ignore[method-assign]
+    transfers.try_to_take_over = slow_transfer  # type: ignore[method-assign]
     try:
-        yield has_arrived
+        yield has_begun
     finally:
-        importer.fetch = fetch  # type: ignore[method-assign]
+        transfers.try_to_take_over = transfer  # type: ignore[method-assign]
         may_go_on.set()
 
 
@@ -97,9 +97,9 @@ async def test_retry_and_reader_of_a_rollout_that_arrives_may_repeat_the_request
     async with replicas(tmp_path, registry, cluster={"move_seconds": 5}) as (a, b):
         await see_each_other(a, b)
         place = await submit(a, **KEY)
-        async with fetching_kv(b) as has_arrived:
+        async with taking_over_keys(b) as has_begun:
             draining = asyncio.create_task(drain(a))
-            await has_arrived.wait()
+            await has_begun.wait()
             b.server.cluster.view.replicas.pop(a.server.cluster.own_id)
             headers = {**KEY, **ASYNC}
             retry = await b.http.post("/v1/rollouts", json=body(PROMPT, **LONG), headers=headers)

@@ -40,7 +40,7 @@ async def state_of(served: Served, agent: Agent) -> Any:
     session = served.server.sessions.get(agent.id, owner="local")
     await session.wait_until_idle()
     group = store.group_of(session)
-    body = await served.server._session_sender._body(group, [*group.ended.sessions, session], {})
+    body = await served.server._session_sender._body(group, [*group.ended.sessions, session])
     return json.loads(body)
 
 
@@ -110,7 +110,7 @@ async def test_session_stays_if_the_only_peer_fails(
     tmp_path: Path, behaviour: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("service.moves.session_sender.OFFER_SECONDS", 0.5)
-    monkeypatch.setattr("service.moves.offers.CANCEL_SECONDS", 30.0)
+    monkeypatch.setattr("service.moves.peers.CANCEL_SECONDS", 30.0)
     registry = InMemoryRegistry()
     async with (
         replicas(tmp_path, 1, registry) as [a],

@@ -1,0 +1,92 @@
+"""Samples that move between two real engines have the tokens of no move."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from engine.settings import AttentionSettings
+from engine.vllm_engine import VllmEngine
+from service.cluster.in_memory import InMemoryRegistry
+from tests.cluster import replica, sees
+from tests.engine.seedling import settings
+from tests.serving import Served
+
+pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
+
+MAX_TOKENS = 400
+NUM_SAMPLES = 4
+TOLERANCE = 1e-3
+
+
+def request(first: int) -> dict[str, Any]:
+    """Rollout of a group of three samples and one of a single sample."""
+    prompts = [[first + i % 90 for i in range(70)], [first + 7 + i % 80 for i in range(45)]]
+    groups = [
+        {"prompt": {"token_ids": prompt}, "n": n, "seed": n}
+        for prompt, n in zip(prompts, (3, 1), strict=True)
+    ]
+    return {"groups": groups, "sampling": {"max_tokens": MAX_TOKENS, "ignore_eos": True}}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[Served, Served]]:
+    base, registry = tmp_path_factory.mktemp("pair"), InMemoryRegistry()
+    attention = AttentionSettings(cache_directory=base)
+    async with AsyncExitStack() as stack:
+        replicas = [
+            await stack.enter_async_context(
+                replica(
+                    base / name,
+                    VllmEngine(settings(), attention=attention),
+                    registry,
+                    weights={"peers": ["http://127.0.0.1:*"]},
+                    cluster={"expire_seconds": 600.0, "move_seconds": 60.0},
+                )
+            )
+            for name in "ab"
+        ]
+        for served in replicas:
+            await sees(served, 2)
+        yield replicas[0], replicas[1]
+
+
+async def rollout(served: Served, body: dict[str, Any]) -> Any:
+    response = await served.http.post("/v1/rollouts", json=body, follow_redirects=True, timeout=600)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def have_sampled(served: Served, num_tokens: int) -> None:
+    """Wait until all samples of a replica have this many tokens."""
+    async with asyncio.timeout(120):
+        while True:
+            rollouts = served.server.rollouts.in_flight()
+            ids = [i for each in rollouts for group in each.groups for i in group.sample_ids]
+            spans = served.server.engine.progress(ids)
+            if len(ids) == NUM_SAMPLES and all(s and s[-1].end >= num_tokens for s in spans):
+                return
+            await asyncio.sleep(0.001)
+
+
+def samples(answer: Any) -> list[Any]:
+    return [sample for group in answer["groups"] for sample in group["samples"]]
+
+
+async def test_samples_that_move_twice_have_the_tokens_of_no_move(
+    pair: tuple[Served, Served],
+) -> None:
+    """To the other replica, and back to the first one."""
+    a, b = pair
+    expected = await rollout(a, request(5))
+    calling = asyncio.create_task(rollout(a, request(5)))
+    await have_sampled(a, 100)
+    await a.server.move_sender.send_all(60.0)
+    await have_sampled(b, 200)
+    await b.server.move_sender.send_all(60.0)
+    for one, other in zip(samples(await calling), samples(expected), strict=True):
+        assert one["token_ids"] == other["token_ids"]
+        assert one["logprobs"] == pytest.approx(other["logprobs"], abs=TOLERANCE)
