@@ -88,6 +88,7 @@ async def serving(
         app,
         http=protocol_with_limits(settings.limits),
         limit_concurrency=connection_limit(settings.limits.max_connections) + 1,
+        timeout_keep_alive=settings.limits.keep_alive_seconds,
         port=port,
         log_level="warning",
         lifespan="on",
