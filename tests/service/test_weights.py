@@ -198,6 +198,13 @@ async def test_sequences_order_versions_and_belong_to_one_label(tmp_path: Path) 
         assert (await upload(served, "v9", sequenze=1)).json()["code"] == "invalid_request"
 
 
+async def test_after_the_largest_sequence_one_must_be_given(tmp_path: Path) -> None:
+    async with serving(FakeEngine(), tmp_path) as served:
+        assert (await upload(served, "last", sequence=2**53 - 1)).status_code == 201
+        assert (await upload(served, "next")).json()["code"] == "version_conflict"
+        assert (await upload(served, "next", sequence=7)).json()["sequence"] == 7
+
+
 async def test_rollback_must_be_requested_explicitly(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
         for version in ("v7", "v8"):

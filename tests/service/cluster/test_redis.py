@@ -358,10 +358,10 @@ async def test_replica_without_a_plausible_deadline_is_removed(
     redis.put("{coppice}:replicas", {OTHER["id"]: json.dumps(OTHER)})
     if seconds is not None:
         deadline = (time.time() + seconds) * 1000
-        redis.put_deadline("{coppice}:deadlines", str(OTHER["id"]), deadline)
+        redis.put_deadline("{coppice}:deadlines", OTHER["id"], deadline)
     view = await known.beat(ME, ttl_seconds=9)
     assert dict(view.replicas) == {ME.id: ME}
-    await known.claim("key", str(OTHER["id"]), ttl_seconds=60, allow_takeover=False)
+    await known.claim("key", OTHER["id"], ttl_seconds=60, allow_takeover=False)
     assert await known.claim("key", ME.id, ttl_seconds=60, allow_takeover=True) == ME.id
     await known.close()
 
