@@ -24,6 +24,7 @@ from service.config.settings import Settings
 from service.draft_history.exchange import DraftHistory
 from service.draft_history.stream import RedisHistoryStream
 from service.drain import Drain
+from service.fair_threads import FairThreads
 from service.http.bodies import Bodies
 from service.http.connection_limit import Connections, connection_limit
 from service.kv_reuse.manager import KvReuseManager
@@ -114,7 +115,9 @@ class Server:
         self.checkpoints = CheckpointStore(
             settings.weights.directory, settings.weights.source_directories
         )
-        self.bodies = Bodies(settings.limits)
+        limit = settings.limits.max_body_bytes
+        self.threads = FairThreads("requests", key_bytes=2 * limit, total_bytes=4 * limit)
+        self.bodies = Bodies(settings.limits, self.threads)
         self.tokenizer = Tokenizer(engine)
         self.prompt_kv = PromptKvManager(
             settings.kv,
@@ -217,6 +220,7 @@ class Server:
             settings.sessions,
             self.rollouts,
             self.tokenizer,
+            self.threads,
             self.cluster,
             self.metrics.sessions,
             admission=self.admission,
@@ -405,8 +409,6 @@ class Server:
             await self.kv_reuse.close()
             await self.prompt_kv.close()
             await self.engine.stop()
-            self.tokenizer.close()
-            self.bodies.close()
             self.checkpoints.close()
             await asyncio.to_thread(self.traces.close)
 
