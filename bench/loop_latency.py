@@ -46,7 +46,7 @@ def refused() -> bytes:
     """
     floats = ",".join(["1.0"] * 1_000_000)
     group = f'{{"prompt": {{"token_ids": [{floats}]}}}}'
-    return f'{{"groups": [{group}, {group}, {group}, 1]}}'.encode()
+    return f'{{"groups": [{group}, {group}, 1]}}'.encode()
 
 
 REQUESTS: Mapping[str, Callable[[], bytes]] = {
@@ -55,7 +55,7 @@ REQUESTS: Mapping[str, Callable[[], bytes]] = {
     "4,096 groups of 16 samples": lambda: rollout(4096, 16, 1, 1),
     "4,096 groups with prompts of 900 tokens": lambda: rollout(4096, 1, 900, 1),
     "an answer of 16,384 samples of 250 tokens": lambda: rollout(1024, 16, 1, 250),
-    "a refused body of 3,000,000 integral floats": refused,
+    "a refused body of 2,000,000 integral floats": refused,
 }
 
 

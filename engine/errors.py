@@ -48,14 +48,12 @@ class ChecksUnavailable(EngineError):
     """The process that checks structured outputs did not start; a later request may succeed."""
 
 
-class ChecksQueueFull(EngineError):
-    """Too many structured outputs wait for their check: of one client, or of all clients."""
+class QueueFull(EngineError):
+    """Too much work of a kind waits: of one client, or of all clients."""
 
-    def __init__(self, *, of_client: bool) -> None:
-        whose = "of this API key " if of_client else ""
-        super().__init__(
-            f"too many structured outputs {whose}wait for their check: repeat the request later"
-        )
+    def __init__(self, work: str, *, of_client: bool) -> None:
+        whose = " of this API key" if of_client else ""
+        super().__init__(f"too many bytes of {work}{whose} wait: repeat the request later")
         self.of_client = of_client
 
 

@@ -92,7 +92,7 @@ class Engine(Protocol):
         part of a response differently from the whole.
     check_sampling: raises SamplingRefused if a sampling parameter cannot be applied, or if
         compiling its structured outputs takes too long. Call it once before `submit`. Checks of
-        structured outputs take turns by `client`; raises ChecksQueueFull if too many wait.
+        structured outputs take turns by `client`; raises QueueFull if too many wait.
     submit: adds all samples of the call to the engine in one iteration of the event loop, in order.
         Returns one awaitable per sample, each to be awaited once. Raises RequestRefused before any
         sample is added. An awaitable raises EngineDead as soon as the engine is known to be gone.

@@ -22,6 +22,7 @@ from service.cluster.registry import ClusterRegistry, new_replica_id
 from service.cluster.settings import ClusterSettings
 from service.config.settings import Settings
 from service.drain import Drain
+from service.fair_threads import FairThreads
 from service.http.bodies import Bodies
 from service.kv_reuse.manager import KvReuseManager
 from service.moves.receiver import MoveReceiver
@@ -96,7 +97,9 @@ class Server:
         self.checkpoints = CheckpointStore(
             settings.weights.directory, settings.weights.source_directories
         )
-        self.bodies = Bodies(settings.limits)
+        limit = settings.limits.max_body_bytes
+        self.threads = FairThreads("requests", key_bytes=2 * limit, total_bytes=4 * limit)
+        self.bodies = Bodies(settings.limits, self.threads)
         self.tokenizer = Tokenizer(engine)
         self.prompt_kv = PromptKvManager(
             settings.kv,
@@ -171,6 +174,7 @@ class Server:
             settings.sessions,
             self.rollouts,
             self.tokenizer,
+            self.threads,
             self.cluster,
             self.metrics.sessions,
             admission=self.admission,
@@ -292,8 +296,6 @@ class Server:
             await self.kv_reuse.close()
             await self.prompt_kv.close()
             await self.engine.stop()
-            self.tokenizer.close()
-            self.bodies.close()
             self.checkpoints.close()
             await asyncio.to_thread(self.traces.close)
 

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from engine.errors import ChecksUnavailable, SamplingRefused
-from engine.io.fair_turns import FairTurns, TurnLimits
+from engine.fair_limiter import FairLimiter
 from engine.io.grammar_worker import TOO_SLOW
 from engine.types import Sampling, StructuredOutputs
 
@@ -29,7 +29,10 @@ START_SECONDS: Final = 120.0
 MAX_RESULTS: Final = 4096
 REFUSAL_SECONDS: Final = 600.0
 """A refusal is remembered for this time only: a busy machine may have caused it."""
-WAITING: Final = TurnLimits(client_bytes=4 * 2**20, total_bytes=16 * 2**20)
+NUM_CHECKS: Final = 2
+"""Number of checks that run at a time, of different clients."""
+CLIENT_BYTES: Final = 4 * 2**20
+TOTAL_BYTES: Final = 16 * 2**20
 CHECK_BYTES: Final = 1024
 """Size of a waiting check, in addition to its text."""
 FIELD: Final = "structured_outputs"
@@ -56,15 +59,17 @@ class GrammarChecker:
         self._limit_seconds = limit_seconds
         self._worker: Worker | None = None
         self._starting = asyncio.Lock()
-        self._turns = FairTurns(WAITING, clock)
+        self.limiter = FairLimiter(
+            "structured outputs", NUM_CHECKS, key_bytes=CLIENT_BYTES, total_bytes=TOTAL_BYTES
+        )
         self._results = Results(clock)
         self._checking: dict[bytes, asyncio.Task[str | None]] = {}
 
     async def check(self, sampling: Sampling, client: str = "") -> None:
         """Raise SamplingRefused if the constraint is invalid or too complex.
 
-        Raises ChecksUnavailable if the process does not start, and ChecksQueueFull if too many
-        checks wait.
+        Raises ChecksUnavailable if the process does not start, and QueueFull if too many checks
+        wait.
         """
         assert sampling.structured_outputs is not None, "there is a constraint to check"
         reason = await self._reason(sampling, sampling.structured_outputs, client)
@@ -86,22 +91,23 @@ class GrammarChecker:
         if name in self._results:
             return self._results.get(name)
         worker = await self._started()
-        await self._turns.acquire(client, CHECK_BYTES + len(text))
-        if name in self._results or name in self._checking:  # since the turn was awaited
-            self._turns.release(client)
-        else:
-            checking = asyncio.create_task(self._compute(worker, name, line))
-            self._checking[name] = checking
-            checking.add_done_callback(lambda _: self._turns.release(client))
-            checking.add_done_callback(lambda _: self._checking.pop(name))
-        if name in self._checking:
-            return await asyncio.shield(self._checking[name])
-        return self._results.get(name)
+        size = CHECK_BYTES + len(text)
+        return await self.limiter.run(client, size, lambda: self._checked(worker, name, line))
+
+    async def _checked(self, worker: "Worker", name: bytes, line: str) -> str | None:
+        if name in self._results:  # since the check began to wait
+            return self._results.get(name)
+        if name not in self._checking:
+            self._checking[name] = asyncio.create_task(self._compute(worker, name, line))
+        return await self._checking[name]
 
     async def _compute(self, worker: "Worker", name: bytes, line: str) -> str | None:
-        reason = await worker.ask(self._limit_seconds, line)
-        self._results.add(name, reason)
-        return reason
+        try:
+            reason = await worker.ask(self._limit_seconds, line)
+            self._results.add(name, reason)
+            return reason
+        finally:
+            del self._checking[name]
 
     async def _started(self) -> "Worker":
         async with self._starting:

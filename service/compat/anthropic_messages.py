@@ -28,7 +28,6 @@ from service.compat.compat_request import (
     ROLLOUT_ERRORS,
     Compat,
     CompatRequest,
-    large_json_response,
     name_of,
 )
 from service.compat.openai_stream import EVENTS_OR_JSON, event_response
@@ -76,7 +75,7 @@ async def create_message(call: Compat) -> Response:
     [sample] = answer.groups[0].samples
     samples.check_ended(sample)
     response = await samples.message(sample)
-    return await large_json_response(lambda: _message(body, head, answer, response))
+    return await call.json_response(lambda: _message(body, head, answer, response))
 
 
 @router.post(

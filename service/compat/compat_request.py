@@ -45,8 +45,8 @@ from service.http.responses import (
     ADMIN_ERRORS,
     BODY_ERRORS,
     ENGINE_ERRORS,
-    parts_response,
-    value_parts,
+    large_response,
+    to_json_bytes,
 )
 from service.rollouts.group_options import GroupOptions
 from service.rollouts.rollout import Rollout
@@ -224,6 +224,10 @@ class CompatRequest:
             self.server.rollouts.on_disconnect(rollout)
         return await rollout.answer()
 
+    async def json_response(self, build: Callable[[], object]) -> Response:
+        """JSON response whose content is built and encoded in a thread."""
+        return await large_response(self.server.threads, lambda: to_json_bytes(build()))
+
     async def decode(self, rollout: Rollout, answer: RolloutAnswer) -> list[DecodedSample]:
         """Detokenize all samples of a rollout, in the order of the prompts."""
         sampling = rollout.groups[0].options.sampling
@@ -320,11 +324,6 @@ def name_of(server: Server, model: str | None) -> str:
     """Model name to put in a response: as requested, but the served name for the model's path."""
     info = server.engine.info
     return info.model if model is None or model == info.model_given else model
-
-
-async def large_json_response(build: Callable[[], object]) -> Response:
-    """JSON response whose content is built and encoded in a thread."""
-    return await parts_response(lambda: value_parts(build()))
 
 
 def finish_reason(sample: SampleAnswer) -> str:

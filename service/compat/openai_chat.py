@@ -31,7 +31,6 @@ from service.compat.compat_request import (
     CommonRequestFields,
     Compat,
     finish_reason,
-    large_json_response,
     name_of,
     support_field,
     weight_version_spans,
@@ -201,7 +200,7 @@ async def chat(call: Compat) -> Response:
         return builder.stream_response()
     answer = await call.wait(rollout)
     choices = [await builder.choice(sample) for sample in answer.groups[0].samples]
-    return await large_json_response(lambda: builder.answer(answer, choices))
+    return await call.json_response(lambda: builder.answer(answer, choices))
 
 
 class ChatResponseBuilder:

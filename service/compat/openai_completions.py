@@ -27,7 +27,6 @@ from service.compat.compat_request import (
     CompatRequest,
     DecodedSample,
     finish_reason,
-    large_json_response,
     name_of,
     support_field,
     usage,
@@ -136,7 +135,7 @@ async def complete(call: Compat) -> Response:
     named = await builder.with_token_names(
         call.server, [(group.index, sample) for group, sample, _ in decoded]
     )
-    return await large_json_response(lambda: _answer(call.server, answer, named, decoded))
+    return await call.json_response(lambda: _answer(call.server, answer, named, decoded))
 
 
 def _prompts(call: CompatRequest, body: CompletionBody) -> list[Prompt]:

@@ -17,7 +17,6 @@ from service.compat.compat_request import (
     ROLLOUT_ERRORS,
     Compat,
     CompatRequest,
-    large_json_response,
     name_of,
     support_field,
     usage,
@@ -42,7 +41,7 @@ from service.http.responses import (
     JSON,
     REDIRECT,
     declare_responses,
-    value_parts,
+    to_json_bytes,
 )
 from service.rollouts.logprob_tables import check_count
 
@@ -181,7 +180,7 @@ class _ResponseBuilder:
             lambda: [items.add(with_whole_calls(parsed)), items.end(item_status(sample))]
         )
         response = await self._finish(sample, items.items)
-        return await large_json_response(lambda: response)
+        return await self._samples.call.json_response(lambda: response)
 
     async def _finish(self, sample: SampleAnswer, items: list[Item]) -> Item:
         """The response after its last token; stored if requested."""
@@ -192,14 +191,13 @@ class _ResponseBuilder:
 
     async def _keep(self, response: Item) -> None:
         conversation = self._conversation(response)
-
-        def encoded() -> StoredResponse:
-            response_parts, message_parts = value_parts(response), value_parts(conversation)
-            return StoredResponse(
-                response=b"".join(response_parts), messages=b"".join(message_parts)
-            )
-
-        stored = await asyncio.to_thread(encoded)
+        stored = await self._samples.call.server.threads.run(
+            "answers",
+            0,
+            lambda: StoredResponse(
+                response=to_json_bytes(response), messages=to_json_bytes(conversation)
+            ),
+        )
         self._store.put(_name(self._samples.call, self._id), stored)
 
     def _conversation(self, response: Item) -> list[Message]:

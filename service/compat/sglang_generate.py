@@ -28,7 +28,6 @@ from service.compat.compat_request import (
     RequestIds,
     RunningRequests,
     finish_reason,
-    large_json_response,
     rollout_request,
     support_field,
     weight_version_spans,
@@ -141,7 +140,7 @@ async def generate(call: Compat, running: RunningRequests) -> Response:
         ]
         return rows[0] if body.is_single else rows
 
-    return await large_json_response(build)
+    return await call.json_response(build)
 
 
 async def _events(

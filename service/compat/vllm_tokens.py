@@ -18,7 +18,6 @@ from service.compat.compat_request import (
     CommonRequestFields,
     Compat,
     finish_reason,
-    large_json_response,
     support_field,
     usage,
     weight_version_spans,
@@ -144,7 +143,7 @@ async def generate(call: Compat) -> Response:
     if body.stream:
         return _stream_response(call.server, body, rollout)
     answer = await call.wait(rollout)
-    return await large_json_response(lambda: _answer(answer, body, rollout, prompt_scores))
+    return await call.json_response(lambda: _answer(answer, body, rollout, prompt_scores))
 
 
 @tokenization.post(

@@ -202,18 +202,13 @@ class LimitsSettings(Section):
 
     max_body_bytes: AtLeast1024 = Field(
         32 * 2**20,
-        description="maximum size of a request body except uploads, in bytes; increase it for "
-        "requests with many long prompts",
+        description="maximum size of a packed request body, and of a moved rollout or session, in "
+        "bytes; increase it for requests with many long prompts",
     )
-    max_json_values: AtLeast1024 = Field(
-        4 * 2**20,
-        description="maximum number of values in the JSON of a request; increase it for requests "
-        "with many long prompts",
-    )
-    max_json_containers: AtLeast1024 = Field(
-        512 * 2**10,
-        description="maximum number of objects and arrays in the JSON of a request; increase it "
-        "for requests with many prompts or spans",
+    max_json_bytes: AtLeast1024 = Field(
+        8 * 2**20,
+        description="maximum size of the JSON in a request, in bytes; larger rollouts and scores "
+        "are sent packed; increase it for requests with long texts",
     )
     max_samples_per_request: PositiveInt = Field(
         65536,

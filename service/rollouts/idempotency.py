@@ -8,7 +8,6 @@ the result has been evicted earlier: a late retry then gets an error that the ro
 never starts a second one.
 """
 
-import hashlib
 import re
 import time
 from collections import deque
@@ -23,7 +22,7 @@ _KEY = re.compile(r"^[\x21-\x7e]{1,255}$")
 
 @dataclass(frozen=True, slots=True)
 class IdempotencyClaim:
-    """Idempotency key of a request, with its owner and the SHA-256 of the request body.
+    """Idempotency key of a request, with its owner and the fingerprint of the request body.
 
     The fingerprint distinguishes a retry from a different request under the same key.
     """
@@ -34,15 +33,15 @@ class IdempotencyClaim:
 
     @classmethod
     def of(
-        cls, owner: str, key: str, body: bytes, resource: str | None = None
+        cls, owner: str, key: str, fingerprint: bytes, resource: str | None = None
     ) -> "IdempotencyClaim":
-        """Claim of a request body; keys of different resources do not conflict."""
+        """Claim of a request; keys of different resources do not conflict."""
         if not _KEY.match(key):
             raise InvalidRequest.of_parameter(
                 "Idempotency-Key", "1 to 255 visible ASCII characters"
             )
         key = key if resource is None else f"{resource}\n{key}"
-        return cls(owner, key, hashlib.sha256(body).digest())
+        return cls(owner, key, fingerprint)
 
     @classmethod
     def of_move(cls, owner: str, rollout_id: str) -> "IdempotencyClaim":

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from coppice.wire import sampling as wire
 from coppice.wire.chat import ParsedMessage, ParsedToolCall
-from engine.errors import ChecksQueueFull, ChecksUnavailable, SamplingRefused
+from engine.errors import ChecksUnavailable, SamplingRefused
 from engine.protocol import Engine
 from engine.types import Sampling, StructuredOutputs
-from service.http.errors import InvalidRequest, Overloaded, QuotaExceeded
-from service.http.fair_executor import RETRY_SECONDS, QueueName
+from service.fair_threads import RETRY_SECONDS, client_name, queue_errors
+from service.http.errors import InvalidRequest, Overloaded
 from service.rollouts.group_options import GroupOptions
 
 DEFAULT = wire.Sampling()
@@ -53,12 +53,10 @@ async def check_sampling(engine: Engine, wanted: wire.Sampling) -> None:
         return
     sampling = to_engine_sampling(wanted, engine.info.max_context_tokens)
     try:
-        await engine.check_sampling(sampling, QueueName.of_caller("grammars").key)
+        with queue_errors():
+            await engine.check_sampling(sampling, client_name("grammars"))
     except SamplingRefused as error:
         raise InvalidRequest.of_parameter(f"sampling.{error.field}", str(error)) from error
-    except ChecksQueueFull as error:
-        full = QuotaExceeded if error.of_client else Overloaded
-        raise full(str(error), retry_after_seconds=RETRY_SECONDS) from error
     except ChecksUnavailable as error:
         raise Overloaded(str(error), retry_after_seconds=RETRY_SECONDS) from error
 

@@ -1,7 +1,7 @@
 """Tokenization and detokenization outside the event loop.
 
-One thread does all of it: tokenizers are not thread-safe, and text is rare here. Work is queued per
-API key, with separate queues for prompts and responses, and the queues are served round-robin.
+One thread at a time does it: tokenizers are not thread-safe, and text is rare here. Callers take
+turns, and responses do not wait for prompts of the same caller.
 """
 
 import asyncio
@@ -14,14 +14,15 @@ from engine.errors import ConversationRefused, NoTurnEnd, RequestRefused
 from engine.protocol import Engine, ResponseStream
 from engine.stop_text import response_text, tokens_of_text
 from engine.types import ChatRequest, ChatResponse, Sampling, truncated
+from service.fair_threads import FairThreads
 from service.http.errors import InvalidRequest, NoChatTemplate, PromptTooLong
-from service.http.fair_executor import FairExecutor, QueueLimits, QueueName
 from service.rollouts.fairness import TimeSlice
 
 Result = TypeVar("Result")
 
-WAITING = QueueLimits(key_bytes=32 * 2**20, total_bytes=64 * 2**20)
-"""Limits of queued prompts in characters; a tokenizer takes about 1 s for 1 MiB."""
+KEY_CHARS = 32 * 2**20
+TOTAL_CHARS = 64 * 2**20
+"""Limits of prompts that wait; a tokenizer takes about 1 s for 1 MiB."""
 INLINE_TOKENS = 32
 
 
@@ -34,15 +35,12 @@ class ResponseTokens(NamedTuple):
 
 
 class Tokenizer:
-    """Runs the engine's tokenizer in one thread, fed by fair queues; `close` ends the thread."""
+    """Runs the engine's tokenizer in threads, one piece of work at a time."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._token_texts: dict[int, str] = {}
-        self._tokenizer = FairExecutor("tokenizer", WAITING)
-
-    def close(self) -> None:
-        self._tokenizer.close()
+        self._threads = FairThreads("prompts", key_bytes=KEY_CHARS, total_bytes=TOTAL_CHARS)
 
     async def all_token_ids(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         tokens, turn = list[list[int]](), TimeSlice()
@@ -118,7 +116,7 @@ class Tokenizer:
         sampling: Sampling,
         parse: Callable[[str], Result],
     ) -> Result:
-        """Result of `parse`, which runs in the tokenizer thread, for the text of a response."""
+        """Result of `parse`, which runs in a thread, for the text of a response."""
 
         def decode(token_ids: Sequence[int]) -> str:
             return self._engine.decode(token_ids, skip_special_tokens=sampling.skip_special_tokens)
@@ -155,7 +153,7 @@ class Tokenizer:
     async def token_texts(self, collect: Callable[[], Iterable[int]]) -> Mapping[int, str]:
         """Text of single tokens by token id; every token of the vocabulary is decoded only once.
 
-        `collect` returns the token ids to decode; it runs in the tokenizer thread. The result may
+        `collect` returns the token ids to decode; it runs in a thread. The result may
         also contain tokens of earlier calls.
         """
 
@@ -183,7 +181,7 @@ class Tokenizer:
         stop_reason: int | str | None,
         sampling: Sampling,
     ) -> ChatResponse:
-        """Parsed response to the chat request of `build`, which runs in the tokenizer thread."""
+        """Parsed response to the chat request of `build`, which runs in a thread."""
         return await self._decoded(
             lambda: self._engine.chat_response(
                 token_ids, build(), stop_reason=stop_reason, sampling=sampling
@@ -248,11 +246,11 @@ class Tokenizer:
         return await self._encoded(len(text), lambda: self._engine.encode_text(text))
 
     async def _encoded(self, num_chars: int, encode: Callable[[], list[int]]) -> list[int]:
-        return await self._tokenizer.run(QueueName.of_caller("prompts"), num_chars, encode)
+        return await self._threads.run("prompts", num_chars, encode)
 
     async def _decoded(self, decode: Callable[[], Result]) -> Result:
-        """Detokenize in the tokenizer thread; does not count toward the queue limit."""
-        return await self._tokenizer.run(QueueName.of_caller("responses"), 0, decode)
+        """Detokenize in a thread; does not count toward the limits of prompts."""
+        return await self._threads.run("responses", 0, decode)
 
 
 def to_chat_request(prompt: Prompt) -> ChatRequest:

@@ -7,7 +7,7 @@ same API keys as any other.
 
 import asyncio
 import html
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from functools import cache
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from coppice.wire.problem_catalogue import CATALOGUE_PATH, PROBLEMS, ProblemCata
 from service.auth.access import page, public
 from service.http.errors import NotFound
 from service.http.params import accepts_html
-from service.http.responses import JSON, PartsResponse, declare_responses, json_response
+from service.http.responses import JSON, LargeResponse, declare_responses, json_response
 
 router = APIRouter()
 problems = APIRouter(prefix=CATALOGUE_PATH)
@@ -45,7 +45,6 @@ API_DOCS_HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "max-age=3600",
 }
-PART_BYTES = 64 * 2**10
 
 
 @router.get("/", responses=declare_responses({200: [HTML]}))
@@ -107,14 +106,13 @@ def _contract() -> bytes:
 
 async def _api_docs_response(name: str, media_type: str) -> Response:
     """Response with a file of the page, sent in parts: a slow reader buffers only one of them."""
-    parts = await asyncio.to_thread(_api_docs_parts, name)
-    return PartsResponse(parts, media_type=media_type, headers=API_DOCS_HEADERS)
+    content = await asyncio.to_thread(_api_docs_file, name)
+    return LargeResponse(content, media_type=media_type, headers=API_DOCS_HEADERS)
 
 
 @cache
-def _api_docs_parts(name: str) -> Sequence[bytes]:
-    content = (Path(__file__).parents[1] / "api_docs" / name).read_bytes()
-    return [content[start : start + PART_BYTES] for start in range(0, len(content), PART_BYTES)]
+def _api_docs_file(name: str) -> bytes:
+    return (Path(__file__).parents[1] / "api_docs" / name).read_bytes()
 
 
 def _page(kinds: Collection[ProblemKind]) -> Response:

@@ -5,7 +5,7 @@ from fastapi import APIRouter, Request, Response
 from coppice.wire.branching import BranchRequest
 from coppice.wire.rollouts import BranchAnswer, DropAnswer
 from service.auth.access import Caller, requires_role
-from service.http.bodies import INLINE_BYTES, parse, read_body
+from service.http.bodies import read_small_json
 from service.http.errors import (
     IdempotencyInProgress,
     IdempotencyMismatch,
@@ -23,8 +23,8 @@ from service.http.responses import (
     REDIRECT,
     declare_responses,
     json_response,
-    model_parts,
-    parts_response,
+    large_response,
+    to_json_bytes,
 )
 from service.rollouts.idempotency import IdempotencyClaim
 from service.routes.dependencies import ROLLOUT_LOCAL, ReadyServer
@@ -46,10 +46,12 @@ DROP_RESPONSES = declare_responses(
 async def branch(
     rollout_id: str, request: Request, server: ReadyServer, caller: Caller
 ) -> Response:
-    content = await read_body(request, limit=INLINE_BYTES)
-    body = parse(content, BranchRequest)
+    body = await read_small_json(request, BranchRequest)
     key = request.headers.get("idempotency-key")
-    claim = None if key is None else IdempotencyClaim.of(caller.name, key, content)
+    claim = None
+    if key is not None:
+        fingerprint = await server.bodies.fingerprint(request, body)
+        claim = IdempotencyClaim.of(caller.name, key, fingerprint)
     tree = await server.external_trees.find(rollout_id, body.group, owner=caller.name)
     branch_result = await tree.branch(body, claim)
     try:
@@ -57,7 +59,7 @@ async def branch(
     finally:
         server.external_trees.on_disconnect(tree, branch_result)
     answer = BranchAnswer(segments=segments, lease_seconds=tree.lease_seconds)
-    return await parts_response(lambda: model_parts(answer, "segments"))
+    return await large_response(server.threads, lambda: to_json_bytes(answer))
 
 
 @router.delete("/segments/{segment_id}", responses=DROP_RESPONSES)

@@ -54,7 +54,9 @@ async def receive(request: Request, server: ReadyServer) -> Response:
 
     A sender that disconnects before the rollout has started continues it itself.
     """
-    state = await server.bodies.read_json(request, MovedRollout)
+    state = await server.bodies.read_json(
+        request, MovedRollout, limit=server.settings.limits.max_body_bytes
+    )
     rollout = await cancel_on_disconnect(request, server.move_receiver.receive(state))
     return json_response(MoveAnswer(id=rollout.id), status_code=201)
 
@@ -74,7 +76,9 @@ async def receive_sessions(request: Request, server: ReadyServer) -> Response:
 
     A sender that disconnects before they were accepted continues them itself.
     """
-    state = await server.bodies.read_json(request, MovedSessions)
+    state = await server.bodies.read_json(
+        request, MovedSessions, limit=server.settings.limits.max_body_bytes
+    )
     session_id = await cancel_on_disconnect(request, server.session_receiver.receive(state))
     return json_response(MoveAnswer(id=session_id), status_code=201)
 

@@ -1,18 +1,23 @@
 """Routes under /v1/rollouts: start, get and abort rollouts."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
-from itertools import chain
+from collections.abc import AsyncIterator
+from functools import partial
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel
 
-from coppice.wire.result_formats import pack
-from coppice.wire.rollouts import RolloutAnswer, RolloutRequest
+from coppice.wire.result_formats import (
+    GroupRecord,
+    Record,
+    SampleRecord,
+    SegmentRecord,
+    pack,
+)
+from coppice.wire.rollouts import RolloutAnswer, RolloutRequest, SampleAnswer, SegmentAnswer
 from service.auth.access import Caller, requires_role
 from service.cluster.membership import RedirectToReplica
-from service.http.bodies import INLINE_BYTES
 from service.http.errors import (
     Draining,
     EngineGone,
@@ -40,11 +45,10 @@ from service.http.responses import (
     JSON,
     READINESS_ERRORS,
     REDIRECT,
-    collected,
     declare_responses,
-    parts_response,
-    rollout_parts,
-    table_fragments,
+    large_response,
+    parts_of,
+    to_json_bytes,
 )
 from service.rollouts.fairness import TimeSlice
 from service.rollouts.group_options import GroupOptions
@@ -55,6 +59,8 @@ from service.server import Server
 
 router = APIRouter(prefix="/v1/rollouts")
 
+INLINE_TOKENS = 2**12
+"""Most tokens of a record that is converted to JSON on the event loop, in about 1 ms."""
 IDEMPOTENCY_ERRORS = (IdempotencyInProgress, IdempotencyMismatch)
 LOOKUP_ERRORS = (*CLUSTER_ERRORS, RolloutNotFound, Draining, EngineGone)
 START_RESPONSES = declare_responses(
@@ -96,14 +102,17 @@ async def start(request: Request, server: AnyServer, caller: Caller) -> Response
         server.readiness.check_serving()
     response_format = negotiate_format(headers.get("accept"))
     respond_async = prefers_async(",".join(headers.getlist("prefer")))
-    content = await server.bodies.content(request)
-    body = await server.bodies.parsed(content, RolloutRequest)
+    body = await server.bodies.read_packable(request, RolloutRequest)
     if body.kv is not None and "kv" not in caller.roles:
         raise Forbidden("the API key lacks the role kv, which the export of prompt KV requires")
     is_streamed = body.stream or response_format is ResponseFormat.NDJSON
     if body.stream_tokens and not (is_streamed or respond_async):
         raise InvalidRequest.of_parameter("stream_tokens", "needs stream: true")
-    claim = None if key is None else await _claim(caller.name, key, content)
+    claim = None
+    if key is not None:
+        claim = IdempotencyClaim.of(
+            caller.name, key, await server.bodies.fingerprint(request, body)
+        )
     if moved_id is not None:
         rollout = _moved_rollout(server, moved_id, caller.name)
         return await _respond(request, server, rollout, response_format, is_streamed=is_streamed)
@@ -136,14 +145,14 @@ async def get_rollout(
     seconds = wait_seconds(request.query_params)
     rollout = server.rollouts.get(rollout_id, owner=caller.name)
     if response_format is ResponseFormat.NDJSON:
-        return _stream(rollout, _lines(rollout))
+        return _stream(rollout, _lines(server, rollout))
     if not rollout.ended:
         try:
             async with asyncio.timeout(seconds):
                 await cancel_on_disconnect(request, rollout.wait())
         except TimeoutError:
             return _accepted(rollout, {})
-    return await _answer(rollout, response_format)
+    return await _answer(server, rollout, response_format)
 
 
 @router.delete("/{rollout_id}", responses=ABORT_RESPONSES, dependencies=[ROLLOUT_LOCAL])
@@ -157,6 +166,7 @@ async def abort(rollout_id: str, request: Request, server: AnyServer, caller: Ca
     rollout = server.rollouts.get(rollout_id, owner=caller.name)
     await server.rollouts.cancel(rollout)
     return await _answer(
+        server,
         rollout,
         ResponseFormat.JSON if response_format is ResponseFormat.NDJSON else response_format,
     )
@@ -193,14 +203,7 @@ async def _answer_until_disconnect(
         await cancel_on_disconnect(request, rollout.wait())
     finally:
         server.rollouts.on_disconnect(rollout)
-    return await _answer(rollout, response_format)
-
-
-async def _claim(owner: str, key: str, content: bytes) -> IdempotencyClaim:
-    """Claim of a request on its idempotency key; a large body is hashed in a thread."""
-    if len(content) <= INLINE_BYTES:
-        return IdempotencyClaim.of(owner, key, content)
-    return await asyncio.to_thread(IdempotencyClaim.of, owner, key, content)
+    return await _answer(server, rollout, response_format)
 
 
 def _stream(rollout: Rollout, lines: AsyncIterator[bytes]) -> Response:
@@ -214,35 +217,59 @@ async def _lines_until_disconnect(server: Server, rollout: Rollout) -> AsyncIter
     other readers do not.
     """
     try:
-        async for line in _lines(rollout):
+        async for line in _lines(server, rollout):
             yield line
     finally:
         server.rollouts.on_disconnect(rollout)
 
 
-async def _lines(rollout: Rollout) -> AsyncIterator[bytes]:
+async def _lines(server: Server, rollout: Rollout) -> AsyncIterator[bytes]:
     turn = TimeSlice()
     async for record in rollout.records():
-        fragments = chain(table_fragments(record, exclude_none=True), [b"\n"])
-        for part in collected(fragments):
+        if _is_large(record):
+            line = await server.threads.run("answers", 0, partial(_line, record))
+        else:
+            line = _line(record)
+        for part in parts_of(line):
             yield part
             await turn.pause()
     rollout.awaits_fetch = False
 
 
-async def _answer(rollout: Rollout, response_format: ResponseFormat) -> Response:
+async def _answer(server: Server, rollout: Rollout, response_format: ResponseFormat) -> Response:
     """HTTP response with the result of a rollout, in the negotiated format."""
     rollout.awaits_fetch = False  # the shutdown waits for responses in progress
     answer = await rollout.answer()
-    return await parts_response(
+    return await large_response(
+        server.threads,
         lambda: _encode(answer, response_format),
         media_type=response_format,
         headers=_headers(rollout),
     )
 
 
-def _encode(answer: RolloutAnswer, response_format: ResponseFormat) -> Iterable[bytes]:
-    return [pack(answer)] if response_format is ResponseFormat.PACKED else rollout_parts(answer)
+def _encode(answer: RolloutAnswer, response_format: ResponseFormat) -> bytes:
+    return pack(answer) if response_format is ResponseFormat.PACKED else to_json_bytes(answer)
+
+
+def _line(record: Record) -> bytes:
+    return record.model_dump_json(exclude_none=True).encode() + b"\n"
+
+
+def _is_large(record: Record) -> bool:
+    """True if the conversion of a record to JSON may take long."""
+    if isinstance(record, GroupRecord):
+        head = record.group
+        return head.prompt_logprobs is not None or head.prompt_token_ids is not None
+    if isinstance(record, SampleRecord):
+        sample = record.sample
+        return sample.routed_experts is not None or _has_many_values(sample)
+    return isinstance(record, SegmentRecord) and _has_many_values(record.segment)
+
+
+def _has_many_values(part: SampleAnswer | SegmentAnswer) -> bool:
+    tables = (part.support, part.top_logprobs, part.given_logprobs)
+    return len(part.token_ids) > INLINE_TOKENS or any(table is not None for table in tables)
 
 
 def _accepted(rollout: Rollout, headers: dict[str, str]) -> Response:

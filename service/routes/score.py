@@ -13,8 +13,8 @@ from service.http.responses import (
     ENGINE_ERRORS,
     READINESS_ERRORS,
     declare_responses,
-    model_parts,
-    parts_response,
+    large_response,
+    to_json_bytes,
 )
 from service.routes.dependencies import ReadyServer
 
@@ -32,8 +32,10 @@ SCORE_RESPONSES = declare_responses(
 @router.post("", responses=SCORE_RESPONSES)
 @requires_role("rollout")
 async def score(request: Request, server: ReadyServer, caller: Caller) -> Response:
-    body = await server.bodies.read_json(request, ScoreRequest)
+    body = await server.bodies.read_packable(request, ScoreRequest)
     answer = await cancel_on_disconnect(request, server.scoring.score(body, owner=caller.name))
     if accepts_packed(request.headers.get("accept")):
-        return await parts_response(lambda: [pack_scores(answer)], media_type=ResponseFormat.PACKED)
-    return await parts_response(lambda: model_parts(answer, "items"))
+        return await large_response(
+            server.threads, lambda: pack_scores(answer), media_type=ResponseFormat.PACKED
+        )
+    return await large_response(server.threads, lambda: to_json_bytes(answer))

@@ -1,14 +1,14 @@
 """Routes under /v1/sessions: create, finish and cancel agent sessions, and get their trees."""
 
-import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
 
 from coppice.wire.sessions import (
-    SessionAnswer,
     SessionFinishRequest,
+    SessionRecord,
     SessionsAnswer,
     SessionsRequest,
 )
@@ -34,11 +34,13 @@ from service.http.responses import (
     REDIRECT,
     declare_responses,
     json_response,
-    parts_response,
-    rollout_parts,
+    large_response,
+    parts_of,
+    to_json_bytes,
 )
 from service.rollouts.idempotency import IdempotencyClaim
 from service.routes.dependencies import SESSION_LOCAL, AnyServer
+from service.server import Server
 from service.sessions.session import Session
 from service.sessions.store import StreamItem
 
@@ -72,9 +74,11 @@ async def create(request: Request, server: AnyServer, caller: Caller) -> Respons
         server.readiness.check_ready()
     else:
         server.readiness.check_serving()
-    content = await server.bodies.content(request)
-    body = await server.bodies.parsed(content, SessionsRequest)
-    claim = None if key is None else IdempotencyClaim.of(caller.name, key, content, "sessions")
+    body = await server.bodies.read_json(request, SessionsRequest)
+    claim = None
+    if key is not None:
+        fingerprint = await server.bodies.fingerprint(request, body)
+        claim = IdempotencyClaim.of(caller.name, key, fingerprint, "sessions")
     answer: SessionsAnswer = await server.sessions.create(body, owner=caller.name, claim=claim)
     response = json_response(answer)
     response.headers["Cache-Control"] = "no-store"
@@ -91,7 +95,7 @@ async def stream(request: Request, server: AnyServer, caller: Caller) -> Respons
     if position.replica is not None:
         await server.cluster.check_local(position.replica)
     items = server.sessions.stream(caller.name, position.group, position.after)
-    return StreamingResponse(_lines(items), media_type=ResponseFormat.NDJSON)
+    return StreamingResponse(_lines(server, items), media_type=ResponseFormat.NDJSON)
 
 
 @router.get("/{session_id}", responses=GET_RESPONSES, dependencies=[SESSION_LOCAL])
@@ -108,7 +112,7 @@ async def get_tree(session_id: str, server: AnyServer, caller: Caller) -> Respon
     """Get the trees of a session so far."""
     session = server.sessions.get(session_id, owner=caller.name)
     await session.wait_until_recorded()
-    return await _answer(session)
+    return await _answer(server, session)
 
 
 @router.post("/{session_id}/finish", responses=FINISH_RESPONSES, dependencies=[SESSION_LOCAL])
@@ -118,7 +122,7 @@ async def finish(session_id: str, request: Request, server: AnyServer, caller: C
     body = await server.bodies.read_json(request, SessionFinishRequest)
     session = server.sessions.get(session_id, owner=caller.name)
     await server.sessions.finish(session, body)
-    return await _answer(session)
+    return await _answer(server, session)
 
 
 @router.delete("/{session_id}", responses=END_RESPONSES, dependencies=[SESSION_LOCAL])
@@ -127,22 +131,23 @@ async def cancel(session_id: str, server: AnyServer, caller: Caller) -> Response
     """Cancel a session, and get its trees; a session that has ended remains as it is."""
     session = server.sessions.get(session_id, owner=caller.name)
     await server.sessions.cancel(session)
-    return await _answer(session)
+    return await _answer(server, session)
 
 
-async def _answer(session: Session) -> Response:
+async def _answer(server: Server, session: Session) -> Response:
     answer = await session.answer()
-    return await parts_response(lambda: rollout_parts(answer))
+    return await large_response(server.threads, lambda: to_json_bytes(answer))
 
 
-async def _lines(items: AsyncIterator[StreamItem]) -> AsyncIterator[bytes]:
+async def _lines(server: Server, items: AsyncIterator[StreamItem]) -> AsyncIterator[bytes]:
     async for item in items:
         if not isinstance(item, Session):
             yield item.model_dump_json().encode() + b"\n"
             continue
-        for part in await asyncio.to_thread(_record, await item.answer()):
+        record = SessionRecord(session=await item.answer())
+        for part in parts_of(await server.threads.run("answers", 0, partial(_line, record))):
             yield part
 
 
-def _record(answer: SessionAnswer) -> list[bytes]:
-    return [b'{"type":"session","session":', *rollout_parts(answer), b"}\n"]
+def _line(record: SessionRecord) -> bytes:
+    return to_json_bytes(record) + b"\n"

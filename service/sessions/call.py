@@ -8,7 +8,6 @@ from coppice.wire.sampling import Sampling
 from coppice.wire.sessions import AgentApi
 from engine.types import ChatRequest, ChatResponse
 from service.http.errors import InvalidRequest
-from service.http.fair_executor import QueueName
 from service.rollouts.group_options import GroupOptions
 from service.rollouts.kept_kv import session_chain
 from service.rollouts.rollout import Rollout
@@ -38,7 +37,7 @@ class SessionCall:
         session, tokenizer = self.session, self._services.tokenizer
         prompt = await chat_prompt(
             tokenizer,
-            self._services.matching,
+            self._services.threads,
             session.tree,
             session.conversations,
             chat_request,
@@ -62,8 +61,8 @@ class SessionCall:
         self._recorder.text = prompt.text
         match = None
         if prompt.text is not None and prompt.truncate_prompt_tokens is None:
-            match = await self._services.matching.run(
-                QueueName.of_caller("conversations"),
+            match = await self._services.threads.run(
+                "conversations",
                 len(prompt.text),
                 partial(self.session.conversations.match_text, prompt.text),
             )

@@ -20,6 +20,7 @@ from coppice.wire.sessions import (
 from service.cluster.key_transfers import KeyTransfers
 from service.cluster.membership import RETRY_AFTER_SECONDS, ClusterMembership
 from service.cluster.registry import replica_id_of
+from service.fair_threads import FairThreads
 from service.http.errors import (
     ClusterUnavailable,
     Draining,
@@ -37,7 +38,6 @@ from service.rollouts.tokenizer import Tokenizer
 from service.sessions.call import SessionCall
 from service.sessions.factory import SessionFactory, SessionKeys
 from service.sessions.kv_release import KvReleaseQueue, Release
-from service.sessions.prompts import matching_executor
 from service.sessions.recording import CallServices
 from service.sessions.session import Session
 from service.sessions.session_group import SessionGroup, moved_key
@@ -63,6 +63,7 @@ class SessionManager:
         settings: SessionsSettings,
         rollouts: RolloutManager,
         tokenizer: Tokenizer,
+        threads: FairThreads,
         cluster: ClusterMembership,
         metrics: SessionMetrics,
         *,
@@ -95,11 +96,10 @@ class SessionManager:
         self.kv_releases = KvReleaseQueue(release_kv, track=self._track)
         self.factory = SessionFactory(settings, self.store, cluster.own_id, clock)
         self._tasks: asyncio.TaskGroup | None = None
-        self._matching = matching_executor()
         self._services = CallServices(
             rollouts=rollouts,
             tokenizer=tokenizer,
-            matching=self._matching,
+            threads=threads,
             metrics=metrics,
             on_call=self._renew,
             on_growth=self._on_growth,
@@ -124,18 +124,15 @@ class SessionManager:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Context manager that ends sessions when they are due, and all of them on exit."""
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                self._tasks = tasks
-                checks = tasks.create_task(self._check_regularly())
-                try:
-                    yield
-                finally:
-                    await self.close()
-                    checks.cancel()
-                    self._tasks = None
-        finally:
-            self._matching.close()
+        async with asyncio.TaskGroup() as tasks:
+            self._tasks = tasks
+            checks = tasks.create_task(self._check_regularly())
+            try:
+                yield
+            finally:
+                await self.close()
+                checks.cancel()
+                self._tasks = None
 
     async def create(
         self, request: SessionsRequest, *, owner: str, claim: IdempotencyClaim | None = None

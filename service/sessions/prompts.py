@@ -10,15 +10,13 @@ from functools import partial
 from typing import Literal
 
 from engine.types import ChatRequest
-from service.http.fair_executor import FairExecutor, QueueLimits, QueueName
+from service.fair_threads import FairThreads
 from service.rollouts.tokenizer import Tokenizer, num_template_chars
 from service.sessions.history import Conversations, Match, RecordedCall
 from service.sessions.tree import SessionTree
 
 History = Literal["sampled", "template"]
 Fallback = Literal["template", "no_turn_end"]
-MATCHING = QueueLimits(key_bytes=64 * 2**20, total_bytes=128 * 2**20)
-"""Limits of queued conversations in characters; 1 MiB is hashed in milliseconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,17 +31,9 @@ class ChatPrompt:
     fallback: Fallback | None = None
 
 
-def matching_executor() -> FairExecutor:
-    """Worker thread that hashes the conversations of all sessions, with fair turns.
-
-    Hashing takes time proportional to a conversation, and agents send theirs with each call.
-    """
-    return FairExecutor("conversations", MATCHING)
-
-
 async def chat_prompt(
     tokenizer: Tokenizer,
-    matching: FairExecutor,
+    threads: FairThreads,
     tree: SessionTree,
     conversations: Conversations,
     chat_request: ChatRequest,
@@ -54,12 +44,10 @@ async def chat_prompt(
     With the history `sampled`, the policy reads the tokens of its last turn and of all turns before
     it as it sampled them, with its reasoning. The chat template applies to later messages only.
     """
-    # In a thread: a request may hold millions of values.
+    # In threads: a request may hold millions of values.
     num_chars = await asyncio.to_thread(num_template_chars, chat_request)
-    match = await matching.run(
-        QueueName.of_caller("conversations"),
-        num_chars,
-        partial(conversations.match, chat_request),
+    match = await threads.run(
+        "conversations", num_chars, partial(conversations.match, chat_request)
     )
     if match is None:
         return ChatPrompt(token_ids=await tokenizer.rendered(chat_request))

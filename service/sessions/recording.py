@@ -14,7 +14,7 @@ from coppice.wire.rollouts import SampleAnswer
 from coppice.wire.sessions import AgentApi, AttachReason, Turn
 from coppice.wire.support import rows_of
 from engine.types import ChatRequest, ChatResponse, Sampling, TopLogprobRows
-from service.http.fair_executor import FairExecutor, QueueName
+from service.fair_threads import FairThreads
 from service.observability.session_metrics import SessionMetrics
 from service.rollouts.logprob_tables import to_sample_table
 from service.rollouts.manager import RolloutManager
@@ -37,12 +37,12 @@ class CallServices:
 
     `on_call` is called at the beginning and at the end of each call, `on_growth` after a session's
     memory has changed. `check_memory` refuses a call if there is no memory for more tokens. `track`
-    runs a coroutine in the background. `matching` hashes conversations.
+    runs a coroutine in the background. `threads` hash conversations.
     """
 
     rollouts: RolloutManager
     tokenizer: Tokenizer
-    matching: FairExecutor
+    threads: FairThreads
     metrics: SessionMetrics
     on_call: Callable[[Session], None]
     on_growth: Callable[[Session], None]
@@ -202,8 +202,8 @@ class CallRecorder:
                 await self._hashed(partial(record, prompt + received[0], received[1]))
 
     async def _hashed(self, record: Callable[[], None]) -> None:
-        """Run the recording of a conversation in the thread that hashes; it is never refused."""
-        await self.services.matching.run(QueueName.of_caller("conversations"), 0, record)
+        """Run the recording of a conversation in a thread; it is never refused."""
+        await self.services.threads.run("conversations", 0, record)
 
     async def _received(
         self, sampling: Sampling, sample: SampleAnswer, segment: Segment

@@ -11,7 +11,7 @@ from functools import cache
 import httpx
 import jsonschema_rs
 
-from coppice.wire import packed_scores, result_formats
+from coppice.wire import packed_requests, packed_scores, result_formats
 from tests.contract.document import Node, operations, schemas
 
 NDJSON = "application/x-ndjson"
@@ -76,7 +76,7 @@ def check_body(media_type: str, expected: Node, body: bytes) -> None:
         return
     if media_type == NDJSON:
         _check_stream(expected["content"][NDJSON]["schema"], body)
-    elif media_type == result_formats.PACKED_MEDIA_TYPE:
+    elif media_type == packed_requests.PACKED_MEDIA_TYPE:
         _check_packed(body)
     elif media_type in JSON:
         schema = expected["content"][media_type]["schema"]

@@ -141,7 +141,7 @@ async def test_event_loop_runs_on_while_a_hostile_grammar_is_checked(
 async def test_check_does_not_wait_for_a_slow_one_of_another_key() -> None:
     checker = GrammarChecker(tokenizer_info, limit_seconds=2.0)
     slow = asyncio.create_task(checker.check(constrained(regex=SLOW), "hostile"))
-    while not checker._turns._began_at:
+    while not checker._checking:
         await asyncio.sleep(0.001)
     await checker.check(constrained(regex="quick"), "other")
     assert not slow.done()
@@ -175,7 +175,7 @@ async def test_process_that_has_ended_is_started_again(checker: GrammarChecker) 
 async def test_children_end_with_the_process() -> None:
     checker = GrammarChecker(tokenizer_info)
     checking = asyncio.create_task(checker.check(constrained(regex=SLOW)))
-    while not checker._turns._began_at:
+    while not checker._checking:
         await asyncio.sleep(0.001)
     assert checker._worker is not None
     worker = psutil.Process(checker._worker._process.pid)

@@ -6,9 +6,15 @@ from typing import Any
 
 import pytest
 
-from engine.errors import ChecksQueueFull, SamplingRefused
-from engine.io.fair_turns import LONG_SECONDS, SLOW_SECONDS, FairTurns, TurnLimits
-from engine.io.grammar_check import MAX_RESULTS, REFUSAL_SECONDS, GrammarChecker, Results
+from engine.errors import QueueFull, SamplingRefused
+from engine.io.grammar_check import (
+    CHECK_BYTES,
+    CLIENT_BYTES,
+    MAX_RESULTS,
+    REFUSAL_SECONDS,
+    GrammarChecker,
+    Results,
+)
 from engine.types import Sampling, StructuredOutputs
 
 pytestmark = pytest.mark.asyncio
@@ -42,7 +48,7 @@ class FakeChecker(GrammarChecker):
 
     @property
     def num_begun(self) -> int:
-        return len(self.asked) + sum(map(len, self._turns._queues.values()))
+        return len(self.asked) + self.limiter.num_waiting
 
     async def begin(self, pattern: str, client: str) -> "asyncio.Task[None]":
         """Start a check, and wait until it has begun or waits for its turn."""
@@ -68,26 +74,6 @@ async def test_one_key_delays_another_by_one_check_at_most() -> None:
     await asyncio.gather(*hostile, *others, last)
     assert checker.asked[2:5] == ["last", "slow1", "quick1"]
     assert checker.asked[5:] == ["slow2", "slow3", "slow4"]
-
-
-async def test_slow_keys_leave_a_turn_to_the_others() -> None:
-    now = [0.0]
-    turns = FairTurns(TurnLimits(client_bytes=100, total_bytes=100), lambda: now[0])
-    for client in ("slow", "also slow"):
-        await turns.acquire(client, 1)
-    now[0] = LONG_SECONDS + 1
-    for client in ("slow", "also slow"):
-        turns.release(client)
-    await turns.acquire("slow", 1)
-    waiting = asyncio.create_task(turns.acquire("also slow", 1))
-    for _ in range(3):
-        await asyncio.wait_for(turns.acquire("other", 1), 5)
-        turns.release("other")
-    assert not waiting.done()
-    turns.release("slow")
-    await asyncio.wait_for(waiting, 5)
-    now[0] += SLOW_SECONDS
-    await asyncio.wait_for(turns.acquire("slow", 1), 5)
 
 
 async def test_check_continues_without_its_caller() -> None:
@@ -172,35 +158,11 @@ async def test_latest_results_are_remembered() -> None:
     assert b"0" not in results and b"1" not in results and b"2" in results
 
 
-async def test_waiting_checks_are_bounded_per_key_and_in_total() -> None:
-    turns = FairTurns(TurnLimits(client_bytes=10, total_bytes=25))
-    for running in ("running", "also running"):
-        await turns.acquire(running, 100)
-    waiting = [asyncio.create_task(turns.acquire(key, 10)) for key in "ab"]
-    await asyncio.sleep(0)
-    with pytest.raises(ChecksQueueFull, match="of this API key") as of_client:
-        await turns.acquire("a", 1)
-    with pytest.raises(ChecksQueueFull) as of_all:
-        await turns.acquire("c", 6)
-    assert of_client.value.of_client and not of_all.value.of_client
-    for task in waiting:
-        task.cancel()
-    await asyncio.gather(*waiting, return_exceptions=True)
-    admitted = asyncio.create_task(turns.acquire("c", 20))
-    await asyncio.sleep(0)
-    turns.release("running")
-    await asyncio.wait_for(admitted, 5)
-
-
-async def test_cancelled_caller_passes_its_turn_on() -> None:
-    turns = FairTurns(TurnLimits(client_bytes=100, total_bytes=100))
-    await turns.acquire("b", 1)
-    first, second = (asyncio.create_task(turns.acquire("b", 1)) for _ in range(2))
-    await asyncio.sleep(0)
-    turns.release("b")  # begins the first turn, whose caller is cancelled before it runs
-    first.cancel()
-    await asyncio.wait_for(second, 5)
-    with pytest.raises(asyncio.CancelledError):
-        await first
-    turns.release("b")
-    await turns.acquire("c", 1)
+async def test_waiting_checks_of_a_key_are_bounded() -> None:
+    checker = FakeChecker()
+    large = "x" * (CLIENT_BYTES - CHECK_BYTES)
+    task = await checker.begin(large, "a")
+    with pytest.raises(QueueFull, match="structured outputs of this API key"):
+        await checker.check(constrained("y"), "a")
+    checker.go.set()
+    await task

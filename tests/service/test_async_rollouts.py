@@ -8,7 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from coppice.wire.result_formats import PACKED_MEDIA_TYPE, unpack
+from coppice.wire.packed_requests import PACKED_MEDIA_TYPE
+from coppice.wire.result_formats import unpack
 from tests.fake_engine import FakeEngine
 from tests.service.test_rollouts import body, group, lines, running_samples
 from tests.serving import Served, serving

@@ -2,32 +2,34 @@
 
 import asyncio
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import ANY
 
 import pytest
+from fastapi import Request
 
-from coppice.wire.base import MAX_TOKENS, SLICE_TOKENS
+from coppice.wire.base import MAX_TOKENS
 from coppice.wire.rollouts import RolloutRequest
 from service.config.settings import LimitsSettings
+from service.fair_threads import FairThreads
 from service.http import bodies
-from service.http.bodies import INLINE_BYTES, MAX_FIELD_ERRORS, Bodies, parse_in_steps
+from service.http.bodies import INLINE_BYTES, MAX_FIELD_ERRORS, Bodies, parse_large
 from service.http.errors import BodyTooLarge, InvalidJson, InvalidRequest, QuotaExceeded
-from service.http.incremental_json_parser import MAX_MEMBERS, JsonLimits
 from service.observability.logs import key_name
 
-LIMITS = JsonLimits(values=10**7, containers=10**6)
-
+MAX_PEAK_MIB = 400
+"""Limit for a body within the default limits, in addition to the body itself."""
 Parse = Callable[[bytes, type[RolloutRequest]], RolloutRequest]
 
 
-@pytest.fixture(params=["inline", "in steps"])
+@pytest.fixture(params=[bodies.parse, parse_large], ids=["inline", "large"])
 def parse(request: pytest.FixtureRequest) -> Parse:
-    if request.param == "inline":
-        return bodies.parse
-    return lambda body, model: parse_in_steps(body, model, LIMITS)
+    parse: Parse = request.param
+    return parse
 
 
 def rollout_body(token_ids: str = "1", rest: str = "") -> bytes:
@@ -99,9 +101,9 @@ def test_first_of_a_million_invalid_token_ids_is_reported(parse: Parse) -> None:
     assert [fault["location"] for fault in error.errors or []] == ["groups.0.prompt.token_ids.7"]
 
 
-@pytest.mark.parametrize("index", [0, SLICE_TOKENS - 1, SLICE_TOKENS, 3 * SLICE_TOKENS + 5])
+@pytest.mark.parametrize("index", [0, 1, 49_999])
 def test_invalid_token_id_is_reported_by_its_index(parse: Parse, index: int) -> None:
-    token_ids = ["1"] * (3 * SLICE_TOKENS + 6)
+    token_ids = ["1"] * 50_000
     token_ids[index] = "-2"
     assert refused(rollout_body(",".join(token_ids)), parse).errors == [
         {
@@ -112,7 +114,7 @@ def test_invalid_token_id_is_reported_by_its_index(parse: Parse, index: int) -> 
 
 
 def test_long_token_list_keeps_its_order_and_bounds(parse: Parse) -> None:
-    token_ids = list(range(2 * SLICE_TOKENS + 1))
+    token_ids = list(range(50_000))
     parsed = parse(rollout_body(",".join(map(str, token_ids))), RolloutRequest)
     assert parsed.groups[0].prompt.token_ids == token_ids
     [fault] = refused(rollout_body("1" + ",1" * MAX_TOKENS), parse).errors or []
@@ -141,66 +143,136 @@ def large(num_lists: int = 3) -> bytes:
     return f'{{"groups": [{groups}]}}'.encode()
 
 
-async def turns_during(bodies: Bodies, body: bytes) -> int:
-    """Iterations of the event loop while the body is parsed."""
-    parsed = asyncio.create_task(bodies.parsed(body, RolloutRequest))
-    turns = 0
-    while not parsed.done():
-        await asyncio.sleep(0.001)
-        turns += 1
-    await parsed
-    return turns
+def sent(body: bytes, content_type: str = "application/json") -> Request:
+    """Request with a body that arrives in chunks."""
+    chunks = [body[start : start + 2**18] for start in range(0, len(body), 2**18)]
+    messages = [{"type": "http.request", "body": each, "more_body": True} for each in chunks]
+    messages.append({"type": "http.request", "body": b"", "more_body": False})
+    arriving = iter(messages)
+
+    async def receive() -> Any:
+        return next(arriving)
+
+    headers = [(b"content-type", content_type.encode())]
+    return Request({"type": "http", "headers": headers}, receive)
+
+
+def bodies_of(key_bytes: int = 2**26, total_bytes: int = 2**27, **limits: int) -> Bodies:
+    threads = FairThreads("requests", key_bytes=key_bytes, total_bytes=total_bytes)
+    return Bodies(LimitsSettings(**limits), threads)
 
 
 async def test_event_loop_runs_while_a_large_body_is_parsed() -> None:
     """A single pydantic call holds the GIL throughout, even in a thread: it leaves 2 iterations."""
-    with_bodies = Bodies(LimitsSettings())
-    assert await turns_during(with_bodies, large()) >= 10
-    with_bodies.close()
+    reading = asyncio.create_task(bodies_of().read_json(sent(large(2)), RolloutRequest))
+    turns = 0
+    while not reading.done():
+        await asyncio.sleep(0.001)
+        turns += 1
+    await reading
+    assert turns >= 6
 
 
-async def test_key_with_too_many_queued_bodies_is_refused_and_others_are_not() -> None:
+async def test_key_with_too_many_bytes_of_bodies_is_refused_and_others_are_not() -> None:
     body = large(1)
-    with_bodies = Bodies(LimitsSettings(max_body_bytes=len(body)))
+    with_bodies = bodies_of(key_bytes=5 * len(body), total_bytes=7 * len(body))
 
     async def parse_as(key: str) -> int:
         key_name.set(key)
-        return len((await with_bodies.parsed(body, RolloutRequest)).groups)
+        return len((await with_bodies.read_json(sent(body), RolloutRequest)).groups)
 
-    of_one = [asyncio.create_task(parse_as("one")) for _ in range(6)]
+    of_one = [asyncio.create_task(parse_as("one")) for _ in range(7)]
     await asyncio.sleep(0)
     assert await asyncio.create_task(parse_as("another")) == 1
     ended = await asyncio.gather(*of_one, return_exceptions=True)
-    assert [type(end) for end in ended] == [int] * 5 + [QuotaExceeded]
-    with_bodies.close()
+    assert {type(end) for end in ended} == {int, QuotaExceeded}
+    assert await asyncio.create_task(parse_as("one")) == 1, "no bytes are left behind"
 
 
-@pytest.mark.parametrize("item", ["1", "{}", "[]", '""', '{"a": [1]}'])
-def test_values_are_counted_before_they_are_built(item: str) -> None:
-    body = f'{{"groups": [{", ".join([item] * 2000)}]}}'.encode()
-    with pytest.raises(BodyTooLarge, match="values|objects"):
-        parse_in_steps(body, RolloutRequest, JsonLimits(values=1999, containers=1500))
-
-
-def test_commas_and_brackets_in_strings_are_not_values() -> None:
-    body = json.dumps({"groups": [{"prompt": {"text": ',[{]}"' * 5000}}]}).encode()
-    parsed = parse_in_steps(body, RolloutRequest, JsonLimits(values=10, containers=4))
-    assert parsed.groups[0].prompt.text == ',[{]}"' * 5000
-
-
-def test_members_of_an_object_are_bounded() -> None:
-    """Every unknown member would be an error of its own."""
-    members = ", ".join(f'"{i}": 0' for i in range(MAX_MEMBERS + 1))
-    with pytest.raises(BodyTooLarge, match="members"):
-        parse_in_steps(f"{{{members}}}".encode(), RolloutRequest, LIMITS)
+async def test_small_bodies_are_read_while_large_ones_fill_the_limit() -> None:
+    body = large(1)
+    with_bodies = bodies_of(key_bytes=len(body), total_bytes=len(body))
+    reading = asyncio.create_task(with_bodies.read_json(sent(body), RolloutRequest))
+    while not with_bodies._threads.limiter._all.num_bytes:
+        await asyncio.sleep(0)
+    assert (await with_bodies.read_json(sent(rollout_body()), RolloutRequest)).groups
+    await reading
 
 
 @pytest.mark.parametrize(
     "body", [b"[" * 10**6, b'{"groups": ' + b'{"a":' * 10**6, b'{"groups": "' + b'\\"' * 10**6]
 )
-async def test_malformed_bodies_are_refused_before_they_are_parsed(body: bytes) -> None:
+async def test_malformed_bodies_are_refused(body: bytes) -> None:
     assert len(body) > INLINE_BYTES
-    with_bodies = Bodies(LimitsSettings())
     with pytest.raises(InvalidJson):
-        await with_bodies.parsed(body, RolloutRequest)
-    with_bodies.close()
+        await bodies_of().read_json(sent(body), RolloutRequest)
+
+
+async def test_json_above_the_limit_is_refused_and_the_packed_form_named() -> None:
+    body = b" " * 4097
+    limited = bodies_of(max_json_bytes=4096)
+    with pytest.raises(BodyTooLarge, match="for JSON: .* as application/vnd.coppice.safetensors"):
+        await limited.read_packable(sent(body), RolloutRequest)
+    with pytest.raises(BodyTooLarge, match="the limit of 4096 bytes$"):
+        await limited.read_json(sent(body), RolloutRequest)
+
+
+WORST = {
+    "spans": """
+span = b'{"version":"v","start":0,"end":1}'
+sample = b'{"token_ids":[1],"logprobs":[-1],"versions":[' + b",".join([span] * 4096) + b"]}"
+samples = b",".join([sample] * (limit // len(sample) - 1))
+body = b'{"groups":[{"prompt":{"text":"a"}}],"continue_from":{"samples":[' + samples + b"]}}"
+""",
+    "objects": """
+body = b'{"x":[' + b",".join([b'{"a":1}'] * (limit // 8 - 9)) + b"]}"
+""",
+    "arrays": """
+body = b'{"x":[' + b",".join([b"[]"] * (limit // 3 - 9)) + b"]}"
+""",
+    "strings": """
+body = b'{"x":[' + b",".join(b'"%06x"' % i for i in range(limit // 9 - 9)) + b"]}"
+""",
+    "numbers": """
+token_ids = b",".join([b"1234.0"] * (limit // 14 - 99))
+group = b'{"prompt":{"token_ids":[' + token_ids + b"]}}"
+body = b'{"groups":[' + b",".join([group] * 2) + b"]}"
+""",
+    "members": """
+body = b"{" + b",".join(b'"%06x":0' % i for i in range(limit // 11 - 9)) + b"}"
+""",
+}
+PROGRAM = """
+import sys
+from coppice.wire.rollouts import RolloutRequest
+from service.http.bodies import parse_large
+from service.http.errors import InvalidRequest
+from service.config.settings import LimitsSettings
+
+limit = LimitsSettings().max_json_bytes
+{body}
+assert 0.9 * limit < len(body) <= limit
+if sys.argv[1:]:
+    try:
+        parsed = parse_large(body, RolloutRequest)
+    except InvalidRequest:
+        pass
+status = dict(line.split(":", 1) for line in open("/proc/self/status"))
+print(status["VmHWM"].split()[0] if sys.argv[1:] else status["VmRSS"].split()[0])
+"""
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=() if case == "objects" else (pytest.mark.exhaustive,))
+        for case in WORST
+    ],
+)
+def test_memory_of_the_worst_bodies_is_bounded(case: str) -> None:
+    def kib(*arguments: str) -> int:
+        program = PROGRAM.format(body=WORST[case])
+        command = [sys.executable, "-c", program, *arguments]
+        return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+    assert (kib("parse") - kib()) / 1024 < MAX_PEAK_MIB

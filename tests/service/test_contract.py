@@ -20,7 +20,7 @@ NO_MODELS = {
     *("TokenId", "Label", "AdapterName", "FinishReason", "SegmentFinish", "Outcome", "Stage"),
     "SleepTag",
     *("SessionState", "SessionEndReason", "AttachReason", "SessionsRecord"),
-    *("Record", "PackedAnswer", "KvReason", "KvReuseReason"),
+    *("Record", "PackedAnswer", "PackedRequest", "KvReason", "KvReuseReason"),
 }
 
 Answers = dict[tuple[str, str], dict[str, set[str]]]

@@ -7,16 +7,11 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 
-from coppice.wire.logprobs import TokenLogprobs
-from coppice.wire.result_formats import SampleRecord
-from coppice.wire.rollouts import GroupAnswer, RolloutAnswer, SampleAnswer, Usage, VersionSpan
-from coppice.wire.routed_experts import RoutedExperts
-from coppice.wire.support import SupportAnswer
-from service.http.responses import PART_BYTES, rollout_parts, table_fragments, value_parts
+from service.http.responses import PART_BYTES, LargeResponse
 from service.http.serve import tuned
 from service.rollouts.fairness import Turns
 from tests.fake_engine import FakeEngine
@@ -76,61 +71,22 @@ async def test_turns_are_granted_in_order_and_bounded_in_number() -> None:
     assert num_turns >= 99 // 8
 
 
-@pytest.mark.parametrize("tree", [False, True])
-def test_answer_in_parts_equals_the_answer(tree: bool) -> None:
-    sample = SampleAnswer(
-        index=0,
-        token_ids=[1, 2],
-        logprobs=[-0.5, -0.25],
-        text='"samples":[] "groups":[] "segments":[]',
-        finish_reason="stop",
-        versions=[VersionSpan(version="v", start=0, end=2)],
-    )
-    segment = {"id": "0.0", "depth": 0, "token_ids": [1], "logprobs": [-1.0], "versions": []}
-    group = GroupAnswer.model_validate(
-        {
-            "id": '"samples":[]',
-            "index": 0,
-            "outcome": "done",
-            "num_prompt_tokens": 1,
-            "num_cached_tokens": 0,
-            "samples": [sample] * 3000,
-            "segments": [{**segment, "finish_reason": "stop"}] * 2 if tree else None,
-        }
-    )
-    usage = Usage(num_prompt_tokens=1, num_generated_tokens=1, num_samples=1)
-    answer = RolloutAnswer(id="r", outcome="done", groups=[group] * 3, usage=usage)
-    parts = list(rollout_parts(answer))
-    assert b"".join(parts) == answer.model_dump_json().encode()
-    assert len(parts) > 1 and max(map(len, parts)) < 2 * PART_BYTES
+async def test_large_response_is_sent_in_parts() -> None:
+    body = bytes(range(256)) * (3 * PART_BYTES // 256) + b"end"
+    sent: list[Any] = []
 
+    async def send(message: Any) -> None:
+        sent.append(message)
 
-@pytest.mark.parametrize("num_bytes", [0, 1, 1_000_001])
-def test_binary_data_of_a_record_is_encoded_in_slices(num_bytes: int) -> None:
-    experts = np.arange(num_bytes).astype(np.uint8).reshape(-1, 1, 1)
-    sample = SampleAnswer(
-        index=0,
-        token_ids=[1],
-        logprobs=[-0.5],
-        text='"data":""',
-        finish_reason="stop",
-        versions=[],
-        support=SupportAnswer(vocab_size=8, lengths=[num_bytes], data="QUJD" * num_bytes),
-        top_logprobs=TokenLogprobs.empty(1),
-        routed_experts=RoutedExperts.of(0, experts),
-    )
-    record = SampleRecord(group=0, sample=sample)
-    fragments = list(table_fragments(record, exclude_none=True))
-    assert b"".join(fragments) == record.model_dump_json(exclude_none=True).encode()
-    assert max(map(len, fragments)) < 2 * PART_BYTES
+    async def receive() -> Any:
+        raise AssertionError("nothing is received")
 
-
-@pytest.mark.parametrize(
-    "value",
-    [{}, [], {"a": []}, [{"a": 1}, {"b": [{"c": 2}]}], {"x": [{"é": None}], "y": {"z": [1]}}, 1],
-)
-def test_values_in_parts_equal_the_values(value: object) -> None:
-    assert json.loads(b"".join(value_parts(value))) == value
+    await LargeResponse(body, media_type="text/plain")({"type": "http"}, receive, send)
+    start, *parts = sent
+    assert (b"content-length", str(len(body)).encode()) in start["headers"]
+    assert b"".join(part["body"] for part in parts) == body
+    assert max(len(part["body"]) for part in parts) == PART_BYTES
+    assert [part["more_body"] for part in parts] == [True] * (len(parts) - 1) + [False]
 
 
 async def test_interpreter_is_tuned_while_the_server_runs() -> None:

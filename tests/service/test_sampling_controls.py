@@ -9,7 +9,7 @@ import pytest
 
 from coppice.wire.sampling import Sampling, StructuredOutputs
 from engine import types
-from engine.errors import ChecksQueueFull, ChecksUnavailable, EngineError, SamplingRefused
+from engine.errors import ChecksUnavailable, EngineError, QueueFull, SamplingRefused
 from engine.stop_text import response_text, tokens_of_text
 from service.rollouts.sampling import to_engine_sampling
 from tests.fake_engine import FakeEngine
@@ -281,8 +281,8 @@ async def test_parameter_that_the_engine_cannot_apply_is_refused_by_name(tmp_pat
     ("error", "status", "code"),
     [
         (ChecksUnavailable("did not start"), 503, "overloaded"),
-        (ChecksQueueFull(of_client=False), 503, "overloaded"),
-        (ChecksQueueFull(of_client=True), 429, "quota_exceeded"),
+        (QueueFull("structured outputs", of_client=False), 503, "overloaded"),
+        (QueueFull("structured outputs", of_client=True), 429, "quota_exceeded"),
     ],
 )
 async def test_request_that_could_not_be_checked_may_be_repeated(

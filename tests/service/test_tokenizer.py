@@ -10,8 +10,7 @@ import pytest
 
 from coppice.wire.rollouts import Prompt
 from engine.types import ChatRequest
-from service.http.errors import Overloaded, PromptTooLong, QuotaExceeded
-from service.http.fair_executor import FairExecutor, QueueLimits, QueueName
+from service.http.errors import PromptTooLong, QuotaExceeded
 from service.observability.logs import key_name
 from service.rollouts.tokenizer import Tokenizer
 from tests.fake_engine import FakeEngine
@@ -64,8 +63,7 @@ async def test_keys_alternate_and_responses_do_not_queue_behind_prompts() -> Non
     await asyncio.sleep(0)
     engine.go.set()
     await asyncio.gather(*many, other, response)
-    assert engine.seen[:4] == ["00", "01", "xx", "response"]
-    prompts.close()
+    assert engine.seen[:4] == ["00", "xx", "response", "01"]
 
 
 async def test_sessions_of_a_key_share_its_turns() -> None:
@@ -78,8 +76,7 @@ async def test_sessions_of_a_key_share_its_turns() -> None:
     await asyncio.sleep(0)
     engine.go.set()
     await asyncio.gather(*agents, again, *other)
-    assert engine.seen == ["0a", "1a", "xx", "2a", "yy", "3a", "4a", "5a", "1b"]
-    prompts.close()
+    assert engine.seen == ["0a", "xx", "1a", "yy", "2a", "3a", "4a", "5a", "1b"]
 
 
 async def test_text_of_a_cancelled_caller_is_not_tokenized() -> None:
@@ -92,7 +89,6 @@ async def test_text_of_a_cancelled_caller_is_not_tokenized() -> None:
     engine.go.set()
     await asyncio.gather(*tasks, return_exceptions=True)
     assert engine.seen == ["00", "02"]
-    prompts.close()
 
 
 async def test_disconnected_caller_leaves_no_queued_text(tmp_path: Path) -> None:
@@ -113,78 +109,19 @@ async def test_disconnected_caller_leaves_no_queued_text(tmp_path: Path) -> None
         assert engine.seen[0] == "00" and "01" not in engine.seen
 
 
-async def test_queued_work_is_bounded_per_key_and_in_total() -> None:
-    executor = FairExecutor("test", QueueLimits(key_bytes=10, total_bytes=25))
-    go = threading.Event()
-
-    def run(key: str, num_bytes: int) -> asyncio.Task[bool]:
-        return asyncio.create_task(executor.run(QueueName(key), num_bytes, lambda: go.wait(30)))
-
-    accepted = [run("a", 9), run("a", 9), run("b", 9)]
-    await asyncio.sleep(0)
-    with pytest.raises(QuotaExceeded):
-        await run("a", 2)
-    with pytest.raises(Overloaded):
-        await run("c", 9)
-    free = run("c", 0)
-    go.set()
-    assert all(await asyncio.gather(*accepted, free))
-    executor.close()
-
-
-async def test_sessions_cannot_queue_more_than_their_key() -> None:
-    executor = FairExecutor("test", QueueLimits(key_bytes=12, total_bytes=24))
-    go = threading.Event()
-
-    def run(key: str, session: str, num_bytes: int) -> asyncio.Task[bool]:
-        name = QueueName(key, session)
-        return asyncio.create_task(executor.run(name, num_bytes, lambda: go.wait(30)))
-
-    accepted = [run("a", "0", 9), run("a", "1", 2), run("a", "2", 9)]
-    await asyncio.sleep(0)
-    with pytest.raises(QuotaExceeded):  # more than a quarter of what the key may have
-        await run("a", "1", 2)
-    with pytest.raises(QuotaExceeded):  # more than the key may have
-        await run("a", "3", 2)
-    accepted += [run("a", "1", 1), run("b", "", 12)]
-    dropped = run("b", "4", 0)
-    await asyncio.sleep(0)
-    dropped.cancel()
-    go.set()
-    assert all(await asyncio.gather(*accepted))
-    executor.close()
-
-
-async def test_sessions_of_all_keys_leave_room_for_other_requests() -> None:
-    executor = FairExecutor("test", QueueLimits(key_bytes=12, total_bytes=24))
-    go = threading.Event()
-
-    def run(key: str, session: str, num_bytes: int) -> asyncio.Task[bool]:
-        name = QueueName(key, session)
-        return asyncio.create_task(executor.run(name, num_bytes, lambda: go.wait(30)))
-
-    accepted = [run("a", "0", 9), run("a", "1", 9), run("b", "2", 3)]
-    await asyncio.sleep(0)
-    with pytest.raises(Overloaded):
-        await run("c", "3", 1)
-    accepted.append(run("c", "", 12))
-    go.set()
-    assert all(await asyncio.gather(*accepted))
-    await run("c", "3", 12)
-    executor.close()
-
-
 async def test_options_of_the_chat_template_count_toward_the_limit() -> None:
     engine = SlowTokenizer()
     prompts = Tokenizer(engine)
     first = tokenized(prompts, "one", "aa")
     await asyncio.sleep(0)
     large = ChatRequest(messages=[], template_options={"x": ["a" * 2**20] * 65})
-    with pytest.raises(Overloaded):
+    second = tokenized(prompts, "another", "bb")
+    await asyncio.sleep(0)
+    key_name.set("another")
+    with pytest.raises(QuotaExceeded):
         await prompts.chat_request(large)
     engine.go.set()
-    await first
-    prompts.close()
+    await asyncio.gather(first, second)
 
 
 class WatchedMessage(UserDict[str, object]):
@@ -204,4 +141,3 @@ async def test_chat_request_is_measured_outside_the_event_loop() -> None:
     assert await prompts.chat_request(ChatRequest(messages=[message])) == [97]
     assert message.threads
     assert threading.get_ident() not in message.threads
-    prompts.close()

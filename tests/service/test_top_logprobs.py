@@ -10,12 +10,11 @@ import pytest
 
 from coppice.results import result_of_packed
 from coppice.wire.logprobs import TokenLogprobs
+from coppice.wire.packed_requests import PACKED_MEDIA_TYPE
 from coppice.wire.packed_scores import unpack_scores
-from coppice.wire.result_formats import PACKED_MEDIA_TYPE, unpack
+from coppice.wire.result_formats import unpack
 from coppice.wire.rollouts import RolloutAnswer
 from coppice.wire.routed_experts import RoutedExperts
-from coppice.wire.score import ScoredResponse
-from service.http import responses
 from service.rollouts import logprob_tables
 from tests.fake_engine import FakeEngine
 from tests.serving import Served, serving
@@ -312,15 +311,6 @@ async def test_routed_experts_of_a_tree_are_refused(tmp_path: Path) -> None:
             groups=[{"prompt": {"token_ids": [1]}}],
         )
     assert refused.status_code == 422 and "branching" in refused.json()["detail"]
-
-
-def test_large_tables_are_encoded_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(responses, "SLICE_NUMBERS", 3)
-    table = TokenLogprobs(offsets=np.arange(9), token_ids=np.arange(8), logprobs=np.full(8, -0.5))
-    response = ScoredResponse(logprobs=[-0.5] * 8, version="v0", top_logprobs=table)
-    head, *fragments = responses.table_fragments(response)
-    assert max(map(len, fragments)) < 20
-    assert json.loads(b"".join([head, *fragments])) == json.loads(response.model_dump_json())
 
 
 def test_tables_are_cut_joined_and_padded() -> None:

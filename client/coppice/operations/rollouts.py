@@ -17,8 +17,8 @@ from coppice.rollout_options import RolloutOptions, rollout_request, session_hea
 from coppice.transport.messages import HttpRequest, HttpResponse, json_request
 from coppice.transport.retry import RequestSender
 from coppice.wire.branching import BranchRequest
+from coppice.wire.packed_requests import PACKED_MEDIA_TYPE
 from coppice.wire.result_formats import (
-    PACKED_MEDIA_TYPE,
     Record,
     SampleRecord,
     SegmentRecord,
@@ -200,7 +200,7 @@ class RolloutOperations:
         headers = session_headers(options)
         request = rollout_request(prompts, **options).model_copy(update={"stream": False})
         headers |= {"Prefer": "respond-async"}
-        call = self._post_once("/v1/rollouts", request, headers)
+        call = self._post_once("/v1/rollouts", request, headers, is_packable=True)
         reply = await self._sender.send(call)
         # A retry may find the rollout already finished.
         running = reply.status == 202
@@ -251,7 +251,9 @@ class RolloutOperations:
     async def _records(
         self, request: RolloutRequest, headers: dict[str, str]
     ) -> AsyncGenerator[Record, None]:
-        call = self._post_once("/v1/rollouts", request, {"Accept": NDJSON, **headers})
+        call = self._post_once(
+            "/v1/rollouts", request, {"Accept": NDJSON, **headers}, is_packable=True
+        )
         deduplicator = RecordDeduplicator()
         try:
             async with aclosing(stream_records(self._sender, call, deduplicator)) as records:
@@ -276,6 +278,7 @@ class RolloutOperations:
         headers: Mapping[str, str] | None = None,
         *,
         read_timeout: float | Literal["usual"] | None = "usual",
+        is_packable: bool = False,
     ) -> HttpRequest:
         """Builds a POST request, with an idempotency key if retries are enabled.
 
@@ -290,4 +293,5 @@ class RolloutOperations:
             headers={**(headers or {}), **key},
             read_timeout=read_timeout,
             is_idempotent=is_idempotent,
+            is_packable=is_packable,
         )

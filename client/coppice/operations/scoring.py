@@ -12,8 +12,8 @@ from coppice.prompts import PromptLike, prompt_of, token_ids_of
 from coppice.transport.messages import json_request
 from coppice.transport.retry import RequestSender
 from coppice.wire.logprobs import TokenLogprobs
+from coppice.wire.packed_requests import PACKED_MEDIA_TYPE
 from coppice.wire.packed_scores import unpack_scores
-from coppice.wire.result_formats import PACKED_MEDIA_TYPE
 from coppice.wire.rollouts import WeightsConstraint
 from coppice.wire.score import ScoreAnswer, ScoredItem, ScoreItem, ScoreRequest
 
@@ -157,6 +157,7 @@ class ScoreOperations:
             headers={"Accept": f"{PACKED_MEDIA_TYPE}, application/json"},
             read_timeout=timeout,
             is_idempotent=True,
+            is_packable=True,
         )
         reply = await self._sender.send(call)
         try:

@@ -10,11 +10,15 @@ from typing import Literal, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from coppice.errors import BadAnswer, GatewayFailed, Redirected, error_of
+from coppice.wire.packed_requests import PACKED_MEDIA_TYPE, pack_request
 from coppice.wire.problem_catalogue import Problem
 
 A = TypeVar("A", bound=BaseModel)
 
+JSON = "application/json"
 OCTET_STREAM = "application/octet-stream"
+MAX_JSON_BYTES = 2**20
+"""Size of the largest JSON body that is sent if the route accepts packed bodies."""
 CHUNK_BYTES = 2**20
 """Bytes read, hashed, written or sent per step; cancellation takes effect between two steps."""
 _GATEWAY_STATUSES = (502, 503, 504)
@@ -62,13 +66,20 @@ def json_request(
     read_timeout: float | Literal["usual"] | None = "usual",
     is_idempotent: bool = False,
     sends_none: bool = False,
+    is_packable: bool = False,
 ) -> HttpRequest:
-    """Request with a JSON body, in which fields that are None are null if `sends_none`."""
+    """Request with a JSON body, in which fields that are None are null if `sends_none`.
+
+    If the route accepts packed bodies, one with many token ids is sent packed.
+    """
+    content, media_type = body.model_dump_json(exclude_none=not sends_none).encode(), JSON
+    if is_packable and len(content) > MAX_JSON_BYTES:
+        content, media_type = pack_request(body), PACKED_MEDIA_TYPE
     return HttpRequest(
         method=method,
         path=path,
-        headers={"Content-Type": "application/json", **(headers or {})},
-        body=body.model_dump_json(exclude_none=not sends_none).encode(),
+        headers={"Content-Type": media_type, **(headers or {})},
+        body=content,
         read_timeout=read_timeout,
         is_idempotent=is_idempotent,
     )

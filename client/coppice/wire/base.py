@@ -2,18 +2,24 @@
 
 from typing import Annotated, Any
 
+import numpy as np
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
-    ValidationError,
+    SerializationInfo,
+    SerializerFunctionWrapHandler,
+    ValidationInfo,
     ValidatorFunctionWrapHandler,
+    WrapSerializer,
     WrapValidator,
 )
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
+from pydantic_core import CoreSchema, core_schema
+
+from coppice.wire.packed_requests import TOKEN_IDS, given_list, serialized_list
 
 
 class JsonInteger:
@@ -51,40 +57,40 @@ def _requirement(integer: CoreSchema) -> str:
     return f"Input should be an integer {' and '.join(bounds)}".rstrip()
 
 
-def _validate_in_slices(value: Any, validate: ValidatorFunctionWrapHandler) -> list[int]:
-    """Validates a list of token ids in slices, between which other threads can run.
+def _validate_token_ids(
+    value: Any, validate: ValidatorFunctionWrapHandler, info: ValidationInfo
+) -> list[int]:
+    """Validates a list of token ids, without a check of each in the ordinary case.
 
-    Within a slice pydantic holds the GIL.
+    pydantic takes 85 ms for a million ids, during which no other thread can run. Here each of the
+    four checks takes 20 ms at most.
     """
-    if not isinstance(value, list) or len(value) <= SLICE_TOKENS:
-        token_ids: list[int] = validate(value)
-        return token_ids
-    token_ids = []
-    for start in range(0, len(value), SLICE_TOKENS):
-        try:
-            token_ids += validate(value[start : start + SLICE_TOKENS])
-        except ValidationError as error:
-            raise _with_index(error, start) from None
+    found = given_list(TOKEN_IDS, value, info)
+    if isinstance(found, np.ndarray):
+        is_valid = not len(found) or found.min() >= 0
+        found = found.tolist()
+    else:
+        is_valid = isinstance(found, list) and set(map(type, found)) == {int}
+        is_valid = is_valid and min(found) >= 0 and max(found) < MAX_TOKEN_ID
+    token_ids: list[int] = list(found) if is_valid else validate(found)
     return token_ids
 
 
-def _with_index(error: ValidationError, start: int) -> ValidationError:
-    """Validation error with the index in the whole list instead of the index in a slice."""
-    (found,) = error.errors()
-    index, *inner = found["loc"]
-    assert isinstance(index, int)
-    details = InitErrorDetails(
-        type=PydanticCustomError(found["type"], "{message}", {"message": found["msg"]}),
-        loc=(start + index, *inner),
-        input=found["input"],
-    )
-    return ValidationError.from_exception_data(error.title, [details])
+def _serialize_token_ids(
+    value: Any, handler: SerializerFunctionWrapHandler, info: SerializationInfo
+) -> Any:
+    return serialized_list(TOKEN_IDS, value, handler, info)
 
 
 MAX_TOKENS = 1_048_576
-SLICE_TOKENS = 2**14
-TokenId = Annotated[int, Field(ge=0, lt=2**31), JsonInteger()]
-TokenIds = Annotated[list[TokenId], Field(fail_fast=True), WrapValidator(_validate_in_slices)]
+MAX_TOKEN_ID = 2**31
+TokenId = Annotated[int, Field(ge=0, lt=MAX_TOKEN_ID), JsonInteger()]
+TokenIds = Annotated[
+    list[TokenId],
+    Field(fail_fast=True),
+    WrapValidator(_validate_token_ids),
+    WrapSerializer(_serialize_token_ids),
+]
 """Validation stops at the first invalid id; listing a million errors would take too long."""
 Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 """Label of a weights version, chosen by the publisher; safe as a file name and in a URL."""

@@ -52,7 +52,6 @@ from coppice.wire.rollouts import (
 )
 from coppice.wire.routed_experts import EXPERTS, expert_tensors, with_data, without_data
 
-PACKED_MEDIA_TYPE = "application/vnd.coppice.safetensors"
 Part = SampleAnswer | SegmentAnswer
 _NAMES = ("token_ids", "logprobs", "offsets")
 _OPTIONAL = ("entropy", "support_lengths", "support_data")

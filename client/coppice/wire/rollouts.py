@@ -3,7 +3,17 @@
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+import numpy as np
+from pydantic import (
+    Field,
+    SerializationInfo,
+    SerializerFunctionWrapHandler,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    WrapSerializer,
+    WrapValidator,
+    model_validator,
+)
 
 from coppice.wire.base import (
     MAX_TOKENS,
@@ -26,6 +36,7 @@ from coppice.wire.logprobs import (
     OptionalPromptLogprobs,
     PositionTokenIds,
 )
+from coppice.wire.packed_requests import LOGPROBS, given_list, serialized_list
 from coppice.wire.routed_experts import OptionalExperts
 from coppice.wire.sampling import Sampling
 from coppice.wire.support import GivenSupport, SupportAnswer
@@ -35,6 +46,28 @@ MAX_SAMPLES_PER_GROUP = 1024
 
 Seed = Annotated[int, Field(ge=0, lt=2**62), JsonInteger()]
 Logprob = Annotated[float, Field(le=0.0, allow_inf_nan=False)]
+
+
+def _validate_logprobs(
+    value: Any, validate: ValidatorFunctionWrapHandler, info: ValidationInfo
+) -> list[float]:
+    found = given_list(LOGPROBS, value, info)
+    logprobs: list[float] = validate(found.tolist() if isinstance(found, np.ndarray) else found)
+    return logprobs
+
+
+def _serialize_logprobs(
+    value: Any, handler: SerializerFunctionWrapHandler, info: SerializationInfo
+) -> Any:
+    return serialized_list(LOGPROBS, value, handler, info)
+
+
+Logprobs = Annotated[
+    list[Logprob],
+    Field(fail_fast=True),
+    WrapValidator(_validate_logprobs),
+    WrapSerializer(_serialize_logprobs),
+]
 
 FinishReason = Literal[
     "stop", "length", "aborted", "deadline", "surplus", "version_changed", "error"
@@ -157,10 +190,8 @@ class UnfinishedSample(RequestModel):
 
     group: Annotated[int, Field(ge=0, lt=MAX_GROUPS), JsonInteger()] = 0
     token_ids: Annotated[TokenIds, Field(min_length=1, max_length=MAX_TOKENS)]
-    logprobs: Annotated[list[Logprob], Field(min_length=1, max_length=MAX_TOKENS, fail_fast=True)]
-    raw_logprobs: (
-        Annotated[list[Logprob], Field(min_length=1, max_length=MAX_TOKENS, fail_fast=True)] | None
-    ) = None
+    logprobs: Annotated[Logprobs, Field(min_length=1, max_length=MAX_TOKENS)]
+    raw_logprobs: Annotated[Logprobs, Field(min_length=1, max_length=MAX_TOKENS)] | None = None
     versions: Annotated[list[GivenSpan], Field(min_length=1, max_length=4096, fail_fast=True)]
     kv_versions: Annotated[list[GivenKvSpan], Field(max_length=16_384, fail_fast=True), UNUSED] = []
     support: GivenSupport | None = None

@@ -8,9 +8,10 @@ import pytest
 
 from coppice.wire.rollouts import SegmentFinish
 from engine.types import ChatRequest
+from service.fair_threads import FairThreads
 from service.rollouts.tokenizer import Tokenizer
 from service.sessions.history import Conversations, RecordedCall
-from service.sessions.prompts import ChatPrompt, History, chat_prompt, matching_executor
+from service.sessions.prompts import ChatPrompt, History, chat_prompt
 from service.sessions.segment import Segment
 from service.sessions.tree import SessionTree
 from tests.service.sessions.template_families import FAMILIES, FamilyEngine, make_engine
@@ -112,14 +113,11 @@ class AgentSession:
     conversations: Conversations = field(default_factory=Conversations)
 
     async def prompt(self, chat_request: ChatRequest, history: History = "sampled") -> ChatPrompt:
-        tokenizer, matching = Tokenizer(cast(Any, self.engine)), matching_executor()
-        try:
-            return await chat_prompt(
-                tokenizer, matching, self.tree, self.conversations, chat_request, history
-            )
-        finally:
-            tokenizer.close()
-            matching.close()
+        tokenizer = Tokenizer(cast(Any, self.engine))
+        threads = FairThreads("conversations", key_bytes=2**20, total_bytes=2**20)
+        return await chat_prompt(
+            tokenizer, threads, self.tree, self.conversations, chat_request, history
+        )
 
     async def call(
         self,

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 
 from coppice.wire.rollouts import GroupAnswer, SegmentAnswer, SegmentFinish, VersionSpan
 from engine.types import ChatRequest
+from service.fair_threads import FairThreads
 from service.http.errors import ServiceError
-from service.http.fair_executor import FairExecutor
 from service.rollouts.supports import Supports
 from service.rollouts.tokenizer import Tokenizer
 from service.sessions.history import Conversations, RecordedCall
-from service.sessions.prompts import ChatPrompt, History, chat_prompt, matching_executor
+from service.sessions.prompts import ChatPrompt, History, chat_prompt
 from service.sessions.segment import Attachment, Segment
 from service.sessions.tree import SessionTree
 from tests.sample_sizes import num_examples
@@ -76,7 +76,7 @@ class Agent:
     engine: FamilyEngine
     data: st.DataObject
     tokenizer: Tokenizer
-    matching: FairExecutor
+    matching: FairThreads
     tree: SessionTree = field(
         default_factory=lambda: SessionTree("s", min_shared_tokens=MIN_SHARED_TOKENS)
     )
@@ -332,13 +332,9 @@ def _arguments(call: Mapping[str, Any]) -> Any:
 def fuzz(engine: FamilyEngine, data: st.DataObject) -> None:
     async def run() -> None:
         tokenizer = Tokenizer(cast(Any, engine))
-        matching = matching_executor()
+        matching = FairThreads("conversations", key_bytes=2**20, total_bytes=2**20)
         agent = Agent(engine, data, tokenizer, matching)
-        try:
-            await agent.run()
-        finally:
-            tokenizer.close()
-            matching.close()
+        await agent.run()
         agent.check_tree()
 
     asyncio.run(run())

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from engine.types import ChatRequest
-from service.http.fair_executor import QueueName
 from service.sessions.history import MAX_PARSED_CHARS, Conversations, Match, RecordedCall
 from service.sessions.prompts import chat_prompt
 from service.sessions.segment import Segment
@@ -179,13 +178,13 @@ def test_long_arguments_are_compared_as_text(spaces: str) -> None:
     assert (conversations.match(chat(sent_back)) is None) == bool(spaces)
 
 
-class MeasuringExecutor:
-    """Runs work at once; `sizes` are those that count toward the limits of its queues."""
+class MeasuringThreads:
+    """Runs work at once; `sizes` are those that count toward the limits of waiting work."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
 
-    async def run(self, queue: QueueName, num_bytes: int, function: Callable[[], Any]) -> Any:
+    async def run(self, kind: str, num_bytes: int, function: Callable[[], Any]) -> Any:
         self.sizes.append(num_bytes)
         return function()
 
@@ -199,7 +198,7 @@ class ConstantTokenizer:
     "changes", [{"tools": [{"name": "x" * 1000}]}, {"template_options": {"a": "x" * 1000}}]
 )
 async def test_all_texts_of_a_conversation_count_toward_the_queue(changes: dict[str, Any]) -> None:
-    matching: Any = MeasuringExecutor()
+    threads: Any = MeasuringThreads()
     tokenizer: Any = ConstantTokenizer()
-    await chat_prompt(tokenizer, matching, SessionTree("s"), Conversations(), chat(**changes))
-    assert matching.sizes[0] > 1000
+    await chat_prompt(tokenizer, threads, SessionTree("s"), Conversations(), chat(**changes))
+    assert threads.sizes[0] > 1000

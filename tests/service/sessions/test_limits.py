@@ -139,21 +139,22 @@ async def test_prompts_that_are_prepared_at_the_same_time_are_limited(tmp_path: 
     assert statuses == [200, 200, 429, 429]
 
 
-async def test_conversations_are_matched_in_one_thread_with_turns_of_sessions(
+async def test_conversations_are_matched_one_at_a_time_with_turns_of_sessions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A session that sends many conversations delays another one by one of them."""
-    go, order, threads = threading.Event(), list[str](), set[int]()
+    go, order, running = threading.Event(), list[str](), threading.Lock()
 
     def match_slowly(self: Conversations, chat_request: ChatRequest) -> None:
+        assert running.acquire(blocking=False), "one at a time"
         assert go.wait(30)
-        threads.add(threading.get_ident())
         order.append(chat_request.messages[0]["content"])
+        running.release()
 
     monkeypatch.setattr(Conversations, "match", match_slowly)
     async with training(tmp_path) as trainer, asyncio.timeout(60):
         flooding, calm = await trainer.create(**LIMITED, n=2)
-        matching = trainer.served.server.sessions._matching
+        matching = trainer.served.server.threads.limiter
         floods = []
         for _ in range(6):
             floods.append(asyncio.create_task(flooding.chat([{**HELLO[0], "content": "flood"}])))
@@ -165,7 +166,6 @@ async def test_conversations_are_matched_in_one_thread_with_turns_of_sessions(
         go.set()
         assert {(await each).status_code for each in (*floods, call)} == {200}
     assert order.index("calm") <= 2
-    assert len(threads) == 1
 
 
 async def test_turns_and_tokens_are_limited(tmp_path: Path) -> None:

@@ -1,0 +1,51 @@
+"""Large requests of the client are packed, and parsed to the same request."""
+
+import json
+
+import pytest
+from pydantic import BaseModel
+from pydantic_core import from_json
+
+from coppice.transport.messages import MAX_JSON_BYTES, HttpRequest, json_request
+from coppice.wire.packed_requests import PACKED_MEDIA_TYPE, pack_request, unpack_request
+from coppice.wire.rollouts import RolloutRequest
+from tests.service.test_packed_requests import REQUEST
+
+
+def unpacked(data: bytes, model: type[BaseModel]) -> BaseModel:
+    document, lists = unpack_request(data)
+    request = model.model_validate(from_json(document), context=lists)
+    lists.check_taken()
+    return request
+
+
+def sent(request: BaseModel, *, is_packable: bool = True) -> HttpRequest:
+    return json_request("POST", "/v1/rollouts", request, is_packable=is_packable)
+
+
+def test_packed_request_is_the_same_request() -> None:
+    request = RolloutRequest.model_validate(REQUEST)
+    assert unpacked(pack_request(request), RolloutRequest) == request
+    assert json.loads(request.model_dump_json(exclude_none=True))["groups"][0]["prompt"] == {
+        "token_ids": [1, 2, 3]
+    }
+
+
+@pytest.mark.parametrize("is_packable", [True, False])
+def test_request_is_packed_above_a_size_if_the_route_accepts_it(is_packable: bool) -> None:
+    small = RolloutRequest.model_validate(REQUEST)
+    ids = [123456] * (MAX_JSON_BYTES // 7 + 1)
+    large = small.model_copy(
+        update={
+            "groups": RolloutRequest.model_validate(
+                {"groups": [{"prompt": {"token_ids": ids}}]}
+            ).groups
+        }
+    )
+    assert sent(small, is_packable=is_packable).headers["Content-Type"] == "application/json"
+    request = sent(large, is_packable=is_packable)
+    assert (request.headers["Content-Type"] == PACKED_MEDIA_TYPE) == is_packable
+    assert isinstance(request.body, bytes)
+    if is_packable:
+        assert len(request.body) < 0.7 * MAX_JSON_BYTES
+        assert unpacked(request.body, RolloutRequest) == large
