@@ -33,7 +33,7 @@ from bench.harness.record import Record, Row, add_out
 from bench.harness.splice_error import Distance, distances
 from coppice import AsyncRollouts, KvReuse, PromptSpan
 from engine.settings import EngineSettings
-from service.prompt_kv.settings import KvSettings
+from service.config.prompt_kv import KvSettings
 
 FIRST_TOKENS = (0, 1, 4, 16, 64)
 PREFILL = {"prefilled": KvReuse(mode="off")}

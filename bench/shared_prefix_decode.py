@@ -25,7 +25,8 @@ import torch
 from bench.harness.decode_timing import BLOCK, DRAFTED, LONGEST, Case, Engine, Steps, write_config
 from bench.harness.prefix_trees import Tree
 from bench.harness.record import Record, Row, add_out
-from engine.launch.environment import engine_environment, started_by_coppice
+from engine.launch.environment import engine_environment
+from engine.runtime.installed_settings import started_by_coppice
 from engine.settings import AttentionSettings, EngineSettings
 
 PARTS = {

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from engine.cudagraphs.allowed_shapes import DraftLengthTiers
+from engine.draft_lengths import DraftLengthTiers
 from engine.settings_base import BufferBytes, Count, PositiveInt, Ratio, Seconds, Section
 from engine.vllm_settings import VllmSettings, with_same_names
 

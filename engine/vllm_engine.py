@@ -42,13 +42,13 @@ from engine.launch.info import (
 )
 from engine.launch.machines import check_machines, check_serves
 from engine.launch.model_files import resolve_served_model
+from engine.launch.monitor import EngineMonitor
 from engine.launch.processes import VllmProcesses, kill_processes
 from engine.launch.vllm_args import check_vllm_args
 from engine.protocol import DEFAULT_SAMPLING, ResponseStream
 from engine.runtime.await_engine import await_engine
 from engine.runtime.heartbeat import Heartbeat
 from engine.runtime.leftover_files import remove_leftover_shared_memory
-from engine.runtime.monitor import EngineMonitor
 from engine.settings import AttentionSettings, EngineSettings, GraphsSettings, SpeculationSettings
 from engine.speculation import startup as speculation_lifecycle
 from engine.types import (

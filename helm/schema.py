@@ -11,10 +11,10 @@ from typing import Any
 from pydantic import BaseModel
 
 from engine.settings import AttentionSettings, EngineSettings, GraphsSettings, SpeculationSettings
-from service.cluster.settings import ClusterSettings
+from service.config.cluster import ClusterSettings
+from service.config.prompt_kv import KvSettings
+from service.config.sessions import SessionsSettings
 from service.config.settings import LimitsSettings, LogSettings, TraceSettings, WeightsSettings
-from service.prompt_kv.settings import KvSettings
-from service.sessions.settings import SessionsSettings
 
 FILE = Path(__file__).parent / "coppice" / "values.schema.json"
 Schema = dict[str, Any]

@@ -6,8 +6,8 @@ import this module too. For that reason it imports the service only inside `main
 
 import sys
 
-from engine.launch.environment import started_by_coppice
 from engine.runtime import gc_and_process_group
+from engine.runtime.installed_settings import started_by_coppice
 
 FOREIGN_PACKAGE = """\
 coppice: `import coppice` does not import coppice-client: {reason}.

@@ -1,5 +1,6 @@
 """The FastAPI application: routes, error handlers and middleware around one `Server`."""
 
+import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import cache
@@ -19,8 +20,6 @@ from service.compat.weight_updates import WeightUpdates
 from service.config.settings import Settings
 from service.http import exception_handlers
 from service.http.cross_site import AllowedHosts
-from service.http.middleware import LimitsMiddleware, RequestContextMiddleware
-from service.observability.dashboard_snapshot import Snapshots
 from service.routes import (
     adapters,
     api_documents,
@@ -36,7 +35,10 @@ from service.routes import (
     ui,
     weights,
 )
+from service.routes.middleware import LimitsMiddleware, RequestContextMiddleware
 from service.server import Server
+from service.status.dashboard_snapshot import Snapshots
+from service.status.features import features, table
 
 CALLERS = (
     rollouts.router,
@@ -59,6 +61,8 @@ ROUTERS: dict[RouteAudience, Sequence[APIRouter]] = {
     "everybody": (*CALLERS, *OPERATORS, *COMMON),
 }
 
+log = logging.getLogger(__name__)
+
 
 def create_app(
     settings: Settings, engine: Engine, registry: ClusterRegistry | None = None
@@ -70,6 +74,7 @@ def create_app(
     the status and the catalogue of problems, and share one `Server`.
     """
     server = Server(settings, engine, registry)
+    server.serving_observers.append(lambda: _log_features(server))
     keyring = Keyring(settings.server.keys_file)
 
     @asynccontextmanager
@@ -84,6 +89,10 @@ def create_app(
         app = _app(server, keyring, "callers", lifespan)
         app.state.operators = _app(server, keyring, "operators")
     return app
+
+
+def _log_features(server: Server) -> None:
+    log.info("features:\n%s", table(features(server)))
 
 
 def _app(

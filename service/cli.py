@@ -104,7 +104,7 @@ def run_node(node: "Node", settings: Settings, listener: socket.socket) -> None:
 
 def measure_baseline(settings: Settings) -> int:
     """Measure step times without speculation; returns the number of batches measured."""
-    module = importlib.import_module("engine.launch.measure_baseline")
+    module = importlib.import_module("engine.measure_baseline")
     measured = module.measure(
         with_prompt_kv(settings),
         attention=settings.attention,

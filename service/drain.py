@@ -8,12 +8,12 @@ from dataclasses import asdict, dataclass
 from service.cluster.membership import ClusterMembership
 from service.moves.sender import MoveSender
 from service.moves.session_sender import SessionSender
-from service.observability.readiness import Readiness
 from service.prompt_kv.manager import PromptKvManager
+from service.readiness import Readiness
 from service.rollouts.admission import Admission
 from service.rollouts.manager import RolloutManager
+from service.rollouts.trees.external_tree import ExternalTrees
 from service.sessions.manager import SessionManager
-from service.trees.external_tree import ExternalTrees
 from service.weights.activation import Activation
 
 LOG_SECONDS = 10.0

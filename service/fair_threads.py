@@ -8,8 +8,8 @@ from anyio import to_thread
 
 from engine.errors import QueueFull
 from engine.fair_limiter import FairLimiter
-from service.http.errors import Overloaded, QuotaExceeded
-from service.observability.logs import key_name
+from service.errors import Overloaded, QuotaExceeded
+from service.log_context import key_name
 
 Result = TypeVar("Result")
 

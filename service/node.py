@@ -17,11 +17,11 @@ from coppice.wire.control import HealthAnswer
 from engine.errors import EngineDead
 from engine.types import EngineHealth
 from service.config.settings import Settings
-from service.http.errors import EngineGone
+from service.errors import EngineGone
 from service.http.exception_handlers import problem_response
 from service.http.responses import json_response
 from service.http.serve import SignalFreeServer, server_config, signal_handlers
-from service.observability.readiness import starting
+from service.readiness import starting
 
 log = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -14,12 +14,14 @@ from engine.protocol import Engine
 from engine.types import EngineHealth
 from service.adapters.adapter_files import AdapterFiles
 from service.adapters.manager import AdapterManager
+from service.checkpoint_store import CheckpointStore
 from service.cluster.in_memory import InMemoryRegistry
 from service.cluster.key_transfers import KeyTransfers
 from service.cluster.membership import ClusterMembership
 from service.cluster.redis_registry import RedisRegistry
 from service.cluster.registry import ClusterRegistry, new_replica_id
-from service.cluster.settings import ClusterSettings
+from service.config.allowed_peers import Peers
+from service.config.cluster import ClusterSettings
 from service.config.settings import Settings
 from service.drain import Drain
 from service.fair_threads import FairThreads
@@ -29,12 +31,11 @@ from service.moves.receiver import MoveReceiver
 from service.moves.sender import MoveSender
 from service.moves.session_receiver import SessionReceiver
 from service.moves.session_sender import SessionSender
-from service.observability.features import features, table
 from service.observability.metrics import Metrics, watch_loop_lag
-from service.observability.readiness import Readiness
 from service.observability.tracing import Tracing
 from service.prompt_kv.http_transfer import KvDownloads
 from service.prompt_kv.manager import PromptKvManager
+from service.readiness import Readiness
 from service.rollouts.admission import Admission
 from service.rollouts.fairness import PriorityAging
 from service.rollouts.group import Group
@@ -43,12 +44,11 @@ from service.rollouts.manager import RolloutManager
 from service.rollouts.rollout import Rollout
 from service.rollouts.scoring import Scoring
 from service.rollouts.tokenizer import Tokenizer
+from service.rollouts.trees.external_tree import ExternalTrees
 from service.sessions.manager import SessionManager
-from service.trees.external_tree import ExternalTrees
+from service.versions import Versions, first_version
 from service.weights.activation import Activation
-from service.weights.checkpoint_store import CheckpointStore
 from service.weights.drafter import DrafterManager
-from service.weights.replication.allowed_peers import Peers
 from service.weights.replication.announcer import Announcer
 from service.weights.replication.coordinator import ActivationCoordinator
 from service.weights.replication.downloader import WeightsDownloader
@@ -56,7 +56,6 @@ from service.weights.replication.follower import Follower
 from service.weights.replication.status import ReplicaStatus, ReplicationStatus
 from service.weights.stager import WeightStager
 from service.weights.transfers import WeightTransfers
-from service.weights.versions import Versions, first_version
 
 log = logging.getLogger(__name__)
 
@@ -270,6 +269,7 @@ class Server:
         )
         self._background: set[asyncio.Task[Any]] = set()
         self._started_at = self._activated_at = time.monotonic()
+        self.serving_observers: list[Callable[[], None]] = []
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -348,7 +348,8 @@ class Server:
         self.prompt_kv.open()
         self.kv_reuse.cache.open()
         self.readiness.started = True
-        log.info("features:\n%s", table(features(self)))
+        for observer in self.serving_observers:
+            observer()
         await self._follower.catch_up(self.settings.weights.catch_up_seconds)
         self.readiness.caught_up = True
         self.cluster.request_heartbeat()

@@ -16,7 +16,7 @@ from typing import Any
 from engine.cudagraphs.allowed_shapes import CaptureLimits
 from engine.cudagraphs.counters import COUNTERS
 from engine.cudagraphs.planner import Plan
-from engine.launch.environment import GRAPHS_ENV
+from engine.runtime.installed_settings import GRAPHS_ENV
 from engine.settings import SpeculationSettings
 
 STEPS, SETTLING = 20, 4
@@ -78,8 +78,9 @@ class Arm:
 
 def _work(pipe: Connection, model: str, drafter: str, limits: CaptureLimits, plan: str) -> None:
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_PLUGINS": "", GRAPHS_ENV: plan}
+    from engine.launch import mrv2_speculators
     from engine.patches import graph_candidates
-    from engine.speculation import mrv2_speculators, process_settings
+    from engine.speculation import process_settings
 
     graph_plan = Plan.from_json(plan)
     graph_candidates.install_plan(graph_plan)

@@ -12,9 +12,9 @@ from prometheus_client import REGISTRY
 from engine.settings import AttentionSettings, EngineSettings, SpeculationSettings
 from engine.vllm_engine import VllmEngine
 from service.app import create_app
+from service.config.prompt_kv import KvSettings
 from service.config.settings import Settings, WeightsSettings
 from service.http.limited_protocol import protocol_with_limits
-from service.prompt_kv.settings import KvSettings
 
 
 @asynccontextmanager

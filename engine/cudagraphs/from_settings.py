@@ -3,10 +3,11 @@
 import logging
 from pathlib import Path
 
-from engine.cudagraphs.allowed_shapes import CaptureLimits, DraftLengthTiers, default_tiers
+from engine.cudagraphs.allowed_shapes import CaptureLimits
 from engine.cudagraphs.evaluation import GraphMemory, estimate_memory
 from engine.cudagraphs.planner import BudgetTooSmall, Plan, plan
 from engine.cudagraphs.shapes import Trace, read_trace
+from engine.draft_lengths import DraftLengthTiers, default_tiers
 from engine.errors import StartFailed
 from engine.settings import EngineSettings, GraphsSettings, SpeculationSettings
 

@@ -19,7 +19,6 @@ from vllm.renderers.params import ChatParams, TokenizeParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from engine.errors import ConversationRefused, NoTurnEnd, PromptTooLong, RequestRefused
-from engine.io.chat_template_options import load_template, template_options, template_variables
 from engine.io.response_parsers import (
     STREAMING_TOOL_PARSERS,
     num_reasoning_tokens,
@@ -28,6 +27,7 @@ from engine.io.response_parsers import (
 )
 from engine.io.response_stream import ParsedStream, TextStream
 from engine.io.turn_ends import Mark, Tail, TurnEnds, special_tokens
+from engine.launch.chat_template_options import load_template, template_options, template_variables
 from engine.protocol import DEFAULT_SAMPLING, ResponseStream
 from engine.settings import EngineSettings
 from engine.stop_text import response_text

@@ -14,8 +14,8 @@ from vllm.sampling_params import SamplingParams
 
 from engine.errors import SamplingRefused
 from engine.io.grammar_check import GrammarChecker
-from engine.launch.grammar_budget import OVERRUN
 from engine.launch.processes import VllmProcesses
+from engine.sampling_support.grammar_budget import OVERRUN
 from engine.types import Completion, Sampling
 
 XGRAMMAR: Final = "xgrammar"

@@ -17,9 +17,9 @@ from engine.kv_retention.core import engine_core_methods as session_kv
 from engine.kv_versions.core import hooks as kv_versions
 from engine.kv_versions.core.kept_blocks import Snapshot as KeptKvSnapshot
 from engine.kv_versions.request_option import keep_option
-from engine.launch.environment import graph_plan
+from engine.launch import baseline_methods as baseline
+from engine.runtime.installed_settings import graph_plan
 from engine.speculation import counters as speculation
-from engine.speculation.core import baseline_methods as baseline
 from engine.speculation.core import engine_core_methods as siblings
 
 if TYPE_CHECKING:

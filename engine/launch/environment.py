@@ -17,13 +17,15 @@ from pathlib import Path
 from engine.cudagraphs.planner import Plan
 from engine.launch.machines import network_variables
 from engine.runtime import start_phases
+from engine.runtime.installed_settings import (
+    ATTENTION_ENV,
+    DIGEST_ENV,
+    ENGINE_ENV,
+    GRAPHS_ENV,
+    SPECULATION_ENV,
+)
 from engine.settings import AttentionSettings, EngineSettings, SpeculationSettings
 
-ENGINE_ENV = "COPPICE_ENGINE"
-ATTENTION_ENV = "COPPICE_ENGINE_ATTENTION"
-SPECULATION_ENV = "COPPICE_ENGINE_SPECULATION"
-GRAPHS_ENV = "COPPICE_ENGINE_GRAPHS"
-DIGEST_ENV = "COPPICE_ENGINE_DIGEST"
 _OF_ONE_NODE = frozenset(
     ("model", "tokenizer", "seed", "node_rank", "prompt_kv", "cpu_threads")
     + ("start_seconds", "step_seconds", "hang_seconds", "activation_seconds")
@@ -55,16 +57,6 @@ then stops a healthy engine with several ranks at its next step.
 NO_SPECULATION = SpeculationSettings(mode="off")
 
 
-def started_by_coppice() -> bool:
-    """Return true in a process of a Coppice engine. The plugin does nothing in any other vLLM."""
-    return os.environ.get(ENGINE_ENV) == "1"
-
-
-def attention_settings() -> AttentionSettings:
-    """The engine's attention settings, read from the environment in EngineCore or a worker."""
-    return AttentionSettings.model_validate_json(os.environ[ATTENTION_ENV])
-
-
 def settings_digest(
     settings: EngineSettings,
     attention: AttentionSettings,
@@ -79,21 +71,6 @@ def settings_digest(
         graphs.to_json() if graphs else "",
     )
     return hashlib.sha256("\n".join(shared).encode()).hexdigest()
-
-
-def own_settings_digest() -> str:
-    """The settings digest of this process's machine."""
-    return os.environ[DIGEST_ENV]
-
-
-def speculation_settings() -> SpeculationSettings:
-    return SpeculationSettings.model_validate_json(os.environ[SPECULATION_ENV])
-
-
-def graph_plan() -> Plan | None:
-    """The engine's CUDA graph plan, if any, read from the environment in EngineCore or a worker."""
-    text = os.environ.get(GRAPHS_ENV)
-    return Plan.from_json(text) if text else None
 
 
 def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from engine.attention import register as attention
-from engine.launch import core_methods, sampling_hooks
-from engine.launch.environment import attention_settings, speculation_settings, started_by_coppice
+from engine.launch import core_methods, mrv2_speculators
 from engine.patches import (
     chunked_seed,
     cpu_amx_permission,
@@ -26,8 +25,13 @@ from engine.patches import (
 )
 from engine.runner import prompt_token_ids, routed_experts
 from engine.runtime import gc_and_process_group, start_phases
+from engine.runtime.installed_settings import (
+    attention_settings,
+    speculation_settings,
+    started_by_coppice,
+)
 from engine.sampling_support import hooks as sampling_support
-from engine.speculation import mrv2_speculators
+from engine.sampling_support import sampling_hooks
 from engine.speculation import process_settings as speculation
 
 MODEL_PROCESSES = ("EngineCore", "VllmWorker")

@@ -29,10 +29,10 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from engine.cudagraphs.from_settings import plan_for_start
 from engine.cudagraphs.planner import Plan
 from engine.errors import EngineDead, StartFailed
-from engine.io.placement import count_running_tokens
 from engine.launch.arguments import USAGE_CONTEXT, engine_arguments, with_defaults
 from engine.launch.data_parallel import check_model, install_coordinator
 from engine.launch.environment import engine_environment
+from engine.launch.placement import count_running_tokens
 from engine.launch.vllm_seams import check_version
 from engine.runner.routed_experts import accept_cpu_runner
 from engine.runtime.await_engine import await_engine

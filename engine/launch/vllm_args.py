@@ -18,7 +18,7 @@ from vllm.config.quantization import QuantizationConfigArgs
 from vllm.engine.arg_utils import AsyncEngineArgs
 
 from engine.errors import StartFailed
-from engine.io.chat_template_options import load_template
+from engine.launch.chat_template_options import load_template
 from engine.settings import EngineSettings
 from engine.vllm_settings import PASSED_UNCHANGED
 

@@ -6,8 +6,8 @@ from typing import Any
 from vllm.utils.torch_utils import set_random_seed
 
 from engine.launch.digests import MachineDigests, model_digest, package_versions
-from engine.launch.environment import own_settings_digest
 from engine.runtime.feature_guard import Failure, attempt
+from engine.runtime.installed_settings import own_settings_digest
 from engine.weights.checkpoint import Fingerprint, fingerprint
 
 

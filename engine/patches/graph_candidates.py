@@ -21,8 +21,8 @@ from engine.attention.cuda_steps import is_dummy_step, step_shares
 from engine.cudagraphs.counters import COUNTERS
 from engine.cudagraphs.planner import Plan
 from engine.cudagraphs.shapes import GraphShape
-from engine.launch.environment import graph_plan
 from engine.runtime.feature_guard import feature
+from engine.runtime.installed_settings import graph_plan
 
 FEATURE = feature("counting of graphs")
 

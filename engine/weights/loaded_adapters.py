@@ -6,7 +6,7 @@ from pathlib import Path
 from vllm.lora.request import LoRARequest
 
 from engine.errors import LoadFailed, RequestRefused
-from engine.launch.processes import VllmProcesses
+from engine.runtime.engine_calls import EngineCalls
 from engine.weights.updates import names_ranks_only
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class LoadedAdapters:
         self._last_number += 1
         return LoRARequest(f"{label}/{self._last_number}", self._last_number, str(path))
 
-    async def load(self, processes: VllmProcesses, label: str, path: Path) -> None:
+    async def load(self, processes: EngineCalls, label: str, path: Path) -> None:
         assert label not in self._requests, f"{label} is loaded"
         assert len(self._requests) < self._capacity, "vLLM would evict another adapter"
         request = self.new_request(label, path)
@@ -55,7 +55,7 @@ class LoadedAdapters:
             )
         self._requests[label] = request
 
-    async def reload(self, processes: VllmProcesses) -> bool:
+    async def reload(self, processes: EngineCalls) -> bool:
         """Load all adapters again, after the weights were dropped; returns False if one fails."""
         for request in self._requests.values():
             await processes.call_workers("coppice_unload_adapter", request.lora_int_id)
@@ -66,7 +66,7 @@ class LoadedAdapters:
                 return False
         return True
 
-    async def unload(self, processes: VllmProcesses, label: str) -> None:
+    async def unload(self, processes: EngineCalls, label: str) -> None:
         """Unload an adapter that no running sample uses."""
         held = self._requests.pop(label, None)
         if held is not None:

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Set as AbstractSet
 
 from engine.errors import EngineDead, MemoryUnavailable
-from engine.launch.processes import VllmProcesses
+from engine.runtime.engine_calls import EngineCalls
 from engine.runtime.heartbeat import Heartbeat
 from engine.types import WEIGHTS, SleepLevel, SleepTag
 from engine.weights.loaded_adapters import LoadedAdapters
@@ -23,7 +23,7 @@ class SleepMode:
 
     def __init__(
         self,
-        processes: VllmProcesses,
+        processes: EngineCalls,
         heartbeat: Heartbeat,
         weights: ServedWeights,
         adapters: LoadedAdapters,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from engine.errors import CheckpointRefused, EngineDead, FilesRestored, LoadFailed
-from engine.launch.processes import VllmProcesses
+from engine.runtime.engine_calls import EngineCalls
 from engine.runtime.heartbeat import Heartbeat
 from engine.weights.checkpoint import Checkpoint, fingerprint
 from engine.weights.ipc_tensors import IpcTensor, check_tensors
@@ -28,7 +28,7 @@ class ServedWeights:
 
     def __init__(
         self,
-        processes: VllmProcesses,
+        processes: EngineCalls,
         heartbeat: Heartbeat,
         path: Path,
         checkpoint: Checkpoint,

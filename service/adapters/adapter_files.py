@@ -15,8 +15,8 @@ from typing import BinaryIO
 from pydantic_core import from_json
 
 from engine.weights.validation import ADAPTER_CONFIG_FILE, ADAPTER_TENSORS_FILE
-from service.http.errors import InsufficientStorage, WeightsRefused
-from service.weights.checkpoint_store import CheckpointStore, Upload
+from service.checkpoint_store import CheckpointStore, Upload
+from service.errors import InsufficientStorage, WeightsRefused
 
 MAX_CONFIG_BYTES = 2**20
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library

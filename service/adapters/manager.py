@@ -17,7 +17,7 @@ from engine.errors import CheckpointRefused, LoadFailed
 from engine.protocol import Engine
 from engine.types import AdapterInfo
 from service.adapters.adapter_files import AdapterFiles, ReceivedAdapter
-from service.http.errors import (
+from service.errors import (
     ActivationFailed,
     AdapterNotFound,
     AdaptersFull,

@@ -16,9 +16,9 @@ from fastapi import Depends, Request
 from starlette.datastructures import Headers
 
 from service.auth.keys import LOCAL_KEY, ApiKey, Keyring, Role
+from service.errors import Forbidden, Unauthorized
 from service.http.cross_site import AllowedHosts, check_site
-from service.http.errors import Forbidden, Unauthorized
-from service.observability.logs import key_name
+from service.log_context import key_name
 from service.sessions.manager import SessionManager
 
 log = logging.getLogger(__name__)

@@ -6,13 +6,9 @@ The id of a moved rollout is registered as a key, too, so that every replica fin
 from collections.abc import Sequence
 from contextlib import suppress
 
-from service.cluster.membership import (
-    RETRY_AFTER_SECONDS,
-    ClusterMembership,
-    RedirectToReplica,
-)
+from service.cluster.membership import RETRY_AFTER_SECONDS, ClusterMembership
 from service.cluster.registry import CLAIM_SECONDS, RegistryUnavailable, replica_id_of
-from service.http.errors import ClusterUnavailable, InvalidRequest, ReplicaGone
+from service.errors import ClusterUnavailable, InvalidRequest, RedirectToReplica, ReplicaGone
 
 
 class KeyTransfers:

@@ -25,8 +25,8 @@ from service.cluster.registry import (
     RegistryUnavailable,
     Replica,
 )
-from service.cluster.settings import ClusterSettings
-from service.http.errors import ClusterUnavailable, ReplicaGone
+from service.config.cluster import ClusterSettings
+from service.errors import ClusterUnavailable, RedirectToReplica, ReplicaGone
 
 FIRST_RETRY_SECONDS = 0.25
 FAST_HEARTBEAT_SECONDS = 0.5
@@ -35,18 +35,6 @@ RETRY_AFTER_SECONDS = 2.0
 STOP_SECONDS = 5.0
 
 log = logging.getLogger(__name__)
-
-
-class RedirectToReplica(Exception):
-    """Raised if a requested resource is on another replica, whose base URL is `url`.
-
-    `query` replaces the query of the request.
-    """
-
-    def __init__(self, url: str, *, query: str | None = None) -> None:
-        super().__init__(url)
-        self.url = url
-        self.query = query
 
 
 class ClusterMembership:

@@ -28,7 +28,7 @@ from service.cluster.registry import (
     RegistryUnavailable,
     Replica,
 )
-from service.cluster.settings import ClusterSettings
+from service.config.cluster import ClusterSettings
 
 MAX_CONNECTIONS = 16
 REPLICA = TypeAdapter(Replica)

@@ -16,7 +16,7 @@ from service.compat.forced_tools import (
     is_forced,
 )
 from service.compat.sampling_fields import SamplingFields
-from service.http.errors import InvalidRequest
+from service.errors import InvalidRequest
 
 _CHOICES: dict[str, ToolChoice] = {"auto": "auto", "any": "required", "none": "none"}
 

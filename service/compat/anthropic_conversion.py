@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from service.compat.bodies import CompatModel
-from service.http.errors import InvalidRequest
+from service.errors import InvalidRequest
 
 Blocks = Annotated[list[dict[str, Any]], Field(max_length=16384, fail_fast=True)]
 Content = str | Blocks

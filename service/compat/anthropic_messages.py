@@ -31,7 +31,7 @@ from service.compat.compat_request import (
     name_of,
 )
 from service.compat.openai_stream import EVENTS_OR_JSON, event_response
-from service.http.errors import NoChatTemplate, PromptTooLong
+from service.errors import NoChatTemplate, PromptTooLong
 from service.http.exception_handlers import cancel_on_disconnect
 from service.http.responses import JSON, declare_responses
 

@@ -14,7 +14,7 @@ from coppice.wire.base import MAX_TOKENS, TokenIds
 from coppice.wire.rollouts import MAX_GROUPS
 from engine.types import EngineInfo, TruncationSide
 from service.compat.field_table import INTERNAL_FIELDS, REFUSED, Refused, check_field
-from service.http.errors import InvalidRequest
+from service.errors import InvalidRequest
 from service.observability.metrics import Metrics
 from service.server import Server
 

@@ -14,7 +14,7 @@ from service.compat.compat_request import CompatRequest, usage
 from service.compat.forced_tools import ToolChoice, forced_response, is_forced
 from service.compat.sample_stream import SamplePart
 from service.compat.streamed_message import StreamedMessage
-from service.http.errors import Internal, Overloaded
+from service.errors import Internal, Overloaded
 from service.rollouts.rollout import Rollout
 from service.server import Server
 

@@ -38,8 +38,8 @@ from service.compat.bodies import (
     read_compat_body,
 )
 from service.compat.sampling_fields import SamplingFields
+from service.errors import InvalidRequest, NotFound
 from service.http.bodies import fault
-from service.http.errors import InvalidRequest, NotFound
 from service.http.exception_handlers import cancel_on_disconnect
 from service.http.responses import (
     ADMIN_ERRORS,

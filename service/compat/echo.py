@@ -6,7 +6,7 @@ from typing import Any
 
 from engine.types import TopLogprobs
 from service.compat import logprobs
-from service.http.errors import InvalidRequest
+from service.errors import InvalidRequest
 from service.server import Server
 
 MAX_ECHOED_TOKENS = 2**20

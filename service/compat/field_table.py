@@ -9,7 +9,7 @@ docs/migrate/refused.md is generated from these tables and the body models.
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from service.http.errors import InvalidRequest
+from service.errors import InvalidRequest
 
 
 class Refused(NamedTuple):

@@ -14,7 +14,7 @@ from pydantic import Field, TypeAdapter
 from coppice.wire.base import RequestModel
 from engine.types import ChatResponse, ToolCall
 from service.compat.bodies import CompatModel, Name
-from service.http.errors import InvalidRequest
+from service.errors import InvalidRequest
 
 EMPTY_OBJECT: dict[str, Any] = {"type": "object", "properties": {}}
 Tools = Sequence[Mapping[str, Any]]

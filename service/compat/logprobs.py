@@ -15,7 +15,7 @@ from pydantic import Field
 from coppice.wire.rollouts import RolloutRequest
 from engine.types import TopLogprobRows, TopLogprobs
 from service.compat.compat_request import CompatRequest
-from service.http.errors import InvalidRequest
+from service.errors import InvalidRequest
 from service.rollouts.rollout import Rollout
 from service.rollouts.scoring import ScoringOptions
 from service.rollouts.tokenizer import Tokenizer

@@ -18,7 +18,7 @@ from service.compat.bodies import CompatModel, Directory, read_compat_body, requ
 from service.compat.compat_request import name_of
 from service.compat.openai_errors import OpenAIRoute
 from service.compat.openai_stream import unix_time
-from service.http.errors import (
+from service.errors import (
     ActivationFailed,
     AdapterNotFound,
     AdaptersFull,

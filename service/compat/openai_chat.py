@@ -47,7 +47,7 @@ from service.compat.openai_choices import ChatChunks
 from service.compat.openai_errors import OpenAIRoute
 from service.compat.openai_stream import STREAM_RESPONSES, StreamFields, stream_response, unix_time
 from service.compat.sampling_fields import SamplingFields
-from service.http.errors import InvalidRequest
+from service.errors import InvalidRequest
 from service.rollouts.logprob_tables import check_count
 
 router = APIRouter(route_class=OpenAIRoute)

@@ -44,7 +44,7 @@ from service.compat.openai_stream import (
 )
 from service.compat.sample_stream import NOTHING_SAMPLED
 from service.compat.sampling_fields import SamplingFields
-from service.http.errors import InvalidRequest
+from service.errors import InvalidRequest
 from service.rollouts.logprob_tables import check_count
 from service.rollouts.rollout import Rollout
 from service.server import Server

@@ -8,7 +8,7 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
 from coppice.wire.problem_catalogue import Problem
-from service.http.errors import ServiceError
+from service.errors import ServiceError
 from service.http.responses import Responses
 
 UNPROCESSABLE, BAD_REQUEST = 422, 400

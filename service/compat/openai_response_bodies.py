@@ -34,7 +34,7 @@ from service.compat.openai_response_items import (
     input_messages,
 )
 from service.compat.sampling_fields import SamplingFields
-from service.http.errors import InvalidRequest
+from service.errors import InvalidRequest
 
 ENCRYPTED, LOGPROBS = "reasoning.encrypted_content", "message.output_text.logprobs"
 Include = Literal[

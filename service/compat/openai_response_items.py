@@ -13,7 +13,7 @@ from pydantic import Field
 from pydantic_core import from_json
 
 from service.compat.bodies import CompatModel, Name
-from service.http.errors import InvalidRequest
+from service.errors import InvalidRequest
 
 Items = Annotated[list[dict[str, Any]], Field(min_length=1, max_length=16384, fail_fast=True)]
 Message = dict[str, Any]

@@ -34,7 +34,7 @@ from service.compat.openai_response_store import (
 )
 from service.compat.openai_stream import STREAM_RESPONSES, event_response, unix_time
 from service.compat.streamed_message import with_whole_calls
-from service.http.errors import InvalidRequest, NotFound
+from service.errors import InvalidRequest, NotFound
 from service.http.responses import (
     AUTH_ERRORS,
     CLUSTER_ERRORS,

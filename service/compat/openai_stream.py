@@ -20,7 +20,7 @@ from service.compat.bodies import CompatModel, Flag
 from service.compat.compat_request import ROLLOUT_ERRORS, token_counts, usage
 from service.compat.openai_errors import as_openai, with_openai_error
 from service.compat.sample_stream import SamplePart, sample_parts
-from service.http.errors import InvalidRequest
+from service.errors import InvalidRequest
 from service.http.exception_handlers import to_service_error
 from service.http.responses import JSON, declare_responses
 from service.rollouts.rollout import Rollout

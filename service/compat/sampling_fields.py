@@ -13,8 +13,8 @@ from coppice.wire.base import TokenIds
 from coppice.wire.rollouts import MAX_SAMPLES_PER_GROUP
 from coppice.wire.sampling import Sampling
 from service.compat.bodies import Flag, SamplingBody
+from service.errors import InvalidRequest
 from service.http.bodies import fault
-from service.http.errors import InvalidRequest
 
 NATIVE_NAMES = (
     *("temperature", "top_p", "min_p", "stop_token_ids", "ignore_eos", "skip_special_tokens"),

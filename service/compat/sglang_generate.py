@@ -40,7 +40,7 @@ from service.compat.openai_stream import (
 )
 from service.compat.sample_stream import SamplePart, StreamedText, sample_parts
 from service.compat.sampling_fields import SamplingFields
-from service.http.errors import InvalidRequest
+from service.errors import InvalidRequest
 from service.rollouts.record_reader import SampleKey
 from service.rollouts.rollout import Rollout
 from service.server import Server

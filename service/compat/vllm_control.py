@@ -9,7 +9,7 @@ from service.auth.access import Caller, allow_any_key, public, requires_role
 from service.compat.bodies import CompatModel, Directory, EmptyBody, read_compat_body, request_body
 from service.compat.unsupported import NCCL
 from service.compat.weight_updates import UPDATE_RESPONSES, Updates
-from service.http.errors import (
+from service.errors import (
     Asleep,
     EngineGone,
     InvalidRequest,

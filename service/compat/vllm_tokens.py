@@ -28,7 +28,7 @@ from service.compat.openai_errors import OpenAIRoute, as_openai
 from service.compat.openai_stream import EVENTS_OR_JSON, StreamFields, stream_response
 from service.compat.sample_stream import SamplePart
 from service.compat.sampling_fields import SamplingFields
-from service.http.errors import AdapterNotFound, InvalidRequest, NoChatTemplate
+from service.errors import AdapterNotFound, InvalidRequest, NoChatTemplate
 from service.http.responses import (
     ADMIN_ERRORS,
     BODY_ERRORS,

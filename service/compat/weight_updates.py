@@ -12,7 +12,7 @@ from typing import Annotated
 from fastapi import Depends, Request
 
 from coppice.wire.weights import ActivationAnswer
-from service.http.errors import (
+from service.errors import (
     ActivationFailed,
     Asleep,
     PathRefused,
@@ -24,7 +24,7 @@ from service.http.errors import (
 )
 from service.http.responses import ADMIN_ERRORS, BODY_ERRORS, JSON, declare_responses
 from service.server import Server
-from service.weights.versions import Version
+from service.versions import Version
 
 Fingerprint = tuple[tuple[str, int, int], ...]
 UPDATE_RESPONSES = declare_responses(

@@ -28,10 +28,10 @@ from engine.settings_base import (
     SecondsOrZero,
     Section,
 )
-from service.cluster.settings import ClusterSettings
-from service.prompt_kv.settings import KvSettings
-from service.sessions.settings import SessionsSettings
-from service.weights.replication.allowed_peers import parse_allowed
+from service.config.allowed_peers import parse_allowed
+from service.config.cluster import ClusterSettings
+from service.config.prompt_kv import KvSettings
+from service.config.sessions import SessionsSettings
 
 HTTP_URL = r"^https?://[^/?#@\s]+(/[^?#\s]*)?$"
 

@@ -21,8 +21,8 @@ from coppice.wire.packed_requests import (
     unpack_request,
 )
 from service.config.settings import LimitsSettings
+from service.errors import BodyTooLarge, InvalidJson, InvalidRequest, UnsupportedMediaType
 from service.fair_threads import FairThreads
-from service.http.errors import BodyTooLarge, InvalidJson, InvalidRequest, UnsupportedMediaType
 
 Model = TypeVar("Model", bound=BaseModel)
 Result = TypeVar("Result")

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 
 from service.config.settings import ServerSettings
-from service.http.errors import Forbidden
+from service.errors import Forbidden
 
 LOOPBACK = ("localhost", "*.localhost")  # resolved by the browser itself (RFC 6761, 6.3)
 MARKS = ("origin", "referer", "sec-fetch-site", "sec-fetch-mode", "sec-fetch-dest")

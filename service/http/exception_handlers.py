@@ -15,13 +15,13 @@ from starlette.types import Scope
 
 from coppice.wire.problem_catalogue import Problem
 from engine.errors import EngineDead, RequestRefused
-from service.cluster.membership import RedirectToReplica
-from service.http.errors import (
+from service.errors import (
     EngineGone,
     Internal,
     InvalidRequest,
     MethodNotAllowed,
     NotFound,
+    RedirectToReplica,
     ServiceError,
 )
 

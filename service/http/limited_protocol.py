@@ -18,7 +18,7 @@ from uvicorn.protocols.http.httptools_impl import (
 )
 
 from service.config.settings import LimitsSettings
-from service.http.errors import HeadersTooLarge, MalformedRequest, RequestTimeout, ServiceError
+from service.errors import HeadersTooLarge, MalformedRequest, RequestTimeout, ServiceError
 from service.http.exception_handlers import problem_response
 
 CROWDED = "coppice.crowded"

@@ -11,7 +11,7 @@ from coppice.wire import packed_requests
 from coppice.wire.base import Label
 from coppice.wire.control import DEFAULT_PAUSE_LEASE_SECONDS, PauseLease
 from coppice.wire.weights import Sequence
-from service.http.errors import InvalidRequest, NotAcceptable
+from service.errors import InvalidRequest, NotAcceptable
 
 _LABEL: TypeAdapter[str] = TypeAdapter(Label)
 _SEQUENCE: TypeAdapter[int] = TypeAdapter(Sequence)

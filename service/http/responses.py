@@ -12,9 +12,10 @@ from pydantic import BaseModel
 from pydantic_core import to_json
 from starlette.types import Receive, Scope, Send
 
+from service import errors
+from service.errors import ServiceError
 from service.fair_threads import FairThreads
-from service.http import errors, exception_handlers
-from service.http.errors import ServiceError
+from service.http import exception_handlers
 
 Problems = Collection[type[ServiceError]]
 Responses = dict[int | str, dict[str, Any]]

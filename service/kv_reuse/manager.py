@@ -21,8 +21,7 @@ from service.kv_reuse.prompt_sections import (
 from service.kv_reuse.span_cache import SpanCache
 from service.kv_reuse.span_lease import ReuseFailed, SpanLease
 from service.kv_reuse.splicing import SplicePlan
-from service.rollouts.group_options import GroupOptions
-from service.rollouts.prompt_kv_source import GroupMonitor, PromptSource
+from service.prompt_kv.prompt_source import GroupMonitor, PromptSource
 
 PromptPlan = SplicePlan | PredictionPlan
 
@@ -52,19 +51,22 @@ class KvReuseManager:
         await self.anchors.close()
         await self.cache.close()
 
-    def prompt_source(self, request: RolloutRequest, options: GroupOptions) -> PromptSource:
+    def prompt_source(
+        self, request: RolloutRequest, index: int, scope: Scope, *, priority: int, num_samples: int
+    ) -> PromptSource:
         """Source of the prompt KV of a group whose prompt is given as spans."""
-        spans = request.groups[options.index].prompt.spans
+        spans = request.groups[index].prompt.spans
         assert spans is not None, "the prompt is given as spans"
         reuse = request.kv_reuse or REUSE_OFF
-        plan = None if reuse.mode == "off" else self._create_plan(reuse, spans, options)
+        plan = None
+        if reuse.mode != "off":
+            lease = SpanLease(cache=self.cache, scope=scope, priority=priority)
+            plan = self._create_plan(reuse, spans, lease, num_samples)
         return SpanPrompt(mode=reuse.mode, plan=plan)
 
     def _create_plan(
-        self, reuse: KvReuse, spans: Sequence[PromptSpan], options: GroupOptions
+        self, reuse: KvReuse, spans: Sequence[PromptSpan], lease: SpanLease, num_samples: int
     ) -> PromptPlan:
-        scope = Scope(options.owner, options.cache_salt)
-        lease = SpanLease(cache=self.cache, scope=scope, priority=options.priority)
         if reuse.mode == "predict":
             return PredictionPlan(
                 lease=lease,
@@ -72,7 +74,7 @@ class KvReuseManager:
                 distances=self._distances,
                 spans=spans,
                 max_entropy=DEFAULT_MAX_ENTROPY if reuse.max_entropy is None else reuse.max_entropy,
-                num_samples=options.n,
+                num_samples=num_samples,
             )
         return SplicePlan(
             lease=lease,
@@ -80,7 +82,7 @@ class KvReuseManager:
             recompute_tokens=DEFAULT_RECOMPUTE_TOKENS
             if reuse.recompute_tokens is None
             else reuse.recompute_tokens,
-            num_samples=options.n,
+            num_samples=num_samples,
         )
 
 

@@ -28,7 +28,7 @@ from service.kv_reuse.observed_prompts import Anchor, AnchorStore
 from service.kv_reuse.prompt_sections import PromptTemplate, TemplateSection, template_of
 from service.kv_reuse.span_cache import CacheEntry
 from service.kv_reuse.span_lease import ReuseFailed, SpanLease, cancel_on_end
-from service.rollouts.prompt_kv_source import GroupMonitor
+from service.prompt_kv.prompt_source import GroupMonitor
 
 MAX_SECTIONS = 128
 """Maximum number of sections of a predicted prompt.

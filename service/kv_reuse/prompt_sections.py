@@ -13,7 +13,7 @@ import numpy as np
 
 from coppice.wire.kv_reuse import KvReuse
 from coppice.wire.rollouts import PromptSpan, RolloutRequest
-from service.http.errors import InvalidRequest
+from service.errors import InvalidRequest
 
 DEFAULT_RECOMPUTE_TOKENS = 16
 DEFAULT_MAX_ENTROPY = 0.3

@@ -17,7 +17,7 @@ from engine.protocol import Engine
 from engine.types import Completion, SampleRequest, Sampling
 from service.kv_reuse.prompt_sections import Scope
 from service.kv_reuse.span_cache import CacheEntry, SpanCache
-from service.rollouts.prompt_kv_source import GroupMonitor
+from service.prompt_kv.prompt_source import GroupMonitor
 
 T = TypeVar("T")
 PREFILL_ONLY = Sampling(max_tokens=1, temperature=0.0)

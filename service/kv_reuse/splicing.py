@@ -20,7 +20,7 @@ from engine.protocol import Engine
 from engine.types import Completion, SampleRequest
 from service.kv_reuse.prompt_sections import joined
 from service.kv_reuse.span_lease import ReuseFailed, SpanLease
-from service.rollouts.prompt_kv_source import GroupMonitor
+from service.prompt_kv.prompt_source import GroupMonitor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

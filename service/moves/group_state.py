@@ -14,7 +14,7 @@ from coppice.wire.rollouts import (
     SegmentAnswer,
 )
 from engine.types import EngineInfo
-from service.http.errors import InvalidRequest, PromptTooLong
+from service.errors import InvalidRequest, PromptTooLong
 from service.moves.token_tables import check_ids, check_tables
 from service.rollouts import validation
 from service.rollouts.group import Group

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from coppice.wire.problem_catalogue import Problem
 from service.cluster.membership import ClusterMembership
 from service.cluster.registry import Replica
-from service.weights.replication.allowed_peers import Peers
+from service.config.allowed_peers import Peers
 
 Connect = Callable[[], httpx.AsyncClient]
 CANCEL_SECONDS = 0.5

@@ -8,7 +8,7 @@ from coppice.wire.moves import MovedRollout
 from coppice.wire.rollouts import RolloutRequest
 from engine.protocol import Engine
 from service.cluster.key_transfers import KeyTransfers
-from service.http.errors import (
+from service.errors import (
     IdempotencyInProgress,
     IdempotencyMismatch,
     InvalidRequest,
@@ -37,7 +37,7 @@ from service.rollouts.record_reader import SampleKey
 from service.rollouts.rollout import NO_REQUEST, Rollout
 from service.rollouts.sampling import check_sampling
 from service.rollouts.suspended_group import can_move
-from service.weights.versions import Versions
+from service.versions import Versions
 
 RETRY_SECONDS = 1.0
 

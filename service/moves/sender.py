@@ -14,14 +14,14 @@ from engine.protocol import Engine
 from service.cluster.key_transfers import KeyTransfers
 from service.cluster.membership import ClusterMembership
 from service.cluster.registry import Replica
+from service.config.allowed_peers import Peers
 from service.moves.peers import Connect, MovePeers, cancel, is_accepted_by
 from service.moves.state import estimated_bytes, state_of
 from service.rollouts.admission import Admission
 from service.rollouts.idempotency import IdempotencyClaim
 from service.rollouts.manager import RolloutManager
 from service.rollouts.rollout import Rollout
-from service.weights.replication.allowed_peers import Peers
-from service.weights.versions import Versions
+from service.versions import Versions
 
 MoveOutcome = Literal["moved", "kept"]
 OnMoveEnded = Callable[[MoveOutcome], None]

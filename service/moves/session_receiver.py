@@ -10,7 +10,7 @@ from coppice.wire.sessions import SessionsFinish
 from engine.protocol import Engine
 from service.cluster.key_transfers import KeyTransfers
 from service.cluster.membership import ClusterMembership
-from service.http.errors import InvalidRequest, SessionNotFound
+from service.errors import InvalidRequest, SessionNotFound
 from service.moves.cancelled_moves import CancelledMoves
 from service.moves.session_state import RESOURCE, restore
 from service.rollouts.idempotency import IdempotencyClaim

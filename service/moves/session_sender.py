@@ -10,13 +10,13 @@ import httpx
 from service.cluster.key_transfers import KeyTransfers
 from service.cluster.membership import ClusterMembership
 from service.cluster.registry import Replica
+from service.config.allowed_peers import Peers
 from service.moves.peers import MovePeers, is_accepted_by
 from service.moves.sender import CONCURRENT_MOVES, OnMoveEnded
 from service.moves.session_state import encoded, estimated_bytes, moved_group
 from service.sessions.manager import SessionManager
 from service.sessions.session import Session
 from service.sessions.session_group import SessionGroup, moved_key
-from service.weights.replication.allowed_peers import Peers
 
 PATH = "/v1/moves/sessions"
 POLL_SECONDS = 0.1

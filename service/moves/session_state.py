@@ -12,7 +12,7 @@ from coppice.wire.session_moves import (
     MovedSessionGroup,
     MovedSessions,
 )
-from service.http.errors import InvalidRequest
+from service.errors import InvalidRequest
 from service.moves.state import TOKEN_BYTES
 from service.moves.token_tables import check_ids, invalid, sampled_tokens
 from service.sessions.history import RecordedCall, RecordedResponse

@@ -8,9 +8,9 @@ from itertools import pairwise
 from coppice.wire.base import MAX_TOKENS
 from coppice.wire.rollouts import SampleAnswer, SegmentAnswer
 from coppice.wire.support import rows_of
-from service.http.errors import InvalidRequest
+from service.errors import InvalidRequest
 from service.rollouts.supports import Supports
-from service.trees.segment_tree import GeneratedTokens
+from service.rollouts.trees.segment_tree import GeneratedTokens
 
 MAX_DIGITS = 10
 VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")

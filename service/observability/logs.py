@@ -7,22 +7,14 @@ and responses are never passed to a logger.
 import json
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from datetime import UTC, datetime
 from logging.config import dictConfig
 from pathlib import Path
 from typing import Any
 
 from service.config.settings import LogSettings
+from service.log_context import current_ids
 
-request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
-rollout_id: ContextVar[str | None] = ContextVar("rollout_id", default=None)
-group_id: ContextVar[str | None] = ContextVar("group_id", default=None)
-key_name: ContextVar[str | None] = ContextVar("key_name", default=None)
-
-_IDS = (request_id, rollout_id, group_id, key_name)
 _STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {
     "asctime",
     "message",
@@ -31,23 +23,6 @@ _STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {
     "vllm_process_name",
     "_ray_timestamp_ns",  # Ray adds it to all records
 }
-
-
-@contextmanager
-def log_context(**ids: str) -> Iterator[None]:
-    """Context manager that adds ids, such as `rollout_id`, to the log records of a block."""
-    variables = {variable.name: variable for variable in _IDS}
-    tokens = [(variables[name], variables[name].set(value)) for name, value in ids.items()]
-    try:
-        yield
-    finally:
-        for variable, token in reversed(tokens):
-            variable.reset(token)
-
-
-def current_ids() -> dict[str, str]:
-    values = {variable.name: variable.get() for variable in _IDS}
-    return {name: value for name, value in values.items() if value is not None}
 
 
 def _details(record: logging.LogRecord) -> dict[str, Any]:

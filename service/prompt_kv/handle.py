@@ -7,7 +7,7 @@ it has ended. Until it starts it does not expire, because its caller does not ha
 
 from collections.abc import Callable
 
-from service.prompt_kv.settings import KvSettings
+from service.config.prompt_kv import KvSettings
 from service.prompt_kv.slots import Slot, SlotTable
 
 

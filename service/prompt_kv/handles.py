@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from service.cluster.registry import new_handle_id
-from service.http.errors import KvGone, KvNotFound
+from service.config.prompt_kv import KvSettings
+from service.errors import KvGone, KvNotFound
 from service.prompt_kv.handle import DownloadPin, Handle
-from service.prompt_kv.settings import KvSettings
 from service.prompt_kv.slots import Slot, SlotTable
 
 MAX_RELEASED_REMEMBERED = 16_384

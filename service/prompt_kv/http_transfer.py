@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from service.http.errors import Overloaded, QuotaExceeded, RangeNotSatisfiable
+from service.errors import Overloaded, QuotaExceeded, RangeNotSatisfiable
 from service.prompt_kv.handle import Handle
 from service.prompt_kv.manager import PromptKvManager
 

@@ -24,7 +24,8 @@ from coppice.wire.kv import (
     KvReason,
 )
 from engine.protocol import Engine
-from service.http.errors import Draining, KvNotFound
+from service.config.prompt_kv import KvSettings
+from service.errors import DRAINING_RETRY_SECONDS, Draining, KvNotFound
 from service.prompt_kv.arena import Arena, FreeBytes, default_capacity_bytes, free_bytes
 from service.prompt_kv.exports import Export, ExportManager
 from service.prompt_kv.gpu_memory import GpuKv
@@ -32,9 +33,7 @@ from service.prompt_kv.handle import Handle
 from service.prompt_kv.handles import Handles
 from service.prompt_kv.layout import LayoutFactory, layer_shapes
 from service.prompt_kv.nixl_agent import NixlAgentProcess
-from service.prompt_kv.settings import KvSettings
 from service.prompt_kv.slots import SlotState, SlotTable
-from service.rollouts.admission import DRAINING_RETRY_SECONDS
 
 MAINTENANCE_SECONDS = 0.5
 

@@ -14,10 +14,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from service.config.settings import LimitsSettings
-from service.http.errors import Draining, InvalidRequest, Overloaded, QuotaExceeded
+from service.errors import (
+    DRAINING_RETRY_SECONDS,
+    Draining,
+    InvalidRequest,
+    Overloaded,
+    QuotaExceeded,
+)
 
 RETRY_SECONDS = 2.0
-DRAINING_RETRY_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

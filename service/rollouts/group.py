@@ -35,11 +35,11 @@ from engine.kv_types import KvLoad
 from engine.protocol import Engine
 from engine.types import Completion, SampleRequest, TokenDelta, TopLogprobs
 from service.prompt_kv.group_exports import GroupKvExports
+from service.prompt_kv.prompt_source import PrefilledPrompt, PromptSource
 from service.rollouts import sample_answer
 from service.rollouts.fairness import Turns
 from service.rollouts.finish_policy import FinishPolicy
 from service.rollouts.group_options import GroupOptions, given_tokens, num_given, sample_seed
-from service.rollouts.prompt_kv_source import PrefilledPrompt, PromptSource
 from service.rollouts.sample_answer import num_valid_tokens, valid_end, wire_spans
 
 EndReason = Literal["cancelled", "deadline", "surplus", "version_changed", "suspended"]

@@ -9,18 +9,19 @@ from coppice.wire.branching import Branching
 from coppice.wire.rollouts import Finish, GroupRequest, RolloutRequest, UnfinishedSample
 from engine.protocol import Engine
 from service.kv_reuse.manager import KvReuseManager
+from service.kv_reuse.prompt_sections import Scope
+from service.prompt_kv.prompt_source import PrefilledPrompt, PromptSource
 from service.rollouts import validation
 from service.rollouts.fairness import PriorityAging, TimeSlice
 from service.rollouts.finish_policy import FinishPolicy
 from service.rollouts.group import Group
 from service.rollouts.group_options import GroupOptions, Parse, derive_seed
-from service.rollouts.prompt_kv_source import PrefilledPrompt, PromptSource
 from service.rollouts.sampling import limited, to_engine_sampling
 from service.rollouts.supports import Supports
 from service.rollouts.tokenizer import Tokenizer, to_chat_request
-from service.trees.external_tree import ExternalTree
-from service.trees.plan import Plan
-from service.trees.tree_group import TreeGroup
+from service.rollouts.trees.external_tree import ExternalTree
+from service.rollouts.trees.plan import Plan
+from service.rollouts.trees.tree_group import TreeGroup
 
 
 class GroupFactory:
@@ -62,7 +63,13 @@ class GroupFactory:
             options = replace(options, given_supports=given_supports.get(index, ()))
             source: PromptSource = PrefilledPrompt()
             if request.groups[index].prompt.spans is not None:
-                source = self._kv_reuse.prompt_source(request, options)
+                source = self._kv_reuse.prompt_source(
+                    request,
+                    options.index,
+                    Scope(options.owner, options.cache_salt),
+                    priority=options.priority,
+                    num_samples=options.n,
+                )
             groups.append(self._group(request, options, source))
             await turn.pause()
         return groups

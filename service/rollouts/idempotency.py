@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from service.http.errors import IdempotencyInProgress, IdempotencyMismatch, InvalidRequest
+from service.errors import IdempotencyInProgress, IdempotencyMismatch, InvalidRequest
 
 _MOVE = "move\n"  # callers' keys have no line breaks, and the names of resources differ
 _KEY = re.compile(r"^[\x21-\x7e]{1,255}$")

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from coppice.wire.logprobs import PromptLogprobs, TokenLogprobs
 from coppice.wire.rollouts import RolloutRequest
 from engine.types import EngineInfo, TopLogprobRows
-from service.http.errors import InvalidRequest
+from service.errors import InvalidRequest
 
 MAX_REQUEST_LOGPROBS = 2**24
 """Maximum number of logprobs of further tokens per request; each takes 8 bytes in memory."""

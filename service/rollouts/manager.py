@@ -19,10 +19,10 @@ from engine.protocol import Engine
 from service.adapters.manager import AdapterManager
 from service.cluster.membership import ClusterMembership
 from service.cluster.registry import new_rollout_id
-from service.http.errors import Draining, RolloutNotFound, ServiceError
+from service.errors import DRAINING_RETRY_SECONDS, Draining, RolloutNotFound, ServiceError
 from service.prompt_kv.manager import PromptKvManager
 from service.rollouts import logprob_tables, supports, validation
-from service.rollouts.admission import DRAINING_RETRY_SECONDS, Admission, Reservation
+from service.rollouts.admission import Admission, Reservation
 from service.rollouts.group import Group
 from service.rollouts.group_factory import GroupFactory
 from service.rollouts.group_options import GroupOptions
@@ -33,7 +33,7 @@ from service.rollouts.rollout import GroupEnded, Rollout
 from service.rollouts.sampling import check_sampling
 from service.rollouts.suspended_group import can_move
 from service.rollouts.tokenizer import Tokenizer
-from service.weights.versions import Versions
+from service.versions import Versions
 
 PromptScorer = Callable[[RolloutRequest, list[list[int]]], Awaitable[list[PromptLogprobs]]]
 OnEnded = Callable[[Rollout], None]

@@ -38,10 +38,10 @@ from coppice.wire.rollouts import (
 )
 from coppice.wire.version_span_slicing import cut_spans
 from engine.protocol import Engine
-from service.cluster.membership import RETRY_AFTER_SECONDS, RedirectToReplica
-from service.http.errors import ClusterUnavailable, Draining, ServiceError
+from service.cluster.membership import RETRY_AFTER_SECONDS
+from service.errors import ClusterUnavailable, Draining, RedirectToReplica, ServiceError
 from service.http.exception_handlers import to_service_error
-from service.observability.logs import group_id, rollout_id
+from service.log_context import group_id, rollout_id
 from service.prompt_kv.group_exports import NOT_CONTINUED, KvState, exporting_group
 from service.prompt_kv.manager import PromptKvManager
 from service.rollouts.fairness import PER_TURN, TimeSlice, Turns
@@ -50,7 +50,7 @@ from service.rollouts.group_options import GroupOptions, given_tokens, num_given
 from service.rollouts.idempotency import IdempotencyClaim
 from service.rollouts.record_reader import PartialSample, RecordReader, SampleKey
 from service.rollouts.suspended_group import resumed
-from service.trees.tree_answer import with_num_leaves
+from service.rollouts.trees.tree_answer import with_num_leaves
 
 log = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from coppice.wire.chat import ParsedMessage, ParsedToolCall
 from engine.errors import ChecksUnavailable, SamplingRefused
 from engine.protocol import Engine
 from engine.types import Sampling, StructuredOutputs
+from service.errors import InvalidRequest, Overloaded
 from service.fair_threads import RETRY_SECONDS, client_name, queue_errors
-from service.http.errors import InvalidRequest, Overloaded
 from service.rollouts.group_options import GroupOptions
 
 DEFAULT = wire.Sampling()

@@ -14,7 +14,7 @@ from coppice.wire.score import ScoreAnswer, ScoredItem, ScoredResponse, ScoreIte
 from engine.protocol import Engine
 from engine.types import EngineInfo, TopLogprobRows
 from service.adapters.manager import AdapterManager
-from service.http.errors import InvalidRequest, PromptTooLong
+from service.errors import InvalidRequest, PromptTooLong
 from service.http.exception_handlers import to_service_error
 from service.rollouts.admission import Admission
 from service.rollouts.logprob_tables import (
@@ -29,7 +29,7 @@ from service.rollouts.logprob_tables import (
 )
 from service.rollouts.manager import RolloutManager
 from service.rollouts.tokenizer import Tokenizer
-from service.weights.versions import Versions
+from service.versions import Versions
 
 Result = TypeVar("Result", list[float], TopLogprobRows)
 ComputedResult: TypeAlias = Coroutine[Any, Any, tuple[Result, str, str | None]]

@@ -11,7 +11,7 @@ from coppice.wire.rollouts import GroupRequest, RolloutRequest, UnfinishedSample
 from coppice.wire.sampling import Sampling
 from coppice.wire.support import GivenSupport, SupportAnswer, rows_of, support_answer
 from engine.types import EngineInfo
-from service.http.errors import InvalidRequest
+from service.errors import InvalidRequest
 
 ENCODED_IN_LOOP = 2**20
 """Bytes of supports that are encoded on the event loop, in a few milliseconds."""

@@ -15,9 +15,9 @@ from coppice.wire.rollouts import (
     UnfinishedSample,
 )
 from coppice.wire.support import GivenSupport, SupportAnswer
+from service.prompt_kv.prompt_source import PrefilledPrompt
 from service.rollouts.group import Group
 from service.rollouts.group_options import GroupOptions, num_given
-from service.rollouts.prompt_kv_source import PrefilledPrompt
 from service.rollouts.supports import supports_of_answer
 
 

@@ -14,8 +14,8 @@ from engine.errors import ConversationRefused, NoTurnEnd, RequestRefused
 from engine.protocol import Engine, ResponseStream
 from engine.stop_text import response_text, tokens_of_text
 from engine.types import ChatRequest, ChatResponse, Sampling, truncated
+from service.errors import InvalidRequest, NoChatTemplate, PromptTooLong
 from service.fair_threads import FairThreads
-from service.http.errors import InvalidRequest, NoChatTemplate, PromptTooLong
 from service.rollouts.fairness import TimeSlice
 
 Result = TypeVar("Result")

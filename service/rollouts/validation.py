@@ -11,11 +11,11 @@ from coppice.wire.rollouts import (
     WeightsConstraint,
 )
 from engine.types import EngineInfo, KeptKvReason
-from service.http.errors import InvalidRequest, PromptTooLong
+from service.errors import InvalidRequest, PromptTooLong
 from service.kv_reuse.prompt_sections import check as check_reuse
 from service.rollouts.fairness import TimeSlice
 from service.rollouts.supports import Supports, given_support
-from service.trees.plan import check as check_branching
+from service.rollouts.trees.plan import check as check_branching
 
 KEPT_KV_REASONS: Mapping[KeptKvReason, str] = {
     "prefix_caching_off": "needs engine.enable_prefix_caching",

@@ -4,8 +4,7 @@ from fastapi import APIRouter, Request, Response
 
 from coppice.wire.weights import LoadAdapterRequest
 from service.auth.access import requires_role
-from service.http.bodies import read_small_json
-from service.http.errors import (
+from service.errors import (
     ActivationFailed,
     AdapterNotFound,
     AdaptersFull,
@@ -14,6 +13,7 @@ from service.http.errors import (
     PathRefused,
     Unsupported,
 )
+from service.http.bodies import read_small_json
 from service.http.params import label
 from service.http.responses import (
     ADMIN_ERRORS,

@@ -15,7 +15,7 @@ from fastapi import APIRouter, Request, Response
 
 from coppice.wire.problem_catalogue import CATALOGUE_PATH, PROBLEMS, ProblemCatalogue, ProblemKind
 from service.auth.access import page, public
-from service.http.errors import NotFound
+from service.errors import NotFound
 from service.http.params import accepts_html
 from service.http.responses import JSON, LargeResponse, declare_responses, json_response
 

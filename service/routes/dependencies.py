@@ -8,8 +8,8 @@ from fastapi import Depends, Request
 
 from service.auth.access import Caller
 from service.cluster.registry import replica_id_of
+from service.errors import KvGone, NotReady, ReplicaGone
 from service.http.bodies import stream_body
-from service.http.errors import KvGone, NotReady, ReplicaGone
 from service.rollouts.idempotency import IdempotencyClaim
 from service.server import Server
 

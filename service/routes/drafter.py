@@ -9,7 +9,8 @@ from fastapi import APIRouter, Request, Response
 from starlette.responses import StreamingResponse
 
 from service.auth.access import requires_role
-from service.http.errors import (
+from service.checkpoint_store import WRITE_BYTES
+from service.errors import (
     NoDrafter,
     NotAcceptable,
 )
@@ -23,7 +24,6 @@ from service.http.responses import (
     json_response,
 )
 from service.routes.dependencies import ReadyServer, UploadedFile
-from service.weights.checkpoint_store import WRITE_BYTES
 
 router = APIRouter(prefix="/v1/drafter")
 

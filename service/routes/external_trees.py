@@ -5,14 +5,14 @@ from fastapi import APIRouter, Request, Response
 from coppice.wire.branching import BranchRequest
 from coppice.wire.rollouts import BranchAnswer, DropAnswer
 from service.auth.access import Caller, requires_role
-from service.http.bodies import read_small_json
-from service.http.errors import (
+from service.errors import (
     IdempotencyInProgress,
     IdempotencyMismatch,
     RolloutNotFound,
     SegmentNotFound,
     TreeClosed,
 )
+from service.http.bodies import read_small_json
 from service.http.exception_handlers import cancel_on_disconnect
 from service.http.responses import (
     AUTH_ERRORS,

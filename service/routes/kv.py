@@ -4,8 +4,7 @@ from fastapi import APIRouter, Request, Response
 
 from coppice.wire.kv import KvLease, KvLeaseAnswer
 from service.auth.access import Caller, requires_role
-from service.http.bodies import read_small_json
-from service.http.errors import (
+from service.errors import (
     ClusterUnavailable,
     Draining,
     InvalidRequest,
@@ -16,6 +15,7 @@ from service.http.errors import (
     QuotaExceeded,
     RangeNotSatisfiable,
 )
+from service.http.bodies import read_small_json
 from service.http.params import boot_id_of, expected_version
 from service.http.responses import (
     AUTH_ERRORS,

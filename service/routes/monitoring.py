@@ -10,7 +10,7 @@ from fastapi import APIRouter, Response
 
 from coppice.wire.control import HealthAnswer
 from service.auth.access import allow_any_key, public
-from service.http.errors import EngineGone, NotReady
+from service.errors import EngineGone, NotReady
 from service.http.responses import (
     AUTH_ERRORS,
     JSON,
@@ -18,9 +18,9 @@ from service.http.responses import (
     declare_responses,
     json_response,
 )
-from service.observability.status import status, update_gauges
 from service.routes.dependencies import AnyServer, ReadyServer
 from service.server import Server
+from service.status.status import status, update_gauges
 
 router = APIRouter()
 metrics = APIRouter()

@@ -5,7 +5,7 @@ from fastapi import APIRouter, Request, Response
 from coppice.wire.moves import MoveAnswer, MovedRollout
 from coppice.wire.session_moves import MovedSessions
 from service.auth.access import requires_role
-from service.http.errors import (
+from service.errors import (
     AdapterNotFound,
     ClusterUnavailable,
     IdempotencyInProgress,

@@ -11,8 +11,8 @@ from coppice.wire.control import (
     WakeRequest,
 )
 from service.auth.access import Caller, requires_role
+from service.errors import Asleep, Unsupported, VersionConflict
 from service.http.bodies import read_small_json
-from service.http.errors import Asleep, Unsupported, VersionConflict
 from service.http.responses import ADMIN_ERRORS, BODY_ERRORS, JSON, declare_responses, json_response
 from service.routes.dependencies import ReadyServer, ServingServer
 from service.server import Server

@@ -17,8 +17,7 @@ from coppice.wire.result_formats import (
 )
 from coppice.wire.rollouts import RolloutAnswer, RolloutRequest, SampleAnswer, SegmentAnswer
 from service.auth.access import Caller, requires_role
-from service.cluster.membership import RedirectToReplica
-from service.http.errors import (
+from service.errors import (
     Draining,
     EngineGone,
     Forbidden,
@@ -26,6 +25,7 @@ from service.http.errors import (
     IdempotencyMismatch,
     InvalidRequest,
     NotAcceptable,
+    RedirectToReplica,
     ReplicaGone,
     RolloutNotFound,
 )

@@ -13,7 +13,7 @@ from coppice.wire.sessions import (
     SessionsRequest,
 )
 from service.auth.access import Caller, requires_role
-from service.http.errors import (
+from service.errors import (
     ClusterUnavailable,
     Draining,
     EngineGone,

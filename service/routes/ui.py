@@ -14,9 +14,9 @@ from fastapi.responses import StreamingResponse
 
 from service.auth.access import page, public, requires_role
 from service.http.responses import AUTH_ERRORS, declare_responses
-from service.observability.dashboard_snapshot import INTERVAL_SECONDS, Snapshots
 from service.routes.dependencies import AnyServer
 from service.server import Server
+from service.status.dashboard_snapshot import INTERVAL_SECONDS, Snapshots
 
 router = APIRouter(prefix="/ui")
 

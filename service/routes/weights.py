@@ -16,8 +16,8 @@ from coppice.wire.weight_transfer import TransferRequest
 from coppice.wire.weights import ActivateRequest, StageRequest
 from engine.weights.ipc_tensors import IpcHandle, IpcTensor, WeightTransfer
 from service.auth.access import requires_role
-from service.http.bodies import read_small_json
-from service.http.errors import (
+from service.checkpoint_store import DELTA, SINGLE_FILE, WRITE_BYTES, validate_file_name
+from service.errors import (
     ActivationFailed,
     Asleep,
     BaseUnavailable,
@@ -29,6 +29,7 @@ from service.http.errors import (
     VersionNotFound,
     WeightsRefused,
 )
+from service.http.bodies import read_small_json
 from service.http.exception_handlers import cancel_on_disconnect
 from service.http.params import label, sequence, upload_parameters
 from service.http.responses import (
@@ -43,9 +44,8 @@ from service.http.responses import (
     json_response,
 )
 from service.routes.dependencies import AnyServer, ReadyServer, UploadedFile
-from service.weights.checkpoint_store import DELTA, SINGLE_FILE, WRITE_BYTES, validate_file_name
+from service.versions import Version
 from service.weights.replication import announcer
-from service.weights.versions import Version
 
 router = APIRouter(prefix="/v1/weights")
 files = APIRouter(prefix="/v1/weights")

@@ -7,7 +7,7 @@ from coppice.wire.rollouts import GroupRequest, Prompt, RolloutRequest, SampleAn
 from coppice.wire.sampling import Sampling
 from coppice.wire.sessions import AgentApi
 from engine.types import ChatRequest, ChatResponse
-from service.http.errors import InvalidRequest
+from service.errors import InvalidRequest
 from service.rollouts.group_options import GroupOptions
 from service.rollouts.kept_kv import session_chain
 from service.rollouts.rollout import Rollout

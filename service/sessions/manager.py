@@ -20,8 +20,9 @@ from coppice.wire.sessions import (
 from service.cluster.key_transfers import KeyTransfers
 from service.cluster.membership import RETRY_AFTER_SECONDS, ClusterMembership
 from service.cluster.registry import replica_id_of
-from service.fair_threads import FairThreads
-from service.http.errors import (
+from service.config.sessions import SessionsSettings
+from service.errors import (
+    DRAINING_RETRY_SECONDS,
     ClusterUnavailable,
     Draining,
     Overloaded,
@@ -30,8 +31,9 @@ from service.http.errors import (
     SessionClosed,
     SessionNotFound,
 )
+from service.fair_threads import FairThreads
 from service.observability.session_metrics import SessionMetrics
-from service.rollouts.admission import DRAINING_RETRY_SECONDS, Admission
+from service.rollouts.admission import Admission
 from service.rollouts.idempotency import IdempotencyClaim, IdempotencyKeys
 from service.rollouts.manager import RolloutManager
 from service.rollouts.tokenizer import Tokenizer
@@ -41,7 +43,6 @@ from service.sessions.kv_release import KvReleaseQueue, Release
 from service.sessions.recording import CallServices
 from service.sessions.session import Session
 from service.sessions.session_group import SessionGroup, moved_key
-from service.sessions.settings import SessionsSettings
 from service.sessions.store import RETRY_SECONDS, SessionStore, StreamItem
 
 log = logging.getLogger(__name__)

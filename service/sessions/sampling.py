@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from coppice.wire.sampling import Sampling
-from service.http.errors import InvalidRequest
+from service.errors import InvalidRequest
 
 
 def merge_sampling(

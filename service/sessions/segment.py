@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coppice.wire.rollouts import SegmentFinish
-from service.trees.segment_tree import GeneratedTokens
+from service.rollouts.trees.segment_tree import GeneratedTokens
 
 TokenArray = NDArray[np.int32]
 Attached = Literal["extended", "branched", "root"]

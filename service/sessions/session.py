@@ -16,7 +16,7 @@ from coppice.wire.sessions import (
     SessionUsage,
     Turn,
 )
-from service.http.errors import (
+from service.errors import (
     Draining,
     InvalidRequest,
     QuotaExceeded,

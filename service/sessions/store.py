@@ -7,9 +7,8 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from coppice.wire.sessions import SessionsEndRecord, SessionsProgressRecord
-from service.cluster.membership import RedirectToReplica
 from service.cluster.registry import Replica
-from service.http.errors import Overloaded, SessionNotFound
+from service.errors import Overloaded, RedirectToReplica, SessionNotFound
 from service.sessions.session import Session
 from service.sessions.session_group import (
     EndedSessions,

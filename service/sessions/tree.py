@@ -14,6 +14,7 @@ from coppice.wire.kv_versions import KvVersionSpan
 from coppice.wire.logprobs import TokenLogprobs
 from coppice.wire.rollouts import GroupAnswer, Outcome, SegmentAnswer, SegmentFinish, VersionSpan
 from service.rollouts.supports import Supports
+from service.rollouts.trees.segment_tree import COMPLETE_FINISHES, GeneratedTokens
 from service.sessions.segment import (
     Attached,
     Attachment,
@@ -23,7 +24,6 @@ from service.sessions.segment import (
     num_common,
     start_after,
 )
-from service.trees.segment_tree import COMPLETE_FINISHES, GeneratedTokens
 
 MIN_SHARED_TOKENS = 64
 """Tokens that a prompt must share with the start of a tree, to be a branch of it."""

@@ -27,7 +27,8 @@ from engine.errors import (
 from engine.protocol import Engine
 from engine.types import WEIGHTS, PauseMode, SleepLevel, SleepTag
 from engine.weights.ipc_tensors import WeightTransfer
-from service.http.errors import (
+from service.errors import (
+    DRAINING_RETRY_SECONDS,
     ActivationFailed,
     Asleep,
     Draining,
@@ -37,14 +38,13 @@ from service.http.errors import (
     WeightsRefused,
 )
 from service.prompt_kv.manager import PromptKvManager
-from service.rollouts.admission import DRAINING_RETRY_SECONDS
 from service.rollouts.manager import RolloutManager
+from service.versions import Version, Versions, publish_again
 from service.weights.engine_pauses import EnginePauses
 from service.weights.idle_wait import IdleWait
 from service.weights.pauses import Pause, PauseKind, Pauses
 from service.weights.replication.announcer import Announcer
 from service.weights.stager import WeightStager
-from service.weights.versions import Version, Versions, publish_again
 
 RunToCompletion = Callable[[Coroutine[Any, Any, ActivationAnswer]], Awaitable[ActivationAnswer]]
 """Runs a state change to completion, even if the calling task is cancelled."""

@@ -8,8 +8,8 @@ from coppice.wire.weights import DrafterAcceptance, DrafterAnswer, DrafterTraini
 from engine.errors import CheckpointRefused, DrafterRefused
 from engine.feature_stats import DrafterPairStats, DrafterStatus
 from engine.protocol import Engine
-from service.http.errors import NoDrafter, VersionConflict, WeightsRefused
-from service.weights.checkpoint_store import CheckpointStore
+from service.checkpoint_store import CheckpointStore
+from service.errors import NoDrafter, VersionConflict, WeightsRefused
 
 
 class DrafterManager:

@@ -8,7 +8,7 @@ import asyncio
 
 from engine.protocol import Engine
 from engine.types import PauseMode
-from service.http.errors import VersionConflict
+from service.errors import VersionConflict
 from service.weights.pauses import PauseKind, Pauses
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from coppice.wire.weights import ActivationMode
-from service.http.errors import ServiceError, VersionConflict
+from service.errors import ServiceError, VersionConflict
 from service.rollouts.manager import RolloutManager
 
 

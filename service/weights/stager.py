@@ -18,8 +18,7 @@ from engine.errors import CheckpointRefused
 from engine.protocol import Engine
 from engine.weights.ipc_tensors import WeightTransfer
 from engine.weights.magnitudes import UNKNOWN, Magnitudes, MagnitudeScan
-from service.http.errors import BaseUnavailable, PathRefused, VersionConflict, WeightsRefused
-from service.weights.checkpoint_store import (
+from service.checkpoint_store import (
     DELTA,
     INDEX,
     SINGLE_FILE,
@@ -31,8 +30,9 @@ from service.weights.checkpoint_store import (
     num_bytes_of,
     sha256_of,
 )
+from service.errors import BaseUnavailable, PathRefused, VersionConflict, WeightsRefused
+from service.versions import Version, Versions
 from service.weights.replication.announcer import Announcer
-from service.weights.versions import Version, Versions
 
 OnReceived = Callable[[int, int], None]
 """Callback for each received file: bytes received, and bytes of the resulting file."""

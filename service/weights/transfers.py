@@ -9,9 +9,9 @@ import asyncio
 from coppice.wire.weight_transfer import TransferRequest
 from coppice.wire.weights import ActivationAnswer
 from engine.weights.ipc_tensors import WeightTransfer
+from service.versions import Versions
 from service.weights.activation import Activation, RunToCompletion
 from service.weights.stager import WeightStager
-from service.weights.versions import Versions
 
 
 class WeightTransfers:

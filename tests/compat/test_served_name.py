@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from engine.settings import EngineSettings
-from service.observability.dashboard_snapshot import snapshot
+from service.status.dashboard_snapshot import snapshot
 from tests.compat.third_party import foreign
 from tests.fake_engine import FakeEngine
 

@@ -9,9 +9,9 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 
+from service.config.allowed_peers import Peers
 from service.config.settings import Settings
 from service.config.sources import load_settings
-from service.weights.replication.allowed_peers import Peers
 from tests.examples.nginx import EXAMPLE
 
 DOCKER = Path(__file__).parents[2] / "docker"

@@ -10,7 +10,7 @@ import pytest
 from vllm.tool_parsers import ToolParser, ToolParserManager
 
 from engine.errors import ConversationRefused, RequestRefused
-from engine.io.chat_template_options import template_options
+from engine.launch.chat_template_options import template_options
 from engine.types import ChatRequest, ChatResponse
 from tests.engine.chats import TemplateChat, make_chat
 

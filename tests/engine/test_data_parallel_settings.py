@@ -13,7 +13,7 @@ from engine.feature_stats import CudaGraphStats, KvRetentionStats, SharedPrefixS
 from engine.launch.arguments import engine_arguments
 from engine.launch.data_parallel import check_model
 from engine.launch.environment import engine_environment
-from engine.launch.measure_baseline import measure
+from engine.measure_baseline import measure
 from engine.settings import (
     AttentionSettings,
     EngineSettings,

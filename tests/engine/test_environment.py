@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.launch.environment import (
+from engine.launch.environment import engine_environment
+from engine.runtime.installed_settings import (
     attention_settings,
-    engine_environment,
     speculation_settings,
     started_by_coppice,
 )

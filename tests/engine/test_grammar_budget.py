@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.launch.grammar_budget import (
+from engine.sampling_support.grammar_budget import (
     BUDGET_SECONDS,
     OVERRUN,
     Budget,
@@ -15,7 +15,7 @@ from engine.launch.grammar_budget import (
     budget_of,
     in_grammar_thread,
 )
-from engine.launch.sampling_hooks import name_overrun
+from engine.sampling_support.sampling_hooks import name_overrun
 
 
 class Row:

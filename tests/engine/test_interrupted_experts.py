@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine.io.request_params import sampling_params
-from engine.launch import sampling_hooks
+from engine.sampling_support import sampling_hooks
 from engine.speculation.counters import COUNTERS
 from engine.types import SampleRequest, Sampling
 from tests.engine.model_families import save_family

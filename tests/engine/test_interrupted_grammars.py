@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 from coppice.wire.support import decode_ids, decode_mask
 from engine.io.grammar_check import xgrammar_source
 from engine.io.request_params import sampling_params
-from engine.launch import sampling_hooks
+from engine.sampling_support import sampling_hooks
 from engine.speculation.counters import COUNTERS
 from engine.types import SampleRequest, Sampling, StructuredOutputs
 from tests.engine.seedling import MODEL, reference

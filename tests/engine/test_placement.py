@@ -8,8 +8,8 @@ from typing import Any, Never
 import pytest
 from vllm.v1.engine.core_client import DPLBAsyncMPClient
 
-from engine.io import placement
-from engine.io.placement import (
+from engine.launch import placement
+from engine.launch.placement import (
     Placement,
     PlacementKeys,
     RequestsInFlight,

@@ -19,7 +19,7 @@ from engine.attention import register as attention
 from engine.attention.counters import COUNTERS as ATTENTION
 from engine.io import stop_strings
 from engine.io.request_params import sampling_params
-from engine.launch import sampling_hooks
+from engine.sampling_support import sampling_hooks
 from engine.settings import AttentionSettings
 from engine.speculation.counters import COUNTERS as SPECULATION
 from engine.types import SampleRequest, Sampling, StructuredOutputs

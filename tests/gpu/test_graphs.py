@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from bench.harness.graph_arms import Arm, Request
-from engine.cudagraphs.allowed_shapes import CaptureLimits, DraftLengthTiers
+from engine.cudagraphs.allowed_shapes import CaptureLimits
 from engine.cudagraphs.evaluation import estimate_memory
 from engine.cudagraphs.planner import plan
+from engine.draft_lengths import DraftLengthTiers
 from tests.engine.cudagraphs.managers import SEEDLING
 
 pytestmark = [

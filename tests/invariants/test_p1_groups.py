@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from coppice.wire.rollouts import RolloutRequest
-from service.http.errors import Draining
+from service.errors import Draining
 from service.rollouts.rollout import Rollout
 from service.server import Server
 from tests.fake_engine import FakeEngine

@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 from coppice.wire.rollouts import GroupAnswer, RolloutAnswer, RolloutRequest
 from coppice.wire.weights import ActivationMode
 from engine.types import PauseMode
-from service.http.errors import ServiceError
+from service.errors import ServiceError
 from service.rollouts.group import Group
 from service.rollouts.idempotency import IdempotencyClaim
 from service.rollouts.rollout import Rollout
 from service.server import Server
-from service.weights.versions import Version
+from service.versions import Version
 from tests.invariants.yielding_engine import YieldingEngine, yield_loop
 from tests.sample_sizes import num_examples
 from tests.service.test_rollouts import body, group

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from service.config.settings import LimitsSettings
-from service.http.errors import InvalidRequest, Overloaded, QuotaExceeded, ServiceError
+from service.errors import InvalidRequest, Overloaded, QuotaExceeded, ServiceError
 from service.rollouts.admission import Admission, Reservation
 from tests.fake_engine import FakeEngine
 from tests.service.keyfile import bearer, write_keys

@@ -15,11 +15,11 @@ from fastapi import Request
 from coppice.wire.base import MAX_TOKENS
 from coppice.wire.rollouts import RolloutRequest
 from service.config.settings import LimitsSettings
+from service.errors import BodyTooLarge, InvalidJson, InvalidRequest, QuotaExceeded
 from service.fair_threads import FairThreads
 from service.http import bodies
 from service.http.bodies import INLINE_BYTES, MAX_FIELD_ERRORS, Bodies, parse_large
-from service.http.errors import BodyTooLarge, InvalidJson, InvalidRequest, QuotaExceeded
-from service.observability.logs import key_name
+from service.log_context import key_name
 
 MAX_PEAK_MIB = 400
 """Limit for a body within the default limits, in addition to the body itself."""
@@ -246,7 +246,7 @@ PROGRAM = """
 import sys
 from coppice.wire.rollouts import RolloutRequest
 from service.http.bodies import parse_large
-from service.http.errors import InvalidRequest
+from service.errors import InvalidRequest
 from service.config.settings import LimitsSettings
 
 limit = LimitsSettings().max_json_bytes

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from service.weights.checkpoint_store import CheckpointStore
+from service.checkpoint_store import CheckpointStore
 from tests.fake_engine import FakeEngine
 from tests.serving import serving
 

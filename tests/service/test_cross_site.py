@@ -11,8 +11,8 @@ import pytest
 from starlette.datastructures import Headers
 
 from service.config.settings import ServerSettings
+from service.errors import Forbidden
 from service.http.cross_site import AllowedHosts
-from service.http.errors import Forbidden
 from tests.fake_engine import FakeEngine
 from tests.service.keyfile import bearer, write_keys
 from tests.serving import TLS, Served, serving

@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from coppice import BranchRequest
-from service.http.errors import EngineGone
-from service.trees.external_tree import ExternalTree
+from service.errors import EngineGone
+from service.rollouts.trees.external_tree import ExternalTree
 from tests.fake_engine import FakeEngine
 from tests.invariants.yielding_engine import YieldingEngine
 from tests.service.keyfile import bearer, write_keys

@@ -11,8 +11,8 @@ import pytest
 from coppice.wire.control import FeatureStatus, StatusAnswer
 from engine import feature_stats
 from engine.types import EngineInfo
-from service.observability.features import features, table
 from service.server import Server
+from service.status.features import features, table
 from tests.fake_engine import FakeEngine
 from tests.serving import serving, settings_for
 

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from service.config.settings import LimitsSettings
-from service.http.middleware import PIECE_BYTES, LimitsMiddleware
+from service.routes.middleware import PIECE_BYTES, LimitsMiddleware
 from tests.fake_engine import FakeEngine
 from tests.service.keyfile import write_keys
 from tests.service.sockets import parsed, raw

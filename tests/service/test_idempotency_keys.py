@@ -2,7 +2,7 @@
 
 import pytest
 
-from service.http.errors import IdempotencyInProgress
+from service.errors import IdempotencyInProgress
 from service.rollouts.idempotency import IdempotencyClaim, IdempotencyKeys
 
 SECONDS = 60.0

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from engine.errors import LoadFailed
-from service.http.errors import VersionConflict
+from service.errors import VersionConflict
 from service.weights.activation import COMPLETION_SECONDS
 from tests.fake_engine import VOCAB_SIZE, FakeEngine
 from tests.service.test_rollouts import body, group, running_samples

@@ -15,7 +15,7 @@ from service.app import create_app
 from service.auth.access import declared_access
 from service.auth.keys import LOCAL_KEY, ROLES, Keyring, match_key, read_keys
 from service.config.sources import SettingsError, load_settings
-from service.observability.logs import current_ids
+from service.log_context import current_ids
 from tests.fake_engine import FakeEngine
 from tests.service.command_line import run_command
 from tests.service.keyfile import bearer, entries, write_keys

@@ -10,7 +10,8 @@ import sys
 import pytest
 
 from service.config.settings import LogSettings
-from service.observability.logs import HumanFormatter, JsonFormatter, log_context, logging_config
+from service.log_context import log_context
+from service.observability.logs import HumanFormatter, JsonFormatter, logging_config
 
 
 def record(message: str, *arguments: object, **extra: object) -> logging.LogRecord:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from service.weights.checkpoint_store import WRITE_BYTES
+from service.checkpoint_store import WRITE_BYTES
 from tests.adapters import adapter_config, saved_adapter, tensors_file
 from tests.fake_engine import FakeEngine
 from tests.service.test_weight_deltas import delta, files

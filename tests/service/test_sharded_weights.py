@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from service.compat.openai_errors import to_openai_json
-from service.http.errors import WeightsRefused
+from service.errors import WeightsRefused
 from service.http.exception_handlers import as_json
 from tests.fake_engine import FakeEngine
 from tests.service.test_weights import activate
@@ -63,7 +63,7 @@ async def test_malformed_index_is_refused_and_affects_nothing_else(
 
 async def test_index_size_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every listing of versions includes its names."""
-    monkeypatch.setattr("service.weights.checkpoint_store.MAX_JSON_BYTES", 100)
+    monkeypatch.setattr("service.checkpoint_store.MAX_JSON_BYTES", 100)
     index = json.dumps({"weight_map": {"a": f"{'m' * 100}.safetensors"}}).encode()
     engine = FakeEngine()
     engine.refused_weights["v1"] = "the index is too large"

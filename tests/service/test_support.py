@@ -23,9 +23,9 @@ from coppice.wire.support import (
     support_answer,
 )
 from engine.sampling_support.rows import encode_mask
-from service.http.errors import InvalidRequest
+from service.errors import InvalidRequest
 from service.rollouts.supports import Supports, check, given_support, max_row_bytes, support_of
-from service.trees.segment_tree import GeneratedTokens, Tree
+from service.rollouts.trees.segment_tree import GeneratedTokens, Tree
 from tests.fake_engine import EOS, VOCAB_SIZE, FakeEngine
 from tests.service.test_resume import resume_request, started
 from tests.service.test_rollouts import body, group, running_samples

@@ -10,8 +10,8 @@ import pytest
 
 from coppice.wire.rollouts import Prompt
 from engine.types import ChatRequest
-from service.http.errors import PromptTooLong, QuotaExceeded
-from service.observability.logs import key_name
+from service.errors import PromptTooLong, QuotaExceeded
+from service.log_context import key_name
 from service.rollouts.tokenizer import Tokenizer
 from tests.fake_engine import FakeEngine
 from tests.serving import serving

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from coppice.wire.branching import Branching
 from coppice.wire.rollouts import GroupAnswer
 from engine.types import Completion, SampleRequest, Sampling
+from service.prompt_kv.prompt_source import PrefilledPrompt
 from service.rollouts.group_factory import create_tree_group
 from service.rollouts.group_options import GroupOptions
-from service.rollouts.prompt_kv_source import PrefilledPrompt
-from service.trees.plan import Plan, distribute_leaves, next_cut, split
+from service.rollouts.trees.plan import Plan, distribute_leaves, next_cut, split
 from tests.fake_engine import FakeEngine
 from tests.sample_sizes import num_examples
 

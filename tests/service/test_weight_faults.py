@@ -12,7 +12,7 @@ import pytest
 
 from coppice import AsyncRollouts, VersionConflict
 from engine.weights.magnitudes import UNKNOWN, Magnitudes
-from service.weights.checkpoint_store import WRITE_BYTES
+from service.checkpoint_store import WRITE_BYTES
 from tests.fake_engine import FakeEngine
 from tests.serving import Served, serving
 

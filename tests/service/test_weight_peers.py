@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from service.config.allowed_peers import Peers, parse_allowed
 from service.config.sources import SettingsError, load_settings
-from service.weights.replication.allowed_peers import Peers, parse_allowed
 
 ALLOWED = (
     "http://10.0.0.0/8:8000",

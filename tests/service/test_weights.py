@@ -21,8 +21,8 @@ from engine.types import PauseMode
 from engine.weights.magnitudes import UNKNOWN, Magnitudes
 from service.cluster.in_memory import InMemoryRegistry
 from service.cluster.registry import Manifest, ManifestConflict
-from service.http.errors import VersionConflict
-from service.weights.versions import Versions
+from service.errors import VersionConflict
+from service.versions import Versions
 from tests.fake_engine import VOCAB_SIZE, FakeEngine
 from tests.service.test_rollouts import body, group, running_samples
 from tests.serving import Served, serving

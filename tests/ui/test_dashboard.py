@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from engine.feature_stats import SpeculationStats
 from service.app import create_app
-from service.observability.dashboard_snapshot import (
+from service.status.dashboard_snapshot import (
     INTERVAL_SECONDS,
     LOAD,
     MAX_GROUPS,

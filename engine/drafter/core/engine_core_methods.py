@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.drafter.acceptance_by_version import Snapshot
 from engine.drafter.core.scheduler_hooks import DraftingHooks
-from engine.launch.environment import graph_plan, speculation_settings
+from engine.runtime.installed_settings import graph_plan, speculation_settings
 from engine.speculation.baseline import cost_model, profile_key
 from engine.speculation.controller import Controller
 from engine.speculation.cost import ProfileCache, Step

@@ -24,7 +24,7 @@ from engine.drafter.worker.draft_graphs import (
     graph_mode,
     later_pass_shapes,
 )
-from engine.launch.environment import graph_plan
+from engine.runtime.installed_settings import graph_plan
 
 
 class DraftPasses(StandaloneARSpeculator):  # type: ignore[misc]

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from engine.launch.environment import graph_plan
+from engine.runtime.installed_settings import graph_plan
 from engine.speculation.baseline import cost_model, may_speed_up, profile_cache
 from engine.speculation.calibration import DraftCalibration
 from engine.speculation.core.scheduler_drafts import SchedulerDrafts

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 
+from service.checkpoint_store import INDEX
 from service.cluster.membership import ClusterMembership
 from service.cluster.registry import (
     ClusterView,
@@ -15,9 +16,8 @@ from service.cluster.registry import (
     ManifestFile,
     RegistryUnavailable,
 )
-from service.http.errors import VersionConflict, WeightsRefused
-from service.weights.checkpoint_store import INDEX
-from service.weights.versions import Version, Versions
+from service.errors import VersionConflict, WeightsRefused
+from service.versions import Version, Versions
 
 CHANGED_FILES = "the files differ from the published ones"
 DELTA = "delta.safetensors"

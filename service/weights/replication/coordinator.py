@@ -22,10 +22,10 @@ from service.cluster.registry import (
     Replica,
     new_target_id,
 )
-from service.http.errors import VersionConflict
+from service.errors import VersionConflict
+from service.versions import Versions
 from service.weights.activation import Activation, RunToCompletion
 from service.weights.replication.follower import Follower
-from service.weights.versions import Versions
 
 POLL_SECONDS = 0.1
 

@@ -15,15 +15,15 @@ from typing import Literal
 
 import httpx
 
+from service.checkpoint_store import SINGLE_FILE, CheckpointStore, validate_file_name
 from service.cluster.registry import Manifest, ManifestFile, Replica
+from service.config.allowed_peers import Peers
 from service.config.settings import WeightsSettings
-from service.http.errors import DigestMismatch, ServiceError, WeightsRefused
+from service.errors import DigestMismatch, ServiceError, WeightsRefused
 from service.http.params import label
-from service.weights.checkpoint_store import SINGLE_FILE, CheckpointStore, validate_file_name
-from service.weights.replication.allowed_peers import Peers
+from service.versions import Version
 from service.weights.replication.announcer import CHANGED_FILES, digest_header, same_files
 from service.weights.stager import WeightStager
-from service.weights.versions import Version
 
 FetchMethod = Literal["path", "delta", "full", "failed"]
 CONNECT_TIMEOUT_SECONDS = 5.0

@@ -13,7 +13,8 @@ from coppice.wire.kv_versions import ActivationKv
 from engine.types import WEIGHTS
 from service.cluster.membership import ClusterMembership
 from service.cluster.registry import ActivationTarget, ClusterView, RegistryUnavailable
-from service.http.errors import ServiceError, VersionConflict
+from service.errors import ServiceError, VersionConflict
+from service.versions import Version, Versions
 from service.weights.activation import Activation
 from service.weights.replication.announcer import (
     Announcer,
@@ -25,7 +26,6 @@ from service.weights.replication.background_downloads import Fetcher
 from service.weights.replication.downloader import WeightsDownloader
 from service.weights.replication.status import ReplicaStatus
 from service.weights.stager import WeightStager
-from service.weights.versions import Version, Versions
 
 POLL_SECONDS = 0.2
 ERROR_PAUSE_SECONDS = 1.0

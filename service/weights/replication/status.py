@@ -7,8 +7,8 @@ from collections.abc import Callable
 from coppice.wire.weights import ReplicaWeights, VersionsAnswer
 from service.cluster.membership import ClusterMembership
 from service.cluster.registry import ClusterView, Replica
-from service.observability.readiness import Readiness
-from service.weights.versions import Versions
+from service.readiness import Readiness
+from service.versions import Versions
 
 RETRY_SECONDS = 10.0
 

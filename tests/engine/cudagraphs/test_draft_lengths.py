@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from engine.cudagraphs.allowed_shapes import DraftLengthTiers, default_tiers
+from engine.draft_lengths import DraftLengthTiers, default_tiers
 from engine.settings import GraphsSettings
 
 

@@ -5,16 +5,12 @@ from typing import Any
 
 import pytest
 
-from engine.cudagraphs.allowed_shapes import (
-    CaptureLimits,
-    DraftLengthTiers,
-    vllm_shapes,
-    vllm_sizes,
-)
+from engine.cudagraphs.allowed_shapes import CaptureLimits, vllm_shapes, vllm_sizes
 from engine.cudagraphs.counters import COUNTERS
 from engine.cudagraphs.evaluation import GraphMemory, PerLengthLookup, VllmLookup
 from engine.cudagraphs.planner import Plan, plan
 from engine.cudagraphs.shapes import GraphShape, decode, mixed
+from engine.draft_lengths import DraftLengthTiers
 from engine.patches import graph_candidates
 from tests.engine.cudagraphs.managers import Schedule, capture, config_of, manager_of, no_gpu_needed
 

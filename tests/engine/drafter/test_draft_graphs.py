@@ -8,7 +8,7 @@ import pytest
 
 from engine.cudagraphs.planner import Plan
 from engine.cudagraphs.shapes import decode, mixed
-from engine.launch.environment import GRAPHS_ENV
+from engine.runtime.installed_settings import GRAPHS_ENV
 from tests.engine.drafter.draft_runner import (
     LONGEST,
     MAX_TOKENS,

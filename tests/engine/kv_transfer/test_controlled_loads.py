@@ -14,7 +14,7 @@ import pytest
 
 from engine.io.request_params import sampling_params
 from engine.kv_types import KvLoad
-from engine.launch import sampling_hooks
+from engine.sampling_support import sampling_hooks
 from engine.types import SampleRequest, Sampling, StructuredOutputs
 from service.kv_reuse.prompt_sections import joined
 from service.kv_reuse.splicing import prefill_lengths

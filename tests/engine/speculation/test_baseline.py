@@ -13,6 +13,11 @@ from engine.attention import register as attention
 from engine.drafter.core.draft_length import DraftLengthPolicy
 from engine.errors import StartFailed
 from engine.feature_stats import FeatureStatus
+from engine.launch.baseline_methods import (
+    StepTimer,
+    coppice_begin_baseline,
+    coppice_finish_baseline,
+)
 from engine.launch.features import with_prediction
 from engine.settings import AttentionSettings, EngineSettings, GraphsSettings, SpeculationSettings
 from engine.speculation import baseline, process_settings, startup
@@ -25,11 +30,6 @@ from engine.speculation.baseline import (
     predict_gain,
 )
 from engine.speculation.controller import Controller
-from engine.speculation.core.baseline_methods import (
-    StepTimer,
-    coppice_begin_baseline,
-    coppice_finish_baseline,
-)
 from engine.speculation.cost import Step, StepCostModel
 from tests.engine.seedling import settings as seedling_settings
 from tests.fake_engine import FakeEngine
@@ -349,7 +349,7 @@ def test_engine_whose_draft_model_runs_in_every_step_measures_no_baseline() -> N
 @pytest.mark.engine
 @pytest.mark.filterwarnings("ignore")
 async def test_engine_without_speculation_measures_the_baseline(tmp_path: Path) -> None:
-    from engine.launch.measure_baseline import measure
+    from engine.measure_baseline import measure
 
     engine: EngineSettings = seedling_settings(max_sequences=4)
     found = await measure(

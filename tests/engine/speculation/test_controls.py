@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engine.io.request_params import sampling_params
-from engine.launch import sampling_hooks
+from engine.sampling_support import sampling_hooks
 from engine.speculation.proposer import Proposer
 from engine.types import SampleRequest, Sampling, StructuredOutputs
 from tests.engine.seedling import MODEL

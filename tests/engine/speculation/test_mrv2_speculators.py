@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from engine.drafter.worker import draft_speculator
+from engine.launch import mrv2_speculators
 from engine.settings import SpeculationMode, SpeculationSettings
-from engine.speculation import gpu_speculator, mrv2_speculators, process_settings
+from engine.speculation import gpu_speculator, process_settings
 
 
 def stock(vllm_config: Any, device: Any, req_states: Any) -> str:

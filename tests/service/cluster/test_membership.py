@@ -8,10 +8,10 @@ import pytest
 
 from service.cluster.idempotency_claims import MAX_CLAIMS_PER_HEARTBEAT
 from service.cluster.in_memory import InMemoryRegistry
-from service.cluster.membership import ClusterMembership, RedirectToReplica
+from service.cluster.membership import ClusterMembership
 from service.cluster.registry import ClusterView, RegistryUnavailable, Replica
-from service.cluster.settings import ClusterSettings
-from service.http.errors import ClusterUnavailable, ReplicaGone
+from service.config.cluster import ClusterSettings
+from service.errors import ClusterUnavailable, RedirectToReplica, ReplicaGone
 
 A = Replica(id="a" * 12, url="http://a", state="serving", version="v0", sequence=0)
 B = Replica(id="b" * 12, url="http://b", state="serving", version="v0", sequence=0)

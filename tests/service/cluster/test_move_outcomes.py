@@ -14,13 +14,13 @@ from coppice.wire.support import support_answer
 from engine.sampling_support.rows import encode_mask
 from service.cluster.in_memory import InMemoryRegistry
 from service.cluster.registry import RegistryUnavailable, Replica
+from service.config.allowed_peers import Peers
 from service.moves.peers import refusal_of
 from service.moves.sender import CONCURRENT_MOVES, MoveSender
 from service.rollouts.group import Group
 from service.rollouts.group_options import GroupOptions
 from service.rollouts.rollout import Rollout
 from service.rollouts.supports import DECODED_IN_LOOP
-from service.weights.replication.allowed_peers import Peers
 from tests.fake_engine import FakeEngine
 from tests.service.cluster.test_moves import (
     LONG,

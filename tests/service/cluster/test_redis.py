@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from service.cluster.redis_registry import RedisRegistry
 from service.cluster.registry import ActivationTarget, Manifest, RegistryUnavailable, Replica
-from service.cluster.settings import ClusterSettings
+from service.config.cluster import ClusterSettings
 from tests.cluster import fleet, replica, sees
 from tests.fake_engine import FakeEngine
 from tests.ports import free_port

@@ -19,7 +19,7 @@ from service.cluster.registry import (
     ManifestFile,
     Replica,
 )
-from service.cluster.settings import ClusterSettings
+from service.config.cluster import ClusterSettings
 from tests.redis_server import RedisServer, redis_server
 
 LONG = 60.0

@@ -4,10 +4,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
-from service.http.errors import KvGone
+from service.config.prompt_kv import KvSettings
+from service.errors import KvGone
 from service.prompt_kv.handle import Handle
 from service.prompt_kv.handles import Handles
-from service.prompt_kv.settings import KvSettings
 from service.prompt_kv.slots import SlotTable
 from tests.sample_sizes import num_examples
 from tests.service.prompt_kv.test_slots import CAPACITY_BYTES, LAYOUTS, REPLICA

@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from service.cluster.registry import new_replica_id
-from service.http.errors import KvGone, KvNotFound
+from service.config.prompt_kv import KvSettings
+from service.errors import KvGone, KvNotFound
 from service.prompt_kv.arena import PAGE_BYTES
 from service.prompt_kv.handle import Handle
 from service.prompt_kv.handles import Handles
 from service.prompt_kv.layout import LayoutFactory
-from service.prompt_kv.settings import KvSettings
 from service.prompt_kv.slots import Slot, SlotState, SlotTable
 from tests.fake_export import FORMAT
 from tests.sample_sizes import num_examples

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from coppice.wire.rollouts import GroupAnswer, SegmentAnswer, SegmentFinish, VersionSpan
 from engine.types import ChatRequest
+from service.errors import ServiceError
 from service.fair_threads import FairThreads
-from service.http.errors import ServiceError
 from service.rollouts.supports import Supports
 from service.rollouts.tokenizer import Tokenizer
 from service.sessions.history import Conversations, RecordedCall

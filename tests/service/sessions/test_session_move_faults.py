@@ -10,7 +10,7 @@ import pytest
 
 from coppice.wire.sessions import SessionFinishRequest
 from service.cluster.in_memory import InMemoryRegistry
-from service.http.errors import Draining
+from service.errors import Draining
 from tests.fake_engine import FakeEngine
 from tests.service.cluster.test_move_faults import peer
 from tests.service.cluster.test_moves import see_each_other

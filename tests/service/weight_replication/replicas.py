@@ -17,7 +17,7 @@ from service.cluster.registry import (
     RegistryUnavailable,
     Replica,
 )
-from service.http.errors import NotReady
+from service.errors import NotReady
 from tests.cluster import fleet
 from tests.fake_engine import FakeEngine
 from tests.serving import Served

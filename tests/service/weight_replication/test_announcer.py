@@ -7,9 +7,9 @@ import pytest
 
 from service.cluster.membership import ClusterMembership
 from service.cluster.registry import ClusterView, Replica
-from service.cluster.settings import ClusterSettings
+from service.config.cluster import ClusterSettings
+from service.versions import Version, Versions, first_version
 from service.weights.replication.announcer import Announcer
-from service.weights.versions import Version, Versions, first_version
 from tests.service.weight_replication.replicas import Faulty
 
 ME = Replica(id="a" * 12, url="http://a", state="serving", version="v0", sequence=0)

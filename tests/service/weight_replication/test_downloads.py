@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
+from service.checkpoint_store import WRITE_BYTES
 from service.cluster.in_memory import InMemoryRegistry
 from service.cluster.registry import Manifest, ManifestFile
-from service.weights.checkpoint_store import WRITE_BYTES
 from service.weights.replication.announcer import same_files
 from service.weights.replication.downloader import DownloadFailed, _chunks
 from tests.cluster import replica

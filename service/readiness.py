@@ -3,8 +3,7 @@
 from engine.protocol import Engine
 from engine.types import EngineHealth
 from service.cluster.registry import ReplicaState
-from service.http.errors import Draining, EngineGone, NotReady
-from service.rollouts.admission import DRAINING_RETRY_SECONDS
+from service.errors import DRAINING_RETRY_SECONDS, Draining, EngineGone, NotReady
 
 STARTING_RETRY_SECONDS = 2.0
 WEIGHTS_RETRY_SECONDS = 2.0

@@ -5,6 +5,9 @@ from typing import ClassVar
 
 from coppice.wire.problem_catalogue import PROBLEMS, Problem, ProblemKind
 
+DRAINING_RETRY_SECONDS = 5.0
+"""Retry-After of requests that a draining replica refuses."""
+
 
 class ServiceError(Exception):
     """Base class of exceptions that are answered with an RFC 9457 problem document.
@@ -133,3 +136,15 @@ class VersionUnavailable(ServiceError, code="version_unavailable"): ...
 class ClusterUnavailable(ServiceError, code="cluster_unavailable"): ...
 class AdaptersFull(ServiceError, code="adapters_full"): ...
 # fmt: on
+
+
+class RedirectToReplica(Exception):
+    """Raised if a requested resource is on another replica, whose base URL is `url`.
+
+    `query` replaces the query of the request.
+    """
+
+    def __init__(self, url: str, *, query: str | None = None) -> None:
+        super().__init__(url)
+        self.url = url
+        self.query = query

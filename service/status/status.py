@@ -6,9 +6,9 @@ from coppice.wire.control import EngineStatus, StartPhase, StatusAnswer
 from engine.protocol import Engine
 from engine.types import EngineHealth
 from service import __version__
-from service.http.errors import ServiceError
-from service.observability.features import features
+from service.errors import ServiceError
 from service.server import Server
+from service.status.features import features
 
 
 def status(server: Server) -> StatusAnswer:

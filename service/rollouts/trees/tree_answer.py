@@ -8,7 +8,7 @@ from coppice.wire.rollouts import GroupAnswer, Outcome, SampleAnswer, SegmentAns
 from service.rollouts.group import OnPart
 from service.rollouts.group_options import GroupOptions
 from service.rollouts.sampling import parsed_message
-from service.trees.segment_tree import LeafPath, Segment, Tree
+from service.rollouts.trees.segment_tree import LeafPath, Segment, Tree
 
 
 async def tree_answer(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from coppice.wire.branching import Branching, Entropy
-from service.http.errors import InvalidRequest
+from service.errors import InvalidRequest
 
 UNUSED_FIELDS = {
     "interval": ("positions", "lease_seconds"),

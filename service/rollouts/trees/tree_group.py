@@ -17,7 +17,7 @@ from engine.kv_types import ExportSlot
 from engine.protocol import Engine
 from engine.types import Completion, SampleRequest
 from service.rollouts.group import Group, OnPart
-from service.trees.path_request import (
+from service.rollouts.trees.path_request import (
     Budget,
     Path,
     PathBounds,
@@ -26,9 +26,9 @@ from service.trees.path_request import (
     path_request,
     path_tokens,
 )
-from service.trees.plan import Plan, split
-from service.trees.segment_tree import COMPLETE_FINISHES, GeneratedTokens, Segment, Tree
-from service.trees.tree_answer import outcome_of, tree_answer
+from service.rollouts.trees.plan import Plan, split
+from service.rollouts.trees.segment_tree import COMPLETE_FINISHES, GeneratedTokens, Segment, Tree
+from service.rollouts.trees.tree_answer import outcome_of, tree_answer
 
 Fork = tuple[Segment | None, int, list[int]]
 """Parent segment of new paths, their depth in splits, and the number of leaves of each."""

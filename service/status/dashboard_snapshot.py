@@ -15,15 +15,15 @@ from prometheus_client import CollectorRegistry
 
 from engine.feature_stats import SpeculationStats
 from engine.protocol import Engine
-from service.observability.session_snapshot import session_snapshots
-from service.observability.status import status
 from service.prompt_kv.handle import Handle
 from service.prompt_kv.manager import PromptKvManager
 from service.rollouts.group import Group
 from service.rollouts.rollout import Rollout
+from service.rollouts.trees.path_request import Path
+from service.rollouts.trees.tree_group import TreeGroup
 from service.server import Server
-from service.trees.path_request import Path
-from service.trees.tree_group import TreeGroup
+from service.status.session_snapshot import session_snapshots
+from service.status.status import status
 
 MAX_ROLLOUTS = 20
 MAX_GROUPS = 24  # of one rollout

@@ -21,7 +21,12 @@ import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from engine.launch.grammar_budget import OVERRUN, BudgetedGrammar, budget_of, in_grammar_thread
+from engine.sampling_support.grammar_budget import (
+    OVERRUN,
+    BudgetedGrammar,
+    budget_of,
+    in_grammar_thread,
+)
 
 PRIOR_TOKENS_ARG = "coppice_num_prior_tokens"
 DRAWN_TOKENS_ARG = "coppice_num_drawn_tokens"

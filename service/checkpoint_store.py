@@ -25,7 +25,7 @@ from pydantic_core import from_json
 from coppice.weights.delta import DeltaRefused, Lineage, apply_delta, lineage_of
 from engine.runtime.leftover_files import create_locked_dir
 from engine.weights.checkpoint import MAX_JSON_BYTES
-from service.http.errors import (
+from service.errors import (
     DigestMismatch,
     InsufficientStorage,
     InvalidRequest,

@@ -14,11 +14,11 @@ from coppice.wire.rollouts import SegmentAnswer, SegmentFinish, VersionSpan
 from coppice.wire.support import SupportAnswer
 from coppice.wire.version_span_slicing import cut_spans, joined_spans
 from engine.types import Completion
-from service.http.errors import SegmentNotFound
+from service.errors import SegmentNotFound
 from service.rollouts.group_options import GroupOptions
 from service.rollouts.sample_answer import AnswerTables, wire_kv_versions, wire_spans
 from service.rollouts.supports import Supports, joined, support_of
-from service.trees.plan import Plan
+from service.rollouts.trees.plan import Plan
 
 COMPLETE_FINISHES: Collection[SegmentFinish] = frozenset({"stop", "length", "budget"})
 """Finish reasons of a path that ended by itself; the token budget is a limit like any other."""

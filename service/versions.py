@@ -16,7 +16,7 @@ from pathlib import Path
 from coppice.wire.rollouts import WeightsConstraint
 from coppice.wire.weights import VersionAnswer, VersionState
 from engine.weights.ipc_tensors import WeightTransfer
-from service.http.errors import (
+from service.errors import (
     RollbackRefused,
     VersionConflict,
     VersionNotFound,

@@ -14,10 +14,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.auth.audit_log import log_admin_call
 from service.config.settings import LimitsSettings
-from service.http.errors import HeadersTooLarge, Overloaded, RequestTimeout
+from service.errors import HeadersTooLarge, Overloaded, RequestTimeout
 from service.http.exception_handlers import error_response
 from service.http.limited_protocol import CROWDED
-from service.observability.logs import request_id
+from service.log_context import request_id
 from service.observability.metrics import Metrics
 from service.observability.tracing import Tracing
 

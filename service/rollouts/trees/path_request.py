@@ -7,8 +7,8 @@ from engine.kv_types import ExportSlot
 from engine.types import Completion, SampleRequest
 from service.rollouts.group_options import GroupOptions, derive_seed
 from service.rollouts.sample_answer import num_valid_tokens, tables_of
-from service.trees.plan import Plan, distribute_leaves, select_entropy_cuts
-from service.trees.segment_tree import (
+from service.rollouts.trees.plan import Plan, distribute_leaves, select_entropy_cuts
+from service.rollouts.trees.segment_tree import (
     COMPLETE_FINISHES,
     GeneratedTokens,
     Segment,

@@ -14,7 +14,7 @@ from coppice.wire.branching import BranchRequest
 from coppice.wire.rollouts import SegmentAnswer, SegmentFinish
 from engine.errors import EngineError
 from engine.protocol import Engine
-from service.http.errors import (
+from service.errors import (
     IdempotencyInProgress,
     IdempotencyMismatch,
     InvalidRequest,
@@ -23,10 +23,10 @@ from service.http.errors import (
 from service.http.exception_handlers import to_service_error
 from service.rollouts.group import EndReason
 from service.rollouts.idempotency import IdempotencyClaim
-from service.trees.path_request import Budget, Path, PathBounds
-from service.trees.plan import Plan, next_cut
-from service.trees.segment_tree import COMPLETE_FINISHES, GeneratedTokens, Segment, Tree
-from service.trees.tree_group import Fork, TreeGroup
+from service.rollouts.trees.path_request import Budget, Path, PathBounds
+from service.rollouts.trees.plan import Plan, next_cut
+from service.rollouts.trees.segment_tree import COMPLETE_FINISHES, GeneratedTokens, Segment, Tree
+from service.rollouts.trees.tree_group import Fork, TreeGroup
 
 if TYPE_CHECKING:
     from service.rollouts.manager import RolloutManager  # its group factory imports this module

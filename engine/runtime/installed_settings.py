@@ -1,0 +1,37 @@
+"""The engine's settings, as its processes read them from the variables that its start sets."""
+
+import os
+
+from engine.cudagraphs.planner import Plan
+from engine.settings import AttentionSettings, SpeculationSettings
+
+ENGINE_ENV = "COPPICE_ENGINE"
+ATTENTION_ENV = "COPPICE_ENGINE_ATTENTION"
+SPECULATION_ENV = "COPPICE_ENGINE_SPECULATION"
+GRAPHS_ENV = "COPPICE_ENGINE_GRAPHS"
+DIGEST_ENV = "COPPICE_ENGINE_DIGEST"
+
+
+def started_by_coppice() -> bool:
+    """Return true in a process of a Coppice engine. The plugin does nothing in any other vLLM."""
+    return os.environ.get(ENGINE_ENV) == "1"
+
+
+def attention_settings() -> AttentionSettings:
+    """The engine's attention settings, read from the environment in EngineCore or a worker."""
+    return AttentionSettings.model_validate_json(os.environ[ATTENTION_ENV])
+
+
+def own_settings_digest() -> str:
+    """The settings digest of this process's machine."""
+    return os.environ[DIGEST_ENV]
+
+
+def speculation_settings() -> SpeculationSettings:
+    return SpeculationSettings.model_validate_json(os.environ[SPECULATION_ENV])
+
+
+def graph_plan() -> Plan | None:
+    """The engine's CUDA graph plan, if any, read from the environment in EngineCore or a worker."""
+    text = os.environ.get(GRAPHS_ENV)
+    return Plan.from_json(text) if text else None
