@@ -114,7 +114,7 @@ async def test_settings_of_the_service_enable_features(tmp_path: Path) -> None:
 async def test_table_is_printed_once_at_start(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.INFO, logger="service.server"):
+    with caplog.at_level(logging.INFO, logger="service.app"):
         await listed(tmp_path)
     [printed] = [r.getMessage() for r in caplog.records if r.getMessage().startswith("features:")]
     lines = printed.splitlines()
