@@ -17,7 +17,6 @@ from coppice.train import (
     TrainingGroup,
     compute_prompt_kv,
     grouped_backward,
-    naive_backward,
 )
 from engine.feature_stats import FeatureStatus, SharedPrefixStats
 from engine.kv_types import ExportSlot, KvFormat, LayerFormat
@@ -33,6 +32,7 @@ from tests.engine.seedling import reference, settings, teacher_forced
 from tests.engine.speculation.drafting_engine import drafting_engine, in_group
 from tests.engine.stepped_engine import LiveEngine, live_engine
 from tests.train.models import error, gradients, random_group, random_loss
+from tests.train.naive import naive_backward
 
 pytestmark = [
     pytest.mark.engine,

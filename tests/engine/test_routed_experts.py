@@ -12,13 +12,14 @@ import pytest_asyncio
 import torch
 from transformers import AutoModelForCausalLM
 
-from coppice.train import TrainingGroup, naive_logprobs
+from coppice.train import TrainingGroup
 from engine.errors import StartFailed
 from engine.launch.arguments import engine_arguments
 from engine.settings import EngineSettings
 from engine.types import Completion, SampleRequest, Sampling
 from engine.vllm_engine import VllmEngine
 from tests.engine.model_families import save_family
+from tests.train.naive import naive_logprobs
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
 PROMPT = [5 + i % 90 for i in range(75)]

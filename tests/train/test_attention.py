@@ -23,8 +23,8 @@ from coppice.train.layer_attention import (
     LayerAttention,
     window_calls,
 )
-from coppice.train.naive import reference_attention
 from coppice.train.packed_row import Branch, Spans
+from coppice.train.reference_attention import reference_attention
 
 pytestmark = pytest.mark.slow
 

@@ -11,11 +11,11 @@ from coppice.train import (
     compute_prompt_kv,
     group_logprobs,
     grouped_backward,
-    naive_backward,
 )
 from coppice.train.attention_modes import attending
 from coppice.train.group_logprobs import no_grad_layers, response_logprobs
 from tests.train.models import Gradients, error, gradients, random_group, random_loss, tiny_model
+from tests.train.naive import naive_backward
 
 pytestmark = pytest.mark.slow
 

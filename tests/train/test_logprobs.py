@@ -9,10 +9,10 @@ from coppice.train import (
     TrainingGroup,
     compute_prompt_kv,
     group_logprobs,
-    naive_logprobs,
     packed_logprobs,
 )
 from tests.train.models import error, gradients, random_group, random_loss, tiny_model
+from tests.train.naive import naive_logprobs
 from tests.train.test_backward import naive_gradients
 
 pytestmark = pytest.mark.slow

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from coppice.train import grouped_backward, naive_backward
+from coppice.train import grouped_backward
 from tests.train.models import error, gradients, random_group, random_loss, tiny_model
+from tests.train.naive import naive_backward
 from tests.train.test_backward import SCHEDULES
 from tests.train.test_checkpointing import checkpointed, schedules
 

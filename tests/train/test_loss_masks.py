@@ -19,14 +19,13 @@ from coppice.train import (
     group_logprobs,
     grouped_backward,
     grpo_loss,
-    naive_backward,
-    naive_logprobs,
     packed_logprobs,
     token_mean,
 )
 from coppice.train.training_group import sampled_runs
 from engine.sampling_support.rows import encode_mask
 from tests.train.models import error, gradients, random_group, random_loss, tiny_model
+from tests.train.naive import naive_backward, naive_logprobs
 from tests.train.test_sampled_distribution import random_support
 from tests.train.test_trees import FORESTS, SCHEDULES, group_with_tree, random_tree, segment
 

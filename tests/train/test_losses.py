@@ -16,13 +16,13 @@ from coppice.train import (
     grouped_backward,
     grpo_loss,
     kl_estimate,
-    naive_backward,
     reverse_kl_loss,
     sequence_mean,
     token_mean,
 )
 from coppice.train.packed_row import plan_passes
 from tests.train.models import LENGTHS, error, gradients, random_group, tiny_model
+from tests.train.naive import naive_backward
 
 pytestmark = pytest.mark.slow
 

@@ -41,8 +41,6 @@ from coppice.train import (
     compute_prompt_kv,
     group_logprobs,
     grouped_backward,
-    naive_backward,
-    naive_logprobs,
 )
 from coppice.train.backward import choose
 from coppice.train.backward_memory import (
@@ -55,6 +53,7 @@ from coppice.train.backward_memory import (
 )
 from examples.seedling.arithmetic import draw, written_out
 from tests.train.models import VOCABULARY, error, gradients, random_group, random_loss, tiny_model
+from tests.train.naive import naive_backward, naive_logprobs
 from tests.train.test_backward import SCHEDULES, without_the_prompts
 
 pytestmark = pytest.mark.slow

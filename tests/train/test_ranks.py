@@ -20,12 +20,11 @@ from coppice.train import (
     compute_prompt_kv,
     group_logprobs,
     grouped_backward,
-    naive_backward,
-    naive_logprobs,
     reduce_gradients,
 )
 from coppice.train.losses import Totals
 from tests.train.models import Gradients, error, gradients, random_group, random_loss, tiny_model
+from tests.train.naive import naive_backward, naive_logprobs
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 

@@ -14,10 +14,9 @@ from coppice.train import (
     attending,
     group_logprobs,
     grouped_backward,
-    naive_backward,
-    naive_logprobs,
     replay_routing,
 )
+from tests.train.naive import naive_backward, naive_logprobs
 
 SIZES = {
     "vocab_size": 64,

@@ -14,14 +14,13 @@ from coppice.train import (
     TrainingGroup,
     group_logprobs,
     grouped_backward,
-    naive_logprobs,
     packed_logprobs,
     sampled_logprobs,
 )
 from coppice.train import sampled_distribution as module
-from coppice.train.naive import naive_token_logprobs
 from engine.sampling_support.rows import encode_mask
 from tests.train.models import VOCABULARY, error, random_group, tiny_model
+from tests.train.naive import naive_logprobs, naive_token_logprobs
 from tests.train.test_backward import SCHEDULES, found_gradients, naive_gradients
 from tests.train.test_trees import random_tree
 

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from coppice import Tree, segment_advantages, segment_weights
 from coppice.credit import Scheme, Weighting
-from coppice.train import Totals, TrainingGroup, advantages, grpo_loss, naive_backward, token_mean
+from coppice.train import Totals, TrainingGroup, advantages, grpo_loss, token_mean
 from coppice.train.training_group import RowLogprobs
 from tests.client.trees import tree
 from tests.train.models import tiny_model
+from tests.train.naive import naive_backward
 
 PROMPT = torch.tensor([3, 1, 4, 1, 5])
 REWARDS = [1.0, 0.0, 3.0, 2.5, 4.0]

@@ -28,7 +28,6 @@ from coppice.train.losses import (
     sequence_mean,
     token_mean,
 )
-from coppice.train.naive import naive_backward, naive_logprobs
 from coppice.train.prompt_kv_leaves import PromptKV
 from coppice.train.routing import replay_routing
 from coppice.train.sampled_distribution import sampled_logprobs
@@ -59,8 +58,6 @@ __all__ = [
     "grouped_backward",
     "grpo_loss",
     "kl_estimate",
-    "naive_backward",
-    "naive_logprobs",
     "packed_logprobs",
     "reduce_gradients",
     "replay_routing",

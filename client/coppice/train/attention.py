@@ -30,8 +30,8 @@ from coppice.train.layer_attention import (
     to_float32,
     window_attention,
 )
-from coppice.train.naive import reference_attention
 from coppice.train.packed_row import Spans
+from coppice.train.reference_attention import reference_attention
 
 # Measured: with 64 the merges cost as much as the tiles save; with 256 half of each tile is wasted.
 TILE = 128
