@@ -38,7 +38,8 @@ class Version:
     digest of the delta from which it was uploaded; the delta is stored too. `announced` means that
     the version is published in the cluster registry. `xxh3_128` is the checksum of a version that
     was uploaded as one file. `digests` has the SHA-256 of each file, once it is needed.
-    `received_at` is the monotonic time at which the last file was received.
+    `received_at` is the monotonic time at which the last file was received. `fingerprint` is that
+    of files which the publisher has named by their path.
 
     A version without files (`has_files`) was handed over in GPU memory, and is activated once.
     `transfer` is set while its publisher waits. Weights that `is_random` are the only ones that
@@ -59,6 +60,7 @@ class Version:
     digests: Mapping[str, str] = field(default_factory=dict)
     missing_files: tuple[str, ...] = ()
     received_at: float = 0.0
+    fingerprint: str | None = None
     has_files: bool = True
     is_random: bool = False
     transfer: WeightTransfer | None = None

@@ -167,11 +167,20 @@ class WeightStager:
         fingerprint: str | None = None,
         announced: bool = False,
     ) -> Version:
-        """Stage files at a path, which must be those that the publisher's `fingerprint` names."""
+        """Stage files at a path, which must be those that the publisher's `fingerprint` names.
+
+        A repeated call with the same fingerprint returns the version that the first one has staged.
+        """
         directory = self._checkpoints.resolve_allowed(path)
         if fingerprint is not None:
             await asyncio.to_thread(_check_same_files, directory, fingerprint)
         async with self._change_lock:
+            existing = self._versions.find(label)
+            given = (directory, fingerprint)
+            is_repeated = existing is not None and (existing.path, existing.fingerprint) == given
+            if existing is not None and is_repeated and fingerprint is not None:
+                self._check_sequence(label, sequence)
+                return existing
             self._check_new(label, sequence)
             await self._check(directory)
             return await self._finish_staging(
@@ -183,6 +192,7 @@ class WeightStager:
                     num_bytes=num_bytes_of(directory),
                     owned=False,
                     announced=announced,
+                    fingerprint=fingerprint,
                 )
             )
 

@@ -72,7 +72,16 @@ async def test_files_that_the_server_does_not_see_are_uploaded(
         assert (refused.status_code, refused.json()["code"]) == (422, "path_refused")
         assert "other files" in refused.json()["detail"]
         current = stale | {"fingerprint": fingerprint(inside)}
-        assert (await served.http.post("/v1/weights/v2", json=current)).status_code == 201
+        first = await served.http.post("/v1/weights/v2", json=current)
+        again = await served.http.post("/v1/weights/v2", json=current)
+        assert (first.status_code, again.status_code) == (201, 201)
+        assert again.json() == first.json()
+        os.utime(file, (2, 2))
+        changed = stale | {"fingerprint": fingerprint(inside)}
+        conflict = await served.http.post("/v1/weights/v2", json=changed)
+        assert (conflict.status_code, conflict.json()["code"]) == (409, "version_conflict")
+        unnamed = await served.http.post("/v1/weights/v2", json={"path": str(inside)})
+        assert unnamed.json()["code"] == "version_conflict"
         assert engine.loaded == [served.server.checkpoints.folder("v1")]
 
 
