@@ -237,7 +237,11 @@ def _add_settings_command(
 
 
 def main() -> None:
-    run(components=ServeComponents(exit_process=exit_process))
+    try:
+        run(components=ServeComponents(exit_process=exit_process))
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader of the output, such as `head`, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def render_graph_plan(settings: Settings) -> str:

@@ -85,6 +85,14 @@ exit_process(0)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "exit handler\n", "")
 
 
+def test_output_may_be_read_in_part() -> None:
+    """Also a text that is longer than the buffer of a pipe."""
+    program = "from service import cli; cli.run = lambda **_: print('x' * 200_000); cli.main()"
+    piped = ["bash", "-c", 'set -o pipefail; "$0" -c "$1" | head -c 1', sys.executable, program]
+    ended = subprocess.run(piped, timeout=60, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "x", "")
+
+
 def test_every_field_has_one_flag() -> None:
     options = [action.option_strings[0] for action in SettingsFlags().parser._actions]
     flags = [flag_name(section, name) for section, name, _ in settings_fields()]

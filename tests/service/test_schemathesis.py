@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, settings
 from schemathesis import Response
 from schemathesis.openapi import from_dict
 
+from coppice.wire.packed_requests import PACKED_MEDIA_TYPE
 from engine.types import ChatRequest, EngineInfo
 from tests.fake_engine import FakeEngine
 from tests.sample_sizes import TIMES
@@ -29,6 +30,7 @@ from tests.serving_thread import serving_in_thread
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 Case = schemathesis.Case[Any]
+schemathesis.serializer.alias(PACKED_MEDIA_TYPE, "application/octet-stream")
 EXAMPLES = 25
 SEQUENCES = 12
 START = "POST /v1/rollouts"
@@ -56,7 +58,7 @@ UNSERVABLE = {
     "transferWeights": ["422"],
     "sleep": ["422"],
 }
-# A list beyond its `maxItems` may also exceed the number of JSON values that a body may hold.
+# A list beyond its `maxItems` may also exceed `limits.max_json_bytes`.
 TOO_LARGE = {
     "include-operation-id": "score",
     "checks": {"negative_data_rejection": {"expected-statuses": ["400", "413", "422"]}},
