@@ -11,6 +11,7 @@ import httptools
 from uvicorn._types import ASGI3Application, ASGISendEvent, Scope
 from uvicorn._types import ASGIReceiveCallable as Receive
 from uvicorn._types import ASGISendCallable as Send
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import (
     STATUS_LINE,
     HttpToolsProtocol,
@@ -117,6 +118,9 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._overhead_bytes -= len(body)
+        if self.pipeline and len(self.cycle.body) + len(body) > HIGH_WATER_LIMIT:
+            # uvicorn would stop reading, and a disconnect of the running request go unnoticed.
+            raise httptools.HttpParserError("the body of a pipelined request is too large")
         super().on_body(body)
 
     def on_message_complete(self) -> None:

@@ -193,7 +193,7 @@ async def test_concurrent_upgrade_requests_are_answered(tmp_path: Path) -> None:
 # Pipelined requests
 
 
-@pytest.mark.parametrize("behind", [GET, GET * 3, GET + b"GET /li", sized(content=b" " * 100_000)])
+@pytest.mark.parametrize("behind", [GET, GET * 3, GET + b"GET /li", sized(content=b" " * 10_000)])
 @pytest.mark.parametrize("together", [True, False])
 async def test_disconnect_behind_a_pipelined_request_is_detected(
     tmp_path: Path, behind: bytes, together: bool
@@ -209,6 +209,17 @@ async def test_disconnect_behind_a_pipelined_request_is_detected(
                 await client.send(behind)
             await asyncio.sleep(0.1)
         async with asyncio.timeout(2):
+            await running_samples(served, 0)
+
+
+async def test_large_body_of_a_pipelined_request_ends_the_connection(tmp_path: Path) -> None:
+    """Behind it the server would not read, and so not see that the client has gone."""
+    async with serving(FakeEngine(instant=False), tmp_path) as served, raw(served) as client:
+        await client.send(sized())
+        await running_samples(served, 1)
+        await client.send(sized(content=b" " * 100_000))
+        async with asyncio.timeout(2):
+            assert await client.rest() == b""
             await running_samples(served, 0)
 
 
