@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 Arrows = dict[str, dict[str, str]]
-"""What each folder or module imports, with one such import as text."""
+"""Imports of each folder or module, each with one example as text."""
 
 
 def modules(top: Path) -> dict[str, Path]:
