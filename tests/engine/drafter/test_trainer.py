@@ -158,7 +158,7 @@ def test_process_trains_publishes_saves_and_resumes(drafter_folder: Path) -> Non
     """As the server runs it, with the lowest priority, until its input is closed."""
     command = [
         *(sys.executable, "-m", "engine.drafter.trainer", "--drafter", str(drafter_folder)),
-        *("--folder", str(drafter_folder), "--trained", "all", "--published-seconds", "0.5"),
+        *("--folder", str(drafter_folder), "--published-seconds", "0.5"),
     ]
 
     def run(until: type[FromTrainer]) -> list[FromTrainer]:
