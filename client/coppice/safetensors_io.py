@@ -14,7 +14,6 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
 
-from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load
 
@@ -216,13 +215,12 @@ def header_of(
     return num_bytes.to_bytes(LENGTH_BYTES, "little") + text.ljust(num_bytes)
 
 
-def load_arrays(data: bytes) -> dict[str, NDArray[Any]]:
+def load_arrays(data: bytes) -> dict[str, Any]:
     """Tensors of a whole file as numpy arrays. Raises ValueError if it is invalid."""
     try:
-        arrays: dict[str, NDArray[Any]] = load(data)
+        return dict(load(data))
     except (SafetensorError, KeyError, TypeError) as error:  # numpy lacks some dtypes
         raise ValueError(f"it is not a safetensors file of numpy arrays: {error}") from error
-    return arrays
 
 
 def read_exactly(file: FileIO, span: ByteSpan) -> bytes:

@@ -197,7 +197,7 @@ def unpack(data: bytes) -> Packed:
         arrays = {name: tensors[name] for name in _NAMES}
         answer = with_tables(answer, tensors, np.diff(arrays["offsets"]).tolist())
         answer = _with_experts(answer, tensors)
-        more = {name: tensors.get(name) for name in _OPTIONAL}
+        more: dict[str, Any] = {name: tensors.get(name) for name in _OPTIONAL}
         return Packed(answer=answer, **arrays, **more)
     except (KeyError, TypeError) as error:
         raise ValueError(f"the file lacks a part of the result: {error}") from error
