@@ -337,9 +337,10 @@ class CancelsAtTheSource(httpx.AsyncClient):
 
 
 async def test_cancellation_that_reaches_the_source_does_not_end_the_rollout(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The source has itself received the rollout from a third replica."""
+    monkeypatch.setattr("service.moves.peers.CANCEL_SECONDS", 30.0)
     async with replicas(tmp_path, InMemoryRegistry(), 2) as (a, b):
         await see_each_other(a, b)
         calling = asyncio.create_task(post(a, body(PROMPT, **LONG)))
