@@ -86,16 +86,6 @@ class SpeculationSettings(Section):
         description="maximum number of draft tokens per sample and engine step; reduce it if long "
         "drafts are rarely accepted",
     )
-    store_bytes: BufferBytes = Field(
-        2**28,
-        description="maximum size of the draft store, the text that drafts are taken from, in "
-        "bytes; increase it for many prompts or long responses",
-    )
-    store_file: Path | None = Field(
-        None,
-        description="file to which the draft store is saved at a stop, and from which the next "
-        "start loads it; none: the store starts empty; set it to keep the text across restarts",
-    )
     cache_directory: Path = Field(
         default_factory=lambda: cache_directory("speculation"),
         description="directory for the measured times of engine steps, so that later starts skip "

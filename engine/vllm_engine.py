@@ -6,7 +6,6 @@ from collections.abc import Set as AbstractSet
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +14,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from engine.drafter.service.checkpoint_dir import DrafterDir
 from engine.drafter.service.drafter import Drafter
 from engine.drafter.service.initial_model import open_drafter_dir
-from engine.errors import EngineDead, LoadFailed, StartFailed
+from engine.errors import LoadFailed, StartFailed
 from engine.feature_stats import (
     CudaGraphStats,
     DrafterStatus,
@@ -74,9 +73,6 @@ from engine.weights.magnitudes import UNKNOWN, Magnitudes
 from engine.weights.sleep_mode import SleepMode
 from engine.weights.updates import ServedWeights
 from engine.weights.validation import check_adapter, check_checkpoint
-
-SAVE_SECONDS: Final = 30.0
-"""Longest time for the save of the draft store at a stop."""
 
 
 class VllmEngine:
@@ -272,7 +268,6 @@ class VllmEngine:
         await self._processes.abort_start()
         await self._sampling_checks.close()
         await self._close_drafter()
-        await self._save_drafts()
         await self._processes.stop()
 
     async def _close_drafter(self) -> None:
@@ -280,17 +275,6 @@ class VllmEngine:
             await self._drafter.close()
         if self._drafter_dir is not None:
             self._drafter_dir.close()
-
-    async def _save_drafts(self) -> None:
-        """Save the draft store (earlier texts to draft from), unless the engine hangs."""
-        if (
-            self._processes.is_running
-            and self._heartbeat.stage == "stopping"
-            and self._info is not None
-        ):
-            with suppress(EngineDead, TimeoutError):
-                async with asyncio.timeout(SAVE_SECONDS):
-                    await speculation_lifecycle.stop_drafting(self.llm, self._speculation_settings)
 
     def kill(self) -> None:
         kill_processes()

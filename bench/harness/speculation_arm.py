@@ -18,9 +18,10 @@ from typing import Any
 from bench.harness.teacher_forced import Fixed, OraclePolicy, TeacherForced
 from engine.settings import AttentionSettings, SpeculationSettings
 from engine.speculation.counters import Counters
-from engine.speculation.drafting import open_store
+from engine.speculation.drafting import STORE_BYTES
 from engine.speculation.speculator import Speculator
 from engine.speculation.startup import PROFILE_SECONDS
+from kernels.draft_index.store import DraftStore
 
 LONGEST = 8
 ROWS = 64
@@ -181,7 +182,7 @@ class Arm:
             kind, _, length = name.partition("-")
             self._speculators[name] = Speculator(
                 self._runner,
-                open_store(None, LONGEST, 0),
+                DraftStore(max_bytes=STORE_BYTES, max_draft_tokens=LONGEST),
                 Fixed(int(length)) if kind == "fixed" else OraclePolicy(self._teacher_forced),
                 Counters(),
                 max_draft_tokens=LONGEST,

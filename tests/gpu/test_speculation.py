@@ -89,7 +89,7 @@ def test_drafts_are_accepted_after_steps_in_which_the_draft_model_did_not_run(
 def sibling_engine(model: Path, folder: Path) -> Iterator[tuple[LiveEngine, SchedulerDrafts]]:
     """An engine that drafts from siblings as on a GPU, and verifies every draft."""
     speculation = SpeculationSettings(
-        mode="siblings", longest_draft=LONGEST, store_bytes=2**24, cache_directory=folder
+        mode="siblings", longest_draft=LONGEST, cache_directory=folder
     )
     process_settings.install(speculation)
     attention.install(AttentionSettings(shared_prefix="off"))

@@ -49,9 +49,7 @@ def drafting_engine(
     """A live engine without a cost profile: no test here depends on step costs."""
     if not is_built():
         pytest.skip("the draft store was not built: no C++ compiler when it was installed")
-    chosen = SpeculationSettings(
-        mode="siblings", longest_draft=LONGEST, store_bytes=2**24, cache_directory=folder
-    )
+    chosen = SpeculationSettings(mode="siblings", longest_draft=LONGEST, cache_directory=folder)
     process_settings.install(chosen)
     attention.install(AttentionSettings(shared_prefix="off"))
     sequences = settings.setdefault("max_num_seqs", 32)
