@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from engine.draft_lengths import DraftLengthTiers
-from engine.settings_base import BufferBytes, Count, PositiveInt, Ratio, Seconds, Section
+from engine.settings_base import BufferBytes, PositiveInt, Ratio, Seconds, Section
 from engine.vllm_settings import VllmSettings, with_same_names
 
 GIB = 2**30
@@ -126,17 +126,6 @@ class GraphsSettings(Section):
         description="draft lengths by number of running samples: `8:0,2,4 32:0,2 0` allows 0, 2 "
         "or 4 draft tokens up to 8 samples, 0 or 2 up to 32, and none above; none: the lengths "
         "that speculation uses; set it to omit graphs of lengths that are rarely used",
-    )
-    mixed_tokens: Count = Field(
-        512,
-        description="number of tokens of the largest graph for engine steps that also prefill "
-        "prompts; reduce it to leave memory for graphs of steps that only decode",
-    )
-    graph_bytes: PositiveInt | None = Field(
-        None,
-        description="memory of one captured graph, in bytes; none: estimated from the number of "
-        "layers; with adapters each shape has two graphs; set it if the metric "
-        "coppice_graph_bytes differs from the estimate",
     )
     trace: Path | None = Field(
         None,

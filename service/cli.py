@@ -257,7 +257,7 @@ def render_graph_plan(settings: Settings) -> str:
         load_trace(graphs),
     )
     frequencies = trace.counts() if trace else shape_weights(limits, mixed_tokens=0, trace=None)
-    return render(plan, compare(plan, limits, graph_memory(engine, graphs, model), frequencies))
+    return render(plan, compare(plan, limits, graph_memory(engine, model), frequencies))
 
 
 def _serve(settings: Settings, components: ServeComponents) -> None:
