@@ -245,7 +245,7 @@ class Server:
             self.activation,
             self._follower,
             run_to_completion=self.run_to_completion,
-            seconds=settings.weights.fleet_seconds,
+            seconds=settings.weights.replication_seconds,
         )
         self.transfers = WeightTransfers(
             self.versions,
@@ -350,7 +350,7 @@ class Server:
         self.readiness.started = True
         for observer in self.serving_observers:
             observer()
-        await self._follower.catch_up(self.settings.weights.catch_up_seconds)
+        await self._follower.catch_up(self.settings.weights.replication_seconds)
         self.readiness.caught_up = True
         self.cluster.request_heartbeat()
 

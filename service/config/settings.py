@@ -25,7 +25,6 @@ from engine.settings_base import (
     Port,
     PositiveInt,
     Seconds,
-    SecondsOrZero,
     Section,
 )
 from service.config.allowed_peers import parse_allowed
@@ -173,16 +172,11 @@ class WeightsSettings(Section):
         description="file with the API key, of the role replica, that is sent to other replicas; "
         "needed if they require keys",
     )
-    fleet_seconds: Seconds = Field(
-        120.0,
-        description="timeout of an activation on all replicas, in seconds; increase it if "
-        "replicas fetch large versions slowly",
-    )
-    catch_up_seconds: SecondsOrZero = Field(
+    replication_seconds: Seconds = Field(
         300.0,
-        description="time for which a new replica tries to fetch the target version of the "
-        "cluster, in seconds; after it, the replica serves its own version; increase it if "
-        "replicas fetch large versions slowly",
+        description="timeout of an activation on all replicas, and time for which a new replica "
+        "tries to fetch the target version of the cluster before it serves its own version, in "
+        "seconds; increase it if replicas fetch large versions slowly",
     )
     initial_version: Label = Field(
         "v0",
