@@ -11,6 +11,8 @@ from engine.settings_base import BufferBytes, PositiveInt, Ratio, Seconds, Secti
 from engine.vllm_settings import VllmSettings, with_same_names
 
 GIB = 2**30
+HANG_TIMEOUTS = 6
+"""Further timeouts for which a late engine may recover before it is killed."""
 MAX_DRAFT_TOKENS = 15
 """Maximum draft length: shared-prefix attention takes 16 query tokens, one of them sampled."""
 
@@ -309,12 +311,8 @@ class EngineSettings(VllmSettings):
     step_seconds: Seconds = Field(
         10.0,
         description="heartbeat timeout, in seconds: the engine is unhealthy without a heartbeat "
-        "for this long; increase it if single engine steps take longer",
-    )
-    hang_seconds: Seconds = Field(
-        60.0,
-        description="time after which an engine that remains unhealthy is killed, in seconds; "
-        "increase it to inspect an engine that hangs",
+        "for this long, and is killed if it remains so for six times as long; increase it if "
+        "single engine steps take longer",
     )
     activation_seconds: Seconds = Field(
         600.0,
@@ -364,6 +362,11 @@ class EngineSettings(VllmSettings):
     @property
     def ranks_per_node(self) -> int:
         return self.num_ranks // self.nnodes
+
+    @property
+    def hang_seconds(self) -> float:
+        """Time after which an engine that remains unhealthy is killed."""
+        return HANG_TIMEOUTS * self.step_seconds
 
     @property
     def uses_ray(self) -> bool:
