@@ -43,10 +43,10 @@ DraftLengths = Annotated[
 ]
 
 
-def cache_directory(name: str) -> Path:
-    """Default directory, in the user's cache, for data that is kept between runs."""
+def default_cache_directory() -> Path:
+    """Directory in the user's cache for data that is kept between runs."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "coppice" / name
+    return Path(base) / "coppice"
 
 
 class AttentionSettings(Section):
@@ -57,11 +57,6 @@ class AttentionSettings(Section):
         description="reads the KV of a shared prefix once per engine step instead of once per "
         "sample; auto: where a measurement at startup shows a gain; always: for every shared "
         "prefix; off: vLLM's attention only; set it to off to compare with vLLM's attention",
-    )
-    cache_directory: Path = Field(
-        default_factory=lambda: cache_directory("attention"),
-        description="directory for the measurements of mode auto, so that later starts skip them; "
-        "change it to a volume that outlives the container",
     )
 
 
@@ -88,20 +83,10 @@ class SpeculationSettings(Section):
         description="maximum number of draft tokens per sample and engine step; reduce it if long "
         "drafts are rarely accepted",
     )
-    cache_directory: Path = Field(
-        default_factory=lambda: cache_directory("speculation"),
-        description="directory for the measured times of engine steps, so that later starts skip "
-        "the profile; change it to a volume that outlives the container",
-    )
     drafter: Path | None = Field(
         None,
         description="directory of the draft model, which must have the served model's vocabulary; "
         "none: a small untrained one is created; set it to start with a trained draft model",
-    )
-    drafter_directory: Path = Field(
-        default_factory=lambda: cache_directory("drafter"),
-        description="directory for the checkpoints of trained draft models; change it to a volume "
-        "that outlives the container",
     )
     drafter_training: bool = Field(
         True,
@@ -221,6 +206,12 @@ class EngineSettings(VllmSettings):
         ge=32,
         description="maximum number of tokens computed in one engine step; none: 2048 on CPU, on "
         "a GPU the limit of vLLM, such as 8192 on an H100; increase it to prefill faster",
+    )
+    cache_directory: Path = Field(
+        default_factory=default_cache_directory,
+        description="directory for what later starts use again: measured speeds of attention, "
+        "measured times of engine steps, and checkpoints of trained draft models; change it to a "
+        "volume that outlives the container",
     )
     cpu_threads: PositiveInt | None = Field(
         None,

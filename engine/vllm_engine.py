@@ -223,7 +223,7 @@ class VllmEngine:
         if self._speculation_settings.mode != "drafter":
             return
         self._drafter_dir = open_drafter_dir(
-            self._speculation_settings.drafter_directory,
+            self._settings.cache_directory / "drafter",
             self._speculation_settings.drafter,
             model,
             served,

@@ -301,7 +301,7 @@ def _measure(settings: Settings, components: ServeComponents) -> None:
         _fail(1, str(error))
     if not num_batches:
         _fail(1, "no step was measured: engine.max_context_tokens is too small")
-    directory = settings.speculation.cache_directory
+    directory = settings.engine.cache_directory / "speculation"
     print(f"step times of {num_batches} batches without speculation are in {directory}")
 
 

@@ -8,6 +8,7 @@ run concurrently and in turn. Its environment is that of the server's EngineCore
 """
 
 import json
+import os
 import random
 import sys
 import time
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness.teacher_forced import Fixed, OraclePolicy, TeacherForced
+from engine.runtime.installed_settings import CACHE_ENV
 from engine.settings import AttentionSettings, SpeculationSettings
 from engine.speculation.counters import Counters
 from engine.speculation.drafting import STORE_BYTES
@@ -95,9 +97,8 @@ class Arm:
         name = name.removesuffix(GNU)
         install_patches("EngineCore")
         attention.install(AttentionSettings(shared_prefix="off"))
-        process_settings.install(
-            SpeculationSettings(mode="siblings", longest_draft=LONGEST, cache_directory=cache)
-        )
+        os.environ[CACHE_ENV] = str(cache)
+        process_settings.install(SpeculationSettings(mode="siblings", longest_draft=LONGEST))
         config = {"ours": OURS, "ngram": NGRAM, "suffix": {"method": "suffix"}}.get(name)
         dummy = not any(model.glob("*.safetensors"))
         self._llm = LLM(

@@ -17,7 +17,7 @@ from engine.settings import (
     EngineSettings,
     GraphsSettings,
     SpeculationSettings,
-    cache_directory,
+    default_cache_directory,
 )
 from engine.settings_base import (
     Bytes,
@@ -141,7 +141,7 @@ class WeightsSettings(Section):
     """Sources, storage and replication of weights versions."""
 
     directory: Path = Field(
-        default_factory=lambda: cache_directory("weights"),
+        default_factory=lambda: default_cache_directory() / "weights",
         description="directory that uploads are stored in; needs room for "
         "weights.retain_superseded + 3 versions; change it if the default has too little room, or "
         "to a directory on tmpfs for trainers on the same host",

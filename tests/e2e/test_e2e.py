@@ -76,7 +76,7 @@ def counted(name: str) -> float:
 async def test_all_features_work_together(
     models: dict[str, Path], tmp_path: Path, num_ranks: int
 ) -> None:
-    siblings = SpeculationSettings(mode="siblings", cache_directory=tmp_path)
+    siblings = SpeculationSettings(mode="siblings")
     async with scene(models, tmp_path, num_ranks, siblings) as system:
         await run_everything(system, tmp_path)
         await check_opted_out_samples(system)
@@ -95,9 +95,7 @@ async def test_all_features_work_together_with_a_drafter(
     drafter = SpeculationSettings(
         mode="drafter",
         longest_draft=4,
-        cache_directory=tmp_path,
         drafter=models["v7"],
-        drafter_directory=tmp_path / "drafters",
         drafter_busy_share=1.0,
     )
     async with scene(models, tmp_path, 1, drafter) as system:

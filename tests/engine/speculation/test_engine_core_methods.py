@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from engine.attention import register
+from engine.runtime.installed_settings import CACHE_ENV
 from engine.settings import AttentionSettings, SpeculationSettings
 from engine.speculation import process_settings
 from engine.speculation.baseline import profile_cache
@@ -26,8 +27,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         pytest.skip("the draft store was not built")
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     monkeypatch.setattr(register, "_settings", AttentionSettings())
-    chosen = SpeculationSettings(mode="siblings", cache_directory=tmp_path / "cache")
-    monkeypatch.setattr(process_settings, "_settings", chosen)
+    monkeypatch.setattr(process_settings, "_settings", SpeculationSettings(mode="siblings"))
+    monkeypatch.setenv(CACHE_ENV, str(tmp_path))
     return tmp_path
 
 
