@@ -11,6 +11,8 @@ from engine.settings_base import BufferBytes, PositiveInt, Ratio, Seconds, Secti
 from engine.vllm_settings import VllmSettings, with_same_names
 
 GIB = 2**30
+SESSION_KV_SECONDS = 300.0
+"""Time after a session's call in which its KV is retained: most tools of agents end within it."""
 HANG_TIMEOUTS = 6
 """Further timeouts for which a late engine may recover before it is killed."""
 MAX_DRAFT_TOKENS = 15
@@ -274,13 +276,8 @@ class EngineSettings(VllmSettings):
     session_kv_fraction: Ratio = Field(
         0.5,
         description="maximum share of the KV cache in which KV of paused agent sessions is evicted "
-        "after all other cached KV; no request waits for it; 0: it is evicted like all other; "
-        "reduce it if other callers' prompts share long prefixes",
-    )
-    session_kv_seconds: Seconds = Field(
-        300.0,
-        description="time after a session's call in which its KV is retained, in seconds; increase "
-        "it if tools of agents run longer",
+        "after all other cached KV, for 300 seconds after a call; no request waits for it; 0: it "
+        "is evicted like all other; reduce it if other callers' prompts share long prefixes",
     )
     enable_sleep_mode: bool | None = Field(
         None,

@@ -48,7 +48,13 @@ from engine.protocol import DEFAULT_SAMPLING, ResponseStream
 from engine.runtime.await_engine import await_engine
 from engine.runtime.heartbeat import Heartbeat
 from engine.runtime.leftover_files import remove_leftover_shared_memory
-from engine.settings import AttentionSettings, EngineSettings, GraphsSettings, SpeculationSettings
+from engine.settings import (
+    SESSION_KV_SECONDS,
+    AttentionSettings,
+    EngineSettings,
+    GraphsSettings,
+    SpeculationSettings,
+)
 from engine.speculation import startup as speculation_lifecycle
 from engine.types import (
     AdapterInfo,
@@ -254,10 +260,9 @@ class VllmEngine:
         self._info = with_prediction(self.info, settings.mode, prediction)
 
     async def _start_session_kv_retention(self) -> None:
-        fraction, seconds = self._settings.session_kv_fraction, self._settings.session_kv_seconds
-        if fraction:
+        if fraction := self._settings.session_kv_fraction:
             method = "coppice_start_session_kv_retention"
-            await self._processes.call_cores(method, fraction, seconds)
+            await self._processes.call_cores(method, fraction, SESSION_KV_SECONDS)
 
     async def stop(self) -> None:
         self._heartbeat.set_stage("stopping")
