@@ -95,11 +95,6 @@ class SpeculationSettings(Section):
         description="trains the draft model on served samples, in a separate process; disable it "
         "to serve a fixed draft model",
     )
-    drafter_busy_share: Ratio = Field(
-        0.5,
-        description="load above which training is paused: running samples divided by "
-        "engine.max_sequences; reduce it if training slows serving down",
-    )
 
 
 class GraphsSettings(Section):

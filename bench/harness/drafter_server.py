@@ -30,7 +30,6 @@ async def drafter_server(*, training: bool) -> AsyncIterator[AsyncRollouts]:
             longest_draft=4,
             drafter=BUILD / "fitted",
             drafter_training=training,
-            drafter_busy_share=1.0,
         )
         settings = EngineSettings(
             seed=0, cpu_threads=1, max_sequences=64, cache_directory=Path(folder)

@@ -96,7 +96,6 @@ async def test_all_features_work_together_with_a_drafter(
         mode="drafter",
         longest_draft=4,
         drafter=models["v7"],
-        drafter_busy_share=1.0,
     )
     async with scene(models, tmp_path, 1, drafter) as system:
         brought = asyncio.create_task(submit_drafter(system))

@@ -32,7 +32,6 @@ async def drafted(tmp_path: Path) -> AsyncIterator[tuple[Served, AsyncRollouts]]
     speculation = SpeculationSettings(
         mode="drafter",
         longest_draft=3,
-        drafter_busy_share=1.0,
     )
     engine = VllmEngine(
         settings(
