@@ -13,6 +13,9 @@ from engine.vllm_settings import VllmSettings, with_same_names
 GIB = 2**30
 SESSION_KV_SECONDS = 300.0
 """Time after a session's call in which its KV is retained: most tools of agents end within it."""
+MIN_ACTIVATION_SECONDS = 600.0
+"""Least heartbeat timeout while weights are loaded. A start, which also compiles and captures
+graphs, takes at least three times as long as a load."""
 HANG_TIMEOUTS = 6
 """Further timeouts for which a late engine may recover before it is killed."""
 MAX_DRAFT_TOKENS = 15
@@ -288,19 +291,14 @@ class EngineSettings(VllmSettings):
     )
     start_seconds: Seconds = Field(
         1800.0,
-        description="timeout of the engine's start, in seconds; increase it for large models on "
-        "slow disks",
+        description="timeout of the engine's start, in seconds; an activation of weights may take "
+        "a third of it, and at least 600; increase it for large models on slow disks",
     )
     step_seconds: Seconds = Field(
         10.0,
         description="heartbeat timeout, in seconds: the engine is unhealthy without a heartbeat "
         "for this long, and is killed if it remains so for six times as long; increase it if "
         "single engine steps take longer",
-    )
-    activation_seconds: Seconds = Field(
-        600.0,
-        description="heartbeat timeout while weights are loaded, in seconds; increase it for large "
-        "models on slow disks",
     )
 
     @model_validator(mode="before")
@@ -345,6 +343,11 @@ class EngineSettings(VllmSettings):
     @property
     def ranks_per_node(self) -> int:
         return self.num_ranks // self.nnodes
+
+    @property
+    def activation_seconds(self) -> float:
+        """Heartbeat timeout while weights are loaded."""
+        return max(MIN_ACTIVATION_SECONDS, self.start_seconds / 3)
 
     @property
     def hang_seconds(self) -> float:

@@ -29,7 +29,7 @@ from engine.settings import AttentionSettings, EngineSettings, SpeculationSettin
 
 _OF_ONE_NODE = frozenset(
     ("model", "tokenizer", "seed", "node_rank", "prompt_kv", "cache_directory", "cpu_threads")
-    + ("start_seconds", "step_seconds", "activation_seconds")
+    + ("start_seconds", "step_seconds")
 )
 """Engine settings in which the machines of one engine may differ. Prompt KV is off on several."""
 _OF_RANKS = frozenset(
