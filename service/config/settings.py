@@ -246,11 +246,6 @@ class LimitsSettings(Section):
         "longer leases in requests are shortened to it; increase it if callers cannot renew a "
         "longer one",
     )
-    max_header_bytes: AtLeast1024 = Field(
-        64 * 2**10,
-        description="maximum size of a request's URL and headers, in bytes; increase it if a "
-        "proxy adds large headers",
-    )
     read_seconds: Seconds = Field(
         30.0,
         description="timeout for receiving the headers, or 16 KiB of the body, of a request, in "
