@@ -204,11 +204,6 @@ class LimitsSettings(Section):
         description="maximum size of the JSON in a request, in bytes; larger rollouts and scores "
         "are sent packed; increase it for requests with long texts",
     )
-    max_samples_per_request: PositiveInt = Field(
-        65536,
-        description="maximum number of samples of one request, summed over its groups; reduce it "
-        "to limit what one request can occupy",
-    )
     max_support_bytes: Bytes = Field(
         2**32,
         description="maximum memory of the supports (`return_support`) of all running requests, "
