@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.exhaustive, pytest.mark.filterwarn
 PROMPT = [5 + i * 7 % 200 for i in range(100)]
 END_SECONDS = 60.0
 START_SECONDS = 120.0
-DETECTION = {"step_seconds": 3.0}
+DETECTION: dict[str, Any] = {"step_seconds": 3.0}
 _IDS = itertools.count()
 
 
