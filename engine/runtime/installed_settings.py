@@ -2,13 +2,11 @@
 
 import os
 
-from engine.cudagraphs.planner import Plan
 from engine.settings import AttentionSettings, SpeculationSettings
 
 ENGINE_ENV = "COPPICE_ENGINE"
 ATTENTION_ENV = "COPPICE_ENGINE_ATTENTION"
 SPECULATION_ENV = "COPPICE_ENGINE_SPECULATION"
-GRAPHS_ENV = "COPPICE_ENGINE_GRAPHS"
 DIGEST_ENV = "COPPICE_ENGINE_DIGEST"
 
 
@@ -29,9 +27,3 @@ def own_settings_digest() -> str:
 
 def speculation_settings() -> SpeculationSettings:
     return SpeculationSettings.model_validate_json(os.environ[SPECULATION_ENV])
-
-
-def graph_plan() -> Plan | None:
-    """The engine's CUDA graph plan, if any, read from the environment in EngineCore or a worker."""
-    text = os.environ.get(GRAPHS_ENV)
-    return Plan.from_json(text) if text else None

@@ -24,7 +24,7 @@ from engine.errors import (
     LoadFailed,
     MemoryUnavailable,
 )
-from engine.protocol import Engine
+from engine.protocol.weights import Weights
 from engine.types import WEIGHTS, PauseMode, SleepLevel, SleepTag
 from engine.weights.ipc_tensors import WeightTransfer
 from service.errors import (
@@ -67,7 +67,7 @@ class Activation:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Weights,
         versions: Versions,
         stager: WeightStager,
         rollouts: RolloutManager,

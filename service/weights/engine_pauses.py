@@ -6,7 +6,7 @@ samples continue, so they would run the samples that another pause has frozen.
 
 import asyncio
 
-from engine.protocol import Engine
+from engine.protocol.weights import Weights
 from engine.types import PauseMode
 from service.errors import VersionConflict
 from service.weights.pauses import PauseKind, Pauses
@@ -15,7 +15,7 @@ from service.weights.pauses import PauseKind, Pauses
 class EnginePauses:
     """Pauses and resumes the engine; except for `renew`, call it one at a time."""
 
-    def __init__(self, engine: Engine, table: Pauses) -> None:
+    def __init__(self, engine: Weights, table: Pauses) -> None:
         self._engine = engine
         self._table = table
         self._draining: tuple[str, PauseKind] | None = None

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from coppice.weights import shared_files
 from engine.errors import CheckpointRefused
-from engine.protocol import Engine
+from engine.protocol.weights import Weights
 from engine.weights.ipc_tensors import WeightTransfer
 from engine.weights.magnitudes import UNKNOWN, Magnitudes, MagnitudeScan
 from service.checkpoint_store import (
@@ -48,7 +48,7 @@ class WeightStager:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Weights,
         versions: Versions,
         checkpoints: CheckpointStore,
         announcer: Announcer,

@@ -56,6 +56,12 @@ READS = (
     Reads("runner", RUNNER, ("attention", "sampling_support/second_runner.py")),
     Reads("runner", RUNNER, ("patches/reload_memory.py", "weights")),
     Reads("model_runner", (*RUNNER, *FIRST_RUNNER), ("launch/worker.py", "weights")),
+    Reads(
+        "model_runner",
+        (*RUNNER, *FIRST_RUNNER),
+        ("adapters/worker_methods.py", "kv_transfer/worker/methods.py"),
+    ),
+    Reads("model_runner", (*RUNNER, *FIRST_RUNNER), ("speculation/worker_methods.py",)),
     Reads("worker", WORKER, ("weights",)),
     Reads("block_tables", BLOCK_TABLES, ("attention", "drafter/worker")),
     Reads("req_states", STATES, ("attention", "drafter/worker", "speculation")),
