@@ -108,7 +108,7 @@ class VllmEngine(VllmGeneration, VllmText, VllmWeights):
         self._heartbeat.set_stage("serving")
         monitor = EngineMonitor(self._heartbeat, self._processes, self._features.on_ping)
         self._monitor_task = asyncio.create_task(
-            monitor.run(self._settings.hang_seconds, self._features.run()), name="engine-monitor"
+            monitor.run(self._settings.hang_seconds, self._features.run), name="engine-monitor"
         )
 
     async def stop(self) -> None:

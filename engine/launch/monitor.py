@@ -26,13 +26,14 @@ class EngineMonitor:
         self._processes = processes
         self._on_ping = on_ping
 
-    async def run(self, hang_seconds: float, *others: Coroutine[Any, Any, None]) -> None:
-        """Run until cancelled, beside the other coroutines."""
+    async def run(
+        self, hang_seconds: float, other: Callable[[], Coroutine[Any, Any, None]]
+    ) -> None:
+        """Run until cancelled, beside the other coroutine."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._run_heartbeat())
             tasks.create_task(self._kill_if_hung(hang_seconds))
-            for other in others:
-                tasks.create_task(other)
+            tasks.create_task(other())
 
     async def _run_heartbeat(self) -> None:
         try:

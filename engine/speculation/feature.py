@@ -17,11 +17,12 @@ from engine.feature_base import (
 )
 from engine.feature_stats import FeatureStatus, SpeculationStats
 from engine.runtime.installed_settings import speculation_settings
-from engine.speculation import process_settings, startup, worker_methods
+from engine.speculation import process_settings, startup
 from engine.speculation.baseline import GainPrediction
 from engine.speculation.core import baseline_methods, engine_core_methods
 from engine.speculation.cost import MIN_SPEEDUP
 from engine.speculation.counters import COUNTERS, to_speculation_stats
+from engine.speculation.worker import methods as worker_methods
 from engine.types import EngineInfo
 
 SAVE_SECONDS: Final = 30.0
