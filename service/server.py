@@ -155,7 +155,7 @@ class Server:
             self.rollouts,
             transfers,
             max_samples_per_request=settings.limits.max_samples_per_request,
-            is_paused=lambda: self.activation.paused,
+            is_paused=lambda: self.activation.pauses.paused,
         )
         self.move_sender = MoveSender(
             engine,
@@ -285,7 +285,7 @@ class Server:
                 self.cluster.running(),
                 self.rollouts.running(),
                 self.sessions.running(),
-                self.activation.running(),
+                self.activation.sleep.running(),
                 self.coordinator.running(),
             ):
                 yield

@@ -3,7 +3,7 @@
 Compiling a grammar, or sampling with it, can take minutes, and cannot be interrupted. Here each is
 done in a child process of its own, which the kernel ends at a limit of CPU time or memory. The
 first line of stdin is xgrammar's TokenizerInfo as JSON; each further line is a `Task`. Each line of
-stdout is the number of a task and why its grammar cannot be used, or null.
+stdout is the number of a task, followed by its `Answer`.
 """
 
 import json
@@ -43,6 +43,13 @@ class Task(NamedTuple):
     kind: str
     grammar: str
     forced: Forced
+
+
+class Answer(NamedTuple):
+    """Why a grammar cannot be used, or None, and the CPU time that the check took."""
+
+    reason: str | None
+    cpu_seconds: float
 
 
 class Checker:
@@ -145,7 +152,8 @@ class Children:
         status = 1
         try:
             _limit(task.cpu_seconds)
-            _answer(task.number, Checker(self._info).check(task.kind, task.grammar, task.forced))
+            reason = Checker(self._info).check(task.kind, task.grammar, task.forced)
+            _send(task.number, Answer(reason, time.process_time()))
             status = 0
         finally:
             os._exit(status)
@@ -159,7 +167,7 @@ class Children:
                 task = self._tasks.pop(pid)
                 if status:
                     seconds = usage.ru_utime + usage.ru_stime
-                    _answer(task.number, _reason(task, status, seconds))
+                    _send(task.number, Answer(_reason(task, status, seconds), seconds))
 
     def kill(self) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
@@ -192,9 +200,9 @@ def _limit(cpu_seconds: float) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-def _answer(number: int, reason: str | None) -> None:
+def _send(number: int, answer: Answer) -> None:
     """One write, as several processes write to the same pipe."""
-    os.write(1, json.dumps([number, reason]).encode() + b"\n")
+    os.write(1, json.dumps([number, *answer]).encode() + b"\n")
 
 
 def main() -> None:
