@@ -100,7 +100,7 @@ class EngineFeature(SleepListener):
     run: runs until it is cancelled, while the engine serves.
     on_ping: takes the counters of a heartbeat into `stats`.
     finished_listener: receives the samples that finish.
-    stop: ends the feature; EngineCore answers if `is_answering`.
+    stop: ends the feature, before vLLM's processes end.
     """
 
     name: ClassVar[str]
@@ -150,7 +150,7 @@ class EngineFeature(SleepListener):
     def finished_listener(self) -> FinishedListener | None:
         return None
 
-    async def stop(self, *, is_answering: bool) -> None:
+    async def stop(self) -> None:
         return
 
 

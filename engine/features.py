@@ -167,9 +167,9 @@ class Features(SleepListener):
         found = (feature.finished_listener() for feature in self._all)
         return [listener for listener in found if listener is not None]
 
-    async def stop(self, *, is_answering: bool) -> None:
+    async def stop(self) -> None:
         for feature in self._all:
-            await feature.stop(is_answering=is_answering)
+            await feature.stop()
 
     def on_sleep(self, *, drops_weights: bool) -> None:
         for feature in self._all:

@@ -119,9 +119,7 @@ class VllmEngine(VllmGeneration, VllmText, VllmWeights):
                 await self._monitor_task
         await self._processes.abort_start()
         await self._sampling_checks.close()
-        has_started = self._processes.is_running and self._info is not None
-        is_answering = has_started and self._heartbeat.stage == "stopping"
-        await self._features.stop(is_answering=is_answering)
+        await self._features.stop()
         await self._processes.stop()
 
     def kill(self) -> None:

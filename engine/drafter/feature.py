@@ -45,7 +45,7 @@ class DraftModel(EngineFeature):
             return
         served = NO_TENSORS if engine.has_random_weights else read_base_checkpoint(model)
         self._dir = open_drafter_dir(
-            speculation.drafter_directory,
+            engine.cache_directory / "drafter",
             speculation.drafter,
             model,
             served,
@@ -81,7 +81,7 @@ class DraftModel(EngineFeature):
     async def on_wake(self) -> None:
         self._is_asleep = False
 
-    async def stop(self, *, is_answering: bool) -> None:
+    async def stop(self) -> None:
         if self.interface is not None:
             await self.interface.close()
         if self._dir is not None:

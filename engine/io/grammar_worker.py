@@ -21,12 +21,15 @@ from typing import Any, Final, NamedTuple
 NUM_STEPS: Final = 512
 STEP_CPU_SECONDS: Final = 0.03
 """Limit of the CPU time per token. EngineCore spends this time in the step of all requests."""
+COMPILE_CPU_SECONDS: Final = 2.0
+"""Limit of the CPU time of a compilation. EngineCore compiles again, for one request at a time."""
 NUM_TRIES: Final = 64
 """Tries to find a random token that may be chosen."""
 CHILD_BYTES: Final = 2**31
 """Memory that a check may use in addition to that of this process."""
 NICE: Final = 5
 TOO_SLOW: Final = "sampling with it takes too long: make it less ambiguous or smaller"
+SLOW_TO_COMPILE: Final = "compiling it takes too long: make it simpler"
 TOO_LARGE: Final = "it cannot be compiled: make it simpler"
 
 
@@ -63,10 +66,13 @@ class Checker:
         self._compiler: Any = xgrammar.GrammarCompiler(self._info, max_threads=1)
 
     def check(self, kind: str, grammar: str, forced: Forced) -> str | None:
+        began_at = time.process_time()
         try:
             compiled = getattr(self._compiler, f"compile_{kind}")(grammar)
         except Exception as error:  # xgrammar raises RuntimeError with the reason
             return str(error).rsplit("] ", 1)[-1][:500]
+        if time.process_time() - began_at > COMPILE_CPU_SECONDS:
+            return SLOW_TO_COMPILE
         texts = [Forced({}, None), forced] if forced.bias or forced.allowed else [forced]
         is_slow = any(self._is_slow(compiled, TokenChoice(self._info, text)) for text in texts)
         return TOO_SLOW if is_slow else None

@@ -6,6 +6,7 @@ from typing import Final
 from engine.feature_base import CorePart, EngineFeature, Ping, feature_status
 from engine.feature_stats import FeatureStatus, KvRetentionStats, total
 from engine.kv_retention.core.engine_core_methods import METHODS, counted, release_all
+from engine.settings import SESSION_KV_SECONDS
 from engine.types import EngineInfo
 
 HOW: Final = "engine.session_kv_fraction"
@@ -19,19 +20,15 @@ class SessionKvRetention(EngineFeature):
     stats: KvRetentionStats = KvRetentionStats()
 
     def status(self) -> Iterable[FeatureStatus]:
-        settings = self.settings.engine
-        fraction, seconds = settings.session_kv_fraction, settings.session_kv_seconds
-        reason = f"{HOW} is 0"
+        fraction, reason = self.settings.engine.session_kv_fraction, f"{HOW} is 0"
         if fraction:
-            reason = f"up to {fraction:.0%} of the KV cache, for {seconds:g} s"
+            reason = f"up to {fraction:.0%} of the KV cache, for {SESSION_KV_SECONDS:g} s"
         yield feature_status(self.name, fraction, reason, HOW)
 
     async def start(self, info: EngineInfo) -> None:
-        settings = self.settings.engine
-        fraction, seconds = settings.session_kv_fraction, settings.session_kv_seconds
-        if fraction:
+        if fraction := self.settings.engine.session_kv_fraction:
             method = "coppice_start_session_kv_retention"
-            await self.engine.call_cores(method, fraction, seconds)
+            await self.engine.call_cores(method, fraction, SESSION_KV_SECONDS)
 
     async def release(self, session_ids: Sequence[str]) -> None:
         await self.engine.call_cores("coppice_release_session_kv", list(session_ids))

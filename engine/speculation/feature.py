@@ -1,12 +1,10 @@
 """Speculative decoding as a feature of the engine: where drafts come from, and what they gain."""
 
-import asyncio
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final
 
-from engine.errors import EngineDead, StartFailed
+from engine.errors import StartFailed
 from engine.feature_base import (
     CorePart,
     EngineFeature,
@@ -25,8 +23,6 @@ from engine.speculation.counters import COUNTERS, to_speculation_stats
 from engine.speculation.worker import methods as worker_methods
 from engine.types import EngineInfo
 
-SAVE_SECONDS: Final = 30.0
-"""Longest time for the save of the draft store at a stop."""
 DRAFTS: Final = {
     "auto": "drafts come from sibling samples where a profile shows a gain",
     "siblings": "drafts come from sibling samples",
@@ -102,13 +98,6 @@ class Speculation(EngineFeature):
         """Take the counters of the first engine: several do not draft."""
         counts = self.counts(pings)[0]
         self.stats = to_speculation_stats(counts["core"] or counts["ranks"][0])
-
-    async def stop(self, *, is_answering: bool) -> None:
-        """Save the draft store (earlier texts to draft from), unless the engine hangs."""
-        if is_answering:
-            with suppress(EngineDead, TimeoutError):
-                async with asyncio.timeout(SAVE_SECONDS):
-                    await startup.stop_drafting(self.engine.llm, self.settings.speculation)
 
 
 def with_prediction(

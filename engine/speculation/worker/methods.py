@@ -18,11 +18,7 @@ def coppice_finish_profile(self: Any) -> bool:
     return not isinstance(attempt(_apply_profile, self), Failure)
 
 
-def coppice_save_drafts(self: Any) -> bool:
-    return not isinstance(attempt(_write_drafts, self), Failure)
-
-
-METHODS = (coppice_start_speculation, coppice_finish_profile, coppice_save_drafts)
+METHODS = (coppice_start_speculation, coppice_finish_profile)
 
 
 def on_weights_changed(worker: Any) -> None:
@@ -44,8 +40,3 @@ def _attach_proposer(worker: Any) -> bool:
 def _apply_profile(worker: Any) -> None:
     if worker.rank == 0:
         worker.model_runner.drafter.end_profile()
-
-
-def _write_drafts(worker: Any) -> None:
-    if worker.rank == 0:
-        worker.model_runner.drafter.save()
