@@ -10,12 +10,12 @@ from engine.feature_base import StartSettings
 from engine.features import Features
 from engine.io.chat_conversion import ChatProcessor
 from engine.launch.arguments import WORKER_EXTENSION
-from engine.launch.data_parallel import check_settings
-from engine.launch.digests import synchronize_machines
 from engine.launch.info import collect_info, eos_token_ids
-from engine.launch.machines import check_ray, check_serves
 from engine.launch.monitor import EngineMonitor
 from engine.launch.processes import VllmProcesses, kill_processes
+from engine.launch.ranks.data_parallel import check_settings
+from engine.launch.ranks.digests import synchronize_machines
+from engine.launch.ranks.machines import check_ray, check_serves
 from engine.launch.vllm_args import check_vllm_args
 from engine.parts.generation import VllmGeneration
 from engine.parts.text import VllmText

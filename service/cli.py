@@ -59,7 +59,7 @@ def check_engine(settings: EngineSettings) -> None:
 
 def load_node(settings: Settings) -> "Node":
     """Import and create the ranks of a machine other than the first."""
-    return cast("Node", _create("engine.launch.node_processes", "EngineNode", settings))
+    return cast("Node", _create("engine.launch.ranks.node_processes", "EngineNode", settings))
 
 
 def _create(module: str, name: str, settings: Settings) -> Any:

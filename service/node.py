@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class Node(Protocol):
-    """Operations of `engine.launch.node_processes.EngineNode` that are used here."""
+    """Operations of `engine.launch.ranks.node_processes.EngineNode` that are used here."""
 
     def health(self) -> EngineHealth: ...
 

@@ -7,7 +7,8 @@ So the ranks compare their layers first, and the first rank measures the crossov
 
 Data-parallel replicas decide for themselves, and each has a world group of its own. vLLM
 synchronizes the graphs of replicas only for mixture-of-experts models, where one that shares would
-take the others' steps out of their full graphs; `engine/launch/data_parallel.py` refuses these.
+take the others' steps out of their full graphs; `engine/launch/ranks/data_parallel.py` refuses
+these.
 """
 
 import logging

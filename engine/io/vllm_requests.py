@@ -34,8 +34,8 @@ from engine.io.logprobs import (
 )
 from engine.io.request_params import further_logprobs, sampling_params
 from engine.kv_versions import spans as kv_versions
-from engine.launch.placement import Placement, running_tokens
 from engine.launch.processes import VllmProcesses
+from engine.launch.ranks.placement import Placement, running_tokens
 from engine.sampling_support.step import rows_of
 from engine.types import (
     Completion,

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from engine.cudagraphs.installed_plan import GRAPHS_ENV
 from engine.cudagraphs.planner import Plan
-from engine.launch.machines import network_variables
+from engine.launch.ranks.machines import network_variables
 from engine.runtime import start_phases
 from engine.runtime.installed_settings import (
     ATTENTION_ENV,
@@ -139,7 +139,7 @@ def _common_variables() -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_DO_NOT_TRACK": "1",
         "VLLM_SERVER_DEV_MODE": "0",
-        "VLLM_USE_RAY_V2_EXECUTOR_BACKEND": "1",  # engine.launch.ray_executor extends it
+        "VLLM_USE_RAY_V2_EXECUTOR_BACKEND": "1",  # engine.launch.ranks.ray_executor extends it
         "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(NO_STEP_DEADLINE_SECONDS),
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
         # Suppress warnings of vLLM and torch about each other in the engine's processes, and of

@@ -30,9 +30,9 @@ from engine.errors import EngineDead, StartFailed
 from engine.feature_base import StartSettings
 from engine.features import Features
 from engine.launch.arguments import USAGE_CONTEXT, engine_arguments, with_defaults
-from engine.launch.data_parallel import check_model, install_coordinator
 from engine.launch.environment import engine_environment
-from engine.launch.placement import count_running_tokens
+from engine.launch.ranks.data_parallel import check_model, install_coordinator
+from engine.launch.ranks.placement import count_running_tokens
 from engine.launch.vllm_seams import check_version
 from engine.runner.routed_experts import accept_cpu_runner
 from engine.runtime.await_engine import await_engine
@@ -86,7 +86,9 @@ class VllmProcesses:
             _check_cpu(self._settings)
             accept_cpu_runner()
         if self._settings.uses_ray:
-            from engine.launch.ray_executor import install_ray_executor  # needs the extra `ray`
+            from engine.launch.ranks.ray_executor import (
+                install_ray_executor,  # needs the extra `ray`
+            )
 
             install_ray_executor()
         with _start_failures():

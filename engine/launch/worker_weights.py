@@ -9,7 +9,7 @@ from typing import Any, Literal, TypedDict, TypeVar
 import torch
 
 from engine import features
-from engine.launch.worker_machines import MachineMethods
+from engine.launch.ranks.worker_machines import MachineMethods
 from engine.runtime.feature_guard import Failure, attempt
 from engine.types import SleepTag
 from engine.weights import worker_reload, worker_transfer

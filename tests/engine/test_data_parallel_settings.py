@@ -11,8 +11,8 @@ from engine.cudagraphs.counters import aggregate_engines
 from engine.errors import StartFailed
 from engine.feature_stats import CudaGraphStats, KvRetentionStats, SharedPrefixStats, total
 from engine.launch.arguments import engine_arguments
-from engine.launch.data_parallel import check_model
 from engine.launch.environment import engine_environment
+from engine.launch.ranks.data_parallel import check_model
 from engine.measure_baseline import measure
 from engine.settings import (
     AttentionSettings,

@@ -8,8 +8,8 @@ from typing import Any, Never
 import pytest
 from vllm.v1.engine.core_client import DPLBAsyncMPClient
 
-from engine.launch import placement
-from engine.launch.placement import (
+from engine.launch.ranks import placement
+from engine.launch.ranks.placement import (
     Placement,
     PlacementKeys,
     RequestsInFlight,

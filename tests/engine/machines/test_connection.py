@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.launch.node_processes import wait_for_end_of_connection
+from engine.launch.ranks.node_processes import wait_for_end_of_connection
 from tests.engine.machines.second_machine import SecondMachine, namespace_or_skip
 from tests.ports import free_port
 

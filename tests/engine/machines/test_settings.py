@@ -12,15 +12,6 @@ from engine.cudagraphs.shapes import GraphShape
 from engine.errors import StartFailed
 from engine.feature_base import StartSettings
 from engine.features import Features
-from engine.launch.data_parallel import check_settings
-from engine.launch.digests import (
-    BLOCK_BYTES,
-    NUM_BLOCKS,
-    MachineDigests,
-    check_machines_equal,
-    check_ranks_equal,
-    model_digest,
-)
 from engine.launch.environment import (
     intel_openmp_library,
     interface_variables,
@@ -29,7 +20,16 @@ from engine.launch.environment import (
     settings_digest,
     thread_variables,
 )
-from engine.launch.machines import (
+from engine.launch.ranks.data_parallel import check_settings
+from engine.launch.ranks.digests import (
+    BLOCK_BYTES,
+    NUM_BLOCKS,
+    MachineDigests,
+    check_machines_equal,
+    check_ranks_equal,
+    model_digest,
+)
+from engine.launch.ranks.machines import (
     check_ray,
     check_serves,
     network_variables,

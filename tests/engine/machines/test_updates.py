@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engine.errors import LoadFailed
-from engine.launch.worker_machines import MachineMethods
+from engine.launch.ranks.worker_machines import MachineMethods
 from engine.runtime.heartbeat import Heartbeat
 from engine.weights.updates import ServedWeights
 
