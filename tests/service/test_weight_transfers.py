@@ -328,8 +328,8 @@ async def test_transfer_that_has_begun_ends_without_its_publisher(tmp_path: Path
         await until(lambda: engine.paused)
         transferring.cancel()
         engine.transfer_gate.set()
-        await until(lambda: served.server.versions.active.label == "v1")
-        assert served.server.versions.active.transfer is None
+        versions = served.server.versions
+        await until(lambda: versions.active.label == "v1" and versions.active.transfer is None)
 
 
 @pytest.mark.parametrize("transfers_while_asleep", [False, True])
