@@ -1,6 +1,6 @@
 """KV reuse for prompts given as spans: splicing of cached spans, or prediction."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from service.kv_reuse.span_cache import SpanCache
 from service.kv_reuse.span_lease import ReuseFailed, SpanLease
 from service.kv_reuse.splicing import SplicePlan
 from service.prompt_kv.prompt_source import GroupMonitor, PromptSource
+from service.versions import Versions
 
 PromptPlan = SplicePlan | PredictionPlan
 
@@ -35,13 +36,16 @@ class KvReuseManager:
     def __init__(
         self,
         engine: Engine,
+        versions: Versions,
         *,
         directory: Path,
         capacity_bytes: int | None,
-        epoch: Callable[[], int],
     ) -> None:
         self.cache = SpanCache(
-            engine, directory=directory, capacity_bytes=capacity_bytes, epoch=epoch
+            engine,
+            directory=directory,
+            capacity_bytes=capacity_bytes,
+            epoch=lambda: versions.epoch,
         )
         self.anchors = AnchorStore(self.cache)
         self._distances = DistanceCache(self.cache)

@@ -38,6 +38,7 @@ from service.rollouts.rollout import NO_REQUEST, Rollout
 from service.rollouts.sampling import check_sampling
 from service.rollouts.suspended_group import can_move
 from service.versions import Versions
+from service.weights.activation import Activation
 
 RETRY_SECONDS = 1.0
 
@@ -46,7 +47,7 @@ class MoveReceiver:
     """Continues rollouts that other replicas send, with the same ids, seeds and results.
 
     A refused rollout leaves nothing here: the sender tries the next replica. None is accepted
-    while sampling `is_paused`.
+    while sampling is paused.
     """
 
     def __init__(
@@ -57,14 +58,14 @@ class MoveReceiver:
         group_factory: GroupFactory,
         rollouts: RolloutManager,
         transfers: KeyTransfers,
+        activation: Activation,
         *,
         max_samples_per_request: int,
-        is_paused: Callable[[], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cancelled = CancelledMoves(clock)
         self._max_samples = max_samples_per_request
-        self._is_paused = is_paused
+        self._activation = activation
         self._engine = engine
         self._versions = versions
         self._admission = admission
@@ -138,7 +139,7 @@ class MoveReceiver:
     def _check(self, state: MovedRollout) -> None:
         if not self._rollouts.accepts_moves:
             raise NotReady("weights are being activated", retry_after_seconds=RETRY_SECONDS)
-        if self._is_paused():
+        if self._activation.paused:
             raise NotReady("sampling is paused", retry_after_seconds=RETRY_SECONDS)
         if state.version != self._versions.active.label:
             raise _other_version(state)

@@ -19,7 +19,9 @@ from engine.protocol import Engine
 from service.adapters.manager import AdapterManager
 from service.cluster.membership import ClusterMembership
 from service.cluster.registry import new_rollout_id
+from service.config.settings import LimitsSettings
 from service.errors import DRAINING_RETRY_SECONDS, Draining, RolloutNotFound, ServiceError
+from service.observability.build import Observability
 from service.prompt_kv.manager import PromptKvManager
 from service.rollouts import logprob_tables, supports, validation
 from service.rollouts.admission import Admission, Reservation
@@ -29,14 +31,13 @@ from service.rollouts.group_options import GroupOptions
 from service.rollouts.idempotency import IdempotencyClaim, IdempotencyKeys
 from service.rollouts.kept_kv import rollout_chain
 from service.rollouts.result_cache import ResultCache
-from service.rollouts.rollout import GroupEnded, Rollout
+from service.rollouts.rollout import Rollout
 from service.rollouts.sampling import check_sampling
 from service.rollouts.suspended_group import can_move
 from service.rollouts.tokenizer import Tokenizer
 from service.versions import Versions
 
 PromptScorer = Callable[[RolloutRequest, list[list[int]]], Awaitable[list[PromptLogprobs]]]
-OnEnded = Callable[[Rollout], None]
 POLL_SECONDS = 0.05
 NO_OPTIONS = GroupOptions()
 
@@ -55,15 +56,10 @@ class RolloutManager:
         prompt_kv: PromptKvManager,
         fleet: ClusterMembership,
         adapters: AdapterManager,
-        *,
         admission: Admission,
-        max_samples_per_request: int,
-        max_support_bytes: int,
-        keep_seconds: float,
-        keep_bytes: int,
         group_factory: GroupFactory,
-        ended: OnEnded,
-        record_group: GroupEnded,
+        observability: Observability,
+        limits: LimitsSettings,
     ) -> None:
         self._engine = engine
         self._versions = versions
@@ -72,15 +68,13 @@ class RolloutManager:
         self._fleet = fleet
         self._adapters = adapters
         self._admission = admission
-        self._max_samples = max_samples_per_request
-        self._max_support_bytes = max_support_bytes
-        self._keep_bytes = keep_bytes
+        self._limits = limits
         self._group_factory = group_factory
-        self._ended = ended
-        self._group_ended = record_group
+        self._observability = observability
         self._running: dict[str, Rollout] = {}
-        self.keys = IdempotencyKeys(max_seconds=keep_seconds, on_released=fleet.release)
-        self._results = ResultCache(max_seconds=keep_seconds, max_bytes=keep_bytes)
+        seconds = limits.keep_answers_seconds
+        self.keys = IdempotencyKeys(max_seconds=seconds, on_released=fleet.release)
+        self._results = ResultCache(max_seconds=seconds, max_bytes=limits.keep_answers_bytes)
         self._tasks: asyncio.TaskGroup | None = None
         self._gate = asyncio.Event()
         self._gate.set()
@@ -158,7 +152,9 @@ class RolloutManager:
         claim: IdempotencyClaim | None = None,
     ) -> Rollout:
         num_samples = validation.check(
-            request, max_samples=self._max_samples, is_blocking=not (detached or request.stream)
+            request,
+            max_samples=self._limits.max_samples_per_request,
+            is_blocking=not (detached or request.stream),
         )
         self.check_kept_kv(request.keep_kv, request.weights)
         await check_sampling(self._engine, request.sampling)
@@ -239,8 +235,8 @@ class RolloutManager:
             request,
             prompts,
             self._engine.info,
-            max_bytes=self._max_support_bytes,
-            max_kept_bytes=self._keep_bytes if detached else None,
+            max_bytes=self._limits.max_support_bytes,
+            max_kept_bytes=self._limits.keep_answers_bytes if detached else None,
         )
 
     def check_kept_kv(self, keep: KeepKv | None, weights: WeightsConstraint | None) -> None:
@@ -354,7 +350,7 @@ class RolloutManager:
         self._running[rollout.id] = rollout
         self._adapters.begin(rollout.adapter)
         task = self._tasks.create_task(
-            rollout.run(self._engine, self._prompt_kv, self._group_ended),
+            rollout.run(self._engine, self._prompt_kv, self._observability),
             name=f"rollout-{rollout.id}",
         )
         task.add_done_callback(lambda _: self._on_rollout_done(rollout, reservation))
@@ -376,7 +372,8 @@ class RolloutManager:
             self._results.add(rollout)
         for claim in rollout.claims:
             self.keys.ended(claim)
-        self._ended(rollout)  # after the answer is stored: an error in an observer must not lose it
+        # After the answer is stored: an error in the metrics must not lose it.
+        self._observability.metrics.rollouts.groups.labels("failed").inc(rollout.num_unanswered)
         if is_retained:
             rollout.drop_groups()
 

@@ -14,6 +14,7 @@ from coppice.wire.score import ScoreAnswer, ScoredItem, ScoredResponse, ScoreIte
 from engine.protocol import Engine
 from engine.types import EngineInfo, TopLogprobRows
 from service.adapters.manager import AdapterManager
+from service.config.settings import LimitsSettings
 from service.errors import InvalidRequest, PromptTooLong
 from service.http.exception_handlers import to_service_error
 from service.rollouts.admission import Admission
@@ -53,9 +54,8 @@ class Scoring:
         tokenizer: Tokenizer,
         rollouts: RolloutManager,
         adapters: AdapterManager,
-        *,
         admission: Admission,
-        max_samples_per_request: int,
+        limits: LimitsSettings,
     ) -> None:
         self._engine = engine
         self._versions = versions
@@ -63,7 +63,7 @@ class Scoring:
         self._rollouts = rollouts
         self._adapters = adapters
         self._admission = admission
-        self._max_samples = max_samples_per_request
+        self._max_samples = limits.max_samples_per_request
 
     async def score(self, request: ScoreRequest, *, owner: str) -> ScoreAnswer:
         num_responses = sum(len(item.responses) for item in request.items)

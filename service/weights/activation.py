@@ -9,10 +9,10 @@ outlasts activations, and ends with its lease, but never during an activation.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from collections.abc import Set as AbstractSet
 from contextlib import asynccontextmanager
-from typing import Any, Final
+from typing import Final
 
 from coppice.wire.kv_versions import ActivationKv
 from coppice.wire.weights import ActivationAnswer, ActivationMode
@@ -37,17 +37,16 @@ from service.errors import (
     VersionConflict,
     WeightsRefused,
 )
+from service.observability.metrics import Metrics
 from service.prompt_kv.manager import PromptKvManager
 from service.rollouts.manager import RolloutManager
+from service.state_changes import StateChanges
 from service.versions import Version, Versions, publish_again
 from service.weights.engine_pauses import EnginePauses
 from service.weights.idle_wait import IdleWait
 from service.weights.pauses import Pause, PauseKind, Pauses
 from service.weights.replication.announcer import Announcer
 from service.weights.stager import WeightStager
-
-RunToCompletion = Callable[[Coroutine[Any, Any, ActivationAnswer]], Awaitable[ActivationAnswer]]
-"""Runs a state change to completion, even if the calling task is cancelled."""
 
 WAKE_RETRY_SECONDS: Final = 2.0
 """Time until a wake at the end of a lease is repeated, if another process uses the memory."""
@@ -59,11 +58,7 @@ log = logging.getLogger(__name__)
 
 
 class Activation:
-    """Switches the engine to another weights version, and owns the engine's pause state.
-
-    `on_weights_changed` is called for each change of the active version. That includes the return
-    to the last version with files if weights without files are lost, which is no activation.
-    """
+    """Switches the engine to another weights version, and owns the engine's pause state."""
 
     def __init__(
         self,
@@ -73,12 +68,10 @@ class Activation:
         rollouts: RolloutManager,
         prompt_kv: PromptKvManager,
         announcer: Announcer,
+        state_changes: StateChanges,
+        metrics: Metrics,
         *,
         max_lease_seconds: float,
-        run_to_completion: RunToCompletion,
-        on_activated: Callable[[ActivationAnswer], None],
-        on_weights_changed: Callable[[], None],
-        on_lease_ended: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
@@ -87,10 +80,8 @@ class Activation:
         self._rollouts = rollouts
         self._prompt_kv = prompt_kv
         self._announcer = announcer
-        self._run_to_completion = run_to_completion
-        self._on_activated = on_activated
-        self._on_weights_changed = on_weights_changed
-        self._on_lease_ended = on_lease_ended
+        self._state_changes = state_changes
+        self._metrics = metrics
         self._clock = clock
         self._applying = asyncio.Lock()
         self._lock = asyncio.Lock()
@@ -276,7 +267,7 @@ class Activation:
             return
         self._is_overdue = pause.kind == "sleep" or self._is_overdue
         log.warning("the %s by %s has ended: its lease was not renewed", pause.kind, pause.owner)
-        self._on_lease_ended()
+        self._metrics.server.pause_leases_ended.inc()
 
     async def _wake_after_lease(self, sleep: Pause) -> bool:
         """Wake everything; without memory for it, the sleep goes on until the next attempt."""
@@ -315,7 +306,7 @@ class Activation:
         `request`, of which this is the first or a repeated attempt.
         """
         await self._announcer.check_unchanged(label)
-        return await self._run_to_completion(self._apply(label, mode, allow_rollback, kv, order))
+        return await self._state_changes.run(self._apply(label, mode, allow_rollback, kv, order))
 
     async def _apply(
         self,
@@ -330,7 +321,7 @@ class Activation:
         with self._idle_wait.clearing_on_failure(order):
             answer = await self._apply_next(label, mode, allow_rollback, kv, checked)
         await self._stager.trim()
-        self._on_activated(answer)
+        self._metrics.weights.record_activation(answer)
         return answer
 
     async def _check_files(self, label: str, allow_rollback: bool) -> Version | None:
@@ -494,7 +485,6 @@ class Activation:
     def _on_loaded(self, label: str) -> None:
         self._versions.activated(label)
         self._prompt_kv.after_weights_update(label)
-        self._on_weights_changed()
 
     async def _resume_unless_paused(self) -> None:
         await self._engine_pauses.resume_unless_paused()

@@ -278,14 +278,14 @@ async def test_activation_pauses_updates_and_resumes(
 async def test_age_of_the_weights_is_counted_from_their_activation(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
         server = served.server
-        assert server.weights_age_seconds > 0
+        assert server.versions.active_seconds > 0
         await upload(served, "v1")
         began = time.monotonic()
         await activate(served, "v1")
-        age = server.weights_age_seconds
+        age = server.versions.active_seconds
         assert age < time.monotonic() - began
         await activate(served, "v1")  # already active
-        assert server.weights_age_seconds > age
+        assert server.versions.active_seconds > age
         text = (await served.http.get("/metrics")).text
     assert re.search(r"^coppice_weights_age_seconds 0\.\d+$", text, re.MULTILINE)
 
