@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coppice.wire.kv_reuse import KvReuse, KvReuseAnswer, KvReuseMode, KvReuseReason
-from coppice.wire.rollouts import GroupAnswer, PromptSpan, RolloutRequest
+from coppice.wire.rollouts import GroupAnswer, PromptSpan
 from engine.kv_types import ExportSlot, KvLoad
 from engine.protocol import Engine
 from engine.types import Completion, SampleRequest
@@ -56,12 +56,16 @@ class KvReuseManager:
         await self.cache.close()
 
     def prompt_source(
-        self, request: RolloutRequest, index: int, scope: Scope, *, priority: int, num_samples: int
+        self,
+        spans: Sequence[PromptSpan],
+        reuse: KvReuse | None,
+        scope: Scope,
+        *,
+        priority: int,
+        num_samples: int,
     ) -> PromptSource:
         """Source of the prompt KV of a group whose prompt is given as spans."""
-        spans = request.groups[index].prompt.spans
-        assert spans is not None, "the prompt is given as spans"
-        reuse = request.kv_reuse or REUSE_OFF
+        reuse = reuse or REUSE_OFF
         plan = None
         if reuse.mode != "off":
             lease = SpanLease(cache=self.cache, scope=scope, priority=priority)

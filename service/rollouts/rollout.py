@@ -55,9 +55,6 @@ from service.rollouts.trees.tree_answer import with_num_leaves
 
 log = logging.getLogger(__name__)
 
-NO_REQUEST = RolloutRequest.model_construct(groups=[])
-"""Request of a rollout whose groups have all ended; it is not needed any more."""
-
 ROLLOUT_BYTES = 12 * 2**10
 GROUP_BYTES = 4096
 PART_BYTES = 1536
@@ -75,8 +72,9 @@ class Rollout:
     its caller's connection.
     `awaits_fetch` is true if a caller is to fetch the result later and has not fetched it yet.
 
-    A rollout with its `request` can be moved to another replica while it is `suspended`. Its
-    `moved_to` is then the URL of that replica; otherwise it goes on here.
+    A rollout that `can_move` can be moved to another replica: while it is `suspended`, with its
+    `request`, or its result. Its `moved_to` is then the URL of that replica; otherwise it goes on
+    here.
     `is_moving` is true while it is offered to other replicas.
     `awaits_redirect` is true if the stream of a caller ended, who has not been redirected yet.
     `source` is the id of the replica that has sent the rollout here, None for others. With
@@ -90,11 +88,13 @@ class Rollout:
         *,
         detached: bool,
         claims: Sequence[IdempotencyClaim] = (),
+        can_move: bool = False,
         request: RolloutRequest | None = None,
         owner: str = "",
     ) -> None:
         self.id = rollout_id
         self.groups = groups
+        self.can_move = can_move
         self.request = request
         self.moved_to: str | None = None
         self.is_moving = False
@@ -333,8 +333,7 @@ class Rollout:
 
         The answer does not need them.
         """
-        if self.request is not None:
-            self.request = NO_REQUEST
+        self.request = None
         self._num_done += sum(group.num_done for group in self.groups)
         self.groups = ()
 
