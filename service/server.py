@@ -106,7 +106,7 @@ class Server:
             await stack.enter_async_context(self.cluster.running())
             await stack.enter_async_context(self.rollouts.running())
             await stack.enter_async_context(self.sessions.running())
-            await stack.enter_async_context(self.activation.running())
+            await stack.enter_async_context(self.activation.sleep.running())
             await stack.enter_async_context(self.coordinator.running())
             yield
 

@@ -116,6 +116,14 @@ LIMITS = (
         "test_key_with_too_many_bytes_of_bodies_is_refused_and_others_are_not",
     ),
     Limit(
+        "values in JSON, or in the header of a packed request, counted by commas and opening "
+        "brackets, also those in texts",
+        f"{HTTP}/bodies.py:MAX_JSON_VALUES",
+        "body_too_large",
+        f"{HTTP}/bodies.py",
+        "tests/service/test_bodies.py::test_json_with_too_many_values_is_refused_before_it_is_parsed",
+    ),
+    Limit(
         "bytes of the body of a control route",
         f"{HTTP}/bodies.py:INLINE_BYTES",
         "body_too_large",
@@ -172,6 +180,20 @@ LIMITS = (
         "invalid_request",
         "engine/io/chat_conversion.py",
         "tests/engine/test_chat.py::test_long_arguments_are_refused_before_they_are_parsed",
+    ),
+    Limit(
+        "bytes of structured outputs of a key that wait for their check",
+        "engine/io/check_limiter.py:CLIENT_BYTES",
+        "quota_exceeded",
+        "engine/io/check_limiter.py",
+        "tests/engine/test_grammar_turns.py::test_waiting_checks_of_a_key_are_bounded",
+    ),
+    Limit(
+        "bytes of structured outputs in all that wait for their check",
+        "engine/io/check_limiter.py:TOTAL_BYTES",
+        "overloaded",
+        "engine/io/check_limiter.py",
+        "tests/engine/test_grammar_turns.py::test_waiting_checks_of_a_key_are_bounded",
     ),
     # Samples
     Limit(

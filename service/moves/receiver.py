@@ -141,7 +141,7 @@ class MoveReceiver:
     def _check(self, state: MovedRollout) -> None:
         if not self._rollouts.accepts_moves:
             raise NotReady("weights are being activated", retry_after_seconds=RETRY_SECONDS)
-        if self._activation.paused:
+        if self._activation.pauses.paused:
             raise NotReady("sampling is paused", retry_after_seconds=RETRY_SECONDS)
         if state.version != self._versions.active.label:
             raise _other_version(state)

@@ -379,7 +379,7 @@ async def test_untrusted_host_header_changes_no_access_and_no_answer(
         answers = [await _answers(served, requests, name) for name in (b"127.0.0.1", host)]
         assert answers[0] == answers[1]
         assert [status for status, _ in answers[0]] == [200, 401, 404, 404, 404, 200, 401, 403]
-        assert not served.server.activation.paused
+        assert not served.server.activation.pauses.paused
 
 
 async def _answers(served: Served, requests: list[bytes], host: bytes) -> list[tuple[int, Any]]:
