@@ -49,7 +49,7 @@ LIMITS = (
     # Connections and heads
     Limit(
         "bytes of a request's URL and headers, or of chunk extensions and trailers",
-        "limits.max_header_bytes",
+        f"{HTTP}/limited_protocol.py:MAX_HEADER_BYTES",
         "headers_too_large",
         f"{HTTP}/limited_protocol.py",
         "tests/service/test_http_limits.py::test_head_of_many_parts_is_refused_before_its_end",
@@ -198,9 +198,9 @@ LIMITS = (
     # Samples
     Limit(
         "samples of one request, or responses of one score",
-        "limits.max_samples_per_request",
+        "service/rollouts/validation.py:MAX_SAMPLES",
         "invalid_request",
-        "service/rollouts/manager.py",
+        "service/rollouts/validation.py",
         "tests/compat/test_fields.py::test_limits_and_metrics_apply",
     ),
     Limit(
@@ -365,8 +365,8 @@ LIMITS = (
         "tests/service/prompt_kv/test_exports.py::test_lease_is_capped_by_the_settings",
     ),
     Limit(
-        "seconds of a lease of prompt KV with all renewals",
-        "kv.max_lifetime_seconds",
+        "longest leases of prompt KV, with all renewals",
+        "service/prompt_kv/handle.py:MAX_LEASES",
         "the lease is shortened",
         "service/prompt_kv/handle.py",
         "tests/service/prompt_kv/test_slots.py::test_renewals_end_at_the_maximum_lifetime",
@@ -391,14 +391,7 @@ LIMITS = (
         "service/adapters/adapter_files.py:MAX_CONFIG_BYTES",
         "weights_refused",
         "service/adapters/adapter_files.py",
-        "tests/service/test_limits.py::test_large_metadata_of_an_adapter_are_refused",
-    ),
-    Limit(
-        "bytes of the header of an adapter's safetensors file",
-        "service/adapters/adapter_files.py:MAX_HEADER_BYTES",
-        "weights_refused",
-        "service/adapters/adapter_files.py",
-        "tests/service/test_limits.py::test_large_metadata_of_an_adapter_are_refused",
+        "tests/service/test_adapters.py::test_file_longer_than_its_size_is_copied_up_to_the_limit",
     ),
 )
 

@@ -27,6 +27,11 @@ CROWDED = "coppice.crowded"
 """ASGI extension that marks requests past uvicorn's `limit_concurrency`."""
 CHUNK_LINE_BYTES = 32
 """Framing bytes allowed per chunk of a chunked body: its size field and two line ends."""
+MAX_HEADER_BYTES = 64 * 2**10
+"""Limit of a request's URL and headers, and of chunk extensions and trailers.
+
+It is above the limits of common proxies, so that none needs more.
+"""
 MAX_URL_BYTES = 2**16 - 1  # httptools refuses a longer URL like a malformed one
 MAX_PIPELINED_REQUESTS = 64
 
@@ -82,10 +87,9 @@ class LimitedProtocol(HttpToolsProtocol):
         except httptools.HttpParserError:
             return None if self._is_discarding else self.send_400_response("")
         self._overhead_bytes = max(0, self._overhead_bytes)
-        if self._overhead_bytes > self.limits.max_header_bytes:
+        if self._overhead_bytes > MAX_HEADER_BYTES:
             what = "the headers" if self._is_reading_head else "chunk extensions and trailers"
-            limit = self.limits.max_header_bytes
-            self._send_error(HeadersTooLarge(f"the limit of {what} is {limit} bytes"))
+            self._send_error(HeadersTooLarge(f"the limit of {what} is {MAX_HEADER_BYTES} bytes"))
 
     def _parse(self, data: bytes) -> None:
         """Feed the parser, without the header Upgrade, which a server may ignore (RFC 9110, 7.8).

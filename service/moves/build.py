@@ -49,7 +49,6 @@ def build_moves(
             manager,
             transfers,
             weights.activation,
-            max_samples_per_request=settings.limits.max_samples_per_request,
         ),
         sender=MoveSender(
             engine,

@@ -61,11 +61,9 @@ class MoveReceiver:
         transfers: KeyTransfers,
         activation: Activation,
         *,
-        max_samples_per_request: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cancelled = CancelledMoves(clock)
-        self._max_samples = max_samples_per_request
         self._activation = activation
         self._engine = engine
         self._versions = versions
@@ -170,7 +168,7 @@ class MoveReceiver:
         check_groups(state, results)
         if request is None:
             return []
-        validation.check(request, max_samples=self._max_samples, is_blocking=False)
+        validation.check(request, is_blocking=False)
         for group in state.groups:
             check_group(group, results.samples.get(group.index, []), request, info)
             await turn.pause()

@@ -69,5 +69,5 @@ def build_rollouts(
         group_factory=group_factory,
         manager=manager,
         external_trees=ExternalTrees(manager),
-        scoring=Scoring(engine, versions, tokenizer, manager, adapters, admission, limits),
+        scoring=Scoring(engine, versions, tokenizer, manager, adapters, admission),
     )

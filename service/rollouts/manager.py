@@ -166,8 +166,7 @@ class RolloutManager:
 
     def _check(self, request: NewRollout, *, is_blocking: bool) -> int:
         """Check what needs no tokens; returns the number of samples."""
-        max_samples = self._limits.max_samples_per_request
-        num_samples = validation.check(request, max_samples=max_samples, is_blocking=is_blocking)
+        num_samples = validation.check(request, is_blocking=is_blocking)
         self.check_kept_kv(request.keep_kv, request.weights)
         return num_samples
 

@@ -14,7 +14,6 @@ from coppice.wire.score import ScoreAnswer, ScoredItem, ScoredResponse, ScoreIte
 from engine.protocol import Engine
 from engine.types import EngineInfo, TopLogprobRows
 from service.adapters.manager import AdapterManager
-from service.config.settings import LimitsSettings
 from service.errors import InvalidRequest, PromptTooLong
 from service.http.exception_handlers import to_service_error
 from service.rollouts.admission import Admission
@@ -31,6 +30,7 @@ from service.rollouts.logprob_tables import (
 from service.rollouts.manager import RolloutManager
 from service.rollouts.request import NewRollout
 from service.rollouts.tokenizer import Tokenizer
+from service.rollouts.validation import MAX_SAMPLES
 from service.versions import Versions
 
 Result = TypeVar("Result", list[float], TopLogprobRows)
@@ -56,7 +56,6 @@ class Scoring:
         rollouts: RolloutManager,
         adapters: AdapterManager,
         admission: Admission,
-        limits: LimitsSettings,
     ) -> None:
         self._engine = engine
         self._versions = versions
@@ -64,13 +63,12 @@ class Scoring:
         self._rollouts = rollouts
         self._adapters = adapters
         self._admission = admission
-        self._max_samples = limits.max_samples_per_request
 
     async def score(self, request: ScoreRequest, *, owner: str) -> ScoreAnswer:
         num_responses = sum(len(item.responses) for item in request.items)
-        if num_responses > self._max_samples:
+        if num_responses > MAX_SAMPLES:
             raise InvalidRequest(
-                f"{num_responses} responses; the limit is {self._max_samples} per request"
+                f"{num_responses} responses; the limit is {MAX_SAMPLES} per request"
             )
         _check_logprobs(request, self._engine.info)
         prompts = await self._tokenizer.all_token_ids([item.prompt for item in request.items])

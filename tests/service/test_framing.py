@@ -148,8 +148,7 @@ async def test_slowly_sent_framing_has_the_deadline_of_a_body(tmp_path: Path) ->
 async def test_smallest_chunks_are_accepted(tmp_path: Path) -> None:
     content = rollout() + b" " * 40_000
     pieces = b"".join(b"1\r\n%c\r\n" % byte for byte in content)
-    limits = {"max_header_bytes": 1024}
-    async with serving(FakeEngine(), tmp_path, limits=limits) as served, raw(served) as client:
+    async with serving(FakeEngine(), tmp_path) as served, raw(served) as client:
         await client.send(CHUNKED + CLOSE + b"\r\n")
         for start in range(0, len(pieces), 10_000):
             await client.send(pieces[start : start + 10_000])

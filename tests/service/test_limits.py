@@ -1,14 +1,12 @@
 """Limits of requests that no other file of tests exceeds."""
 
-from io import BytesIO
 from pathlib import Path
 
 import pytest
 
-from service.adapters.adapter_files import MAX_CONFIG_BYTES, MAX_HEADER_BYTES, _read_config
 from service.compat.echo import MAX_ECHOED_TOKENS, check_echo
 from service.compat.vllm_tokens import MAX_BODY_BYTES
-from service.errors import InvalidRequest, WeightsRefused
+from service.errors import InvalidRequest
 from service.http.bodies import INLINE_BYTES
 from service.http.params import MAX_WAIT_SECONDS
 from tests.compat.third_party import foreign
@@ -48,17 +46,3 @@ def test_prompts_repeated_in_too_many_choices_are_refused() -> None:
     check_echo(prompts, n=2)
     with pytest.raises(InvalidRequest):
         check_echo(prompts, n=3)
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        (MAX_HEADER_BYTES + 1).to_bytes(8, "little"),
-        b'{"__metadata__":{"adapter_config":"%s"}}' % (b" " * (MAX_CONFIG_BYTES + 1)),
-    ],
-    ids=["header", "config"],
-)
-def test_large_metadata_of_an_adapter_are_refused(content: bytes) -> None:
-    head = b"" if len(content) == 8 else len(content).to_bytes(8, "little")
-    with pytest.raises(WeightsRefused):
-        _read_config(BytesIO(head + content))

@@ -19,7 +19,6 @@ The metadata's `answer` is the RolloutAnswer with these arrays empty. A token ta
 as JSON and 8 bytes here.
 """
 
-import json
 from base64 import b64decode
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,9 +27,9 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import numpy.typing as npt
 from pydantic import Field, TypeAdapter
-from safetensors import SafetensorError
-from safetensors.numpy import load, save
+from safetensors.numpy import save
 
+from coppice.safetensors_io import load_arrays, parse_header
 from coppice.wire.base import AnswerModel
 from coppice.wire.kv import KvHandle, KvReason
 from coppice.wire.packed_tables import (
@@ -192,17 +191,13 @@ def pack(answer: RolloutAnswer) -> bytes:
 
 def unpack(data: bytes) -> Packed:
     """Parses a packed rollout result. Raises ValueError if the bytes are invalid."""
+    tensors, metadata = load_arrays(data), parse_header(data).metadata
     try:
-        tensors = load(data)
-    except SafetensorError as error:
-        raise ValueError(f"not a safetensors file: {error}") from error
-    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    try:
-        answer = RolloutAnswer.model_validate_json(header["__metadata__"]["answer"])
+        answer = RolloutAnswer.model_validate_json(metadata["answer"])
         arrays = {name: tensors[name] for name in _NAMES}
         answer = with_tables(answer, tensors, np.diff(arrays["offsets"]).tolist())
         answer = _with_experts(answer, tensors)
-        more = {name: tensors.get(name) for name in _OPTIONAL}
+        more: dict[str, Any] = {name: tensors.get(name) for name in _OPTIONAL}
         return Packed(answer=answer, **arrays, **more)
     except (KeyError, TypeError) as error:
         raise ValueError(f"the file lacks a part of the result: {error}") from error

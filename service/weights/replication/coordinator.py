@@ -53,7 +53,7 @@ class ActivationCoordinator:
         self._follower = follower
         self._activation = activation
         self._state_changes = state_changes
-        self._seconds = settings.fleet_seconds
+        self._seconds = settings.replication_seconds
         self._clock = clock
         self._stopped = False
         self._timeouts: set[asyncio.Timeout] = set()
