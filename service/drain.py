@@ -5,16 +5,13 @@ import logging
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
-from service.cluster.membership import ClusterMembership
-from service.moves.sender import MoveSender
-from service.moves.session_sender import SessionSender
-from service.prompt_kv.manager import PromptKvManager
+from service.cluster.build import Cluster
+from service.kv_reuse.build import Kv
+from service.moves.build import Moves
 from service.readiness import Readiness
-from service.rollouts.admission import Admission
-from service.rollouts.manager import RolloutManager
-from service.rollouts.trees.external_tree import ExternalTrees
+from service.rollouts.build import Rollouts
 from service.sessions.manager import SessionManager
-from service.weights.activation import Activation
+from service.weights.build import Weights
 
 LOG_SECONDS = 10.0
 RECONNECT_SECONDS = 1.0
@@ -62,7 +59,7 @@ def _part(number: int, name: str, detail: str) -> str:
     return f"{name}: {number} ({detail})" if detail else f"{name}: {number}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Drain:
     """Drain of a server: moves its work to other replicas, and waits for what ends here.
 
@@ -70,23 +67,20 @@ class Drain:
     """
 
     readiness: Readiness
-    admission: Admission
-    external_trees: ExternalTrees
-    cluster: ClusterMembership
-    rollouts: RolloutManager
-    prompt_kv: PromptKvManager
+    cluster: Cluster
+    kv: Kv
+    rollouts: Rollouts
     sessions: SessionManager
-    activation: Activation
-    move_sender: MoveSender
-    session_sender: SessionSender
+    weights: Weights
+    moves: Moves
     move_seconds: float
 
     async def run(self, seconds: float) -> None:
         """Stop admission, wait up to `seconds` for admitted work, then cancel what still runs."""
         self.readiness.draining = True
-        self.admission.close()
-        self.external_trees.close()
-        self.cluster.request_heartbeat()
+        self.rollouts.admission.close()
+        self.rollouts.external_trees.close()
+        self.cluster.membership.request_heartbeat()
         began = asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout(seconds):
@@ -107,12 +101,12 @@ class Drain:
         async with asyncio.TaskGroup() as tasks:
             background = [tasks.create_task(self._log_regularly(seconds))]
             tasks.create_task(self._move_sessions())
-            await self.move_sender.send_all(self.move_seconds)
+            await self.moves.sender.send_all(self.move_seconds)
             if self.move_seconds:
-                background.append(tasks.create_task(self.move_sender.send_results()))
-            await self.admission.wait_until_idle()
-            await self.prompt_kv.wait_until_idle()
-            await self.rollouts.wait_until_fetched()
+                background.append(tasks.create_task(self.moves.sender.send_results()))
+            await self.rollouts.admission.wait_until_idle()
+            await self.kv.prompt_kv.wait_until_idle()
+            await self.rollouts.manager.wait_until_fetched()
             await self._wait_for_sessions()
             await self._wait_for_callers_of_moves()
             for task in background:
@@ -120,10 +114,10 @@ class Drain:
 
     async def _move_sessions(self) -> None:
         if self.move_seconds:
-            await self.session_sender.send_all()
+            await self.moves.session_sender.send_all()
 
     async def _wait_for_sessions(self) -> None:
-        seconds = FINISH_SECONDS if self.cluster.is_standalone else None
+        seconds = FINISH_SECONDS if self.cluster.membership.is_standalone else None
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self.sessions.wait_until_ended()
@@ -132,17 +126,17 @@ class Drain:
         """Serve callers that reconnect after their stream ended; some never do."""
         with suppress(TimeoutError):
             async with asyncio.timeout(RECONNECT_SECONDS):
-                await self.rollouts.wait_until_redirected()
+                await self.rollouts.manager.wait_until_redirected()
 
     async def _close(self) -> None:
         """Cancel what still runs. Sessions that this ends go to the replica of their group."""
-        self.prompt_kv.stop_new_readers()
-        self.activation.end_wait()
+        self.kv.prompt_kv.stop_new_readers()
+        self.weights.activation.end_wait()
         await self.sessions.close()
         with suppress(TimeoutError):
             async with asyncio.timeout(LAST_MOVES_SECONDS):
                 await self._move_sessions()
-        await self.rollouts.cancel_all()
+        await self.rollouts.manager.cancel_all()
 
     async def _log_regularly(self, seconds: float) -> None:
         """Log what the drain waits for, until it is cancelled."""
@@ -154,11 +148,11 @@ class Drain:
             log.info(message, passed, seconds - passed, left, extra=asdict(left))
 
     def remaining_work(self) -> RemainingWork:
-        handles = self.prompt_kv.handles
-        results = self.rollouts.results_to_fetch()
+        handles = self.kv.prompt_kv.handles
+        results = self.rollouts.manager.results_to_fetch()
         return RemainingWork(
-            num_requests=self.admission.num_requests,
-            num_samples=self.admission.num_samples,
+            num_requests=self.rollouts.admission.num_requests,
+            num_samples=self.rollouts.admission.num_samples,
             num_handles=len(handles),
             lease_seconds=max((each.remaining_seconds for each in handles), default=0.0),
             num_downloads=handles.num_downloads,

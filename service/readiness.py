@@ -1,10 +1,12 @@
 """Readiness and liveness of a server."""
 
+from typing import Literal
+
 from engine.protocol.engine_state import EngineState
 from engine.types import EngineHealth
-from service.cluster.registry import ReplicaState
 from service.errors import DRAINING_RETRY_SECONDS, Draining, EngineGone, NotReady
 
+ReplicaState = Literal["starting", "serving", "draining"]
 STARTING_RETRY_SECONDS = 2.0
 WEIGHTS_RETRY_SECONDS = 2.0
 

@@ -7,7 +7,8 @@ engine.
     incomplete -> staged -> active -> superseded -> active (a rollback) ...
 """
 
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -102,8 +103,10 @@ class Versions:
     `epoch` counts activations. Equal epochs imply the same weights; equal labels do not.
     """
 
-    def __init__(self, first: Version) -> None:
+    def __init__(self, first: Version, *, clock: Callable[[], float] = time.monotonic) -> None:
         assert first.state == "active"
+        self._clock = clock
+        self._activated_at = clock()
         self._versions = {first.label: first}
         self._active = first.label
         self._with_files = first.label
@@ -114,6 +117,11 @@ class Versions:
     @property
     def active(self) -> Version:
         return self._versions[self._active]
+
+    @property
+    def active_seconds(self) -> float:
+        """Time since the active version was activated, or since the start."""
+        return self._clock() - self._activated_at
 
     def all(self) -> list[Version]:
         return sorted(self._versions.values(), key=lambda version: version.sequence)
@@ -249,6 +257,7 @@ class Versions:
         self._versions[self._active] = replace(self.active, state="superseded")
         self._active = label
         self._versions[label] = replace(self._versions[label], state="active")
+        self._activated_at = self._clock()
         if self.active.has_files:
             self._with_files = label
         self.epoch += 1

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from scripts.reference import commands, errors, http_api, metrics, python_types, settings
+from scripts.reference import commands, errors, http_api, limits, metrics, python_types, settings
 
 FOLDER = Path(__file__).parents[2] / "docs" / "reference"
 PAGES: dict[Path, dict[str, Callable[[], Iterable[str]]]] = {
@@ -15,6 +15,7 @@ PAGES: dict[Path, dict[str, Callable[[], Iterable[str]]]] = {
         "schemas": http_api.schema_lines,
     },
     FOLDER / "errors.md": {"errors": errors.lines},
+    FOLDER / "limits.md": {"limits": limits.lines, "fields": limits.field_lines},
     FOLDER / "metrics.md": {"metrics": metrics.lines},
     FOLDER / "python-api.md": {
         "exceptions": python_types.exception_lines,

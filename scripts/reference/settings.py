@@ -50,7 +50,7 @@ def _field(section: str, name: str, field: FieldInfo, schema: dict[str, Any]) ->
     yield "| Type | Default | Command line | Environment |"
     yield "|---|---|---|---|"
     options = " or ".join(f"`{option}`" for option in names)
-    default = _default(name, field)
+    default = shown_default(name, field)
     kind = _type(name, schema)
     yield f"| {kind} | {default} | {options} | `{variable_name(section, name)}` |"
     yield ""
@@ -97,7 +97,7 @@ def _type(name: str, schema: dict[str, Any]) -> str:
     return ", ".join([kind, *constraints(schema)])
 
 
-def _default(name: str, field: FieldInfo) -> str:
+def shown_default(name: str, field: FieldInfo) -> str:
     text = default_text(field).replace(str(default_cache_directory()), "~/.cache/coppice")
     if text == EngineSettings().model and name == "model":
         return f"`{Path(text).relative_to(ROOT)}`, the bundled model"

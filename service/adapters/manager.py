@@ -6,11 +6,10 @@ evicted when the next adapter is loaded or unloaded. Runs on one event loop; cha
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from coppice.wire.weights import AdapterAnswer, AdaptersAnswer
 from engine.errors import CheckpointRefused, LoadFailed
@@ -26,11 +25,10 @@ from service.errors import (
     VersionConflict,
     WeightsRefused,
 )
+from service.observability.metrics import WeightMetrics
 
 RETRY_SECONDS = 2.0
 NOT_LOADED = "not loaded on this replica; adapters are not replicated, so load it on each"
-AdapterLoadOutcome = Literal["loaded", "refused", "failed"]
-OnLoad = Callable[[AdapterLoadOutcome], None]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -66,10 +64,10 @@ class LoadedAdapter:
 class AdapterManager:
     """Loads and unloads LoRA adapters in the engine, and counts the requests that use each."""
 
-    def __init__(self, engine: Weights, files: AdapterFiles, *, on_load: OnLoad) -> None:
+    def __init__(self, engine: Weights, files: AdapterFiles, metrics: WeightMetrics) -> None:
         self._engine = engine
         self._files = files
-        self._on_load = on_load
+        self._loads = metrics.adapter_loads
         self._loaded_by_label: dict[str, LoadedAdapter] = {}
         self._digests: dict[str, str] = {}
         """Content digests by label. Kept after unloading, so that no label gets other content."""
@@ -230,7 +228,7 @@ class AdapterManager:
         try:
             info = await asyncio.to_thread(self._engine.check_adapter, received.folder)
         except CheckpointRefused as refused:
-            self._on_load("refused")
+            self._loads.labels("refused").inc()
             raise WeightsRefused(str(refused)) from refused
         adapter = LoadedAdapter(
             name=name, version=version, info=info, digest=received.digest, folder=received.folder
@@ -239,9 +237,9 @@ class AdapterManager:
         try:
             await self._engine.load_adapter(adapter.label, adapter.folder)
         except LoadFailed as error:
-            self._on_load("failed")
+            self._loads.labels("failed").inc()
             raise ActivationFailed(str(error)) from error
-        self._on_load("loaded")
+        self._loads.labels("loaded").inc()
         self._loaded_by_label[adapter.label] = self._current_by_name[name] = adapter
         self._digests[adapter.label] = adapter.digest
         return adapter

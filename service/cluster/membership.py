@@ -27,6 +27,7 @@ from service.cluster.registry import (
 )
 from service.config.cluster import ClusterSettings
 from service.errors import ClusterUnavailable, RedirectToReplica, ReplicaGone
+from service.observability.metrics import ClusterMetrics
 
 FIRST_RETRY_SECONDS = 0.25
 FAST_HEARTBEAT_SECONDS = 0.5
@@ -42,19 +43,16 @@ class ClusterMembership:
 
     Runs on one event loop. `describe` returns the registry entry for each heartbeat. With
     `is_standalone` no other replica uses the registry, so that nothing needs to be replicated.
-    `on_failure` is called with the name of each registry operation that failed, `on_unshared_key`
-    for each rollout whose idempotency key could not be claimed in the registry.
     """
 
     def __init__(
         self,
         registry: ClusterRegistry,
         settings: ClusterSettings,
+        metrics: ClusterMetrics,
         *,
         describe: Callable[[], Replica],
         is_standalone: bool = False,
-        on_failure: Callable[[str], None],
-        on_unshared_key: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.registry = registry
@@ -62,8 +60,7 @@ class ClusterMembership:
         self.is_standalone = is_standalone
         self._settings = settings
         self._describe = describe
-        self._on_failure = on_failure
-        self._on_unshared_key = on_unshared_key
+        self._metrics = metrics
         self._clock = clock
         self.view_listeners: list[Callable[[ClusterView], None]] = []
         self._view = ClusterView(known=False, replicas={}, manifests={}, target=None)
@@ -205,21 +202,21 @@ class ClusterMembership:
 
     @contextmanager
     def count_failures(self, operation: str) -> Iterator[None]:
-        """Context manager around a call to the cluster registry; reports a failure of the call."""
+        """Context manager around a call to the cluster registry; counts a failure of the call."""
         try:
             yield
         except RegistryUnavailable:
-            self._on_failure(operation)
+            self._metrics.failures.labels(operation).inc()
             raise
 
     async def _claim(self, claim_key: str) -> None:
         if self.unavailable:
-            return self._on_unshared_key()
+            return self._metrics.unregistered_keys.inc()
         try:
             holder = await self.register_claim(claim_key)
         except RegistryUnavailable:
             self.request_heartbeat()
-            return self._on_unshared_key()
+            return self._metrics.unregistered_keys.inc()
         try:
             await self.check_local(holder)
         except ReplicaGone:

@@ -14,14 +14,14 @@ import secrets
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Final, Literal, Protocol
+from typing import Annotated, Final, Protocol
 
 from pydantic import Field
 
 from coppice.wire.kv_versions import ActivationKv
 from coppice.wire.weights import ActivationMode
+from service.readiness import ReplicaState
 
-ReplicaState = Literal["starting", "serving", "draining"]
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 """Integer that Redis's Lua, JSON clients and metrics represent exactly."""
 CLAIM_SECONDS: Final = 86_400

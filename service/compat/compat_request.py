@@ -8,7 +8,7 @@ encoded again.
 
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, NamedTuple
 
 from fastapi import Depends, Request, Response
@@ -18,10 +18,8 @@ from coppice.wire.rollouts import (
     MAX_GROUPS,
     FinishReason,
     GroupAnswer,
-    GroupRequest,
     Prompt,
     RolloutAnswer,
-    RolloutRequest,
     SampleAnswer,
     WeightsConstraint,
 )
@@ -48,7 +46,7 @@ from service.http.responses import (
     large_response,
     to_json_bytes,
 )
-from service.rollouts.group_options import GroupOptions
+from service.rollouts.request import NewGroup, NewRollout
 from service.rollouts.rollout import Rollout
 from service.routes.dependencies import ReadyServer
 from service.server import Server
@@ -97,7 +95,7 @@ class CommonRequestFields(SamplingBody):
         fields: SamplingFields,
         max_tokens: int | None,
         adapter: str | None,
-    ) -> RolloutRequest:
+    ) -> NewRollout:
         return rollout_request(
             prompts,
             fields,
@@ -199,7 +197,7 @@ class CompatRequest:
 
     async def start(
         self,
-        request: RolloutRequest,
+        request: NewRollout,
         *,
         cache_salt: str | None,
         num_top_logprobs: int | None,
@@ -209,12 +207,14 @@ class CompatRequest:
             return await self.session_call.start(
                 request, num_top_logprobs=num_top_logprobs, stream_tokens=stream_tokens
             )
-        options = GroupOptions(
+        owned = replace(
+            request,
+            owner=self.caller.name,
             cache_salt=namespaced_salt(self.caller, cache_salt),
             num_top_logprobs=num_top_logprobs or 0,
             stream_tokens=stream_tokens,
         )
-        return await self.server.rollouts.start(request, owner=self.caller.name, options=options)
+        return await self.server.rollouts.start(owned)
 
     async def wait(self, rollout: Rollout) -> RolloutAnswer:
         """Wait for a rollout and return its answer; cancel it if the client disconnects."""
@@ -287,29 +287,21 @@ def rollout_request(
     weights: WeightsConstraint | None,
     seed: int | None = None,
     return_support: bool = False,
-) -> RolloutRequest:
-    """Build the native rollout request for n samples of each prompt.
+) -> NewRollout:
+    """Request for n samples of each prompt, which is tokenized.
 
     `seed` has precedence over `fields.seed`.
     """
     seed = fields.seed if seed is None else seed
     truncated_seed = None if seed is None else seed & _SEED_MASK
-    return RolloutRequest(
-        groups=[
-            GroupRequest(prompt=_checked(prompt), n=fields.n, seed=truncated_seed)
-            for prompt in prompts
-        ],
+    return NewRollout(
+        groups=[NewGroup(prompt=prompt, n=fields.n, seed=truncated_seed) for prompt in prompts],
         sampling=fields.sampling(max_tokens),
         weights=weights,
         priority=priority,
         adapter=adapter,
         return_support=return_support,
     )
-
-
-def _checked(token_ids: list[int]) -> Prompt:
-    """Prompt of token ids that are already validated; a second validation would be slow."""
-    return Prompt.model_construct({"token_ids"}, token_ids=token_ids)
 
 
 def namespaced_salt(caller: ApiKey, given: str | None) -> str | None:

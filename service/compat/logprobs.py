@@ -12,10 +12,10 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from coppice.wire.rollouts import RolloutRequest
 from engine.types import TopLogprobRows, TopLogprobs
 from service.compat.compat_request import CompatRequest
 from service.errors import InvalidRequest
+from service.rollouts.request import NewRollout
 from service.rollouts.rollout import Rollout
 from service.rollouts.scoring import ScoringOptions
 from service.rollouts.tokenizer import Tokenizer
@@ -47,7 +47,7 @@ def sample_logprobs(
 
 
 async def compute_prompt_logprobs(
-    call: CompatRequest, request: RolloutRequest, prompts: Sequence[list[int]], count: int | None
+    call: CompatRequest, request: NewRollout, prompts: Sequence[list[int]], count: int | None
 ) -> PromptLogprobs:
     if count is None:
         return None

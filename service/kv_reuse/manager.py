@@ -1,11 +1,11 @@
 """KV reuse for prompts given as spans: splicing of cached spans, or prediction."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from coppice.wire.kv_reuse import KvReuse, KvReuseAnswer, KvReuseMode, KvReuseReason
-from coppice.wire.rollouts import GroupAnswer, PromptSpan, RolloutRequest
+from coppice.wire.rollouts import GroupAnswer, PromptSpan
 from engine.kv_types import ExportSlot, KvLoad
 from engine.protocol.generation import Generation
 from engine.protocol.prompt_kv import PromptKv
@@ -23,6 +23,7 @@ from service.kv_reuse.span_cache import SpanCache
 from service.kv_reuse.span_lease import ReuseFailed, SpanLease
 from service.kv_reuse.splicing import SplicePlan
 from service.prompt_kv.prompt_source import GroupMonitor, PromptSource
+from service.versions import Versions
 
 PromptPlan = SplicePlan | PredictionPlan
 
@@ -36,13 +37,16 @@ class KvReuseManager:
     def __init__(
         self,
         engine: PromptKv,
+        versions: Versions,
         *,
         directory: Path,
         capacity_bytes: int | None,
-        epoch: Callable[[], int],
     ) -> None:
         self.cache = SpanCache(
-            engine, directory=directory, capacity_bytes=capacity_bytes, epoch=epoch
+            engine,
+            directory=directory,
+            capacity_bytes=capacity_bytes,
+            epoch=lambda: versions.epoch,
         )
         self.anchors = AnchorStore(self.cache)
         self._distances = DistanceCache(self.cache)
@@ -53,12 +57,16 @@ class KvReuseManager:
         await self.cache.close()
 
     def prompt_source(
-        self, request: RolloutRequest, index: int, scope: Scope, *, priority: int, num_samples: int
+        self,
+        spans: Sequence[PromptSpan],
+        reuse: KvReuse | None,
+        scope: Scope,
+        *,
+        priority: int,
+        num_samples: int,
     ) -> PromptSource:
         """Source of the prompt KV of a group whose prompt is given as spans."""
-        spans = request.groups[index].prompt.spans
-        assert spans is not None, "the prompt is given as spans"
-        reuse = request.kv_reuse or REUSE_OFF
+        reuse = reuse or REUSE_OFF
         plan = None
         if reuse.mode != "off":
             lease = SpanLease(cache=self.cache, scope=scope, priority=priority)

@@ -13,15 +13,15 @@ import asyncio
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from engine.errors import EngineError
 from service.kv_reuse.prompt_sections import PromptTemplate, Scope
 from service.kv_reuse.span_cache import CacheEntry, EntryKey, SpanCache
+from service.observability.kv_metrics import AnchorOutcome
 
 MAX_ANCHORS_PER_CONTEXT = 20
 EVICTION_WINDOW = 5
-AnchorOutcome = Literal["created", "evicted", "outdated", "failed"]
 
 
 class AnchorContext(NamedTuple):

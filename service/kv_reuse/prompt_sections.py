@@ -1,4 +1,4 @@
-"""Prompt spans, parts of a prompt whose KV can be reused: their validation and template.
+"""Prompt spans, parts of a prompt whose KV can be reused: their template.
 
 A span with a cache key is called keyed, a span without cache key is called plain.
 """
@@ -12,8 +12,7 @@ from itertools import groupby
 import numpy as np
 
 from coppice.wire.kv_reuse import KvReuse
-from coppice.wire.rollouts import PromptSpan, RolloutRequest
-from service.errors import InvalidRequest
+from coppice.wire.rollouts import PromptSpan
 
 DEFAULT_RECOMPUTE_TOKENS = 16
 DEFAULT_MAX_ENTROPY = 0.3
@@ -118,36 +117,3 @@ def _merge_plain(spans: Sequence[PromptSpan]) -> list[list[PromptSpan]]:
         [span for _, span in group]
         for _, group in groupby(zip(keys, spans, strict=True), key=lambda pair: pair[0])
     ]
-
-
-def check(request: RolloutRequest) -> None:
-    for group in request.groups:
-        if group.prompt.spans is not None:
-            _check_names(group.prompt.spans)
-    reuse = request.kv_reuse or REUSE_OFF
-    if reuse.mode == "off":
-        return
-    if any(group.prompt.spans is None for group in request.groups):
-        raise InvalidRequest("kv_reuse needs prompts given as spans")
-    if request.continue_from is not None:
-        raise InvalidRequest("continue_from needs exact KV of the prompt: set kv_reuse.mode to off")
-    if request.kv is not None:
-        raise InvalidRequest(
-            f"kv_reuse.mode {reuse.mode} makes the prompt KV approximate, and approximate KV is "
-            "not exported: leave out kv or kv_reuse"
-        )
-    if request.adapter is not None:
-        raise InvalidRequest(
-            "KV of spans is cached for the base model only: set kv_reuse.mode to off"
-        )
-    if request.branching is not None:
-        raise InvalidRequest("branching needs kv_reuse.mode off")
-
-
-def _check_names(spans: Sequence[PromptSpan]) -> None:
-    seen: dict[str, list[int]] = {}
-    for span in spans:
-        if span.cache_key is None:
-            continue
-        if seen.setdefault(span.cache_key, span.token_ids) != span.token_ids:
-            raise InvalidRequest(f"spans of cache_key {span.cache_key!r} differ within one prompt")

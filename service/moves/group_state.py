@@ -9,7 +9,6 @@ from coppice.wire.result_formats import GroupRecord, SampleRecord
 from coppice.wire.rollouts import (
     MAX_SAMPLES_PER_GROUP,
     GroupHead,
-    RolloutRequest,
     SampleAnswer,
     SegmentAnswer,
 )
@@ -18,6 +17,7 @@ from service.errors import InvalidRequest, PromptTooLong
 from service.moves.token_tables import check_ids, check_tables
 from service.rollouts import validation
 from service.rollouts.group import Group
+from service.rollouts.request import NewRollout
 from service.rollouts.suspended_group import resumed, unfinished
 
 MAX_COUNT = 2**53
@@ -103,7 +103,7 @@ def check_groups(state: MovedRollout, results: MovedResults) -> None:
 
 
 def check_group(
-    moved: MovedGroup, ended: Sequence[SampleAnswer], request: RolloutRequest, info: EngineInfo
+    moved: MovedGroup, ended: Sequence[SampleAnswer], request: NewRollout, info: EngineInfo
 ) -> None:
     """Refuse samples that do not fit the request: they would break an assertion of the engine."""
     if max(moved.prompt_token_ids) >= info.vocab_size:
@@ -111,7 +111,7 @@ def check_group(
     if len(moved.prompt_token_ids) >= info.max_context_tokens:
         raise PromptTooLong(f"the context holds {info.max_context_tokens} tokens")
     group, given = request.groups[moved.index], moved.num_given_tokens
-    if group.prompt.token_ids not in (None, moved.prompt_token_ids):
+    if group.token_ids not in (None, moved.prompt_token_ids):
         raise _does_not_fit(moved)
     indices = sorted(sample.index for sample in (*ended, *moved.samples))
     if indices != list(range(group.n)) or len(given) != group.n or not moved.samples:
@@ -123,7 +123,7 @@ def check_group(
 
 
 def _check_sample(
-    part: SampleAnswer, moved: MovedGroup, request: RolloutRequest, info: EngineInfo
+    part: SampleAnswer, moved: MovedGroup, request: NewRollout, info: EngineInfo
 ) -> None:
     if moved.num_given_tokens[part.index] > len(part.token_ids):
         raise _does_not_fit(moved)

@@ -3,9 +3,9 @@
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from coppice.wire.moves import MovedRollout
-from coppice.wire.rollouts import RolloutRequest
 from engine.protocol.generation import Generation
 from service.cluster.key_transfers import KeyTransfers
 from service.errors import (
@@ -30,23 +30,25 @@ from service.rollouts.admission import Admission, Reservation
 from service.rollouts.fairness import TimeSlice
 from service.rollouts.group import Group
 from service.rollouts.group_factory import GroupFactory
-from service.rollouts.group_options import GroupOptions
 from service.rollouts.idempotency import IdempotencyClaim
 from service.rollouts.manager import RolloutManager
 from service.rollouts.record_reader import SampleKey
-from service.rollouts.rollout import NO_REQUEST, Rollout
+from service.rollouts.request import NewRollout, Resolved
+from service.rollouts.rollout import Rollout
 from service.rollouts.sampling import check_sampling
 from service.rollouts.suspended_group import can_move
 from service.versions import Versions
+from service.weights.activation import Activation
 
 RETRY_SECONDS = 1.0
+NOTHING_LEFT = Resolved(None, None)
 
 
 class MoveReceiver:
     """Continues rollouts that other replicas send, with the same ids, seeds and results.
 
     A refused rollout leaves nothing here: the sender tries the next replica. None is accepted
-    while sampling `is_paused`.
+    while sampling is paused.
     """
 
     def __init__(
@@ -57,12 +59,12 @@ class MoveReceiver:
         group_factory: GroupFactory,
         rollouts: RolloutManager,
         transfers: KeyTransfers,
+        activation: Activation,
         *,
-        is_paused: Callable[[], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cancelled = CancelledMoves(clock)
-        self._is_paused = is_paused
+        self._activation = activation
         self._engine = engine
         self._versions = versions
         self._admission = admission
@@ -88,14 +90,15 @@ class MoveReceiver:
             self._arriving.discard(state.id)
 
     async def _receive(self, state: MovedRollout) -> Rollout:
-        reservation = self._reserve(state)
+        request = _new_rollout(state)
+        reservation = self._reserve(state, request)
         try:
-            shared = self._shared(state)
-            rollout = await _rollout(state, await self._groups(state, shared))
+            resolved = self._resolve(state, request)
+            rollout = await _rollout(state, await self._groups(state, request, resolved))
             rollout.claims = await self._take_over(state)
             try:
                 self._check(state)
-                if self._shared(state) != shared:
+                if self._resolve(state, request) != resolved:
                     raise _other_version(state)
                 self._rollouts.run(rollout, reservation)
             except BaseException:
@@ -122,8 +125,8 @@ class MoveReceiver:
             raise RolloutNotFound()
         await self._rollouts.discard(rollout, self._transfers.url_of(rollout.source))
 
-    def _reserve(self, state: MovedRollout) -> Reservation:
-        request, num_bytes = state.request, 0
+    def _reserve(self, state: MovedRollout, request: NewRollout | None) -> Reservation:
+        num_bytes = 0
         if request is not None:
             num_bytes = self._rollouts.support_bytes(request, _prompts(state, request))
         return self._admission.reserve(
@@ -136,7 +139,7 @@ class MoveReceiver:
     def _check(self, state: MovedRollout) -> None:
         if not self._rollouts.accepts_moves:
             raise NotReady("weights are being activated", retry_after_seconds=RETRY_SECONDS)
-        if self._is_paused():
+        if self._activation.pauses.paused:
             raise NotReady("sampling is paused", retry_after_seconds=RETRY_SECONDS)
         if state.version != self._versions.active.label:
             raise _other_version(state)
@@ -145,21 +148,22 @@ class MoveReceiver:
         if self._rollouts.has(state.id):
             raise InvalidRequest.of_parameter("id", "the rollout is on this replica already")
 
-    def _shared(self, state: MovedRollout) -> GroupOptions:
-        """Options of all groups, with the adapter and the exact version as they are now."""
-        options = GroupOptions(owner=state.owner, can_move=True, stream_tokens=state.stream_tokens)
-        if state.request is None:
-            return options
-        if state.request.branching is not None or not can_move(state.request, options):
+    def _resolve(self, state: MovedRollout, request: NewRollout | None) -> Resolved:
+        """Adapter and exact version as they are now; refuses an adapter that has changed."""
+        if request is None:
+            return NOTHING_LEFT
+        if request.branching is not None or not can_move(request):
             raise InvalidRequest.of_parameter("request", "has options that cannot be moved")
-        options = self._rollouts.resolve(state.request, options)
-        if options.adapter != state.adapter:
-            raise VersionConflict(f"the adapter here is {options.adapter!r}")
-        return options
+        resolved = self._rollouts.resolve(request.weights, request.adapter)
+        if resolved.adapter != state.adapter:
+            raise VersionConflict(f"the adapter here is {resolved.adapter!r}")
+        return resolved
 
-    async def _groups(self, state: MovedRollout, shared: GroupOptions) -> list[Group]:
+    async def _groups(
+        self, state: MovedRollout, request: NewRollout | None, resolved: Resolved
+    ) -> list[Group]:
         """All groups of the request; those that have not ended continue their samples."""
-        request, info, turn = state.request, self._engine.info, TimeSlice()
+        info, turn = self._engine.info, TimeSlice()
         results = await asyncio.to_thread(results_of, state, info.vocab_size)
         check_groups(state, results)
         if request is None:
@@ -170,7 +174,7 @@ class MoveReceiver:
             await turn.pause()
         await check_sampling(self._engine, request.sampling)
         prompts = _prompts(state, request)
-        groups = await self._group_factory.groups(request, prompts, shared, {})
+        groups = await self._group_factory.groups(request, prompts, resolved)
         for group in state.groups:
             index = group.index
             ended = results.samples.get(index, [])
@@ -225,7 +229,15 @@ def _other_version(state: MovedRollout) -> VersionConflict:
     return VersionConflict(f"the active weights version is not {state.version!r}")
 
 
-def _prompts(state: MovedRollout, request: RolloutRequest) -> list[list[int]]:
+def _new_rollout(state: MovedRollout) -> NewRollout | None:
+    """Request of the groups that have not ended; None if all have."""
+    if state.request is None:
+        return None
+    request = NewRollout.of(state.request, owner=state.owner, can_move=True)
+    return replace(request, stream_tokens=state.stream_tokens)
+
+
+def _prompts(state: MovedRollout, request: NewRollout) -> list[list[int]]:
     """Prompts of the groups that have not ended, by index; empty for the others."""
     moved = {group.index: group.prompt_token_ids for group in state.groups}
     return [moved.get(index, []) for index in range(len(request.groups))]
@@ -249,7 +261,8 @@ async def _rollout(state: MovedRollout, groups: list[Group]) -> Rollout:
         state.id,
         groups,
         detached=state.detached,
-        request=state.request or NO_REQUEST,
+        can_move=True,
+        request=state.request,
         owner=state.owner,
     )
     moved = {group.index for group in state.groups}

@@ -3,9 +3,7 @@
 import asyncio
 import logging
 import math
-from collections.abc import Callable
 from contextlib import suppress
-from typing import Literal
 
 import httpx
 
@@ -17,14 +15,13 @@ from service.cluster.registry import Replica
 from service.config.allowed_peers import Peers
 from service.moves.peers import Connect, MovePeers, cancel, is_accepted_by
 from service.moves.state import estimated_bytes, state_of
+from service.observability.metrics import ClusterMetrics
 from service.rollouts.admission import Admission
 from service.rollouts.idempotency import IdempotencyClaim
 from service.rollouts.manager import RolloutManager
 from service.rollouts.rollout import Rollout
 from service.versions import Versions
 
-MoveOutcome = Literal["moved", "kept"]
-OnMoveEnded = Callable[[MoveOutcome], None]
 CONCURRENT_MOVES = 8
 POLL_SECONDS = 0.01
 RESULT_POLL_SECONDS = 0.1
@@ -40,8 +37,7 @@ class MoveSender:
 
     A rollout that no replica accepts within the time continues here, as does one of more than
     `max_bytes`, the limit of request bodies, which is assumed to be the same there. A result that
-    no replica accepts is offered again after `RETRY_SECONDS`. `on_ended` is called with the outcome
-    of each move.
+    no replica accepts is offered again after `RETRY_SECONDS`.
     """
 
     def __init__(
@@ -53,9 +49,9 @@ class MoveSender:
         cluster: ClusterMembership,
         transfers: KeyTransfers,
         peers: Peers,
+        metrics: ClusterMetrics,
         *,
         max_bytes: int,
-        on_ended: OnMoveEnded,
         client: type[httpx.AsyncClient] = httpx.AsyncClient,
     ) -> None:
         self._engine = engine
@@ -66,7 +62,7 @@ class MoveSender:
         self._transfers = transfers
         self._peers = MovePeers(cluster, peers, client)
         self._max_bytes = max_bytes
-        self._on_ended = on_ended
+        self._outcomes = metrics.moves
         self._slots = asyncio.Semaphore(CONCURRENT_MOVES)
         self._busy: set[str] = set()
         self._retry_at: dict[str, float] = {}
@@ -139,10 +135,10 @@ class MoveSender:
         async with self._slots:
             if _now() >= until:
                 if not is_result:  # results are offered again
-                    self._on_ended("kept")
+                    self._outcomes.labels("kept").inc()
             elif self._is_too_large(rollout):
                 log.info("rollout %s is too large for a move", rollout.id)
-                self._on_ended("kept")
+                self._outcomes.labels("kept").inc()
             elif is_result:
                 await self._move_result(connect, until, rollout)
             elif not rollout.ended:
@@ -177,7 +173,7 @@ class MoveSender:
         finally:
             rollout.is_moving = False
         url = rollout.moved_to
-        self._on_ended("kept" if url is None else "moved")
+        self._outcomes.labels("kept" if url is None else "moved").inc()
         outcome = "stays here" if url is None else f"moved to {url}"
         log.info("rollout %s %s", rollout.id, outcome)
 

@@ -4,7 +4,6 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable
 
-from coppice.wire.rollouts import RolloutRequest
 from coppice.wire.session_moves import MovedSession, MovedSessionGroup, MovedSessions
 from coppice.wire.sessions import SessionsFinish
 from engine.protocol.engine_state import EngineState
@@ -14,7 +13,7 @@ from service.errors import InvalidRequest, SessionNotFound
 from service.moves.cancelled_moves import CancelledMoves
 from service.moves.session_state import RESOURCE, restore
 from service.rollouts.idempotency import IdempotencyClaim
-from service.rollouts.manager import NO_OPTIONS, RolloutManager
+from service.rollouts.manager import RolloutManager
 from service.sessions.manager import SessionManager
 from service.sessions.session import Session
 from service.sessions.session_group import SessionGroup, moved_key
@@ -136,10 +135,7 @@ class SessionReceiver:
         num_open = states.count("open")
         if num_open:
             self._rollouts.check_kept_kv(options.keep_kv, options.weights)
-            request = RolloutRequest.model_construct(
-                groups=[], weights=options.weights, adapter=options.adapter
-            )
-            self._rollouts.resolve(request, NO_OPTIONS)
+            self._rollouts.resolve(options.weights, options.adapter)
         self._sessions.check_capacity(state.owner, num_open)
 
     def _restore(self, sessions: Iterable[Session], states: Iterable[MovedSession]) -> None:

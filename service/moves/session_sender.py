@@ -12,8 +12,9 @@ from service.cluster.membership import ClusterMembership
 from service.cluster.registry import Replica
 from service.config.allowed_peers import Peers
 from service.moves.peers import MovePeers, is_accepted_by
-from service.moves.sender import CONCURRENT_MOVES, OnMoveEnded
+from service.moves.sender import CONCURRENT_MOVES
 from service.moves.session_state import encoded, estimated_bytes, moved_group
+from service.observability.session_metrics import SessionMetrics
 from service.sessions.manager import SessionManager
 from service.sessions.session import Session
 from service.sessions.session_group import SessionGroup, moved_key
@@ -30,8 +31,8 @@ class SessionSender:
     """Moves the sessions of this replica to other replicas, each as soon as no call of it runs.
 
     The sessions of a group go to the same replica. Those that no replica accepts stay open here,
-    and are offered again after `RETRY_SECONDS`. `on_ended` is called with the outcome of each offer
-    of one or more sessions. A group with a session whose state is larger than `max_bytes` is kept.
+    and are offered again after `RETRY_SECONDS`. A group with a session whose state is larger than
+    `max_bytes` is kept.
     """
 
     def __init__(
@@ -40,9 +41,9 @@ class SessionSender:
         cluster: ClusterMembership,
         transfers: KeyTransfers,
         allowed: Peers,
+        metrics: SessionMetrics,
         *,
         max_bytes: int,
-        on_ended: OnMoveEnded,
         client: type[httpx.AsyncClient] = httpx.AsyncClient,
     ) -> None:
         self._sessions = sessions
@@ -50,7 +51,7 @@ class SessionSender:
         self._transfers = transfers
         self._peers = MovePeers(cluster, allowed, client)
         self._max_bytes = max_bytes
-        self._on_ended = on_ended
+        self._outcomes = metrics.moves
         self._slots = asyncio.Semaphore(CONCURRENT_MOVES)
         self._busy: set[SessionGroup] = set()
         self._retry_at: dict[SessionGroup, float] = {}
@@ -126,7 +127,7 @@ class SessionSender:
                 is_moved = await self._offer(http, group, sessions)
         except Exception:
             log.exception("a move of sessions failed")
-        self._on_ended("moved" if is_moved else "kept")
+        self._outcomes.labels("moved" if is_moved else "kept").inc()
         return is_moved
 
     async def _offer(

@@ -67,7 +67,7 @@ def _key(rollout: Rollout) -> MovedKey | None:
 
 
 def _request(rollout: Rollout) -> RolloutRequest:
-    assert rollout.request is not None, "only rollouts with their request are moved"
+    assert rollout.request is not None, "groups are left"
     return rollout.request.model_copy(update={"continue_from": None})
 
 

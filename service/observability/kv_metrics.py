@@ -1,6 +1,6 @@
 """Prometheus metrics of prompt-KV exports and of KV reuse between prompts."""
 
-from typing import get_args
+from typing import Literal, get_args
 
 from prometheus_client import CollectorRegistry
 
@@ -8,10 +8,9 @@ from coppice.wire.control import KvStatus
 from coppice.wire.kv import KvReason
 from coppice.wire.kv_reuse import KvReuseAnswer, KvReuseMode, KvReuseReason
 from coppice.wire.rollouts import GroupAnswer
-from service.kv_reuse.observed_prompts import AnchorOutcome, AnchorStore
-from service.kv_reuse.span_cache import SpanCache
 from service.observability.metric_declaration import MetricTable, counter, cumulative_counter, gauge
 
+AnchorOutcome = Literal["created", "evicted", "outdated", "failed"]
 ARENA_STATES = ("free", "reserved", "leased", "quarantined")
 REUSE_TOKEN_KINDS = ("reused", "computed", "prepared")
 PREDICTION_REASONS = frozenset({"no_observations", "entropy_too_high"})
@@ -90,12 +89,6 @@ class KvReuseMetrics(MetricTable):
         for kind in REUSE_TOKEN_KINDS:
             self.tokens.labels(reuse.mode, kind).inc(getattr(reuse, f"num_{kind}_tokens"))
         self.round_trips.labels(reuse.mode).inc(reuse.num_round_trips)
-
-    def update(self, cache: SpanCache, anchors: AnchorStore) -> None:
-        self.observations.set(anchors.num_anchors)
-        self.spans.set(cache.num_spans)
-        self.bytes.set(cache.num_bytes)
-        self.observation_outcomes.update_all(anchors.num_by_outcome)
 
 
 def _reasons(mode: KvReuseMode) -> list[KvReuseReason]:

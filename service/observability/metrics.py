@@ -15,8 +15,6 @@ from coppice.wire.problem_catalogue import PROBLEMS
 from coppice.wire.rollouts import FinishReason, GroupAnswer, Outcome, SegmentFinish
 from coppice.wire.weights import ActivationAnswer, ActivationMode
 from service import __version__
-from service.adapters.manager import AdapterLoadOutcome
-from service.cluster.membership import ClusterMembership
 from service.observability.engine_metrics import (
     AttentionMetrics,
     DrafterMetrics,
@@ -29,8 +27,6 @@ from service.observability.kv_metrics import KvReuseMetrics, PromptKvMetrics
 from service.observability.metric_declaration import MetricTable, counter, gauge, histogram
 from service.observability.session_metrics import SessionMetrics
 from service.observability.vllm_metrics import VllmMetrics
-from service.weights.replication.downloader import FetchMethod
-from service.weights.replication.status import ReplicationStatus
 
 LAG_INTERVAL_SECONDS = 0.1
 LAG_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3)
@@ -156,7 +152,7 @@ class WeightMetrics(MetricTable):
     fetches = counter(
         "weights_fetches",
         "Weights versions fetched because the cluster serves them",
-        source=get_args(FetchMethod),
+        source=("path", "delta", "full", "failed"),
     )
     skew = gauge(
         "weights_skew", "Difference between the newest and the oldest sequence number served"
@@ -169,7 +165,9 @@ class WeightMetrics(MetricTable):
     )
     adapters = gauge("adapters", "LoRA adapters loaded in the engine")
     adapter_loads = counter(
-        "adapter_loads", "Attempts to load a LoRA adapter", outcome=get_args(AdapterLoadOutcome)
+        "adapter_loads",
+        "Attempts to load a LoRA adapter",
+        outcome=("loaded", "refused", "failed"),
     )
 
     def record_upload(self, received_bytes: int, num_bytes: int) -> None:
@@ -179,11 +177,6 @@ class WeightMetrics(MetricTable):
     def record_activation(self, answer: ActivationAnswer) -> None:
         self.activations.labels(answer.mode).inc()
         self.paused_seconds.observe(answer.paused_seconds)
-
-    def update(self, replication: ReplicationStatus) -> None:
-        self.skew.set(replication.skew())
-        self.replicas_behind.set(replication.num_behind())
-        self.replicas_failed.set(replication.num_failed())
 
 
 class ClusterMetrics(MetricTable):
@@ -210,12 +203,6 @@ class ClusterMetrics(MetricTable):
         "cluster_unregistered_keys",
         "Idempotency keys that were not registered because the registry was unavailable",
     )
-
-    def update(self, fleet: ClusterMembership) -> None:
-        self.up.set(not fleet.unavailable)
-        self.settled.set(fleet.is_settled)
-        self.heartbeat_age.set(fleet.contact_age_seconds)
-        self.replicas.set(len(fleet.view.replicas))
 
 
 class Metrics:

@@ -14,7 +14,7 @@ import asyncio
 import logging
 import struct
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +29,7 @@ from service.prompt_kv.handle import Handle
 from service.prompt_kv.handles import Handles
 from service.prompt_kv.layout import Layout, LayoutFactory, checksums, etag
 from service.prompt_kv.slots import Slot, SlotState, SlotTable
+from service.versions import Versions
 
 POLL_SECONDS = 0.005
 # Upper bound on the share of event-loop time that polling takes, for thousands of exports.
@@ -83,7 +84,7 @@ class ExportManager:
         hasher: Executor,
         page_allocator: Executor,
         gpu_kv: GpuKv,
-        active_version: Callable[[], str],
+        versions: Versions,
     ) -> None:
         self._engine = engine
         self._arena = arena
@@ -93,7 +94,7 @@ class ExportManager:
         self._hasher = hasher
         self._page_allocator = page_allocator
         self._gpu_kv = gpu_kv
-        self._active_version = active_version
+        self._versions = versions
         self._num_ranks = engine.info.tensor_parallel_size
         self._words = struct.Struct(f"<{self._num_ranks}Q")
         self._pending: dict[Slot, list[Export]] = {}
@@ -110,7 +111,7 @@ class ExportManager:
         if len(prompt) < 2:
             export.refuse("prompt_too_short")
             return export
-        layout = self._layouts.of(prompt[:-1], self._active_version())
+        layout = self._layouts.of(prompt[:-1], self._versions.active.label)
         slot = self._slots.find(owner, layout.version, layout.tokens_sha256)
         if slot is None:
             self._reserve(export, layout)

@@ -7,7 +7,7 @@ buffer of a connection could be overwritten by other prompt KV before its reader
 import asyncio
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -15,6 +15,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from service.errors import Overloaded, QuotaExceeded, RangeNotSatisfiable
+from service.observability.kv_metrics import PromptKvMetrics
 from service.prompt_kv.handle import Handle
 from service.prompt_kv.manager import PromptKvManager
 
@@ -68,8 +69,8 @@ def requested_range(
 class KvDownloads:
     """Open downloads of prompt KV: at most `max_open`, of which one API key may have half."""
 
-    def __init__(self, max_open: int, *, on_sent: Callable[[int], None]) -> None:
-        self.on_sent = on_sent
+    def __init__(self, max_open: int, metrics: PromptKvMetrics) -> None:
+        self.sent_bytes = metrics.sent_bytes
         self._max_open = max_open
         self._open: Counter[str] = Counter()
 
@@ -157,6 +158,6 @@ class KvDataResponse(StreamingResponse):
                 return
             piece = bytes(self._data[start : start + PIECE_BYTES])
             await send({"type": "http.response.body", "body": piece, "more_body": True})
-            self._downloads.on_sent(len(piece))
+            self._downloads.sent_bytes.inc(len(piece))
             await asyncio.sleep(0)  # other requests are answered, also if the reader is fast
         await send({"type": "http.response.body", "body": b""})

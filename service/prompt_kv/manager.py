@@ -34,6 +34,7 @@ from service.prompt_kv.handles import Handles
 from service.prompt_kv.layout import LayoutFactory, layer_shapes
 from service.prompt_kv.nixl_agent import NixlAgentProcess
 from service.prompt_kv.slots import SlotState, SlotTable
+from service.versions import Versions
 
 MAINTENANCE_SECONDS = 0.5
 
@@ -50,16 +51,16 @@ class PromptKvManager:
         self,
         settings: KvSettings,
         engine: PromptKv,
+        versions: Versions,
         *,
         replica_id: str,
-        active_version: Callable[[], str],
         clock: Callable[[], float] = time.monotonic,
         get_free_bytes: FreeBytes = free_bytes,
     ) -> None:
         self._settings = settings
         self._engine = engine
         self._replica_id = replica_id
-        self._active_version = active_version
+        self._versions = versions
         self._get_free_bytes = get_free_bytes
         self.reason: KvReason | None = "disabled"
         self._closing = False
@@ -95,7 +96,7 @@ class PromptKvManager:
             hasher=self._hasher,
             page_allocator=self._page_allocator,
             gpu_kv=self._gpu_kv,
-            active_version=self._active_version,
+            versions=self._versions,
         )
         self.reason = None
         self._tasks = [

@@ -2,12 +2,13 @@
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from functools import partial
 
 from coppice.wire.branching import Branching
-from coppice.wire.rollouts import Finish, GroupRequest, RolloutRequest, UnfinishedSample
+from coppice.wire.rollouts import Finish, UnfinishedSample
 from engine.protocol.generation import Generation
+from engine.types import KeptKv, Sampling
 from service.kv_reuse.manager import KvReuseManager
 from service.kv_reuse.prompt_sections import Scope
 from service.prompt_kv.prompt_source import PrefilledPrompt, PromptSource
@@ -16,6 +17,7 @@ from service.rollouts.fairness import PriorityAging, TimeSlice
 from service.rollouts.finish_policy import FinishPolicy
 from service.rollouts.group import Group
 from service.rollouts.group_options import GroupOptions, Parse, derive_seed
+from service.rollouts.request import NewGroup, NewRollout, Resolved
 from service.rollouts.sampling import limited, to_engine_sampling
 from service.rollouts.supports import Supports
 from service.rollouts.tokenizer import Tokenizer, to_chat_request
@@ -23,9 +25,12 @@ from service.rollouts.trees.external_tree import ExternalTree
 from service.rollouts.trees.plan import Plan
 from service.rollouts.trees.tree_group import TreeGroup
 
+GivenSupports = Mapping[int, Sequence[Supports]]
+NO_SUPPORTS: GivenSupports = {}
+
 
 class GroupFactory:
-    """Creates the groups of a rollout request, with all their options, without starting them."""
+    """Creates the groups of a request, with all their options, without starting them."""
 
     def __init__(
         self,
@@ -44,37 +49,44 @@ class GroupFactory:
 
     async def groups(
         self,
-        request: RolloutRequest,
+        request: NewRollout,
         prompts: list[list[int]],
-        shared: GroupOptions,
-        given_supports: Mapping[int, Sequence[Supports]],
+        resolved: Resolved,
+        chain: KeptKv | None = None,
+        given_supports: GivenSupports = NO_SUPPORTS,
     ) -> list[Group]:
-        """Create one group per prompt of a request; `shared` are the options of all groups.
+        """Create one group per prompt of a request.
 
-        `given_supports` are those of resumed samples, by the index of their group.
+        `chain` is that of the KV that the rollout keeps. `given_supports` are those of resumed
+        samples, by the index of their group.
         """
         groups, turn = list[Group](), TimeSlice()
-        continued = validation.samples_to_continue(request)
-        sampling = to_engine_sampling(request.sampling, self._engine.info.max_context_tokens)
-        given = tuple(request.logprob_token_ids or ())
-        shared = replace(shared, sampling=sampling, logprob_token_ids=given)
+        common = _Common(
+            resolved=resolved,
+            chain=chain,
+            sampling=to_engine_sampling(request.sampling, self._engine.info.max_context_tokens),
+            continued=validation.samples_to_continue(request),
+            given_supports=given_supports,
+        )
         for index, prompt in enumerate(prompts):
-            options = self._options(request, index, prompt, continued.get(index, ()), shared)
-            options = replace(options, given_supports=given_supports.get(index, ()))
-            source: PromptSource = PrefilledPrompt()
-            if request.groups[index].prompt.spans is not None:
-                source = self._kv_reuse.prompt_source(
-                    request,
-                    options.index,
-                    Scope(options.owner, options.cache_salt),
-                    priority=options.priority,
-                    num_samples=options.n,
-                )
-            groups.append(self._group(request, options, source))
+            options = self._options(request, index, prompt, common)
+            groups.append(self._group(request, options, self._source(request, options)))
             await turn.pause()
         return groups
 
-    def _group(self, request: RolloutRequest, options: GroupOptions, source: PromptSource) -> Group:
+    def _source(self, request: NewRollout, options: GroupOptions) -> PromptSource:
+        spans = request.groups[options.index].spans
+        if spans is None:
+            return PrefilledPrompt()
+        return self._kv_reuse.prompt_source(
+            spans,
+            request.kv_reuse,
+            Scope(options.owner, options.cache_salt),
+            priority=options.priority,
+            num_samples=options.n,
+        )
+
+    def _group(self, request: NewRollout, options: GroupOptions, source: PromptSource) -> Group:
         if request.branching is not None:
             return create_tree_group(
                 request.branching,
@@ -88,50 +100,61 @@ class GroupFactory:
         return Group(options=options, source=source, finish_policy=policy)
 
     def _options(
-        self,
-        request: RolloutRequest,
-        index: int,
-        prompt: list[int],
-        continued: Sequence[UnfinishedSample],
-        shared: GroupOptions,
+        self, request: NewRollout, index: int, prompt: list[int], common: "_Common"
     ) -> GroupOptions:
-        group, finish = request.groups[index], request.finish or Finish()
-        return replace(
-            shared,
+        group, finish, info = request.groups[index], request.finish or Finish(), self._engine.info
+        return GroupOptions(
+            owner=request.owner,
+            exact_version=common.resolved.exact_version,
+            adapter=common.resolved.adapter,
+            cache_salt=request.cache_salt,
+            kept_kv=common.chain,
+            session_id=request.session_id,
+            num_top_logprobs=request.top_logprobs or request.num_top_logprobs,
+            num_returned_top_logprobs=request.num_returned_top_logprobs,
+            stream_tokens=request.stream_tokens,
+            answers_top_logprobs=bool(request.top_logprobs),
+            logprob_token_ids=tuple(request.logprob_token_ids or ()),
+            raw_logprobs=request.logprobs_mode == "raw_logprobs",
+            support_vocab_size=info.vocab_size if request.return_support else None,
+            returns_routed_experts=bool(request.return_routed_experts),
             id=group.id or str(index),
             index=index,
             n=validation.num_samples_of(request, group),
             prompt_token_ids=prompt,
-            sampling=limited(shared.sampling, self._engine.info.max_context_tokens - len(prompt)),
+            sampling=limited(common.sampling, info.max_context_tokens - len(prompt)),
             seed=group.seed,
-            seeds=group.seeds,
-            num_required=finish.num_samples,
-            deadline_seconds=finish.deadline_seconds,
             priority=self._priority_aging.to_engine_priority(request.priority),
             speculation=request.speculation,
-            support_vocab_size=self._engine.info.vocab_size if request.return_support else None,
-            kv_lease_seconds=None if request.kv is None else request.kv.lease_seconds,
-            decode=self._tokenizer.response_text if _has_text(group) else None,
+            num_required=finish.num_samples,
+            deadline_seconds=finish.deadline_seconds,
+            seeds=group.seeds,
+            decode=self._tokenizer.response_text if group.has_text else None,
             parse=self._parse(request, group),
             echo=request.echo,
-            continued=continued,
-            num_top_logprobs=request.top_logprobs or shared.num_top_logprobs,
-            answers_top_logprobs=bool(request.top_logprobs),
-            raw_logprobs=request.logprobs_mode == "raw_logprobs",
-            returns_routed_experts=bool(request.return_routed_experts),
+            kv_lease_seconds=None if request.kv is None else request.kv.lease_seconds,
+            continued=common.continued.get(index, ()),
+            given_supports=common.given_supports.get(index, ()),
         )
 
-    def _parse(self, request: RolloutRequest, group: GroupRequest) -> Parse | None:
-        if not request.return_message or group.prompt.messages is None:
+    def _parse(self, request: NewRollout, group: NewGroup) -> Parse | None:
+        prompt = group.prompt
+        if not request.return_message or isinstance(prompt, list) or prompt.messages is None:
             return None
         # Built for the first response, in the tokenizer thread, and kept for the others.
-        build = functools.cache(partial(to_chat_request, group.prompt))
+        build = functools.cache(partial(to_chat_request, prompt))
         return partial(self._tokenizer.message, build)
 
 
-def _has_text(group: GroupRequest) -> bool:
-    """True if samples of the group are returned with their text."""
-    return group.prompt.text is not None or group.prompt.messages is not None
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Common:
+    """What the groups of a rollout have in common, and what they resume, by their index."""
+
+    resolved: Resolved
+    chain: KeptKv | None
+    sampling: Sampling
+    continued: Mapping[int, Sequence[UnfinishedSample]]
+    given_supports: GivenSupports
 
 
 def create_tree_group(
@@ -155,7 +178,7 @@ def create_tree_group(
     return ExternalTree(options=options, source=source, plan=plan, lease_seconds=lease_seconds)
 
 
-def _finish_policy(finish: Finish, group: GroupRequest) -> FinishPolicy | None:
+def _finish_policy(finish: Finish, group: NewGroup) -> FinishPolicy | None:
     if finish.num_samples is None:
         return None
     seed = None if group.seed is None else derive_seed(group.seed, "finish")

@@ -19,13 +19,10 @@ Parse = Callable[[Sequence[int], int | str | None, Sampling], Awaitable[ChatResp
 class GroupOptions:
     """Prompt, sampling parameters and limits of one group (one prompt and its samples).
 
-    The compat routes set `cache_salt`, calls of agent sessions also `session_id` and the `source`
-    of received KV, sessions and the rollout manager `kept_kv`, the native route `can_move` if the
-    caller can find a rollout after a move to another replica, the rollout manager `owner`,
-    `exact_version` and `adapter`, and `GroupFactory` the options that follow from the request.
-    `owner` to `returns_routed_experts` are the same in all groups of a rollout. With
-    `stream_tokens`, tokens are received while samples run. `num_returned_top_logprobs` are in the
-    responses of compat routes; None: all of them. With `answers_top_logprobs`, the top logprobs are
+    `GroupFactory` makes them from the request, its prompt, and what was resolved for it. `owner` to
+    `returns_routed_experts` are the same in all groups of a rollout. With `stream_tokens`, tokens
+    are received while samples run. `num_returned_top_logprobs` are in the responses of compat
+    routes; None: all of them. With `answers_top_logprobs`, the top logprobs are
     part of the samples' answers. `logprob_token_ids` and `raw_logprobs` are those of
     `engine.types.SampleRequest`. With `support_vocab_size`, the size of the vocabulary, supports
     are returned. After `deadline_seconds` the group ends with the samples as they are. Its first
@@ -41,7 +38,6 @@ class GroupOptions:
     adapter: str | None = None
     cache_salt: str | None = None
     kept_kv: KeptKv | None = None
-    can_move: bool = False
     session_id: str | None = None
     num_top_logprobs: int = 0
     num_returned_top_logprobs: int | None = None

@@ -7,9 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coppice.wire.logprobs import PromptLogprobs, TokenLogprobs
-from coppice.wire.rollouts import RolloutRequest
 from engine.types import EngineInfo, TopLogprobRows
 from service.errors import InvalidRequest
+from service.rollouts.request import NewRollout
 
 MAX_REQUEST_LOGPROBS = 2**24
 """Maximum number of logprobs of further tokens per request; each takes 8 bytes in memory."""
@@ -46,7 +46,7 @@ def check_total(name: str, num_positions: int, k: int) -> None:
 
 
 def check_rollout(
-    request: RolloutRequest, prompts: Sequence[Sequence[int]], num_samples: int, info: EngineInfo
+    request: NewRollout, prompts: Sequence[Sequence[int]], num_samples: int, info: EngineInfo
 ) -> None:
     check_count(info, top_logprobs=request.top_logprobs, prompt_logprobs=request.prompt_logprobs)
     given = request.logprob_token_ids or ()
@@ -55,16 +55,16 @@ def check_rollout(
         raise InvalidRequest.of_parameter(
             "logprob_token_ids", f"token ids must be below {info.vocab_size}"
         )
-    further = (request.top_logprobs or 0) + len(given)
-    check_samples(request, prompts, num_samples, further, info)
+    further = max(request.num_top_logprobs, (request.top_logprobs or 0) + len(given))
+    _check_samples(request, prompts, num_samples, further, info)
     if request.return_routed_experts:
         _check_experts(request, info)
     if request.prompt_logprobs:
         check_total("prompt_logprobs", sum(map(len, prompts)), request.prompt_logprobs)
 
 
-def check_samples(
-    request: RolloutRequest,
+def _check_samples(
+    request: NewRollout,
     prompts: Sequence[Sequence[int]],
     num_samples: int,
     k: int,
@@ -78,7 +78,7 @@ def check_samples(
     check_total("top_logprobs", copies * positions, k)
 
 
-def _check_experts(request: RolloutRequest, info: EngineInfo) -> None:
+def _check_experts(request: NewRollout, info: EngineInfo) -> None:
     if not info.returns_routed_experts:
         raise InvalidRequest.of_parameter(
             "return_routed_experts", "the server was started without engine.return_routed_experts"

@@ -7,38 +7,36 @@ nothing of it.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Any
 
 from coppice.wire.kv_versions import KeepKv
 from coppice.wire.logprobs import PromptLogprobs
-from coppice.wire.rollouts import RolloutRequest, WeightsConstraint
+from coppice.wire.rollouts import WeightsConstraint
 from engine.protocol.generation import Generation
 from service.adapters.manager import AdapterManager
 from service.cluster.membership import ClusterMembership
 from service.cluster.registry import new_rollout_id
+from service.config.settings import LimitsSettings
 from service.errors import DRAINING_RETRY_SECONDS, Draining, RolloutNotFound, ServiceError
+from service.observability.build import Observability
 from service.prompt_kv.manager import PromptKvManager
 from service.rollouts import logprob_tables, supports, validation
 from service.rollouts.admission import Admission, Reservation
-from service.rollouts.group import Group
-from service.rollouts.group_factory import GroupFactory
-from service.rollouts.group_options import GroupOptions
+from service.rollouts.group_factory import GivenSupports, GroupFactory
 from service.rollouts.idempotency import IdempotencyClaim, IdempotencyKeys
 from service.rollouts.kept_kv import rollout_chain
+from service.rollouts.request import NewRollout, Resolved
 from service.rollouts.result_cache import ResultCache
-from service.rollouts.rollout import GroupEnded, Rollout
+from service.rollouts.rollout import Rollout
 from service.rollouts.sampling import check_sampling
 from service.rollouts.suspended_group import can_move
 from service.rollouts.tokenizer import Tokenizer
 from service.versions import Versions
 
-PromptScorer = Callable[[RolloutRequest, list[list[int]]], Awaitable[list[PromptLogprobs]]]
-OnEnded = Callable[[Rollout], None]
+PromptScorer = Callable[[NewRollout, list[list[int]]], Awaitable[list[PromptLogprobs]]]
 POLL_SECONDS = 0.05
-NO_OPTIONS = GroupOptions()
 
 
 class RolloutManager:
@@ -55,14 +53,10 @@ class RolloutManager:
         prompt_kv: PromptKvManager,
         fleet: ClusterMembership,
         adapters: AdapterManager,
-        *,
         admission: Admission,
-        max_support_bytes: int,
-        keep_seconds: float,
-        keep_bytes: int,
         group_factory: GroupFactory,
-        ended: OnEnded,
-        record_group: GroupEnded,
+        observability: Observability,
+        limits: LimitsSettings,
     ) -> None:
         self._engine = engine
         self._versions = versions
@@ -71,14 +65,13 @@ class RolloutManager:
         self._fleet = fleet
         self._adapters = adapters
         self._admission = admission
-        self._max_support_bytes = max_support_bytes
-        self._keep_bytes = keep_bytes
+        self._limits = limits
         self._group_factory = group_factory
-        self._ended = ended
-        self._group_ended = record_group
+        self._observability = observability
         self._running: dict[str, Rollout] = {}
-        self.keys = IdempotencyKeys(max_seconds=keep_seconds, on_released=fleet.release)
-        self._results = ResultCache(max_seconds=keep_seconds, max_bytes=keep_bytes)
+        seconds = limits.keep_answers_seconds
+        self.keys = IdempotencyKeys(max_seconds=seconds, on_released=fleet.release)
+        self._results = ResultCache(max_seconds=seconds, max_bytes=limits.keep_answers_bytes)
         self._tasks: asyncio.TaskGroup | None = None
         self._gate = asyncio.Event()
         self._gate.set()
@@ -108,35 +101,28 @@ class RolloutManager:
 
     async def start(
         self,
-        request: RolloutRequest,
+        request: NewRollout,
         *,
-        owner: str,
         detached: bool = False,
         claim: IdempotencyClaim | None = None,
-        options: GroupOptions = NO_OPTIONS,
         prompt_scorer: PromptScorer | None = None,
     ) -> Rollout:
         """Validate a request and start its rollout; a rejected request submits nothing to vLLM.
 
-        `options` are group options that the request cannot express. `prompt_scorer` computes the
-        prompt logprobs of the requests that have this option. With an idempotency claim,
-        returns the rollout that the same request has already started, if there is one, also during
-        a drain. Raises RedirectToReplica if another replica holds the claim.
+        `prompt_scorer` computes the prompt logprobs of the requests that have this option. With an
+        idempotency claim, returns the rollout that the same request has already started, if there
+        is one, also during a drain. Raises RedirectToReplica if another replica holds the claim.
         """
-        stream_tokens = options.stream_tokens or request.stream_tokens
-        options = replace(options, owner=owner, stream_tokens=stream_tokens)
         if claim is None:
-            return await self._start(request, options, prompt_scorer, detached=detached)
+            return await self._start(request, prompt_scorer, detached=detached)
         started = self.keys.claim(claim)
         if started is not None:
-            return self.get(started, owner=owner)
+            return self.get(started, owner=request.owner)
         try:
             self._admission.check_open()
             await self._fleet.claim(claim.cluster_key)
             try:
-                return await self._start(
-                    request, options, prompt_scorer, detached=True, claim=claim
-                )
+                return await self._start(request, prompt_scorer, detached=True, claim=claim)
             except ServiceError:
                 # Released before the error is sent: a replica that receives the retry must not find
                 # the claim held by this one.
@@ -148,95 +134,91 @@ class RolloutManager:
 
     async def _start(
         self,
-        request: RolloutRequest,
-        options: GroupOptions,
+        request: NewRollout,
         prompt_scorer: PromptScorer | None,
         *,
         detached: bool,
         claim: IdempotencyClaim | None = None,
     ) -> Rollout:
-        num_samples = validation.check(request, is_blocking=not (detached or request.stream))
-        self.check_kept_kv(request.keep_kv, request.weights)
+        num_samples = self._check(request, is_blocking=not (detached or request.stream))
         await check_sampling(self._engine, request.sampling)
         prompts = await self._tokenizer.all_token_ids([group.prompt for group in request.groups])
-        wanted = options.num_top_logprobs
-        logprob_tables.check_samples(request, prompts, num_samples, wanted, self._engine.info)
         logprob_tables.check_rollout(request, prompts, num_samples, self._engine.info)
         support_bytes = self.support_bytes(request, prompts, detached=detached)
-        num_tokens = sum(map(len, prompts))
-        given_supports: Mapping[int, Sequence[supports.Supports]] = {}
-        if request.continue_from is not None:
-            num_tokens += sum(len(each.token_ids) for each in request.continue_from.samples)
-            given_supports = await validation.check_continue_from(
-                request, prompts, self._engine.info
-            )
+        given = await validation.check_continue_from(request, prompts, self._engine.info)
         reservation = self._admission.reserve(
-            options.owner,
+            request.owner,
             samples=num_samples,
-            prompt_tokens=num_tokens,
+            prompt_tokens=_num_tokens(request, prompts),
             support_bytes=support_bytes,
         )
         try:
-            new_id = new_rollout_id(self._fleet.own_id)
-            if request.keep_kv is not None:
-                keep = request.keep_kv
-                chain = rollout_chain(options.owner, keep, keep.chain or new_id)
-                options = replace(options, kept_kv=chain)
             scored = await _score_prompts(request, prompts, prompt_scorer)
-            groups = await self._create_groups(request, prompts, options, given_supports)
-            for group, prompt_logprobs in zip(groups, scored, strict=True):
+            rollout = await self._create(request, prompts, given, detached=detached, claim=claim)
+            for group, prompt_logprobs in zip(rollout.groups, scored, strict=True):
                 group.prompt_logprobs = prompt_logprobs
-            rollout = Rollout(
-                new_id,
-                groups,
-                detached=detached,
-                claims=() if claim is None else (claim,),
-                request=request if can_move(request, options) else None,
-            )
             if claim is not None:
-                self.keys.bind(claim, new_id)
+                self.keys.bind(claim, rollout.id)
             return self.run(rollout, reservation)
         except BaseException:
             self._admission.release(reservation)
             raise
 
-    async def _create_groups(
+    def _check(self, request: NewRollout, *, is_blocking: bool) -> int:
+        """Check what needs no tokens; returns the number of samples."""
+        num_samples = validation.check(request, is_blocking=is_blocking)
+        self.check_kept_kv(request.keep_kv, request.weights)
+        return num_samples
+
+    async def _create(
         self,
-        request: RolloutRequest,
+        request: NewRollout,
         prompts: list[list[int]],
-        options: GroupOptions,
-        given_supports: Mapping[int, Sequence[supports.Supports]],
-    ) -> list[Group]:
-        """Create a request's groups; repeat if the weights version or the adapter has changed.
+        given_supports: GivenSupports,
+        *,
+        detached: bool,
+        claim: IdempotencyClaim | None,
+    ) -> Rollout:
+        """Create a rollout; repeat if the weights version or the adapter has changed.
 
         There is no await after the last comparison.
         """
+        rollout_id, keep, chain = new_rollout_id(self._fleet.own_id), request.keep_kv, request.chain
+        if keep is not None:
+            chain = rollout_chain(request.owner, keep, keep.chain or rollout_id)
         while True:
             await self.wait_gate_open()
-            shared = self.resolve(request, options)
-            groups = await self._group_factory.groups(request, prompts, shared, given_supports)
+            resolved = self.resolve(request.weights, request.adapter)
+            groups = await self._group_factory.groups(
+                request, prompts, resolved, chain, given_supports
+            )
             await self.wait_gate_open()
-            if self.resolve(request, options) == shared:
-                return groups
-
-    def resolve(self, request: RolloutRequest, options: GroupOptions) -> GroupOptions:
-        """Group options completed with the adapter and, if required, the exact weights version."""
-        return replace(
-            options,
-            exact_version=self._versions.admit(request.weights),
-            adapter=self._adapters.resolve(request.adapter),
+            if self.resolve(request.weights, request.adapter) == resolved:
+                break
+        is_movable = can_move(request)
+        return Rollout(
+            rollout_id,
+            groups,
+            detached=detached,
+            claims=() if claim is None else (claim,),
+            can_move=is_movable,
+            request=request.body if is_movable else None,
         )
 
+    def resolve(self, weights: WeightsConstraint | None, adapter: str | None) -> Resolved:
+        """Exact weights version, if required, and adapter version of a rollout that starts now."""
+        return Resolved(self._versions.admit(weights), self._adapters.resolve(adapter))
+
     def support_bytes(
-        self, request: RolloutRequest, prompts: list[list[int]], *, detached: bool = True
+        self, request: NewRollout, prompts: list[list[int]], *, detached: bool = True
     ) -> int:
         """Upper bound of the memory of a request's supports, in bytes; raises InvalidRequest."""
         return supports.check(
             request,
             prompts,
             self._engine.info,
-            max_bytes=self._max_support_bytes,
-            max_kept_bytes=self._keep_bytes if detached else None,
+            max_bytes=self._limits.max_support_bytes,
+            max_kept_bytes=self._limits.keep_answers_bytes if detached else None,
         )
 
     def check_kept_kv(self, keep: KeepKv | None, weights: WeightsConstraint | None) -> None:
@@ -350,7 +332,7 @@ class RolloutManager:
         self._running[rollout.id] = rollout
         self._adapters.begin(rollout.adapter)
         task = self._tasks.create_task(
-            rollout.run(self._engine, self._prompt_kv, self._group_ended),
+            rollout.run(self._engine, self._prompt_kv, self._observability),
             name=f"rollout-{rollout.id}",
         )
         task.add_done_callback(lambda _: self._on_rollout_done(rollout, reservation))
@@ -372,7 +354,8 @@ class RolloutManager:
             self._results.add(rollout)
         for claim in rollout.claims:
             self.keys.ended(claim)
-        self._ended(rollout)  # after the answer is stored: an error in an observer must not lose it
+        # After the answer is stored: an error in the metrics must not lose it.
+        self._observability.metrics.rollouts.groups.labels("failed").inc(rollout.num_unanswered)
         if is_retained:
             rollout.drop_groups()
 
@@ -427,11 +410,17 @@ class RolloutManager:
 
 
 def _is_movable_result(rollout: Rollout) -> bool:
-    return rollout.awaits_fetch and rollout.request is not None and rollout.error is None
+    return rollout.awaits_fetch and rollout.can_move and rollout.error is None
+
+
+def _num_tokens(request: NewRollout, prompts: list[list[int]]) -> int:
+    """Tokens of the prompts, and of the samples to resume."""
+    continued = () if request.continue_from is None else request.continue_from.samples
+    return sum(map(len, prompts)) + sum(len(sample.token_ids) for sample in continued)
 
 
 async def _score_prompts(
-    request: RolloutRequest, prompts: list[list[int]], prompt_scorer: PromptScorer | None
+    request: NewRollout, prompts: list[list[int]], prompt_scorer: PromptScorer | None
 ) -> Sequence[PromptLogprobs | None]:
     """Prompt logprobs of each group, before the rollout exists.
 

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import sys
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -42,6 +42,7 @@ from service.cluster.membership import RETRY_AFTER_SECONDS
 from service.errors import ClusterUnavailable, Draining, RedirectToReplica, ServiceError
 from service.http.exception_handlers import to_service_error
 from service.log_context import group_id, rollout_id
+from service.observability.build import Observability
 from service.prompt_kv.group_exports import NOT_CONTINUED, KvState, exporting_group
 from service.prompt_kv.manager import PromptKvManager
 from service.rollouts.fairness import PER_TURN, TimeSlice, Turns
@@ -53,10 +54,6 @@ from service.rollouts.suspended_group import resumed
 from service.rollouts.trees.tree_answer import with_num_leaves
 
 log = logging.getLogger(__name__)
-
-NO_REQUEST = RolloutRequest.model_construct(groups=[])
-"""Request of a rollout whose groups have all ended; it is not needed any more."""
-GroupEnded = Callable[["Rollout", Group, GroupAnswer], None]
 
 ROLLOUT_BYTES = 12 * 2**10
 GROUP_BYTES = 4096
@@ -75,8 +72,9 @@ class Rollout:
     its caller's connection.
     `awaits_fetch` is true if a caller is to fetch the result later and has not fetched it yet.
 
-    A rollout with its `request` can be moved to another replica while it is `suspended`. Its
-    `moved_to` is then the URL of that replica; otherwise it goes on here.
+    A rollout that `can_move` can be moved to another replica: while it is `suspended`, with its
+    `request`, or its result. Its `moved_to` is then the URL of that replica; otherwise it goes on
+    here.
     `is_moving` is true while it is offered to other replicas.
     `awaits_redirect` is true if the stream of a caller ended, who has not been redirected yet.
     `source` is the id of the replica that has sent the rollout here, None for others. With
@@ -90,11 +88,13 @@ class Rollout:
         *,
         detached: bool,
         claims: Sequence[IdempotencyClaim] = (),
+        can_move: bool = False,
         request: RolloutRequest | None = None,
         owner: str = "",
     ) -> None:
         self.id = rollout_id
         self.groups = groups
+        self.can_move = can_move
         self.request = request
         self.moved_to: str | None = None
         self.is_moving = False
@@ -162,18 +162,18 @@ class Rollout:
             await self._log_changed.wait()
 
     async def run(
-        self, engine: Generation, prompt_kv: PromptKvManager, record_group: GroupEnded
+        self, engine: Generation, prompt_kv: PromptKvManager, observability: Observability
     ) -> None:
         rollout_id.set(self.id)
         try:
-            await self._run_groups(engine, prompt_kv, record_group)
+            await self._run_groups(engine, prompt_kv, observability)
             while any(group.suspended for group in self.groups):
                 self._has_stopped.set()
                 await self._move_ended.wait()
                 if self.moved_to is not None:
                     return
                 await self._resume_groups()
-                await self._run_groups(engine, prompt_kv, record_group)
+                await self._run_groups(engine, prompt_kv, observability)
         except ExceptionGroup as failures:
             self.error = to_service_error(failures)
         except asyncio.CancelledError:
@@ -183,13 +183,13 @@ class Rollout:
             self._end()
 
     async def _run_groups(
-        self, engine: Generation, prompt_kv: PromptKvManager, record_group: GroupEnded
+        self, engine: Generation, prompt_kv: PromptKvManager, observability: Observability
     ) -> None:
         async with asyncio.TaskGroup() as tasks:
             for group in self.groups:
                 running = tasks.create_task(self._run_group(engine, prompt_kv, group))
                 # In a callback outside the task: an error in the metrics must not lose an answer.
-                running.add_done_callback(partial(self._count, group, record_group))
+                running.add_done_callback(partial(self._count, group, observability))
                 await self._spread(group)
 
     async def _resume_groups(self) -> None:
@@ -306,9 +306,10 @@ class Rollout:
             self._num_started -= PER_TURN
             await asyncio.sleep(0)
 
-    def _count(self, group: Group, record_group: GroupEnded, _: asyncio.Task[None]) -> None:
-        if group.options.index in self._answers:
-            record_group(self, group, self._answers[group.options.index])
+    def _count(self, group: Group, observability: Observability, _: asyncio.Task[None]) -> None:
+        answer = self._answers.get(group.options.index)
+        if answer is not None:
+            observability.record_group(self.id, answer, group.began_at, group.sample_seconds)
 
     def on_never_started(self) -> None:
         """Record the end of a rollout whose task was cancelled before its first step.
@@ -332,8 +333,7 @@ class Rollout:
 
         The answer does not need them.
         """
-        if self.request is not None:
-            self.request = NO_REQUEST
+        self.request = None
         self._num_done += sum(group.num_done for group in self.groups)
         self.groups = ()
 

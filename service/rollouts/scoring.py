@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from coppice.wire.logprobs import PromptLogprobs
-from coppice.wire.rollouts import RolloutRequest, WeightsConstraint
+from coppice.wire.rollouts import WeightsConstraint
 from coppice.wire.score import ScoreAnswer, ScoredItem, ScoredResponse, ScoreItem, ScoreRequest
 from engine.protocol.generation import Generation
 from engine.types import EngineInfo, TopLogprobRows
@@ -28,6 +28,7 @@ from service.rollouts.logprob_tables import (
     to_table,
 )
 from service.rollouts.manager import RolloutManager
+from service.rollouts.request import NewRollout
 from service.rollouts.tokenizer import Tokenizer
 from service.rollouts.validation import MAX_SAMPLES
 from service.versions import Versions
@@ -54,7 +55,6 @@ class Scoring:
         tokenizer: Tokenizer,
         rollouts: RolloutManager,
         adapters: AdapterManager,
-        *,
         admission: Admission,
     ) -> None:
         self._engine = engine
@@ -82,7 +82,7 @@ class Scoring:
             return await self._score_items(pairs, options)
 
     async def prompt_logprobs(
-        self, request: RolloutRequest, prompts: list[list[int]]
+        self, request: NewRollout, prompts: list[list[int]]
     ) -> list[PromptLogprobs]:
         """Prompt logprobs of a rollout request, whose samples are admitted already."""
         options = ScoringOptions(request.weights, request.adapter, request.prompt_logprobs or 0)

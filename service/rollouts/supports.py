@@ -7,11 +7,12 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from coppice.wire.rollouts import GroupRequest, RolloutRequest, UnfinishedSample
+from coppice.wire.rollouts import UnfinishedSample
 from coppice.wire.sampling import Sampling
 from coppice.wire.support import GivenSupport, SupportAnswer, rows_of, support_answer
 from engine.types import EngineInfo
 from service.errors import InvalidRequest
+from service.rollouts.request import NewGroup, NewRollout
 
 ENCODED_IN_LOOP = 2**20
 """Bytes of supports that are encoded on the event loop, in a few milliseconds."""
@@ -59,7 +60,7 @@ def joined(parts: Iterable[Supports | None]) -> Supports | None:
 
 
 def check(
-    request: RolloutRequest,
+    request: NewRollout,
     prompts: Sequence[Sequence[int]],
     info: EngineInfo,
     *,
@@ -82,7 +83,7 @@ def check(
 
 
 def _check_bytes(
-    request: RolloutRequest,
+    request: NewRollout,
     prompts: Sequence[Sequence[int]],
     info: EngineInfo,
     max_bytes: int,
@@ -120,9 +121,7 @@ def max_row_bytes(sampling: Sampling, info: EngineInfo) -> int:
     return 1 + min([bitmap, *(number * per_id for number in limits)])
 
 
-def _max_tokens(
-    request: RolloutRequest, group: GroupRequest, room: int, segment_copies: int
-) -> int:
+def _max_tokens(request: NewRollout, group: NewGroup, room: int, segment_copies: int) -> int:
     """Maximum number of tokens of a group for which the answer has supports."""
     length = min(request.sampling.max_tokens or room, room)
     tree = request.branching

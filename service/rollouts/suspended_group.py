@@ -10,7 +10,6 @@ from dataclasses import replace
 from coppice.wire.kv_versions import GivenKvSpan
 from coppice.wire.rollouts import (
     GivenSpan,
-    RolloutRequest,
     SampleAnswer,
     UnfinishedSample,
 )
@@ -18,10 +17,11 @@ from coppice.wire.support import GivenSupport, SupportAnswer
 from service.prompt_kv.prompt_source import PrefilledPrompt
 from service.rollouts.group import Group
 from service.rollouts.group_options import GroupOptions, num_given
+from service.rollouts.request import NewRollout
 from service.rollouts.supports import supports_of_answer
 
 
-def can_move(request: RolloutRequest, options: GroupOptions) -> bool:
+def can_move(request: NewRollout) -> bool:
     """True if the state of a rollout is in its request, its results and its tokens.
 
     Of a tree, only the result can be moved (`Rollout.can_suspend`). External trees, calls of
@@ -32,12 +32,12 @@ def can_move(request: RolloutRequest, options: GroupOptions) -> bool:
     finish = request.finish
     is_random = finish is not None and finish.num_samples is not None and finish.select == "random"
     is_unseeded = is_random and any(group.seed is None for group in request.groups)
-    spans = any(group.prompt.spans is not None for group in request.groups)
+    spans = any(group.spans is not None for group in request.groups)
     is_external = request.branching is not None and request.branching.mode == "external"
-    more = (request.kv, request.kv_reuse, request.keep_kv, options.kept_kv)
+    more = (request.kv, request.kv_reuse, request.keep_kv, request.chain)
     tables = (request.top_logprobs, request.logprob_token_ids, request.prompt_logprobs)
     return (
-        options.can_move
+        request.body is not None
         and not (spans or is_external or is_unseeded or request.return_routed_experts)
         and all(value is None for value in (*more, *tables))
     )

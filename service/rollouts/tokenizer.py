@@ -42,12 +42,11 @@ class Tokenizer:
         self._token_texts: dict[int, str] = {}
         self._threads = FairThreads("prompts", key_bytes=KEY_CHARS, total_bytes=TOTAL_CHARS)
 
-    async def all_token_ids(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+    async def all_token_ids(self, prompts: Sequence[Prompt | list[int]]) -> list[list[int]]:
         tokens, turn = list[list[int]](), TimeSlice()
         for prompt in prompts:
-            found = await self._tokens(prompt)
-            kept = truncated(found, prompt.truncate_prompt_tokens, prompt.truncation_side)
-            tokens.append(self.check_token_ids(kept))
+            found = prompt if isinstance(prompt, list) else await self._kept_tokens(prompt)
+            tokens.append(self.check_token_ids(found))
             await turn.pause()
         return tokens
 
@@ -223,6 +222,10 @@ class Tokenizer:
         if max(tokens) >= info.vocab_size:
             raise InvalidRequest(f"token ids must be below {info.vocab_size}")
         return tokens
+
+    async def _kept_tokens(self, prompt: Prompt) -> list[int]:
+        found = await self._tokens(prompt)
+        return truncated(found, prompt.truncate_prompt_tokens, prompt.truncation_side)
 
     async def _tokens(self, prompt: Prompt) -> list[int]:
         if prompt.token_ids is not None:

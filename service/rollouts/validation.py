@@ -5,15 +5,14 @@ from collections.abc import Mapping, Sequence
 
 from coppice.wire.kv_versions import KeepKv
 from coppice.wire.rollouts import (
-    GroupRequest,
-    RolloutRequest,
+    PromptSpan,
     UnfinishedSample,
     WeightsConstraint,
 )
 from engine.types import EngineInfo, KeptKvReason
 from service.errors import InvalidRequest, PromptTooLong
-from service.kv_reuse.prompt_sections import check as check_reuse
 from service.rollouts.fairness import TimeSlice
+from service.rollouts.request import NewGroup, NewRollout
 from service.rollouts.supports import Supports, given_support
 from service.rollouts.trees.plan import check as check_branching
 
@@ -29,12 +28,12 @@ What an API key may occupy is limited by limits.max_samples_per_key.
 """
 
 
-def check(request: RolloutRequest, *, is_blocking: bool) -> int:
+def check(request: NewRollout, *, is_blocking: bool) -> int:
     """Validate a rollout request across its fields; returns its number of samples.
 
     `is_blocking`: the caller receives nothing before the rollout has ended.
     """
-    check_reuse(request)
+    _check_reuse(request)
     _check_message(request)
     if request.branching is not None:
         for group in request.groups:
@@ -63,7 +62,41 @@ def check(request: RolloutRequest, *, is_blocking: bool) -> int:
     return sum(num_samples)
 
 
-def _check_keep_kv(request: RolloutRequest) -> None:
+def _check_reuse(request: NewRollout) -> None:
+    """Reject spans that contradict each other, and options that need exact KV with KV reuse."""
+    for group in request.groups:
+        if group.spans is not None:
+            _check_names(group.spans)
+    reuse = request.kv_reuse
+    if reuse is None or reuse.mode == "off":
+        return
+    if any(group.spans is None for group in request.groups):
+        raise InvalidRequest("kv_reuse needs prompts given as spans")
+    if request.continue_from is not None:
+        raise InvalidRequest("continue_from needs exact KV of the prompt: set kv_reuse.mode to off")
+    if request.kv is not None:
+        raise InvalidRequest(
+            f"kv_reuse.mode {reuse.mode} makes the prompt KV approximate, and approximate KV is "
+            "not exported: leave out kv or kv_reuse"
+        )
+    if request.adapter is not None:
+        raise InvalidRequest(
+            "KV of spans is cached for the base model only: set kv_reuse.mode to off"
+        )
+    if request.branching is not None:
+        raise InvalidRequest("branching needs kv_reuse.mode off")
+
+
+def _check_names(spans: Sequence[PromptSpan]) -> None:
+    seen: dict[str, list[int]] = {}
+    for span in spans:
+        if span.cache_key is None:
+            continue
+        if seen.setdefault(span.cache_key, span.token_ids) != span.token_ids:
+            raise InvalidRequest(f"spans of cache_key {span.cache_key!r} differ within one prompt")
+
+
+def _check_keep_kv(request: NewRollout) -> None:
     """Reject options that need KV of one weights version alone."""
     if request.keep_kv is None:
         return
@@ -87,22 +120,22 @@ def check_kept_kv(keep: KeepKv | None, weights: WeightsConstraint | None, info: 
         )
 
 
-def _check_message(request: RolloutRequest) -> None:
+def _check_message(request: NewRollout) -> None:
     """Reject `return_message` where no sample of the answer could have a message."""
     if not request.return_message:
         return
-    if all(group.prompt.messages is None for group in request.groups):
+    if all(group.messages is None for group in request.groups):
         raise InvalidRequest.of_parameter("return_message", "needs a prompt of messages")
     if request.branching is not None and not request.branching.flatten:
         raise InvalidRequest.of_parameter("return_message", "with branching, needs flatten: true")
 
 
-def num_samples_of(request: RolloutRequest, group: GroupRequest) -> int:
+def num_samples_of(request: NewRollout, group: NewGroup) -> int:
     """Maximum number of samples that a requested group may have in the engine at once."""
     return group.n if request.branching is None else request.branching.max_leaves
 
 
-def samples_to_continue(request: RolloutRequest) -> Mapping[int, list[UnfinishedSample]]:
+def samples_to_continue(request: NewRollout) -> Mapping[int, list[UnfinishedSample]]:
     """Unfinished samples that a request resumes, by the index of their group.
 
     They become the first samples of the group.
@@ -114,7 +147,7 @@ def samples_to_continue(request: RolloutRequest) -> Mapping[int, list[Unfinished
 
 
 async def check_continue_from(
-    request: RolloutRequest, prompts: Sequence[Sequence[int]], info: EngineInfo
+    request: NewRollout, prompts: Sequence[Sequence[int]], info: EngineInfo
 ) -> Mapping[int, list[Supports]]:
     """Validate the unfinished samples that the request resumes; returns their supports, if any.
 
@@ -124,6 +157,8 @@ async def check_continue_from(
     generated them. The tokens after them are sampled with the active weights. If these are the same
     weights, the KV blocks of the earlier tokens may still be cached.
     """
+    if request.continue_from is None:
+        return {}
     if request.branching is not None:
         raise InvalidRequest("continue_from cannot be combined with branching")
     supports, turn = defaultdict[int, list[Supports]](list), TimeSlice()
@@ -144,7 +179,7 @@ async def check_continue_from(
 
 def check_sample(
     sample: UnfinishedSample,
-    request: RolloutRequest,
+    request: NewRollout,
     num_prompt_tokens: int,
     info: EngineInfo,
 ) -> None:
@@ -171,7 +206,7 @@ def check_sample(
         )
 
 
-def _check_versions(sample: UnfinishedSample, request: RolloutRequest) -> None:
+def _check_versions(sample: UnfinishedSample, request: NewRollout) -> None:
     at = 0
     for span in sample.versions:
         if span.start != at or span.end <= at:

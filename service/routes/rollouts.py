@@ -51,8 +51,8 @@ from service.http.responses import (
     to_json_bytes,
 )
 from service.rollouts.fairness import TimeSlice
-from service.rollouts.group_options import GroupOptions
 from service.rollouts.idempotency import IdempotencyClaim
+from service.rollouts.request import NewRollout
 from service.rollouts.rollout import Rollout
 from service.routes.dependencies import ROLLOUT_LOCAL, AnyServer
 from service.server import Server
@@ -110,19 +110,16 @@ async def start(request: Request, server: AnyServer, caller: Caller) -> Response
         raise InvalidRequest.of_parameter("stream_tokens", "needs stream: true")
     claim = None
     if key is not None:
-        claim = IdempotencyClaim.of(
-            caller.name, key, await server.bodies.fingerprint(request, body)
-        )
+        fingerprint = await server.bodies.fingerprint(request, body)
+        claim = IdempotencyClaim.of(caller.name, key, fingerprint)
     if moved_id is not None:
         rollout = _moved_rollout(server, moved_id, caller.name)
         return await _respond(request, server, rollout, response_format, is_streamed=is_streamed)
     can_move = respond_async or claim is not None or not is_streamed
     starting = server.rollouts.start(
-        body,
-        owner=caller.name,
+        NewRollout.of(body, owner=caller.name, can_move=can_move),
         detached=respond_async,
         claim=claim,
-        options=GroupOptions(can_move=can_move),
         prompt_scorer=server.scoring.prompt_logprobs,
     )
     rollout = await cancel_on_disconnect(request, starting)

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from functools import partial
 
-from coppice.wire.rollouts import GroupRequest, Prompt, RolloutRequest, SampleAnswer
+from coppice.wire.rollouts import Prompt, SampleAnswer
 from coppice.wire.sampling import Sampling
 from coppice.wire.sessions import AgentApi
 from engine.types import ChatRequest, ChatResponse
 from service.errors import InvalidRequest
-from service.rollouts.group_options import GroupOptions
 from service.rollouts.kept_kv import session_chain
+from service.rollouts.request import NewGroup, NewRollout
 from service.rollouts.rollout import Rollout
 from service.sessions.history import TextMatch
 from service.sessions.prompts import chat_prompt, continued_text
@@ -90,7 +90,7 @@ class SessionCall:
         return await self._recorder.parsed(sample)
 
     async def start(
-        self, request: RolloutRequest, *, num_top_logprobs: int | None, stream_tokens: bool
+        self, request: NewRollout, *, num_top_logprobs: int | None, stream_tokens: bool
     ) -> Rollout:
         """Start the rollout of a call whose prompt `render` or `tokenize` has returned.
 
@@ -106,30 +106,16 @@ class SessionCall:
         try:
             async with session.tree_lock:
                 running.attachments += self._attach(group)
-            request = self._request(group, limited(sampling, session.num_tokens_left()))
-            running.rollout = await self._start(request, num_top_logprobs or 0, stream_tokens)
+            sampling = limited(sampling, session.num_tokens_left())
+            own = self._request(group, sampling, num_top_logprobs or 0, stream_tokens)
+            running.rollout = await self._services.rollouts.start(own)
         finally:
             self._services.track(self._recorder.record(running))
         if not session.is_open:  # it was ended while the rollout was started
             await self._services.rollouts.cancel(running.rollout)
         return running.rollout
 
-    async def _start(
-        self, request: RolloutRequest, num_top_logprobs: int, stream_tokens: bool
-    ) -> Rollout:
-        session = self.session
-        options = GroupOptions(
-            cache_salt=session.cache_salt,
-            session_id=session.id,
-            kept_kv=session_chain(session.cache_salt, session.options.keep_kv),
-            num_top_logprobs=max(num_top_logprobs, session.options.top_logprobs or 0),
-            num_returned_top_logprobs=num_top_logprobs,
-            stream_tokens=stream_tokens,
-        )
-        rollouts = self._services.rollouts
-        return await rollouts.start(request, owner=session.owner, options=options)
-
-    def _sampling(self, request: RolloutRequest) -> Sampling:
+    def _sampling(self, request: NewRollout) -> Sampling:
         options = self.session.options
         sampling, num_replaced = merge_sampling(
             options.sampling, request.sampling, options.overrides
@@ -138,20 +124,29 @@ class SessionCall:
         self._services.metrics.replaced_fields.inc(num_replaced)
         return sampling
 
-    def _request(self, group: GroupRequest, sampling: Sampling) -> RolloutRequest:
-        options = self.session.options
-        return RolloutRequest.model_construct(
-            groups=[group.model_copy(update={"seed": None, "seeds": None})],
+    def _request(
+        self, group: NewGroup, sampling: Sampling, num_top_logprobs: int, stream_tokens: bool
+    ) -> NewRollout:
+        session, options = self.session, self.session.options
+        return NewRollout(
+            owner=session.owner,
+            groups=[NewGroup(prompt=group.prompt, n=group.n)],
             sampling=sampling,
             weights=options.weights,
             priority=options.priority,
             adapter=options.adapter,
             return_support=options.return_support,
+            stream_tokens=stream_tokens,
+            cache_salt=session.cache_salt,
+            session_id=session.id,
+            chain=session_chain(session.cache_salt, options.keep_kv),
+            num_top_logprobs=max(num_top_logprobs, options.top_logprobs or 0),
+            num_returned_top_logprobs=num_top_logprobs,
         )
 
-    def _attach(self, group: GroupRequest) -> list[Attachment]:
-        assert group.prompt.token_ids is not None, "the prompt is tokenized"
+    def _attach(self, group: NewGroup) -> list[Attachment]:
+        assert group.token_ids is not None, "the prompt is tokenized"
         match = self._recorder.match
         preferred = None if match is None else match.call.segment
         tree = self.session.tree
-        return [tree.attach(group.prompt.token_ids, preferred) for _ in range(group.n)]
+        return [tree.attach(group.token_ids, preferred) for _ in range(group.n)]

@@ -66,6 +66,7 @@ class SessionManager:
         tokenizer: Tokenizer,
         threads: FairThreads,
         cluster: ClusterMembership,
+        transfers: KeyTransfers,
         metrics: SessionMetrics,
         *,
         admission: Admission,
@@ -92,7 +93,7 @@ class SessionManager:
             release=cluster.release,
             clock=clock,
         )
-        self._transfers = KeyTransfers(cluster)
+        self._transfers = transfers
         self._lookups = asyncio.Semaphore(MAX_LOOKUPS)
         self.kv_releases = KvReleaseQueue(release_kv, track=self._track)
         self.factory = SessionFactory(settings, self.store, cluster.own_id, clock)

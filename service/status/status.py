@@ -14,7 +14,11 @@ from engine.protocol.engine_state import EngineState
 from engine.protocol.features import DRAFT_MODEL
 from engine.types import EngineHealth
 from service import __version__
+from service.cluster.membership import ClusterMembership
 from service.errors import ServiceError
+from service.kv_reuse.manager import KvReuseManager
+from service.observability.kv_metrics import KvReuseMetrics
+from service.observability.metrics import ClusterMetrics, WeightMetrics
 from service.server import Server
 from service.status.features import features
 
@@ -61,14 +65,11 @@ def update_gauges(server: Server) -> None:
     metrics.rollouts.samples_running.set(server.rollouts.num_samples_running)
     metrics.rollouts.samples_admitted.set(server.admission.num_samples)
     metrics.rollouts.samples_limit.set(server.settings.limits.max_samples_running)
-    metrics.weights.sequence.set(server.versions.active.sequence)
-    metrics.weights.age.set(server.weights_age_seconds)
-    metrics.weights.adapters.set(server.adapters.num_loaded)
-    metrics.weights.update(server.replication)
+    _update_weights(metrics.weights, server)
     metrics.prompt_kv.update(server.prompt_kv.status())
     metrics.prompt_kv.transfers.set(server.kv_downloads.num_open)
-    metrics.kv_reuse.update(server.kv_reuse.cache, server.kv_reuse.anchors)
-    metrics.cluster.update(server.cluster)
+    _update_kv_reuse(metrics.kv_reuse, server.kv_reuse)
+    _update_cluster(metrics.cluster, server.cluster)
     metrics.attention.update(server.engine.stats(SharedPrefixStats))
     metrics.kept_kv.update(server.engine.stats(KeptKvStats))
     metrics.graphs.update(server.engine.stats(CudaGraphStats))
@@ -76,6 +77,30 @@ def update_gauges(server: Server) -> None:
     metrics.speculation.update(server.engine.stats(SpeculationStats))
     if (drafter := server.engine.feature(DRAFT_MODEL)) is not None:
         metrics.drafter.update(drafter.status())
+
+
+def _update_weights(metrics: WeightMetrics, server: Server) -> None:
+    metrics.sequence.set(server.versions.active.sequence)
+    metrics.age.set(server.versions.active_seconds)
+    metrics.adapters.set(server.adapters.num_loaded)
+    metrics.skew.set(server.replication.skew())
+    metrics.replicas_behind.set(server.replication.num_behind())
+    metrics.replicas_failed.set(server.replication.num_failed())
+
+
+def _update_kv_reuse(metrics: KvReuseMetrics, kv_reuse: KvReuseManager) -> None:
+    cache, anchors = kv_reuse.cache, kv_reuse.anchors
+    metrics.observations.set(anchors.num_anchors)
+    metrics.spans.set(cache.num_spans)
+    metrics.bytes.set(cache.num_bytes)
+    metrics.observation_outcomes.update_all(anchors.num_by_outcome)
+
+
+def _update_cluster(metrics: ClusterMetrics, cluster: ClusterMembership) -> None:
+    metrics.up.set(not cluster.unavailable)
+    metrics.settled.set(cluster.is_settled)
+    metrics.heartbeat_age.set(cluster.contact_age_seconds)
+    metrics.replicas.set(len(cluster.view.replicas))
 
 
 def _start_phase(health: EngineHealth) -> StartPhase | None:

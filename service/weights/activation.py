@@ -9,9 +9,8 @@ outlasts activations, and ends with its lease, but never during an activation.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
 
 from coppice.wire.kv_versions import ActivationKv
 from coppice.wire.weights import ActivationAnswer, ActivationMode
@@ -34,8 +33,10 @@ from service.errors import (
     VersionConflict,
     WeightsRefused,
 )
+from service.observability.metrics import Metrics
 from service.prompt_kv.manager import PromptKvManager
 from service.rollouts.manager import RolloutManager
+from service.state_changes import StateChanges
 from service.versions import Version, Versions, publish_again
 from service.weights.engine_pauses import EnginePauses
 from service.weights.idle_wait import IdleWait
@@ -44,18 +45,11 @@ from service.weights.replication.announcer import Announcer
 from service.weights.sleep import Sleep
 from service.weights.stager import WeightStager
 
-RunToCompletion = Callable[[Coroutine[Any, Any, ActivationAnswer]], Awaitable[ActivationAnswer]]
-"""Runs a state change to completion, even if the calling task is cancelled."""
-
 log = logging.getLogger(__name__)
 
 
 class Activation:
-    """Switches the engine to another weights version, also while it is paused.
-
-    `on_weights_changed` is called for each change of the active version. That includes the return
-    to the last version with files if weights without files are lost, which is no activation.
-    """
+    """Switches the engine to another weights version, also while it is paused."""
 
     def __init__(
         self,
@@ -65,12 +59,10 @@ class Activation:
         rollouts: RolloutManager,
         prompt_kv: PromptKvManager,
         announcer: Announcer,
+        state_changes: StateChanges,
+        metrics: Metrics,
         *,
         max_lease_seconds: float,
-        run_to_completion: RunToCompletion,
-        on_activated: Callable[[ActivationAnswer], None],
-        on_weights_changed: Callable[[], None],
-        on_lease_ended: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
@@ -79,9 +71,8 @@ class Activation:
         self._rollouts = rollouts
         self._prompt_kv = prompt_kv
         self._announcer = announcer
-        self._run_to_completion = run_to_completion
-        self._on_activated = on_activated
-        self._on_weights_changed = on_weights_changed
+        self._state_changes = state_changes
+        self._metrics = metrics.weights
         self._clock = clock
         self._applying = asyncio.Lock()
         self._idle_wait = IdleWait(rollouts)
@@ -92,8 +83,8 @@ class Activation:
             rollouts,
             prompt_kv,
             self.pauses,
+            metrics.server,
             on_restored=self._on_loaded,
-            on_lease_ended=on_lease_ended,
             clock=clock,
         )
 
@@ -122,7 +113,7 @@ class Activation:
         `request`, of which this is the first or a repeated attempt.
         """
         await self._announcer.check_unchanged(label)
-        return await self._run_to_completion(self._apply(label, mode, allow_rollback, kv, order))
+        return await self._state_changes.run(self._apply(label, mode, allow_rollback, kv, order))
 
     async def _apply(
         self,
@@ -137,7 +128,7 @@ class Activation:
         with self._idle_wait.clearing_on_failure(order):
             answer = await self._apply_next(label, mode, allow_rollback, kv, checked)
         await self._stager.trim()
-        self._on_activated(answer)
+        self._metrics.record_activation(answer)
         return answer
 
     async def _check_files(self, label: str, allow_rollback: bool) -> Version | None:
@@ -301,7 +292,6 @@ class Activation:
     def _on_loaded(self, label: str) -> None:
         self._versions.activated(label)
         self._prompt_kv.after_weights_update(label)
-        self._on_weights_changed()
 
 
 def _check_available(version: Version) -> None:

@@ -15,6 +15,7 @@ from engine.errors import EngineError, LoadFailed, MemoryUnavailable
 from engine.protocol.weights import Weights
 from engine.types import WEIGHTS, PauseMode, SleepLevel, SleepTag
 from service.errors import Asleep, ServiceError
+from service.observability.metrics import ServerMetrics
 from service.prompt_kv.manager import PromptKvManager
 from service.rollouts.manager import RolloutManager
 from service.versions import Versions
@@ -41,9 +42,9 @@ class Sleep:
         rollouts: RolloutManager,
         prompt_kv: PromptKvManager,
         pauses: EnginePauses,
+        metrics: ServerMetrics,
         *,
         on_restored: Callable[[str], None],
-        on_lease_ended: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
@@ -52,7 +53,7 @@ class Sleep:
         self._prompt_kv = prompt_kv
         self._pauses = pauses
         self._on_restored = on_restored
-        self._on_lease_ended = on_lease_ended
+        self._leases_ended = metrics.pause_leases_ended
         self._clock = clock
         self._level: SleepLevel = 1
         self._sleeping: frozenset[SleepTag] = frozenset()
@@ -193,7 +194,7 @@ class Sleep:
             return
         self._is_overdue = pause.kind == "sleep" or self._is_overdue
         log.warning("the %s by %s has ended: its lease was not renewed", pause.kind, pause.owner)
-        self._on_lease_ended()
+        self._leases_ended.inc()
 
     async def _wake_after_lease(self, sleep: Pause) -> bool:
         """Wake everything; without memory for it, the sleep goes on until the next attempt."""

@@ -29,12 +29,11 @@ from service.checkpoint_store import (
     num_bytes_of,
     sha256_of,
 )
+from service.config.settings import WeightsSettings
 from service.errors import BaseUnavailable, PathRefused, VersionConflict, WeightsRefused
+from service.observability.metrics import WeightMetrics
 from service.versions import Version, Versions
 from service.weights.replication.announcer import Announcer
-
-OnReceived = Callable[[int, int], None]
-"""Callback for each received file: bytes received, and bytes of the resulting file."""
 
 ABANDONED_SECONDS = 3600.0
 """Age of the last file of an incomplete version after which the next upload deletes it."""
@@ -51,16 +50,16 @@ class WeightStager:
         versions: Versions,
         checkpoints: CheckpointStore,
         announcer: Announcer,
+        metrics: WeightMetrics,
+        settings: WeightsSettings,
         *,
-        retain_superseded: int,
-        on_received: OnReceived,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
         self._versions = versions
         self._checkpoints = checkpoints
-        self._retain = retain_superseded
-        self._on_received = on_received
+        self._retain = settings.retain_superseded
+        self._metrics = metrics
         self._announcer = announcer
         self._clock = clock
         self._change_lock = asyncio.Lock()
@@ -348,7 +347,7 @@ class WeightStager:
         missing = await missing_files(index, digests) if sharded else ()
         folder = self._checkpoints.keep(upload, label, name)
         received_bytes = (delta or upload).num_bytes
-        self._on_received(received_bytes, upload.num_bytes)
+        self._metrics.record_upload(received_bytes, upload.num_bytes)
         if delta is not None:
             self._checkpoints.keep(delta, label, DELTA)
         version = Version(

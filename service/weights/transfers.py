@@ -9,8 +9,9 @@ import asyncio
 from coppice.wire.weight_transfer import TransferRequest
 from coppice.wire.weights import ActivationAnswer
 from engine.weights.ipc_tensors import WeightTransfer
+from service.state_changes import StateChanges
 from service.versions import Versions
-from service.weights.activation import Activation, RunToCompletion
+from service.weights.activation import Activation
 from service.weights.stager import WeightStager
 
 
@@ -22,20 +23,19 @@ class WeightTransfers:
         versions: Versions,
         stager: WeightStager,
         activation: Activation,
-        *,
-        run_to_completion: RunToCompletion,
+        state_changes: StateChanges,
     ) -> None:
         self._versions = versions
         self._stager = stager
         self._activation = activation
-        self._run_to_completion = run_to_completion
+        self._state_changes = state_changes
 
     async def activate(
         self, label: str, request: TransferRequest, transfer: WeightTransfer
     ) -> ActivationAnswer:
         """Load the tensors, unless the caller is cancelled before the load begins."""
         try:
-            return await self._run_to_completion(self._activate(label, request, transfer))
+            return await self._state_changes.run(self._activate(label, request, transfer))
         except asyncio.CancelledError:
             transfer.is_withdrawn = True
             self._activation.on_transfer_withdrawn()

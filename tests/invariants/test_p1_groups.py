@@ -12,6 +12,7 @@ import pytest
 
 from coppice.wire.rollouts import RolloutRequest
 from service.errors import Draining
+from service.rollouts.request import NewRollout
 from service.rollouts.rollout import Rollout
 from service.server import Server
 from tests.fake_engine import FakeEngine
@@ -86,7 +87,9 @@ async def test_rollout_cancelled_before_its_first_step_ends(tmp_path: Path) -> N
     async def broken() -> None:
         async with server.rollouts.running():
             request = RolloutRequest.model_validate(body(group(1)))
-            started.append(await server.rollouts.start(request, owner="local"))
+            started.append(
+                await server.rollouts.start(NewRollout.of(request, owner="local", can_move=False))
+            )
             raise RuntimeError("the server breaks")
 
     with pytest.raises(ExceptionGroup):
@@ -109,7 +112,7 @@ async def test_end_at_any_iteration_of_the_loop_leaves_no_sample(tmp_path: Path,
         owner = asyncio.create_task(_own(server))
         await yield_loop(2)
         request = RolloutRequest.model_validate(body(group(1, n=2), group(2, n=2)))
-        rollout = await server.rollouts.start(request, owner="local")
+        rollout = await server.rollouts.start(NewRollout.of(request, owner="local", can_move=False))
         await yield_loop(num_turns)
         match how:
             case "delete":

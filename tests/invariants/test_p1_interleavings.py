@@ -23,6 +23,7 @@ from engine.types import PauseMode
 from service.errors import ServiceError
 from service.rollouts.group import Group
 from service.rollouts.idempotency import IdempotencyClaim
+from service.rollouts.request import NewRollout
 from service.rollouts.rollout import Rollout
 from service.server import Server
 from service.versions import Version
@@ -79,7 +80,9 @@ class World:
         rollouts = self.server.rollouts
         try:
             seen.rollout = await rollouts.start(
-                request, owner="local", detached=detached, claim=claim
+                NewRollout.of(request, owner="local", can_move=False),
+                detached=detached,
+                claim=claim,
             )
             seen.groups = seen.rollout.groups  # an ended rollout drops them
             try:

@@ -24,6 +24,7 @@ from coppice.wire.support import (
 )
 from engine.sampling_support.rows import encode_mask
 from service.errors import InvalidRequest
+from service.rollouts.request import NewRollout
 from service.rollouts.supports import Supports, check, given_support, max_row_bytes, support_of
 from service.rollouts.trees.segment_tree import GeneratedTokens, Tree
 from tests.fake_engine import EOS, VOCAB_SIZE, FakeEngine
@@ -239,7 +240,8 @@ def test_supports_of_a_kept_result_fit_into_the_result_cache(
     )
     sampling = {"max_tokens": 30, "top_p": 0.9}
     asked = {**body(group(1, n=1 if tree else 2)), **tree, "sampling": sampling}
-    request = RolloutRequest.model_validate({**asked, "return_support": True})
+    given = RolloutRequest.model_validate({**asked, "return_support": True})
+    request = NewRollout.of(given, owner="local", can_move=False)
     info = FakeEngine().info
     check(request, [[1]], info, max_bytes=10_000, max_kept_bytes=None)
     expected = nullcontext() if num_tokens is None else pytest.raises(InvalidRequest)
@@ -353,7 +355,8 @@ def test_supports_of_a_tree_are_bounded_by_its_tokens() -> None:
     def num_bytes(**limits: int) -> int:
         sampling = {"max_tokens": 30, "top_p": 0.9}
         asked = {**body(group(1)), "branching": {**tree, **limits}, "sampling": sampling}
-        request = RolloutRequest.model_validate({**asked, "return_support": True})
+        given = RolloutRequest.model_validate({**asked, "return_support": True})
+        request = NewRollout.of(given, owner="local", can_move=False)
         return check(request, [[1]], info, max_bytes=10**6, max_kept_bytes=None)
 
     per_token = max_row_bytes(Sampling(top_p=0.9), info)

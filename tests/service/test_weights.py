@@ -22,6 +22,7 @@ from engine.weights.magnitudes import UNKNOWN, Magnitudes
 from service.cluster.in_memory import InMemoryRegistry
 from service.cluster.registry import Manifest, ManifestConflict
 from service.errors import VersionConflict
+from service.rollouts.request import NewRollout
 from service.versions import Versions
 from tests.fake_engine import VOCAB_SIZE, FakeEngine
 from tests.service.test_rollouts import body, group, running_samples
@@ -278,14 +279,14 @@ async def test_activation_pauses_updates_and_resumes(
 async def test_age_of_the_weights_is_counted_from_their_activation(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path) as served:
         server = served.server
-        assert server.weights_age_seconds > 0
+        assert server.versions.active_seconds > 0
         await upload(served, "v1")
         began = time.monotonic()
         await activate(served, "v1")
-        age = server.weights_age_seconds
+        age = server.versions.active_seconds
         assert age < time.monotonic() - began
         await activate(served, "v1")  # already active
-        assert server.weights_age_seconds > age
+        assert server.versions.active_seconds > age
         text = (await served.http.get("/metrics")).text
     assert re.search(r"^coppice_weights_age_seconds 0\.\d+$", text, re.MULTILINE)
 
@@ -386,7 +387,9 @@ async def test_activation_does_not_wait_for_samples_frozen_before_a_step(
         await upload(served, "v1")
         await served.http.post("/v1/pause", json={})
         request = RolloutRequest.model_validate(body(group(1)))
-        rollout = await served.server.rollouts.start(request, owner="local")
+        rollout = await served.server.rollouts.start(
+            NewRollout.of(request, owner="local", can_move=False)
+        )
         assert rollout.num_running == 0, "its task has not run yet"
         with pytest.raises(VersionConflict):
             await served.server.activation.apply("v1", "wait", allow_rollback=False)

@@ -11,11 +11,11 @@ from contextlib import asynccontextmanager
 
 from service.cluster.membership import ClusterMembership
 from service.cluster.registry import ClusterView, Manifest
+from service.cluster.replica_status import ReplicaStatus
 from service.errors import VersionConflict
 from service.versions import Versions
 from service.weights.replication.announcer import Announcer
 from service.weights.replication.downloader import DownloadFailed, WeightsDownloader
-from service.weights.replication.status import ReplicaStatus
 
 log = logging.getLogger(__name__)
 FailureReason = str | None

@@ -22,9 +22,11 @@ from service.cluster.registry import (
     Replica,
     new_target_id,
 )
+from service.config.settings import WeightsSettings
 from service.errors import VersionConflict
+from service.state_changes import StateChanges
 from service.versions import Versions
-from service.weights.activation import Activation, RunToCompletion
+from service.weights.activation import Activation
 from service.weights.replication.follower import Follower
 
 POLL_SECONDS = 0.1
@@ -41,17 +43,17 @@ class ActivationCoordinator:
         versions: Versions,
         activation: Activation,
         follower: Follower,
+        state_changes: StateChanges,
+        settings: WeightsSettings,
         *,
-        run_to_completion: RunToCompletion,
-        seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cluster = cluster
         self._versions = versions
         self._follower = follower
         self._activation = activation
-        self._run_to_completion = run_to_completion
-        self._seconds = seconds
+        self._state_changes = state_changes
+        self._seconds = settings.replication_seconds
         self._clock = clock
         self._stopped = False
         self._timeouts: set[asyncio.Timeout] = set()
@@ -91,7 +93,7 @@ class ActivationCoordinator:
         self._versions.check_has_files(label)
         if self._cluster.is_standalone:
             return await self._activation.apply(label, mode, allow_rollback=allow_rollback, kv=kv)
-        return await self._run_to_completion(self._activate_on_all(label, mode, allow_rollback, kv))
+        return await self._state_changes.run(self._activate_on_all(label, mode, allow_rollback, kv))
 
     async def _activate_on_all(
         self, label: str, mode: ActivationMode, allow_rollback: bool, kv: ActivationKv

@@ -10,8 +10,7 @@ import logging
 import random
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Literal
+from collections.abc import AsyncIterator, Sequence
 
 import httpx
 
@@ -22,11 +21,11 @@ from service.config.allowed_peers import Peers
 from service.config.settings import WeightsSettings
 from service.errors import DigestMismatch, ServiceError, WeightsRefused
 from service.http.params import label
+from service.observability.metrics import WeightMetrics
 from service.versions import Version
 from service.weights.replication.announcer import CHANGED_FILES, digest_header, same_files
 from service.weights.stager import WeightStager
 
-FetchMethod = Literal["path", "delta", "full", "failed"]
 CONNECT_TIMEOUT_SECONDS = 5.0
 READ_TIMEOUT_SECONDS = 30.0
 BLOCK_BYTES = 2**20  # minimum progress per READ_TIMEOUT_SECONDS
@@ -40,24 +39,20 @@ class DownloadFailed(Exception):
 
 
 class WeightsDownloader:
-    """Downloads weights versions from shared directories or other replicas, and stages them.
-
-    `on_fetched` is called with the method by which each version was fetched, or "failed".
-    """
+    """Downloads weights versions from shared directories or other replicas, and stages them."""
 
     def __init__(
         self,
         stager: WeightStager,
         checkpoints: CheckpointStore,
         settings: WeightsSettings,
-        *,
-        on_fetched: Callable[[FetchMethod], None],
+        metrics: WeightMetrics,
     ) -> None:
         self._stager = stager
         self._checkpoints = checkpoints
         self._peers = Peers(settings.peers, settings.peer_key_file)
         self._max_file_bytes = settings.max_upload_bytes
-        self._on_fetched = on_fetched
+        self._fetches = metrics.fetches
 
     async def download(self, manifest: Manifest, replicas: Sequence[Replica]) -> Version:
         """Download a version as described by its manifest, and stage it; raises DownloadFailed.
@@ -69,7 +64,7 @@ class WeightsDownloader:
             _check(manifest, self._max_file_bytes)
             return await self._download(manifest, replicas)
         except (ServiceError, DownloadFailed) as error:
-            self._on_fetched("failed")
+            self._fetches.labels("failed").inc()
             raise DownloadFailed(str(error)) from error
 
     async def _download(self, manifest: Manifest, replicas: Sequence[Replica]) -> Version:
@@ -101,7 +96,7 @@ class WeightsDownloader:
         staged = await self._stager.stage_path(
             manifest.version, path, sequence=manifest.sequence, announced=True
         )
-        self._on_fetched("path")
+        self._fetches.labels("path").inc()
         return staged
 
     async def _download_from(self, replica: Replica, manifest: Manifest) -> Version:
@@ -131,7 +126,7 @@ class WeightsDownloader:
             digest=digest_header(delta.sha256),
             announced=True,
         )
-        self._on_fetched("delta")
+        self._fetches.labels("delta").inc()
         return version
 
     async def _download_files(self, peer: httpx.AsyncClient, manifest: Manifest) -> Version:
@@ -149,7 +144,7 @@ class WeightsDownloader:
             )
         if version is None or version.state == "incomplete":
             raise DownloadFailed("the manifest does not list all files")
-        self._on_fetched("full")
+        self._fetches.labels("full").inc()
         return version
 
 

@@ -13,6 +13,7 @@ from coppice.wire.kv_versions import ActivationKv
 from engine.types import WEIGHTS
 from service.cluster.membership import ClusterMembership
 from service.cluster.registry import ActivationTarget, ClusterView, RegistryUnavailable
+from service.cluster.replica_status import ReplicaStatus
 from service.errors import ServiceError, VersionConflict
 from service.versions import Version, Versions
 from service.weights.activation import Activation
@@ -24,7 +25,6 @@ from service.weights.replication.announcer import (
 )
 from service.weights.replication.background_downloads import Fetcher
 from service.weights.replication.downloader import WeightsDownloader
-from service.weights.replication.status import ReplicaStatus
 from service.weights.stager import WeightStager
 
 POLL_SECONDS = 0.2

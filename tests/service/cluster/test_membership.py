@@ -1,10 +1,12 @@
 """A replica's view of a cluster registry that fails, on a clock controlled by the test."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from service.cluster.idempotency_claims import MAX_CLAIMS_PER_HEARTBEAT
 from service.cluster.in_memory import InMemoryRegistry
@@ -12,6 +14,7 @@ from service.cluster.membership import ClusterMembership
 from service.cluster.registry import ClusterView, RegistryUnavailable, Replica
 from service.config.cluster import ClusterSettings
 from service.errors import ClusterUnavailable, RedirectToReplica, ReplicaGone
+from service.observability.metrics import ClusterMetrics
 
 A = Replica(id="a" * 12, url="http://a", state="serving", version="v0", sequence=0)
 B = Replica(id="b" * 12, url="http://b", state="serving", version="v0", sequence=0)
@@ -75,19 +78,29 @@ class MembershipProbe:
     def __init__(self) -> None:
         self.clock = Clock()
         self.registry = Faulty(self.clock)
-        self.failed: list[str] = []
-        self.num_unshared = 0
+        self.counts = CollectorRegistry()
         self.cluster = ClusterMembership(
             self.registry,
             SETTINGS,
+            ClusterMetrics(self.counts),
             describe=lambda: A,
-            on_failure=self.failed.append,
-            on_unshared_key=self._count_unshared,
             clock=self.clock,
         )
 
-    def _count_unshared(self) -> None:
-        self.num_unshared += 1
+    @property
+    def num_unshared(self) -> float | None:
+        return self.counts.get_sample_value("coppice_cluster_unregistered_keys_total")
+
+    @property
+    def failed(self) -> list[str]:
+        """Operations that have failed, sorted, each as often as it has."""
+        counted = {
+            sample.labels["operation"]: int(sample.value)
+            for family in self.counts.collect()
+            for sample in family.samples
+            if sample.name == "coppice_cluster_failures_total"
+        }
+        return sorted(Counter(counted).elements())
 
     async def pass_by(self, ttl_seconds: float, *others: Replica) -> None:
         """Sends heartbeats of this replica and `others` for this many seconds."""

@@ -77,8 +77,8 @@ def sender_of(
         server.cluster,
         server.key_transfers,
         Peers(["http://127.0.0.1:*"], None),
+        server.metrics.cluster,
         max_bytes=max_bytes,
-        on_ended=lambda _: None,
         client=client,
     )
 

@@ -40,7 +40,7 @@ async def state_of(served: Served, agent: Agent) -> Any:
     session = served.server.sessions.get(agent.id, owner="local")
     await session.wait_until_idle()
     group = store.group_of(session)
-    body = await served.server._session_sender._body(group, [*group.ended.sessions, session])
+    body = await served.server._moves.session_sender._body(group, [*group.ended.sessions, session])
     return json.loads(body)
 
 

@@ -4,10 +4,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from service.cluster.membership import ClusterMembership
 from service.cluster.registry import ClusterView, Replica
 from service.config.cluster import ClusterSettings
+from service.observability.metrics import ClusterMetrics
 from service.versions import Version, Versions, first_version
 from service.weights.replication.announcer import Announcer
 from tests.service.weight_replication.replicas import Faulty
@@ -33,9 +35,8 @@ class OneReplica:
         self.cluster = ClusterMembership(
             self.registry,
             ClusterSettings(),
+            ClusterMetrics(CollectorRegistry()),
             describe=lambda: ME,
-            on_failure=lambda _: None,
-            on_unshared_key=lambda: None,
         )
         self.versions = Versions(first_version("v0"))
         self.announcer = Announcer(self.cluster, self.versions)

@@ -1,0 +1,76 @@
+"""Composition of the weights: staging, activation, and replication in the cluster."""
+
+from dataclasses import dataclass
+
+from engine.protocol import Engine
+from service.checkpoint_store import CheckpointStore
+from service.cluster.build import Cluster
+from service.config.settings import Settings
+from service.kv_reuse.build import Kv
+from service.observability.metrics import Metrics
+from service.rollouts.build import Rollouts
+from service.state_changes import StateChanges
+from service.versions import Versions
+from service.weights.activation import Activation
+from service.weights.drafter import DrafterManager
+from service.weights.replication.announcer import Announcer
+from service.weights.replication.coordinator import ActivationCoordinator
+from service.weights.replication.downloader import WeightsDownloader
+from service.weights.replication.follower import Follower
+from service.weights.replication.status import ReplicationStatus
+from service.weights.stager import WeightStager
+from service.weights.transfers import WeightTransfers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """Weights versions of this replica and of the cluster, and the drafter."""
+
+    stager: WeightStager
+    drafters: DrafterManager
+    activation: Activation
+    follower: Follower
+    coordinator: ActivationCoordinator
+    transfers: WeightTransfers
+    replication: ReplicationStatus
+
+
+def build_weights(
+    settings: Settings,
+    engine: Engine,
+    metrics: Metrics,
+    versions: Versions,
+    checkpoints: CheckpointStore,
+    changes: StateChanges,
+    cluster: Cluster,
+    kv: Kv,
+    rollouts: Rollouts,
+) -> Weights:
+    fleet, stored = cluster.membership, settings.weights
+    announcer = Announcer(fleet, versions)
+    stager = WeightStager(engine, versions, checkpoints, announcer, metrics.weights, stored)
+    activation = Activation(
+        engine,
+        versions,
+        stager,
+        rollouts.manager,
+        kv.prompt_kv,
+        announcer,
+        changes,
+        metrics,
+        max_lease_seconds=settings.limits.max_lease_seconds,
+    )
+    downloader = WeightsDownloader(stager, checkpoints, stored, metrics.weights)
+    follower = Follower(
+        fleet, versions, stager, downloader, announcer, activation, cluster.replica_status
+    )
+    coordinator = ActivationCoordinator(fleet, versions, activation, follower, changes, stored)
+    return Weights(
+        stager=stager,
+        drafters=DrafterManager(engine, checkpoints),
+        activation=activation,
+        follower=follower,
+        coordinator=coordinator,
+        transfers=WeightTransfers(versions, stager, activation, changes),
+        replication=ReplicationStatus(fleet, versions),
+    )
