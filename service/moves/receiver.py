@@ -176,7 +176,8 @@ class MoveReceiver:
         for group in state.groups:
             index = group.index
             ended = results.samples.get(index, [])
-            groups[index] = await continued(groups[index], group, ended)
+            left = results.unfinished[index]
+            groups[index] = continued(groups[index], group, ended, left)
             await turn.pause()
         return groups
 

@@ -6,7 +6,8 @@ from dataclasses import replace
 from functools import partial
 
 from coppice.wire.branching import Branching
-from coppice.wire.rollouts import Finish, GroupRequest, RolloutRequest, UnfinishedSample
+from coppice.wire.columns import TokenLists
+from coppice.wire.rollouts import Finish, GroupRequest, RolloutRequest
 from engine.protocol import Engine
 from service.kv_reuse.manager import KvReuseManager
 from service.kv_reuse.prompt_sections import Scope
@@ -17,7 +18,6 @@ from service.rollouts.finish_policy import FinishPolicy
 from service.rollouts.group import Group
 from service.rollouts.group_options import GroupOptions, Parse, derive_seed
 from service.rollouts.sampling import limited, to_engine_sampling
-from service.rollouts.supports import Supports
 from service.rollouts.tokenizer import Tokenizer, to_chat_request
 from service.rollouts.trees.external_tree import ExternalTree
 from service.rollouts.trees.plan import Plan
@@ -47,20 +47,18 @@ class GroupFactory:
         request: RolloutRequest,
         prompts: list[list[int]],
         shared: GroupOptions,
-        given_supports: Mapping[int, Sequence[Supports]],
+        continued: Mapping[int, Sequence[TokenLists]],
     ) -> list[Group]:
         """Create one group per prompt of a request; `shared` are the options of all groups.
 
-        `given_supports` are those of resumed samples, by the index of their group.
+        `continued` are samples to resume, by the index of their group.
         """
         groups, turn = list[Group](), TimeSlice()
-        continued = validation.samples_to_continue(request)
         sampling = to_engine_sampling(request.sampling, self._engine.info.max_context_tokens)
         given = tuple(request.logprob_token_ids or ())
         shared = replace(shared, sampling=sampling, logprob_token_ids=given)
         for index, prompt in enumerate(prompts):
             options = self._options(request, index, prompt, continued.get(index, ()), shared)
-            options = replace(options, given_supports=given_supports.get(index, ()))
             source: PromptSource = PrefilledPrompt()
             if request.groups[index].prompt.spans is not None:
                 source = self._kv_reuse.prompt_source(
@@ -92,7 +90,7 @@ class GroupFactory:
         request: RolloutRequest,
         index: int,
         prompt: list[int],
-        continued: Sequence[UnfinishedSample],
+        continued: Sequence[TokenLists],
         shared: GroupOptions,
     ) -> GroupOptions:
         group, finish = request.groups[index], request.finish or Finish()

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+from coppice.wire.columns import TokenLists
 from coppice.wire.kv_versions import KeepKv
 from coppice.wire.logprobs import PromptLogprobs
 from coppice.wire.rollouts import RolloutRequest, WeightsConstraint
@@ -168,12 +169,10 @@ class RolloutManager:
         logprob_tables.check_rollout(request, prompts, num_samples, self._engine.info)
         support_bytes = self.support_bytes(request, prompts, detached=detached)
         num_tokens = sum(map(len, prompts))
-        given_supports: Mapping[int, Sequence[supports.Supports]] = {}
+        continued: Mapping[int, Sequence[TokenLists]] = {}
         if request.continue_from is not None:
             num_tokens += sum(len(each.token_ids) for each in request.continue_from.samples)
-            given_supports = await validation.check_continue_from(
-                request, prompts, self._engine.info
-            )
+            continued = await validation.check_continue_from(request, prompts, self._engine.info)
         reservation = self._admission.reserve(
             options.owner,
             samples=num_samples,
@@ -187,7 +186,7 @@ class RolloutManager:
                 chain = rollout_chain(options.owner, keep, keep.chain or new_id)
                 options = replace(options, kept_kv=chain)
             scored = await _score_prompts(request, prompts, prompt_scorer)
-            groups = await self._create_groups(request, prompts, options, given_supports)
+            groups = await self._create_groups(request, prompts, options, continued)
             for group, prompt_logprobs in zip(groups, scored, strict=True):
                 group.prompt_logprobs = prompt_logprobs
             rollout = Rollout(
@@ -209,7 +208,7 @@ class RolloutManager:
         request: RolloutRequest,
         prompts: list[list[int]],
         options: GroupOptions,
-        given_supports: Mapping[int, Sequence[supports.Supports]],
+        continued: Mapping[int, Sequence[TokenLists]],
     ) -> list[Group]:
         """Create a request's groups; repeat if the weights version or the adapter has changed.
 
@@ -218,7 +217,7 @@ class RolloutManager:
         while True:
             await self.wait_gate_open()
             shared = self.resolve(request, options)
-            groups = await self._group_factory.groups(request, prompts, shared, given_supports)
+            groups = await self._group_factory.groups(request, prompts, shared, continued)
             await self.wait_gate_open()
             if self.resolve(request, options) == shared:
                 return groups

@@ -15,8 +15,7 @@ from coppice.wire.result_formats import (
     SampleRecord,
     TokensRecord,
 )
-from coppice.wire.rollouts import VersionSpan
-from coppice.wire.version_span_slicing import cut_spans, joined_spans
+from coppice.wire.versions import VersionSpan, cut_spans, joined_spans
 from service.rollouts.fairness import TimeSlice
 
 PROGRESS_SECONDS = 15.0

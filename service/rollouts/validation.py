@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
+from coppice.wire.columns import GivenTokenFields, TokenFields, TokenLists, columns_of
 from coppice.wire.kv_versions import KeepKv
 from coppice.wire.rollouts import (
     GroupRequest,
@@ -14,7 +15,7 @@ from engine.types import EngineInfo, KeptKvReason
 from service.errors import InvalidRequest, PromptTooLong
 from service.kv_reuse.prompt_sections import check as check_reuse
 from service.rollouts.fairness import TimeSlice
-from service.rollouts.supports import Supports, given_support
+from service.rollouts.supports import given_support
 from service.rollouts.trees.plan import check as check_branching
 
 KEPT_KV_REASONS: Mapping[KeptKvReason, str] = {
@@ -110,10 +111,8 @@ def samples_to_continue(request: RolloutRequest) -> Mapping[int, list[Unfinished
 
 async def check_continue_from(
     request: RolloutRequest, prompts: Sequence[Sequence[int]], info: EngineInfo
-) -> Mapping[int, list[Supports]]:
-    """Validate the unfinished samples that the request resumes; returns their supports, if any.
-
-    The supports of a group's samples are under the index of the group.
+) -> Mapping[int, list[TokenLists]]:
+    """Validate the unfinished samples that the request resumes; returns them by their group.
 
     Their tokens stay as they were sampled, with the logprobs and version spans of the weights that
     generated them. The tokens after them are sampled with the active weights. If these are the same
@@ -121,7 +120,7 @@ async def check_continue_from(
     """
     if request.branching is not None:
         raise InvalidRequest("continue_from cannot be combined with branching")
-    supports, turn = defaultdict[int, list[Supports]](list), TimeSlice()
+    found, turn = defaultdict[int, list[TokenLists]](list), TimeSlice()
     for index, continued in samples_to_continue(request).items():
         if index >= len(prompts):
             raise InvalidRequest("continue_from names a group that is not in the request")
@@ -132,13 +131,13 @@ async def check_continue_from(
             support = await given_support(
                 sample, wanted=request.return_support, vocab_size=info.vocab_size
             )
-            supports[index] += [] if support is None else [support]
+            found[index].append(columns_of(sample, support=support))
             await turn.pause()
-    return supports
+    return found
 
 
 def check_sample(
-    sample: UnfinishedSample,
+    sample: GivenTokenFields | TokenFields,
     request: RolloutRequest,
     num_prompt_tokens: int,
     info: EngineInfo,
@@ -166,7 +165,7 @@ def check_sample(
         )
 
 
-def _check_versions(sample: UnfinishedSample, request: RolloutRequest) -> None:
+def _check_versions(sample: GivenTokenFields | TokenFields, request: RolloutRequest) -> None:
     at = 0
     for span in sample.versions:
         if span.start != at or span.end <= at:
@@ -179,7 +178,7 @@ def _check_versions(sample: UnfinishedSample, request: RolloutRequest) -> None:
         raise InvalidRequest(f"continue_from has tokens of other versions than {exact_version!r}")
 
 
-def _check_kv_versions(sample: UnfinishedSample, num_prompt_tokens: int) -> None:
+def _check_kv_versions(sample: GivenTokenFields | TokenFields, num_prompt_tokens: int) -> None:
     """Validate the spans of a sample's KV; those of one `first_token` begin at position 0."""
     first, at = -1, 0
     for span in sample.kv_versions:

@@ -28,8 +28,8 @@ from coppice.wire.rollouts import (
     GroupHead,
     RolloutAnswer,
     SegmentAnswer,
-    VersionSpan,
 )
+from coppice.wire.versions import VersionSpan
 from tests.client.answers import USAGE
 from tests.client.app import App, Body, answering, refusing, streaming
 from tests.client.conftest import Connect
