@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from coppice.wire.columns import TABLES, num_bytes
+from coppice.wire.columns import TABLES, column_bytes
 from coppice.wire.moves import FORMAT, MovedKey
 from coppice.wire.session_moves import (
     MovedResponse,
@@ -132,7 +132,7 @@ def restore(session: Session, moved: MovedSession, *, vocab_size: int) -> None:
     session.versions = dict.fromkeys(moved.versions)
     session.state, session.end_reason = moved.state, moved.end_reason
     session.sequence, session.outcome = moved.sequence, moved.outcome
-    session.num_table_bytes = sum(num_bytes(each.segment, TABLES) for each in moved.segments)
+    session.num_table_bytes = sum(column_bytes(each.segment, TABLES) for each in moved.segments)
     if (session.end_reason is None) != session.is_open:
         raise _invalid("end_reason", "needed for a session that has ended, and only then")
 

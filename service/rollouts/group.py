@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
-from coppice.wire.columns import TokenLists
+from coppice.wire.columns import TokenColumns, TokenLists
 from coppice.wire.logprobs import PromptLogprobs
 from coppice.wire.rollouts import (
     FinishReason,
@@ -30,7 +30,7 @@ from coppice.wire.rollouts import (
     SampleAnswer,
     SegmentAnswer,
 )
-from coppice.wire.versions import VersionSpan, cut_spans
+from coppice.wire.versions import cut_spans
 from engine.kv_types import KvLoad
 from engine.protocol import Engine
 from engine.types import Completion, SampleRequest, TokenDelta, TopLogprobs
@@ -43,9 +43,7 @@ from service.rollouts.group_options import GroupOptions, given_tokens, num_given
 from service.rollouts.sample_answer import num_valid_tokens, valid_end, wire_spans
 
 EndReason = Literal["cancelled", "deadline", "surplus", "version_changed", "suspended"]
-SampleDelta = tuple[list[int], list[float], list[VersionSpan]]
-"""New tokens of a running sample, their logprobs, and their version spans from the first token."""
-OnSampleTokens = Callable[[int, SampleDelta], None]
+OnSampleTokens = Callable[[int, TokenLists], None]
 """Receives the index of a running sample and its new tokens."""
 OnPart = Callable[[SampleAnswer | SegmentAnswer], None]
 
@@ -331,16 +329,14 @@ class Group:
             streamed = self.top_logprobs.setdefault(index, [])
             assert isinstance(streamed, list)
             streamed.extend(delta.top_logprobs[:num_tokens])
-        spans = wire_spans(delta.versions, self.options.adapter)
         assert self.on_tokens is not None, "deltas were requested"
-        self.on_tokens(
-            index,
-            (
-                delta.token_ids[:num_tokens],
-                delta.logprobs[:num_tokens],
-                cut_spans(spans, start, end),
-            ),
+        spans = wire_spans(delta.versions, self.options.adapter)
+        tokens: TokenLists = TokenColumns(
+            token_ids=delta.token_ids[:num_tokens],
+            logprobs=delta.logprobs[:num_tokens],
+            versions=tuple(cut_spans(spans, start, end)),
         )
+        self.on_tokens(index, tokens)
 
     def _finish_reason(self, result: Completion) -> FinishReason:
         if self._has_other_versions(result):

@@ -13,8 +13,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
-from coppice.wire import columns
 from coppice.wire.chat import ParsedMessage
+from coppice.wire.columns import TokenLists, column_bytes
 from coppice.wire.result_formats import (
     EndRecord,
     GroupRecord,
@@ -44,7 +44,7 @@ from service.log_context import group_id, rollout_id
 from service.prompt_kv.group_exports import NOT_CONTINUED, KvState, exporting_group
 from service.prompt_kv.manager import PromptKvManager
 from service.rollouts.fairness import PER_TURN, TimeSlice, Turns
-from service.rollouts.group import EndReason, Group, SampleDelta
+from service.rollouts.group import EndReason, Group
 from service.rollouts.group_options import GroupOptions, given_tokens, num_given
 from service.rollouts.idempotency import IdempotencyClaim
 from service.rollouts.record_reader import PartialSample, RecordReader, SampleKey
@@ -284,8 +284,8 @@ class Rollout:
         for index, sample in enumerate(group.options.continued):
             start, end = num_given(group.options, index), len(sample.token_ids)
             if end > start:
-                new, part = sample.part(start, end), PartialSample()
-                part.add(new.token_ids, new.logprobs, new.versions)
+                part = PartialSample()
+                part.add(sample.part(start, end))
                 self._partial[group.options.index, index] = part
                 for reader in self._readers:
                     reader.on_tokens((group.options.index, index))
@@ -437,9 +437,9 @@ class Rollout:
         self._append(GroupRecord(group=head))
 
     def _on_tokens(
-        self, running: dict[SampleKey, PartialSample], group: int, index: int, delta: SampleDelta
+        self, running: dict[SampleKey, PartialSample], group: int, index: int, new: TokenLists
     ) -> None:
-        running.setdefault((group, index), PartialSample()).add(*delta)
+        running.setdefault((group, index), PartialSample()).add(new)
         for reader in self._readers:
             reader.on_tokens((group, index))
 
@@ -509,9 +509,9 @@ def _num_message_bytes(message: ParsedMessage) -> int:
 
 def _num_bytes(part: SampleAnswer | SegmentAnswer) -> int:
     """Estimated memory of a log record in bytes."""
-    num_bytes = PART_BYTES + columns.num_bytes(part)
+    size = PART_BYTES + column_bytes(part)
     if isinstance(part, SegmentAnswer):
         # Counted twice: the log has the segment as it was when it ended, the answer as it is now.
-        return 2 * num_bytes
-    num_bytes += 0 if part.message is None else _num_message_bytes(part.message)
-    return num_bytes + sys.getsizeof(part.text)
+        return 2 * size
+    size += 0 if part.message is None else _num_message_bytes(part.message)
+    return size + sys.getsizeof(part.text)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from coppice.wire.columns import TABLES, columns_of, num_bytes
+from coppice.wire.columns import TABLES, column_bytes, columns_of
 from coppice.wire.rollouts import SampleAnswer
 from coppice.wire.sessions import AgentApi, AttachReason, Turn
 from engine.types import ChatRequest, ChatResponse, Sampling, TopLogprobRows
@@ -105,7 +105,7 @@ class CallRecorder:
             rows = rollout.groups[0].top_logprobs.get(sample.index)
             assert isinstance(rows, TopLogprobRows), "they were requested"
             sample = sample.model_copy(update={"top_logprobs": await to_table(rows.columns(k))})
-        session.num_table_bytes += num_bytes(sample, TABLES)
+        session.num_table_bytes += column_bytes(sample, TABLES)
         segment = session.tree.add_sample(
             attachment,
             columns_of(sample),

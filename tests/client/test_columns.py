@@ -19,10 +19,10 @@ from safetensors.numpy import load, save
 from coppice.results import result_of, result_of_packed, sample_of
 from coppice.rollout_options import to_continue_from
 from coppice.wire.column_kinds import Experts, KvSpans, Values
-from coppice.wire.columns import COLUMNS, TokenColumns, TokenLists, columns_of, num_bytes
+from coppice.wire.columns import COLUMNS, TokenColumns, TokenLists, column_bytes, columns_of
 from coppice.wire.kv_versions import KvVersionSpan
 from coppice.wire.logprobs import TokenLogprobs
-from coppice.wire.result_formats import pack, unpack
+from coppice.wire.result_formats import pack, parts_of, unpack
 from coppice.wire.rollouts import (
     GroupAnswer,
     RolloutAnswer,
@@ -211,13 +211,16 @@ def test_packed_result_has_the_columns_of_the_json_answer(parts: list[TokenLists
     ]
     answer = RolloutAnswer(id="r", outcome="done", groups=groups, usage=USAGE)
     received = RolloutAnswer.model_validate_json(answer.model_dump_json())
-    from_json, from_file = result_of(received), result_of_packed(unpack(pack(answer)))
+    packed = unpack(pack(answer))
+    from_json, from_file = result_of(received), result_of_packed(packed)
     for ours, theirs in zip(from_json.groups, from_file.groups, strict=True):
         trees = ours.tree, theirs.tree
         ours_parts = [*ours.samples, *(trees[0].segments if trees[0] else ())]
         their_parts = [*theirs.samples, *(trees[1].segments if trees[1] else ())]
         for one, other in zip(ours_parts, their_parts, strict=True):
             assert plain(one) == plain(other)
+    for bare in parts_of(packed.answer):
+        assert not (bare.token_ids or bare.logprobs or (bare.support and bare.support.data))
     for one, whole in zip(from_json.groups[0].samples, parts, strict=True):
         assert plain(one, names_of(SampleAnswer)) == plain(whole, names_of(SampleAnswer))
 
@@ -260,10 +263,10 @@ def test_context_after_sampled_tokens_has_no_values(whole: TokenLists) -> None:
 @given(whole=columns(), places=PLACES)
 def test_size_is_that_of_all_columns(whole: TokenLists, places: set[int]) -> None:
     answer = sample(whole)
-    assert num_bytes(answer) == sum(num_bytes(answer, [name]) for name in COLUMNS)
+    assert column_bytes(answer) == sum(column_bytes(answer, [name]) for name in COLUMNS)
     values = [name for name, kind in COLUMNS.items() if isinstance(kind, Values)]
     pieces = [sample(piece) for piece in whole.pieces(cuts_of(whole, places))]
-    assert num_bytes(answer, values) == sum(num_bytes(piece, values) for piece in pieces)
+    assert column_bytes(answer, values) == sum(column_bytes(piece, values) for piece in pieces)
 
 
 def test_every_column_is_in_a_wire_form() -> None:

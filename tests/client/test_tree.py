@@ -127,16 +127,6 @@ def test_segments_without_their_group_are_a_bad_answer() -> None:
         collector.result()
 
 
-def test_packed_tree_round_trips() -> None:
-    group = GroupAnswer(**HEAD.model_dump(), samples=[], segments=SEGMENTS)
-    answer = RolloutAnswer(id="r", outcome="done", groups=[group], usage=USAGE)
-    [found] = result_of_packed(unpack(pack(answer))).groups
-    assert found.tree is not None
-    for ours, sent in zip(found.tree.segments, SEGMENTS, strict=True):
-        assert (ours.token_ids.tolist(), ours.logprobs.tolist()) == (sent.token_ids, sent.logprobs)
-        assert ours.entropy is not None and ours.entropy.tolist() == sent.entropy
-
-
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_context_of_a_session_has_no_logprobs_and_is_not_counted(is_packed: bool) -> None:
     context = SegmentAnswer(

@@ -14,7 +14,6 @@ import pytest
 from safetensors.numpy import load, save
 
 from coppice import AsyncRollouts, Branching, Sample, Segment, Support
-from coppice.results import result_of, result_of_packed
 from coppice.wire.columns import TokenColumns, TokenLists
 from coppice.wire.result_formats import pack, unpack
 from coppice.wire.rollouts import RolloutAnswer, RolloutRequest, SegmentAnswer, UnfinishedSample
@@ -75,24 +74,6 @@ async def test_segments_and_paths_of_a_tree_have_their_supports(client: AsyncRol
         assert_supported(segment)
     for sample in (*answer.samples, *answer.tree.rows()):
         assert_supported(sample)
-
-
-async def test_packed_answer_equals_the_json_answer(tmp_path: Path) -> None:
-    requested = {**body(group(1, 2, n=2), group(3)), "sampling": {"max_tokens": 9}}
-    async with serving(FakeEngine(), tmp_path) as served:
-        response = await served.http.post(
-            "/v1/rollouts", json={**requested, "return_support": True}
-        )
-    answer = RolloutAnswer.model_validate_json(response.content)
-    packed = unpack(pack(answer))
-    assert packed.answer.groups[0].samples[0].support is not None
-    assert packed.answer.groups[0].samples[0].support.data == ""
-    theirs = result_of_packed(packed).groups
-    for ours, other in zip(result_of(answer).groups, theirs, strict=True):
-        for one, same in zip(ours.samples, other.samples, strict=True):
-            assert_supported(one)
-            assert one.support is not None and same.support is not None
-            assert one.support.rows == same.support.rows
 
 
 async def test_packed_answer_with_wrong_lengths_is_refused(tmp_path: Path) -> None:

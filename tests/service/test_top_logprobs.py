@@ -315,13 +315,10 @@ async def test_routed_experts_of_a_tree_are_refused(tmp_path: Path) -> None:
     assert refused.status_code == 422 and "branching" in refused.json()["detail"]
 
 
-def test_tables_are_cut_joined_and_padded() -> None:
+def test_tables_are_padded() -> None:
     table = TokenLogprobs(
         offsets=np.array([0, 2, 2, 3]), token_ids=np.array([5, 6, 7]), logprobs=-np.arange(3.0)
     )
-    first, rest = table.split([1, 2])
-    assert first.token_ids.tolist() == [5, 6] and rest.offsets.tolist() == [0, 0, 1]
-    assert TokenLogprobs.joined([first, rest]).offsets.tolist() == [0, 2, 2, 3]
     token_ids, logprobs = table.padded()
     assert token_ids.tolist() == [[5, 6], [0, 0], [7, 0]]
     assert np.isneginf(logprobs).tolist() == [[False, False], [True, True], [False, True]]

@@ -31,10 +31,11 @@ NO_ENTRIES = TokenLogprobs.empty(0)
 
 
 class Kind:
-    """Operations on the values of one column. These are the ones that stay in the JSON as they are.
+    """Operations on the values of one column; the last ones are those of packed results.
 
-    `wires` and `bares` are fields of several parts of a result, whose numbers of tokens are the
-    `lengths`.
+    `wires` are fields of several parts of a result, `bares` the same fields in a packed one, and
+    `lengths` the numbers of tokens of these parts. By default, a field has the values themselves,
+    and a packed result has it in its JSON.
     """
 
     def part(self, values: Any, start: int, end: int, length: int) -> Any:

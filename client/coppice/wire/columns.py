@@ -167,7 +167,7 @@ def columns_of(wire: TokenFields | GivenTokenFields, **known: Any) -> TokenLists
     return TokenColumns(**values, **known)
 
 
-def num_bytes(wire: TokenFields, names: Iterable[str] = tuple(COLUMNS)) -> int:
+def column_bytes(wire: TokenFields, names: Iterable[str] = tuple(COLUMNS)) -> int:
     """Estimated memory of columns of a wire form, in bytes."""
     found = ((COLUMNS[name], getattr(wire, name, None)) for name in names)
     return sum(kind.num_bytes(each) for kind, each in found if each is not None)
