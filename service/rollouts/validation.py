@@ -3,7 +3,8 @@
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from coppice.wire.columns import GivenTokenFields, TokenFields, TokenLists, columns_of
+from coppice.wire.column_kinds import Values
+from coppice.wire.columns import COLUMNS, GivenTokenFields, TokenFields, TokenLists, columns_of
 from coppice.wire.kv_versions import KeepKv
 from coppice.wire.rollouts import (
     GroupRequest,
@@ -144,14 +145,15 @@ def check_sample(
 ) -> None:
     """Refuse a sample to resume that does not fit the request, except for its supports."""
     num_tokens = len(sample.token_ids)
-    if len(sample.logprobs) != num_tokens:
-        raise InvalidRequest("continue_from needs one logprob per token")
-    num_raw = num_tokens if request.logprobs_mode == "raw_logprobs" else 0
-    if len(sample.raw_logprobs or ()) != num_raw:
+    if (sample.raw_logprobs is not None) != (request.logprobs_mode == "raw_logprobs"):
         raise InvalidRequest(
             "continue_from needs one of raw_logprobs per token with logprobs_mode raw_logprobs, "
             "and none otherwise"
         )
+    for name, kind in COLUMNS.items():
+        values = getattr(sample, name, None)
+        if isinstance(kind, Values) and values is not None and len(values) != num_tokens:
+            raise InvalidRequest(f"continue_from needs one {name.removesuffix('s')} per token")
     _check_versions(sample, request)
     _check_kv_versions(sample, num_prompt_tokens)
     if max(sample.token_ids) >= info.vocab_size:
