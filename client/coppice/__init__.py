@@ -51,7 +51,6 @@ from coppice.errors import (
 from coppice.operations.rollouts import AsyncPending
 from coppice.operations.scoring import Score
 from coppice.operations.sessions import AsyncSessions
-from coppice.plot import plot_tree
 from coppice.prompt_kv.gpu_kv import GpuKvReader, GpuPromptKV
 from coppice.prompt_kv.prompt_kv import PromptKV
 from coppice.prompt_kv.server_kv_source import KvSource
@@ -59,6 +58,7 @@ from coppice.prompts import PromptLike
 from coppice.results import Group, RolloutResult, Sample, Segment, Tree
 from coppice.sessions import AgentSession, SessionGroup, SessionResult
 from coppice.transport.retry import Retry
+from coppice.tree_plot import plot_tree
 from coppice.weights.gpu_weights import GpuWeights
 from coppice.wire.branching import Branching, BranchRequest, Entropy
 from coppice.wire.chat import Message, ParsedMessage, ParsedToolCall, Tool, ToolFunction

@@ -10,21 +10,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from coppice.train.attention import (
+from coppice.train.attention.reference import reference_attention
+from coppice.train.attention.shared_prompt import (
     MAX_TILED_TOKENS,
     AttentionTile,
     causal_attention,
     shared_prompt_attention,
     split_into_tiles,
 )
-from coppice.train.layer_attention import (
+from coppice.train.attention.windows_and_sinks import (
     CHUNK,
     MAX_CALL_KEYS,
     LayerAttention,
     window_calls,
 )
 from coppice.train.packed_row import Branch, Spans
-from coppice.train.reference_attention import reference_attention
 
 pytestmark = pytest.mark.slow
 

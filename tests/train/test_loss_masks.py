@@ -21,7 +21,7 @@ from coppice.train import (
     packed_logprobs,
     token_mean,
 )
-from coppice.train.training_group import sampled_runs
+from coppice.train.group_rows import sampled_runs
 from coppice.wire.support import Support
 from engine.sampling_support.rows import encode_mask
 from tests.train.models import error, gradients, random_group, random_loss, tiny_model

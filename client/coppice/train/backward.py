@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from coppice.train.attention_modes import attending
+from coppice.train.attention.models import attending
 from coppice.train.backward_memory import ModelInfo, get_model_info, graph_fits
 from coppice.train.data_parallel import loss_scale, no_gradient_sync, unwrap_ddp
 from coppice.train.group_logprobs import (

@@ -8,17 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coppice.train.attention_modes import (
+from coppice.train.attention.contexts import (
     InjectingContext,
     PackedContext,
     PromptContext,
     ResponseContext,
-    attending,
-    forward,
-    is_attending,
 )
+from coppice.train.attention.models import attending, forward, is_attending
 from coppice.train.backward_memory import get_model_info
 from coppice.train.data_parallel import is_sharded, max_passes_over_ranks, unwrap_ddp
+from coppice.train.group_rows import max_row_tokens, response_token_logprobs, subtrees_of
 from coppice.train.packed_row import (
     concatenate_inputs,
     plan_subtree_passes,
@@ -26,13 +25,7 @@ from coppice.train.packed_row import (
     response_inputs,
 )
 from coppice.train.prompt_kv_leaves import Layers, PromptKV, layers_of, prompt_kv_of
-from coppice.train.training_group import (
-    RowLogprobs,
-    TrainingGroup,
-    max_row_tokens,
-    response_token_logprobs,
-    subtrees_of,
-)
+from coppice.train.training_group import RowLogprobs, TrainingGroup
 
 # Measured on CPU: 100 tokens per micro-batch cost up to 43 % more time, 8,000 up to 32 % more.
 PASS_TOKENS = 1024
@@ -206,14 +199,11 @@ def packed_logprobs(
         response_inputs(group, all_rows, model_info.device)
         for group, all_rows in zip(groups, rows, strict=True)
     ]
-    context = PackedContext(
-        model_info.num_layers,
-        max(max_row_tokens(group) for group in groups),
-        [
-            (len(group.prompt) - 1, inputs.spans)
-            for group, inputs in zip(groups, responses, strict=True)
-        ],
-    )
+    sizes = [
+        (len(group.prompt) - 1, inputs.spans)
+        for group, inputs in zip(groups, responses, strict=True)
+    ]
+    context = PackedContext(model_info.num_layers, max(map(max_row_tokens, groups)), sizes)
     inputs = concatenate_inputs([*prompts, *responses])
     with attending(model):
         logits_TV = forward(model, inputs, context)

@@ -14,7 +14,8 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from coppice.train.training_group import TrainingGroup, parents_of, subtrees_of
+from coppice.train.group_rows import parents_of, subtrees_of
+from coppice.train.training_group import TrainingGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ heads, D head size.
 import torch
 from torch import Tensor
 
-from coppice.train.layer_attention import LayerAttention, window_mask
+from coppice.train.attention.windows_and_sinks import LayerAttention, window_mask
 from coppice.train.packed_row import Spans
 
 

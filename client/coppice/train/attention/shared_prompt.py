@@ -23,7 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from coppice.train.layer_attention import (
+from coppice.train.attention.reference import reference_attention
+from coppice.train.attention.windows_and_sinks import (
     LayerAttention,
     add_sinks,
     sinks_gradient,
@@ -31,7 +32,6 @@ from coppice.train.layer_attention import (
     window_attention,
 )
 from coppice.train.packed_row import Spans
-from coppice.train.reference_attention import reference_attention
 
 # Measured: with 64 the merges cost as much as the tiles save; with 256 half of each tile is wasted.
 TILE = 128

@@ -21,7 +21,7 @@ from torch.nn.attention.flex_attention import (
     flex_attention,
 )
 
-from coppice.train.layer_attention import LayerAttention
+from coppice.train.attention.windows_and_sinks import LayerAttention
 from coppice.train.packed_row import Spans
 
 
