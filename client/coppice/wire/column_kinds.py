@@ -74,8 +74,11 @@ class Kind:
     def unpacked(
         self, name: str, tensors: Tensors, bares: Sequence[Any], lengths: Sequence[int]
     ) -> list[Any]:
-        """Values of all parts. Raises ValueError if the tensors do not match the parts."""
-        return [None if bare is None else self.of_wire(bare) for bare in bares]
+        """Values of all parts, of which some have the column; of the others they are of no use.
+
+        Raises ValueError if the tensors do not match the parts.
+        """
+        return [self.of_wire(bare) for bare in bares]
 
 
 @dataclass(frozen=True)
@@ -125,13 +128,7 @@ class Values(Kind):
     def unpacked(
         self, name: str, tensors: Tensors, bares: Sequence[Any], lengths: Sequence[int]
     ) -> list[Any]:
-        if all(bare is None for bare in bares):
-            return [None] * len(bares)
-        parts = split(name, tensors[name], lengths)
-        return [
-            None if bare is None else np.array(values, self.dtype)
-            for bare, values in zip(bares, parts, strict=True)
-        ]
+        return [np.array(values, self.dtype) for values in split(name, tensors[name], lengths)]
 
 
 def _filled(values: Any, length: int) -> Any:
@@ -228,8 +225,7 @@ class Tables(Kind):
     def unpacked(
         self, name: str, tensors: Tensors, bares: Sequence[Any], lengths: Sequence[int]
     ) -> list[Any]:
-        tables = tables_of(name, tensors, lengths)
-        return [None if bare is None else table for bare, table in zip(bares, tables, strict=True)]
+        return list(tables_of(name, tensors, lengths))
 
 
 def tables_of(
@@ -288,19 +284,15 @@ class Sets(Kind):
     def unpacked(
         self, name: str, tensors: Tensors, bares: Sequence[Any], lengths: Sequence[int]
     ) -> list[Any]:
-        if all(bare is None for bare in bares):
-            return [None] * len(bares)
         sizes = split(f"{name}_lengths", tensors[f"{name}_lengths"].astype(np.int64), lengths)
         data = split(f"{name}_data", tensors[f"{name}_data"], [int(part.sum()) for part in sizes])
         return [
-            None
-            if bare is None
-            else Support(
-                tuple(split_rows(own.tobytes(), of_rows.tolist(), bare.vocab_size)),
-                bare.vocab_size,
-            )
+            bare and self._rows(own.tobytes(), of_rows.tolist(), bare.vocab_size)
             for bare, of_rows, own in zip(bares, sizes, data, strict=True)
         ]
+
+    def _rows(self, data: bytes, lengths: Sequence[int], vocab_size: int) -> Support:
+        return Support(tuple(split_rows(data, lengths, vocab_size)), vocab_size)
 
 
 class Experts(Kind):
@@ -335,13 +327,10 @@ class Experts(Kind):
     def unpacked(
         self, name: str, tensors: Tensors, bares: Sequence[Any], lengths: Sequence[int]
     ) -> list[Any]:
-        if all(bare is None for bare in bares):
-            return [None] * len(bares)
         num_rows = [0 if bare is None else bare.shape[0] for bare in bares]
         parts = split(name, tensors[name], num_rows)
         return [
-            None if bare is None else _with_rows(name, bare, rows)
-            for bare, rows in zip(bares, parts, strict=True)
+            bare and _with_rows(name, bare, rows) for bare, rows in zip(bares, parts, strict=True)
         ]
 
 

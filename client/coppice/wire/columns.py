@@ -194,11 +194,11 @@ def columns_of_tensors(bares: Sequence[TokenFields], tensors: Tensors) -> list[T
     lengths = np.diff(tensors["offsets"]).tolist()
     if len(lengths) != len(bares) or min(lengths, default=0) < 0 or tensors["offsets"][0] != 0:
         raise ValueError("the offsets do not match the samples")
-    columns = {
-        name: kind.unpacked(name, tensors, [getattr(each, name, None) for each in bares], lengths)
-        for name, kind in COLUMNS.items()
-    }
-    return [
-        TokenColumns(**{name: values[at] for name, values in columns.items()})
-        for at in range(len(bares))
-    ]
+    found: list[dict[str, Any]] = [{} for _ in bares]
+    for name, kind in COLUMNS.items():
+        fields_of_parts = [getattr(each, name, None) for each in bares]
+        if any(bare is not None for bare in fields_of_parts):
+            values = kind.unpacked(name, tensors, fields_of_parts, lengths)
+            for columns, bare, each in zip(found, fields_of_parts, values, strict=True):
+                columns[name] = None if bare is None else each
+    return [TokenColumns(**columns) for columns in found]
