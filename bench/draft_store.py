@@ -1,4 +1,4 @@
-"""Benchmark: time to update, draft from and save a draft store of up to ten million tokens.
+"""Benchmark: time to update and draft from a draft store of up to ten million tokens.
 
 Texts are drawn from a distribution in which phrases recur, over a vocabulary of 32,000; a group's
 samples copy some of the same phrases. One call processes a whole step of 256 requests. The store
@@ -8,10 +8,8 @@ not its time.
 
 import argparse
 import statistics
-import tempfile
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -22,7 +20,7 @@ from kernels.draft_index.store_protocol import Int32Array
 VOCABULARY, ROWS, GROUP, LIMIT, RESPONSE, PROMPT, PHRASE = 32_000, 256, 16, 8, 512, 64, 24
 SIZES = (0, 10**6, 10**7)
 STEPS = 200
-GOAL_MICROSECONDS, GOAL_SECONDS = 5.0, 5.0
+GOAL_MICROSECONDS = 5.0
 MAX_BYTES = 2**32
 
 
@@ -112,23 +110,11 @@ def measured(size: int) -> Measured:
     return Measured(tokens=store.num_tokens, microseconds=times, allocated=store.allocated_bytes)
 
 
-def saved(size: int) -> tuple[float, float, int]:
-    """Save and load a draft store; returns the seconds of each, and the file size in bytes."""
-    store = filled(Texts(seed=2), size)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "drafts"
-        began = time.thread_time()
-        store.save(path)
-        middle = time.thread_time()
-        DraftStore.load(path, max_bytes=MAX_BYTES)
-        return middle - began, time.thread_time() - middle, path.stat().st_size
-
-
-def rows(found: list[Measured], save: float, load: float, num_bytes: int) -> list[Row]:
+def rows(found: list[Measured]) -> list[Row]:
     def verdict(value: float, goal: float) -> str:
         return "met" if value <= goal else "missed"
 
-    times = [
+    return [
         Row(
             what=f"update and draft per request and token, {one.tokens:,} tokens stored",
             value=f"{(middle := statistics.median(one.microseconds)):.2f} microseconds, "
@@ -138,21 +124,6 @@ def rows(found: list[Measured], save: float, load: float, num_bytes: int) -> lis
             verdict=verdict(middle, GOAL_MICROSECONDS),
         )
         for one in found
-    ]
-    return [
-        *times,
-        Row(
-            what=f"save {SIZES[-1]:,} tokens, {num_bytes / 2**20:.0f} MiB",
-            value=f"{save:.2f} s",
-            goal=f"<= {GOAL_SECONDS:g} s",
-            verdict=verdict(save, GOAL_SECONDS),
-        ),
-        Row(
-            what=f"load {SIZES[-1]:,} tokens, verified and queried",
-            value=f"{load:.2f} s",
-            goal=f"<= {GOAL_SECONDS:g} s",
-            verdict=verdict(load, GOAL_SECONDS),
-        ),
     ]
 
 
@@ -167,7 +138,7 @@ def main() -> None:
         f"texts are random over a vocabulary of {VOCABULARY:,}; phrases of {PHRASE} tokens are "
         "repeated with one token in twenty changed. Processor time of one thread, on a machine "
         "with other work.",
-        rows=rows([measured(size) for size in SIZES], *saved(SIZES[-1])),
+        rows=rows([measured(size) for size in SIZES]),
     )
     result.show()
     print(f"\nwrote {result.write(arguments.out).name}")

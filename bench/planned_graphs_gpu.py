@@ -27,7 +27,7 @@ from engine.cudagraphs.shapes import GraphShape, Trace, read_trace
 from engine.draft_lengths import DraftLengthTiers
 
 TRACE = Path(__file__).parent / "graph_traces" / "seedling.json"
-MAX_TOKENS, MIXED_TOKENS, MIB = 2048, 512, 2**20
+MAX_TOKENS, MIB = 2048, 2**20
 BYTES_GOAL, HIT_GOAL, TIME_GOAL = 0.4, 0.98, 0.99
 TLT_GIGABYTES = (30.39, 10.69)
 LLAMA_8B = {
@@ -66,7 +66,7 @@ def plans(trace: Trace, memory: GraphMemory) -> tuple[Plan, Plan]:
     total = memory.total_bytes(shapes)
     full = Plan(shapes=shapes, estimated_bytes=total, budget_bytes=None)
     budget = int(BYTES_GOAL * total)
-    ours = plan(limits, memory, budget_bytes=budget, mixed_tokens=MIXED_TOKENS, trace=trace)
+    ours = plan(limits, memory, budget_bytes=budget, trace=trace)
     return full, ours
 
 

@@ -1,7 +1,7 @@
 """Limit of the work that runs at a time, with turns between the clients whose work waits."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
@@ -75,10 +75,16 @@ class FairLimiter:
     ) -> Result:
         with self.counted(client, num_bytes) as path:
             async with AsyncExitStack() as places:
-                for each in path:
-                    await places.enter_async_context(each.limiter)
+                for limiter in self._in_order(client, [each.limiter for each in path]):
+                    await places.enter_async_context(limiter)
                 has_place.set()
                 return await function()
+
+    def _in_order(
+        self, client: str, limiters: Iterable[CapacityLimiter]
+    ) -> Iterable[CapacityLimiter]:
+        """Limiters that work of a client passes, each given when it has passed the one before."""
+        return limiters
 
     @contextmanager
     def counted(self, client: str, num_bytes: int) -> Iterator[list[_Places]]:

@@ -73,7 +73,7 @@ KvReleaseReason = Literal["returned", "allocation", "limit", "expired", "ended",
 """Reason why a block of a paused session is not retained any more.
 
 returned: the session's next call uses it. allocation: another request needs it. limit: sessions
-would retain more than engine.session_kv_fraction. expired: engine.session_kv_seconds have passed.
+would retain more than engine.session_kv_fraction. expired: 300 seconds have passed.
 ended: the session has ended. reset: the prefix cache was reset, as by an activation of weights.
 """
 

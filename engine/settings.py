@@ -7,10 +7,17 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from engine.draft_lengths import DraftLengthTiers
-from engine.settings_base import BufferBytes, Count, PositiveInt, Ratio, Seconds, Section
+from engine.settings_base import BufferBytes, PositiveInt, Ratio, Seconds, Section
 from engine.vllm_settings import VllmSettings, with_same_names
 
 GIB = 2**30
+SESSION_KV_SECONDS = 300.0
+"""Time after a session's call in which its KV is retained: most tools of agents end within it."""
+MIN_ACTIVATION_SECONDS = 600.0
+"""Least heartbeat timeout while weights are loaded. A start, which also compiles and captures
+graphs, takes at least three times as long as a load."""
+HANG_TIMEOUTS = 6
+"""Further timeouts for which a late engine may recover before it is killed."""
 MAX_DRAFT_TOKENS = 15
 """Maximum draft length: shared-prefix attention takes 16 query tokens, one of them sampled."""
 
@@ -41,10 +48,10 @@ DraftLengths = Annotated[
 ]
 
 
-def cache_directory(name: str) -> Path:
-    """Default directory, in the user's cache, for data that is kept between runs."""
+def default_cache_directory() -> Path:
+    """Directory in the user's cache for data that is kept between runs."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "coppice" / name
+    return Path(base) / "coppice"
 
 
 class AttentionSettings(Section):
@@ -55,11 +62,6 @@ class AttentionSettings(Section):
         description="reads the KV of a shared prefix once per engine step instead of once per "
         "sample; auto: where a measurement at startup shows a gain; always: for every shared "
         "prefix; off: vLLM's attention only; set it to off to compare with vLLM's attention",
-    )
-    cache_directory: Path = Field(
-        default_factory=lambda: cache_directory("attention"),
-        description="directory for the measurements of mode auto, so that later starts skip them; "
-        "change it to a volume that outlives the container",
     )
 
 
@@ -86,40 +88,15 @@ class SpeculationSettings(Section):
         description="maximum number of draft tokens per sample and engine step; reduce it if long "
         "drafts are rarely accepted",
     )
-    store_bytes: BufferBytes = Field(
-        2**28,
-        description="maximum size of the draft store, the text that drafts are taken from, in "
-        "bytes; increase it for many prompts or long responses",
-    )
-    store_file: Path | None = Field(
-        None,
-        description="file to which the draft store is saved at a stop, and from which the next "
-        "start loads it; none: the store starts empty; set it to keep the text across restarts",
-    )
-    cache_directory: Path = Field(
-        default_factory=lambda: cache_directory("speculation"),
-        description="directory for the measured times of engine steps, so that later starts skip "
-        "the profile; change it to a volume that outlives the container",
-    )
     drafter: Path | None = Field(
         None,
         description="directory of the draft model, which must have the served model's vocabulary; "
         "none: a small untrained one is created; set it to start with a trained draft model",
     )
-    drafter_directory: Path = Field(
-        default_factory=lambda: cache_directory("drafter"),
-        description="directory for the checkpoints of trained draft models; change it to a volume "
-        "that outlives the container",
-    )
     drafter_training: bool = Field(
         True,
         description="trains the draft model on served samples, in a separate process; disable it "
         "to serve a fixed draft model",
-    )
-    drafter_busy_share: Ratio = Field(
-        0.5,
-        description="load above which training is paused: running samples divided by "
-        "engine.max_sequences; reduce it if training slows serving down",
     )
 
 
@@ -136,17 +113,6 @@ class GraphsSettings(Section):
         description="draft lengths by number of running samples: `8:0,2,4 32:0,2 0` allows 0, 2 "
         "or 4 draft tokens up to 8 samples, 0 or 2 up to 32, and none above; none: the lengths "
         "that speculation uses; set it to omit graphs of lengths that are rarely used",
-    )
-    mixed_tokens: Count = Field(
-        512,
-        description="number of tokens of the largest graph for engine steps that also prefill "
-        "prompts; reduce it to leave memory for graphs of steps that only decode",
-    )
-    graph_bytes: PositiveInt | None = Field(
-        None,
-        description="memory of one captured graph, in bytes; none: estimated from the number of "
-        "layers; with adapters each shape has two graphs; set it if the metric "
-        "coppice_graph_bytes differs from the estimate",
     )
     trace: Path | None = Field(
         None,
@@ -241,6 +207,12 @@ class EngineSettings(VllmSettings):
         description="maximum number of tokens computed in one engine step; none: 2048 on CPU, on "
         "a GPU the limit of vLLM, such as 8192 on an H100; increase it to prefill faster",
     )
+    cache_directory: Path = Field(
+        default_factory=default_cache_directory,
+        description="directory for what later starts use again: measured speeds of attention, "
+        "measured times of engine steps, and checkpoints of trained draft models; change it to a "
+        "volume that outlives the container",
+    )
     cpu_threads: PositiveInt | None = Field(
         None,
         description="number of compute threads per rank on CPU; none: the available cores divided "
@@ -302,13 +274,8 @@ class EngineSettings(VllmSettings):
     session_kv_fraction: Ratio = Field(
         0.5,
         description="maximum share of the KV cache in which KV of paused agent sessions is evicted "
-        "after all other cached KV; no request waits for it; 0: it is evicted like all other; "
-        "reduce it if other callers' prompts share long prefixes",
-    )
-    session_kv_seconds: Seconds = Field(
-        300.0,
-        description="time after a session's call in which its KV is retained, in seconds; increase "
-        "it if tools of agents run longer",
+        "after all other cached KV, for 300 seconds after a call; no request waits for it; 0: it "
+        "is evicted like all other; reduce it if other callers' prompts share long prefixes",
     )
     enable_sleep_mode: bool | None = Field(
         None,
@@ -324,23 +291,14 @@ class EngineSettings(VllmSettings):
     )
     start_seconds: Seconds = Field(
         1800.0,
-        description="timeout of the engine's start, in seconds; increase it for large models on "
-        "slow disks",
+        description="timeout of the engine's start, in seconds; an activation of weights may take "
+        "a third of it, and at least 600; increase it for large models on slow disks",
     )
     step_seconds: Seconds = Field(
         10.0,
         description="heartbeat timeout, in seconds: the engine is unhealthy without a heartbeat "
-        "for this long; increase it if single engine steps take longer",
-    )
-    hang_seconds: Seconds = Field(
-        60.0,
-        description="time after which an engine that remains unhealthy is killed, in seconds; "
-        "increase it to inspect an engine that hangs",
-    )
-    activation_seconds: Seconds = Field(
-        600.0,
-        description="heartbeat timeout while weights are loaded, in seconds; increase it for large "
-        "models on slow disks",
+        "for this long, and is killed if it remains so for six times as long; increase it if "
+        "single engine steps take longer",
     )
 
     @model_validator(mode="before")
@@ -385,6 +343,16 @@ class EngineSettings(VllmSettings):
     @property
     def ranks_per_node(self) -> int:
         return self.num_ranks // self.nnodes
+
+    @property
+    def activation_seconds(self) -> float:
+        """Heartbeat timeout while weights are loaded."""
+        return max(MIN_ACTIVATION_SECONDS, self.start_seconds / 3)
+
+    @property
+    def hang_seconds(self) -> float:
+        """Time after which an engine that remains unhealthy is killed."""
+        return HANG_TIMEOUTS * self.step_seconds
 
     @property
     def uses_ray(self) -> bool:

@@ -6,7 +6,6 @@ from collections.abc import Set as AbstractSet
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +14,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from engine.drafter.service.checkpoint_dir import DrafterDir
 from engine.drafter.service.drafter import Drafter
 from engine.drafter.service.initial_model import open_drafter_dir
-from engine.errors import EngineDead, LoadFailed, StartFailed
+from engine.errors import LoadFailed, StartFailed
 from engine.feature_stats import (
     CudaGraphStats,
     DrafterStatus,
@@ -49,7 +48,13 @@ from engine.protocol import DEFAULT_SAMPLING, ResponseStream
 from engine.runtime.await_engine import await_engine
 from engine.runtime.heartbeat import Heartbeat
 from engine.runtime.leftover_files import remove_leftover_shared_memory
-from engine.settings import AttentionSettings, EngineSettings, GraphsSettings, SpeculationSettings
+from engine.settings import (
+    SESSION_KV_SECONDS,
+    AttentionSettings,
+    EngineSettings,
+    GraphsSettings,
+    SpeculationSettings,
+)
 from engine.speculation import startup as speculation_lifecycle
 from engine.types import (
     AdapterInfo,
@@ -74,9 +79,6 @@ from engine.weights.magnitudes import UNKNOWN, Magnitudes
 from engine.weights.sleep_mode import SleepMode
 from engine.weights.updates import ServedWeights
 from engine.weights.validation import check_adapter, check_checkpoint
-
-SAVE_SECONDS: Final = 30.0
-"""Longest time for the save of the draft store at a stop."""
 
 
 class VllmEngine:
@@ -227,7 +229,7 @@ class VllmEngine:
         if self._speculation_settings.mode != "drafter":
             return
         self._drafter_dir = open_drafter_dir(
-            self._speculation_settings.drafter_directory,
+            self._settings.cache_directory / "drafter",
             self._speculation_settings.drafter,
             model,
             served,
@@ -258,10 +260,9 @@ class VllmEngine:
         self._info = with_prediction(self.info, settings.mode, prediction)
 
     async def _start_session_kv_retention(self) -> None:
-        fraction, seconds = self._settings.session_kv_fraction, self._settings.session_kv_seconds
-        if fraction:
+        if fraction := self._settings.session_kv_fraction:
             method = "coppice_start_session_kv_retention"
-            await self._processes.call_cores(method, fraction, seconds)
+            await self._processes.call_cores(method, fraction, SESSION_KV_SECONDS)
 
     async def stop(self) -> None:
         self._heartbeat.set_stage("stopping")
@@ -272,7 +273,6 @@ class VllmEngine:
         await self._processes.abort_start()
         await self._sampling_checks.close()
         await self._close_drafter()
-        await self._save_drafts()
         await self._processes.stop()
 
     async def _close_drafter(self) -> None:
@@ -280,17 +280,6 @@ class VllmEngine:
             await self._drafter.close()
         if self._drafter_dir is not None:
             self._drafter_dir.close()
-
-    async def _save_drafts(self) -> None:
-        """Save the draft store (earlier texts to draft from), unless the engine hangs."""
-        if (
-            self._processes.is_running
-            and self._heartbeat.stage == "stopping"
-            and self._info is not None
-        ):
-            with suppress(EngineDead, TimeoutError):
-                async with asyncio.timeout(SAVE_SECONDS):
-                    await speculation_lifecycle.stop_drafting(self.llm, self._speculation_settings)
 
     def kill(self) -> None:
         kill_processes()

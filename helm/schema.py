@@ -33,7 +33,7 @@ PORT: Schema = {"type": "integer", "minimum": 1, "maximum": 65535}
 SET_BY_THE_CHART = {
     *("model", "revision", "start_seconds", "prompt_kv"),
     *("node_rank", "master_addr"),
-    *("directory", "cache_directory", "drafter_directory", "capacity_bytes", "peer_key_file"),
+    *("directory", "cache_directory", "capacity_bytes", "peer_key_file"),
     # Passwords must not be in a ConfigMap.
     *("redis_url", "redis_user", "redis_password_file"),
 }

@@ -257,7 +257,7 @@ def render_graph_plan(settings: Settings) -> str:
         load_trace(graphs),
     )
     frequencies = trace.counts() if trace else shape_weights(limits, mixed_tokens=0, trace=None)
-    return render(plan, compare(plan, limits, graph_memory(engine, graphs, model), frequencies))
+    return render(plan, compare(plan, limits, graph_memory(engine, model), frequencies))
 
 
 def _serve(settings: Settings, components: ServeComponents) -> None:
@@ -301,7 +301,7 @@ def _measure(settings: Settings, components: ServeComponents) -> None:
         _fail(1, str(error))
     if not num_batches:
         _fail(1, "no step was measured: engine.max_context_tokens is too small")
-    directory = settings.speculation.cache_directory
+    directory = settings.engine.cache_directory / "speculation"
     print(f"step times of {num_batches} batches without speculation are in {directory}")
 
 

@@ -137,7 +137,6 @@ class Server:
             self.cluster,
             self.adapters,
             admission=self.admission,
-            max_samples_per_request=settings.limits.max_samples_per_request,
             max_support_bytes=settings.limits.max_support_bytes,
             keep_seconds=settings.limits.keep_answers_seconds,
             keep_bytes=settings.limits.keep_answers_bytes,
@@ -154,8 +153,7 @@ class Server:
             group_factory,
             self.rollouts,
             transfers,
-            max_samples_per_request=settings.limits.max_samples_per_request,
-            is_paused=lambda: self.activation.paused,
+            is_paused=lambda: self.activation.pauses.paused,
         )
         self.move_sender = MoveSender(
             engine,
@@ -199,7 +197,6 @@ class Server:
             self.rollouts,
             self.adapters,
             admission=self.admission,
-            max_samples_per_request=settings.limits.max_samples_per_request,
         )
         announcer = Announcer(self.cluster, self.versions)
         self.stager = WeightStager(
@@ -245,7 +242,7 @@ class Server:
             self.activation,
             self._follower,
             run_to_completion=self.run_to_completion,
-            seconds=settings.weights.fleet_seconds,
+            seconds=settings.weights.replication_seconds,
         )
         self.transfers = WeightTransfers(
             self.versions,
@@ -285,7 +282,7 @@ class Server:
                 self.cluster.running(),
                 self.rollouts.running(),
                 self.sessions.running(),
-                self.activation.running(),
+                self.activation.sleep.running(),
                 self.coordinator.running(),
             ):
                 yield
@@ -350,7 +347,7 @@ class Server:
         self.readiness.started = True
         for observer in self.serving_observers:
             observer()
-        await self._follower.catch_up(self.settings.weights.catch_up_seconds)
+        await self._follower.catch_up(self.settings.weights.replication_seconds)
         self.readiness.caught_up = True
         self.cluster.request_heartbeat()
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 import pytest
@@ -20,6 +21,20 @@ def agent_process() -> psutil.Process:
         if "service.prompt_kv.nixl_agent" in child.cmdline()
     )
     return found
+
+
+def suspend(process: psutil.Process) -> None:
+    """Stop all threads of a process, and wait until the last one has stopped.
+
+    The others run on, and serve reads, until the thread that receives the signal gets a processor.
+    """
+    process.suspend()
+    threads = Path(f"/proc/{process.pid}/task")
+    eventually(lambda: all(_state(thread) == "T" for thread in threads.iterdir()))
+
+
+def _state(thread: Path) -> str:
+    return (thread / "stat").read_text().rpartition(")")[2].split()[0]
 
 
 def eventually(holds: Callable[[], bool]) -> None:

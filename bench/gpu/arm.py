@@ -62,19 +62,18 @@ def engine_of(mode: str, models: Path, names: Models, cache: Path, *, rehearse: 
     model = models / (names.drafter if mode == "host" else names.model)
     attention = mode if mode in ("off", "always", "auto") else "off"
     drafting = mode in ("siblings", "drafter")
-    options: dict[str, Any] = {"cache_directory": cache / mode, "allow_predicted_loss": True}
+    options: dict[str, Any] = {"allow_predicted_loss": True}
     if mode == "drafter":
         options |= {
             "longest_draft": DRAFT_TOKENS,
             "drafter": models / names.drafter,
-            "drafter_directory": cache / mode / "drafter",
             "drafter_training": False,
         }
     return VllmEngine(
-        settings_of(mode, model, rehearse=rehearse),
-        attention=AttentionSettings.model_validate(
-            {"shared_prefix": attention, "cache_directory": cache}
+        settings_of(mode, model, rehearse=rehearse).model_copy(
+            update={"cache_directory": cache / mode}
         ),
+        attention=AttentionSettings.model_validate({"shared_prefix": attention}),
         speculation=SpeculationSettings.model_validate(
             options | {"mode": mode if drafting else "off"}
         ),

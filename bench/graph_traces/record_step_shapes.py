@@ -93,7 +93,7 @@ def main() -> None:
     trace = recorded(model, arguments.groups, arguments.max_tokens)
     trace.write(arguments.out)
     memory = estimate_memory(model)
-    made = plan(limits(), memory, budget_bytes=None, mixed_tokens=512, trace=trace)
+    made = plan(limits(), memory, budget_bytes=None, trace=trace)
     print(render(made, compare(made, limits(), memory, trace.counts())))
 
 

@@ -8,6 +8,7 @@ work affects little.
 """
 
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,7 @@ import torch
 
 from bench.harness.paired_runs import Pairs, Ratio
 from bench.harness.record import Row
+from engine.runtime.installed_settings import CACHE_ENV
 from engine.settings import AttentionSettings
 
 BLOCK, VOCAB, LONGEST = 32, 512, 16384
@@ -132,7 +134,8 @@ class Engine:
 
         from engine.attention import register
 
-        register.install(AttentionSettings(shared_prefix="auto", cache_directory=cache))
+        os.environ[CACHE_ENV] = str(cache)
+        register.install(AttentionSettings(shared_prefix="auto"))
         self._llm = LLM(
             str(model),
             load_format="dummy",

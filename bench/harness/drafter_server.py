@@ -29,11 +29,11 @@ async def drafter_server(*, training: bool) -> AsyncIterator[AsyncRollouts]:
             allow_predicted_loss=True,
             longest_draft=4,
             drafter=BUILD / "fitted",
-            drafter_directory=Path(folder),
             drafter_training=training,
-            drafter_busy_share=1.0,
         )
-        settings = EngineSettings(seed=0, cpu_threads=1, max_sequences=64)
+        settings = EngineSettings(
+            seed=0, cpu_threads=1, max_sequences=64, cache_directory=Path(folder)
+        )
         async with (
             running_service(settings, speculation=speculation) as (_, url),
             AsyncRollouts(url, timeout=600) as rollouts,

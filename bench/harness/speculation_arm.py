@@ -8,6 +8,7 @@ run concurrently and in turn. Its environment is that of the server's EngineCore
 """
 
 import json
+import os
 import random
 import sys
 import time
@@ -16,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness.teacher_forced import Fixed, OraclePolicy, TeacherForced
+from engine.runtime.installed_settings import CACHE_ENV
 from engine.settings import AttentionSettings, SpeculationSettings
 from engine.speculation.counters import Counters
-from engine.speculation.drafting import open_store
+from engine.speculation.drafting import STORE_BYTES
 from engine.speculation.speculator import Speculator
 from engine.speculation.startup import PROFILE_SECONDS
+from kernels.draft_index.store import DraftStore
 
 LONGEST = 8
 ROWS = 64
@@ -94,9 +97,8 @@ class Arm:
         name = name.removesuffix(GNU)
         install_patches("EngineCore")
         attention.install(AttentionSettings(shared_prefix="off"))
-        process_settings.install(
-            SpeculationSettings(mode="siblings", longest_draft=LONGEST, cache_directory=cache)
-        )
+        os.environ[CACHE_ENV] = str(cache)
+        process_settings.install(SpeculationSettings(mode="siblings", longest_draft=LONGEST))
         config = {"ours": OURS, "ngram": NGRAM, "suffix": {"method": "suffix"}}.get(name)
         dummy = not any(model.glob("*.safetensors"))
         self._llm = LLM(
@@ -181,7 +183,7 @@ class Arm:
             kind, _, length = name.partition("-")
             self._speculators[name] = Speculator(
                 self._runner,
-                open_store(None, LONGEST, 0),
+                DraftStore(max_bytes=STORE_BYTES, max_draft_tokens=LONGEST),
                 Fixed(int(length)) if kind == "fixed" else OraclePolicy(self._teacher_forced),
                 Counters(),
                 max_draft_tokens=LONGEST,

@@ -26,6 +26,7 @@ from engine.attention.counters import COUNTERS
 from engine.attention.crossover import Crossover
 from engine.attention.register import FEATURE, settings
 from engine.feature_stats import AttentionFallbackReason
+from engine.runtime.installed_settings import cache_directory
 from kernels.shared_prefix_attention import cpu
 
 
@@ -91,7 +92,7 @@ class SharedPrefixBuilder(GroupingMetadataBuilder, CPUAttentionMetadataBuilder):
             isa=self.isa,
         )
         return crossover.crossover(
-            settings().cache_directory,
+            cache_directory("attention"),
             geometry.cache_key() | {"kernel": cpu.version(), "vllm": vllm_version},
             lambda: cpu_calibration.measure_trials(geometry),
         )

@@ -33,7 +33,7 @@ from engine.attention.crossover import (
 )
 from engine.attention.cuda_timing import Timer, graph_times, launch_times
 from engine.attention.grouping import Planner
-from engine.attention.register import settings
+from engine.runtime.installed_settings import cache_directory
 from kernels.shared_prefix_attention import cuda
 from kernels.shared_prefix_attention.sharing_plan import Int32s
 
@@ -95,7 +95,7 @@ def geometry_of(builder: Any) -> LayerGeometry:
 def crossover_of(geometry: LayerGeometry) -> Crossover:
     """Crossover of this GPU, measured by the first start with such layers."""
     found = crossover.crossover(
-        settings().cache_directory, geometry.cache_key(), partial(measure_trials, geometry)
+        cache_directory("attention"), geometry.cache_key(), partial(measure_trials, geometry)
     )
     torch.accelerator.empty_cache()
     return found

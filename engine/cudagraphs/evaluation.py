@@ -84,14 +84,12 @@ def estimate_memory(
     *,
     ranks: int = 1,
     dtype: str = "auto",
-    graph_bytes: int | None = None,
     with_adapters: bool = False,
 ) -> GraphMemory:
     """Estimate CUDA graph memory from a model's config.json, with layers sharded over `ranks`.
 
     Kernels per layer and bytes per kernel are assumed, so that a model of 32 layers takes 6 MiB per
-    graph; `graphs.graph_bytes` overrides the estimate with a measured value. With adapters, vLLM
-    captures each shape twice, without and with the kernels of LoRA.
+    graph. With adapters, vLLM captures each shape twice, without and with the kernels of LoRA.
     """
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     config = config.get("text_config", config)
@@ -100,7 +98,7 @@ def estimate_memory(
     layers = config["num_hidden_layers"]
     estimate = max(MIN_GRAPH_BYTES, layers * KERNELS_PER_LAYER * BYTES_PER_KERNEL)
     return GraphMemory(
-        graph_bytes=(graph_bytes or estimate) * (2 if with_adapters else 1),
+        graph_bytes=estimate * (2 if with_adapters else 1),
         token_bytes=item * _live_elements(config, ranks),
     )
 

@@ -35,14 +35,13 @@ def _lengths(graphs: GraphsSettings, speculation: SpeculationSettings) -> DraftL
     return default_tiers(speculation.longest_draft) if drafts else DraftLengthTiers.parse("0")
 
 
-def graph_memory(engine: EngineSettings, graphs: GraphsSettings, model: Path) -> GraphMemory:
+def graph_memory(engine: EngineSettings, model: Path) -> GraphMemory:
     """Memory model of CUDA graphs for the model in this directory, from its config.json."""
     try:
         return estimate_memory(
             model,
             ranks=engine.tensor_parallel_size,
             dtype=engine.dtype,
-            graph_bytes=graphs.graph_bytes,
             with_adapters=engine.max_adapters > 0,
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -65,9 +64,8 @@ def make_plan(
     try:
         return plan(
             capture_limits(engine, graphs, speculation),
-            graph_memory(engine, graphs, model),
+            graph_memory(engine, model),
             budget_bytes=graphs.budget_bytes,
-            mixed_tokens=graphs.mixed_tokens,
             trace=load_trace(graphs),
         )
     except BudgetTooSmall as error:

@@ -19,6 +19,9 @@ from engine.cudagraphs.shapes import GraphShape, Trace, decode, mixed
 
 UNIFORM_SHARE = 0.05
 MIXED_SHARE = 0.05
+MIXED_TOKENS = 512
+"""Tokens of the largest graph for steps that also prefill. The kernels of a larger step run so long
+that a graph saves little, and all graphs share a pool of the size that the largest one needs."""
 ShapeWeights = Mapping[GraphShape, float]
 
 
@@ -118,7 +121,7 @@ def plan(
     memory: GraphMemory,
     *,
     budget_bytes: int | None,
-    mixed_tokens: int,
+    mixed_tokens: int = MIXED_TOKENS,
     trace: Trace | None = None,
 ) -> Plan:
     mixed_tokens = min(mixed_tokens, limits.max_batched_tokens)

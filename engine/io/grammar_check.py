@@ -16,11 +16,12 @@ import time
 from asyncio.subprocess import PIPE, Process
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 from engine.errors import ChecksUnavailable, SamplingRefused
-from engine.fair_limiter import FairLimiter
-from engine.io.grammar_worker import TOO_SLOW
+from engine.io.check_limiter import CheckLimiter
+from engine.io.grammar_worker import TOO_SLOW, Answer
 from engine.types import Sampling, StructuredOutputs
 
 LIMIT_SECONDS: Final = 10.0
@@ -29,10 +30,6 @@ START_SECONDS: Final = 120.0
 MAX_RESULTS: Final = 4096
 REFUSAL_SECONDS: Final = 600.0
 """A refusal is remembered for this time only: a busy machine may have caused it."""
-NUM_CHECKS: Final = 2
-"""Number of checks that run at a time, of different clients."""
-CLIENT_BYTES: Final = 4 * 2**20
-TOTAL_BYTES: Final = 16 * 2**20
 CHECK_BYTES: Final = 1024
 """Size of a waiting check, in addition to its text."""
 FIELD: Final = "structured_outputs"
@@ -59,11 +56,9 @@ class GrammarChecker:
         self._limit_seconds = limit_seconds
         self._worker: Worker | None = None
         self._starting = asyncio.Lock()
-        self.limiter = FairLimiter(
-            "structured outputs", NUM_CHECKS, key_bytes=CLIENT_BYTES, total_bytes=TOTAL_BYTES
-        )
+        self.limiter = CheckLimiter(clock)
         self._results = Results(clock)
-        self._checking: dict[bytes, asyncio.Task[str | None]] = {}
+        self._checking: dict[bytes, asyncio.Task[Answer]] = {}
 
     async def check(self, sampling: Sampling, client: str = "") -> None:
         """Raise SamplingRefused if the constraint is invalid or too complex.
@@ -92,20 +87,23 @@ class GrammarChecker:
             return self._results.get(name)
         worker = await self._started()
         size = CHECK_BYTES + len(text)
-        return await self.limiter.run(client, size, lambda: self._checked(worker, name, line))
+        checked = partial(self._checked, worker, client, name, line)
+        return await self.limiter.run(client, size, checked)
 
-    async def _checked(self, worker: "Worker", name: bytes, line: str) -> str | None:
+    async def _checked(self, worker: "Worker", client: str, name: bytes, line: str) -> str | None:
         if name in self._results:  # since the check began to wait
             return self._results.get(name)
         if name not in self._checking:
             self._checking[name] = asyncio.create_task(self._compute(worker, name, line))
-        return await self._checking[name]
+        answer = await self._checking[name]
+        self.limiter.record(client, answer.cpu_seconds)
+        return answer.reason
 
-    async def _compute(self, worker: "Worker", name: bytes, line: str) -> str | None:
+    async def _compute(self, worker: "Worker", name: bytes, line: str) -> Answer:
         try:
-            reason = await worker.ask(self._limit_seconds, line)
-            self._results.add(name, reason)
-            return reason
+            answer = await worker.ask(self._limit_seconds, line)
+            self._results.add(name, answer.reason)
+            return answer
         finally:
             del self._checking[name]
 
@@ -132,7 +130,7 @@ class Worker:
     def __init__(self, process: Process) -> None:
         self._process = process
         self._numbers = itertools.count()
-        self._waiting: dict[int, asyncio.Future[str | None]] = {}
+        self._waiting: dict[int, asyncio.Future[Answer]] = {}
         self._reading = asyncio.create_task(self._read())
 
     @classmethod
@@ -162,10 +160,10 @@ class Worker:
     def has_ended(self) -> bool:
         return self._reading.done()
 
-    async def ask(self, limit_seconds: float, line: str) -> str | None:
-        """Why a grammar cannot be used, or None. Raises ChecksUnavailable if the process ends."""
+    async def ask(self, limit_seconds: float, line: str) -> Answer:
+        """The answer for a grammar. Raises ChecksUnavailable if the process ends."""
         number = next(self._numbers)
-        found: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+        found: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._waiting[number] = found
         try:
             if not self.has_ended:
@@ -181,9 +179,9 @@ class Worker:
         assert self._process.stdout is not None
         try:
             async for line in self._process.stdout:
-                number, reason = json.loads(line)
+                number, *answer = json.loads(line)
                 if not self._waiting[number].done():
-                    self._waiting[number].set_result(reason)
+                    self._waiting[number].set_result(Answer(*answer))
         finally:
             for found in self._waiting.values():
                 if not found.done():

@@ -3,7 +3,7 @@
 Compiling a grammar, or sampling with it, can take minutes, and cannot be interrupted. Here each is
 done in a child process of its own, which the kernel ends at a limit of CPU time or memory. The
 first line of stdin is xgrammar's TokenizerInfo as JSON; each further line is a `Task`. Each line of
-stdout is the number of a task and why its grammar cannot be used, or null.
+stdout is the number of a task, followed by its `Answer`.
 """
 
 import json
@@ -21,12 +21,15 @@ from typing import Any, Final, NamedTuple
 NUM_STEPS: Final = 512
 STEP_CPU_SECONDS: Final = 0.03
 """Limit of the CPU time per token. EngineCore spends this time in the step of all requests."""
+COMPILE_CPU_SECONDS: Final = 2.0
+"""Limit of the CPU time of a compilation. EngineCore compiles again, for one request at a time."""
 NUM_TRIES: Final = 64
 """Tries to find a random token that may be chosen."""
 CHILD_BYTES: Final = 2**31
 """Memory that a check may use in addition to that of this process."""
 NICE: Final = 5
 TOO_SLOW: Final = "sampling with it takes too long: make it less ambiguous or smaller"
+SLOW_TO_COMPILE: Final = "compiling it takes too long: make it simpler"
 TOO_LARGE: Final = "it cannot be compiled: make it simpler"
 
 
@@ -45,6 +48,13 @@ class Task(NamedTuple):
     forced: Forced
 
 
+class Answer(NamedTuple):
+    """Why a grammar cannot be used, or None, and the CPU time that the check took."""
+
+    reason: str | None
+    cpu_seconds: float
+
+
 class Checker:
     """Compiles a grammar for one tokenizer, and samples texts with it."""
 
@@ -56,10 +66,13 @@ class Checker:
         self._compiler: Any = xgrammar.GrammarCompiler(self._info, max_threads=1)
 
     def check(self, kind: str, grammar: str, forced: Forced) -> str | None:
+        began_at = time.process_time()
         try:
             compiled = getattr(self._compiler, f"compile_{kind}")(grammar)
         except Exception as error:  # xgrammar raises RuntimeError with the reason
             return str(error).rsplit("] ", 1)[-1][:500]
+        if time.process_time() - began_at > COMPILE_CPU_SECONDS:
+            return SLOW_TO_COMPILE
         texts = [Forced({}, None), forced] if forced.bias or forced.allowed else [forced]
         is_slow = any(self._is_slow(compiled, TokenChoice(self._info, text)) for text in texts)
         return TOO_SLOW if is_slow else None
@@ -145,7 +158,8 @@ class Children:
         status = 1
         try:
             _limit(task.cpu_seconds)
-            _answer(task.number, Checker(self._info).check(task.kind, task.grammar, task.forced))
+            reason = Checker(self._info).check(task.kind, task.grammar, task.forced)
+            _send(task.number, Answer(reason, time.process_time()))
             status = 0
         finally:
             os._exit(status)
@@ -159,7 +173,7 @@ class Children:
                 task = self._tasks.pop(pid)
                 if status:
                     seconds = usage.ru_utime + usage.ru_stime
-                    _answer(task.number, _reason(task, status, seconds))
+                    _send(task.number, Answer(_reason(task, status, seconds), seconds))
 
     def kill(self) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
@@ -192,9 +206,9 @@ def _limit(cpu_seconds: float) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-def _answer(number: int, reason: str | None) -> None:
+def _send(number: int, answer: Answer) -> None:
     """One write, as several processes write to the same pipe."""
-    os.write(1, json.dumps([number, reason]).encode() + b"\n")
+    os.write(1, json.dumps([number, *answer]).encode() + b"\n")
 
 
 def main() -> None:

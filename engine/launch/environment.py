@@ -19,6 +19,7 @@ from engine.launch.machines import network_variables
 from engine.runtime import start_phases
 from engine.runtime.installed_settings import (
     ATTENTION_ENV,
+    CACHE_ENV,
     DIGEST_ENV,
     ENGINE_ENV,
     GRAPHS_ENV,
@@ -27,12 +28,12 @@ from engine.runtime.installed_settings import (
 from engine.settings import AttentionSettings, EngineSettings, SpeculationSettings
 
 _OF_ONE_NODE = frozenset(
-    ("model", "tokenizer", "seed", "node_rank", "prompt_kv", "cpu_threads")
-    + ("start_seconds", "step_seconds", "hang_seconds", "activation_seconds")
+    ("model", "tokenizer", "seed", "node_rank", "prompt_kv", "cache_directory", "cpu_threads")
+    + ("start_seconds", "step_seconds")
 )
 """Engine settings in which the machines of one engine may differ. Prompt KV is off on several."""
 _OF_RANKS = frozenset(
-    (ENGINE_ENV, ATTENTION_ENV, SPECULATION_ENV, GRAPHS_ENV, DIGEST_ENV)
+    (ENGINE_ENV, ATTENTION_ENV, SPECULATION_ENV, GRAPHS_ENV, CACHE_ENV, DIGEST_ENV)
     + (start_phases.FILE_ENV,)
     + ("PYTHONWARNINGS", "PYTHONHASHSEED", "HF_HUB_OFFLINE")
     + ("COPPICE_SHARED_PREFIX_ISA",)
@@ -112,6 +113,7 @@ def engine_environment(
     os.environ[ATTENTION_ENV] = attention.model_dump_json()
     os.environ[SPECULATION_ENV] = speculation.model_dump_json()
     os.environ[GRAPHS_ENV] = graphs.to_json() if graphs else ""
+    os.environ[CACHE_ENV] = str(settings.cache_directory)
     os.environ[DIGEST_ENV] = settings_digest(settings, attention, speculation, graphs)
     if speculation.mode != "off":
         # Positions beyond the model's context are only reserved for drafts, never computed.

@@ -8,6 +8,7 @@ from vllm.config.quantization import ONLINE_QUANT_SHORTHAND_NAMES
 from engine.cudagraphs.planner import Plan
 from engine.feature_stats import AttentionState, FeatureStatus
 from engine.settings import (
+    SESSION_KV_SECONDS,
     AttentionSettings,
     EngineSettings,
     SpeculationMode,
@@ -184,7 +185,7 @@ def _kv_offloading(settings: EngineSettings) -> FeatureStatus:
 
 def _session_kv_retention(settings: EngineSettings) -> FeatureStatus:
     fraction, how = settings.session_kv_fraction, "engine.session_kv_fraction"
-    reason = f"up to {fraction:.0%} of the KV cache, for {settings.session_kv_seconds:g} s"
+    reason = f"up to {fraction:.0%} of the KV cache, for {SESSION_KV_SECONDS:g} s"
     reason = reason if fraction else f"{how} is 0"
     return _feature("session_kv_retention", fraction, reason, how)
 

@@ -45,7 +45,7 @@ from engine.speculation.startup import find_obstacle
 log = logging.getLogger(__name__)
 EXIT_SECONDS: Final = 0.5
 """Time for vLLM's processes to exit, after which they are killed. They take seconds on a busy
-machine. Nothing is lost: the draft store was saved before, and `_shut_down` removes their files."""
+machine. Nothing is lost: `_shut_down` removes their files."""
 KILLED_SECONDS: Final = 5.0
 """Longest wait for killed processes, which release their memory before they have ended."""
 POLL_SECONDS: Final = 0.01
@@ -80,10 +80,6 @@ class VllmProcesses:
         if self._llm is None:
             raise EngineDead("the engine is not running")
         return self._llm
-
-    @property
-    def is_running(self) -> bool:
-        return self._llm is not None
 
     async def start(self, model: Path, speculation: SpeculationSettings) -> SpeculationSettings:
         """Start vLLM in a thread, for seconds to minutes. If cancelled, call `abort_start`.

@@ -74,9 +74,6 @@ class WorkerExtension(WeightMethods):
     def coppice_finish_profile(self) -> bool:
         return not isinstance(attempt(self.coppice_apply_profile), Failure)
 
-    def coppice_save_drafts(self) -> bool:
-        return not isinstance(attempt(self.coppice_write_drafts), Failure)
-
     def coppice_reset_graph_counters(self) -> CudaGraphSnapshot | None:
         """Reset the CUDA graph counters, after the warm-up steps."""
         GRAPHS.reset()
@@ -142,10 +139,6 @@ class WorkerExtension(WeightMethods):
     def coppice_apply_profile(self) -> None:
         if self.rank == 0:
             self.model_runner.drafter.end_profile()
-
-    def coppice_write_drafts(self) -> None:
-        if self.rank == 0:
-            self.model_runner.drafter.save()
 
 
 def _reason(outcome: object) -> str | None:

@@ -1,6 +1,8 @@
 """The engine's settings, as its processes read them from the variables that its start sets."""
 
 import os
+from pathlib import Path
+from typing import Literal
 
 from engine.cudagraphs.planner import Plan
 from engine.settings import AttentionSettings, SpeculationSettings
@@ -9,6 +11,7 @@ ENGINE_ENV = "COPPICE_ENGINE"
 ATTENTION_ENV = "COPPICE_ENGINE_ATTENTION"
 SPECULATION_ENV = "COPPICE_ENGINE_SPECULATION"
 GRAPHS_ENV = "COPPICE_ENGINE_GRAPHS"
+CACHE_ENV = "COPPICE_ENGINE_CACHE"
 DIGEST_ENV = "COPPICE_ENGINE_DIGEST"
 
 
@@ -20,6 +23,11 @@ def started_by_coppice() -> bool:
 def attention_settings() -> AttentionSettings:
     """The engine's attention settings, read from the environment in EngineCore or a worker."""
     return AttentionSettings.model_validate_json(os.environ[ATTENTION_ENV])
+
+
+def cache_directory(content: Literal["attention", "speculation"]) -> Path:
+    """Directory for measurements that later starts use again."""
+    return Path(os.environ[CACHE_ENV], content)
 
 
 def own_settings_digest() -> str:

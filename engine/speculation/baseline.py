@@ -27,6 +27,7 @@ from vllm.platforms import current_platform
 
 from engine.attention import register as attention
 from engine.attention.crossover import CacheKey
+from engine.runtime.installed_settings import cache_directory
 from engine.speculation.cost import (
     CONTEXT_BUCKET,
     MIN_SPEEDUP,
@@ -69,11 +70,11 @@ def _threads(config: Any) -> str:
 
 
 def baseline_cache(config: Any) -> ProfileCache:
-    return ProfileCache(settings().cache_directory, engine_key(config) | {"speculation": "off"})
+    return ProfileCache(cache_directory("speculation"), engine_key(config) | {"speculation": "off"})
 
 
 def profile_cache(config: Any) -> ProfileCache:
-    return ProfileCache(settings().cache_directory, profile_key(config))
+    return ProfileCache(cache_directory("speculation"), profile_key(config))
 
 
 def profile_key(config: Any) -> CacheKey:

@@ -6,17 +6,14 @@ engine with Model Runner V2.
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.runtime.feature_guard import Failure, attempt
 from engine.speculation.controller import Controller
 from engine.speculation.cost import Profile
 from engine.speculation.counters import Counters
-from engine.speculation.process_settings import settings
 from engine.speculation.request_table import (
     Batch,
     NewTokens,
@@ -24,9 +21,11 @@ from engine.speculation.request_table import (
     SentDrafts,
     TrackedRequest,
 )
-from kernels.draft_index.store import DraftStore
 from kernels.draft_index.store_protocol import DraftBatch, Int32Array, Store
 
+STORE_BYTES = 2**28
+"""Limit of the draft store: text of about 1.9 million tokens, such as 64 groups of 16 samples with
+1,900 tokens each."""
 TIMING_INTERVAL = 4
 STORE_UPDATE_INTERVAL = 32
 """Steps between updates of the store while no drafts are wanted.
@@ -157,19 +156,3 @@ class Drafting:
         )
         if sent.any():
             self._counts.record_verified(drafted.scope, sent, accepted)
-
-
-def open_store(file: Path | None, max_draft_tokens: int, vocabulary: int) -> DraftStore:
-    """Open the draft store saved by an earlier run, or an empty one if none can be read."""
-    max_bytes = settings().store_bytes
-    if file is not None and file.exists():
-        loaded = attempt(
-            DraftStore.load,
-            file,
-            max_bytes=max_bytes,
-            max_draft_tokens=max_draft_tokens,
-            vocabulary=vocabulary,
-        )
-        if not isinstance(loaded, Failure):
-            return loaded
-    return DraftStore(max_bytes=max_bytes, max_draft_tokens=max_draft_tokens)

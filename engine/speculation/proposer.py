@@ -15,9 +15,9 @@ from engine.speculation.controller import Controller
 from engine.speculation.cost import Profile, Step
 from engine.speculation.counters import COUNTERS
 from engine.speculation.draft_verification import DraftStepSkipper, DraftVerifier
-from engine.speculation.drafting import open_store
-from engine.speculation.process_settings import settings
+from engine.speculation.drafting import STORE_BYTES
 from engine.speculation.speculator import Speculator, TokenLists
+from kernels.draft_index.store import DraftStore
 from kernels.draft_index.store_protocol import Int32Array
 
 FEATURE = feature("speculation")
@@ -47,10 +47,9 @@ class Proposer:
         """Attach the proposer to the model runner, which maps batch rows to requests."""
         steps = self._profile_cache.read() or []
         self.is_enabled = not steps or may_speed_up(steps, self._config)
-        vocabulary = self._config.model_config.get_vocab_size()
         self.speculator = Speculator(
             runner,
-            open_store(settings().store_file, self._max_draft_tokens, vocabulary),
+            DraftStore(max_bytes=STORE_BYTES, max_draft_tokens=self._max_draft_tokens),
             self._controller(steps),
             COUNTERS,
             max_draft_tokens=self._max_draft_tokens,
@@ -109,8 +108,3 @@ class Proposer:
     def on_weights_changed(self) -> None:
         if self.speculator is not None:
             self.speculator.on_weights_changed()
-
-    def save(self) -> None:
-        file = settings().store_file
-        if self.speculator is not None and file is not None:
-            self.speculator.store.save(file)

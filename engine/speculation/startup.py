@@ -1,4 +1,4 @@
-"""Startup and shutdown of speculation: mode, vLLM's configuration and measured step times."""
+"""Startup of speculation: mode, vLLM's configuration and measured step times."""
 
 import asyncio
 import logging
@@ -178,16 +178,6 @@ async def start_drafting(llm: AsyncLLM, settings: SpeculationSettings, info: Eng
     if await _utility(llm, "coppice_start_sibling_drafts"):
         await measure_step_costs(llm, info, settings.longest_draft)
         await _utility(llm, "coppice_finish_sibling_profile")
-
-
-async def stop_drafting(llm: AsyncLLM, settings: SpeculationSettings) -> None:
-    """Save the draft store at shutdown, if a file is configured."""
-    if settings.mode not in SIBLING_MODES or settings.store_file is None:
-        return
-    if current_platform.is_cpu():
-        await await_engine(llm, llm.collective_rpc("coppice_save_drafts"))
-    else:
-        await _utility(llm, "coppice_save_sibling_drafts")
 
 
 async def predict_gain(llm: AsyncLLM, settings: SpeculationSettings) -> GainPrediction | None:

@@ -6,18 +6,13 @@ Not thread-safe. One call into the library does a whole step.
 import ctypes
 from functools import cache as cached
 from pathlib import Path
-from typing import Self
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kernels.draft_index import store_protocol
-from kernels.draft_index.file_format import StoreContents
 from kernels.draft_index.store_protocol import (
     ALL_SCOPES,
     NUM_BINS,
-    NUM_CELLS,
-    NUM_COARSE_CELLS,
     NUM_SCOPES,
     TOO_MANY_TEXTS,
     DraftBatch,
@@ -68,29 +63,6 @@ class Step(ctypes.Structure):
     ]
 
 
-class Sizes(ctypes.Structure):
-    """ctypes mirror of the C++ struct `Sizes` in csrc/saved_contents.h.
-
-    `ContentsPointers` mirrors `Contents` in the same file.
-    """
-
-    _fields_ = [
-        *[(name, ctypes.c_int64) for name in ("prompts", "prompt_tokens", "texts")],
-        *[(name, ctypes.c_int64) for name in ("text_tokens", "log_texts", "log_tokens")],
-    ]
-
-
-class ContentsPointers(ctypes.Structure):
-    _fields_ = [
-        (name, ctypes.c_void_p)
-        for name in (
-            *("prompt_lengths", "prompt_tokens", "prompt_keys", "text_counts", "text_lengths"),
-            *("text_ages", "text_groups", "text_tokens", "log_lengths", "log_ages"),
-            *("log_prompts", "log_tokens", "tried", "accepted", "coarse_tried", "coarse_accepted"),
-        )
-    ]
-
-
 def params_struct(max_bytes: int, max_draft_tokens: int, scopes: frozenset[Scope]) -> Params:
     return Params(
         max_bytes=max_bytes,
@@ -133,9 +105,6 @@ def library() -> ctypes.CDLL | None:
     loaded.coppice_drafts_age.argtypes = [store]
     loaded.coppice_drafts_step.argtypes = [store, data]
     loaded.coppice_drafts_reliability.argtypes = [store, data, data, data]
-    loaded.coppice_drafts_sizes.argtypes = [store, data]
-    loaded.coppice_drafts_write.argtypes = [store, data]
-    loaded.coppice_drafts_read.argtypes = [store, data, data]
     for name in ("charge", "num_tokens", "bytes"):
         function = getattr(loaded, f"coppice_drafts_{name}")
         function.argtypes, function.restype = [store], ctypes.c_int64
@@ -235,75 +204,9 @@ class DraftStore:
         )
         return found
 
-    def save(self, path: Path) -> None:
-        sizes = Sizes()
-        self._library.coppice_drafts_sizes(self._store, ctypes.byref(sizes))
-        contents = _empty(sizes)
-        no_keys = np.zeros(0, np.uint64)
-        self._library.coppice_drafts_write(self._store, ctypes.byref(_pointers(contents, no_keys)))
-        contents.write(path)
-
-    @classmethod
-    def load(
-        cls,
-        path: Path,
-        *,
-        max_bytes: int,
-        max_draft_tokens: int = 16,
-        scopes: frozenset[Scope] = ALL_SCOPES,
-        vocabulary: int | None = None,
-    ) -> Self:
-        """Load a draft store from a file.
-
-        With `vocabulary`, a file with larger token ids is refused, as they could be drafted.
-        """
-        contents = StoreContents.read(path, vocabulary)
-        store = cls(max_bytes=max_bytes, max_draft_tokens=max_draft_tokens, scopes=scopes)
-        keys = np.array(
-            [hash_key(prompt.tobytes()) for prompt in contents.iter_prompts()], np.uint64
-        )
-        sizes = Sizes(
-            prompts=len(contents.prompt_lengths),
-            prompt_tokens=len(contents.prompt_tokens),
-            texts=len(contents.text_lengths),
-            text_tokens=len(contents.text_tokens),
-            log_texts=len(contents.log_lengths),
-            log_tokens=len(contents.log_tokens),
-        )
-        pointers = _pointers(contents, keys)
-        store._library.coppice_drafts_read(
-            store._store, ctypes.byref(sizes), ctypes.byref(pointers)
-        )
-        return store
-
 
 _ERROR_MESSAGES = {
     -1: "slot {slot} is not in use",
     -2: "slot {slot} occurs twice in the step",
     -3: f"slot {{slot}} has more than {store_protocol.MAX_TEXT_TOKENS} tokens",
 }
-
-
-def _empty(sizes: Sizes) -> StoreContents:
-    return StoreContents(
-        prompt_lengths=np.zeros(sizes.prompts, np.uint32),
-        prompt_tokens=np.zeros(sizes.prompt_tokens, np.int32),
-        text_counts=np.zeros(sizes.prompts, np.uint32),
-        text_lengths=np.zeros(sizes.texts, np.uint32),
-        text_ages=np.zeros(sizes.texts, np.uint32),
-        text_groups=np.zeros(sizes.texts, np.uint64),
-        text_tokens=np.zeros(sizes.text_tokens, np.int32),
-        log_lengths=np.zeros(sizes.log_texts, np.uint32),
-        log_ages=np.zeros(sizes.log_texts, np.uint32),
-        log_prompts=np.zeros(sizes.log_texts, np.uint64),
-        log_tokens=np.zeros(sizes.log_tokens, np.int32),
-        tried=np.zeros(NUM_CELLS, np.uint32),
-        accepted=np.zeros(NUM_CELLS, np.uint32),
-        coarse_tried=np.zeros(NUM_COARSE_CELLS, np.uint32),
-        coarse_accepted=np.zeros(NUM_COARSE_CELLS, np.uint32),
-    )
-
-
-def _pointers(contents: StoreContents, prompt_keys: NDArray[np.uint64]) -> ContentsPointers:
-    arrays = contents.arrays() | {"prompt_keys": prompt_keys}
-    return ContentsPointers(**{name: array.ctypes.data for name, array in arrays.items()})

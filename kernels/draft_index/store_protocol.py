@@ -8,23 +8,14 @@ with `check_begin` and `check_step`.
 from dataclasses import dataclass, fields
 from enum import IntEnum
 from hashlib import blake2b
-from pathlib import Path
 from typing import Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 
-class DraftIndexError(Exception):
-    """Base class of the draft store's errors. A call that raises has no effect."""
-
-
-class InvalidCall(DraftIndexError):
-    """Invalid argument of a draft store call, for example an unused slot or a negative token."""
-
-
-class InvalidStoreFile(DraftIndexError):
-    """The file is truncated, corrupted, of another format version, or not a saved draft store."""
+class InvalidCall(Exception):
+    """Invalid argument of a call, such as an unused slot or a negative token; it has no effect."""
 
 
 MAX_DRAFT_TOKENS = 32
@@ -202,9 +193,6 @@ class Store(Protocol):
 
         Row i gets the next `counts[i]` of the tokens, and a draft of at most `limits[i]` tokens.
         """
-
-    def save(self, path: Path) -> None:
-        """Save the finished responses; running requests are not saved."""
 
     def reliability(self) -> Reliability:
         """Predicted and actual acceptance of all drafts so far."""

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from engine.settings import EngineSettings, cache_directory
+from engine.settings import EngineSettings, default_cache_directory
 from scripts.reference.types import constraints, type_text
 from service.config.settings import Settings, settings_fields
 from service.config.sources import SHORT_FLAGS, flag_name, variable_name
@@ -98,7 +98,7 @@ def _type(name: str, schema: dict[str, Any]) -> str:
 
 
 def _default(name: str, field: FieldInfo) -> str:
-    text = default_text(field).replace(f"{cache_directory('')}/", "~/.cache/coppice/")
+    text = default_text(field).replace(str(default_cache_directory()), "~/.cache/coppice")
     if text == EngineSettings().model and name == "model":
         return f"`{Path(text).relative_to(ROOT)}`, the bundled model"
     binary = _binary(text) if name.endswith("bytes") else None

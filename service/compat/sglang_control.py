@@ -84,7 +84,7 @@ class DiskBody(CompatModel):
 async def pause(request: Request, server: ReadyServer, caller: Caller) -> Response:
     body = await read_compat_body(request, PauseBody, server)
     await server.run_to_completion(
-        server.activation.pause(caller.name, _MODES[body.mode], body.lease_seconds)
+        server.activation.pauses.pause(caller.name, _MODES[body.mode], body.lease_seconds)
     )
     return json_response({"message": "paused", "status": "ok"})
 
@@ -97,7 +97,7 @@ async def pause(request: Request, server: ReadyServer, caller: Caller) -> Respon
 @requires_role("admin")
 async def resume(request: Request, server: ServingServer, caller: Caller) -> Response:
     await read_compat_body(request, EmptyBody, server)
-    await server.run_to_completion(server.activation.resume(caller.name))
+    await server.run_to_completion(server.activation.pauses.resume(caller.name))
     return json_response({"message": "continued", "status": "ok"})
 
 
@@ -118,7 +118,7 @@ async def release_memory(request: Request, server: ReadyServer, caller: Caller) 
     tags = _sleep_tags(body.tags)
     if KV_CACHE not in tags:
         raise InvalidRequest.of_parameter("tags", "must include kv_cache")
-    work = server.activation.sleep(
+    work = server.activation.sleep.sleep(
         caller.name, 2 if WEIGHTS in tags else 1, tags, "keep", body.lease_seconds
     )
     await server.run_to_completion(work)
@@ -133,7 +133,7 @@ async def release_memory(request: Request, server: ReadyServer, caller: Caller) 
 @requires_role("admin")
 async def resume_memory(request: Request, server: ServingServer, caller: Caller) -> Response:
     body = await read_compat_body(request, MemoryBody, server)
-    work = server.activation.wake(caller.name, _sleep_tags(body.tags))
+    work = server.activation.sleep.wake(caller.name, _sleep_tags(body.tags))
     await server.run_to_completion(work)
     return json_response({"status": "ok"})
 

@@ -69,21 +69,21 @@ async def pause(request: Request, server: ReadyServer, caller: Caller) -> Respon
     """
     mode = _mode(request)
     lease_seconds = pause_lease(request.query_params)
-    await server.run_to_completion(server.activation.pause(caller.name, mode, lease_seconds))
+    await server.run_to_completion(server.activation.pauses.pause(caller.name, mode, lease_seconds))
     return json_response({"status": "paused"})
 
 
 @router.post("/resume", responses=ADMIN_RESPONSES)
 @requires_role("admin")
 async def resume(server: ServingServer, caller: Caller) -> Response:
-    await server.run_to_completion(server.activation.resume(caller.name))
+    await server.run_to_completion(server.activation.pauses.resume(caller.name))
     return json_response({"status": "resumed"})
 
 
 @router.get("/is_paused", responses=ADMIN_RESPONSES)
 @allow_any_key
 async def is_paused(server: ReadyServer) -> Response:
-    return json_response({"is_paused": server.activation.paused})
+    return json_response({"is_paused": server.activation.pauses.paused})
 
 
 @router.post("/sleep", responses=SLEEP_RESPONSES)
@@ -97,11 +97,13 @@ async def sleep(request: Request, server: ReadyServer, caller: Caller) -> Respon
     level = request.query_params.get("level", "1")
     if level == "0":
         lease_seconds = pause_lease(request.query_params)
-        work = server.activation.pause(caller.name, mode, lease_seconds)
+        work = server.activation.pauses.pause(caller.name, mode, lease_seconds)
     elif level in LEVELS:
         check_can_sleep(server)
         lease_seconds = pause_lease(request.query_params, DEFAULT_SLEEP_LEASE_SECONDS)
-        work = server.activation.sleep(caller.name, LEVELS[level], ALL_TAGS, mode, lease_seconds)
+        work = server.activation.sleep.sleep(
+            caller.name, LEVELS[level], ALL_TAGS, mode, lease_seconds
+        )
     else:
         raise InvalidRequest.of_parameter("level", "must be 0, 1 or 2")
     await server.run_to_completion(work)
@@ -119,7 +121,7 @@ async def release_kv_cache_memory(
     """
     check_can_sleep(server)
     lease_seconds = pause_lease(request.query_params, DEFAULT_SLEEP_LEASE_SECONDS)
-    work = server.activation.sleep(caller.name, 1, KV_CACHE_ONLY, "keep", lease_seconds)
+    work = server.activation.sleep.sleep(caller.name, 1, KV_CACHE_ONLY, "keep", lease_seconds)
     await server.run_to_completion(work)
     return json_response({"status": "kv_cache_released"})
 
@@ -133,21 +135,21 @@ async def wake_up(request: Request, server: ServingServer, caller: Caller) -> Re
         raise InvalidRequest.of_parameter("tags", "must be weights, kv_cache or scheduling")
     woken = ALL_TAGS & set(tags) if tags else ALL_TAGS
     await server.run_to_completion(_wake_up(server, caller.name, woken))
-    is_awake = not server.activation.sleeping
+    is_awake = not server.activation.sleep.tags
     return json_response({"status": "awake" if is_awake else "sleeping", "tags": tags or None})
 
 
 async def _wake_up(server: Server, owner: str, tags: frozenset[SleepTag]) -> None:
-    await server.activation.wake(owner, tags)
-    if not server.activation.sleeping:
-        await server.activation.resume(owner)
+    await server.activation.sleep.wake(owner, tags)
+    if not server.activation.sleep.tags:
+        await server.activation.pauses.resume(owner)
 
 
 @router.get("/is_sleeping", responses=ADMIN_RESPONSES)
 @allow_any_key
 async def is_sleeping(server: ReadyServer) -> Response:
     """State of the engine: as in vLLM, a pause counts as sleep."""
-    return json_response({"is_sleeping": server.activation.paused})
+    return json_response({"is_sleeping": server.activation.pauses.paused})
 
 
 @router.post(

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from engine.settings_base import BufferBytes, Bytes, PositiveInt, Seconds, SecondsOrZero, Section
+from engine.settings_base import BufferBytes, Bytes, PositiveInt, Seconds, Section
 
 
 class KvSettings(Section):
@@ -30,18 +30,8 @@ class KvSettings(Section):
     )
     max_lease_seconds: Seconds = Field(
         60.0,
-        description="maximum lease of a handle, in seconds, counted from the rollout's end or "
-        "from a renewal; increase it if a training step takes longer",
-    )
-    max_lifetime_seconds: Seconds = Field(
-        3600.0,
-        description="maximum time from the start of a lease to its end, with all renewals, in "
-        "seconds; increase it if KV is used for longer",
-    )
-    grace_seconds: SecondsOrZero = Field(
-        5.0,
-        description="time for which KV is kept after its lease, in seconds, for readers that map "
-        "the memory directly; increase it if such readers copy slowly",
+        description="maximum lease of a handle, in seconds, counted from the rollout's end or from "
+        "a renewal; renewals end after 60 times this; increase it if a training step takes longer",
     )
     max_open_transfers: PositiveInt = Field(
         256,

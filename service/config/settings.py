@@ -17,7 +17,7 @@ from engine.settings import (
     EngineSettings,
     GraphsSettings,
     SpeculationSettings,
-    cache_directory,
+    default_cache_directory,
 )
 from engine.settings_base import (
     Bytes,
@@ -25,7 +25,6 @@ from engine.settings_base import (
     Port,
     PositiveInt,
     Seconds,
-    SecondsOrZero,
     Section,
 )
 from service.config.allowed_peers import parse_allowed
@@ -142,7 +141,7 @@ class WeightsSettings(Section):
     """Sources, storage and replication of weights versions."""
 
     directory: Path = Field(
-        default_factory=lambda: cache_directory("weights"),
+        default_factory=lambda: default_cache_directory() / "weights",
         description="directory that uploads are stored in; needs room for "
         "weights.retain_superseded + 3 versions; change it if the default has too little room, or "
         "to a directory on tmpfs for trainers on the same host",
@@ -173,16 +172,11 @@ class WeightsSettings(Section):
         description="file with the API key, of the role replica, that is sent to other replicas; "
         "needed if they require keys",
     )
-    fleet_seconds: Seconds = Field(
-        120.0,
-        description="timeout of an activation on all replicas, in seconds; increase it if "
-        "replicas fetch large versions slowly",
-    )
-    catch_up_seconds: SecondsOrZero = Field(
+    replication_seconds: Seconds = Field(
         300.0,
-        description="time for which a new replica tries to fetch the target version of the "
-        "cluster, in seconds; after it, the replica serves its own version; increase it if "
-        "replicas fetch large versions slowly",
+        description="timeout of an activation on all replicas, and time for which a new replica "
+        "tries to fetch the target version of the cluster before it serves its own version, in "
+        "seconds; increase it if replicas fetch large versions slowly",
     )
     initial_version: Label = Field(
         "v0",
@@ -209,11 +203,6 @@ class LimitsSettings(Section):
         8 * 2**20,
         description="maximum size of the JSON in a request, in bytes; larger rollouts and scores "
         "are sent packed; increase it for requests with long texts",
-    )
-    max_samples_per_request: PositiveInt = Field(
-        65536,
-        description="maximum number of samples of one request, summed over its groups; reduce it "
-        "to limit what one request can occupy",
     )
     max_support_bytes: Bytes = Field(
         2**32,
@@ -251,11 +240,6 @@ class LimitsSettings(Section):
         description="maximum lease of an open rollout tree, a pause and a sleep, in seconds; "
         "longer leases in requests are shortened to it; increase it if callers cannot renew a "
         "longer one",
-    )
-    max_header_bytes: AtLeast1024 = Field(
-        64 * 2**10,
-        description="maximum size of a request's URL and headers, in bytes; increase it if a "
-        "proxy adds large headers",
     )
     read_seconds: Seconds = Field(
         30.0,

@@ -6,6 +6,7 @@ of a request with Upgrade as a request, and sends chunks to HTTP/1.0 clients.
 """
 
 import asyncio
+from types import SimpleNamespace
 
 import httptools
 from uvicorn._types import ASGI3Application, ASGISendEvent, Scope
@@ -26,6 +27,11 @@ CROWDED = "coppice.crowded"
 """ASGI extension that marks requests past uvicorn's `limit_concurrency`."""
 CHUNK_LINE_BYTES = 32
 """Framing bytes allowed per chunk of a chunked body: its size field and two line ends."""
+MAX_HEADER_BYTES = 64 * 2**10
+"""Limit of a request's URL and headers, and of chunk extensions and trailers.
+
+It is above the limits of common proxies, so that none needs more.
+"""
 MAX_URL_BYTES = 2**16 - 1  # httptools refuses a longer URL like a malformed one
 MAX_PIPELINED_REQUESTS = 64
 
@@ -40,6 +46,7 @@ class LimitedProtocol(HttpToolsProtocol):
     _timer: asyncio.TimerHandle | None = None  # of a head, or of a body after its response
     _write_timer: asyncio.TimerHandle | None = None
     _cycle: RequestResponseCycle | None = None  # the request that runs
+    _is_discarding = False  # what arrives behind the last request that is answered
 
     @property
     def _is_running(self) -> bool:
@@ -69,17 +76,20 @@ class LimitedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
         self._overhead_bytes += len(data)
+        if self._is_discarding:
+            if self._overhead_bytes > self.limits.max_body_bytes:
+                self.transport.abort()
+            return
         if self._is_reading_head and not self._is_running:
             self._start_timer()
         try:
             self._parse(data)
         except httptools.HttpParserError:
-            return self.send_400_response("")
+            return None if self._is_discarding else self.send_400_response("")
         self._overhead_bytes = max(0, self._overhead_bytes)
-        if self._overhead_bytes > self.limits.max_header_bytes:
+        if self._overhead_bytes > MAX_HEADER_BYTES:
             what = "the headers" if self._is_reading_head else "chunk extensions and trailers"
-            limit = self.limits.max_header_bytes
-            self._send_error(HeadersTooLarge(f"the limit of {what} is {limit} bytes"))
+            self._send_error(HeadersTooLarge(f"the limit of {what} is {MAX_HEADER_BYTES} bytes"))
 
     def _parse(self, data: bytes) -> None:
         """Feed the parser, without the header Upgrade, which a server may ignore (RFC 9110, 7.8).
@@ -118,10 +128,32 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._overhead_bytes -= len(body)
-        if self.pipeline and len(self.cycle.body) + len(body) > HIGH_WATER_LIMIT:
-            # uvicorn would stop reading, and a disconnect of the running request go unnoticed.
-            raise httptools.HttpParserError("the body of a pipelined request is too large")
+        is_large = len(self.cycle.body) + len(body) > HIGH_WATER_LIMIT
+        if is_large and self.pipeline and self._cycle is not None and not _is_sent(self._cycle):
+            self._discard_from_here(self._cycle)
         super().on_body(body)
+
+    def _discard_from_here(self, running: RequestResponseCycle) -> None:
+        """Answer the requests before the one that arrives, and close then (RFC 9112, 9.6).
+
+        uvicorn would stop reading, and a disconnect of the running request go unnoticed.
+        """
+        self.pipeline.popleft()
+        self.cycle = self.pipeline[0][0] if self.pipeline else running
+        self.cycle.keep_alive, self._is_discarding = False, True
+        self.cycle.transport = SimpleNamespace(  # type: ignore[assignment]
+            write=self.transport.write, close=self._close_writing
+        )
+        raise httptools.HttpParserError("the body of a pipelined request is too large")
+
+    def _close_writing(self) -> None:
+        """Close in stages (RFC 9112, 9.6): bytes that arrive after a close reset the connection.
+
+        The client would lose what it has not read of the response.
+        """
+        if not self.transport.is_closing():
+            self.transport.write_eof()
+            self._start_timer()
 
     def on_message_complete(self) -> None:
         if not self.parser.should_upgrade():
@@ -182,6 +214,15 @@ class LimitedProtocol(HttpToolsProtocol):
             content = [STATUS_LINE[response.status_code], *head, b"\r\n", response.body]
             self.transport.write(b"".join(content))
             self.transport.close()
+
+
+def _is_sent(cycle: RequestResponseCycle) -> bool:
+    """True if the client has the whole response, and may send its next request.
+
+    The app has yet to end the response, and nothing that it does depends on the client any more.
+    """
+    is_sized = cycle.response_started and cycle.chunked_encoding is False
+    return is_sized and cycle.expected_content_length == 0
 
 
 def _without_chunks(cycle: RequestResponseCycle, app: ASGI3Application) -> ASGI3Application:

@@ -58,12 +58,10 @@ class MoveReceiver:
         rollouts: RolloutManager,
         transfers: KeyTransfers,
         *,
-        max_samples_per_request: int,
         is_paused: Callable[[], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cancelled = CancelledMoves(clock)
-        self._max_samples = max_samples_per_request
         self._is_paused = is_paused
         self._engine = engine
         self._versions = versions
@@ -166,7 +164,7 @@ class MoveReceiver:
         check_groups(state, results)
         if request is None:
             return []
-        validation.check(request, max_samples=self._max_samples, is_blocking=False)
+        validation.check(request, is_blocking=False)
         for group in state.groups:
             check_group(group, results.samples.get(group.index, []), request, info)
             await turn.pause()

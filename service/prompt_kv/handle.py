@@ -10,6 +10,12 @@ from collections.abc import Callable
 from service.config.prompt_kv import KvSettings
 from service.prompt_kv.slots import Slot, SlotTable
 
+MAX_LEASES = 60
+"""Longest lifetime of a handle, in leases of the maximum duration.
+
+A caller that hangs while it renews its lease does not keep the memory for ever.
+"""
+
 
 class Handle:
     """Handle by which one API key reads the prompt KV of one slot, with the lease on it.
@@ -25,12 +31,14 @@ class Handle:
         lease_seconds: float,
         *,
         settings: KvSettings,
+        max_leases: int,
         clock: Callable[[], float],
     ) -> None:
         self.id = handle_id
         self.owner = owner
         self.slot = slot
         self._settings = settings
+        self._max_leases = max_leases
         self._clock = clock
         self.lease_seconds = self._clamp(lease_seconds)
         self._max_deadline = 0.0
@@ -41,7 +49,7 @@ class Handle:
         """Start the lease now. No effect if it has started or ended."""
         if self._deadline is None:
             now = self._clock()
-            self._max_deadline = now + self._settings.max_lifetime_seconds
+            self._max_deadline = now + self._max_leases * self._settings.max_lease_seconds
             self._deadline = min(now + self.lease_seconds, self._max_deadline)
 
     def renew(self, lease_seconds: float) -> float:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from service.cluster.registry import new_handle_id
 from service.config.prompt_kv import KvSettings
 from service.errors import KvGone, KvNotFound
-from service.prompt_kv.handle import DownloadPin, Handle
+from service.prompt_kv.handle import MAX_LEASES, DownloadPin, Handle
 from service.prompt_kv.slots import Slot, SlotTable
 
 MAX_RELEASED_REMEMBERED = 16_384
@@ -27,11 +27,13 @@ class Handles:
         *,
         replica_id: str,
         clock: Callable[[], float],
+        max_leases: int = MAX_LEASES,
     ) -> None:
         self._slots = slots
         self._settings = settings
         self._replica_id = replica_id
         self._clock = clock
+        self._max_leases = max_leases
         self._handles: dict[str, Handle] = {}
         self._released: OrderedDict[str, str] = OrderedDict()
         self._pins: set[DownloadPin] = set()
@@ -51,6 +53,7 @@ class Handles:
             lease_seconds,
             settings=self._settings,
             clock=self._clock,
+            max_leases=self._max_leases,
         )
         self._slots.hold(slot)
         self._handles[handle.id] = handle

@@ -253,7 +253,6 @@ class PromptKvManager:
     def _create_tables(self, capacity_bytes: int) -> None:
         self._slots = SlotTable(
             capacity_bytes,
-            grace_seconds=self._settings.grace_seconds,
             clock=self._clock,
             gpu_bytes=self._gpu_kv.capacity_bytes,
         )

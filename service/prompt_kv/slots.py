@@ -18,6 +18,12 @@ from typing import NamedTuple
 from service.prompt_kv.arena import PAGE_BYTES, Extent, ExtentAllocator
 from service.prompt_kv.layout import Layout
 
+GRACE_SECONDS = 5.0
+"""Time for which KV is kept after its lease has expired.
+
+A reader that maps the memory copies several GiB in it.
+"""
+
 
 class SlotState(Enum):
     RESERVED = "reserved"
@@ -80,13 +86,11 @@ class SlotTable:
         self,
         capacity_bytes: int,
         *,
-        grace_seconds: float,
         clock: Callable[[], float],
         gpu_bytes: int = 0,
     ) -> None:
         self._gpu_extents = ExtentAllocator(gpu_bytes // PAGE_BYTES * PAGE_BYTES)
         self._extents = ExtentAllocator(capacity_bytes)
-        self._grace_seconds = grace_seconds
         self._clock = clock
         self._slots: set[Slot] = set()
         self._shared: dict[_SlotKey, Slot] = {}
@@ -152,7 +156,7 @@ class SlotTable:
         assert slot.num_handles > 0, "more handles dropped than held"
         slot.num_handles -= 1
         if expired:
-            slot.free_at = max(slot.free_at, self._clock() + self._grace_seconds)
+            slot.free_at = max(slot.free_at, self._clock() + GRACE_SECONDS)
         if not slot.num_handles:
             self._quarantine(slot)
 

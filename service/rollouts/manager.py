@@ -58,7 +58,6 @@ class RolloutManager:
         adapters: AdapterManager,
         *,
         admission: Admission,
-        max_samples_per_request: int,
         max_support_bytes: int,
         keep_seconds: float,
         keep_bytes: int,
@@ -73,7 +72,6 @@ class RolloutManager:
         self._fleet = fleet
         self._adapters = adapters
         self._admission = admission
-        self._max_samples = max_samples_per_request
         self._max_support_bytes = max_support_bytes
         self._keep_bytes = keep_bytes
         self._group_factory = group_factory
@@ -158,9 +156,7 @@ class RolloutManager:
         detached: bool,
         claim: IdempotencyClaim | None = None,
     ) -> Rollout:
-        num_samples = validation.check(
-            request, max_samples=self._max_samples, is_blocking=not (detached or request.stream)
-        )
+        num_samples = validation.check(request, is_blocking=not (detached or request.stream))
         self.check_kept_kv(request.keep_kv, request.weights)
         await check_sampling(self._engine, request.sampling)
         prompts = await self._tokenizer.all_token_ids([group.prompt for group in request.groups])

@@ -29,6 +29,7 @@ from service.rollouts.logprob_tables import (
 )
 from service.rollouts.manager import RolloutManager
 from service.rollouts.tokenizer import Tokenizer
+from service.rollouts.validation import MAX_SAMPLES
 from service.versions import Versions
 
 Result = TypeVar("Result", list[float], TopLogprobRows)
@@ -55,7 +56,6 @@ class Scoring:
         adapters: AdapterManager,
         *,
         admission: Admission,
-        max_samples_per_request: int,
     ) -> None:
         self._engine = engine
         self._versions = versions
@@ -63,13 +63,12 @@ class Scoring:
         self._rollouts = rollouts
         self._adapters = adapters
         self._admission = admission
-        self._max_samples = max_samples_per_request
 
     async def score(self, request: ScoreRequest, *, owner: str) -> ScoreAnswer:
         num_responses = sum(len(item.responses) for item in request.items)
-        if num_responses > self._max_samples:
+        if num_responses > MAX_SAMPLES:
             raise InvalidRequest(
-                f"{num_responses} responses; the limit is {self._max_samples} per request"
+                f"{num_responses} responses; the limit is {MAX_SAMPLES} per request"
             )
         _check_logprobs(request, self._engine.info)
         prompts = await self._tokenizer.all_token_ids([item.prompt for item in request.items])

@@ -24,9 +24,14 @@ KEPT_KV_REASONS: Mapping[KeptKvReason, str] = {
     "kv_offloading": "cannot be combined with engine.kv_offload_bytes",
     "unsupported_cache": "the model has states of many positions, such as those of Mamba layers",
 }
+MAX_SAMPLES = 65_536
+"""Limit of the samples of one request, summed over its groups.
+
+What an API key may occupy is limited by limits.max_samples_per_key.
+"""
 
 
-def check(request: RolloutRequest, *, max_samples: int, is_blocking: bool) -> int:
+def check(request: RolloutRequest, *, is_blocking: bool) -> int:
     """Validate a rollout request across its fields; returns its number of samples.
 
     `is_blocking`: the caller receives nothing before the rollout has ended.
@@ -53,9 +58,9 @@ def check(request: RolloutRequest, *, max_samples: int, is_blocking: bool) -> in
         raise InvalidRequest(
             f"finish.num_samples is {num_finish_samples}, but a group has fewer samples"
         )
-    if sum(num_samples) > max_samples:
+    if sum(num_samples) > MAX_SAMPLES:
         raise InvalidRequest(
-            f"{sum(num_samples)} samples; a request may have at most {max_samples}"
+            f"{sum(num_samples)} samples; a request may have at most {MAX_SAMPLES}"
         )
     return sum(num_samples)
 

@@ -47,7 +47,7 @@ async def list_adapters(server: ReadyServer) -> Response:
 @requires_role("admin")
 async def load(name: str, request: Request, server: ReadyServer) -> Response:
     body = await read_small_json(request, LoadAdapterRequest)
-    server.activation.check_weights_awake()
+    server.activation.sleep.check_weights_awake()
     work = server.adapters.load(label(name, "name"), body.version, body.path)
     adapter, is_new = await server.run_to_completion(work)
     return json_response(server.adapters.answer_of(adapter), 201 if is_new else 200)
@@ -57,7 +57,7 @@ async def load(name: str, request: Request, server: ReadyServer) -> Response:
 @requires_role("admin")
 async def upload(name: str, version: str, server: ReadyServer, file: UploadedFile) -> Response:
     name, version = label(name, "name"), label(version)
-    server.activation.check_weights_awake()
+    server.activation.sleep.check_weights_awake()
     received = await server.adapters.receive(name, file.chunks, file.digest)
     work = server.adapters.add(name, version, received)
     adapter, is_new = await server.run_to_completion(work)

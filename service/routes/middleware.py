@@ -16,7 +16,7 @@ from service.auth.audit_log import log_admin_call
 from service.config.settings import LimitsSettings
 from service.errors import HeadersTooLarge, Overloaded, RequestTimeout
 from service.http.exception_handlers import error_response
-from service.http.limited_protocol import CROWDED
+from service.http.limited_protocol import CROWDED, MAX_HEADER_BYTES
 from service.log_context import request_id
 from service.observability.metrics import Metrics
 from service.observability.tracing import Tracing
@@ -88,8 +88,8 @@ class LimitsMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        if head_bytes(scope) > self._limits.max_header_bytes:
-            too_large = HeadersTooLarge(f"the limit is {self._limits.max_header_bytes} bytes")
+        if head_bytes(scope) > MAX_HEADER_BYTES:
+            too_large = HeadersTooLarge(f"the limit is {MAX_HEADER_BYTES} bytes")
             return await error_response(scope, too_large)(scope, receive, send)
         if CROWDED in scope.get("extensions", {}) and scope["path"] not in PROBES:
             error = Overloaded(

@@ -31,7 +31,7 @@ async def pause(request: Request, server: ReadyServer, caller: Caller) -> Respon
     """Pause sampling, or renew the pause of this API key."""
     body = await read_small_json(request, PauseRequest)
     await server.run_to_completion(
-        server.activation.pause(caller.name, body.mode, body.lease_seconds)
+        server.activation.pauses.pause(caller.name, body.mode, body.lease_seconds)
     )
     return json_response(_answer(server))
 
@@ -44,7 +44,9 @@ async def resume(request: Request, server: ServingServer, caller: Caller) -> Res
     Allowed while draining too, because paused samples could not finish otherwise.
     """
     body = await read_small_json(request, ResumeRequest)
-    await server.run_to_completion(server.activation.resume(caller.name, is_for_all=body.all))
+    await server.run_to_completion(
+        server.activation.pauses.resume(caller.name, is_for_all=body.all)
+    )
     return json_response(_answer(server))
 
 
@@ -53,7 +55,7 @@ async def resume(request: Request, server: ServingServer, caller: Caller) -> Res
 async def sleep(request: Request, server: ReadyServer, caller: Caller) -> Response:
     body = await read_small_json(request, SleepRequest)
     check_can_sleep(server)
-    work = server.activation.sleep(
+    work = server.activation.sleep.sleep(
         caller.name, body.level, frozenset(body.tags), body.mode, body.lease_seconds
     )
     await server.run_to_completion(work)
@@ -65,7 +67,7 @@ async def sleep(request: Request, server: ReadyServer, caller: Caller) -> Respon
 async def wake(request: Request, server: ServingServer, caller: Caller) -> Response:
     """Allocate the engine's memory again; allowed while draining, as is a resume."""
     body = await read_small_json(request, WakeRequest)
-    work = server.activation.wake(caller.name, frozenset(body.tags), is_for_all=body.all)
+    work = server.activation.sleep.wake(caller.name, frozenset(body.tags), is_for_all=body.all)
     await server.run_to_completion(work)
     return json_response(_sleep_answer(server))
 
@@ -78,17 +80,17 @@ def check_can_sleep(server: Server) -> None:
 
 
 def _sleep_answer(server: Server) -> SleepAnswer:
-    activation = server.activation
+    pauses, sleep = server.activation.pauses, server.activation.sleep
     return SleepAnswer.model_validate(
         {
-            "level": activation.sleep_level,
-            "sleeping_tags": sorted(activation.sleeping),
-            "paused": activation.paused,
-            "lease_seconds": activation.pause_seconds_left,
+            "level": sleep.level,
+            "sleeping_tags": sorted(sleep.tags),
+            "paused": pauses.paused,
+            "lease_seconds": pauses.seconds_left,
         }
     )
 
 
 def _answer(server: Server) -> PauseAnswer:
-    activation = server.activation
-    return PauseAnswer(paused=activation.paused, lease_seconds=activation.pause_seconds_left)
+    pauses = server.activation.pauses
+    return PauseAnswer(paused=pauses.paused, lease_seconds=pauses.seconds_left)

@@ -18,10 +18,10 @@ def status(server: Server) -> StatusAnswer:
         version=__version__,
         stage=health.stage,
         start_phase=_start_phase(health),
-        paused=server.activation.paused,
-        pause_lease_seconds=server.activation.pause_seconds_left,
-        sleep_level=server.activation.sleep_level,
-        sleeping_tags=sorted(server.activation.sleeping),
+        paused=server.activation.pauses.paused,
+        pause_lease_seconds=server.activation.pauses.seconds_left,
+        sleep_level=server.activation.sleep.level,
+        sleeping_tags=sorted(server.activation.sleep.tags),
         weights_version=active.label,
         weights_sequence=active.sequence,
         num_rollouts_running=server.rollouts.num_running,
@@ -43,8 +43,8 @@ def update_gauges(server: Server) -> None:
     metrics.server.ready.set(_succeeds(readiness.check_ready))
     metrics.server.live.set(_succeeds(readiness.check_alive))
     metrics.server.draining.set(readiness.draining)
-    metrics.server.paused.set(server.activation.paused)
-    metrics.server.sleep_level.set(server.activation.sleep_level)
+    metrics.server.paused.set(server.activation.pauses.paused)
+    metrics.server.sleep_level.set(server.activation.sleep.level)
     metrics.server.engine_up.set(readiness.started and health.alive)
     metrics.server.heartbeat_age.set(health.age_seconds)
     metrics.rollouts.rollouts_running.set(server.rollouts.num_running)

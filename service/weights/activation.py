@@ -10,9 +10,8 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from collections.abc import Set as AbstractSet
 from contextlib import asynccontextmanager
-from typing import Any, Final
+from typing import Any
 
 from coppice.wire.kv_versions import ActivationKv
 from coppice.wire.weights import ActivationAnswer, ActivationMode
@@ -22,15 +21,13 @@ from engine.errors import (
     EngineError,
     FilesRestored,
     LoadFailed,
-    MemoryUnavailable,
 )
 from engine.protocol import Engine
-from engine.types import WEIGHTS, PauseMode, SleepLevel, SleepTag
+from engine.types import PauseMode
 from engine.weights.ipc_tensors import WeightTransfer
 from service.errors import (
     DRAINING_RETRY_SECONDS,
     ActivationFailed,
-    Asleep,
     Draining,
     EngineGone,
     ServiceError,
@@ -42,24 +39,19 @@ from service.rollouts.manager import RolloutManager
 from service.versions import Version, Versions, publish_again
 from service.weights.engine_pauses import EnginePauses
 from service.weights.idle_wait import IdleWait
-from service.weights.pauses import Pause, PauseKind, Pauses
+from service.weights.pauses import Pauses
 from service.weights.replication.announcer import Announcer
+from service.weights.sleep import Sleep
 from service.weights.stager import WeightStager
 
 RunToCompletion = Callable[[Coroutine[Any, Any, ActivationAnswer]], Awaitable[ActivationAnswer]]
 """Runs a state change to completion, even if the calling task is cancelled."""
 
-WAKE_RETRY_SECONDS: Final = 2.0
-"""Time until a wake at the end of a lease is repeated, if another process uses the memory."""
-
-COMPLETION_SECONDS: Final = 1.0
-"""Time for rollouts to become idle after a pause in mode `wait` or `abort` has ended samples."""
-
 log = logging.getLogger(__name__)
 
 
 class Activation:
-    """Switches the engine to another weights version, and owns the engine's pause state.
+    """Switches the engine to another weights version, also while it is paused.
 
     `on_weights_changed` is called for each change of the active version. That includes the return
     to the last version with files if weights without files are lost, which is no activation.
@@ -90,214 +82,29 @@ class Activation:
         self._run_to_completion = run_to_completion
         self._on_activated = on_activated
         self._on_weights_changed = on_weights_changed
-        self._on_lease_ended = on_lease_ended
         self._clock = clock
         self._applying = asyncio.Lock()
-        self._lock = asyncio.Lock()
-        self._sleep_level: SleepLevel = 1
-        self._sleeping: frozenset[SleepTag] = frozenset()
-        self._is_overdue = False  # the lease of the sleep has ended, but no wake has succeeded
-        self._pauses = Pauses(max_lease_seconds, clock=clock)
-        self._engine_pauses = EnginePauses(engine, self._pauses)
         self._idle_wait = IdleWait(rollouts)
-
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Context manager of the task that ends pauses whose leases have ended."""
-        task = asyncio.create_task(self._end_leases())
-        try:
-            yield
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
-    @property
-    def paused(self) -> bool:
-        return len(self._pauses) > 0
-
-    @property
-    def pause_seconds_left(self) -> float | None:
-        return self._pauses.seconds_left
-
-    async def pause(self, owner: str, mode: PauseMode, lease_seconds: float | None) -> None:
-        """Start or renew the pause of an API key; None: without a lease."""
-        self._engine_pauses.renew(owner, "pause", lease_seconds)
-        async with self._lock:
-            await self._engine_pauses.start(owner, "pause", mode, lease_seconds)
-            self._check_wait_after_pause(mode)
-
-    def _check_wait_after_pause(self, mode: PauseMode) -> None:
-        """Let an activation that waits check whether a new pause keeps its samples from ending.
-
-        The modes `wait` and `abort` end running samples, but freeze those that start afterwards,
-        such as the next ones of a rollout whose first samples have ended.
-        """
-        self._idle_wait.wake_after(0.0 if mode == "keep" else COMPLETION_SECONDS)
-
-    async def resume(self, owner: str, *, is_for_all: bool = False) -> None:
-        """End the pause of an API key, or of all; sampling resumes with the end of the last one.
-
-        This also ends a pause in mode `wait` whose samples still run, and which holds the lock.
-        """
-        self._end("pause", None if is_for_all else owner)
-        async with self._lock:
-            self._end("pause", None if is_for_all else owner)
-            await self._resume_unless_paused()
-
-    def _end(self, kind: PauseKind, owner: str | None) -> None:
-        if owner is None:
-            self._pauses.end_all(kind)
-        else:
-            self._pauses.end(owner, kind)
-
-    @property
-    def sleep_level(self) -> int:
-        """Level at which the engine sleeps; 0 if it is awake."""
-        return self._sleep_level if self._sleeping else 0
-
-    @property
-    def sleeping(self) -> frozenset[SleepTag]:
-        """Parts of the engine's memory that are released."""
-        return self._sleeping
-
-    async def sleep(
-        self,
-        owner: str,
-        level: SleepLevel,
-        tags: AbstractSet[SleepTag],
-        mode: PauseMode,
-        lease_seconds: float | None,
-    ) -> None:
-        """Pause sampling and release the engine's memory, or renew the lease of the same sleep."""
-        self._engine_pauses.renew(owner, "sleep", lease_seconds)
-        async with self._lock:
-            if self._sleeping:
-                self._check_same_sleep(owner, level, tags)
-            else:
-                await self._engine_pauses.start(owner, "sleep", mode, lease_seconds, recompute=True)
-                self._check_wait_after_pause(mode)
-                await self._fall_asleep(owner, level, tags)
-            self._pauses.start(owner, lease_seconds, kind="sleep")
-            self._is_overdue = False
-
-    def _check_same_sleep(self, owner: str, level: SleepLevel, tags: AbstractSet[SleepTag]) -> None:
-        if not self._pauses.has(owner, "sleep"):
-            raise Asleep("the engine sleeps for another API key")
-        if (level, tags) != (self._sleep_level, self._sleeping):
-            raise Asleep(
-                f"the engine sleeps at level {self._sleep_level}, with {_names(self._sleeping)} "
-                "released: wake it before another sleep"
-            )
-
-    async def _fall_asleep(
-        self, owner: str, level: SleepLevel, tags: AbstractSet[SleepTag]
-    ) -> None:
-        began = self._clock()
-        try:
-            await self._prompt_kv.before_weights_update()
-            await self._engine.sleep(level, tags)
-        except (LoadFailed, ServiceError) as error:
-            self._pauses.end(owner, "sleep")
-            await self._resume_unless_paused()
-            if isinstance(error, LoadFailed):
-                raise Asleep(f"level 2 is not possible: {error}") from error
-            raise
-        self._sleep_level, self._sleeping = level, frozenset(tags)
-        seconds = self._clock() - began
-        log.info("asleep at level %s without %s in %.3f s", level, _names(tags), seconds)
-
-    async def wake(
-        self, owner: str, tags: AbstractSet[SleepTag], *, is_for_all: bool = False
-    ) -> None:
-        """Allocate memory with these tags again; once everything is awake, the sleep has ended.
-
-        This also ends a sleep in mode `wait` whose samples still run.
-        """
-        if not self._sleeping:
-            self._end("sleep", None if is_for_all else owner)
-        async with self._lock:
-            if self._sleeping and not (is_for_all or self._pauses.has(owner, "sleep")):
-                raise Asleep("the engine sleeps for another API key")
-            try:
-                await self._wake(tags)
-            except MemoryUnavailable as error:
-                raise Asleep(f"{error}; the engine still sleeps: repeat the call later") from error
-            if not self._sleeping:
-                self._pauses.end_all("sleep")
-                await self._resume_unless_paused()
-
-    async def _wake(self, tags: AbstractSet[SleepTag]) -> None:
-        began, woken = self._clock(), self._sleeping & tags
-        if woken:
-            await self._wake_engine(woken)
-            self._sleeping -= woken
-            log.info("woke %s in %.3f s", _names(woken), self._clock() - began)
-        if not self._sleeping:
-            self._is_overdue = False
-
-    async def _wake_engine(self, tags: AbstractSet[SleepTag]) -> None:
-        """Wake the engine. Dropped weights without files are replaced by the last ones with files.
-
-        Groups that require the replaced version end.
-        """
-        if self._versions.active.has_files:
-            await self._engine.wake(tags)
-            return
-        async with self._rollouts.close_gate():
-            restored = await self._engine.wake(tags)
-            if restored is not None:
-                await self._rollouts.end_groups_bound_to_other_versions(restored)
-                log.warning("%s has no files; %s is active", self._versions.active.label, restored)
-                self._on_loaded(restored)
-
-    def check_weights_awake(self) -> None:
-        if WEIGHTS in self._sleeping:
-            raise Asleep("the memory of the weights is released: wake the weights first")
-
-    async def _end_leases(self) -> None:
-        while True:
-            await self._pauses.wait_until_one_ends()
-            async with self._lock:
-                await self._end_due_pauses()
-
-    async def _end_due_pauses(self) -> None:
-        for pause in self._pauses.ended():
-            self._record_lease_end(pause)
-            if pause.kind == "pause" or await self._wake_after_lease(pause):
-                self._pauses.end(pause.owner, pause.kind)
-        try:
-            await self._resume_unless_paused()
-        except EngineError as error:
-            log.error("sampling was not resumed at the end of a pause: %s", error)
-
-    def _record_lease_end(self, pause: Pause) -> None:
-        """Log and count the end of a lease once, also if the wake is repeated."""
-        if pause.kind == "sleep" and self._is_overdue:
-            return
-        self._is_overdue = pause.kind == "sleep" or self._is_overdue
-        log.warning("the %s by %s has ended: its lease was not renewed", pause.kind, pause.owner)
-        self._on_lease_ended()
-
-    async def _wake_after_lease(self, sleep: Pause) -> bool:
-        """Wake everything; without memory for it, the sleep goes on until the next attempt."""
-        try:
-            await self._wake(self._sleeping)
-        except MemoryUnavailable as error:
-            log.warning("the engine sleeps beyond the end of its lease: %s", error)
-            self._pauses.start(sleep.owner, WAKE_RETRY_SECONDS, kind="sleep")
-            return False
-        except EngineError as error:
-            log.error("the engine was not woken at the end of a sleep: %s", error)
-        return True
+        self.pauses = EnginePauses(engine, Pauses(max_lease_seconds, clock=clock), self._idle_wait)
+        self.sleep = Sleep(
+            engine,
+            versions,
+            rollouts,
+            prompt_kv,
+            self.pauses,
+            on_restored=self._on_loaded,
+            on_lease_ended=on_lease_ended,
+            clock=clock,
+        )
 
     async def reset_prefix_cache(self) -> None:
         """Reset the engine's prefix cache; running samples keep their KV blocks."""
-        async with self._lock:
+        async with self.pauses.lock:
             await self._engine.pause("keep")
             try:
                 await self._engine.reset_prefix_cache()
             finally:
-                await self._resume_unless_paused()
+                await self.pauses.resume_unless_paused()
 
     async def apply(
         self,
@@ -341,7 +148,7 @@ class Activation:
         version = self._versions.check_activation(label, allow_rollback=allow_rollback)
         if version == self._versions.active:
             return None
-        self.check_weights_awake()
+        self.sleep.check_weights_awake()
         await self._stager.revalidate(version)
         self._versions.check_activation(label, allow_rollback=allow_rollback)
         return version
@@ -361,10 +168,10 @@ class Activation:
                 if is_new:
                     if checked is None:  # another version was activated meanwhile
                         await self._stager.revalidate(version)
-                    self.check_weights_awake()
+                    self.sleep.check_weights_awake()
                 if is_new and mode == "wait":
                     return await self._activate_when_idle(label, allow_rollback, kv)
-                async with self._lock:
+                async with self.pauses.lock:
                     return await self._activate(label, mode, allow_rollback, kv)
 
     async def _activate_when_idle(
@@ -373,7 +180,7 @@ class Activation:
         """Activate once no rollout is sampling. Pauses can start and end during the wait."""
         async with self._rollouts.close_gate():
             while True:
-                async with self._lock:
+                async with self.pauses.lock:
                     _check_available(self._versions.get(label))
                     self._check_can_wait()
                     if self._rollouts.is_idle:
@@ -406,7 +213,7 @@ class Activation:
         previous = self._versions.active
         if version == previous:
             return _answer(version, previous, mode, paused_seconds=0.0, samples_ended=0)
-        self.check_weights_awake()
+        self.sleep.check_weights_awake()
         _check_available(version)
         async with self._rollouts.close_gate(), self._opened(version):
             return await self._switch(version, previous, mode, kv)
@@ -441,7 +248,7 @@ class Activation:
         Call it while the gate is closed. It counts rollouts, because an admitted rollout may not
         have started its samples yet.
         """
-        if self.paused and not self._rollouts.is_idle:
+        if self.pauses.paused and not self._rollouts.is_idle:
             raise _frozen()
 
     async def _switch(
@@ -449,7 +256,7 @@ class Activation:
     ) -> ActivationAnswer:
         began = self._clock()
         pause: PauseMode = "abort" if mode == "abort" else "keep"
-        await self._engine_pauses.pause(pause, recompute=mode == "recompute")
+        await self.pauses.pause_engine(pause, recompute=mode == "recompute")
         try:
             await self._prompt_kv.before_weights_update()
             samples_ended = await self._rollouts.end_groups_bound_to_other_versions(version.label)
@@ -457,9 +264,9 @@ class Activation:
         except EngineGone:
             raise  # the engine stays paused: partially loaded weights must not be used
         except (ServiceError, EngineError):
-            await self._resume_unless_paused()
+            await self.pauses.resume_unless_paused()
             raise
-        await self._resume_unless_paused()
+        await self.pauses.resume_unless_paused()
         seconds = self._clock() - began
         log.info("activated %s in %.3f s", version.label, seconds)
         return _answer(
@@ -495,13 +302,6 @@ class Activation:
         self._versions.activated(label)
         self._prompt_kv.after_weights_update(label)
         self._on_weights_changed()
-
-    async def _resume_unless_paused(self) -> None:
-        await self._engine_pauses.resume_unless_paused()
-
-
-def _names(tags: AbstractSet[SleepTag]) -> str:
-    return " and ".join(sorted(tags))
 
 
 def _check_available(version: Version) -> None:

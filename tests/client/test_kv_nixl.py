@@ -8,7 +8,7 @@ import pytest
 from coppice import KvHandle, KvSource, PromptKV
 from coppice.prompt_kv import server_kv_source as source_module
 from tests.client.test_kv import assert_right, fetched, handle_from, server
-from tests.nixl_agent import agent_process, eventually, needs_nixl
+from tests.nixl_agent import agent_process, eventually, needs_nixl, suspend
 
 WAYS = ["nixl", "http"]
 
@@ -62,7 +62,7 @@ def test_owner_killed_during_a_read_falls_back(tmp_path: Path) -> None:
         handle, source = handle_with_nixl(url), KvSource(url, transports=WAYS, timeout=3600)
         assert fetched(handle, source).transport == "nixl"
         owner = agent_process()
-        owner.suspend()  # so that the read is certainly in progress
+        suspend(owner)  # so that the read is certainly in progress
         killer = threading.Timer(0.5, owner.kill)
         killer.start()
         kv = fetched(handle, source)
@@ -81,7 +81,7 @@ def test_unresponsive_owner_is_given_up(tmp_path: Path) -> None:
     with server(tmp_path, nixl=True) as url:
         handle = handle_with_nixl(url)
         source = KvSource(url, transports=WAYS, timeout=3)
-        agent_process().suspend()
+        suspend(agent_process())
         for _ in range(2):
             kv = fetched(handle, source)
             assert kv.transport == "http"

@@ -6,9 +6,12 @@ import pytest
 from pydantic import BaseModel
 from pydantic_core import from_json
 
-from coppice.transport.messages import MAX_JSON_BYTES, HttpRequest, json_request
+from coppice.transport.messages import JSON, MAX_JSON_BYTES, HttpRequest, json_request
 from coppice.wire.packed_requests import PACKED_MEDIA_TYPE, pack_request, unpack_request
 from coppice.wire.rollouts import RolloutRequest
+from coppice.wire.score import ScoreRequest
+from tests.service.test_bodies import bodies_of
+from tests.service.test_bodies import sent as received
 from tests.service.test_packed_requests import REQUEST
 
 
@@ -49,3 +52,15 @@ def test_request_is_packed_above_a_size_if_the_route_accepts_it(is_packable: boo
     if is_packable:
         assert len(request.body) < 0.7 * MAX_JSON_BYTES
         assert unpacked(request.body, RolloutRequest) == large
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "media_type"), [(520_000, JSON), (530_000, PACKED_MEDIA_TYPE)]
+)
+async def test_server_accepts_any_number_of_token_ids(num_tokens: int, media_type: str) -> None:
+    """Requests are packed before their JSON has more values than the server parses."""
+    item = {"prompt": {"text": "a"}, "responses": [[1] * num_tokens]}
+    request = ScoreRequest.model_validate({"items": [item]})
+    call = sent(request)
+    assert call.headers["Content-Type"] == media_type and isinstance(call.body, bytes)
+    assert await bodies_of().read_packable(received(call.body, media_type), ScoreRequest) == request

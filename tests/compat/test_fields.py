@@ -166,10 +166,11 @@ async def test_numbers_are_bounded_as_in_the_native_contract(tmp_path: Path) -> 
 
 
 async def test_limits_and_metrics_apply(tmp_path: Path) -> None:
-    limits = {"max_samples_per_request": 2, "max_body_bytes": 1024}
-    async with foreign(tmp_path, limits=limits) as served:
+    async with foreign(tmp_path, limits={"max_body_bytes": 1024}) as served:
         await served.post("/v1/completions", {**COMPLETION, "n": 2})
-        status, _ = await served.refused("/v1/completions", {**COMPLETION, "n": 3})
+        status, _ = await served.refused(
+            "/v1/completions", {**COMPLETION, "prompt": ["a"] * 65, "n": 1024}
+        )
         large, _ = await served.refused("/v1/completions", {**COMPLETION, "user": "x" * 2000})
         metric = served.server.metrics.registry.get_sample_value
         labels = {"route": "/v1/completions", "code": "200"}

@@ -50,9 +50,10 @@ async def scene(
         tensor_parallel_size=num_ranks,
         cpu_threads=1,
         prompt_kv=True,
+        cache_directory=tmp_path / "cache",
         **options,
     )
-    attention = AttentionSettings(shared_prefix="always", cache_directory=tmp_path)
+    attention = AttentionSettings(shared_prefix="always")
     engine = VllmEngine(settings, attention=attention, speculation=speculation)
     weights = {"initial_version": "v7"}
     async with (

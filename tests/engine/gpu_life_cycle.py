@@ -112,11 +112,10 @@ def _started(mode: str, folder: Path) -> Iterator[dict[str, Any]]:
         gpu_memory_utilization=0.1,
         enable_sleep_mode=True,
         prompt_kv=True,
+        cache_directory=folder,
         vllm_args={"compilation_config": {"mode": 0, "custom_ops": ["none"]}},
     )
-    speculation = SpeculationSettings(
-        mode=mode, longest_draft=3, drafter=MODEL, cache_directory=folder
-    )
+    speculation = SpeculationSettings(mode=mode, longest_draft=3, drafter=MODEL)
     graphs = GraphsSettings(budget_bytes=2**30)
     plan = plan_for_start(settings, graphs, speculation, MODEL, on_cpu=False)
     made = engine_arguments(settings, MODEL, speculation=speculation, on_cpu=False, graphs=plan)
@@ -125,9 +124,7 @@ def _started(mode: str, folder: Path) -> Iterator[dict[str, Any]]:
     del given["model"]
     with engine_environment(
         settings,
-        attention=AttentionSettings(
-            shared_prefix="auto" if mode == "off" else "always", cache_directory=folder
-        ),
+        attention=AttentionSettings(shared_prefix="auto" if mode == "off" else "always"),
         speculation=speculation,
         graphs=plan,
         on_cpu=False,

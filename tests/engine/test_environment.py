@@ -8,6 +8,7 @@ import pytest
 from engine.launch.environment import engine_environment
 from engine.runtime.installed_settings import (
     attention_settings,
+    cache_directory,
     speculation_settings,
     started_by_coppice,
 )
@@ -35,9 +36,15 @@ def test_environment_is_restored_afterwards(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_engine_processes_receive_the_attention_mode() -> None:
-    attention = AttentionSettings(shared_prefix="always", cache_directory=Path("/kept"))
+    attention = AttentionSettings(shared_prefix="always")
     with engine_environment(threads(), attention=attention, on_cpu=True, temp_dir=SCRATCH):
         assert attention_settings() == attention
+
+
+def test_engine_processes_receive_the_cache_directory() -> None:
+    settings = EngineSettings(cache_directory=Path("/kept"))
+    with engine_environment(settings, attention=AttentionSettings(), on_cpu=True, temp_dir=SCRATCH):
+        assert cache_directory("attention") == Path("/kept/attention")
 
 
 def test_engine_processes_receive_speculation_and_room_for_drafts() -> None:

@@ -36,9 +36,9 @@ def engine(model: Path, cache: Path) -> VllmEngine:
         max_sequences=4,
         cache_bytes=2**20,
         cpu_threads=1,
+        cache_directory=cache,
     )
-    attention = AttentionSettings(shared_prefix="off", cache_directory=cache)
-    return VllmEngine(settings, attention=attention)
+    return VllmEngine(settings, attention=AttentionSettings(shared_prefix="off"))
 
 
 def stepped(tensors: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,8 @@ from transformers import AutoTokenizer
 
 from engine.errors import ChecksUnavailable, SamplingRefused
 from engine.io import grammar_check
-from engine.io.grammar_check import GrammarChecker, xgrammar_source
+from engine.io.check_limiter import LONG_SECONDS
+from engine.io.grammar_check import LIMIT_SECONDS, GrammarChecker, xgrammar_source
 from engine.io.request_params import sampling_params
 from engine.types import SampleRequest, Sampling, StructuredOutputs
 from tests.engine.seedling import MODEL
@@ -44,6 +45,8 @@ CIRCULAR = "\n".join(
 AFTER_A = 'root ::= [^a] | "a" s\ns ::= s s | "a" | ""'
 NULLABLE = nullable_rules()
 SLOW = "(a|b?)" * 2700
+HEAVY = "(a|b?)" * 1800
+"""A slow processor does not compile it within `LIMIT_SECONDS`, a fast one does."""
 OPTIONAL = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(1500)}}
 
 
@@ -103,6 +106,7 @@ async def test_constraint_is_accepted(checker: GrammarChecker, outputs: dict[str
         ({"grammar": AMBIGUOUS}, "takes"),
         ({"grammar": CIRCULAR}, "takes"),
         ({"regex": "((a{1,100}){1,100}){1,100}"}, "takes"),
+        ({"regex": HEAVY}, "compiling it takes too long|longer than 10 s"),
         ({"grammar": AFTER_A, "bias": "a"}, "takes"),
         ({"grammar": AFTER_A, "allowed": "a"}, "takes"),
         ({"grammar": NULLABLE, "bias": "a"}, "takes"),
@@ -148,6 +152,26 @@ async def test_check_does_not_wait_for_a_slow_one_of_another_key() -> None:
     with pytest.raises(SamplingRefused, match="longer than 2 s of CPU time"):
         await slow
     await checker.close()
+
+
+async def test_heavy_regexes_of_two_keys_do_not_delay_another() -> None:
+    checker = GrammarChecker(tokenizer_info, limit_seconds=LONG_SECONDS + 0.5)
+
+    def heavy(name: str, key: str) -> "asyncio.Task[None]":
+        return asyncio.create_task(checker.check(constrained(regex=SLOW + name), key))
+
+    first = await asyncio.gather(*(heavy("first", key) for key in "ab"), return_exceptions=True)
+    assert [type(error) for error in first] == [SamplingRefused] * 2
+    checker._limit_seconds = LIMIT_SECONDS
+    hostile = [heavy(f"{key}{number}", key) for number in range(3) for key in "ab"]
+    while not checker._checking:
+        await asyncio.sleep(0.001)
+    for number in range(3):
+        await checker.check(constrained(regex=f"quick{number}"), "other")
+    assert not any(task.done() for task in hostile)
+    await checker.close()
+    ended = await asyncio.gather(*hostile, return_exceptions=True)
+    assert [type(error) for error in ended] == [ChecksUnavailable] * 6
 
 
 async def test_failed_start_is_an_error_of_its_own_and_is_not_remembered(

@@ -7,21 +7,22 @@ from typing import Any
 import pytest
 
 from engine.errors import QueueFull, SamplingRefused
+from engine.io.check_limiter import CLIENT_BYTES, LONG_SECONDS, SLOW_SECONDS, CheckLimiter
 from engine.io.grammar_check import (
     CHECK_BYTES,
-    CLIENT_BYTES,
     MAX_RESULTS,
     REFUSAL_SECONDS,
     GrammarChecker,
     Results,
 )
+from engine.io.grammar_worker import Answer
 from engine.types import Sampling, StructuredOutputs
 
 pytestmark = pytest.mark.asyncio
 
 
 class FakeWorker:
-    """The process of a checker, which answers once `go` is set."""
+    """The process of a checker, which answers once `go` is set. Checks of `heavy` take long."""
 
     has_ended = False
 
@@ -30,10 +31,12 @@ class FakeWorker:
         self.asked: list[str] = []
         self.reason: str | None = None
 
-    async def ask(self, limit_seconds: float, line: str) -> str | None:
-        self.asked.append(json.loads(line)[1])
+    async def ask(self, limit_seconds: float, line: str) -> Answer:
+        pattern = json.loads(line)[1]
+        self.asked.append(pattern)
         await self.go.wait()
-        return self.reason
+        is_heavy = pattern.startswith("heavy")
+        return Answer(self.reason, LONG_SECONDS + 1 if is_heavy else LONG_SECONDS)
 
 
 class FakeChecker(GrammarChecker):
@@ -58,6 +61,13 @@ class FakeChecker(GrammarChecker):
             await asyncio.sleep(0.001)
         return task
 
+    async def make_slow(self, *clients: str) -> None:
+        self.go.set()
+        for client in clients:
+            await self.check(constrained(f"heavy first of {client}"), client)
+        self.go.clear()
+        self.asked.clear()
+
 
 def constrained(pattern: str, **options: Any) -> Sampling:
     outputs = StructuredOutputs(regex=pattern)
@@ -74,6 +84,61 @@ async def test_one_key_delays_another_by_one_check_at_most() -> None:
     await asyncio.gather(*hostile, *others, last)
     assert checker.asked[2:5] == ["last", "slow1", "quick1"]
     assert checker.asked[5:] == ["slow2", "slow3", "slow4"]
+
+
+@pytest.mark.parametrize("num_keys", [2, 4])
+async def test_slow_keys_leave_a_place_to_the_others(num_keys: int) -> None:
+    checker = FakeChecker()
+    keys = [f"hostile{number}" for number in range(num_keys)]
+    await checker.make_slow(*keys)
+    hostile = [await checker.begin(f"heavy {key} {n}", key) for n in range(3) for key in keys]
+    other = await checker.begin("quick", "other")
+    assert checker.asked == ["heavy hostile0 0", "quick"]
+    checker.go.set()
+    await asyncio.gather(*hostile, other)
+
+
+async def test_long_check_delays_checks_of_its_key_that_wait_already() -> None:
+    checker = FakeChecker()
+    tasks = [await checker.begin(f"heavy {key}{n}", key) for n in range(2) for key in "ab"]
+    checker.go.set()
+    checker.go.clear()
+    while len(checker.asked) < 3 or checker.num_begun < 4:
+        await asyncio.sleep(0.001)
+    other = await checker.begin("quick", "other")
+    assert checker.asked == ["heavy a0", "heavy b0", "heavy a1", "quick"]
+    checker.go.set()
+    await asyncio.gather(*tasks, other)
+
+
+async def test_long_check_of_a_session_makes_its_key_slow() -> None:
+    checker = FakeChecker()
+    await checker.make_slow("a/session", "b")
+    tasks = [await checker.begin("of a", "a/another"), await checker.begin("of b", "b")]
+    assert checker.asked == ["of a"]
+    checker.go.set()
+    await asyncio.gather(*tasks)
+
+
+@pytest.mark.parametrize("seconds", [SLOW_SECONDS - 1, SLOW_SECONDS + 1])
+async def test_slow_keys_have_places_of_their_own_again_after_a_while(seconds: float) -> None:
+    now = [0.0]
+    checker = FakeChecker(clock=lambda: now[0])
+    await checker.make_slow("a", "b")
+    now[0] = seconds
+    tasks = [await checker.begin(f"of {key}", key) for key in "ab"]
+    assert len(checker.asked) == (1 if seconds < SLOW_SECONDS else 2)
+    checker.go.set()
+    await asyncio.gather(*tasks)
+
+
+async def test_slow_keys_are_forgotten() -> None:
+    now = [0.0]
+    limiter = CheckLimiter(lambda: now[0])
+    for number in range(5000):
+        now[0] += 1
+        limiter.record(f"key{number}", LONG_SECONDS + 1)
+        assert len(limiter._slow_until) <= SLOW_SECONDS
 
 
 async def test_check_continues_without_its_caller() -> None:

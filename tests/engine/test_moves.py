@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from engine.settings import AttentionSettings
 from engine.vllm_engine import VllmEngine
 from service.cluster.in_memory import InMemoryRegistry
 from tests.cluster import replica, sees
@@ -35,13 +34,12 @@ def request(first: int) -> dict[str, Any]:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[Served, Served]]:
     base, registry = tmp_path_factory.mktemp("pair"), InMemoryRegistry()
-    attention = AttentionSettings(cache_directory=base)
     async with AsyncExitStack() as stack:
         replicas = [
             await stack.enter_async_context(
                 replica(
                     base / name,
-                    VllmEngine(settings(), attention=attention),
+                    VllmEngine(settings(cache_directory=base / "cache")),
                     registry,
                     weights={"peers": ["http://127.0.0.1:*"]},
                     cluster={"expire_seconds": 600.0, "move_seconds": 60.0},

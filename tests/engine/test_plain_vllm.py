@@ -137,13 +137,12 @@ def plain(prompt: list[int]) -> dict[str, list[PlainSample]]:
 
 
 @pytest.fixture(scope="module")
-def sharing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveEngine]:
+def sharing() -> Iterator[LiveEngine]:
     """An engine without drafts; all its samples of a prompt are computed by shared attention."""
     sampling_hooks.install()
     stop_strings.install()
     unregister()  # an earlier engine in this process may have registered the stock backend
-    folder = tmp_path_factory.mktemp("attention")
-    attention.install(AttentionSettings(shared_prefix="always", cache_directory=folder))
+    attention.install(AttentionSettings(shared_prefix="always"))
     try:
         with live_engine(MODEL, skip_tokenizer_init=False, max_num_seqs=128) as engine:
             yield engine

@@ -4,6 +4,7 @@ Tokens are judged one by one by the reference, given those before them, because 
 either token at a near tie.
 """
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from engine.attention import register as attention
 from engine.attention.counters import COUNTERS
+from engine.runtime.installed_settings import CACHE_ENV
 from engine.settings import AttentionSettings
 from tests.engine.greedy import logit_gap_to_greedy
 from tests.engine.random_models import make_models
@@ -56,9 +58,8 @@ def served(
     models: dict[str, Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Served]:
-    folder = tmp_path_factory.mktemp("attention")
-    settings = {"shared_prefix": request.param, "cache_directory": folder}
-    attention.install(AttentionSettings.model_validate(settings))
+    os.environ[CACHE_ENV] = str(tmp_path_factory.mktemp("attention"))
+    attention.install(AttentionSettings(shared_prefix=request.param))
     with engine(models["v7"]) as live:
         yield Served(live=live, mode=request.param)
 

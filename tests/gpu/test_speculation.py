@@ -1,5 +1,6 @@
 """Speculation on a GPU, with a draft model and from siblings: drafts change no greedy token."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from engine.attention import register as attention
+from engine.runtime.installed_settings import CACHE_ENV
 from engine.settings import AttentionSettings, SpeculationSettings
 from engine.speculation import process_settings
 from engine.speculation.controller import Draft, Int32Array
@@ -88,10 +90,8 @@ def test_drafts_are_accepted_after_steps_in_which_the_draft_model_did_not_run(
 @contextmanager
 def sibling_engine(model: Path, folder: Path) -> Iterator[tuple[LiveEngine, SchedulerDrafts]]:
     """An engine that drafts from siblings as on a GPU, and verifies every draft."""
-    speculation = SpeculationSettings(
-        mode="siblings", longest_draft=LONGEST, store_bytes=2**24, cache_directory=folder
-    )
-    process_settings.install(speculation)
+    os.environ[CACHE_ENV] = str(folder)
+    process_settings.install(SpeculationSettings(mode="siblings", longest_draft=LONGEST))
     attention.install(AttentionSettings(shared_prefix="off"))
     rows = ENGINE["max_num_seqs"]
     lengths = [(1, 1, 4), (2, 2, 2), (3, 3, 1), (4, rows, 0)]

@@ -132,10 +132,8 @@ def test_every_server_setting_is_a_value_or_set_by_the_chart() -> None:
         "server": set(Settings.model_fields["server"].annotation.model_fields),  # type: ignore[union-attr]
         "engine": {
             *("model", "revision", "start_seconds", "prompt_kv"),
-            *("node_rank", "master_addr"),
+            *("cache_directory", "node_rank", "master_addr"),
         },
-        "attention": {"cache_directory"},
-        "speculation": {"cache_directory", "drafter_directory"},
         "kv": {"directory", "capacity_bytes"},
         "weights": {"directory", "peer_key_file"},
         "cluster": {"redis_url", "redis_user", "redis_password_file"},

@@ -142,9 +142,9 @@ def take(world: World, name: str, given: Any) -> None:
             world.meanwhile(server.activation.apply(label, mode, allow_rollback=True))
         case "pause":
             pause: PauseMode = given
-            world.meanwhile(server.activation.pause("local", pause, 60.0))
+            world.meanwhile(server.activation.pauses.pause("local", pause, 60.0))
         case "resume":
-            world.meanwhile(server.activation.resume("local"))
+            world.meanwhile(server.activation.pauses.resume("local"))
         case "refuse":
             engine.num_rejections = 1
         case "die" if given:
@@ -164,8 +164,8 @@ async def settle(world: World) -> None:
         tasks = [task for task, _ in world.callers] + world.others
         while not all(task.done() for task in tasks) or world.server.rollouts.num_running:
             world.engine.step(4)
-            if world.server.activation.paused:
-                await world.server.activation.resume("local")
+            if world.server.activation.pauses.paused:
+                await world.server.activation.pauses.resume("local")
             await asyncio.sleep(0)
         await asyncio.gather(*tasks, return_exceptions=True)
 

@@ -128,7 +128,7 @@ def test_killed_service_leaves_no_orphan_and_the_next_start_cleans_up(place: Ser
     time.sleep(MIN_AGE_SECONDS)
     assert place.leftover_files()
 
-    flags = ("--engine.step-seconds", "8", "--engine.hang-seconds", "5")
+    flags = ("--engine.step-seconds", "5")
     with service(place, *FRUGAL, *flags) as next_one:
         with load(next_one.url, max_tokens=200) as running:
             warm(running, 2)

@@ -56,7 +56,7 @@ async def test_engine_death_during_an_activation_fails_it_at_once() -> None:
     ],
 )
 async def test_persistent_hang_is_treated_as_death(name: str, ranks: dict[str, Any]) -> None:
-    async with started(hang_seconds=2.0, cpu_threads=1, **ranks) as engine:
+    async with started(cpu_threads=1, **ranks) as engine:
         running = start_call(one_sample(engine, 900))
         await asyncio.sleep(0.3)
         processes(name)[-1].send_signal(signal.SIGSTOP)

@@ -15,6 +15,7 @@ from service.http.file_limit import connection_limit
 from tests.fake_engine import FakeEngine
 from tests.service.sockets import Raw, raw
 from tests.service.test_framing import GET, sized
+from tests.service.test_http_limits import SOON
 from tests.service.test_rollouts import running_samples
 from tests.serving import Served, serving
 
@@ -74,13 +75,21 @@ async def test_past_the_limit_probes_are_answered_and_others_refused(tmp_path: P
         await running_samples(served, 0)
 
 
-async def test_idle_connections_past_the_limit_are_closed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sent", [b"", b"GET /livez HTTP/1.1\r\n"])
+async def test_idle_connections_past_the_limit_are_closed(tmp_path: Path, sent: bytes) -> None:
+    """Only the last one is open, whatever it sends, and only for `limits.read_seconds`."""
     engine = FakeEngine(instant=False)
-    async with serving(engine, tmp_path, limits=FEW) as served, AsyncExitStack() as stack:
+    async with (
+        serving(engine, tmp_path, limits=FEW | SOON) as served,
+        AsyncExitStack() as stack,
+    ):
         await served.http.aclose()
         await busy(stack, served, 4)
-        await opened(stack, served, 64)
-        await until_open(served, 5)
+        for _ in range(2000):
+            (client,) = await opened(stack, served, 1)
+            await client.send(sent)
+            assert len(served.connections) <= 5
+        await until_open(served, 4)
         engine.step(4)
         await running_samples(served, 0)
 

@@ -128,7 +128,7 @@ async def test_stored_browser_credentials_are_refused_for_other_sites(
         for method, path in (("POST", "/v1/pause"), ("POST", "/pause"), ("GET", "/flush_cache")):
             answer = await http.request(method, path, headers=headers, auth=("me", secret))
             assert refused(answer), path
-        assert not served.server.activation.paused
+        assert not served.server.activation.pauses.paused
 
 
 async def test_dashboard_can_be_linked_to_and_polls(tmp_path: Path) -> None:

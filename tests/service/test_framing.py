@@ -5,9 +5,12 @@ import json
 import re
 import resource
 import time
+from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from starlette.responses import StreamingResponse
 
 from service.auth.access import public
 from tests.fake_engine import FakeEngine
@@ -23,6 +26,8 @@ CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n"
 CLOSE = b"Connection: close\r\n"
 UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
 GET = b"GET /livez HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+NOT_BUFFERED = 2**24
+"""Bytes of a body that sockets do not buffer: the server has read a part when it is sent."""
 
 
 def rollout() -> bytes:
@@ -143,8 +148,7 @@ async def test_slowly_sent_framing_has_the_deadline_of_a_body(tmp_path: Path) ->
 async def test_smallest_chunks_are_accepted(tmp_path: Path) -> None:
     content = rollout() + b" " * 40_000
     pieces = b"".join(b"1\r\n%c\r\n" % byte for byte in content)
-    limits = {"max_header_bytes": 1024}
-    async with serving(FakeEngine(), tmp_path, limits=limits) as served, raw(served) as client:
+    async with serving(FakeEngine(), tmp_path) as served, raw(served) as client:
         await client.send(CHUNKED + CLOSE + b"\r\n")
         for start in range(0, len(pieces), 10_000):
             await client.send(pieces[start : start + 10_000])
@@ -193,7 +197,7 @@ async def test_concurrent_upgrade_requests_are_answered(tmp_path: Path) -> None:
 # Pipelined requests
 
 
-@pytest.mark.parametrize("behind", [GET, GET * 3, GET + b"GET /li", sized(content=b" " * 10_000)])
+@pytest.mark.parametrize("behind", [GET, GET * 3, GET + b"GET /li", sized(content=b" " * 100_000)])
 @pytest.mark.parametrize("together", [True, False])
 async def test_disconnect_behind_a_pipelined_request_is_detected(
     tmp_path: Path, behind: bytes, together: bool
@@ -212,15 +216,61 @@ async def test_disconnect_behind_a_pipelined_request_is_detected(
             await running_samples(served, 0)
 
 
-async def test_large_body_of_a_pipelined_request_ends_the_connection(tmp_path: Path) -> None:
-    """Behind it the server would not read, and so not see that the client has gone."""
-    async with serving(FakeEngine(instant=False), tmp_path) as served, raw(served) as client:
-        await client.send(sized())
+async def test_answers_before_a_large_pipelined_body_are_complete(tmp_path: Path) -> None:
+    """The last of them has Connection: close. The server reads on, to see a disconnect."""
+    engine = FakeEngine(instant=False)
+    async with serving(engine, tmp_path) as served, raw(served) as client:
+        await client.send(sized() + GET)
         await running_samples(served, 1)
-        await client.send(sized(content=b" " * 100_000))
-        async with asyncio.timeout(2):
-            assert await client.rest() == b""
-            await running_samples(served, 0)
+        await client.send(sized(content=b" " * NOT_BUFFERED) + GET)
+        engine.step(4)
+        first, last = (await client.rest()).split(b"HTTP/1.1 200 OK\r\n")[1:]
+    assert b"connection: close" not in first and first.endswith(b"}")
+    assert b"connection: close" in last and last.endswith(b"}")
+
+
+async def test_stream_before_a_large_pipelined_body_is_complete(tmp_path: Path) -> None:
+    engine = FakeEngine(instant=False)
+    async with serving(engine, tmp_path) as served, raw(served) as client:
+        await client.send(sized(b"Accept: application/x-ndjson\r\n"))
+        await client.reader.readuntil(b"\r\n\r\n")
+        await client.send(sized(content=b" " * NOT_BUFFERED))
+        engine.step(4)
+        rest = await client.rest()
+    assert b'"type":"end"' in rest and rest.endswith(b"\r\n0\r\n\r\n")
+
+
+async def test_endless_pipelined_body_ends_the_connection(tmp_path: Path) -> None:
+    limits = {"max_body_bytes": 2**20}
+    async with serving(FakeEngine(instant=False), tmp_path, limits=limits) as served:
+        async with raw(served) as client:
+            await client.send(sized())
+            await running_samples(served, 1)
+            with suppress(ConnectionError):
+                await client.send(sized(content=b" " * NOT_BUFFERED))
+            assert await client.closed()
+        await running_samples(served, 0)
+
+
+async def test_large_request_is_served_after_a_response_that_is_whole(tmp_path: Path) -> None:
+    """A client has the whole response before the app ends it, and is not pipelining."""
+    has_gone_on = asyncio.Event()
+
+    async def content() -> AsyncIterator[bytes]:
+        yield b"whole"
+        await has_gone_on.wait()
+
+    async def slow_to_end() -> StreamingResponse:
+        return StreamingResponse(content(), headers={"Content-Length": "5"})
+
+    async with serving(FakeEngine(), tmp_path) as served, raw(served) as client:
+        served.app.add_api_route("/slow", public(slow_to_end))
+        await client.send(GET.replace(b"/livez", b"/slow"))
+        await client.reader.readuntil(b"whole")
+        await client.send(sized(CLOSE, rollout() + b" " * 100_000))
+        await asyncio.sleep(0.1)
+        has_gone_on.set()
+        assert (await client.answer())[0] == 200
 
 
 async def test_running_request_outlives_the_timeout_of_a_pipelined_head(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from service.config.settings import LimitsSettings
+from service.http.limited_protocol import MAX_HEADER_BYTES
 from service.routes.middleware import PIECE_BYTES, LimitsMiddleware
 from tests.fake_engine import FakeEngine
 from tests.service.keyfile import write_keys
@@ -24,6 +25,7 @@ HEAD = b"POST /v1/rollouts HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: applicat
 GET = b"GET /livez HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n"
 SOON = {"read_seconds": 0.2, "write_seconds": 0.2}
 UNREAD = {"write_seconds": 0.2}
+TOO_MANY = MAX_HEADER_BYTES + 1000
 
 
 async def alive(served: Served) -> bool:
@@ -81,18 +83,17 @@ async def test_silent_connection_is_closed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "endless",
     [
-        b"GET /" + b"a" * 5000,
-        b"GET / HTTP/1.1\r\nX-A: " + b"a" * 5000,
-        b"GET / HTTP/1.1\r\n" + b"X-A: b\r\n" * 600,
-        b"GET / HTTP/1.1\r\n" + b"X" * 5000,
+        b"GET /" + b"a" * TOO_MANY,
+        b"GET / HTTP/1.1\r\nX-A: " + b"a" * TOO_MANY,
+        b"GET / HTTP/1.1\r\n" + b"X-A: b\r\n" * (TOO_MANY // 8),
+        b"GET / HTTP/1.1\r\n" + b"X" * TOO_MANY,
     ],
 )
 @pytest.mark.parametrize("rest", [b"", b" HTTP/1.1\r\n\r\n"])
 async def test_oversized_head_is_refused_while_it_arrives(
     tmp_path: Path, endless: bytes, rest: bytes
 ) -> None:
-    limits = {"max_header_bytes": 4096}
-    async with serving(FakeEngine(), tmp_path, limits=limits) as served, raw(served) as client:
+    async with serving(FakeEngine(), tmp_path) as served, raw(served) as client:
         await client.send(endless + rest)
         status, content = await client.answer()
         if rest and status == 400:
@@ -102,27 +103,25 @@ async def test_oversized_head_is_refused_while_it_arrives(
 
 
 async def test_head_of_many_parts_is_refused_before_its_end(tmp_path: Path) -> None:
-    limits = {"max_header_bytes": 4096}
-    async with serving(FakeEngine(), tmp_path, limits=limits) as served, raw(served) as client:
+    async with serving(FakeEngine(), tmp_path) as served, raw(served) as client:
         await client.send(b"GET / HTTP/1.1\r\n")
         answer = asyncio.create_task(client.answer())
         for _ in range(1000):
             if answer.done():
                 break
             with suppress(ConnectionError):
-                await client.send(b"X-A: b\r\n" * 4)
+                await client.send(b"X-A: b\r\n" * 64)
             await asyncio.sleep(0.001)
         assert (await answer)[0] == 431
 
 
 async def test_complete_oversized_head_counts_as_a_request(tmp_path: Path) -> None:
-    limits = {"max_header_bytes": 4096}
-    async with serving(FakeEngine(), tmp_path, limits=limits) as served:
-        answer = await served.http.get("/livez", headers={"x-a": "b" * 4096})
+    async with serving(FakeEngine(), tmp_path) as served:
+        answer = await served.http.get("/livez", headers={"x-a": "b" * MAX_HEADER_BYTES})
         assert (answer.status_code, answer.json()["code"]) == (431, "headers_too_large")
         assert answer.json()["request_id"] == answer.headers["x-request-id"]
         assert answer.headers["connection"] == "close"
-        fits = await served.http.get("/livez", headers={"x-a": "b" * 3500})
+        fits = await served.http.get("/livez", headers={"x-a": "b" * (MAX_HEADER_BYTES - 600)})
         assert fits.status_code == 200
         text = (await served.http.get("/metrics")).text
     assert 'coppice_requests_total{code="431",route="none"} 1.0' in text
@@ -379,7 +378,7 @@ async def test_untrusted_host_header_changes_no_access_and_no_answer(
         answers = [await _answers(served, requests, name) for name in (b"127.0.0.1", host)]
         assert answers[0] == answers[1]
         assert [status for status, _ in answers[0]] == [200, 401, 404, 404, 404, 200, 401, 403]
-        assert not served.server.activation.paused
+        assert not served.server.activation.pauses.paused
 
 
 async def _answers(served: Served, requests: list[bytes], host: bytes) -> list[tuple[int, Any]]:

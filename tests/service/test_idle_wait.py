@@ -11,7 +11,7 @@ import pytest
 
 from engine.errors import LoadFailed
 from service.errors import VersionConflict
-from service.weights.activation import COMPLETION_SECONDS
+from service.weights.engine_pauses import COMPLETION_SECONDS
 from tests.fake_engine import VOCAB_SIZE, FakeEngine
 from tests.service.test_rollouts import body, group, running_samples
 from tests.service.test_weights import activate, until, upload

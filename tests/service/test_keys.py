@@ -291,7 +291,7 @@ async def test_without_keys_everything_is_allowed_except_from_web_pages(tmp_path
         for origin in ("http://evil.example", "null", served.url):
             answer = await served.http.post("/v1/resume", headers={"origin": origin})
             assert (answer.status_code, answer.json()["code"]) == (403, "forbidden")
-        assert served.server.activation.paused
+        assert served.server.activation.pauses.paused
 
 
 async def test_route_without_a_declaration_is_refused(tmp_path: Path, file: Path) -> None:

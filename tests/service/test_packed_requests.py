@@ -12,6 +12,7 @@ from safetensors.numpy import save
 from coppice.wire.packed_requests import PACKED_MEDIA_TYPE, pack_request
 from coppice.wire.rollouts import RolloutRequest
 from coppice.wire.score import ScoreRequest
+from service.http.bodies import MAX_JSON_VALUES
 from tests.fake_engine import FakeEngine
 from tests.serving import serving
 
@@ -203,6 +204,18 @@ async def test_packed_requests_may_exceed_the_limit_of_json(tmp_path: Path) -> N
     assert accepted.json()["groups"][0]["num_prompt_tokens"] == len(ids)
     assert refused.status_code == 413 and PACKED_MEDIA_TYPE in refused.json()["detail"]
     assert too_large.status_code == 413
+
+
+@pytest.mark.parametrize("comma", [b",", rb"\u002c"])
+async def test_packed_document_with_too_many_values_is_refused(
+    tmp_path: Path, comma: bytes
+) -> None:
+    values = (b"1" + comma) * MAX_JSON_VALUES
+    header = rb'{"__metadata__":{"request":"{\"x\":[' + values + b'1]}"}}'
+    async with serving(FakeEngine(), tmp_path) as served:
+        content = len(header).to_bytes(8, "little") + header
+        answer = await served.http.post("/v1/rollouts", content=content, headers=PACKED)
+    assert answer.status_code == 413 and "more than 524,288 values" in answer.json()["detail"]
 
 
 async def test_other_routes_do_not_take_packed_bodies(tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ async def test_activation_that_is_in_progress_at_the_end_of_a_lease_completes_fi
         change = asyncio.create_task(activate(served, "v1"))
         await engine.loading.wait()
         async with asyncio.timeout(60):
-            while served.server.activation.pause_seconds_left != 0:
+            while served.server.activation.pauses.seconds_left != 0:
                 await asyncio.sleep(0.001)
         await asyncio.sleep(0.05)
         assert engine.paused, "the weights are partly loaded"

@@ -89,7 +89,7 @@ class SeedlingModel:
             "ENGINE__CACHE_BYTES": str(2**26),
             "ENGINE__MAX_CONTEXT_TOKENS": "256",
             "ENGINE__MAX_SEQUENCES": "64",
-            "ENGINE__HANG_SECONDS": "5",
+            "ENGINE__STEP_SECONDS": "4",
         }
 
     def weights(self, number: int) -> bytes:

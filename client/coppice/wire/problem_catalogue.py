@@ -184,7 +184,7 @@ _KINDS = (
           "Repeat the request after Retry-After, with less in parallel.",
           retryable=True),
     _kind("headers_too_large", 431, "The headers are too large",
-          "The request line and the headers exceed limits.max_header_bytes.",
+          "The request line and the headers exceed 64 KiB.",
           "Send fewer or shorter headers."),
     _kind("internal", 500, "Internal error of the server",
           "An unexpected error occurred; the server's log has the details under the request id.",

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.drafter.acceptance_by_version import Snapshot
 from engine.drafter.core.scheduler_hooks import DraftingHooks
-from engine.runtime.installed_settings import graph_plan, speculation_settings
+from engine.runtime.installed_settings import cache_directory, graph_plan
 from engine.speculation.baseline import cost_model, profile_key
 from engine.speculation.controller import Controller
 from engine.speculation.cost import ProfileCache, Step
@@ -76,6 +76,6 @@ def drafter_profile(core: "EngineCore") -> ProfileCache:
     config = core.vllm_config
     drafter = config.speculative_config.draft_model_config.hf_config.to_json_string().encode()
     return ProfileCache(
-        speculation_settings().cache_directory,
+        cache_directory("speculation"),
         profile_key(config) | {"drafter": hashlib.sha256(drafter).hexdigest()},
     )

@@ -26,6 +26,11 @@ from engine.types import Completion, EngineInfo, SampleRequest
 log = logging.getLogger(__name__)
 
 POLL_SECONDS: Final = 1.0
+BUSY_SHARE: Final = 0.5
+"""Load above which training is paused: running samples divided by engine.max_sequences.
+
+Up to it the device has time left between steps.
+"""
 
 
 class Drafter:
@@ -76,7 +81,7 @@ class Drafter:
         self._snapshot = snapshot
         if self._trainer is not None:
             share = num_running / self._info.max_sequences
-            self._trainer.pause(share > self._settings.drafter_busy_share)
+            self._trainer.pause(share > BUSY_SHARE)
 
     @property
     def is_training(self) -> bool:

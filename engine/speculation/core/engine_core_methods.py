@@ -9,9 +9,9 @@ from engine.speculation.core.scheduler_drafts import SchedulerDrafts
 from engine.speculation.core.uniform_length import UniformController
 from engine.speculation.cost import Profile, Step, draft_lengths
 from engine.speculation.counters import COUNTERS, Snapshot
-from engine.speculation.drafting import open_store
+from engine.speculation.drafting import STORE_BYTES
 from engine.speculation.late_drafts import lookup_length
-from engine.speculation.process_settings import settings
+from kernels.draft_index.store import DraftStore
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore
@@ -24,9 +24,7 @@ def coppice_start_sibling_drafts(self: "EngineCore") -> bool:
     steps = profile_cache(config).read()
     drafts = SchedulerDrafts(
         self.scheduler,
-        open_store(
-            settings().store_file, lookup_length(longest), config.model_config.get_vocab_size()
-        ),
+        DraftStore(max_bytes=STORE_BYTES, max_draft_tokens=lookup_length(longest)),
         _controller(self, steps or []),
         COUNTERS,
         max_draft_tokens=longest,
@@ -52,12 +50,6 @@ def coppice_finish_sibling_profile(self: "EngineCore") -> None:
     drafts.end_profile(_controller(self, steps))
 
 
-def coppice_save_sibling_drafts(self: "EngineCore") -> None:
-    drafts: SchedulerDrafts = self.coppice_sibling_drafts
-    if (file := settings().store_file) is not None:
-        drafts.store.save(file)
-
-
 def counted(core: "EngineCore") -> Snapshot | None:
     """Speculation counters of this process, if drafts are looked up in it."""
     return COUNTERS.read() if hasattr(core, "coppice_sibling_drafts") else None
@@ -66,7 +58,6 @@ def counted(core: "EngineCore") -> Snapshot | None:
 METHODS = (
     coppice_start_sibling_drafts,
     coppice_finish_sibling_profile,
-    coppice_save_sibling_drafts,
 )
 
 

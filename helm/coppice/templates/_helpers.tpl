@@ -132,7 +132,7 @@ name: {{ include "coppice.fullname" . }}
 {{- $_ := set $server "allow_open" true -}}
 {{- $_ := set $server "allowed_hosts" (concat (include "coppice.serviceNames" . | fromJsonArray) .Values.auth.allowedHosts) -}}
 {{- end -}}
-{{- $engine := merge (dict "start_seconds" (int .Values.probes.startup.maxSeconds)) .Values.engine -}}
+{{- $engine := merge (dict "start_seconds" (int .Values.probes.startup.maxSeconds) "cache_directory" "/cache") .Values.engine -}}
 {{- with .Values.model.name -}}
 {{- $_ := set $engine "model" . -}}
 {{- end -}}
@@ -158,13 +158,11 @@ name: {{ include "coppice.fullname" . }}
 {{- if .Values.fleet.redis.existingSecret -}}
 {{- $_ := set $cluster "redis_password_file" "/etc/coppice/redis/password" -}}
 {{- end -}}
-{{- $attention := merge (dict "cache_directory" "/cache/attention") .Values.attention -}}
-{{- $speculation := merge (dict "cache_directory" "/cache/speculation" "drafter_directory" "/cache/drafter") .Values.speculation -}}
 {{- $weights := merge (dict "directory" (ternary "/weights" "/cache/weights" (gt (include "coppice.nnodes" . | int) 1))) .Values.weights -}}
 {{- if .Values.auth.peerSecretKey -}}
 {{- $_ := set $weights "peer_key_file" "/etc/coppice/keys/peer-key" -}}
 {{- end -}}
-{{- toYaml (dict "server" $server "engine" $engine "attention" $attention "speculation" $speculation "graphs" .Values.graphs "kv" $kv "weights" $weights "cluster" $cluster "limits" .Values.limits "sessions" .Values.sessions "log" .Values.log "trace" .Values.trace) -}}
+{{- toYaml (dict "server" $server "engine" $engine "attention" .Values.attention "speculation" .Values.speculation "graphs" .Values.graphs "kv" $kv "weights" $weights "cluster" $cluster "limits" .Values.limits "sessions" .Values.sessions "log" .Values.log "trace" .Values.trace) -}}
 {{- end -}}
 
 {{/* Rules with job="coppice" replaced by the job and namespace of this release. */}}

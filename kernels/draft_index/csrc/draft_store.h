@@ -6,7 +6,6 @@
 #include <vector>
 
 #include "acceptance_estimate.h"
-#include "saved_contents.h"
 #include "response_ring.h"
 #include "prompt_record.h"
 #include "votes.h"
@@ -47,10 +46,6 @@ class Store {
   // Allocated bytes, without the pending drafts of running rows.
   int64_t bytes() const;
   const AcceptanceEstimate& estimate() const { return estimate_; }
-
-  Sizes sizes() const;
-  void write(const Contents& contents) const;
-  void read(const Sizes& sizes, const Contents& contents);
 
  private:
   // A draft that is compared with the tokens that are generated.

@@ -30,11 +30,5 @@ void coppice_drafts_reliability(const Store* store, int64_t* tried, int64_t* acc
   std::copy(estimate.bin_predicted, estimate.bin_predicted + kScopes * kBins, predicted);
 }
 
-void coppice_drafts_sizes(const Store* store, Sizes* sizes) { *sizes = store->sizes(); }
-void coppice_drafts_write(const Store* store, const Contents* contents) { store->write(*contents); }
-void coppice_drafts_read(Store* store, const Sizes* sizes, const Contents* contents) {
-  store->read(*sizes, *contents);
-}
-
 }  // extern "C"
 #pragma GCC visibility pop

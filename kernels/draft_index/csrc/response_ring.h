@@ -24,8 +24,6 @@ class ResponseRing {
 
   void append(const int32_t* tokens, size_t count, uint64_t prompt, int64_t version);
   uint64_t tail() const { return std::max<uint64_t>(head_, capacity_ + kFirst) - capacity_; }
-  uint64_t head() const { return head_; }
-  const std::deque<ResponseText>& texts() const { return texts_; }
 
   int32_t token(uint64_t address) const { return tokens_[address & mask_]; }
   // Address of an occurrence, of which 32 bits are stored; 0 if it has been overwritten.

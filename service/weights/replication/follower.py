@@ -180,7 +180,7 @@ class Follower:
                 self.replica_status.on_success(label)  # its failure concerned the deleted files
 
     async def _apply_target(self, target: ActivationTarget, view: ClusterView) -> None:
-        if WEIGHTS in self._activation.sleeping:
+        if WEIGHTS in self._activation.sleep.tags:
             return  # a trainer uses the memory: a later view is applied after the wake
         order = self._order_of_request(target)
         if order is None or self._activation.is_replaced(order):

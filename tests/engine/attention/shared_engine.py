@@ -1,5 +1,6 @@
 """A live engine with shared-prefix attention registered, and unregistered at the end."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 
 from engine.attention import register
 from engine.attention.counters import COUNTERS, Snapshot
+from engine.runtime.installed_settings import CACHE_ENV
 from engine.settings import AttentionSettings, SharedPrefixMode
 from tests.engine.stepped_engine import LiveEngine, live_engine
 
@@ -45,7 +47,8 @@ def shared_engine(
     model: Path, cache: Path, *, mode: SharedPrefixMode = "always", **settings: Any
 ) -> Iterator[SharedEngine]:
     unregister()  # an earlier engine in this process may have registered the stock backend
-    register.install(AttentionSettings(shared_prefix=mode, cache_directory=cache))
+    os.environ[CACHE_ENV] = str(cache)
+    register.install(AttentionSettings(shared_prefix=mode))
     try:
         with live_engine(model, **settings) as live:
             yield SharedEngine(live)

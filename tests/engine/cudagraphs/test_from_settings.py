@@ -47,7 +47,7 @@ def test_budget_without_graphs_has_no_effect_and_is_logged(
 
 def test_each_shape_is_captured_twice_with_adapters() -> None:
     settings = EngineSettings(max_adapters=2)
-    one, two = (graph_memory(e, BUDGETED, SEEDLING) for e in (EngineSettings(), settings))
+    one, two = (graph_memory(e, SEEDLING) for e in (EngineSettings(), settings))
     assert two.graph_bytes == 2 * one.graph_bytes and two.token_bytes == one.token_bytes
 
 

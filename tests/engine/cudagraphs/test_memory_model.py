@@ -32,9 +32,8 @@ def test_ranks_divide_the_mlp_width_but_not_the_hidden_state(tmp_path: Path) -> 
     assert memory(tmp_path, LLAMA_8B, ranks=8).token_bytes == 2 * (3 * 4096 + 3 * 14336 // 8)
 
 
-def test_dtype_and_measured_bytes_override_those_of_the_model(tmp_path: Path) -> None:
+def test_dtype_overrides_that_of_the_model(tmp_path: Path) -> None:
     assert memory(tmp_path, LLAMA_8B, dtype="float32").token_bytes == 4 * (3 * 4096 + 3 * 14336)
-    assert memory(tmp_path, LLAMA_8B, graph_bytes=7).graph_bytes == 7
 
 
 def test_mixture_of_experts_is_sized_by_its_active_experts(

@@ -21,12 +21,8 @@ def limits(text: str, max_sequences: int = 256, max_batched_tokens: int = 2048) 
     )
 
 
-def plan_of(
-    text: str, budget_bytes: int | None = None, trace: Trace | None = None, mixed_tokens: int = 512
-) -> Plan:
-    return plan(
-        limits(text), MEMORY, budget_bytes=budget_bytes, mixed_tokens=mixed_tokens, trace=trace
-    )
+def plan_of(text: str, budget_bytes: int | None = None, trace: Trace | None = None) -> Plan:
+    return plan(limits(text), MEMORY, budget_bytes=budget_bytes, trace=trace)
 
 
 def allowed(limits: CaptureLimits) -> list[GraphShape]:
@@ -131,14 +127,10 @@ def test_recorded_steps_impossible_under_the_settings_are_ignored() -> None:
 
 def test_no_graph_is_larger_than_a_step() -> None:
     small = limits("100:8 0", max_sequences=100, max_batched_tokens=256)
-    made = plan(small, MEMORY, budget_bytes=None, mixed_tokens=512)
+    made = plan(small, MEMORY, budget_bytes=None)
     assert max(shape.tokens for shape in made.shapes) <= 256
     assert PerLengthLookup(made.shapes).find(decode(28, 9)) is not None
     assert PerLengthLookup(made.shapes).find(decode(29, 9)) is None
-
-
-def test_without_mixed_graphs_there_are_none() -> None:
-    assert all(shape.query_len is not None for shape in plan_of("0", mixed_tokens=0).shapes)
 
 
 def test_plan_is_serialized_as_text() -> None:

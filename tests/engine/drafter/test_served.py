@@ -32,12 +32,14 @@ async def drafted(tmp_path: Path) -> AsyncIterator[tuple[Served, AsyncRollouts]]
     speculation = SpeculationSettings(
         mode="drafter",
         longest_draft=3,
-        drafter_directory=tmp_path / "drafters",
-        cache_directory=tmp_path / "profile",
-        drafter_busy_share=1.0,
     )
     engine = VllmEngine(
-        settings(cpu_threads=1, max_sequences=32, max_context_tokens=512),
+        settings(
+            cpu_threads=1,
+            max_sequences=32,
+            max_context_tokens=512,
+            cache_directory=tmp_path / "cache",
+        ),
         attention=AttentionSettings(shared_prefix="off"),
         speculation=speculation,
     )

@@ -147,9 +147,9 @@ def test_digest_differs_by_shared_settings_only() -> None:
     first = EngineSettings(**TWO)
     plain = AttentionSettings(shared_prefix="off")
     digest = settings_digest(first, plain, OFF, None)
-    second = EngineSettings(**TWO, node_rank=1, seed=3, model="/other/path")
-    elsewhere = AttentionSettings(shared_prefix="off", cache_directory=Path("/other/path"))
-    assert settings_digest(second, elsewhere, OFF, None) == digest
+    elsewhere = {"model": "/other/path", "cache_directory": "/other/cache"}
+    second = EngineSettings(**TWO, **elsewhere, node_rank=1, seed=3)
+    assert settings_digest(second, plain, OFF, None) == digest
     siblings = SpeculationSettings(mode="siblings")
     plan = Plan(shapes=(GraphShape(8, 1),), estimated_bytes=1, budget_bytes=2)
     others = [

@@ -1,5 +1,6 @@
 """A live engine with sibling drafts, and a controller that verifies every draft."""
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from engine.attention import register as attention
+from engine.runtime.installed_settings import CACHE_ENV
 from engine.settings import AttentionSettings, SpeculationSettings
 from engine.speculation import process_settings
 from engine.speculation.controller import Controller, Draft
@@ -49,9 +51,8 @@ def drafting_engine(
     """A live engine without a cost profile: no test here depends on step costs."""
     if not is_built():
         pytest.skip("the draft store was not built: no C++ compiler when it was installed")
-    chosen = SpeculationSettings(
-        mode="siblings", longest_draft=LONGEST, store_bytes=2**24, cache_directory=folder
-    )
+    chosen = SpeculationSettings(mode="siblings", longest_draft=LONGEST)
+    os.environ[CACHE_ENV] = str(folder)
     process_settings.install(chosen)
     attention.install(AttentionSettings(shared_prefix="off"))
     sequences = settings.setdefault("max_num_seqs", 32)

@@ -19,6 +19,7 @@ from engine.launch.baseline_methods import (
     coppice_finish_baseline,
 )
 from engine.launch.features import with_prediction
+from engine.runtime.installed_settings import CACHE_ENV
 from engine.settings import AttentionSettings, EngineSettings, GraphsSettings, SpeculationSettings
 from engine.speculation import baseline, process_settings, startup
 from engine.speculation.baseline import (
@@ -44,7 +45,8 @@ def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]
     for module in (attention, process_settings):
         monkeypatch.setattr(module, "_settings", None)
     attention.install(AttentionSettings(shared_prefix="off"))
-    process_settings.install(SpeculationSettings(mode="auto", cache_directory=tmp_path))
+    process_settings.install(SpeculationSettings(mode="auto"))
+    monkeypatch.setenv(CACHE_ENV, str(tmp_path))
     yield
 
 
@@ -351,12 +353,12 @@ def test_engine_whose_draft_model_runs_in_every_step_measures_no_baseline() -> N
 async def test_engine_without_speculation_measures_the_baseline(tmp_path: Path) -> None:
     from engine.measure_baseline import measure
 
-    engine: EngineSettings = seedling_settings(max_sequences=4)
+    engine: EngineSettings = seedling_settings(max_sequences=4, cache_directory=tmp_path)
     found = await measure(
         engine,
         attention=AttentionSettings(shared_prefix="off"),
-        speculation=SpeculationSettings(mode="siblings", cache_directory=tmp_path),
+        speculation=SpeculationSettings(mode="siblings"),
         graphs=GraphsSettings(),
     )
-    [file] = tmp_path.iterdir()
+    [file] = (tmp_path / "speculation").iterdir()
     assert found > 0 and '"speculation": "off"' in file.read_text()

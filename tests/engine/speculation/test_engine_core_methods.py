@@ -1,4 +1,4 @@
-"""Sibling drafts from start to stop, by the methods of EngineCore that the service calls."""
+"""Start of sibling drafts, by the methods of EngineCore that the service calls."""
 
 from pathlib import Path
 from typing import Any
@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from engine.attention import register
+from engine.runtime.installed_settings import CACHE_ENV
 from engine.settings import AttentionSettings, SpeculationSettings
 from engine.speculation import process_settings
 from engine.speculation.baseline import profile_cache
@@ -26,14 +27,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         pytest.skip("the draft store was not built")
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     monkeypatch.setattr(register, "_settings", AttentionSettings())
-    chosen = SpeculationSettings(
-        mode="siblings", cache_directory=tmp_path / "cache", store_file=tmp_path / "store"
-    )
-    monkeypatch.setattr(process_settings, "_settings", chosen)
+    monkeypatch.setattr(process_settings, "_settings", SpeculationSettings(mode="siblings"))
+    monkeypatch.setenv(CACHE_ENV, str(tmp_path))
     return tmp_path
 
 
-def test_second_start_reads_profile_and_store_of_the_first(config: Any, folder: Path) -> None:
+def test_second_start_reads_the_profile_of_the_first(config: Any, folder: Path) -> None:
     first = Engine(config, text_model())
     assert methods.counted(first.core) is None
     assert methods.coppice_start_sibling_drafts(first.core) is True
@@ -41,11 +40,11 @@ def test_second_start_reads_profile_and_store_of_the_first(config: Any, folder: 
     add_group(first, 2).run()
     methods.coppice_finish_sibling_profile(first.core)
     add_group(first, 2).run()
-    methods.coppice_save_sibling_drafts(first.core)
+    assert first.core.coppice_sibling_drafts.store.num_tokens > 60
     second = Engine(config, text_model())
     assert methods.coppice_start_sibling_drafts(second.core) is False
     drafts = second.core.coppice_sibling_drafts
-    assert drafts.store.num_tokens > 60 and drafts.is_enabled
+    assert drafts.is_enabled
     no_rows = drafts.store.step(*np.zeros((4, 0), np.int32))
     assert no_rows.tokens.shape[1] == lookup_length(LONGEST)
     assert methods.counted(second.core) is not None

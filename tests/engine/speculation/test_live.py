@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM
 from engine.runtime.feature_guard import FeatureState, features
 from engine.speculation import proposer as proposers
 from engine.speculation.counters import COUNTERS, Snapshot
-from engine.speculation.drafting import open_store
 from engine.speculation.proposer import Proposer
 from tests.engine.greedy import assert_greedy
 from tests.engine.random_models import make_models
@@ -184,17 +183,6 @@ def test_seeded_sample_is_reproducible_next_to_drafted_samples(drafting: Draftin
     submit_groups(engine, 20)
     [among] = engine.ask([6, 7, 8], max_tokens=20, temperature=1.0, seed=5)
     assert among.token_ids[:4] == alone[0].token_ids[:4]
-
-
-def test_history_is_saved_for_the_next_engine(drafting: Drafting, tmp_path: Path) -> None:
-    engine, proposer = drafting
-    engine.ask([6, 7, 8], max_tokens=20)
-    assert proposer.speculator is not None
-    file = tmp_path / "drafts"
-    proposer.speculator.store.save(file)
-    assert open_store(file, LONGEST, 2**31).num_tokens > 0
-    file.write_bytes(file.read_bytes()[:-3])
-    assert open_store(file, LONGEST, 2**31).num_tokens == 0
 
 
 def test_failure_costs_drafts_and_no_sample(drafting: Drafting, models: dict[str, Path]) -> None:

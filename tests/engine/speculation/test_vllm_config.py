@@ -269,15 +269,6 @@ async def test_drafting_starts_in_engine_core_on_a_gpu(
     assert on_gpu == [SIBLINGS.longest_draft] * needs_profile
 
 
-async def test_store_in_engine_core_is_saved_at_a_stop(on_gpu: list[int], tmp_path: Path) -> None:
-    core = Core()
-    await startup.stop_drafting(llm_of(core), SIBLINGS)
-    assert core.called == []
-    kept = SIBLINGS.model_copy(update={"store_file": tmp_path / "store"})
-    await startup.stop_drafting(llm_of(core), kept)
-    assert core.called == ["coppice_save_sibling_drafts"]
-
-
 def llm_of(core: Core) -> Any:
     return SimpleNamespace(engine_core=core)
 

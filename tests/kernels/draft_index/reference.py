@@ -1,15 +1,10 @@
 """Reference implementation of the draft store, which the compiled one must equal exactly."""
 
 from collections import OrderedDict
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Self
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kernels.draft_index import store_protocol
-from kernels.draft_index.file_format import StoreContents
 from kernels.draft_index.store_protocol import (
     ALL_SCOPES,
     DraftBatch,
@@ -116,22 +111,6 @@ class ReferenceStore:
     def reliability(self) -> Reliability:
         return self._estimate.reliability
 
-    def save(self, path: Path) -> None:
-        self._contents().write(path)
-
-    @classmethod
-    def load(
-        cls,
-        path: Path,
-        *,
-        max_bytes: int,
-        max_draft_tokens: int = 16,
-        scopes: frozenset[Scope] = ALL_SCOPES,
-    ) -> Self:
-        store = cls(max_bytes=max_bytes, max_draft_tokens=max_draft_tokens, scopes=scopes)
-        store._fill(StoreContents.read(path))
-        return store
-
     def _new_record(self, key: int, prompt: list[int]) -> PromptRecord:
         record = PromptRecord([Text(tokens=prompt, version=self._version)])
         record.index(record.prompt, 0)
@@ -171,56 +150,6 @@ class ReferenceStore:
         for position, (one, chance) in enumerate(zip(best_token, chances, strict=True)):
             _write(drafted, (index, position), one, chance)
 
-    def _contents(self) -> StoreContents:
-        records = list(self._records.values())
-        texts = [text for record in records for text in record.finished]
-        log = [text for text in self._log.texts if text.end > self._log.tail]
-        tail = self._log.tail
-        learnt = self._estimate
-        return StoreContents(
-            prompt_lengths=_uint32(len(record.prompt.tokens) for record in records),
-            prompt_tokens=_int32(token for record in records for token in record.prompt.tokens),
-            text_counts=_uint32(len(record.finished) for record in records),
-            text_lengths=_uint32(len(text.tokens) - text.num_prompt_tokens for text in texts),
-            text_ages=_uint32(self._version - text.version for text in texts),
-            text_groups=np.array([text.group for text in texts], np.uint64),
-            text_tokens=_int32(
-                token for text in texts for token in text.tokens[text.num_prompt_tokens :]
-            ),
-            log_lengths=_uint32(text.end - max(text.begin, tail) for text in log),
-            log_ages=_uint32(self._version - text.version for text in log),
-            log_prompts=np.array([text.prompt for text in log], np.uint64),
-            log_tokens=_int32(self._log.tokens[tail:]),
-            tried=learnt.tried,
-            accepted=learnt.accepted,
-            coarse_tried=learnt.coarse_tried,
-            coarse_accepted=learnt.coarse_accepted,
-        )
-
-    def _fill(self, contents: StoreContents) -> None:
-        """Loads saved contents. The oldest version becomes version 0."""
-        ages = [contents.text_ages, contents.log_ages]
-        self._version = max((int(each.max()) for each in ages if len(each)), default=0)
-        for prompt, texts in contents.prompts():
-            record = self._new_record(hash_key(prompt.tobytes()), prompt.tolist())
-            tail = record.prompt.tokens[-store_protocol.MAX_MATCH_LENGTH :]
-            for one in texts:
-                text = Text(
-                    tokens=tail + one.tokens.tolist(),
-                    num_prompt_tokens=len(tail),
-                    group=one.group,
-                    version=self._version - one.age,
-                )
-                record.texts.append(text)
-                record.finished.append(text)
-                record.index(text, len(tail))
-        for logged in contents.log():
-            version = self._version - logged.age
-            self._log.append(logged.tokens.tolist(), prompt=logged.group, version=version)
-        for name in ("tried", "accepted", "coarse_tried", "coarse_accepted"):
-            getattr(self._estimate, name)[:] = getattr(contents, name)
-        self._evict_over_budget()
-
     def _evict_over_budget(self) -> None:
         """Evicts prompts without running requests first, then finished responses of the others."""
         while self.num_bytes > self._max_bytes:
@@ -240,11 +169,3 @@ def _write(drafted: DraftBatch, at: tuple[int, int], one: DraftedToken, chance: 
     drafted.match_length[at] = one.match_length
     drafted.num_agreeing[at], drafted.total[at] = one.num_agreeing, one.total
     drafted.probability[at] = chance
-
-
-def _uint32(values: Iterable[int]) -> NDArray[np.uint32]:
-    return np.fromiter(values, np.uint32)
-
-
-def _int32(values: Iterable[int]) -> Int32Array:
-    return np.fromiter(values, np.int32)

@@ -96,7 +96,6 @@ class ResponseLog:
 
     capacity: int
     tokens: list[int] = field(default_factory=list)
-    texts: list[LoggedResponse] = field(default_factory=list)
     _places: dict[Context, list[tuple[int, LoggedResponse]]] = field(default_factory=dict)
 
     @property
@@ -107,7 +106,6 @@ class ResponseLog:
     def append(self, tokens: list[int], *, prompt: int, version: int) -> None:
         begin = len(self.tokens)
         text = LoggedResponse(prompt=prompt, version=version, begin=begin, end=begin + len(tokens))
-        self.texts.append(text)
         self.tokens += tokens
         for end in range(begin + store_protocol.ALL_ORDER, text.end):
             context = tuple(self.tokens[end - store_protocol.ALL_ORDER : end])

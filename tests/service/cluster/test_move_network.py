@@ -59,7 +59,7 @@ async def with_redis(tmp_path: Path) -> AsyncIterator[tuple[RedisServer, list[Se
     with redis_server(tmp_path) as redis:
         cluster = {"redis_url": redis.url, "heartbeat_seconds": 0.2, "expire_seconds": 30.0}
         cluster |= {"call_seconds": 1.0, "move_seconds": 30.0}
-        weights = {**PEERS, "catch_up_seconds": 0.1}  # otherwise a start takes `expire_seconds`
+        weights = {**PEERS, "replication_seconds": 0.1}  # otherwise a start takes `expire_seconds`
         engines = [FakeEngine(instant=False) for _ in range(2)]
         async with fleet(
             tmp_path, engines, lambda: None, weights=weights, cluster=cluster

@@ -64,7 +64,7 @@ async def pair(redis: RedisServer, tmp_path: Path) -> AsyncIterator[list[Served]
     settings: dict[str, dict[str, Any]] = {
         "cluster": section(redis),
         "weights": {
-            "catch_up_seconds": 0.1
+            "replication_seconds": 0.1
         },  # no activation target is set here, since applying one takes until an entry expires
     }
     async with fleet(tmp_path, engines, lambda: None, **settings) as replicas:
@@ -191,7 +191,7 @@ async def test_replica_silent_for_long_is_gone(redis: RedisServer, tmp_path: Pat
 
 async def test_server_starts_and_stops_without_redis(tmp_path: Path) -> None:
     nowhere = {"redis_url": f"redis://127.0.0.1:{free_port()}/0", "call_seconds": CALL_SECONDS}
-    weights = {"catch_up_seconds": 0.5}
+    weights = {"replication_seconds": 0.5}
     sections: dict[str, dict[str, Any]] = {"cluster": nowhere, "weights": weights}
     async with replica(tmp_path, FakeEngine(), None, **sections) as served:
         assert (await keyed(served, "k")).status_code == 200

@@ -128,7 +128,7 @@ async def test_stream_sends_the_handle_while_its_samples_run(tmp_path: Path) -> 
 @pytest.mark.slow
 async def test_lease_starts_at_the_end_of_its_rollout(tmp_path: Path) -> None:
     engine = exporting(instant=False)
-    async with serving(engine, tmp_path, kv={"grace_seconds": 0}) as served:
+    async with serving(engine, tmp_path) as served:
         rollout = start_rollout(served, lease_seconds=0.2)
         await wait_until_running(served, 2)
         engine.step()

@@ -33,7 +33,7 @@ async def described(served: Served, handle: KvHandle, **query: str) -> Any:
 
 async def test_slot_has_the_same_part_of_every_rank_until_it_is_freed(tmp_path: Path) -> None:
     engine = GpuEngine()
-    async with serving(engine, tmp_path, kv={**KV, "grace_seconds": 0}) as served:
+    async with serving(engine, tmp_path, kv=KV) as served:
         slots = served.server.prompt_kv._slots
         first, second = [await export_handle(served, [i, *range(40)]) for i in (1, 2)]
         (_, a), (_, b) = on_gpu(first)[0], on_gpu(second)[0]

@@ -12,8 +12,8 @@ from service.prompt_kv.slots import SlotTable
 from tests.sample_sizes import num_examples
 from tests.service.prompt_kv.test_slots import CAPACITY_BYTES, LAYOUTS, REPLICA
 
-MAX_LEASE_SECONDS = 60.0
-MAX_LIFETIME_SECONDS = 150.0
+MAX_LEASE_SECONDS, MAX_LEASES = 50.0, 3
+MAX_LIFETIME_SECONDS = MAX_LEASES * MAX_LEASE_SECONDS
 SECONDS = st.integers(1, 100).map(float)
 
 
@@ -26,11 +26,11 @@ class LeaseMachine(RuleBasedStateMachine):
         super().__init__()
         self.now = 1000.0
         clock = self.clock
-        slots = SlotTable(CAPACITY_BYTES, grace_seconds=0.0, clock=clock)
-        kv_settings = KvSettings(
-            max_lease_seconds=MAX_LEASE_SECONDS, max_lifetime_seconds=MAX_LIFETIME_SECONDS
+        slots = SlotTable(CAPACITY_BYTES, clock=clock)
+        kv_settings = KvSettings(max_lease_seconds=MAX_LEASE_SECONDS)
+        self.table = Handles(
+            slots, kv_settings, replica_id=REPLICA, clock=clock, max_leases=MAX_LEASES
         )
-        self.table = Handles(slots, kv_settings, replica_id=REPLICA, clock=clock)
         slot = slots.reserve("me", LAYOUTS.of(range(9), "v1"))
         assert slot is not None
         slots.seal(slot, "etag")

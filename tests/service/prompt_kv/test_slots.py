@@ -11,17 +11,17 @@ from service.cluster.registry import new_replica_id
 from service.config.prompt_kv import KvSettings
 from service.errors import KvGone, KvNotFound
 from service.prompt_kv.arena import PAGE_BYTES
-from service.prompt_kv.handle import Handle
+from service.prompt_kv.handle import MAX_LEASES, Handle
 from service.prompt_kv.handles import Handles
 from service.prompt_kv.layout import LayoutFactory
-from service.prompt_kv.slots import Slot, SlotState, SlotTable
+from service.prompt_kv.slots import GRACE_SECONDS, Slot, SlotState, SlotTable
 from tests.fake_export import FORMAT
 from tests.sample_sizes import num_examples
 
 LAYOUTS = LayoutFactory("fake", FORMAT)
 CAPACITY_BYTES = 40 * PAGE_BYTES
-GRACE_SECONDS = 5.0
-SETTINGS = KvSettings(max_lease_seconds=60.0, max_lifetime_seconds=600.0)
+SETTINGS = KvSettings(max_lease_seconds=60.0)
+MAX_LIFETIME_SECONDS = MAX_LEASES * SETTINGS.max_lease_seconds
 REPLICA = new_replica_id()
 
 
@@ -35,7 +35,7 @@ class SlotMachine(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         clock = self.clock
-        self.table = SlotTable(CAPACITY_BYTES, grace_seconds=GRACE_SECONDS, clock=clock)
+        self.table = SlotTable(CAPACITY_BYTES, clock=clock)
         self.handle_table = Handles(self.table, SETTINGS, replica_id=REPLICA, clock=clock)
         self.active: set[Handle] = set()
         self.pins: list[tuple[Handle, Any]] = []
@@ -169,7 +169,7 @@ class Clock:
 
 
 def sealed(clock: Clock) -> tuple[SlotTable, Handles, Handle]:
-    slots = SlotTable(CAPACITY_BYTES, grace_seconds=GRACE_SECONDS, clock=clock)
+    slots = SlotTable(CAPACITY_BYTES, clock=clock)
     handles = Handles(slots, SETTINGS, replica_id=REPLICA, clock=clock)
     slot = slots.reserve("me", LAYOUTS.of(range(9), "v1"))
     assert slot is not None
@@ -234,8 +234,8 @@ def test_renewals_end_at_the_maximum_lifetime() -> None:
     clock = Clock()
     _, _, handle = sealed(clock)
     handle.start_lease()
-    while clock.now < SETTINGS.max_lifetime_seconds:
+    while clock.now < MAX_LIFETIME_SECONDS:
         left = handle.renew(SETTINGS.max_lease_seconds)
-        assert 0 < left <= SETTINGS.max_lifetime_seconds - clock.now
+        assert 0 < left <= MAX_LIFETIME_SECONDS - clock.now
         clock.now += left - 1 if left > 1 else 1
     assert handle.renew(SETTINGS.max_lease_seconds) == 0

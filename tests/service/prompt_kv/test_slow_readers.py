@@ -61,8 +61,7 @@ async def test_stalled_readers_do_not_block_their_own_key(tmp_path: Path) -> Non
 
 
 async def test_slow_reader_frees_the_memory_when_its_lease_ends(tmp_path: Path) -> None:
-    kv = {**CAPACITY, "grace_seconds": 0.0}
-    async with serving(exporting(), tmp_path, kv=kv) as served:
+    async with serving(exporting(), tmp_path, kv=CAPACITY) as served:
         known = await large_handle(served, lease_seconds=1.0)
         with stalled_reader(served, known):
             await wait_until(lambda: served.server.kv_downloads.num_open > 0)

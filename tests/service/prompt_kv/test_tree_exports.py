@@ -157,7 +157,7 @@ async def test_stream_sends_the_handle_of_a_path_while_its_children_run(tmp_path
 
 async def test_leases_of_paths_start_at_the_end_of_the_rollout(tmp_path: Path) -> None:
     engine = exporting(instant=False)
-    async with serving(engine, tmp_path, kv={"grace_seconds": 0, **CAPACITY}) as served:
+    async with serving(engine, tmp_path, kv=CAPACITY) as served:
         body = tree_request(max_tokens=100, rest={"kv": {"lease_seconds": 0.1}})
         rollout = asyncio.create_task(served.http.post("/v1/rollouts", json=body))
         await running_samples(served, 2)

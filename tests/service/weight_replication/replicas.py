@@ -62,7 +62,7 @@ class Faulty(InMemoryRegistry):
 
 def sections(**weights: Any) -> dict[str, dict[str, Any]]:
     return {
-        "weights": {"peers": (LOOPBACK,), "fleet_seconds": 20.0, **weights},
+        "weights": {"peers": (LOOPBACK,), "replication_seconds": 20.0, **weights},
         "cluster": dict(DIRECTORY),
     }
 

@@ -76,7 +76,7 @@ async def test_all_replicas_keep_the_kv_of_sessions_if_the_activation_does(tmp_p
 @pytest.mark.parametrize("last", ["v2", "v0"])
 async def test_replica_that_skipped_an_activation_resets_its_kv(tmp_path: Path, last: str) -> None:
     """It may have been the one that reset the KV, also if it ends with the version that it had."""
-    async with several(tmp_path, 2, fleet_seconds=1.0) as (replicas, engines):
+    async with several(tmp_path, 2, replication_seconds=1.0) as (replicas, engines):
         first, second = replicas
         assert (await second.http.post("/v1/sleep", json={})).status_code == 200
         for version, content in (("v1", OLD), ("v2", NEW)):
@@ -116,7 +116,7 @@ async def sampling_replicas(
     tmp_path: Path, registry: InMemoryRegistry | None = None
 ) -> AsyncIterator[tuple[list[Served], FakeEngine]]:
     """Two replicas with v1, v2 and v3, and the second one's engine, in which a sample runs."""
-    async with several(tmp_path, 2, registry, fleet_seconds=0.5) as (replicas, engines):
+    async with several(tmp_path, 2, registry, replication_seconds=0.5) as (replicas, engines):
         first, second = replicas
         for version, content in (("v1", OLD), ("v2", NEW), ("v3", OLD)):
             await put(first, version, content)
@@ -200,7 +200,7 @@ async def test_replica_that_activated_during_a_partition_resets_its_kv_at_the_ne
 ) -> None:
     """Its own target has the epoch of one that it has missed, and which was a reset."""
     registry = Partitioned()
-    async with several(tmp_path, 2, registry, fleet_seconds=1.0) as (replicas, engines):
+    async with several(tmp_path, 2, registry, replication_seconds=1.0) as (replicas, engines):
         first, second = replicas
         await activate_in_partition(registry, second)
         for version, kv in (("v2", "reset"), ("v3", "keep_running")):
@@ -219,7 +219,7 @@ async def test_missed_reset_of_a_version_that_is_active_here_is_made_up_for(
 ) -> None:
     """Its own target has the epoch and the version of the missed one."""
     registry = Partitioned()
-    async with several(tmp_path, 2, registry, fleet_seconds=1.0) as (replicas, engines):
+    async with several(tmp_path, 2, registry, replication_seconds=1.0) as (replicas, engines):
         first, second = replicas
         await activate_in_partition(registry, second)
         for version, content, kv in (("v1", OLD, "reset"), ("v2", NEW, "keep_running"))[
@@ -420,7 +420,7 @@ async def test_replication_works_over_redis(tmp_path: Path) -> None:
     engines = [FakeEngine(), FakeEngine()]
     with redis_server(tmp_path) as redis:
         directory = {**DIRECTORY, "redis_url": redis.url, "call_seconds": 5.0}
-        shared = sections(catch_up_seconds=0.2) | {"cluster": directory}
+        shared = sections(replication_seconds=5.0) | {"cluster": directory}
         async with fleet(tmp_path, engines, lambda: None, **shared) as replicas:
             await put(replicas[0], "v1", OLD)
             await activate(replicas[0], "v1")
@@ -438,7 +438,7 @@ async def test_replication_works_over_redis(tmp_path: Path) -> None:
 
 
 async def test_sleeping_replica_follows_once_its_weights_are_awake(tmp_path: Path) -> None:
-    async with several(tmp_path, 2, fleet_seconds=1.0) as (replicas, engines):
+    async with several(tmp_path, 2, replication_seconds=1.0) as (replicas, engines):
         first, second = replicas
         assert (await second.http.post("/v1/sleep", json={})).status_code == 200
         await first.http.put("/v1/weights/v1", content=OLD)

@@ -51,7 +51,7 @@ async def test_replica_that_refuses_does_not_block_the_others(tmp_path: Path) ->
 async def test_replica_whose_engine_dies_during_the_load_does_not_block_the_others(
     tmp_path: Path,
 ) -> None:
-    async with several(tmp_path, 3, fleet_seconds=3.0) as (replicas, engines):
+    async with several(tmp_path, 3, replication_seconds=3.0) as (replicas, engines):
         await put(replicas[0], "v1", OLD)
         engines[2].load_error = EngineDead("killed")
         answer = await activate(replicas[0], "v1")
@@ -67,7 +67,7 @@ async def test_unresponsive_replica_is_awaited_no_longer_than_the_timeout(
     tmp_path: Path,
 ) -> None:
     directory = InMemoryRegistry()
-    async with several(tmp_path, 2, directory, fleet_seconds=1.0) as (replicas, _):
+    async with several(tmp_path, 2, directory, replication_seconds=1.0) as (replicas, _):
         ghost = Replica(
             id="ghost", url="http://127.0.0.1:1", state="serving", version="v0", sequence=0
         )
@@ -81,7 +81,7 @@ async def test_unresponsive_replica_is_awaited_no_longer_than_the_timeout(
 async def test_stopping_server_does_not_wait_for_replicas(tmp_path: Path) -> None:
     directory = InMemoryRegistry()
     async with asyncio.timeout(60):
-        async with several(tmp_path, 1, directory, fleet_seconds=600.0) as (one, engines):
+        async with several(tmp_path, 1, directory, replication_seconds=600.0) as (one, engines):
             ghost = Replica(id="ghost", url="", state="serving", version="v0", sequence=0)
             await directory.beat(ghost, ttl_seconds=600)
             await put(one[0], "v1", OLD)
@@ -97,7 +97,7 @@ async def test_stopping_server_does_not_wait_for_replicas(tmp_path: Path) -> Non
 async def test_stopping_server_does_not_wait_for_versions(tmp_path: Path) -> None:
     directory = InMemoryRegistry()
     async with asyncio.timeout(15), stalled_peer() as peer:
-        async with several(tmp_path, 1, directory, fleet_seconds=600.0) as (one, _):
+        async with several(tmp_path, 1, directory, replication_seconds=600.0) as (one, _):
             await peer.shows_itself(directory)
             await peer.asked.wait()
             server = one[0].server
@@ -118,7 +118,7 @@ async def test_missing_version_is_awaited_no_longer_than_the_timeout(
     async with (
         asyncio.timeout(15),
         stalled_peer() as peer,
-        several(tmp_path, 1, directory, fleet_seconds=0.5) as (one, _),
+        several(tmp_path, 1, directory, replication_seconds=0.5) as (one, _),
     ):
         await peer.shows_itself(directory)
         await peer.asked.wait()
@@ -131,7 +131,7 @@ async def test_missing_version_does_not_block_another_one(tmp_path: Path) -> Non
     directory = InMemoryRegistry()
     async with (
         stalled_peer() as peer,
-        several(tmp_path, 2, directory, fleet_seconds=2.0) as (replicas, _),
+        several(tmp_path, 2, directory, replication_seconds=2.0) as (replicas, _),
     ):
         await peer.shows_itself(directory)
         await peer.asked.wait()

@@ -68,7 +68,7 @@ async def test_joiner_without_a_source_is_not_ready_and_reports_why(tmp_path: Pa
     async with several(tmp_path, 1, directory) as (one, _):
         await put(one[0], "v1", OLD)
         await activate(one[0], "v1")
-        alone = sections(peers=(), catch_up_seconds=3.0)
+        alone = sections(peers=(), replication_seconds=3.0)
         async with replica(tmp_path / "late", FakeEngine(), directory, False, **alone) as late:
             probe = await late.http.get("/readyz")
             assert (probe.status_code, probe.json()["detail"]) == (
@@ -95,7 +95,7 @@ async def test_joiner_does_not_wait_past_its_timeout_for_a_stalled_source(
     async with stalled_peer() as peer:
         await peer.shows_itself(directory)
         await directory.set_target(ActivationTarget(epoch=1, version="v9"))
-        short = sections(catch_up_seconds=0.5)
+        short = sections(replication_seconds=0.5)
         async with replica(tmp_path / "late", FakeEngine(), directory, False, **short) as late:
             await eventually(lambda: is_ready(late))
             assert serves(late, "v0")
