@@ -24,14 +24,9 @@ from transformers import AutoTokenizer
 
 from bench.harness.record import Record, Row, add_out
 from coppice import Rollouts
-from coppice.weights.delta import Lineage, apply_delta
+from coppice.safetensors_io import TensorEntry, read_exactly, read_header
+from coppice.weights.delta import Lineage, apply_delta, block_spans
 from coppice.weights.delta_writer import write_delta
-from coppice.weights.safetensors_index import (
-    TensorEntry,
-    block_spans,
-    read_exactly,
-    read_safetensors_index,
-)
 from examples.grpo.learner import Learner
 from examples.grpo.loop import Loop
 from examples.grpo.questions import Questions
@@ -112,7 +107,7 @@ def pair(old: Path, new: Path, received_bytes: int, delta: Path) -> Pair:
 
 def values(path: Path) -> dict[str, Bits]:
     """Read the tensors of a file as integers with the same bits, so that they compare exactly."""
-    file = read_safetensors_index(path)
+    file = read_header(path)
     return {name: _bits(path, tensor) for name, tensor in file.tensors.items()}
 
 

@@ -12,7 +12,7 @@ import re
 import secrets
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import BinaryIO, Self
 
 import xxhash
-from pydantic_core import from_json
 
+from coppice.weights.checkpoint_files import INDEX
 from coppice.weights.delta import DeltaRefused, Lineage, apply_delta, lineage_of
+from engine.errors import CheckpointRefused
 from engine.runtime.leftover_files import create_locked_dir
-from engine.weights.checkpoint import MAX_JSON_BYTES
+from engine.weights.checkpoint import read_shards
 from service.errors import (
     DigestMismatch,
     InsufficientStorage,
@@ -37,10 +38,8 @@ _PREFIX = "weights-"
 WRITE_BYTES = 2**20
 MAX_DELETION_WAIT_SECONDS = 20.0
 """Longest wait of an upload for deletions. It is below the client's write timeout, 60 s."""
-SINGLE_FILE = "model.safetensors"
 DELTA = ".delta"
 """Name of the uploaded delta in a version's directory; sent to replicas with the base version."""
-INDEX = "model.safetensors.index.json"
 _FILE_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
 OnBlock = Callable[[bytearray], object]
 _DIGEST = re.compile(r"sha-256=:([A-Za-z0-9+/]{43}=):")
@@ -305,18 +304,12 @@ async def missing_files(index: Path, present: dict[str, str]) -> tuple[str, ...]
     return tuple(sorted(name for name in named if name not in present))
 
 
-def _named_shards(index: Path) -> set[str]:
-    """Shards that a checkpoint index names; none if it is invalid, which a later check refuses.
-
-    Unlike json.loads, from_json refuses lone surrogates, which cannot be encoded in a response.
-    """
-    if index.stat().st_size > MAX_JSON_BYTES:
-        return set()
+def _named_shards(index: Path) -> Iterable[str]:
+    """Shards that a checkpoint index names; none if it is invalid, which a later check refuses."""
     try:
-        named = set(from_json(index.read_bytes())["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return set()
-    return named if all(isinstance(name, str) for name in named) else set()
+        return read_shards(index)
+    except CheckpointRefused:
+        return ()
 
 
 def sha256_of(path: Path) -> str:

@@ -20,7 +20,8 @@ from typing import Any, Final
 
 import torch
 
-from coppice.weights.safetensors_writer import FROM_TORCH, safetensors_header, tensors_of
+from coppice.safetensors_io import header_of
+from coppice.weights.tensors import FROM_TORCH, tensors_of
 
 SEEDLING: Final = Path(__file__).parents[2] / "examples" / "seedling" / "model"
 COPIED_FILES: Final = ("tokenizer_config.json", "chat_template.jinja")
@@ -162,7 +163,7 @@ def _write_tensors(file: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> N
     """Write one tensor after another, as safetensors cannot if some are equal in memory."""
     written = [tensors_of({name: tensor})[0] for name, tensor in tensors]
     with file.open("wb") as output:
-        output.write(safetensors_header(written, FROM_TORCH))
+        output.write(header_of(written, FROM_TORCH))
         for tensor in written:
             output.write(tensor.load().data)
 

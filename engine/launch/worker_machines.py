@@ -8,7 +8,7 @@ from vllm.utils.torch_utils import set_random_seed
 from engine.launch.digests import MachineDigests, model_digest, package_versions
 from engine.runtime.feature_guard import Failure, attempt
 from engine.runtime.installed_settings import own_settings_digest
-from engine.weights.checkpoint import Fingerprint, fingerprint
+from engine.weights.checkpoint import fingerprint
 
 
 class MachineMethods:
@@ -37,6 +37,6 @@ class MachineMethods:
         """
         return self.model_config.model if path == self.coppice_first_model else path
 
-    def coppice_sees_files(self, path: str, files: Fingerprint) -> bool:
+    def coppice_sees_files(self, path: str, files: str) -> bool:
         """True if this machine sees the files of machine 0, as on a shared file system."""
-        return list(map(tuple, files)) == list(fingerprint(Path(path)))
+        return files == fingerprint(Path(path))

@@ -7,8 +7,6 @@ Files are read, never mapped. A file that is truncated while mapped kills the pr
 while a short read can be handled.
 """
 
-import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,36 +15,24 @@ from pathlib import Path
 from typing import Any, Final
 
 from pydantic_core import from_json
-from safetensors import SafetensorError, safe_open
 
+from coppice.safetensors_io import FLOAT_BYTES, MAX_HEADER_BYTES, TensorEntry, read_header
+from coppice.weights import checkpoint_files
+from coppice.weights.checkpoint_files import INDEX, SINGLE_FILE
 from engine.errors import CheckpointRefused
 
-DTYPE_BYTES: Final = {"BF16": 2, "F16": 2, "F32": 4}  # dtypes that can be served
 CHUNK_BYTES: Final = 2**19  # stays in a core's cache between reading and checking
 MAX_PRINTED_CHARACTERS: Final = 120
-SINGLE_FILE: Final = "model.safetensors"
-SHARD_INDEX: Final = "model.safetensors.index.json"
 LM_HEAD: Final = "lm_head.weight"
 EMBEDDING: Final = "embed_tokens.weight"
-MAX_JSON_BYTES: Final = 100_000_000  # safetensors' limit of a header
-LENGTH_BYTES: Final = 8  # size of the header length field at the start of a file
 MAX_LISTED_NAMES: Final = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoredTensor:
+class StoredTensor(TensorEntry):
     """Location of a tensor: bytes `start` to `end` (end excluded) of `file`, row-major."""
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
     file: Path
-    start: int
-    end: int
-
-    @property
-    def num_bytes(self) -> int:
-        return self.end - self.start
 
 
 def read_ranges(tensor: StoredTensor, starts: Sequence[int], buffer: memoryview) -> None:
@@ -152,14 +138,14 @@ def check_same_tensors(served: Checkpoint, candidate: Checkpoint) -> None:
     """
     ours, theirs = served.tensors, candidate.tensors
     for name in sorted(ours):
-        if ours[name].dtype not in DTYPE_BYTES:
+        if ours[name].dtype not in FLOAT_BYTES:
             raise CheckpointRefused(
                 f"the served checkpoint is quantized ({printable(name)} has dtype "
                 f"{ours[name].dtype}), so its weights cannot be updated; start with an unquantized "
                 "checkpoint and engine.quantization to quantize every weights version on loading"
             )
     shapes = [n for n in sorted(ours.keys() & theirs.keys()) if ours[n].shape != theirs[n].shape]
-    dtypes = [n for n in sorted(theirs) if theirs[n].dtype not in DTYPE_BYTES]
+    dtypes = [n for n in sorted(theirs) if theirs[n].dtype not in FLOAT_BYTES]
     differences = [
         _describe_differences("missing", sorted(ours.keys() - theirs.keys()), printable),
         _describe_differences("unknown", sorted(theirs.keys() - ours.keys()), printable),
@@ -185,7 +171,7 @@ def _tensors(path: Path, follow_links: bool) -> Iterator[tuple[str, StoredTensor
         found = _read_file(_resolve_file(directory, name, follow_links))
         if mapped is not None and mapped != found.keys():
             tensor = min(mapped ^ found.keys())
-            lacking = name if tensor in mapped else SHARD_INDEX
+            lacking = name if tensor in mapped else INDEX
             raise CheckpointRefused(f"{printable(lacking)} does not contain {printable(tensor)}")
         yield from found.items()
 
@@ -196,26 +182,25 @@ def _list_files(path: Path) -> Mapping[str, set[str] | None]:
         return {path.name: None}
     if not path.is_dir():
         raise CheckpointRefused("the checkpoint does not exist")
-    single, sharded = (path / SINGLE_FILE).exists(), (path / SHARD_INDEX).exists()
+    single, sharded = (path / SINGLE_FILE).exists(), (path / INDEX).exists()
     if single and sharded:
-        raise CheckpointRefused(f"{SINGLE_FILE} and {SHARD_INDEX} both exist; remove one of them")
+        raise CheckpointRefused(f"{SINGLE_FILE} and {INDEX} both exist; remove one of them")
     if not single and not sharded:
         raise CheckpointRefused(
-            f"neither {SINGLE_FILE} nor {SHARD_INDEX} exists; one of them is required"
+            f"neither {SINGLE_FILE} nor {INDEX} exists; one of them is required"
         )
-    return {SINGLE_FILE: None} if single else _shards(path / SHARD_INDEX)
+    return {SINGLE_FILE: None} if single else read_shards(path / INDEX)
 
 
-def _shards(index: Path) -> dict[str, set[str] | None]:
+def read_shards(index: Path) -> dict[str, set[str] | None]:
+    """Names of the files in a checkpoint index, each with the names of its tensors."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
-        raise CheckpointRefused(f"{SHARD_INDEX} has no weight_map")
+        raise CheckpointRefused(f"{INDEX} has no weight_map")
     shards: dict[str, set[str]] = {}
     for tensor, file in weight_map.items():
         if not isinstance(file, str) or not file.endswith(".safetensors"):
-            raise CheckpointRefused(
-                f"{SHARD_INDEX} maps {printable(tensor)} to no .safetensors file"
-            )
+            raise CheckpointRefused(f"{INDEX} maps {printable(tensor)} to no .safetensors file")
         shards.setdefault(file, set()).add(tensor)
     return dict(shards)
 
@@ -234,9 +219,9 @@ def _resolve_file(directory: Path, name: str, follow_links: bool) -> Path:
 def read_json(path: Path) -> dict[str, Any]:
     """Parse a JSON object from an untrusted file."""
     with path.open("rb") as stream:
-        content = stream.read(MAX_JSON_BYTES + 1)
-    if len(content) > MAX_JSON_BYTES:
-        raise CheckpointRefused(f"{path.name} is larger than {MAX_JSON_BYTES} bytes")
+        content = stream.read(MAX_HEADER_BYTES + 1)
+    if len(content) > MAX_HEADER_BYTES:
+        raise CheckpointRefused(f"{path.name} is larger than {MAX_HEADER_BYTES} bytes")
     try:
         value = from_json(content)  # unlike json.loads it refuses lone surrogates
     except ValueError:
@@ -247,70 +232,24 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_file(file: Path) -> dict[str, StoredTensor]:
-    """Index the tensors of one safetensors file.
-
-    The safetensors library validates the format (sizes, gaps, overlaps, trailing bytes); we need
-    the offsets.
-    """
-    head, num_bytes = _read_head(file)
+    """Index the tensors of one safetensors file."""
     try:
-        _check_format(head, num_bytes)
-        header = json.loads(head[LENGTH_BYTES:])
-    except (SafetensorError, ValueError) as error:
-        reason = printable(str(error))
+        tensors = read_header(file).tensors
+    except ValueError as error:
         raise CheckpointRefused(
-            f"{printable(file.name)} is not a valid safetensors file: {reason}"
+            f"{printable(file.name)} is not a valid safetensors file: {printable(str(error))}"
         ) from None
-    header.pop("__metadata__", None)
-    return {name: _to_stored_tensor(file, name, entry, len(head)) for name, entry in header.items()}
-
-
-def _read_head(file: Path) -> tuple[bytes, int]:
-    """Read the bytes before a file's first tensor; returns them and the size of the file."""
-    with file.open("rb") as stream:
-        num_bytes = os.fstat(stream.fileno()).st_size
-        prefix = stream.read(LENGTH_BYTES)
-        header = stream.read(min(int.from_bytes(prefix, "little"), MAX_JSON_BYTES))
-    head = prefix + header
-    if len(head) < min(num_bytes, LENGTH_BYTES + int.from_bytes(prefix, "little"), MAX_JSON_BYTES):
-        raise CheckpointRefused(
-            f"{printable(file.name)} changed while it was read; load it when it is complete"
+    return {
+        name: StoredTensor(
+            name=name, dtype=t.dtype, shape=t.shape, file=file, start=t.start, end=t.end
         )
-    return head, num_bytes
+        for name, t in tensors.items()
+    }
 
 
-def _check_format(head: bytes, num_bytes: int) -> None:
-    """Raise SafetensorError unless a file with this head and size is complete.
-
-    The library maps the file it opens, and reading a mapping of a truncated file raises SIGBUS. So
-    it opens a private sparse in-memory file of the same size.
-    """
-    with os.fdopen(os.memfd_create("safetensors-head"), "wb") as copy:
-        copy.write(head)
-        copy.truncate(num_bytes)  # flushes
-        with safe_open(f"/proc/self/fd/{copy.fileno()}", framework="numpy"):
-            pass
-
-
-def _to_stored_tensor(file: Path, name: str, entry: dict[str, Any], base: int) -> StoredTensor:
-    start, end = entry["data_offsets"]
-    return StoredTensor(
-        name=name,
-        dtype=entry["dtype"],
-        shape=tuple(entry["shape"]),
-        file=file,
-        start=base + start,
-        end=base + end,
-    )
-
-
-Fingerprint = tuple[tuple[str, int, int], ...]
-
-
-def fingerprint(path: Path) -> Fingerprint:
-    """Names, sizes and modification times of weight files; empty if they are being replaced."""
-    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+def fingerprint(path: Path) -> str:
+    """Digest of the names, sizes and times of weight files; empty if they are being replaced."""
     try:
-        return tuple((f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files)
+        return checkpoint_files.fingerprint(path)
     except OSError:
-        return ()
+        return ""

@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from coppice.safetensors_io import FLOAT_BYTES
 from engine.errors import CheckpointRefused
 from engine.weights.checkpoint import (
-    DTYPE_BYTES,
     Checkpoint,
     StoredTensor,
     check_same_tensors,
@@ -48,7 +48,7 @@ class IpcTensor:
 
     @property
     def num_bytes(self) -> int:
-        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+        return math.prod(self.shape) * FLOAT_BYTES[self.dtype]
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -105,7 +105,7 @@ def _check_handles(tensor: IpcTensor, first: IpcTensor) -> None:
             f"{printable(tensor.name)} is not on the same GPUs as {printable(first.name)}"
         )
     for handle in tensor.handles.values():
-        if handle.offset % DTYPE_BYTES[tensor.dtype]:
+        if handle.offset % FLOAT_BYTES[tensor.dtype]:
             raise CheckpointRefused(
                 f"{printable(tensor.name)} is not aligned: its offset is {handle.offset}"
             )

@@ -3,16 +3,15 @@
 Imports neither torch nor vLLM. Magnitudes are bits: those of floats sort like their bits.
 """
 
-import json
 from collections import deque
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from engine.weights.checkpoint import DTYPE_BYTES, LENGTH_BYTES
+from coppice.safetensors_io import FLOAT_BYTES, LENGTH_BYTES, TensorEntry, head_bytes, parse_header
 
 BITS_DTYPES: Final[dict[int, npt.DTypeLike]] = {2: np.uint16, 4: np.uint32}
 SIGNED_DTYPES: Final[dict[int, npt.DTypeLike]] = {2: np.int16, 4: np.int32}
@@ -20,16 +19,8 @@ MAX_SCANNED_HEADER_BYTES: Final = 2**22
 """Larger headers are parsed once, with the complete file: the parser holds the GIL."""
 
 
-class Range(NamedTuple):
-    """Bytes `start` to `end` (end excluded) of a file, and their dtype in safetensors' notation."""
-
-    start: int
-    end: int
-    dtype: str
-
-
-Magnitudes = Mapping[Range, int]
-"""Bits of the largest magnitude of each tensor of one file."""
+Magnitudes = Mapping[str, int]
+"""Bits of the largest magnitude of each tensor of one file, by the tensor's name."""
 UNKNOWN: Final[Magnitudes] = MappingProxyType({})
 
 
@@ -38,7 +29,7 @@ def largest_magnitude(data: memoryview | bytearray, dtype: str) -> int:
 
     As unsigned integers, negative floats sort above positive ones, as signed ones below.
     """
-    item_bytes = DTYPE_BYTES[dtype]
+    item_bytes = FLOAT_BYTES[dtype]
     bits = np.frombuffer(data, BITS_DTYPES[item_bytes])
     positive = int(bits.view(SIGNED_DTYPES[item_bytes]).max())
     negative = int(bits.max()) - (1 << (8 * item_bytes - 1))
@@ -54,11 +45,11 @@ class MagnitudeScan:
 
     def __init__(self) -> None:
         self._head = bytearray()
-        self._ranges: deque[Range] | None = None
+        self._tensors: deque[TensorEntry] | None = None
         self._position = 0
         self._split = bytearray()  # an element that continues in the next block
         self._largest = 0
-        self._found: dict[Range, int] = {}
+        self._found: dict[str, int] = {}
 
     @property
     def magnitudes(self) -> Magnitudes:
@@ -67,24 +58,24 @@ class MagnitudeScan:
 
     def update(self, block: bytes | bytearray) -> None:
         start, self._position = self._position, self._position + len(block)
-        if self._ranges is None:
+        if self._tensors is None:
             self._head += block
-            self._ranges = _ranges(self._head)
-            if self._ranges is None:
+            self._tensors = _tensors(self._head)
+            if self._tensors is None:
                 return
             start, block = 0, self._head
             self._head = bytearray()
         data = memoryview(block)
-        while self._ranges and self._ranges[0].start < self._position:
-            current = self._ranges[0]
+        while self._tensors and self._tensors[0].start < self._position:
+            current = self._tensors[0]
             self._scan(data[max(0, current.start - start) : current.end - start], current.dtype)
             if current.end > self._position:
                 return
-            self._found[current], self._largest = self._largest, 0
-            self._ranges.popleft()
+            self._found[current.name], self._largest = self._largest, 0
+            self._tensors.popleft()
 
     def _scan(self, part: memoryview, dtype: str) -> None:
-        item_bytes = DTYPE_BYTES[dtype]
+        item_bytes = FLOAT_BYTES[dtype]
         if self._split:
             num_missing = item_bytes - len(self._split)
             self._split += part[:num_missing]
@@ -98,37 +89,20 @@ class MagnitudeScan:
         self._split += part[num_whole:]
 
 
-def _ranges(head: bytearray) -> deque[Range] | None:
-    """Ranges of a file's tensors in order, from its first bytes; None before the header's end.
+def _tensors(head: bytearray) -> deque[TensorEntry] | None:
+    """Tensors of a file in order, from its first bytes; None before the header's end.
 
     None of them if the file is not valid, or the header too large.
     """
     if len(head) < LENGTH_BYTES:
         return None
-    end = LENGTH_BYTES + int.from_bytes(head[:LENGTH_BYTES], "little")
+    end = head_bytes(head)
     if end > MAX_SCANNED_HEADER_BYTES:
         return deque()
     if len(head) < end:
         return None
     try:
-        header: dict[str, Any] = json.loads(head[LENGTH_BYTES:end])
-        header.pop("__metadata__", None)
-        ranges = sorted(_range(entry, end) for entry in header.values())
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        found = parse_header(head).tensors.values()
+    except ValueError:
         return deque()
-    return deque(ranges) if _are_disjoint(ranges) else deque()
-
-
-def _range(entry: dict[str, Any], base: int) -> Range:
-    start, end = entry["data_offsets"]
-    if not (type(start) is int and type(end) is int):
-        raise TypeError("offsets must be integers")
-    if not (0 <= start <= end and (end - start) % DTYPE_BYTES[entry["dtype"]] == 0):
-        raise ValueError("not a range of whole elements")
-    return Range(base + start, base + end, entry["dtype"])
-
-
-def _are_disjoint(ranges: list[Range]) -> bool:
-    """True if no byte would be scanned twice, which could take very long."""
-    following = ranges[1:]
-    return all(one.end <= other.start for one, other in zip(ranges, following, strict=False))
+    return deque(found if all(tensor.dtype in FLOAT_BYTES for tensor in found) else ())

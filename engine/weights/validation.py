@@ -14,10 +14,10 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any, Final
 
+from coppice.safetensors_io import FLOAT_BYTES
 from engine.errors import CheckpointRefused
 from engine.types import AdapterInfo
 from engine.weights.checkpoint import (
-    DTYPE_BYTES,
     LM_HEAD,
     Checkpoint,
     StoredTensor,
@@ -27,7 +27,7 @@ from engine.weights.checkpoint import (
     read_chunks,
     read_json,
 )
-from engine.weights.magnitudes import UNKNOWN, Magnitudes, Range, largest_magnitude
+from engine.weights.magnitudes import UNKNOWN, Magnitudes, largest_magnitude
 
 # The smallest non-finite magnitude, as bits. Magnitudes of floats sort like their bits.
 NON_FINITE_BITS: Final = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F80_0000}
@@ -88,7 +88,7 @@ def check_checkpoint(
     index = _without_tied_head(served, read_checkpoint(candidate))
     check_same_tensors(served, index)
     ordered = sorted(index.tensors.values(), key=lambda t: (t.file, t.start))
-    known = [magnitudes.get(Range(t.start, t.end, t.dtype)) for t in ordered]
+    known = [magnitudes.get(tensor.name) for tensor in ordered]
     with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="check-weights") as threads:
         # raises the first exception
         deque(threads.map(check_values, ordered, repeat(dtype), known), 0)
@@ -237,7 +237,7 @@ def _check_module(
     if len(matrices) < len(LORA_SUFFIXES):
         raise CheckpointRefused(f"{printable(module)} has only one of lora_A and lora_B")
     for tensor in matrices.values():
-        if tensor.dtype not in DTYPE_BYTES:
+        if tensor.dtype not in FLOAT_BYTES:
             raise CheckpointRefused(
                 f"{printable(tensor.name)} has dtype {tensor.dtype}; it must be BF16, F16 or F32"
             )

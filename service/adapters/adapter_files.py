@@ -10,16 +10,13 @@ import shutil
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
-from pydantic_core import from_json
-
+from coppice.safetensors_io import read_header
 from engine.weights.validation import ADAPTER_CONFIG_FILE, ADAPTER_TENSORS_FILE
 from service.checkpoint_store import CheckpointStore, Upload
 from service.errors import InsufficientStorage, WeightsRefused
 
 MAX_CONFIG_BYTES = 2**20
-MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 COPY_BYTES = 4 * 2**20
 
 
@@ -101,20 +98,18 @@ def _chunks(name: str, file: Path, limit: int) -> Iterator[bytes]:
 
 
 def _unpack(upload: Upload, folder: Path) -> str:
-    with upload.path.open("rb") as file:
-        config = _read_config(file)
+    config = _read_config(upload.path)
     (folder / ADAPTER_CONFIG_FILE).write_bytes(config)
     upload.path.rename(folder / ADAPTER_TENSORS_FILE)
     return upload.sha256
 
 
-def _read_config(file: BinaryIO) -> bytes:
-    length = int.from_bytes(file.read(8), "little")
+def _read_config(path: Path) -> bytes:
     try:
-        header = from_json(file.read(length) if length <= MAX_HEADER_BYTES else b"")
-        config: bytes | None = header["__metadata__"]["adapter_config"].encode()
-    except (ValueError, TypeError, KeyError, AttributeError):
-        config = None
-    if config is None or len(config) > MAX_CONFIG_BYTES:
+        metadata = read_header(path).metadata
+    except ValueError as error:
+        raise WeightsRefused(f"the adapter is not a valid safetensors file: {error}") from error
+    config = metadata.get("adapter_config", "").encode()
+    if not 0 < len(config) <= MAX_CONFIG_BYTES:
         raise WeightsRefused("the metadata of the safetensors file must contain adapter_config")
     return config

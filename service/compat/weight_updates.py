@@ -11,6 +11,7 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
+from coppice.weights.checkpoint_files import fingerprint
 from coppice.wire.weights import ActivationAnswer
 from service.errors import (
     ActivationFailed,
@@ -26,7 +27,6 @@ from service.http.responses import ADMIN_ERRORS, BODY_ERRORS, JSON, declare_resp
 from service.server import Server
 from service.versions import Version
 
-Fingerprint = tuple[tuple[str, int, int], ...]
 UPDATE_RESPONSES = declare_responses(
     {200: JSON},
     *(*ADMIN_ERRORS, *BODY_ERRORS, PathRefused, WeightsRefused, ActivationFailed, Unsupported),
@@ -45,7 +45,7 @@ class WeightUpdates:
         self._lock = asyncio.Lock()
         self._started = False
         self._staged: Version | None = None
-        self._published: dict[str, tuple[Path, Fingerprint]] = {}
+        self._published: dict[str, tuple[Path, str]] = {}
 
     async def start(self) -> None:
         """Start a weight update; discard weights that an unfinished update has staged."""
@@ -143,14 +143,10 @@ class WeightUpdates:
         return f"update-{self._server.versions.next_sequence()}"
 
 
-def _fingerprint(path: Path) -> Fingerprint:
-    """Names, sizes and modification times of weight files, to detect that a file is rewritten.
-
-    A rewritten file counts as changed even if its content is the same.
-    """
-    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+def _fingerprint(path: Path) -> str:
+    """Digest that shows that a file was rewritten, even if its content is the same."""
     try:
-        return tuple((f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files)
+        return fingerprint(path)
     except OSError as error:
         raise WeightsRefused(
             "the files changed while they were read: write all of them, then repeat the update"

@@ -15,11 +15,10 @@ from fastapi import Request
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, from_json
 
+from coppice.safetensors_io import LENGTH_BYTES, head_bytes
 from coppice.wire.packed_requests import (
-    LENGTH_BYTES,
     PACKED_MEDIA_TYPE,
     PackedLists,
-    header_bytes,
     unpack_request,
 )
 from service.config.settings import LimitsSettings
@@ -113,10 +112,10 @@ class Bodies:
             return await self._threads.run("bodies", 0, lambda: parse(content))
 
     def _parse_packed(self, content: bytes, model: type[Model]) -> Model:
-        num_bytes = header_bytes(content)
-        if LENGTH_BYTES + num_bytes > len(content):
+        num_bytes = head_bytes(content)
+        if num_bytes > len(content):
             raise InvalidRequest("the body is not a packed request: it ends within its header")
-        if num_bytes > self._max_json_bytes:
+        if num_bytes - LENGTH_BYTES > self._max_json_bytes:
             raise BodyTooLarge(
                 f"the header of the packed body exceeds the limit of {self._max_json_bytes} bytes "
                 "of limits.max_json_bytes"

@@ -19,11 +19,11 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import xxhash
 
+from coppice.safetensors_io import CODES, FLOAT_BYTES, TensorEntry, header_of
 from coppice.wire.kv import KvLayerShape
 from engine.kv_types import KvFormat
 from service.prompt_kv.arena import PAGE_BYTES, round_up_to_pages
@@ -31,17 +31,6 @@ from service.prompt_kv.arena import PAGE_BYTES, round_up_to_pages
 NO_CHECKSUM = "0" * 16
 LONGEST_VERSION = "v" * 64
 MAX_TOKENS = 10**7
-_DTYPES = {"float32": ("F32", 4), "bfloat16": ("BF16", 2), "float16": ("F16", 2)}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorRange:
-    """Byte range of one tensor of the file, relative to the start of the first tensor."""
-
-    name: str
-    shape: tuple[int, int, int]
-    start: int
-    end: int
 
 
 def tokens_sha256(token_ids: Sequence[int]) -> str:
@@ -68,7 +57,7 @@ class Layout:
 
     @property
     def data_bytes(self) -> int:
-        _, item_bytes = _DTYPES[self.format.dtype]
+        item_bytes = FLOAT_BYTES[CODES[self.format.dtype]]
         layers = range(self.format.num_layers)
         return sum(2 * item_bytes * math.prod(self.shape(layer)) for layer in layers)
 
@@ -80,26 +69,22 @@ class Layout:
     def slot_bytes(self) -> int:
         return round_up_to_pages(PAGE_BYTES + self.file_bytes)
 
-    def tensors(self) -> Iterator[TensorRange]:
-        _, item_bytes = _DTYPES[self.format.dtype]
+    def tensors(self) -> Iterator[TensorEntry]:
+        """Tensors in order; their offsets are relative to the start of the first one."""
+        dtype = CODES[self.format.dtype]
         start = 0
         for layer in self.format.storage_order():
             shape = self.shape(layer)
             for kind in "kv":
-                end = start + item_bytes * math.prod(shape)
-                yield TensorRange(name=f"{kind}.{layer}", shape=shape, start=start, end=end)
+                end = start + FLOAT_BYTES[dtype] * math.prod(shape)
+                yield TensorEntry(
+                    name=f"{kind}.{layer}", dtype=dtype, shape=shape, start=start, end=end
+                )
                 start = end
 
     def header(self, checksums: Mapping[str, str]) -> bytes:
-        code, _ = _DTYPES[self.format.dtype]
-        entries: dict[str, Any] = {"__metadata__": self._metadata(checksums)}
-        for tensor in self.tensors():
-            offsets = [tensor.start, tensor.end]
-            shape = list(tensor.shape)
-            entries[tensor.name] = {"dtype": code, "shape": shape, "data_offsets": offsets}
-        text = json.dumps(entries, separators=(",", ":")).encode()
-        room = max(self.header_bytes - 8, len(text))
-        return room.to_bytes(8, "little") + text.ljust(room)
+        metadata = self._metadata(checksums)
+        return header_of(self.tensors(), metadata, min_bytes=self.header_bytes)
 
     def _metadata(self, checksums: Mapping[str, str]) -> dict[str, str]:
         """Metadata of the safetensors header; mappings are JSON, as values must be strings."""

@@ -11,12 +11,13 @@ from pathlib import Path
 from fastapi import APIRouter, Request, Response
 from starlette.responses import StreamingResponse
 
+from coppice.weights.checkpoint_files import SINGLE_FILE
 from coppice.wire import weight_transfer
 from coppice.wire.weight_transfer import TransferRequest
 from coppice.wire.weights import ActivateRequest, StageRequest
 from engine.weights.ipc_tensors import IpcHandle, IpcTensor, WeightTransfer
 from service.auth.access import requires_role
-from service.checkpoint_store import DELTA, SINGLE_FILE, WRITE_BYTES, validate_file_name
+from service.checkpoint_store import DELTA, WRITE_BYTES, validate_file_name
 from service.errors import (
     ActivationFailed,
     Asleep,

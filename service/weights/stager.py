@@ -13,15 +13,14 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from coppice.weights import shared_files
+from coppice.weights import checkpoint_files
+from coppice.weights.checkpoint_files import INDEX, SINGLE_FILE
 from engine.errors import CheckpointRefused
 from engine.protocol import Engine
 from engine.weights.ipc_tensors import WeightTransfer
 from engine.weights.magnitudes import UNKNOWN, Magnitudes, MagnitudeScan
 from service.checkpoint_store import (
     DELTA,
-    INDEX,
-    SINGLE_FILE,
     CheckpointStore,
     IncomingFile,
     Upload,
@@ -448,7 +447,7 @@ class WeightStager:
 def _check_same_files(path: Path, fingerprint: str) -> None:
     """Refuse files that are not the publisher's, whose host may have others at this path."""
     try:
-        is_same = shared_files.fingerprint(path) == fingerprint
+        is_same = checkpoint_files.fingerprint(path) == fingerprint
     except OSError:  # removed meanwhile
         is_same = False
     if not is_same:

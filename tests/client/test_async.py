@@ -12,7 +12,7 @@ import pytest
 
 from coppice import AsyncRollouts, Record, Retry, Rollouts
 from coppice.transport.httpx_drivers import AsyncDriver
-from coppice.weights.safetensors_writer import sha256_of
+from coppice.weights.checkpoint_files import sha256_of
 from tests.client.answers import LINES
 from tests.client.app import App, Body, streaming
 

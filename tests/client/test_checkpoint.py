@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from coppice.weights.safetensors_index import checkpoint_files
+from coppice.weights.checkpoint_files import checkpoint_files
 from tests.client.checkpoints import INDEX, sharded, single
 
 

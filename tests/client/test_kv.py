@@ -280,7 +280,7 @@ def test_invalid_header_is_refused(header: bytes) -> None:
         handle="h", version="v0", num_tokens=2, num_bytes=100, lease_seconds=1, locators=[]
     )
     with pytest.raises(BadAnswer):
-        layout_of(bytes(8) + header, handle)
+        layout_of(len(header).to_bytes(8, "little") + header, handle)
 
 
 def test_fetching_is_preferred_where_it_was_faster_than_prefill(tmp_path: Path) -> None:

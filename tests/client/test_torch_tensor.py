@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from coppice.weights.safetensors_writer import StateDict, tensors_of
+from coppice.weights.tensors import StateDict, tensors_of
 
 torch = pytest.importorskip("torch")
 
@@ -54,5 +54,5 @@ def test_tensor_without_data_is_refused_by_torch() -> None:
 def test_every_bit_of_a_bfloat16_is_preserved() -> None:
     tensor = torch.tensor([1.0, -2.5, float("inf")], dtype=torch.bfloat16)
     (described,) = tensors_of({"w": tensor})
-    assert (described.code, described.shape, described.num_bytes) == ("BF16", (3,), 6)
+    assert (described.dtype, described.shape, described.num_bytes) == ("BF16", (3,), 6)
     assert described.load().view(np.uint16).tolist() == [0x3F80, 0xC020, 0x7F80]

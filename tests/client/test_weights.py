@@ -12,7 +12,7 @@ import xxhash
 from safetensors.numpy import load, save_file
 
 from coppice import BadAnswer, VersionAnswer, VersionsAnswer, WeightsRefused
-from coppice.weights.shared_files import fingerprint
+from coppice.weights.checkpoint_files import fingerprint
 from tests.client.answers import ACTIVATION, VERSION
 from tests.client.app import App, answering, refusing
 from tests.client.checkpoints import sharded, single

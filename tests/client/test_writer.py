@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 from coppice.transport.messages import CHUNK_BYTES
-from coppice.weights.image import write_safetensors
-from coppice.weights.safetensors_writer import StateDict, Tensor, tensors_of
+from coppice.weights.tensors import StateDict, Tensor, tensors_of, write_safetensors
 
 T = TypeVar("T")
 

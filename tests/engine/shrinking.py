@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from coppice.weights.safetensors_index import checkpoint_files, read_safetensors_index
+from coppice.weights.checkpoint_files import checkpoint_files
 from engine.errors import CheckpointRefused
 from engine.weights.checkpoint import read_checkpoint
 from tests.sample_sizes import TIMES
@@ -27,7 +27,6 @@ MAX_SECONDS = 120.0
 READERS: dict[str, Callable[[Path], object]] = {
     "engine": read_checkpoint,
     "client": checkpoint_files,
-    "stored": read_safetensors_index,
 }
 
 

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from safetensors.numpy import save
 
+from coppice.safetensors_io import FLOAT_BYTES
 from engine.errors import CheckpointRefused
-from engine.weights.checkpoint import DTYPE_BYTES, read_base_checkpoint, read_checkpoint
+from engine.weights.checkpoint import read_base_checkpoint, read_checkpoint
 from engine.weights.magnitudes import (
     BITS_DTYPES,
     MAX_SCANNED_HEADER_BYTES,
     Magnitudes,
     MagnitudeScan,
-    Range,
     largest_magnitude,
 )
 from engine.weights.validation import check_checkpoint
@@ -55,10 +55,14 @@ def file_of(entries: dict[str, Any], data: bytes) -> bytes:
     return len(header).to_bytes(8, "little") + header + data
 
 
-@pytest.mark.parametrize("dtype", DTYPE_BYTES)
+def entry(start: object, end: object, dtype: object = "F32", num_elements: int = 2) -> object:
+    return {"dtype": dtype, "shape": [num_elements], "data_offsets": [start, end]}
+
+
+@pytest.mark.parametrize("dtype", FLOAT_BYTES)
 @given(values=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=20))
 def test_largest_magnitude_equals_the_reference(dtype: str, values: list[int]) -> None:
-    bits = np.array(values, np.uint32).astype(BITS_DTYPES[DTYPE_BYTES[dtype]])
+    bits = np.array(values, np.uint32).astype(BITS_DTYPES[FLOAT_BYTES[dtype]])
     assert largest_magnitude(memoryview(bits.tobytes()), dtype) == reference(bits)
 
 
@@ -71,11 +75,13 @@ def test_scan_of_any_blocks_equals_the_reference(
     path = tmp_path_factory.mktemp("scan") / "model.safetensors"
     path.write_bytes(content)
     found = scanned(content, sorted(min(cut, len(content)) for cut in cuts))
-    stored = read_checkpoint(path).tensors.values()
-    assert found.keys() >= {Range(t.start, t.end, t.dtype) for t in stored if t.num_bytes}
-    for start, end, dtype in found:
-        bits = np.frombuffer(content[start:end], BITS_DTYPES[DTYPE_BYTES[dtype]])
-        assert found[Range(start, end, dtype)] == (reference(bits) if len(bits) else 0)
+    stored = read_checkpoint(path).tensors
+    assert found.keys() >= {name for name, tensor in stored.items() if tensor.num_bytes}
+    for name, largest in found.items():
+        tensor = stored[name]
+        dtype = BITS_DTYPES[FLOAT_BYTES[tensor.dtype]]
+        bits = np.frombuffer(content[tensor.start : tensor.end], dtype)
+        assert largest == (reference(bits) if len(bits) else 0)
 
 
 @pytest.mark.parametrize(
@@ -83,20 +89,20 @@ def test_scan_of_any_blocks_equals_the_reference(
     [
         b"",
         b"\xff" * 40,
-        file_of({"a": {"dtype": "F32", "data_offsets": [0, 4]}}, b"")[:-3],
+        file_of({"a": entry(0, 8)}, b"")[:-3],
         (2).to_bytes(8, "little") + b"[]" + bytes(8),
         (2).to_bytes(8, "little") + b"}{" + bytes(8),
         file_of({"a": None}, bytes(8)),
-        file_of({"a": {"dtype": "F32", "data_offsets": [0, 6]}}, bytes(6)),
-        file_of({"a": {"dtype": "F32", "data_offsets": ["0", 4]}}, bytes(4)),
-        file_of({"a": {"dtype": "F32", "data_offsets": [0.0, 8.0]}}, bytes(8)),
-        file_of({"a": {"dtype": "F32", "data_offsets": [0, 1e300]}}, bytes(8)),
-        file_of({"a": {"dtype": "F32", "data_offsets": [0, float("inf")]}}, bytes(8)),
-        file_of({"a": {"dtype": "F32", "data_offsets": [False, 8]}}, bytes(8)),
-        file_of({"a": {"dtype": "I64", "data_offsets": [0, 8]}}, bytes(8)),
-        file_of({"a": {"dtype": [], "data_offsets": [0, 8]}}, bytes(8)),
-        file_of({"a": {"dtype": "F32", "data_offsets": [-4, 4]}}, bytes(8)),
-        file_of({name: {"dtype": "F32", "data_offsets": [0, 8]} for name in "ab"}, bytes(8)),
+        file_of({"a": entry(0, 6)}, bytes(6)),
+        file_of({"a": entry("0", 8)}, bytes(8)),
+        file_of({"a": entry(0.0, 8.0)}, bytes(8)),
+        file_of({"a": entry(0, 1e300)}, bytes(8)),
+        file_of({"a": entry(0, float("inf"))}, bytes(8)),
+        file_of({"a": entry(False, 8)}, bytes(8)),
+        file_of({"a": entry(0, 8, "I64", 1)}, bytes(8)),
+        file_of({"a": entry(0, 8, [])}, bytes(8)),
+        file_of({"a": entry(-4, 4)}, bytes(8)),
+        file_of({name: entry(0, 8) for name in "ab"}, bytes(8)),
     ],
 )
 def test_invalid_file_has_no_magnitudes(content: bytes) -> None:
@@ -104,9 +110,10 @@ def test_invalid_file_has_no_magnitudes(content: bytes) -> None:
 
 
 def test_large_header_is_left_to_the_check_of_the_file() -> None:
-    entry = {"a": {"dtype": "F32", "data_offsets": [0, 4]}}
-    padded = file_of({**entry, "__metadata__": {"pad": " " * MAX_SCANNED_HEADER_BYTES}}, bytes(4))
-    assert scanned(padded, []) == {}
+    entries = {"a": entry(0, 8)}
+    assert len(scanned(file_of(entries, bytes(8)), [])) == 1
+    padded = {**entries, "__metadata__": {"pad": " " * MAX_SCANNED_HEADER_BYTES}}
+    assert scanned(file_of(padded, bytes(8)), []) == {}
 
 
 @pytest.mark.parametrize("position", [0, 2**17, 2**18 + 2])

@@ -60,9 +60,9 @@ async def test_kept_tokens_of_all_engines_are_counted() -> None:
 async def test_files_are_read_once_without_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[Path] = []
 
-    def fingerprint(path: Path) -> tuple[()]:
+    def fingerprint(path: Path) -> str:
         read.append(path)
-        return ()
+        return ""
 
     weights, _ = served(Processes([LOADED, LOADED]))
     monkeypatch.setattr("engine.weights.updates.fingerprint", fingerprint)

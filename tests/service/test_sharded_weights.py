@@ -63,7 +63,7 @@ async def test_malformed_index_is_refused_and_affects_nothing_else(
 
 async def test_index_size_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every listing of versions includes its names."""
-    monkeypatch.setattr("service.checkpoint_store.MAX_JSON_BYTES", 100)
+    monkeypatch.setattr("engine.weights.checkpoint.MAX_HEADER_BYTES", 100)
     index = json.dumps({"weight_map": {"a": f"{'m' * 100}.safetensors"}}).encode()
     engine = FakeEngine()
     engine.refused_weights["v1"] = "the index is too large"

@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from coppice import AsyncRollouts, WeightsRefused
-from coppice.weights.shared_files import fingerprint
+from coppice.weights.checkpoint_files import fingerprint
 from tests.fake_engine import FakeEngine
 from tests.serving import serving
 

@@ -13,8 +13,8 @@ import xxhash
 from safetensors.numpy import load_file
 
 from coppice import AsyncRollouts, Rollouts, VersionConflict
-from coppice.weights.safetensors_writer import tensors_of
-from coppice.weights.shards import shards_of
+from coppice.weights.checkpoint_files import shards_of
+from coppice.weights.tensors import tensors_of
 from tests.fake_engine import FakeEngine
 from tests.service.test_weight_faults import leftovers, versions
 from tests.serving import Served, serving

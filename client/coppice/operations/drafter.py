@@ -7,7 +7,7 @@ from pydantic import TypeAdapter
 
 from coppice.transport.messages import OCTET_STREAM, HttpRequest, file_request
 from coppice.transport.retry import RequestSender
-from coppice.weights.safetensors_writer import sha256_of
+from coppice.weights.checkpoint_files import sha256_of
 from coppice.wire.base import Label
 from coppice.wire.weights import DrafterAnswer
 

@@ -8,7 +8,7 @@ from coppice.operations.weights import address_of
 from coppice.transport.messages import json_request
 from coppice.transport.retry import RequestSender
 from coppice.weights.gpu_weights import GpuWeights
-from coppice.weights.safetensors_writer import StateDict
+from coppice.weights.tensors import StateDict
 from coppice.wire.kv_versions import ActivationKv
 from coppice.wire.weight_transfer import TransferRequest
 from coppice.wire.weights import ActivationAnswer, ActivationMode

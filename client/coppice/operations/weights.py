@@ -20,15 +20,17 @@ from coppice.transport.messages import (
     json_request,
 )
 from coppice.transport.retry import RequestSender
-from coppice.weights.delta_writer import BaseFile
-from coppice.weights.image import (
+from coppice.weights.checkpoint_files import (
+    checkpoint_files,
+    file_of,
+    fingerprint,
     one_file,
+    sha256_of,
+    shards_of,
     tensors_of_source,
 )
-from coppice.weights.safetensors_index import checkpoint_files
-from coppice.weights.safetensors_writer import StateDict, sha256_of
-from coppice.weights.shards import file_of, shards_of
-from coppice.weights.shared_files import fingerprint
+from coppice.weights.delta_writer import BaseFile
+from coppice.weights.tensors import StateDict
 from coppice.wire.base import Label
 from coppice.wire.kv_versions import ActivationKv
 from coppice.wire.weights import (

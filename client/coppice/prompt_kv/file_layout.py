@@ -4,33 +4,24 @@ The server may be faulty or hostile, so the header is not trusted: the tensors m
 other without gaps, and keys and values of a layer must have the same shape.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-from pydantic import ValidationError
+from pydantic_core import from_json
 
 from coppice.errors import BadAnswer
+from coppice.safetensors_io import LENGTH_BYTES, TensorEntry, head_bytes, parse_header
 from coppice.wire.kv import KvHandle
 
-LENGTH_BYTES = 8
 Dtype = Literal["float32", "bfloat16", "float16"]
-_DTYPES: dict[str, tuple[Dtype, int]] = {
-    "F32": ("float32", 4),
-    "BF16": ("bfloat16", 2),
-    "F16": ("float16", 2),
-}
+_DTYPES: Mapping[str, Dtype] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TensorRange:
+class TensorRange(TensorEntry):
     """Shape, byte range and checksum of one tensor in a prompt-KV file."""
 
-    name: str
-    shape: tuple[int, int, int]
-    start: int
-    end: int
     xxh3_64: str
 
 
@@ -59,7 +50,7 @@ class Layout:
 
 def header_bytes(first: bytes, handle: KvHandle) -> int:
     """Size of a prompt-KV file's header, length field included, from the file's first 8 bytes."""
-    num_bytes = LENGTH_BYTES + int.from_bytes(first, "little")
+    num_bytes = head_bytes(first)
     if num_bytes > handle.num_bytes:
         raise BadAnswer("the prompt KV's header is longer than its file")
     return num_bytes
@@ -75,18 +66,18 @@ def layout_of(header: bytes, handle: KvHandle) -> Layout:
     """Parses the header of a prompt-KV file. Raises BadAnswer unless it fits the handle."""
     try:
         return _layout_of(header, handle)
-    except (ValueError, KeyError, TypeError, ValidationError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise BadAnswer(f"the prompt KV's header is invalid: {error!r}") from error
 
 
 def _layout_of(header: bytes, handle: KvHandle) -> Layout:
-    entries = json.loads(header[LENGTH_BYTES:])
-    metadata = entries.pop("__metadata__")
-    names = [f"{kind}.{layer}" for layer in range(len(entries) // 2) for kind in "kv"]
-    if entries.keys() != set(names) or not names:
+    parsed = parse_header(header)
+    metadata, tensors = parsed.metadata, parsed.tensors
+    names = [f"{kind}.{layer}" for layer in range(len(tensors) // 2) for kind in "kv"]
+    if tensors.keys() != set(names) or not names:
         raise ValueError("the tensors are not k.0, v.0 and so on")
     num_tokens = int(metadata["num_tokens"])
-    parts = _parts_of(entries, len(header), num_tokens, json.loads(metadata["xxh3_64"]))
+    parts = _parts_of(tensors, num_tokens, from_json(metadata["xxh3_64"]))
     if parts[-1].end != handle.num_bytes or num_tokens != handle.num_tokens:
         raise ValueError("the file does not have the size of its handle")
     if metadata["version"] != handle.version:
@@ -94,40 +85,38 @@ def _layout_of(header: bytes, handle: KvHandle) -> Layout:
     return Layout(
         model=metadata["model"],
         version=metadata["version"],
-        dtype=_DTYPES[entries["k.0"]["dtype"]][0],
+        dtype=_DTYPES[parts[0].dtype],
         num_layers=len(names) // 2,
         num_tokens=num_tokens,
         tokens_sha256=metadata["tokens_sha256"],
-        rope=cast(Mapping[str, Any], json.loads(metadata["rope"])),
+        rope=cast(Mapping[str, Any], from_json(metadata["rope"])),
         parts=parts,
     )
 
 
 def _parts_of(
-    entries: Mapping[str, Any], start: int, num_tokens: int, checksums: Mapping[str, str]
+    tensors: Mapping[str, TensorEntry], num_tokens: int, checksums: Mapping[str, str]
 ) -> tuple[TensorRange, ...]:
-    """Tensors in the order of the file, the first of which is at the offset `start`."""
-    code = entries["k.0"]["dtype"]
-    _, item_bytes = _DTYPES[code]
+    """Tensors in the order of the file."""
+    dtype = tensors["k.0"].dtype
     parts = []
-    end = start
-    for name in sorted(entries, key=lambda name: int(entries[name]["data_offsets"][0])):
-        shape = heads, tokens, head_dim = _shape_of(entries[f"k.{name[2:]}"])
-        first, end = end, end + heads * tokens * head_dim * item_bytes
-        offsets = [first - start, end - start]
-        if entries[name] != {"dtype": code, "shape": list(shape), "data_offsets": offsets}:
-            raise ValueError(f"{name} does not follow the tensor before it")
+    for name, tensor in tensors.items():
+        keys = tensors[f"k.{name[2:]}"]
+        if (tensor.dtype, tensor.shape) != (dtype, keys.shape):
+            raise ValueError(f"{name} differs from other tensors in dtype or shape")
+        _, tokens, _ = tensor.shape
+        if not tensor.num_bytes:
+            raise ValueError("a tensor is empty")
         if tokens > num_tokens:
             raise ValueError(f"{name} has more tokens than the prompt")
-        sum_of_tensor = str(checksums[name])
         parts.append(
-            TensorRange(name=name, shape=shape, start=first, end=end, xxh3_64=sum_of_tensor)
+            TensorRange(
+                name=name,
+                dtype=dtype,
+                shape=tensor.shape,
+                start=tensor.start,
+                end=tensor.end,
+                xxh3_64=str(checksums[name]),
+            )
         )
     return tuple(parts)
-
-
-def _shape_of(entry: Mapping[str, Any]) -> tuple[int, int, int]:
-    heads, tokens, head_dim = (int(size) for size in entry["shape"])
-    if min(heads, tokens, head_dim) < 1:
-        raise ValueError("a tensor is empty")
-    return heads, tokens, head_dim

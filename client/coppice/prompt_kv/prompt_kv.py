@@ -13,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coppice.errors import ConnectionFailed, CoppiceError, KvLost, TimedOut
-from coppice.prompt_kv.file_layout import LENGTH_BYTES, Layout, header_bytes, layout_of, read_layout
+from coppice.prompt_kv.file_layout import Layout, header_bytes, layout_of, read_layout
 from coppice.prompt_kv.http_client import Download, DownloadBuffer
 from coppice.prompt_kv.server_kv_source import KvSource, LeasedKv
+from coppice.safetensors_io import LENGTH_BYTES
 from coppice.wire.kv import KvHandle, KvLocator
 
 PIECE_BYTES = 4 * 2**20

@@ -31,26 +31,26 @@ from typing import Any, BinaryIO, Final, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from coppice.weights.safetensors_index import (
+from coppice.safetensors_io import (
+    FLOAT_BYTES,
     ByteSpan,
-    SafetensorsFile,
+    Header,
     TensorEntry,
-    block_spans,
     read_exactly,
-    read_safetensors_index,
+    read_header,
 )
 
 T = TypeVar("T")
 R = TypeVar("R")
 NUM_THREADS = min(8, len(os.sched_getaffinity(0)))
+BLOCK_BYTES = 4 * 2**20
+"""Bytes of a tensor that are read, compared and written at a time."""
 WORDS: Final[dict[int, npt.DTypeLike]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
 """Unsigned integer type by item size in bytes."""
 LENGTH_BYTES: Final = 4
 Bytes = bytes | memoryview
 FORMAT = "coppice-delta"
 DIFFERENCE = "U8"
-VALUE_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
-"""Item sizes of the dtypes for which differences exist; these are the dtypes that can be served."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 BlockReader = Callable[[], bytes | memoryview]
 
@@ -142,7 +142,7 @@ def apply_delta(base: Path, delta: Path, target: BinaryIO) -> str:
 
     Raises DeltaRefused. `target` never becomes longer than the base.
     """
-    before, change = read_safetensors_index(base), _read_delta(delta)
+    before, change = read_header(base), _read_delta(delta)
     _check_tensors(before, change)
     digest = hashlib.sha256(before.head)
     target.write(before.head)
@@ -157,9 +157,15 @@ def apply_delta(base: Path, delta: Path, target: BinaryIO) -> str:
     return digest.hexdigest()
 
 
-def _read_delta(delta: Path) -> SafetensorsFile:
+def block_spans(tensor: TensorEntry) -> Iterator[ByteSpan]:
+    """Splits the byte range of a tensor into blocks of BLOCK_BYTES; the last may be shorter."""
+    for start in range(tensor.start, tensor.end, BLOCK_BYTES):
+        yield ByteSpan(start, min(start + BLOCK_BYTES, tensor.end))
+
+
+def _read_delta(delta: Path) -> Header:
     try:
-        file = read_safetensors_index(delta)
+        file = read_header(delta)
     except ValueError as error:
         raise DeltaRefused("it is not a valid safetensors file") from error
     if file.metadata.get("format") != FORMAT:
@@ -167,7 +173,7 @@ def _read_delta(delta: Path) -> SafetensorsFile:
     return file
 
 
-def _check_tensors(base: SafetensorsFile, change: SafetensorsFile) -> None:
+def _check_tensors(base: Header, change: Header) -> None:
     for name, tensor in change.tensors.items():
         known = base.tensors.get(name)
         if known is None:
@@ -177,11 +183,11 @@ def _check_tensors(base: SafetensorsFile, change: SafetensorsFile) -> None:
 
 
 def _is_whole(tensor: TensorEntry, known: TensorEntry) -> bool:
-    return (tensor.code, tensor.shape) == (known.code, known.shape)
+    return (tensor.dtype, tensor.shape) == (known.dtype, known.shape)
 
 
 def _is_difference(tensor: TensorEntry, known: TensorEntry) -> bool:
-    return tensor.code == DIFFERENCE and known.code in VALUE_BYTES
+    return tensor.dtype == DIFFERENCE and known.dtype in FLOAT_BYTES
 
 
 def _read_block(block: BlockReader) -> bytes | memoryview:
@@ -189,7 +195,7 @@ def _read_block(block: BlockReader) -> bytes | memoryview:
 
 
 def _block_readers(
-    base: SafetensorsFile, change: SafetensorsFile, old: FileIO, changes: FileIO
+    base: Header, change: Header, old: FileIO, changes: FileIO
 ) -> Iterator[BlockReader]:
     """Yields, for each block of the delta's result in order, a function that reads the block."""
     for name, tensor in base.tensors.items():
@@ -229,7 +235,7 @@ def _decode_block(
         if packed.start == packed.end:
             return before
         try:
-            after = decode_block(before, read_exactly(changes, packed), VALUE_BYTES[tensor.code])
+            after = decode_block(before, read_exactly(changes, packed), FLOAT_BYTES[tensor.dtype])
         except DifferenceError as error:
             raise DeltaRefused(f"the difference of {tensor.name[:120]!a}: {error}") from error
         return after.data

@@ -3,35 +3,35 @@
 coppice.weights.delta describes the format.
 """
 
-import json
 import os
 import tempfile
 import weakref
 from collections.abc import Generator, Iterator
 from contextlib import closing
+from dataclasses import replace
 from io import FileIO
 from pathlib import Path
 from typing import BinaryIO
 
+from coppice.safetensors_io import (
+    FLOAT_BYTES,
+    ByteSpan,
+    Header,
+    TensorEntry,
+    header_of,
+    read_exactly,
+    read_header,
+)
 from coppice.weights.delta import (
     DIFFERENCE,
     FORMAT,
     LENGTH_BYTES,
-    VALUE_BYTES,
     Lineage,
+    block_spans,
     encode_block,
     map_in_order,
 )
-from coppice.weights.image import write_safetensors
-from coppice.weights.safetensors_index import (
-    ByteSpan,
-    SafetensorsFile,
-    TensorEntry,
-    block_spans,
-    read_exactly,
-    read_safetensors_index,
-)
-from coppice.weights.safetensors_writer import Tensor
+from coppice.weights.tensors import Tensor, write_safetensors
 
 MAX_DELTA_RATIO = 0.9
 """Largest size of a difference relative to its tensor; coding costs time on both sides."""
@@ -48,23 +48,25 @@ def write_delta(
 
     Raises NotComparable if the headers differ.
     """
-    before, after = read_safetensors_index(base), read_safetensors_index(new)
+    before, after = read_header(base), read_header(new)
     if before.head != after.head:
         raise NotComparable("the tensors differ in name, dtype, shape or order")
-    header_room = _header_room(after)
-    entries: dict[str, object] = {"__metadata__": _metadata(lineage)}
+    head_room = _head_room(after)
+    entries = list[TensorEntry]()
     with FileIO(base) as old, FileIO(new) as fresh, target.open("wb") as out:
-        out.seek(8 + header_room)
+        out.seek(head_room)
         with closing(_differences(after, old, fresh)) as differences:
             for tensor in after.tensors.values():
                 start = out.tell()
-                code = yield from _write_change(tensor, differences, fresh, out)
-                if code is not None:
-                    entries[tensor.name] = _entry(tensor, code, start, out.tell(), 8 + header_room)
+                dtype = yield from _write_change(tensor, differences, fresh, out)
+                if dtype is not None:
+                    entries.append(_entry(tensor, dtype, start, out.tell()))
         num_bytes = out.tell()
         out.truncate()
         out.seek(0)
-        out.write(_head(entries, header_room))
+        head = header_of(entries, _metadata(lineage), min_bytes=head_room)
+        assert len(head) == head_room, "the head outgrows its room"
+        out.write(head)
     return num_bytes
 
 
@@ -72,36 +74,21 @@ def _metadata(lineage: Lineage) -> dict[str, str]:
     return {"format": FORMAT, "base_sha256": lineage.base, "sha256": lineage.result}
 
 
-def _header_room(file: SafetensorsFile) -> int:
-    """Upper bound of the header size of any delta that results in this file.
-
-    It is a multiple of 8 bytes.
-    """
-    longest: dict[str, object] = {"__metadata__": _metadata(Lineage("0" * 64, "0" * 64))}
-    for tensor in file.tensors.values():
-        numbers = {"shape": (*tensor.shape, tensor.num_bytes), "data_offsets": (tensor.end,) * 2}
-        longest[tensor.name] = {"dtype": tensor.code + DIFFERENCE, **numbers}
-    return len(_text(longest)) // 8 * 8 + 8
+def _head_room(file: Header) -> int:
+    """Upper bound of the bytes before the first tensor of any delta that results in this file."""
+    longest = [
+        replace(tensor, dtype=tensor.dtype + DIFFERENCE, shape=(*tensor.shape, tensor.num_bytes))
+        for tensor in file.tensors.values()
+    ]
+    return len(header_of(longest, _metadata(Lineage("0" * 64, "0" * 64))))
 
 
-def _head(entries: dict[str, object], header_room: int) -> bytes:
-    text = _text(entries)
-    assert len(text) <= header_room, "the head outgrows its room"
-    return header_room.to_bytes(8, "little") + text.ljust(header_room)
+def _entry(tensor: TensorEntry, dtype: str, start: int, end: int) -> TensorEntry:
+    shape = (end - start,) if dtype == DIFFERENCE else tensor.shape
+    return TensorEntry(name=tensor.name, dtype=dtype, shape=shape, start=start, end=end)
 
 
-def _text(entries: dict[str, object]) -> bytes:
-    return json.dumps(entries, separators=(",", ":")).encode()
-
-
-def _entry(tensor: TensorEntry, code: str, start: int, end: int, base: int) -> dict[str, object]:
-    shape = (end - start,) if code == DIFFERENCE else tensor.shape
-    return {"dtype": code, "shape": shape, "data_offsets": (start - base, end - base)}
-
-
-def _differences(
-    file: SafetensorsFile, old: FileIO, fresh: FileIO
-) -> Generator[bytes | None, None, None]:
+def _differences(file: Header, old: FileIO, fresh: FileIO) -> Generator[bytes | None, None, None]:
     """Yields, for every block of every tensor, the encoded difference, or None if unchanged."""
 
     def difference(job: tuple[TensorEntry, ByteSpan]) -> bytes | None:
@@ -109,7 +96,7 @@ def _differences(
         before, after = read_exactly(old, span), read_exactly(fresh, span)
         if before == after:
             return None
-        item_bytes = VALUE_BYTES.get(tensor.code)
+        item_bytes = FLOAT_BYTES.get(tensor.dtype)
         return after if item_bytes is None else encode_block(before, after, item_bytes)
 
     jobs = ((tensor, span) for tensor in file.tensors.values() for span in block_spans(tensor))
@@ -130,13 +117,13 @@ def _write_change(
     if unchanged:
         out.seek(start)
         return None
-    if tensor.code in VALUE_BYTES and out.tell() - start <= MAX_DELTA_RATIO * tensor.num_bytes:
+    if tensor.dtype in FLOAT_BYTES and out.tell() - start <= MAX_DELTA_RATIO * tensor.num_bytes:
         return DIFFERENCE
     out.seek(start)
     for span in block_spans(tensor):
         out.write(read_exactly(fresh, span))
         yield
-    return tensor.code
+    return tensor.dtype
 
 
 class BaseFile:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from importlib import import_module
 from typing import Any, Self, cast, get_args
 
-from coppice.weights.safetensors_writer import StateDict, Tensor, tensors_of
+from coppice.weights.tensors import StateDict, Tensor, tensors_of
 from coppice.wire.weight_transfer import CUDA_MALLOC, IpcHandle, IpcTensor, TransferDtype
 
 
@@ -129,9 +129,9 @@ def _shared(memory: Any) -> tuple[IpcHandle, bool]:
 
 
 def _dtype(tensor: Tensor) -> TransferDtype:
-    if tensor.code not in get_args(TransferDtype):
-        raise ValueError(f"{tensor.name} has dtype {tensor.code}, and not BF16, F16 or F32")
-    return cast(TransferDtype, tensor.code)
+    if tensor.dtype not in get_args(TransferDtype):
+        raise ValueError(f"{tensor.name} has dtype {tensor.dtype}, and not BF16, F16 or F32")
+    return cast(TransferDtype, tensor.dtype)
 
 
 def _merged(tensor: IpcTensor, other: IpcTensor) -> IpcTensor:

@@ -15,12 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, SerializationInfo, SerializerFunctionWrapHandler, ValidationInfo
-from pydantic_core import from_json
-from safetensors import SafetensorError
-from safetensors.numpy import load, save
+from safetensors.numpy import save
+
+from coppice.safetensors_io import load_arrays, parse_header
 
 PACKED_MEDIA_TYPE = "application/vnd.coppice.safetensors"
-LENGTH_BYTES = 8
 TOKEN_IDS = "token_ids"
 LOGPROBS = "logprobs"
 _TYPES: Mapping[str, np.dtype[Any]] = {
@@ -87,34 +86,20 @@ def pack_request(request: BaseModel) -> bytes:
     return data
 
 
-def header_bytes(data: bytes) -> int:
-    """Number of bytes that the header of a safetensors file claims to have."""
-    return int.from_bytes(data[:LENGTH_BYTES], "little")
-
-
 def unpack_request(data: bytes) -> tuple[str, PackedLists]:
     """JSON of a packed request, and its lists. Raises ValueError if the file is invalid.
 
     The caller limits the size of the header.
     """
-    header = from_json(data[LENGTH_BYTES : LENGTH_BYTES + header_bytes(data)])
-    document = _document(header)
-    known = {name + end for name in _TYPES for end in ("", _OFFSETS)}
-    if unknown := header.keys() - known - {"__metadata__"}:
-        raise ValueError(f"{len(unknown)} tensor(s) of the file are unknown")
-    try:
-        tensors = load(data)
-    except (SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise ValueError("it is not a valid safetensors file") from error
-    return document, PackedLists({name: _lists(name, tensors) for name in _TYPES})
-
-
-def _document(header: Any) -> str:
-    metadata = header.get("__metadata__") if isinstance(header, dict) else None
-    document = metadata.get("request") if isinstance(metadata, dict) else None
-    if not isinstance(document, str):
+    header = parse_header(data, len(data))
+    if "request" not in header.metadata:
         raise ValueError("its metadata has no `request`")
-    return document
+    known = {name + end for name in _TYPES for end in ("", _OFFSETS)}
+    if unknown := header.tensors.keys() - known:
+        raise ValueError(f"{len(unknown)} tensor(s) of the file are unknown")
+    tensors = load_arrays(data)
+    lists = PackedLists({name: _lists(name, tensors) for name in _TYPES})
+    return header.metadata["request"], lists
 
 
 def _lists(name: str, tensors: Mapping[str, NDArray[Any]]) -> list[Any]:

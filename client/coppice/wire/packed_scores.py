@@ -7,16 +7,15 @@ The tables `top_logprobs` and `given_logprobs`, if requested, have a position pe
 format of `result_formats`. The metadata's `answer` is the ScoreAnswer with these arrays empty.
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError
-from safetensors.numpy import load, save
+from safetensors.numpy import save
 
+from coppice.safetensors_io import load_arrays, parse_header
 from coppice.wire.column_kinds import NO_ENTRIES, Tables, Tensors, tables_of
 from coppice.wire.score import ScoreAnswer, ScoredItem, ScoredResponse
 
@@ -50,11 +49,10 @@ def pack_scores(answer: ScoreAnswer) -> bytes:
 def unpack_scores(data: bytes) -> PackedScores:
     """Parses a packed answer. Raises ValueError if the bytes are invalid."""
     try:
-        tensors = load(data)
-        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-        answer = ScoreAnswer.model_validate_json(header["__metadata__"]["answer"])
+        tensors, metadata = load_arrays(data), parse_header(data).metadata
+        answer = ScoreAnswer.model_validate_json(metadata["answer"])
         offsets, logprobs = tensors["offsets"], tensors["logprobs"]
-    except (SafetensorError, KeyError, TypeError) as error:
+    except KeyError as error:
         raise ValueError(f"not a packed answer: {error}") from error
     lengths = np.diff(offsets).tolist()
     if len(lengths) != len(list(_responses(answer))) or sum(lengths) != len(logprobs):

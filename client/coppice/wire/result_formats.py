@@ -27,16 +27,15 @@ The metadata's `answer` is the RolloutAnswer with these arrays empty. A token ta
 as JSON and 8 bytes here.
 """
 
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import Field, TypeAdapter
-from safetensors import SafetensorError
-from safetensors.numpy import load, save
+from safetensors.numpy import save
 
+from coppice.safetensors_io import load_arrays, parse_header
 from coppice.wire.base import AnswerModel
 from coppice.wire.column_kinds import NO_ENTRIES, Tables, Tensors, split, tables_of
 from coppice.wire.columns import TokenArrays, column_tensors, columns_of_tensors, without_tensors
@@ -174,13 +173,9 @@ def pack(answer: RolloutAnswer) -> bytes:
 
 def unpack(data: bytes) -> Packed:
     """Parses a packed rollout result. Raises ValueError if the bytes are invalid."""
+    tensors, metadata = load_arrays(data), parse_header(data).metadata
     try:
-        tensors = load(data)
-    except SafetensorError as error:
-        raise ValueError(f"not a safetensors file: {error}") from error
-    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    try:
-        answer = RolloutAnswer.model_validate_json(header["__metadata__"]["answer"])
+        answer = RolloutAnswer.model_validate_json(metadata["answer"])
         groups = list(_with_prompts(answer.groups, tensors))
         return Packed(
             answer=answer.model_copy(update={"groups": groups}),

@@ -21,7 +21,7 @@ class StageRequest(RequestModel):
     """Body of a request to stage weights that are on the server's host.
 
     `path` is in one of the server's configured directories. With a `fingerprint`, see
-    `coppice.weights.shared_files`, it is refused unless the server sees the same files there.
+    `coppice.weights.checkpoint_files`, it is refused unless the server sees the same files there.
     """
 
     path: Annotated[str, Field(min_length=1, max_length=4096)]

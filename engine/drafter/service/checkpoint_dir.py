@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from engine.weights.checkpoint import SINGLE_FILE
+from coppice.weights.checkpoint_files import SINGLE_FILE
 
 INITIAL_VERSION: Final = "initial"
 TRAINER_CHECKPOINT: Final = "training"

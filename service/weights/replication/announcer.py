@@ -2,12 +2,12 @@
 
 import asyncio
 import base64
-import hashlib
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 
-from service.checkpoint_store import INDEX
+from coppice.weights.checkpoint_files import INDEX
+from service.checkpoint_store import sha256_of
 from service.cluster.membership import ClusterMembership
 from service.cluster.registry import (
     ClusterView,
@@ -238,15 +238,10 @@ def _since_view(view: ClusterView, numbers: dict[str, int]) -> dict[str, int]:
 def _digests(path: Path) -> dict[str, str]:
     """SHA-256 by file name, of a single file or of the files in a checkpoint directory."""
     if path.is_file():
-        return {path.name: _sha256(path)}
+        return {path.name: sha256_of(path)}
     files = [*path.glob("*.safetensors"), *path.glob(INDEX)]
-    return {file.name: _sha256(file) for file in files}
+    return {file.name: sha256_of(file) for file in files}
 
 
 def _file(folder: Path, name: str) -> Path:
     return folder if folder.is_file() else folder / name
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -15,7 +15,8 @@ from typing import Literal
 
 import httpx
 
-from service.checkpoint_store import SINGLE_FILE, CheckpointStore, validate_file_name
+from coppice.weights.checkpoint_files import SINGLE_FILE
+from service.checkpoint_store import CheckpointStore, validate_file_name
 from service.cluster.registry import Manifest, ManifestFile, Replica
 from service.config.allowed_peers import Peers
 from service.config.settings import WeightsSettings

@@ -30,10 +30,9 @@ class TwoMachines:
     async def set_version(self, version: str) -> None:
         pass
 
-    def sees_files(self, path: str, files: Any) -> bool:
+    def sees_files(self, path: str, files: str) -> bool:
         there = path if self.own is None else path.replace(str(self._shared), str(self.own))
-        received = [list(file) for file in files]  # tuples do not survive the call
-        return MachineMethods().coppice_sees_files(there, received)  # type: ignore[arg-type]
+        return MachineMethods().coppice_sees_files(there, files)
 
     def load_weights(self, path: str, previous: str) -> Any:
         self.loaded.append(Path(path).name)

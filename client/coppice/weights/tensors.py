@@ -1,65 +1,40 @@
-"""Tensors of numpy or torch state dicts, and the header of a safetensors file that has them.
+"""Tensors of numpy or torch state dicts and of files, and the bytes of a file that has them.
 
 torch is never imported: a caller with torch tensors has already imported it. numpy lacks bfloat16
 and the 8-bit floats, so torch tensors are read as bytes.
 
-The bytes of one tensor are loaded at a time; the library's own serializer needs all of them at
-once. File format: eight bytes with the length of the header, a JSON header, then the tensors' bytes
-without gaps.
+No copy of the whole file exists, while the library's own serializer needs all tensors at once:
+chunks are views of the tensors' own memory where that is contiguous. The SHA-256 of a file is
+computed in a thread, so it overlaps with writing.
 """
 
 import hashlib
-import json
 import math
 import sys
-from collections.abc import Callable, Generator, Hashable, Iterable, Mapping
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
-from coppice.transport.messages import CHUNK_BYTES
-from coppice.weights.safetensors_index import (
+from coppice.safetensors_io import (
+    CODES,
     ByteSpan,
     TensorEntry,
+    header_of,
     read_exactly,
-    read_safetensors_index,
+    read_header,
 )
+from coppice.transport.messages import CHUNK_BYTES, Chunk
 
 StateDict = Mapping[str, Any]
 """Maps names to numpy arrays or torch tensors."""
-_CODES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint64": "U64",
-    "uint32": "U32",
-    "uint16": "U16",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
 FROM_TORCH: Mapping[str, str] = {"format": "pt"}
-_ALIGNMENT = 8
-
-
-def sha256_of(path: Path) -> Generator[None, None, bytes]:
-    """Computes the SHA-256 of a file, one chunk per generator step."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            digest.update(chunk)
-            yield
-    return digest.digest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +42,7 @@ class Tensor:
     """One tensor to write to a safetensors file; `load` returns its bytes in C order."""
 
     name: str
-    code: str
+    dtype: str
     shape: tuple[int, ...]
     item_bytes: int
     num_bytes: int
@@ -93,7 +68,7 @@ def tensors_of(state: StateDict) -> list[Tensor]:
 
 def tensors_from_files(paths: Iterable[Path]) -> list[Tensor]:
     """Tensors of all safetensors files of a checkpoint, in the order of the files."""
-    files = [(path, read_safetensors_index(path)) for path in paths]
+    files = [(path, read_header(path)) for path in paths]
     return [_of_file(path, entry) for path, file in files for entry in file.tensors.values()]
 
 
@@ -105,7 +80,7 @@ def _of_file(path: Path, entry: TensorEntry) -> Tensor:
 
     return Tensor(
         name=entry.name,
-        code=entry.code,
+        dtype=entry.dtype,
         shape=entry.shape,
         item_bytes=entry.num_bytes // max(1, math.prod(entry.shape)),
         num_bytes=entry.num_bytes,
@@ -131,7 +106,7 @@ def _of_numpy(name: str, array: NDArray[Any]) -> Tensor:
         raise ValueError(f"{name} does not have native byte order")
     return Tensor(
         name=name,
-        code=_code(name, array.dtype.name),
+        dtype=_code(name, array.dtype.name),
         shape=array.shape,
         item_bytes=array.itemsize,
         num_bytes=array.nbytes,
@@ -145,7 +120,7 @@ def _of_torch(name: str, tensor: Any) -> Tensor:
     shape = tuple(tensor.shape)
     return Tensor(
         name=name,
-        code=_code(name, dtype),
+        dtype=_code(name, dtype),
         shape=shape,
         item_bytes=tensor.element_size(),
         num_bytes=tensor.numel() * tensor.element_size(),
@@ -161,23 +136,71 @@ def _torch_bytes(tensor: Any) -> NDArray[np.uint8]:
 
 
 def _code(name: str, dtype: str) -> str:
-    if dtype not in _CODES:
+    if dtype not in CODES:
         raise ValueError(f"{name} has dtype {dtype}, which safetensors files do not support")
-    return _CODES[dtype]
+    return CODES[dtype]
 
 
-def safetensors_header(tensors: Iterable[Tensor], metadata: Mapping[str, str]) -> bytes:
-    """Bytes of a safetensors file before its first tensor; the tensors follow in this order."""
-    entries: dict[str, object] = {"__metadata__": dict(metadata)}
-    offset = 0
-    for tensor in tensors:
-        end = offset + tensor.num_bytes
-        entries[tensor.name] = {
-            "dtype": tensor.code,
-            "shape": tensor.shape,
-            "data_offsets": (offset, end),
-        }
-        offset = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text
+class HashedChunks:
+    """Chunks that are hashed in a thread as they pass; `digest` is that of the last whole pass."""
+
+    def __init__(self) -> None:
+        self.digest = b""
+
+    def of(self, chunks: Iterable[Chunk]) -> Generator[Chunk, None, None]:
+        """Yields the chunks; each is hashed while its consumer handles it."""
+        sha256, hashing = hashlib.sha256(), Future[None]()
+        hashing.set_result(None)
+        with ThreadPoolExecutor(1, thread_name_prefix="sha256") as thread:
+            for chunk in chunks:
+                hashing.result()
+                hashing = thread.submit(sha256.update, chunk)
+                yield chunk
+            hashing.result()
+        self.digest = sha256.digest()
+
+
+class ChecksummedChunks:
+    """Chunks whose XXH3 checksum is computed as they pass; `checksum` is that of the last pass."""
+
+    def __init__(self) -> None:
+        self.checksum = ""
+
+    def of(self, chunks: Iterable[Chunk]) -> Generator[Chunk, None, None]:
+        xxh3 = xxhash.xxh3_128()
+        for chunk in chunks:
+            xxh3.update(chunk)
+            yield chunk
+        self.checksum = xxh3.hexdigest()
+
+
+class SafetensorsImage:
+    """Content of a safetensors file with these tensors; `chunks` can be called repeatedly.
+
+    One tensor at a time is loaded. The tensors must not change before the last chunk.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor], metadata: Mapping[str, str] = FROM_TORCH) -> None:
+        # Widest dtype first, as in the library: readers map the file and need aligned elements.
+        self._tensors = sorted(tensors, key=lambda tensor: -tensor.item_bytes)
+        self._header = header_of(self._tensors, metadata)
+        self.num_bytes = len(self._header) + sum(tensor.num_bytes for tensor in self._tensors)
+
+    def chunks(self) -> Iterator[Chunk]:
+        yield self._header
+        for tensor in self._tensors:
+            data = tensor.load().data
+            for start in range(0, tensor.num_bytes, CHUNK_BYTES):
+                yield data[start : start + CHUNK_BYTES]
+
+
+def write_safetensors(
+    path: Path, tensors: Iterable[Tensor], metadata: Mapping[str, str] = FROM_TORCH
+) -> Generator[None, None, bytes]:
+    """Writes a safetensors file, one chunk per generator step; returns the file's SHA-256."""
+    hashed = HashedChunks()
+    with path.open("wb") as file:
+        for chunk in hashed.of(SafetensorsImage(tensors, metadata).chunks()):
+            file.write(chunk)
+            yield
+    return hashed.digest
